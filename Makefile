@@ -1,0 +1,47 @@
+# Every target sets up what it needs in .venv; a fresh clone needs only python3, make and gcc.
+#   make demo     collect, train and evaluate the example       make lint    ruff and mypy
+#   make test     all tests (ARGS="-k table" for some)          make format  let ruff rewrite the code
+#   make bench    the benchmarks (ARGS="collect" by default)    make clean   remove builds and caches, not .venv
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.gear-loader-ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format bench clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+setup: $(READY)
+
+# Written last, so that an interrupted set-up starts again; an existing .venv is kept and completed.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Gear Loader needs Python 3.10 or newer, \
+	found " + sys.version.split()[0] + ". Name another one: make PYTHON=python3.12 ...")'
+	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(READY)
+	$(RUN) examples/decision_transformer.py $(ARGS)
+
+test: $(READY)
+	$(RUN) -m pytest $(ARGS)
+
+lint: $(READY)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+format: $(READY)
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+bench: ARGS ?= collect
+bench: $(READY)
+	$(RUN) -m benchmarks $(ARGS)
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis lightning_logs
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -1,0 +1,61 @@
+"""Every error that Gear Loader raises on purpose.
+
+Each class also derives from the built-in exception a caller would expect (`ValueError`, `KeyError`,
+`TimeoutError`, ...), so that code which knows nothing of this library still catches it. A message
+says what was received, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "GearError",
+    "LockTimeoutError",
+    "PrivateTableError",
+    "RegionError",
+    "SchemaError",
+    "SourceError",
+    "StaleIndexError",
+    "TableClosedError",
+    "TableEmptyError",
+    "TableFullError",
+]
+
+
+class GearError(Exception):
+    """Base of all errors of this library."""
+
+
+class SchemaError(GearError, ValueError):
+    """Columns, windows or rows that do not fit the schema; nothing was changed."""
+
+
+class RegionError(GearError, OSError):
+    """A region cannot be created or attached: it exists, is missing, too large, or no table."""
+
+
+class TableFullError(GearError):
+    """There is no room and the policy does not allow making any; nothing was changed."""
+
+
+class TableEmptyError(GearError):
+    """Something was to be drawn from a table that holds no trajectory."""
+
+
+class TableClosedError(GearError, ValueError):
+    """The table was used after `close()`."""
+
+
+class PrivateTableError(GearError, ValueError):
+    """A table without a name was to be used by another process."""
+
+
+class StaleIndexError(GearError, IndexError):
+    """An index that names no live trajectory (never used, removed or evicted)."""
+
+
+class LockTimeoutError(GearError, TimeoutError):
+    """A lock or a reader was waited for until the deadline."""
+
+
+class SourceError(GearError, ValueError):
+    """A data source is damaged or does not fit; nothing was added."""

@@ -1,0 +1,177 @@
+"""Where everything lies inside a region: computed once from the schema and the sizes.
+
+    offset 0        preamble   64 B: magic, format version, JSON bytes, region bytes
+                    JSON       schema and sizes (everything needed to compute the rest again)
+                    counters   int64 [64]
+                    readers    int64 [256, 4]             one row a batch that is being read
+                    extent     int64 [T, 2]               slot -> length in steps, first entry in block_ids
+                    generation int64 [T]                  how often the slot has been given out
+                    sequence   int64 [T]                  number of the trajectory in order of commitment
+                    epoch      int64 [T]                  when the slot was retired
+                    owner      int64 [T, 2]               pid and start time of the slot's writer
+                    priority   float32 [T]
+                    state      int32 [T]                  FREE, WRITING, READY, RETIRED
+                    links      int32 [T, 2]               older and newer neighbour in order of commitment
+                    block_ids  int32 [2, H]               block tables: a trajectory's blocks, one after another
+                    free_slots, retired  int32 [T]        stack; ring in order of retirement
+                    free_blocks          int32 [N]        stack
+    next page       column 0   [N blocks, block_stride B] block_steps steps, then padding to a multiple of 128 B
+                    column 1   ...
+                    tail       128 B, then up to a whole page
+
+T is `max_trajectories`, N the number of blocks. Every array starts on a multiple of 128 B. Because a column's
+base and its block stride are such multiples, a 128-byte line never holds bytes of two blocks, and reading whole
+lines around a step never leaves the region: that is what lets the GPU kernel read nothing but whole lines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import mmap
+import struct
+from typing import Any
+
+import numpy as np
+
+from gear_loader.errors import RegionError
+from gear_loader.schema import Schema
+
+__all__ = ["FORMAT_VERSION", "LINE", "MAX_READERS", "ColumnLayout", "Layout", "round_up"]
+
+LINE = 128
+"""Bytes of one line: the unit in which a GPU reads host memory, and the alignment of everything."""
+
+FORMAT_VERSION = 1
+MAX_READERS = 256
+_MAGIC = b"GEARLDR\0"
+_PREAMBLE = struct.Struct("<8sIIQ")
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnLayout:
+    """Where one column lies: bytes from the region's start, bytes of a step, bytes from block to block."""
+
+    offset: int
+    step_bytes: int
+    block_stride: int
+
+
+class Layout:
+    """Offsets of all arrays and columns of a table, and the header that lets another process compute them.
+
+    Attributes:
+        arrays: name -> (offset, dtype, shape) of the index.
+        columns: name -> `ColumnLayout`.
+        region_bytes: size of the whole region, a multiple of the page size.
+        index_bytes: bytes before the first column.
+    """
+
+    def __init__(
+        self, schema: Schema, *, max_steps: int, max_trajectories: int, block_steps: int, num_blocks: int
+    ) -> None:
+        self.schema = schema
+        self.max_steps = max_steps
+        self.max_trajectories = max_trajectories
+        self.block_steps = block_steps
+        self.num_blocks = num_blocks
+        self.half = num_blocks + (num_blocks + 1) // 2
+        self.header = self._header()
+
+        slots, blocks = max_trajectories, num_blocks
+        sizes: list[tuple[str, Any, tuple[int, ...]]] = [
+            ("counters", np.int64, (64,)),
+            ("readers", np.int64, (MAX_READERS, 4)),
+            ("extent", np.int64, (slots, 2)),
+            ("generation", np.int64, (slots,)),
+            ("sequence", np.int64, (slots,)),
+            ("epoch", np.int64, (slots,)),
+            ("owner", np.int64, (slots, 2)),
+            ("priority", np.float32, (slots,)),
+            ("state", np.int32, (slots,)),
+            ("links", np.int32, (slots, 2)),
+            ("block_ids", np.int32, (2, self.half)),
+            ("free_slots", np.int32, (slots,)),
+            ("retired", np.int32, (slots,)),
+            ("free_blocks", np.int32, (blocks,)),
+        ]
+        offset = round_up(len(self.header), LINE)
+        self.arrays: dict[str, tuple[int, np.dtype[Any], tuple[int, ...]]] = {}
+        for name, dtype, shape in sizes:
+            self.arrays[name] = (offset, np.dtype(dtype), shape)
+            offset = round_up(offset + int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize, LINE)
+        offset = self.index_bytes = round_up(offset, mmap.PAGESIZE)
+        self.columns: dict[str, ColumnLayout] = {}
+        for name, column in schema.items():
+            stride = round_up(block_steps * column.step_bytes, LINE)
+            self.columns[name] = ColumnLayout(offset, column.step_bytes, stride)
+            offset += num_blocks * stride
+        self.region_bytes = round_up(offset + LINE, mmap.PAGESIZE)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all columns, padding included."""
+        return sum(column.block_stride for column in self.columns.values())
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the index that belong to one slot."""
+        per_slot = ("extent", "generation", "sequence", "epoch", "owner", "priority", "state", "links")
+        per_slot += ("free_slots", "retired")
+        arrays = [self.arrays[name] for name in per_slot]
+        return sum(dtype.itemsize * int(np.prod(shape[1:])) for _, dtype, shape in arrays)
+
+    def preamble(self) -> bytes:
+        """The first 24 bytes of the region."""
+        return _PREAMBLE.pack(_MAGIC, FORMAT_VERSION, len(self.header) - 64, self.region_bytes)
+
+    def _header(self) -> bytes:
+        fields = {
+            "schema": self.schema.to_json(),
+            "max_steps": self.max_steps,
+            "max_trajectories": self.max_trajectories,
+            "block_steps": self.block_steps,
+            "num_blocks": self.num_blocks,
+        }
+        return bytes(64) + json.dumps(fields, separators=(",", ":")).encode()
+
+    @classmethod
+    def read(cls, head: bytes, file_bytes: int, name: str) -> Layout:
+        """The layout that a header describes.
+
+        Args:
+            head: the first bytes of the file, at least 64.
+            file_bytes: the file's size.
+            name: how an error calls the file.
+
+        Raises:
+            RegionError: it is no table, one of another format version, or damaged.
+        """
+        if len(head) < 64 or head[:8] != _MAGIC:
+            raise RegionError(
+                f"{name} is not a Gear Loader table: it starts with {bytes(head[:8])!r}, expected {_MAGIC!r}. "
+                "Choose another name or remove the file."
+            )
+        _, version, json_bytes, region_bytes = _PREAMBLE.unpack(head[: _PREAMBLE.size])
+        if version != FORMAT_VERSION:
+            raise RegionError(
+                f"{name} has table format {version}; this version of Gear Loader reads format {FORMAT_VERSION}. "
+                "Use the version that wrote it, or create the table anew."
+            )
+        try:
+            fields = json.loads(head[64 : 64 + json_bytes])
+            schema = Schema.from_json(fields.pop("schema"))
+            layout = cls(schema, **fields)
+        except Exception as error:
+            raise RegionError(f"{name} has a damaged header ({error}). Remove it and create the table anew.") from error
+        if layout.region_bytes != region_bytes or file_bytes < region_bytes:
+            raise RegionError(
+                f"{name} is damaged: it has {file_bytes} bytes, its header says {region_bytes}, its schema needs "
+                f"{layout.region_bytes}. Remove it and create the table anew."
+            )
+        return layout

@@ -1,0 +1,128 @@
+"""The compiled loops of the CPU path (numba): copying between blocks and rows at memory speed.
+
+Raw addresses in, bytes moved; the callers have checked everything. They release the GIL, so that several
+threads copy at once. Where numba cannot be imported, `AVAILABLE` is False and the torch twins do the work.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gear_loader.notice import notice
+
+__all__ = ["AVAILABLE", "gather", "require", "scatter"]
+
+try:
+    from numba import int64, njit, types
+    from numba.core import cgutils
+    from numba.extending import intrinsic
+
+    AVAILABLE = True
+    REASON = ""
+except ImportError as error:  # pragma: no cover - depends on the environment
+    AVAILABLE = False
+    REASON = str(error)
+
+# Columns of the table that describes a batch to `gather`, one row a column; see gear_loader.kernels.gather.
+BASE, STRIDE, STEP_BYTES, OUT, LENGTH, OFFSET, PAD, MASK = range(8)
+PAD_KEEP, PAD_HEAD, PAD_TAIL = range(3)
+
+
+def require() -> bool:
+    """Whether the compiled loops are there; if not, say so once."""
+    if not AVAILABLE:
+        notice("numba", f"numba cannot be imported ({REASON}): the CPU path runs on plain torch, which is slower.")
+    return AVAILABLE
+
+
+if AVAILABLE:
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def _copy(_context: Any, _target: Any, _source: Any, _count: Any) -> Any:
+        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            target, source, count = args
+            pointer = cgutils.voidptr_t
+            cgutils.raw_memcpy(builder, builder.inttoptr(target, pointer), builder.inttoptr(source, pointer), count, 1)
+
+        return types.void(types.int64, types.int64, types.int64), codegen
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def _fill(_context: Any, _target: Any, _value: Any, _count: Any) -> Any:
+        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            target, value, count = args
+            byte = builder.trunc(value, cgutils.int8_t)
+            memset = builder.module.declare_intrinsic("llvm.memset", (cgutils.voidptr_t, cgutils.intp_t))
+            builder.call(memset, (builder.inttoptr(target, cgutils.voidptr_t), byte, count, cgutils.false_bit))
+
+        return types.void(types.int64, types.int64, types.int64), codegen
+
+    @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+    def scatter(  # type: ignore[no-untyped-def]
+        base, stride, step_bytes, block_steps, ids, source, length
+    ) -> None:
+        """Copy a trajectory's steps into its blocks of one column.
+
+        Args:
+            base: address of the column. stride: bytes from block to block. step_bytes: bytes of a step.
+            block_steps: steps of a block. ids: the trajectory's blocks, int32 [blocks].
+            source: address of the steps, contiguous. length: number of steps.
+        """
+        block_bytes = block_steps * step_bytes
+        for i in range(len(ids)):
+            steps = min(block_steps, length - i * block_steps)
+            _copy(base + int64(ids[i]) * stride, source + i * block_bytes, steps * step_bytes)
+
+    @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+    def gather(  # type: ignore[no-untyped-def]
+        columns, slots, anchors, extent, block_ids, block_steps, first, last
+    ) -> None:
+        """Fill rows `first` to `last - 1` of a batch: steps, padding and masks of every column.
+
+        Args:
+            columns: int64 [C, 8], one row a column: BASE, STRIDE, STEP_BYTES, OUT, LENGTH, OFFSET, PAD, MASK.
+            slots, anchors: int64 [B]. extent: int64 [T, 2]. block_ids: int32 [H]. block_steps: int.
+        """
+        for b in range(first, last):
+            slot = slots[b]
+            anchor = anchors[b]
+            steps = extent[slot, 0]
+            row = extent[slot, 1]
+            for c in range(columns.shape[0]):
+                step_bytes = columns[c, STEP_BYTES]
+                length = columns[c, LENGTH]
+                begin = anchor + columns[c, OFFSET]
+                low = min(max(begin, 0), steps)
+                high = max(min(begin + length, steps), low)
+                count = high - low
+                pad = columns[c, PAD]
+                if pad == PAD_KEEP:
+                    head = min(max(low - begin, 0), length) if count > 0 else length
+                elif pad == PAD_HEAD:
+                    head = length - count
+                else:
+                    head = 0
+                out = columns[c, OUT] + b * length * step_bytes
+                if head > 0:
+                    _fill(out, 0, head * step_bytes)
+                target = out + head * step_bytes
+                step = low
+                while step < high:
+                    block = step // block_steps
+                    inside = step - block * block_steps
+                    take = min(block_steps - inside, high - step)
+                    source = columns[c, BASE] + int64(block_ids[row + block]) * columns[c, STRIDE]
+                    _copy(target, source + inside * step_bytes, take * step_bytes)
+                    target += take * step_bytes
+                    step += take
+                tail = length - head - count
+                if tail > 0:
+                    _fill(target, 0, tail * step_bytes)
+                mask = columns[c, MASK]
+                if mask != 0:
+                    mask += b * length
+                    _fill(mask, 0, head)
+                    _fill(mask + head, 1, count)
+                    _fill(mask + head + count, 0, tail)
+
+else:  # pragma: no cover - depends on the environment
+    scatter = gather = None

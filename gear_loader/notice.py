@@ -1,0 +1,27 @@
+"""Notices: things the user should know once, such as a fast path that is not available here."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+__all__ = ["notice", "notices"]
+
+_logger = logging.getLogger("gear_loader")
+_seen: dict[str, str] = {}
+_lock = threading.Lock()
+
+
+def notice(key: str, message: str) -> None:
+    """Log `message` as a warning the first time that `key` comes up in this process."""
+    with _lock:
+        if key in _seen:
+            return
+        _seen[key] = message
+    _logger.warning("%s", message)
+
+
+def notices() -> dict[str, str]:
+    """All notices given so far in this process, by key."""
+    with _lock:
+        return dict(_seen)

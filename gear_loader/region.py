@@ -1,0 +1,295 @@
+"""The one mapped memory range that holds a table: private, or shared under a name; pinned for a GPU on request."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import re
+import threading
+import warnings
+import weakref
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from gear_loader.errors import RegionError
+from gear_loader.layout import Layout, round_up
+from gear_loader.lock import IndexLock
+from gear_loader.notice import notice
+
+__all__ = ["Region", "region_path"]
+
+_DIRECTORY = "/dev/shm"
+_PREFIX = "gear-loader."
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+_HEADER_LIMIT = 1 << 20
+_REGISTER_CHUNK = 1 << 36  # one cudaHostRegister call of 512 GiB fails, 64 GiB at a time works
+
+
+def region_path(name: str) -> str:
+    """The file of the region called `name`.
+
+    Raises:
+        RegionError: a name that cannot be one.
+    """
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise RegionError(
+            f"Table name {name!r} was received; expected 1 to 128 letters, digits, '_', '.', '-', "
+            "not starting with '.' or '-'."
+        )
+    return os.path.join(_DIRECTORY, _PREFIX + name)
+
+
+def _size(count: int) -> str:
+    return f"{count:,} bytes ({count / 2**30:.2f} GiB)"
+
+
+class _Mapping:
+    """The memory of one region in this process, however many tables of this process use it.
+
+    One descriptor and one mapping a file: see `gear_loader.lock` for why closing a second one would be wrong.
+    """
+
+    registry: ClassVar[dict[tuple[int, int], _Mapping]] = {}
+    guard: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, memory: mmap.mmap, name: str, fd: int | None, key: tuple[int, int] | None) -> None:
+        self.memory = memory
+        self.fd = fd
+        self.key = key
+        self.users = 1
+        self.lock = IndexLock(name, fd)
+        self.pinned: bool | None = None
+        self.registered: list[int] = []
+
+    @classmethod
+    def open(cls, path: str, name: str) -> tuple[_Mapping, Layout]:
+        with cls.guard:
+            info = os.stat(path)
+            key = (info.st_dev, info.st_ino)
+            fd = cls.registry[key].fd if key in cls.registry else None
+            if fd is not None:
+                layout = Layout.read(os.pread(fd, _HEADER_LIMIT, 0), info.st_size, name)
+                cls.registry[key].users += 1
+                return cls.registry[key], layout
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                layout = Layout.read(os.pread(fd, _HEADER_LIMIT, 0), os.fstat(fd).st_size, name)
+                memory = mmap.mmap(fd, layout.region_bytes, flags=mmap.MAP_SHARED)
+            except BaseException:
+                os.close(fd)
+                raise
+            cls.registry[key] = cls(memory, name, fd, key)
+            return cls.registry[key], layout
+
+    def release(self) -> None:
+        with self.guard:
+            self.users -= 1
+            if self.users:
+                return
+            if self.registered:
+                torch.cuda.synchronize()  # kernels may still be reading
+                self.unregister()
+            if self.key is not None:
+                self.registry.pop(self.key, None)
+            with contextlib.suppress(BufferError):  # somebody holds a view: unmapped when that goes
+                self.memory.close()
+            if self.fd is not None:
+                os.close(self.fd)
+
+    def register(self, base: int, total: int) -> bool:
+        torch.cuda.init()
+        for start in range(0, total, _REGISTER_CHUNK):
+            count = min(_REGISTER_CHUNK, total - start)
+            code = int(torch.cuda.cudart().cudaHostRegister(base + start, count, 1))
+            if code != 0:
+                self.unregister()
+                _clear_cuda_error()
+                notice(
+                    "pin",
+                    f"CUDA refused to pin {_size(count)} of host memory (cudaHostRegister returned {code}): batches "
+                    "are gathered on the CPU and copied. Raise the locked-memory limit (ulimit -l) or the "
+                    "container's memory.",
+                )
+                return False
+            self.registered.append(base + start)
+        return True
+
+    def unregister(self) -> None:
+        while self.registered:
+            code = int(torch.cuda.cudart().cudaHostUnregister(self.registered.pop()))
+            if code != 0:
+                _clear_cuda_error()
+                warnings.warn(f"cudaHostUnregister returned {code}.", RuntimeWarning, stacklevel=3)
+
+    @classmethod
+    def after_fork(cls) -> None:
+        cls.guard = threading.Lock()
+        for mapping in cls.registry.values():
+            mapping.lock.reset_after_fork()
+            mapping.pinned, mapping.registered = None, []  # CUDA's registrations stay with the parent
+
+
+os.register_at_fork(after_in_child=_Mapping.after_fork)
+
+
+class Region:
+    """A mapping of a layout's bytes, with the lock of its index.
+
+    Made by `create` or `attach`. `bytes` is the uint8 view of it all; it is None after `close`.
+    """
+
+    def __init__(self, mapping: _Mapping, layout: Layout, name: str | None) -> None:
+        self.layout = layout
+        self.name = name
+        self.lock = mapping.lock
+        self.bytes: np.ndarray[Any, Any] | None = np.frombuffer(mapping.memory, dtype=np.uint8)
+        self._mapping = mapping
+        self._release = weakref.finalize(self, mapping.release)
+        self._release.atexit = False
+
+    # ---------------------------------------------------------------- create, attach, remove
+
+    @classmethod
+    def create(cls, layout: Layout, name: str | None) -> Region:
+        """Map a new region of zeros and write its header.
+
+        A named region appears under its name only when it is complete. Its memory is reserved at once, so that
+        a full `/dev/shm` is an error here and not a crash later.
+
+        Raises:
+            RegionError: the name is taken, or there is not enough memory.
+        """
+        if name is None:
+            try:
+                memory = mmap.mmap(-1, layout.region_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            except (OSError, OverflowError, ValueError) as error:
+                raise RegionError(
+                    f"A table of {_size(layout.region_bytes)} cannot be mapped ({error}). "
+                    "Lower max_steps, max_trajectories or max_blocks."
+                ) from error
+            with contextlib.suppress(OSError):  # a kernel without huge pages is slower, not wrong
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            memory[: len(layout.header)] = layout.preamble().ljust(64, b"\0") + layout.header[64:]
+            return cls(_Mapping(memory, "a private table", None, None), layout, None)
+
+        path = region_path(name)
+        if os.path.exists(path):
+            raise RegionError(_exists(name))
+        scratch = os.path.join(_DIRECTORY, f".{_PREFIX}{name}.{os.getpid()}.{threading.get_ident()}")
+        fd = os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                os.posix_fallocate(fd, 0, layout.region_bytes)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                    raise
+                free = os.statvfs(_DIRECTORY)
+                raise RegionError(
+                    f"A named table of {_size(layout.region_bytes)} does not fit into {_DIRECTORY}, which has "
+                    f"{_size(free.f_bavail * free.f_frsize)} free. Lower max_steps or max_blocks, remove tables "
+                    "that are no longer used, or enlarge it (in Docker: --shm-size; else: mount -o "
+                    f"remount,size=... {_DIRECTORY})."
+                ) from error
+            os.pwrite(fd, layout.preamble().ljust(64, b"\0") + layout.header[64:], 0)
+            try:
+                os.link(scratch, path)
+            except FileExistsError as error:
+                raise RegionError(_exists(name)) from error
+        finally:
+            os.unlink(scratch)
+            os.close(fd)
+        return cls.attach(name)
+
+    @classmethod
+    def attach(cls, name: str) -> Region:
+        """Map an existing region.
+
+        Raises:
+            RegionError: there is none of that name, or the file is no table of this version.
+        """
+        path = region_path(name)
+        try:
+            mapping, layout = _Mapping.open(path, f"Table {name!r} ({path})")
+        except FileNotFoundError as error:
+            here = sorted(entry[len(_PREFIX) :] for entry in os.listdir(_DIRECTORY) if entry.startswith(_PREFIX))
+            raise RegionError(
+                f"There is no table named {name!r}; tables on this machine: {here or 'none'}. "
+                f"Create it with Table.create(..., name={name!r})."
+            ) from error
+        return cls(mapping, layout, name)
+
+    @staticmethod
+    def unlink(name: str) -> None:
+        """Remove a region's name. Who has it mapped keeps it; the memory goes with the last of them.
+
+        Raises:
+            RegionError: there is none of that name.
+        """
+        try:
+            os.unlink(region_path(name))
+        except FileNotFoundError as error:
+            raise RegionError(f"There is no table named {name!r} to remove.") from error
+
+    # ---------------------------------------------------------------- views
+
+    def array(self, name: str) -> np.ndarray[Any, Any]:
+        """The index array `name` as a numpy view."""
+        offset, dtype, shape = self.layout.arrays[name]
+        assert self.bytes is not None
+        count = int(np.prod(shape))
+        return self.bytes[offset : offset + count * dtype.itemsize].view(dtype).reshape(shape)
+
+    def column(self, name: str) -> np.ndarray[Any, Any]:
+        """Column `name` as uint8 ``[blocks, block_stride]``."""
+        column = self.layout.columns[name]
+        assert self.bytes is not None
+        count = self.layout.num_blocks * column.block_stride
+        return self.bytes[column.offset : column.offset + count].reshape(-1, column.block_stride)
+
+    # ---------------------------------------------------------------- pinning
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether this process has registered the region with CUDA."""
+        return bool(self._mapping.registered)
+
+    def pin(self) -> bool:
+        """Register the region with CUDA in this process, so that kernels can read it; idempotent.
+
+        Waits for nothing on the GPU, but touches and locks every page.
+
+        Returns:
+            False where there is no GPU, or where CUDA refused: then a notice says why.
+        """
+        if self._mapping.pinned is None:
+            if not torch.cuda.is_available():
+                notice("pin", "No CUDA device: tables lie in plain host memory and batches are gathered on the CPU.")
+                return False
+            assert self.bytes is not None
+            with _Mapping.guard:
+                if self._mapping.pinned is None:
+                    total = round_up(self.layout.region_bytes, mmap.PAGESIZE)
+                    self._mapping.pinned = self._mapping.register(self.bytes.ctypes.data, total)
+        return bool(self._mapping.pinned)
+
+    def close(self) -> None:
+        """Unregister and unmap, with the last user in this process; idempotent."""
+        self.bytes = None
+        self._release()
+
+
+def _exists(name: str) -> str:
+    return (
+        f"There is already a table named {name!r}. Use it with Table.attach({name!r}), remove it with "
+        f"Table.unlink({name!r}), or choose another name."
+    )
+
+
+def _clear_cuda_error() -> None:
+    # A failed runtime call leaves its code for the next launch check to find: let a tiny launch find it.
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda").add_(1)

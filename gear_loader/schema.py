@@ -1,0 +1,250 @@
+"""What a table holds (`Column`, `Schema`) and which part of it a batch wants (`Window`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from gear_loader.errors import SchemaError
+
+__all__ = ["BATCH_KEYS", "DTYPES", "Column", "Schema", "Window"]
+
+DTYPES: dict[str, torch.dtype] = {
+    "bool": torch.bool,
+    "uint8": torch.uint8,
+    "int8": torch.int8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+"""The dtypes a column can have, by the name that is stored with a table."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+BATCH_KEYS = ("anchor", "generation", "index", "mask", "priority_weight")
+"""Keys that a batch itself uses; a column cannot be called so."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One value of every step: a dtype and the shape of a single step.
+
+    Args:
+        dtype: one of bool, uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64.
+        shape: shape of one step; `()` is a scalar. Every extent is at least 1.
+
+    Raises:
+        SchemaError: another dtype, or a shape that is not a sequence of positive integers.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _NAMES:
+            raise SchemaError(
+                f"Column dtype {self.dtype!r} is not supported; expected one of torch.{', torch.'.join(DTYPES)}."
+            )
+        shape: Any = self.shape
+        if isinstance(shape, int) and not isinstance(shape, bool):
+            shape = (shape,)
+        try:
+            extents = tuple(int(extent) for extent in shape)
+            whole = all(extent == given for extent, given in zip(extents, shape, strict=True))
+        except (TypeError, ValueError):
+            whole, extents = False, ()
+        if not whole or any(extent < 1 for extent in extents):
+            raise SchemaError(
+                f"Column shape {self.shape!r} is not a sequence of positive integers; expected the shape of one "
+                "step, for example (11,) or () for a scalar."
+            )
+        object.__setattr__(self, "shape", extents)
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of one step."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype's name as it is stored, for example ``"float32"``."""
+        return _NAMES[self.dtype]
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Which steps of a trajectory a batch takes, relative to an anchor step.
+
+    The window covers the steps ``anchor + offset`` to ``anchor + offset + length - 1``. Steps outside the
+    trajectory are padding: zeros in the column, False in the mask.
+
+    Args:
+        length: number of steps, at least 1.
+        offset: first step relative to the anchor; may be negative.
+        pad: where padding goes. ``"keep"`` leaves it where it falls, ``"head"`` collects it at the head
+            (the steps that exist end at the last position), ``"tail"`` at the tail (they start at the first).
+
+    Example: a trajectory of 3 steps a b c, anchor 0, ``Window(length=4, offset=-1)``, is ``. a b c``; with
+    anchor 1 and ``offset=-3`` it is ``. . a b``, which ``pad="tail"`` turns into ``a b . .``.
+
+    Raises:
+        SchemaError: a length below 1, something that is no integer, or another pad.
+    """
+
+    length: int
+    offset: int = 0
+    pad: Literal["keep", "head", "tail"] = "keep"
+
+    def __post_init__(self) -> None:
+        for field in ("length", "offset"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+                raise SchemaError(f"Window {field} is {value!r}; expected an integer number of steps.")
+            object.__setattr__(self, field, int(value))
+        if self.length < 1:
+            raise SchemaError(f"Window length is {self.length}; expected at least 1 step.")
+        if self.pad not in ("keep", "head", "tail"):
+            raise SchemaError(f"Window pad is {self.pad!r}; expected 'keep', 'head' or 'tail'.")
+        if self.length >= 2**31 or abs(self.offset) >= 2**31:
+            raise SchemaError(f"{self} is out of range; length and offset must be below 2**31 steps.")
+
+
+class Schema(Mapping[str, Column]):
+    """The columns of a table, by name, in the order in which they were given.
+
+    Raises:
+        SchemaError: no column, a name that is no non-empty string or that a batch uses itself, a value that
+            is no `Column`.
+    """
+
+    def __init__(self, columns: Mapping[str, Column]) -> None:
+        if not isinstance(columns, Mapping) or not columns:
+            raise SchemaError(
+                f"A schema of {columns!r} was received; expected a mapping of column names to gear_loader.Column, "
+                "with at least one column."
+            )
+        for name, column in columns.items():
+            if not isinstance(name, str) or not name:
+                raise SchemaError(f"Column name {name!r} was received; expected a non-empty string.")
+            if name in BATCH_KEYS:
+                raise SchemaError(
+                    f"Column name {name!r} is taken: every batch has a key of that name. Rename the column."
+                )
+            if not isinstance(column, Column):
+                raise SchemaError(
+                    f"Column {name!r} is {column!r}; expected gear_loader.Column(dtype, shape), "
+                    "for example Column(torch.float32, (11,))."
+                )
+        self._columns = dict(columns)
+
+    def __getitem__(self, name: str) -> Column:
+        return self._columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    def __repr__(self) -> str:
+        return f"Schema({self._columns!r})"
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of one step over all columns."""
+        return sum(column.step_bytes for column in self.values())
+
+    def to_json(self) -> list[list[Any]]:
+        """``[[name, dtype name, shape], ...]``: what is stored with a table."""
+        return [[name, column.dtype_name, list(column.shape)] for name, column in self.items()]
+
+    @classmethod
+    def from_json(cls, rows: list[list[Any]]) -> Schema:
+        """The inverse of `to_json`."""
+        return cls({name: Column(DTYPES[dtype], tuple(shape)) for name, dtype, shape in rows})
+
+    # ---------------------------------------------------------------- rows
+
+    def validate(self, rows: Mapping[str, Any], *, what: str = "the trajectory") -> tuple[int, dict[str, np.ndarray]]:
+        """Check one trajectory and return its length and its columns as bytes.
+
+        Args:
+            rows: column name -> numpy array or torch tensor ``[T, *shape]`` of exactly the column's dtype.
+            what: how an error calls it.
+
+        Returns:
+            T, and for each column a C-contiguous uint8 array ``[T, step_bytes]``. No copy is made of
+            contiguous CPU data; a CUDA tensor is copied to the host, which waits for its stream.
+
+        Raises:
+            SchemaError: a missing or unknown column, a wrong type, dtype or shape, uneven lengths, no steps.
+        """
+        if not isinstance(rows, Mapping):
+            raise SchemaError(
+                f"{what} is a {type(rows).__name__}; expected a mapping of column names to arrays [T, ...] "
+                f"with the columns {list(self)}."
+            )
+        missing = [name for name in self if name not in rows]
+        unknown = [name for name in rows if name not in self._columns]
+        if missing or unknown:
+            raise SchemaError(
+                f"{what} has the columns {list(rows)}; missing: {missing}, unknown: {unknown}. "
+                f"Expected exactly {list(self)}."
+            )
+        arrays = {name: self._as_bytes(name, rows[name], what) for name in self}
+        lengths = {name: len(array) for name, array in arrays.items()}
+        if len(set(lengths.values())) != 1:
+            raise SchemaError(f"{what} has columns of uneven lengths: {lengths}. Expected as many steps in each.")
+        length = next(iter(lengths.values()))
+        if length == 0:
+            raise SchemaError(f"{what} has zero steps; expected at least one.")
+        return length, arrays
+
+    def _as_bytes(self, name: str, value: Any, what: str) -> np.ndarray:
+        column = self._columns[name]
+        if isinstance(value, torch.Tensor):
+            dtype: Any = value.dtype
+            fits = value.dtype == column.dtype
+        elif isinstance(value, np.ndarray):
+            dtype = value.dtype
+            fits = value.dtype == NUMPY_DTYPES.get(column.dtype)
+        else:
+            raise SchemaError(
+                f"Column {name!r} of {what} is a {type(value).__name__}; expected a numpy array or a torch tensor "
+                f"of {column.dtype} and shape [T, {', '.join(map(str, column.shape))}]."
+            )
+        if not fits:
+            raise SchemaError(
+                f"Column {name!r} of {what} has dtype {dtype}; expected {column.dtype}. "
+                f"Convert it first ({_conversion(value, column.dtype)})."
+            )
+        if tuple(value.shape[1:]) != column.shape or value.ndim == 0:
+            raise SchemaError(
+                f"Column {name!r} of {what} has shape {list(value.shape)}; expected [T, *{list(column.shape)}]."
+            )
+        if isinstance(value, torch.Tensor):
+            tensor = value.detach().cpu().contiguous().reshape(len(value), -1)
+            return tensor.view(torch.uint8).numpy()
+        array = np.ascontiguousarray(value).reshape(len(value), math.prod(column.shape))
+        return array.view(np.uint8)
+
+
+NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
+    dtype: np.dtype(name) for name, dtype in DTYPES.items() if dtype is not torch.bfloat16
+}
+"""The numpy dtype of each torch dtype that has one (bfloat16 has none: give tensors)."""
+
+
+def _conversion(value: Any, dtype: torch.dtype) -> str:
+    if dtype in NUMPY_DTYPES and isinstance(value, np.ndarray):
+        return f".astype(np.{NUMPY_DTYPES[dtype].name})"
+    return f"torch.as_tensor(values).to({dtype})"

@@ -1,0 +1,286 @@
+"""What all sources share: episodes, their standard columns, and the conversion to a column's dtype.
+
+An episode is a mapping of column names to arrays ``[T, *shape]``, one entry a step. The standard columns:
+
+| column | dtype | at step t |
+|---|---|---|
+| `observation` | as the source has it | what the policy saw before it acted |
+| `action` | as the source has it | what it then did |
+| `reward` | float32 | what it got for that |
+| `terminated` | bool | the episode ended there by itself |
+| `truncated` | bool | the episode was cut off there |
+| `next_observation` | as the source has it | what it saw afterwards; only on request |
+
+A nested observation or action becomes one column for each leaf, with the keys (or positions) joined by
+dots: ``{"image": ..., "pose": {"position": ...}}`` gives `observation.image` and
+`observation.pose.position`, a tuple `observation.0`, `observation.1` and so on.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from gear_loader.errors import SchemaError, SourceError
+from gear_loader.schema import DTYPES, NUMPY_DTYPES, Column
+
+__all__ = ["STANDARD", "Columns", "Episode", "EpisodeReader", "convert", "infer_schema", "plan_dtype", "select"]
+
+Episode = dict[str, np.ndarray]
+"""One episode: column name -> array [T, *shape]."""
+
+Columns = Iterable[str] | Mapping[str, str] | None
+"""Which columns to take: names, or {name in the table: name in the source}, or None for the standard ones."""
+
+STANDARD = ("observation", "action", "reward", "terminated", "truncated")
+"""The columns that every source gives unless told otherwise."""
+
+# What numpy has and a table has not, and the next wider dtype that holds every value of it.
+_WIDENED = {np.dtype(np.uint16): torch.int32, np.dtype(np.uint32): torch.int64}
+_FROM_NUMPY = {dtype: torch_dtype for torch_dtype, dtype in NUMPY_DTYPES.items()}
+
+
+class EpisodeReader(abc.ABC):
+    """Episodes of a data set on disk: lengths and columns are known beforehand, iteration can be repeated.
+
+    Attributes:
+        source: what is read, for messages.
+        lengths: steps of each episode, int64 [n], read-only.
+        schema: the columns of every episode, as `gear_loader.Table.create` takes them.
+    """
+
+    def __init__(self, source: str, lengths: np.ndarray, schema: Mapping[str, Column]) -> None:
+        self.source = source
+        self.lengths = np.asarray(lengths, dtype=np.int64)
+        self.lengths.flags.writeable = False
+        self.schema = dict(schema)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of all episodes together."""
+        return int(self.lengths.sum())
+
+    @abc.abstractmethod
+    def __iter__(self) -> Iterator[Episode]:
+        """Read the episodes in order.
+
+        Raises:
+            SourceError: the data are damaged; the message names the episode, the column and the step.
+        """
+
+    def __repr__(self) -> str:
+        return f"<{self.source}: {len(self)} episodes, {self.num_steps} steps, columns {list(self.schema)}>"
+
+
+def infer_schema(episodes: Any) -> dict[str, Column]:
+    """The columns that a table needs for these episodes.
+
+    Args:
+        episodes: a reader, a sequence of episodes (the first one decides), or one episode: a mapping of
+            column names to numpy arrays or torch tensors [T, *shape].
+
+    Returns:
+        Column name -> `gear_loader.Column`, as `gear_loader.Table.create` takes it.
+
+    Raises:
+        SourceError: no episode, an iterator (looking at its first episode would consume it), something that
+            is no array of at least one dimension, or a dtype that no column has.
+
+    Example:
+        >>> infer_schema([{"reward": np.zeros(7, np.float32)}])
+        {'reward': Column(dtype=torch.float32, shape=())}
+    """
+    if isinstance(episodes, EpisodeReader):
+        return dict(episodes.schema)
+    if isinstance(episodes, Mapping):
+        return _schema_of(episodes, "the episode")
+    if not isinstance(episodes, Sequence) or isinstance(episodes, (str, bytes)):
+        raise SourceError(
+            f"A {type(episodes).__name__} was received; expected a sequence of episodes or one episode. Looking "
+            "at an iterator's first episode would consume it: pass list(episodes), or the first episode alone."
+        )
+    if not episodes:
+        raise SourceError("No episodes were received; expected at least one, to take the columns from.")
+    return _schema_of(episodes[0], "episode 0")
+
+
+def _schema_of(episode: Any, where: str) -> dict[str, Column]:
+    if not isinstance(episode, Mapping) or not episode:
+        raise SourceError(f"{where} is {episode!r}; expected a mapping of column names to arrays [T, ...].")
+    schema = {}
+    for name, values in episode.items():
+        if not isinstance(values, (np.ndarray, torch.Tensor)) or values.ndim == 0:
+            raise SourceError(
+                f"Column {name!r} of {where} is {describe(values)}; expected a numpy array or torch tensor [T, ...]."
+            )
+        dtype = values.dtype if isinstance(values, torch.Tensor) else _FROM_NUMPY.get(values.dtype)
+        if dtype not in DTYPES.values():
+            raise SourceError(
+                f"Column {name!r} of {where} has dtype {values.dtype}; expected one of {', '.join(DTYPES)}. "
+                "Convert it first."
+            )
+        schema[name] = column_of(dtype, tuple(values.shape[1:]), f"Column {name!r} of {where}")
+    return schema
+
+
+def column_of(dtype: torch.dtype, shape: tuple[int, ...], what: str) -> Column:
+    """`gear_loader.Column`, with the source's own words where it does not fit."""
+    try:
+        return Column(dtype, shape)
+    except SchemaError as error:
+        raise SourceError(f"{what} cannot become a column of a table: {error}") from error
+
+
+def describe(values: Any) -> str:
+    """A short text for a message: what this value is, without its contents."""
+    if isinstance(values, (np.ndarray, torch.Tensor)):
+        return f"an array of {values.dtype} and shape {list(values.shape)}"
+    return f"a {type(values).__name__}"
+
+
+def plan_dtype(role: str, dtype: Any, what: str, *, keep_float64: bool) -> torch.dtype:
+    """The dtype of the column that holds the source's values of `dtype`.
+
+    Rewards become float32 and the two flags bool. Everything else keeps its dtype, except that float64
+    becomes float32 (unless `keep_float64`), and uint16 and uint32, which no column has, int32 and int64.
+
+    Args:
+        role: the column's name in the source.
+        dtype: a numpy dtype, of either byte order.
+        what: how a message calls it.
+
+    Raises:
+        SourceError: a dtype that no column holds, such as strings.
+    """
+    dtype = np.dtype(dtype)
+    if dtype.kind in "biuf":
+        dtype = dtype.newbyteorder("=")
+        if role == "reward":
+            return torch.float32
+        if role in ("terminated", "truncated"):
+            return torch.bool
+        if dtype == np.float64 and not keep_float64:
+            return torch.float32
+        planned = _WIDENED.get(dtype) or _FROM_NUMPY.get(dtype)
+        if planned is not None:
+            return planned
+    raise SourceError(
+        f"{what} has dtype {dtype}; expected one of {', '.join(DTYPES)}. Leave it out with columns=[...], or "
+        "convert the data first."
+    )
+
+
+@dataclasses.dataclass
+class MisfitError(Exception):
+    """A value that the column cannot hold.
+
+    Attributes:
+        problem: what is wrong, as the end of a sentence that names the place.
+        step: the first step concerned, counted from the start of the array, or None for all of them.
+    """
+
+    problem: str
+    step: int | None = None
+
+
+def convert(values: np.ndarray, dtype: torch.dtype, *, finite: bool = False) -> np.ndarray:
+    """Bring values [T, ...] to a column's dtype, without losing any of them silently.
+
+    Args:
+        values: numbers or flags.
+        dtype: what the column holds; bfloat16, which numpy does not have, stays float32 here.
+        finite: refuse NaN and infinity, too.
+
+    Returns:
+        The same array where nothing had to be done, else a new one.
+
+    Raises:
+        MisfitError: a number outside the dtype's range, a flag that is neither 0 nor 1, a fraction for an
+            integer column, no number at all, or (with `finite`) a value that is not finite.
+    """
+    target = NUMPY_DTYPES.get(dtype, np.dtype(np.float32))
+    kinds = (values.dtype.kind, target.kind)
+    if kinds[0] not in "biuf" or (kinds[0] == "f" and kinds[1] in "iu"):
+        raise MisfitError(f"holds values of {values.dtype} where {target} is expected")
+    if finite and kinds[0] == "f":
+        _refuse(~np.isfinite(values), values, "which is not a finite number")
+    if values.dtype == target:
+        return values
+    if kinds[1] == "b":
+        _refuse((values != 0) & (values != 1), values, "which is no flag: neither 0 nor 1")
+        return values.astype(target)
+    if kinds[1] == "f":
+        with np.errstate(over="ignore"):  # checked in the next line, with the step that is concerned
+            result = values.astype(target)
+        if values.dtype.itemsize > target.itemsize:
+            _refuse(np.isinf(result) & np.isfinite(values), values, f"which {target} cannot hold")
+        return result
+    if kinds[0] != "b" and not np.can_cast(values.dtype, target):
+        limits = np.iinfo(target)
+        _refuse((values < limits.min) | (values > limits.max), values, f"which {target} cannot hold")
+    return values.astype(target)
+
+
+def _refuse(bad: np.ndarray, values: np.ndarray, why: str) -> None:
+    if bad.any():
+        first = tuple(int(i) for i in np.argwhere(bad)[0])
+        raise MisfitError(f"holds {values[first].item()!r}, {why}", first[0])
+
+
+def is_finite_role(role: str, allow_nonfinite: bool) -> bool:
+    """Whether NaN and infinity are refused in this column: in rewards, unless allowed."""
+    return role == "reward" and not allow_nonfinite
+
+
+FINITE_REMEDY = "Repair or leave out the episode, or pass allow_nonfinite=True to take such rewards as they are."
+
+
+def select(columns: Columns, available: Sequence[str], default: Sequence[str], source: str) -> dict[str, str]:
+    """Resolve the `columns` option of a source.
+
+    A name that stands for several columns, such as `observation` for `observation.image` and
+    `observation.pose`, selects all of them.
+
+    Args:
+        columns: see `Columns`.
+        available: what the source has.
+        default: the names to take for None.
+        source: how a message calls the source.
+
+    Returns:
+        {name in the table: name in the source}, in the order asked for.
+
+    Raises:
+        SourceError: a name the source does not have, the same name twice, or nothing selected.
+    """
+    if columns is None:
+        columns = default
+    if isinstance(columns, str):
+        raise SourceError(f"columns={columns!r} is one string; expected a list of names: columns=[{columns!r}].")
+    wanted = list(columns.items()) if isinstance(columns, Mapping) else [(name, name) for name in columns]
+    chosen: dict[str, str] = {}
+    for name, wish in wanted:
+        if not isinstance(name, str) or not isinstance(wish, str):
+            raise SourceError(f"columns= holds {(name, wish)!r}; expected names of columns, as strings.")
+        parts = [wish] if wish in available else [a for a in available if a.startswith(f"{wish}.")]
+        if not parts:
+            close = difflib.get_close_matches(wish, available, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise SourceError(f"{source} has no column {wish!r}; it has {list(available)}.{hint}")
+        for part in parts:
+            target = name + part[len(wish) :]
+            if target in chosen:
+                raise SourceError(f"columns= names {target!r} twice; expected each column once.")
+            chosen[target] = part
+    if not chosen:
+        raise SourceError(f"columns= selects nothing of {source}; it has {list(available)}.")
+    return chosen

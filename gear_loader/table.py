@@ -1,0 +1,491 @@
+"""The table: trajectories in paged columns of one region, under an index."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from gear_loader import native
+from gear_loader.errors import PrivateTableError, SchemaError, StaleIndexError, TableClosedError
+from gear_loader.index import NUM_EVICTED, NUM_FREE_BLOCKS, NUM_FREE_SLOTS, NUM_READY, NUM_STEPS, Array, Index, Snapshot
+from gear_loader.layout import Layout
+from gear_loader.region import Region
+from gear_loader.schema import Column, Schema
+
+__all__ = ["Table", "TableStats"]
+
+Trajectory = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class TableStats:
+    """What a table holds and what it costs; `str()` of it is a readable summary.
+
+    Attributes:
+        num_trajectories, num_steps: live trajectories and their steps.
+        payload_bytes: bytes of the live steps themselves.
+        resident_bytes: bytes of all blocks in use (padding, unfinished and not yet reusable ones included) and of
+            the index entries that belong to them.
+        reserved_bytes: bytes of the whole region.
+        fixed_row_bytes: what the same trajectories take where each has a row as long as the longest of them.
+        blocks_in_use, num_blocks, block_steps: blocks taken, blocks in all, steps of a block.
+        num_evicted: trajectories evicted so far.
+    """
+
+    num_trajectories: int
+    num_steps: int
+    payload_bytes: int
+    resident_bytes: int
+    reserved_bytes: int
+    fixed_row_bytes: int
+    blocks_in_use: int
+    num_blocks: int
+    block_steps: int
+    num_evicted: int
+
+    @property
+    def overhead(self) -> float:
+        """resident_bytes / payload_bytes; 1 is no waste, NaN for an empty table."""
+        return self.resident_bytes / self.payload_bytes if self.payload_bytes else math.nan
+
+    @property
+    def fixed_row_overhead(self) -> float:
+        """fixed_row_bytes / payload_bytes, for comparison."""
+        return self.fixed_row_bytes / self.payload_bytes if self.payload_bytes else math.nan
+
+    def __str__(self) -> str:
+        def line(name: str, count: int, ratio: float) -> str:
+            times = "" if math.isnan(ratio) else f"  {ratio:6.3f} x payload"
+            return f"{name:<14}{count:>16,} B{times}"
+
+        payload = self.payload_bytes or math.nan
+        return "\n".join(
+            (
+                f"{'trajectories':<14}{self.num_trajectories:>16,}",
+                f"{'steps':<14}{self.num_steps:>16,}",
+                f"{'blocks in use':<14}{self.blocks_in_use:>16,} of {self.num_blocks:,}, {self.block_steps} steps each",
+                f"{'evicted':<14}{self.num_evicted:>16,}",
+                line("payload", self.payload_bytes, math.nan),
+                line("resident", self.resident_bytes, self.overhead),
+                line("fixed rows", self.fixed_row_bytes, self.fixed_row_overhead),
+                line("reserved", self.reserved_bytes, self.reserved_bytes / payload),
+            )
+        )
+
+
+class Table:
+    """Trajectories of uneven length, stored column by column in blocks of one memory region.
+
+    Make one with `Table.create` or `Table.attach`. A table can be written and read by several threads and, if it
+    has a name, by several processes of the same machine (which must see each other's process ids). It is a context
+    manager: leaving it closes it. A named table pickles as a handle: whoever unpickles it attaches by name.
+
+    Nothing here waits for a GPU, but for `add` and `extend` of CUDA tensors, which copies them to the host.
+    """
+
+    def __init__(self, region: Region, *, on_full: Literal["error", "evict_oldest"]) -> None:
+        self._region = region
+        self._index: Index | None = Index(region)
+        self.schema: Schema = region.layout.schema
+        """The columns, a mapping of name to `Column`."""
+        self.name: str | None = region.name
+        """The name that other processes attach by, or None."""
+        self.on_full: Literal["error", "evict_oldest"] = on_full
+        """What `add` and `extend` do when there is no room."""
+
+    # ---------------------------------------------------------------- create, attach, close
+
+    @classmethod
+    def create(
+        cls,
+        schema: Mapping[str, Column],
+        *,
+        max_steps: int,
+        max_trajectories: int,
+        block_steps: int = 64,
+        max_blocks: int | None = None,
+        name: str | None = None,
+        on_full: Literal["error", "evict_oldest"] = "error",
+    ) -> Table:
+        """Create an empty table.
+
+        Args:
+            schema: column name -> `Column`.
+            max_steps: most steps that it holds at a time, and so the longest possible trajectory.
+            max_trajectories: most trajectories that it holds at a time.
+            block_steps: steps of a block, the unit of allocation. A trajectory takes ceil(length / block_steps)
+                blocks: small blocks waste less at its end, large ones are read in longer pieces. Blocks of a column
+                are padded to 128 bytes: 32 steps are the least that pads no column of 4 bytes a step.
+            max_blocks: most blocks. By default as many as `max_steps` steps in `max_trajectories` trajectories can
+                need, whatever their lengths. Where the lengths are known, `required_blocks` gives the exact number
+                and less memory is reserved.
+            name: under which other processes attach. The table then outlives this process, until `unlink`.
+                Without a name it is private memory, of which the system gives pages only as they are written.
+            on_full: ``"error"`` raises `TableFullError`; ``"evict_oldest"`` drops the oldest trajectories.
+
+        Raises:
+            SchemaError: sizes or columns that make no sense.
+            RegionError: the name is taken or cannot be one, or there is not enough memory.
+        """
+        schema = Schema(schema)
+        sizes = {"max_steps": max_steps, "max_trajectories": max_trajectories, "block_steps": block_steps}
+        if max_blocks is not None:
+            sizes["max_blocks"] = max_blocks
+        for key, value in sizes.items():
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value < 2**31 * 64:
+                raise SchemaError(f"{key} is {value!r}; expected a positive integer.")
+        _check_on_full(on_full)
+        max_steps, max_trajectories, block_steps = int(max_steps), int(max_trajectories), int(block_steps)
+        if max_blocks is None:
+            most = min(max_steps, max_trajectories)
+            max_blocks = (max_steps + most * (block_steps - 1)) // block_steps
+        if max(max_blocks, max_trajectories) >= 2**31:
+            raise SchemaError(
+                f"{max_blocks:,} blocks and {max_trajectories:,} trajectories were asked for; expected less than "
+                "2**31 of each. Raise block_steps or split the table."
+            )
+        layout = Layout(
+            schema,
+            max_steps=max_steps,
+            max_trajectories=max_trajectories,
+            block_steps=block_steps,
+            num_blocks=int(max_blocks),
+        )
+        return cls(Region.create(layout, name), on_full=on_full)
+
+    @classmethod
+    def attach(cls, name: str, *, on_full: Literal["error", "evict_oldest"] = "error") -> Table:
+        """Attach to the table called `name` on this machine.
+
+        Args:
+            name: as given to `create`.
+            on_full: what `add` and `extend` of this handle do when there is no room.
+
+        Raises:
+            RegionError: there is none, or the file is no table, or one of another format version.
+        """
+        _check_on_full(on_full)
+        return cls(Region.attach(name), on_full=on_full)
+
+    @staticmethod
+    def required_blocks(lengths: Iterable[int] | Array, block_steps: int) -> int:
+        """Blocks that trajectories of these lengths take: what to give as `max_blocks`."""
+        values = np.asarray(lengths if isinstance(lengths, np.ndarray) else list(lengths), dtype=np.int64)
+        return int((-(-values // block_steps)).sum())
+
+    def close(self) -> None:
+        """Detach; idempotent. A private table's memory is freed, a named table stays until `unlink`."""
+        self._index = None
+        self._region.close()
+
+    def unlink(self) -> None:
+        """Remove the table's name: nobody can attach any more; who is attached may go on.
+
+        Raises:
+            PrivateTableError: it has none.
+            RegionError: somebody has removed it already.
+        """
+        if self.name is None:
+            raise PrivateTableError("A private table has no name to remove; close() frees its memory.")
+        Region.unlink(self.name)
+
+    def __enter__(self) -> Table:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.name is None:
+            raise PrivateTableError(
+                "A private table cannot be sent to another process. Create it with a name, "
+                "Table.create(..., name='replay'), and it travels as a handle."
+            )
+        return _attach, (self.name, self.on_full)
+
+    def __repr__(self) -> str:
+        if self._index is None:
+            return f"<Table {self.name or 'private'}, closed>"
+        return f"<Table {self.name or 'private'}: {len(self):,} trajectories, {self.num_steps:,} steps>"
+
+    # ---------------------------------------------------------------- adding
+
+    def add(self, trajectory: Trajectory, *, priority: float = 1.0) -> int:
+        """Store one trajectory.
+
+        Args:
+            trajectory: column name -> numpy array or torch tensor ``[T, *shape]`` of exactly the column's dtype,
+                the same T >= 1 in all of them.
+            priority: finite and not negative.
+
+        Returns:
+            Its index: valid until it is removed or evicted, then given to another trajectory.
+
+        Raises:
+            SchemaError: the trajectory or the priority does not fit.
+            TableFullError: there is no room and `on_full` is ``"error"``.
+            LockTimeoutError: the lock or room in use by readers was waited for too long.
+            In each case nothing was changed.
+        """
+        index = self._live()
+        length, arrays = self.schema.validate(trajectory)
+        priorities = _check_priorities(priority, 1)
+        self._check_lengths(np.array([length]))
+        slots = index.begin(np.array([length]), evict=self.on_full == "evict_oldest")
+        self._write(index, slots, [(arrays, 0, length)])
+        index.commit(slots, priorities)
+        return int(slots[0])
+
+    def extend(
+        self,
+        trajectories: Iterable[Trajectory] | Trajectory,
+        *,
+        lengths: Sequence[int] | Array | torch.Tensor | None = None,
+        priority: float | Sequence[float] | Array | torch.Tensor = 1.0,
+    ) -> Array:
+        """Store many trajectories, all or none, taking the lock once to begin and once to commit.
+
+        Args:
+            trajectories: an iterable of mappings as for `add`; or, with `lengths`, one mapping of stacked arrays
+                ``[n, T, *shape]`` of which trajectory i has the first ``lengths[i]`` steps.
+            lengths: int [n], with stacked arrays.
+            priority: one for all, or [n].
+
+        Returns:
+            Their indices, int64 [n].
+
+        Raises:
+            As `add`; the message names the first trajectory that does not fit. Nothing was changed.
+        """
+        index = self._live()
+        sources = self._stacked(trajectories, lengths) if lengths is not None else self._listed(trajectories)
+        counts = np.array([length for _, _, length in sources], dtype=np.int64)
+        priorities = _check_priorities(priority, len(sources))
+        self._check_lengths(counts)
+        if len(sources) == 0:
+            return np.empty(0, dtype=np.int64)
+        slots = index.begin(counts, evict=self.on_full == "evict_oldest")
+        self._write(index, slots, sources)
+        index.commit(slots, priorities)
+        return slots
+
+    def _listed(self, trajectories: Any) -> list[tuple[dict[str, Array], int, int]]:
+        if isinstance(trajectories, Mapping):
+            raise SchemaError(
+                "One mapping was received without lengths; expected an iterable of trajectories, or stacked arrays "
+                "[n, T, ...] with lengths=[n]. For a single trajectory use add()."
+            )
+        sources = []
+        for i, trajectory in enumerate(trajectories):
+            length, arrays = self.schema.validate(trajectory, what=f"trajectory {i}")
+            sources.append((arrays, 0, length))
+        return sources
+
+    def _stacked(self, stacked: Any, lengths: Any) -> list[tuple[dict[str, Array], int, int]]:
+        if not isinstance(stacked, Mapping):
+            raise SchemaError(
+                f"With lengths a {type(stacked).__name__} was received; expected one mapping of stacked arrays "
+                "[n, T, ...]."
+            )
+        counts = np.asarray(lengths)
+        if counts.ndim != 1 or (counts.dtype.kind not in "iu" and counts.size):
+            raise SchemaError(f"lengths has dtype {counts.dtype} and shape {list(counts.shape)}; expected integers [n].")
+        counts = counts.astype(np.int64)
+        flat: dict[str, Any] = {}
+        padded = None
+        for name, value in stacked.items():
+            shape = list(getattr(value, "shape", ()))
+            if len(shape) < 2 or shape[0] != len(counts) or shape[1] != (padded := padded or shape[1]):
+                raise SchemaError(
+                    f"Column {name!r} of the stacked trajectories has shape {shape}; expected [{len(counts)}, "
+                    f"{padded or 'T'}, ...] as lengths has {len(counts)} entries."
+                )
+            flat[name] = value.reshape(shape[0] * shape[1], *shape[2:])
+        if len(counts) == 0:
+            return []
+        _, arrays = self.schema.validate(flat, what="the stacked trajectories")
+        assert padded is not None
+        if counts.min() < 1 or counts.max() > padded:
+            bad = int(np.flatnonzero((counts < 1) | (counts > padded))[0])
+            raise SchemaError(f"lengths[{bad}] is {counts[bad]}; expected 1 to {padded}, the stacked arrays' T.")
+        return [(arrays, i * padded, int(count)) for i, count in enumerate(counts)]
+
+    def _check_lengths(self, lengths: Array) -> None:
+        layout = self._region.layout
+        longest = min(layout.max_steps, layout.num_blocks * layout.block_steps)
+        if len(lengths) and lengths.max() > longest:
+            bad = int(lengths.argmax())
+            raise SchemaError(
+                f"Trajectory {bad} has {lengths[bad]:,} steps; this table holds at most {longest:,}. "
+                "Create it with a larger max_steps (and max_blocks, if given) or split the trajectory."
+            )
+
+    def _write(self, index: Index, slots: Array, sources: list[tuple[dict[str, Array], int, int]]) -> None:
+        try:
+            for slot, (arrays, first, length) in zip(slots.tolist(), sources, strict=True):
+                ids = index.row(slot)
+                for name, array in arrays.items():
+                    self._write_column(name, ids, array[first : first + length])
+        except BaseException:
+            index.abort(slots)
+            raise
+
+    def _write_column(self, name: str, ids: Array, rows: Array) -> None:
+        layout = self._region.layout
+        column = layout.columns[name]
+        if native.require():
+            assert self._region.bytes is not None
+            base = self._region.bytes.ctypes.data + column.offset
+            native.scatter(
+                base, column.block_stride, column.step_bytes, layout.block_steps, ids, rows.ctypes.data, len(rows)
+            )
+            return
+        blocks = self._region.column(name)
+        for i, block in enumerate(ids.tolist()):
+            piece = rows[i * layout.block_steps : (i + 1) * layout.block_steps].reshape(-1)
+            blocks[block, : len(piece)] = piece
+
+    # ---------------------------------------------------------------- reading and removing
+
+    def __len__(self) -> int:
+        return int(self._live().counters[NUM_READY])
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of all live trajectories."""
+        return int(self._live().counters[NUM_STEPS])
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """A copy of one trajectory: column name -> tensor ``[T, *shape]`` on the CPU.
+
+        Raises:
+            StaleIndexError: there is no trajectory at this index.
+        """
+        live = self._live()
+        if isinstance(index, bool) or not isinstance(index, (int, np.integer)):
+            if not (isinstance(index, torch.Tensor) and index.ndim == 0 and not index.is_floating_point()):
+                raise TypeError(f"Table index {index!r} was received; expected one integer, as add() returns it.")
+            index = int(index)
+        ticket = live.begin_read_of(int(index))
+        try:
+            length = int(live.extent[index, 0])
+            ids = live.row(int(index))
+            return {name: self._read_column(name, ids, length) for name in self.schema}
+        finally:
+            live.end_read(ticket)
+
+    def _read_column(self, name: str, ids: Array, length: int) -> torch.Tensor:
+        column = self.schema[name]
+        block_bytes = self._region.layout.block_steps * column.step_bytes
+        data = self._region.column(name)[ids, :block_bytes].reshape(-1)[: length * column.step_bytes]
+        return torch.from_numpy(data.copy()).view(column.dtype).reshape(length, *column.shape)
+
+    def indices(self) -> Array:
+        """The indices of all live trajectories, oldest first, int64 [n]."""
+        return self._live().snapshot().slots.copy()
+
+    def lengths(self) -> Array:
+        """Their lengths in steps, in the same order, int64 [n]."""
+        return self._live().snapshot().lengths.copy()
+
+    def remove(self, index: int | Sequence[int] | Array) -> None:
+        """Remove one trajectory or several, all or none.
+
+        Raises:
+            StaleIndexError: an index without a live trajectory, or one given twice.
+        """
+        slots = np.asarray(index, dtype=None).reshape(-1)
+        if len(slots) and slots.dtype.kind not in "iu":
+            raise StaleIndexError(f"Indices of dtype {slots.dtype} were received; expected integers.")
+        self._live().remove(slots.astype(np.int64))
+
+    def stats(self) -> TableStats:
+        """Counts and bytes; see `TableStats`."""
+        index, layout = self._live(), self._region.layout
+        snapshot = index.snapshot()
+        counters = index.counters
+        slots_in_use = layout.max_trajectories - int(counters[NUM_FREE_SLOTS])
+        blocks = layout.num_blocks - int(counters[NUM_FREE_BLOCKS])
+        longest = int(snapshot.lengths.max()) if len(snapshot) else 0
+        per_block = layout.block_bytes + 2 * 4  # its data, its entry in a block table, its place in the free stack
+        first = layout.arrays["extent"][0]
+        return TableStats(
+            num_trajectories=len(snapshot),
+            num_steps=snapshot.num_steps,
+            payload_bytes=snapshot.num_steps * self.schema.step_bytes,
+            resident_bytes=first + slots_in_use * layout.slot_bytes + blocks * per_block,
+            reserved_bytes=layout.region_bytes,
+            fixed_row_bytes=len(snapshot) * longest * self.schema.step_bytes,
+            blocks_in_use=blocks,
+            num_blocks=layout.num_blocks,
+            block_steps=layout.block_steps,
+            num_evicted=int(counters[NUM_EVICTED]),
+        )
+
+    def check_valid(self) -> None:
+        """Check that the index does not contradict itself; for tests and after a crash.
+
+        Raises:
+            AssertionError: it does; the message says where.
+        """
+        self._live().check_valid()
+
+    # ---------------------------------------------------------------- for the collector
+
+    @property
+    def region(self) -> Region:
+        """The memory, for collectors and transports."""
+        return self._region
+
+    def begin_snapshot(self) -> tuple[int, Snapshot]:
+        """Start reading: a ticket that keeps all blocks alive, and the trajectories there are. See `Index`."""
+        return self._live().begin_snapshot()
+
+    def end_read(self, ticket: int) -> None:
+        """Stop reading what `ticket` stands for."""
+        if self._index is not None:
+            self._index.end_read(ticket)
+
+    def snapshot(self) -> Snapshot:
+        """The live trajectories, oldest first."""
+        return self._live().snapshot()
+
+    def _live(self) -> Index:
+        if self._index is None:
+            raise TableClosedError(f"The table {self.name or '(private)'} is closed; attach or create it again.")
+        return self._index
+
+
+def _attach(name: str, on_full: Literal["error", "evict_oldest"]) -> Table:
+    return Table.attach(name, on_full=on_full)
+
+
+def _check_on_full(on_full: str) -> None:
+    if on_full not in ("error", "evict_oldest"):
+        raise SchemaError(f"on_full is {on_full!r}; expected 'error' or 'evict_oldest'.")
+
+
+def _check_priorities(priority: Any, count: int) -> Array:
+    if isinstance(priority, torch.Tensor):
+        priority = priority.detach().cpu().numpy()
+    try:
+        values = np.asarray(priority, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise SchemaError(f"priority is {priority!r}; expected a number or {count} of them.") from None
+    if values.ndim and values.shape != (count,):
+        raise SchemaError(f"priority has shape {list(values.shape)}; expected one number or [{count}].")
+    with np.errstate(over="ignore"):
+        narrow = np.broadcast_to(values, (count,)).astype(np.float32)
+    bad = np.flatnonzero(~(np.isfinite(narrow) & (narrow >= 0)))
+    if len(bad):
+        value = np.broadcast_to(values, (count,))[bad[0]]
+        raise SchemaError(f"priority {value} of trajectory {bad[0]}; expected a finite number that is not negative.")
+    return narrow

@@ -1,0 +1,171 @@
+"""What to gather: the columns of a batch as one table of addresses and sizes, built once for a set of buffers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+
+__all__ = [
+    "BASE",
+    "LENGTH",
+    "LINE",
+    "LINES",
+    "MASK",
+    "OFFSET",
+    "OUT",
+    "PAD",
+    "PAD_HEAD",
+    "PAD_KEEP",
+    "PAD_TAIL",
+    "STEP_BYTES",
+    "STRIDE",
+    "WIDTH",
+    "GatherColumn",
+    "GatherPlan",
+]
+
+LINE = 128
+"""Bytes of a line: what a GPU reads from host memory in one request."""
+
+# One row of the table: int64 [WIDTH].
+BASE = 0  # address of the column in host memory
+STRIDE = 1  # bytes from block to block, a multiple of LINE
+STEP_BYTES = 2  # bytes of a step
+OUT = 3  # address of the output [batch, length, step bytes]
+LENGTH = 4  # steps of the window
+OFFSET = 5  # first step of the window relative to the anchor
+PAD = 6  # PAD_KEEP, PAD_HEAD, PAD_TAIL
+MASK = 7  # address of the mask [batch, length], or 0
+LINES = 8  # most lines that one row of the batch can touch
+WIDTH = 9
+
+PAD_KEEP, PAD_HEAD, PAD_TAIL = range(3)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherColumn:
+    """One column of a batch.
+
+    Attributes:
+        source: uint8 [blocks, stride], the column's blocks; its address and stride are multiples of 128.
+        out: uint8 [B, L, step_bytes], contiguous; on the device that gathers.
+        offset: first step of the window relative to the anchor.
+        pad: PAD_KEEP leaves padding where it falls, PAD_HEAD and PAD_TAIL collect it at one end.
+        mask: bool [B, L], True where the step exists, or None.
+    """
+
+    source: torch.Tensor
+    out: torch.Tensor
+    offset: int
+    pad: int = PAD_KEEP
+    mask: torch.Tensor | None = None
+
+    @property
+    def step_bytes(self) -> int:
+        return self.out.shape[2]
+
+    def check(self, block_steps: int) -> None:
+        """Raise ValueError or TypeError unless everything is as the kernels expect it."""
+        source, out, mask = self.source, self.out, self.mask
+        for name, tensor, dims in (("source", source, 2), ("out", out, 3)):
+            if tensor.dtype != torch.uint8 or tensor.ndim != dims:
+                raise TypeError(f"{name} is {tensor.dtype} {list(tensor.shape)}; expected uint8 with {dims} dimensions.")
+        if not out.is_contiguous() or source.stride(1) != 1:
+            raise ValueError(f"out and the rows of source must be contiguous; strides {out.stride()}, {source.stride()}.")
+        if source.stride(0) % LINE or source.data_ptr() % LINE:
+            raise ValueError(
+                f"source has stride {source.stride(0)} and address {source.data_ptr():#x}; expected multiples of {LINE}."
+            )
+        if block_steps < 1 or block_steps * self.step_bytes > source.shape[1]:
+            raise ValueError(
+                f"{block_steps} steps of {self.step_bytes} bytes do not fit into blocks of {source.shape[1]} bytes."
+            )
+        if mask is not None and (mask.dtype != torch.bool or mask.shape != out.shape[:2] or not mask.is_contiguous()):
+            raise ValueError(f"mask is {mask.dtype} {list(mask.shape)}; expected contiguous bool {list(out.shape[:2])}.")
+        if self.pad not in (PAD_KEEP, PAD_HEAD, PAD_TAIL):
+            raise ValueError(f"pad is {self.pad}; expected {PAD_KEEP}, {PAD_HEAD} or {PAD_TAIL}.")
+
+    def lines(self, block_steps: int) -> int:
+        """Most 128-byte lines of the source that one window can touch.
+
+        A window starts at a multiple of gcd(step bytes, 128) within a line, and passes the padding at the end of
+        each block that it crosses.
+        """
+        length, step_bytes = self.out.shape[1:]
+        crossings = -(-(length - 1) // block_steps)
+        padding = self.source.stride(0) - block_steps * step_bytes
+        span = length * step_bytes + crossings * padding + LINE - math.gcd(step_bytes, LINE)
+        return -(-span // LINE)
+
+
+class GatherPlan:
+    """The columns of a batch, checked, as rows of an int64 table on the CPU and on the gathering device.
+
+    Args:
+        columns: at least one, all with the same batch size and device of `out`.
+        block_steps: steps of a block.
+
+    Attributes:
+        table: int64 [C, WIDTH] on the CPU.
+        groups: the launches that the columns need, as (word bytes, indices of columns). Columns whose steps are
+            whole 16-byte words go together if all are such; else those of whole 4-byte words; else single bytes.
+
+    Raises:
+        TypeError, ValueError: a column that the kernels could not handle.
+    """
+
+    def __init__(self, columns: Sequence[GatherColumn], block_steps: int) -> None:
+        if not columns:
+            raise ValueError("No columns were given; expected at least one.")
+        for column in columns:
+            column.check(block_steps)
+        first = columns[0].out
+        if any(c.out.shape[0] != first.shape[0] or c.out.device != first.device for c in columns):
+            raise ValueError("The columns' outputs differ in batch size or device; expected the same for all.")
+        self.columns = tuple(columns)
+        self.block_steps = block_steps
+        self.batch_size = first.shape[0]
+        self.device = first.device
+        self.table = torch.tensor([self._row(column) for column in columns], dtype=torch.int64).reshape(-1, WIDTH)
+        self.groups = self._group()
+        self.device_tables = [self.table[chosen].to(self.device) for _, chosen in self.groups]
+
+    def _row(self, column: GatherColumn) -> list[int]:
+        row = [0] * WIDTH
+        row[BASE] = column.source.data_ptr()
+        row[STRIDE] = column.source.stride(0)
+        row[STEP_BYTES] = column.step_bytes
+        row[OUT] = column.out.data_ptr()
+        row[LENGTH] = column.out.shape[1]
+        row[OFFSET] = column.offset
+        row[PAD] = column.pad
+        row[MASK] = column.mask.data_ptr() if column.mask is not None else 0
+        row[LINES] = column.lines(self.block_steps)
+        return row
+
+    def _group(self) -> list[tuple[int, list[int]]]:
+        def fits(column: GatherColumn, word: int) -> bool:
+            return column.step_bytes % word == 0 and column.out.data_ptr() % word == 0
+
+        every = list(range(len(self.columns)))
+        if all(fits(column, 16) for column in self.columns):
+            return [(16, every)]
+        words = [i for i in every if fits(self.columns[i], 4)]
+        single = [i for i in every if i not in words]
+        return [(word, chosen) for word, chosen in ((4, words), (1, single)) if chosen]
+
+    def check_rows(self, slots: torch.Tensor, anchors: torch.Tensor) -> int:
+        """Check the rows to gather and return their number, which may be less than the batch size."""
+        for name, tensor in (("slots", slots), ("anchors", anchors)):
+            if tensor.dtype != torch.int64 or tensor.ndim != 1 or not tensor.is_contiguous():
+                raise TypeError(f"{name} is {tensor.dtype} {list(tensor.shape)}; expected contiguous int64 [n].")
+            if tensor.device != self.device:
+                raise ValueError(f"{name} is on {tensor.device}; expected {self.device}, where the outputs are.")
+        if len(slots) != len(anchors) or len(slots) > self.batch_size:
+            raise ValueError(
+                f"{len(slots)} slots and {len(anchors)} anchors; expected as many of both, at most {self.batch_size}."
+            )
+        return len(slots)

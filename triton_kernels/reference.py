@@ -1,0 +1,48 @@
+"""The plain-torch twin of each kernel: same signature, same result, to the byte. The oracle of the tests."""
+
+from __future__ import annotations
+
+import torch
+
+from gear_loader.kernels.plan import PAD_HEAD, PAD_KEEP, GatherPlan
+
+__all__ = ["gather"]
+
+
+def gather(
+    plan: GatherPlan,
+    slots: torch.Tensor,
+    anchors: torch.Tensor,
+    extent: torch.Tensor,
+    block_ids: torch.Tensor,
+    *,
+    programs: int | None = None,
+) -> None:
+    """Fill the plan's outputs and masks; see `gear_loader.kernels.gather.gather`. `programs` is not used."""
+    count = plan.check_rows(slots, anchors)
+    steps, row = extent[slots].unbind(1)  # [B], [B]
+    for column in plan.columns:
+        length = column.out.shape[1]
+        begin = anchors + column.offset
+        low = begin.clamp(min=0).minimum(steps)
+        high = (begin + length).minimum(steps).maximum(low)
+        valid = high - low
+        if column.pad == PAD_KEEP:
+            head = torch.where(valid > 0, low - begin, length)
+        elif column.pad == PAD_HEAD:
+            head = length - valid
+        else:
+            head = torch.zeros_like(low)
+        position = torch.arange(length, device=slots.device) - head[:, None]  # [B, L] within the steps that exist
+        mask = (position >= 0) & (position < valid[:, None])
+        step = torch.where(mask, low[:, None] + position, 0)
+        block = block_ids[torch.where(mask, row[:, None] + step // plan.block_steps, 0)].long()
+        source = column.source
+        steps_of = source.as_strided(
+            (source.shape[0], plan.block_steps, column.step_bytes), (source.stride(0), column.step_bytes, 1)
+        )
+        out = column.out[:count]
+        out.copy_(steps_of[block, step % plan.block_steps])
+        out.masked_fill_(~mask[:, :, None], 0)
+        if column.mask is not None:
+            column.mask[:count] = mask
