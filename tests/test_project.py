@@ -26,7 +26,7 @@ FRONT_DOOR = "__init__"
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"kernels"}),
     frozenset({"errors", "notice"}),
-    frozenset({"schema"}),
+    frozenset({"native", "schema"}),
     frozenset({"layout", "lock"}),
     frozenset({"region"}),
     frozenset({"index"}),

@@ -37,8 +37,40 @@ WIDTH = tl.constexpr(_plan.WIDTH)
 PAD_KEEP = tl.constexpr(_plan.PAD_KEEP)
 PAD_HEAD = tl.constexpr(_plan.PAD_HEAD)
 
-TILE = 64
-"""Lines of a tile: 8 KiB in flight a program."""
+TILE = 32
+"""Lines of a tile: 4 KiB in flight a program."""
+
+ENTRIES = 512
+"""Entries of a tile of a mask."""
+
+WARPS = {16: 4, 4: 8, 1: 8}
+"""Warps of a program by word size: as many as keep its registers few."""
+
+
+@triton.jit
+def _window(p_slots, p_anchors, p_extent, i_row, m_row, offset, length, pad):
+    """The windows of rows of the batch: first step, number of steps that exist, padding before them, block table."""
+    slot = tl.load(p_slots + i_row, mask=m_row, other=0)
+    begin = tl.load(p_anchors + i_row, mask=m_row, other=0) + offset
+    steps = tl.load(p_extent + slot * 2, mask=m_row, other=0)
+    o_ids = tl.load(p_extent + slot * 2 + 1, mask=m_row, other=0)
+    low = tl.minimum(tl.maximum(begin, 0), steps)
+    count = (tl.maximum(tl.minimum(begin + length, steps), low) - low).to(tl.int32)
+    head = tl.where(pad == PAD_HEAD, length - count, 0)
+    head = tl.where(pad == PAD_KEEP, tl.where(count > 0, (low - begin).to(tl.int32), length), head)
+    return low, count, head, o_ids
+
+
+@triton.jit
+def _write_mask(p_slots, p_anchors, p_extent, i_tile, batch, a_out, offset, length, pad, ENTRIES: tl.constexpr):
+    """One tile of a mask: its entries, one after another over the rows of the batch."""
+    i_entry = i_tile * ENTRIES + tl.arange(0, ENTRIES)
+    i_row = i_entry // length
+    m_row = i_row < batch
+    _, count, head, _ = _window(p_slots, p_anchors, p_extent, i_row, m_row, offset, length, pad)
+    i_step = i_entry - i_row * length - head
+    b_mask = ((i_step >= 0) & (i_step < count)).to(tl.int8)
+    tl.store(a_out.to(tl.pointer_type(tl.int8)) + i_entry, b_mask, mask=m_row)
 
 
 @triton.jit
@@ -54,106 +86,101 @@ def gather_kernel(
     block_steps,
     WORD: tl.constexpr,  # bytes of which steps are whole multiples: 16, 4 or 1
     TILE: tl.constexpr,
+    ENTRIES: tl.constexpr,
 ):
-    i_program = tl.program_id(0).to(tl.int64)
-    for i_tile in range(i_program, num_tiles.to(tl.int64), tl.num_programs(0)):
+    # Positions within a window, a block or a column of the batch fit into int32 (the plan sees to it); addresses
+    # and steps of a trajectory are int64.
+    for i_tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         # Which column this tile belongs to, and which tile of it it is.
         i_column = 0
-        i_first = i_tile * 0
-        o_tile = i_tile * 0
+        i_first = 0
+        o_tile = 0
         for i in range(num_columns):
-            tiles = (batch * tl.load(p_columns + i * WIDTH + LINES) + TILE - 1) // TILE
             i_column = tl.where(i_tile >= o_tile, i, i_column)
             i_first = tl.where(i_tile >= o_tile, o_tile, i_first)
-            o_tile += tiles
+            lines = tl.load(p_columns + i * WIDTH + LINES).to(tl.int32)
+            entries = tl.load(p_columns + i * WIDTH + LENGTH).to(tl.int32)
+            o_tile += tl.where(lines > 0, (batch * lines + TILE - 1) // TILE, (batch * entries + ENTRIES - 1) // ENTRIES)
+        i_first = i_tile - i_first
         p_column = p_columns + i_column * WIDTH
-        stride = tl.load(p_column + STRIDE)
-        step_bytes = tl.load(p_column + STEP_BYTES)
-        length = tl.load(p_column + LENGTH)
+        lines = tl.load(p_column + LINES).to(tl.int32)
+        length = tl.load(p_column + LENGTH).to(tl.int32)
+        offset = tl.load(p_column + OFFSET)
         pad = tl.load(p_column + PAD)
-        lines = tl.load(p_column + LINES)
+        a_out = tl.load(p_column + OUT)
 
-        # Row of the batch and number within it of each line, and the row's window.          [TILE]
-        i_line = (i_tile - i_first) * TILE + tl.arange(0, TILE)
-        i_row = i_line // lines
-        i_line = i_line % lines
-        m_row = i_row < batch
-        slot = tl.load(p_slots + i_row, mask=m_row, other=0)
-        begin = tl.load(p_anchors + i_row, mask=m_row, other=0) + tl.load(p_column + OFFSET)
-        steps = tl.load(p_extent + slot * 2, mask=m_row, other=0)
-        o_ids = tl.load(p_extent + slot * 2 + 1, mask=m_row, other=0)
-        low = tl.minimum(tl.maximum(begin, 0), steps)
-        high = tl.maximum(tl.minimum(begin + length, steps), low)
-        count = high - low
-        head = tl.where(pad == PAD_HEAD, length - count, 0)
-        head = tl.where(pad == PAD_KEEP, tl.where(count > 0, low - begin, length), head)
-
-        # The line's block and the byte at which it starts within it. A trajectory's blocks stand one after
-        # another in a virtual address space, so that lines can be counted through.           [TILE]
-        i_block = low // block_steps
-        first_byte = i_block * stride + (low - i_block * block_steps) * step_bytes
-        o_virtual = (first_byte // 128 + i_line) * 128
-        last = high - 1
-        last_block = last // block_steps
-        end_byte = last_block * stride + (last - last_block * block_steps + 1) * step_bytes
-        m_line = m_row & (count > 0) & (o_virtual < end_byte)
-        i_block = o_virtual // stride
-        o_inside = o_virtual - i_block * stride
-        block_id = tl.load(p_block_ids + o_ids + i_block, mask=m_line, other=0).to(tl.int64)
-        block_bytes = block_steps * step_bytes
-        # Bytes of this line that are steps of the window: from m_from to m_to within the line.
-        window_end = tl.minimum(block_bytes, high * step_bytes - i_block * block_bytes) - o_inside
-        m_to = tl.where(m_line, window_end, 0)
-        m_from = low * step_bytes - i_block * block_bytes - o_inside
-        # Where the line's first byte goes, relative to the output.
-        o_out = (i_row * length + head - low) * step_bytes + i_block * block_bytes + o_inside
-        o_source = block_id * stride + o_inside
-
-        # Whole lines in, wanted words out.                                                   [TILE, words]
-        if WORD == 1:
-            o_word = tl.arange(0, 128)[None, :]
-            p_source = tl.load(p_column + BASE).to(tl.pointer_type(tl.int8))
-            p_out = tl.load(p_column + OUT).to(tl.pointer_type(tl.int8))
-            o_source = (o_source // 128) * 128
-            m_word = (o_word >= m_from[:, None]) & (o_word < m_to[:, None])
-            b_zero = tl.zeros([TILE, 128], dtype=tl.int8)
-            zero_from = head * step_bytes - i_line * 128
-            zero_to = (head + count) * step_bytes - i_line * 128
-            zero_end = length * step_bytes - i_line * 128
-            o_zero = i_row * length * step_bytes + i_line * 128
+        if lines == 0:
+            _write_mask(p_slots, p_anchors, p_extent, i_first, batch, a_out, offset, length, pad, ENTRIES)
         else:
-            # In words of 4 bytes; for WORD == 16 the compiler is shown that all bounds are multiples of 4 words.
+            stride = tl.load(p_column + STRIDE).to(tl.int32)
+            step_bytes = tl.load(p_column + STEP_BYTES).to(tl.int32)
+            # Row of the batch and number within it of each line, and the row's window.      [TILE]
+            i_line = i_first * TILE + tl.arange(0, TILE)
+            i_row = i_line // lines
+            i_line = i_line - i_row * lines
+            m_row = i_row < batch
+            low, count, head, o_ids = _window(p_slots, p_anchors, p_extent, i_row, m_row, offset, length, pad)
+
+            # The line's block, counted from the window's first, and the byte at which it starts within it. Blocks
+            # of a trajectory stand one after another here, so that lines can be counted through. [TILE]
+            i_block = low // block_steps
+            first = (low - i_block * block_steps).to(tl.int32)  # step within the window's first block
+            o_line = (first * step_bytes // 128 + i_line) * 128
+            n_block = o_line // stride
+            o_inside = o_line - n_block * stride
+            block_bytes = block_steps * step_bytes
+            # Where the line starts relative to the window's first step, in bytes that are steps.
+            o_steps = n_block * block_bytes + o_inside - first * step_bytes
+            m_line = m_row & (o_steps < count * step_bytes)
+            block_id = tl.load(p_block_ids + o_ids + i_block + n_block, mask=m_line, other=0).to(tl.int64)
+            # The line's bytes from `start` to before `end` are wanted; they go to `o_out` and on.
+            start = -o_steps
+            end = tl.where(m_line, tl.minimum(block_bytes - o_inside, count * step_bytes - o_steps), 0)
+            row_bytes = length * step_bytes
+            o_row = i_row.to(tl.int64) * row_bytes
+            o_out = o_row + head * step_bytes + o_steps
+            # Bytes of the output's line of the same number that are padding: before `from`, from `to` to `stop`.
+            pad_from = head * step_bytes - i_line * 128
+            pad_to = pad_from + count * step_bytes
+            pad_stop = tl.where(m_row, row_bytes - i_line * 128, 0)
+
+            # Whole lines in, wanted words out, in words of 4 bytes.                          [TILE, 32]
             o_word = tl.arange(0, 32)[None, :]
-            GROUP: tl.constexpr = WORD // 4
-            p_source = tl.multiple_of(tl.load(p_column + BASE), 128).to(tl.pointer_type(tl.int32))
-            p_out = tl.multiple_of(tl.load(p_column + OUT), WORD).to(tl.pointer_type(tl.int32))
-            o_source = (o_source // 128) * 32
-            o_out = (o_out // WORD) * GROUP
-            m_word = (o_word >= (m_from // WORD * GROUP)[:, None]) & (o_word < (m_to // WORD * GROUP)[:, None])
-            b_zero = tl.zeros([TILE, 32], dtype=tl.int32)
-            zero_from = (head * step_bytes // WORD * GROUP) - i_line * 32
-            zero_to = ((head + count) * step_bytes // WORD * GROUP) - i_line * 32
-            zero_end = (length * step_bytes // WORD * GROUP) - i_line * 32
-            o_zero = (i_row * length * step_bytes // WORD * GROUP) + i_line * 32
-        b_line = tl.load(
-            p_source + o_source[:, None] + o_word, mask=m_line[:, None], other=0, eviction_policy="evict_first"
-        )
-        tl.store(p_out + o_out[:, None] + o_word, b_line, mask=m_word)
-
-        # Padding of the output's line of the same number, if a row of this tile has any.
-        if tl.max((m_row & (count < length)).to(tl.int32), axis=0) > 0:
-            m_zero = (o_word < zero_from[:, None]) | (o_word >= zero_to[:, None])
-            m_zero = m_zero & (o_word < zero_end[:, None]) & m_row[:, None]
-            tl.store(p_out + o_zero[:, None] + o_word, b_zero, mask=m_zero)
-
-        # The mask's 128 entries of the same number.
-        a_mask = tl.load(p_column + MASK)
-        if a_mask != 0:
-            p_mask = a_mask.to(tl.pointer_type(tl.int8))
-            o_step = i_line[:, None] * 128 + tl.arange(0, 128)[None, :]
-            b_mask = (o_step >= head[:, None]) & (o_step < (head + count)[:, None])
-            o_mask = (i_row * length)[:, None] + o_step
-            tl.store(p_mask + o_mask, b_mask.to(tl.int8), mask=m_row[:, None] & (o_step < length))
+            p_source = tl.load(p_column + BASE).to(tl.pointer_type(tl.int32))
+            o_source = ((block_id * stride + o_inside) // 128) * 32
+            if WORD == 16:
+                # Shows the compiler that every bound is a whole number of 16-byte words.
+                p_source = tl.multiple_of(p_source, 128)
+                p_out = tl.multiple_of(a_out.to(tl.pointer_type(tl.int32)), 16)
+                o_out = (o_out // 16) * 4
+                o_row = (o_row // 16) * 4 + i_line * 32
+                start, end = start // 16 * 4, end // 16 * 4
+                pad_from, pad_to, pad_stop = pad_from // 16 * 4, pad_to // 16 * 4, pad_stop // 16 * 4
+            elif WORD == 4:
+                p_out = a_out.to(tl.pointer_type(tl.int32))
+                o_out = o_out // 4
+                o_row = o_row // 4 + i_line * 32
+                start, end = start // 4, end // 4
+                pad_from, pad_to, pad_stop = pad_from // 4, pad_to // 4, pad_stop // 4
+            b_line = tl.load(
+                p_source + o_source[:, None] + o_word, mask=m_line[:, None], other=0, eviction_policy="evict_first"
+            )
+            if WORD != 1:
+                m_word = (o_word >= start[:, None]) & (o_word < end[:, None])
+                tl.store(p_out + o_out[:, None] + o_word, b_line, mask=m_word)
+                m_pad = (o_word < pad_from[:, None]) | (o_word >= pad_to[:, None])
+                m_pad = m_pad & (o_word < pad_stop[:, None])
+                tl.store(p_out + o_row[:, None] + o_word, tl.zeros([TILE, 32], dtype=tl.int32), mask=m_pad)
+            else:
+                p_out = a_out.to(tl.pointer_type(tl.int8))
+                o_row += i_line * 128
+                for k in tl.static_range(4):
+                    o_byte = o_word * 4 + k
+                    m_byte = (o_byte >= start[:, None]) & (o_byte < end[:, None])
+                    tl.store(p_out + o_out[:, None] + o_byte, (b_line >> (8 * k)).to(tl.int8), mask=m_byte)
+                    m_pad = (o_byte < pad_from[:, None]) | (o_byte >= pad_to[:, None])
+                    m_pad = m_pad & (o_byte < pad_stop[:, None])
+                    tl.store(p_out + o_row[:, None] + o_byte, tl.zeros([TILE, 32], dtype=tl.int8), mask=m_pad)
 
 
 def gather(
@@ -192,19 +219,20 @@ def gather(
     if programs is None:
         cuda = plan.device.type == "cuda"
         programs = torch.cuda.get_device_properties(plan.device).multi_processor_count if cuda else 4
-    for (word, chosen), table in zip(plan.groups, plan.device_tables, strict=True):
-        tiles = sum(triton.cdiv(count * lines, TILE) for lines in plan.table[chosen, _plan.LINES].tolist())
+    for word, table, device_table in plan.launches:
+        tiles = plan.tiles(table, count, TILE, ENTRIES)
         gather_kernel[(min(programs, tiles),)](
-            table,
+            device_table,
             slots,
             anchors,
             extent,
             block_ids,
-            len(chosen),
+            len(table),
             count,
             tiles,
             plan.block_steps,
             WORD=word,
             TILE=TILE,
-            num_warps=4,
+            ENTRIES=ENTRIES,
+            num_warps=WARPS[word],
         )

@@ -39,7 +39,7 @@ LENGTH = 4  # steps of the window
 OFFSET = 5  # first step of the window relative to the anchor
 PAD = 6  # PAD_KEEP, PAD_HEAD, PAD_TAIL
 MASK = 7  # address of the mask [batch, length], or 0
-LINES = 8  # most lines that one row of the batch can touch
+LINES = 8  # most lines that one row of the batch can touch; 0 marks a mask, whose address is OUT
 WIDTH = 9
 
 PAD_KEEP, PAD_HEAD, PAD_TAIL = range(3)
@@ -85,6 +85,12 @@ class GatherColumn:
             )
         if mask is not None and (mask.dtype != torch.bool or mask.shape != out.shape[:2] or not mask.is_contiguous()):
             raise ValueError(f"mask is {mask.dtype} {list(mask.shape)}; expected contiguous bool {list(out.shape[:2])}.")
+        largest = max(source.stride(0) + out.shape[1] * self.step_bytes, out.shape[0] * self.lines(block_steps)) + 4096
+        if max(largest, out.shape[0] * out.shape[1]) >= 2**31:
+            raise ValueError(
+                f"A block of {source.stride(0):,} bytes and a batch of {list(out.shape)} bytes are more than the kernels "
+                "count; expected a block and a window below 2**31 bytes together, and a batch below 2**31 lines of 128."
+            )
         if self.pad not in (PAD_KEEP, PAD_HEAD, PAD_TAIL):
             raise ValueError(f"pad is {self.pad}; expected {PAD_KEEP}, {PAD_HEAD} or {PAD_TAIL}.")
 
@@ -110,8 +116,9 @@ class GatherPlan:
 
     Attributes:
         table: int64 [C, WIDTH] on the CPU.
-        groups: the launches that the columns need, as (word bytes, indices of columns). Columns whose steps are
-            whole 16-byte words go together if all are such; else those of whole 4-byte words; else single bytes.
+        launches: what the kernel launches need, as (word bytes, table on the CPU, table on the device). Columns
+            whose steps are whole 16-byte words go together if all are such; else those of whole 4-byte words; else
+            single bytes. The masks, each a row of its own here, go with the first launch.
 
     Raises:
         TypeError, ValueError: a column that the kernels could not handle.
@@ -130,8 +137,7 @@ class GatherPlan:
         self.batch_size = first.shape[0]
         self.device = first.device
         self.table = torch.tensor([self._row(column) for column in columns], dtype=torch.int64).reshape(-1, WIDTH)
-        self.groups = self._group()
-        self.device_tables = [self.table[chosen].to(self.device) for _, chosen in self.groups]
+        self.launches = [(word, table, table.to(self.device)) for word, table in self._launches()]
 
     def _row(self, column: GatherColumn) -> list[int]:
         row = [0] * WIDTH
@@ -146,16 +152,31 @@ class GatherPlan:
         row[LINES] = column.lines(self.block_steps)
         return row
 
-    def _group(self) -> list[tuple[int, list[int]]]:
-        def fits(column: GatherColumn, word: int) -> bool:
-            return column.step_bytes % word == 0 and column.out.data_ptr() % word == 0
+    def _launches(self) -> list[tuple[int, torch.Tensor]]:
+        def fits(row: list[int], word: int) -> bool:
+            return row[STEP_BYTES] % word == 0 and row[OUT] % word == 0
 
-        every = list(range(len(self.columns)))
-        if all(fits(column, 16) for column in self.columns):
-            return [(16, every)]
-        words = [i for i in every if fits(self.columns[i], 4)]
-        single = [i for i in every if i not in words]
-        return [(word, chosen) for word, chosen in ((4, words), (1, single)) if chosen]
+        rows = self.table.tolist()
+        if all(fits(row, 16) for row in rows):
+            parts = [(16, rows)]
+        else:
+            words = [row for row in rows if fits(row, 4)]
+            parts = [(4, words), (1, [row for row in rows if not fits(row, 4)])]
+        masks = []
+        for row in rows:
+            if row[MASK]:
+                mask = [0] * WIDTH
+                mask[OUT], mask[LENGTH], mask[OFFSET], mask[PAD] = row[MASK], row[LENGTH], row[OFFSET], row[PAD]
+                masks.append(mask)
+        parts = [(word, part) for word, part in parts if part]
+        parts[0][1].extend(masks)
+        return [(word, torch.tensor(part, dtype=torch.int64)) for word, part in parts]
+
+    def tiles(self, table: torch.Tensor, count: int, tile: int, entries: int) -> int:
+        """Tiles that a launch over `count` rows of the batch has: of `tile` lines, or `entries` of a mask."""
+        sizes = [(lines * count, tile) if lines else (length * count, entries) for lines, length in
+                 table[:, [LINES, LENGTH]].tolist()]
+        return sum(-(-size // each) for size, each in sizes)
 
     def check_rows(self, slots: torch.Tensor, anchors: torch.Tensor) -> int:
         """Check the rows to gather and return their number, which may be less than the batch size."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,10 +24,11 @@ from gear_loader.sources.episodes import (
     describe,
     is_finite_role,
     plan_dtype,
+    requested,
     select,
 )
 
-__all__ = ["collect", "collect_iter"]
+__all__ = ["collect", "collect_iter", "leaf_column", "leaves"]
 
 Policy = Callable[[Any], Any]
 """Observation, as the environment gives it -> action, as the environment takes it."""
@@ -64,7 +66,7 @@ def collect(
         seed: makes the collection repeatable: the first reset gets it, later ones none, as Gymnasium
             recommends; random actions are drawn from a seed derived from it.
         columns: names of the columns to take, or {name in the table: standard name}.
-        keep_float64: keep float64 observations and actions. Rewards are float32 in any case.
+        keep_float64: keep float64, which the rewards of an environment are, too, instead of making it float32.
         allow_nonfinite: take NaN and infinite rewards, which otherwise are an error.
         progress: show a progress bar where standard error is a terminal.
 
@@ -117,12 +119,18 @@ def collect_iter(
         ("max_steps", max_steps),
         ("max_episode_steps", max_episode_steps),
     ):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1
+        ):
             raise SourceError(f"{option}={value!r}; expected a whole number of at least 1, or None.")
     if episodes is None and max_steps is None:
-        raise SourceError("Neither episodes= nor max_steps= was given; expected at least one, to know when to stop.")
+        raise SourceError(
+            "Neither episodes= nor max_steps= was given; expected at least one, to know when to stop."
+        )
     if policy is not None and not callable(policy):
-        raise SourceError(f"The policy is {describe(policy)}; expected a function observation -> action, or None.")
+        raise SourceError(
+            f"The policy is {describe(policy)}; expected a function observation -> action, or None."
+        )
     if isinstance(env, gymnasium.vector.VectorEnv):
         raise SourceError(
             f"The environment is a vector of {env.num_envs} environments; expected a single one. "
@@ -130,58 +138,54 @@ def collect_iter(
         )
     if not isinstance(env, (gymnasium.Env, str, gymnasium.envs.registration.EnvSpec)) and not callable(env):
         raise SourceError(
-            f"The environment is {describe(env)}; expected a gymnasium.Env, the id of one, or a function that makes one."
+            f"The environment is {describe(env)}; expected a gymnasium.Env, its id, or a function that makes one."
         )
-    return _run(
-        gymnasium,
-        env,
-        policy,
-        episodes=episodes,
-        max_steps=max_steps,
-        max_episode_steps=max_episode_steps,
-        seed=seed,
-        columns=columns,
-        keep_float64=keep_float64,
-        allow_nonfinite=allow_nonfinite,
-        progress=progress,
+    recorder = functools.partial(
+        _Recorder, columns=columns, keep_float64=keep_float64, allow_nonfinite=allow_nonfinite
     )
+    limits = _Limits(episodes, max_steps, max_episode_steps)
+    return _run(gymnasium, env, policy, recorder, limits, seed, progress)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Limits:
+    """When to stop; see `collect`."""
+
+    episodes: int | None
+    steps: int | None
+    episode_steps: int | None
 
 
 def _run(
     gymnasium: Any,
     env: Any,
     policy: Policy | None,
-    *,
-    episodes: int | None,
-    max_steps: int | None,
-    max_episode_steps: int | None,
+    make_recorder: Callable[[Any], _Recorder],
+    limits: _Limits,
     seed: int | None,
-    columns: Columns,
-    keep_float64: bool,
-    allow_nonfinite: bool,
     progress: bool,
 ) -> Iterator[Episode]:
     owned = not isinstance(env, gymnasium.Env)
     if owned:
         env = _make(gymnasium, env)
     try:
-        recorder = _Recorder(gymnasium, env, columns, keep_float64, allow_nonfinite)
+        recorder = make_recorder(env)
         if policy is None:
             if seed is not None:
                 # A seed of its own: the same seed would give actions that repeat the environment's own draws.
                 env.action_space.seed(int(np.random.SeedSequence([seed, 1]).generate_state(1)[0]))
             policy = _random_policy(env.action_space)
-        total, unit = (episodes, "episodes") if episodes is not None else (max_steps, "steps")
+        total, unit = (limits.steps, "steps") if limits.episodes is None else (limits.episodes, "episodes")
         steps = number = 0
         with progress_bar(f"Collecting {recorder.name}", total, unit, enabled=progress) as advance:
-            while episodes is None or number < episodes:
-                longest = None if max_steps is None else max_steps - steps
+            while limits.episodes is None or number < limits.episodes:
+                longest = None if limits.steps is None else limits.steps - steps
                 episode_seed = seed if number == 0 else None
-                length = recorder.run(policy, number, episode_seed, max_episode_steps, longest)
+                length = recorder.run(policy, number, episode_seed, limits.episode_steps, longest)
                 if length is None:  # one step more than may be kept
                     if number == 0:
                         raise SourceError(
-                            f"The first episode of {recorder.name} has more than max_steps={max_steps} steps; "
+                            f"The first episode of {recorder.name} has more than max_steps={limits.steps} steps; "
                             "expected room for at least one episode. Raise max_steps, or cut episodes with "
                             "max_episode_steps."
                         )
@@ -190,7 +194,7 @@ def _run(
                 number += 1
                 steps += length
                 advance(1 if unit == "episodes" else length)
-                if steps == max_steps:
+                if steps == limits.steps:
                     return
     finally:
         if owned:
@@ -202,7 +206,9 @@ def _make(gymnasium: Any, env: Any) -> Any:
     try:
         made = gymnasium.make(env) if by_id else env()
     except Exception as error:
-        raise SourceError(f"The environment {env!r} cannot be made: {type(error).__name__}: {error}") from error
+        raise SourceError(
+            f"The environment {env!r} cannot be made: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(made, gymnasium.Env):
         raise SourceError(f"The function {env!r} returned {describe(made)}; expected a gymnasium.Env.")
     return made
@@ -265,7 +271,11 @@ def leaf_column(leaf: _Leaf, role: str, what: str, *, keep_float64: bool) -> Col
             "Leave it out with columns=[...], or turn it into an array with a wrapper."
         )
     # Discrete values are indices; the table's own index dtype serves for all of them.
-    dtype = torch.int64 if leaf.shape == () and leaf.space.dtype.kind in "iu" and hasattr(leaf.space, "n") else None
+    dtype = (
+        torch.int64
+        if leaf.shape == () and leaf.space.dtype.kind in "iu" and hasattr(leaf.space, "n")
+        else None
+    )
     dtype = dtype or plan_dtype(role, leaf.space.dtype, what, keep_float64=keep_float64)
     return column_of(dtype, leaf.shape, what)
 
@@ -273,9 +283,7 @@ def leaf_column(leaf: _Leaf, role: str, what: str, *, keep_float64: bool) -> Col
 class _Recorder:
     """Runs episodes and keeps the values of the selected columns."""
 
-    def __init__(
-        self, gymnasium: Any, env: Any, columns: Columns, keep_float64: bool, allow_nonfinite: bool
-    ) -> None:
+    def __init__(self, env: Any, *, columns: Columns, keep_float64: bool, allow_nonfinite: bool) -> None:
         self.env = env
         self.name = env.spec.id if env.spec is not None else type(env.unwrapped).__name__
         self._allow_nonfinite = allow_nonfinite
@@ -284,14 +292,17 @@ class _Recorder:
         followed = {f"next_{name}": leaf for name, leaf in observed.items()}
         self._leaves = observed | leaves(env.action_space, "action") | followed
         available = [*self._leaves, "reward", "terminated", "truncated"]
-        self._chosen = select(columns, available, STANDARD, source)
+        self._chosen = select(requested(columns, STANDARD), available, source)
         self.schema: dict[str, Column] = {}
         for name, role in self._chosen.items():
             if role in self._leaves:
                 what = f"{source}: column {role!r}"
                 self.schema[name] = leaf_column(self._leaves[role], role, what, keep_float64=keep_float64)
             else:
-                self.schema[name] = Column(torch.float32 if role == "reward" else torch.bool)
+                dtype = plan_dtype(
+                    role, np.float64 if role == "reward" else np.bool_, role, keep_float64=keep_float64
+                )
+                self.schema[name] = Column(dtype)
         used = set(self._chosen.values())
         self._wanted = {
             kind: [name for name in self._leaves if name.split(".")[0] == kind and name in used]
@@ -326,7 +337,11 @@ class _Recorder:
             self._keep("next_observation", observation, number, step)
             step += 1
             truncated = bool(truncated) or step == cut
-            for role, value in (("reward", reward), ("terminated", bool(terminated)), ("truncated", truncated)):
+            for role, value in (
+                ("reward", reward),
+                ("terminated", bool(terminated)),
+                ("truncated", truncated),
+            ):
                 if role in keep:
                     keep[role](value)
             if terminated or truncated:
@@ -343,7 +358,9 @@ class _Recorder:
                 # A copy: environments may hand out the same buffer at every step.
                 array = np.array(leaf.take(value))
             except Exception as error:
-                raise self._misfit(role, number, step, f"is {value!r}, which is no value of its space") from error
+                raise self._misfit(
+                    role, number, step, f"is {value!r}, which is no value of its space"
+                ) from error
             if array.shape != leaf.shape:
                 raise self._misfit(
                     role, number, step, f"has shape {list(array.shape)}; expected {list(leaf.shape or ())}"

@@ -6,7 +6,7 @@ An episode is a mapping of column names to arrays ``[T, *shape]``, one entry a s
 |---|---|---|
 | `observation` | as the source has it | what the policy saw before it acted |
 | `action` | as the source has it | what it then did |
-| `reward` | float32 | what it got for that |
+| `reward` | float32 (float64 with `keep_float64`, where it is one) | what it got for that |
 | `terminated` | bool | the episode ended there by itself |
 | `truncated` | bool | the episode was cut off there |
 | `next_observation` | as the source has it | what it saw afterwards; only on request |
@@ -30,7 +30,23 @@ import torch
 from gear_loader.errors import SchemaError, SourceError
 from gear_loader.schema import DTYPES, NUMPY_DTYPES, Column
 
-__all__ = ["STANDARD", "Columns", "Episode", "EpisodeReader", "convert", "infer_schema", "plan_dtype", "select"]
+__all__ = [
+    "FINITE_REMEDY",
+    "STANDARD",
+    "Columns",
+    "Episode",
+    "EpisodeReader",
+    "MisfitError",
+    "column_of",
+    "convert",
+    "describe",
+    "infer_schema",
+    "is_finite_role",
+    "listing",
+    "plan_dtype",
+    "requested",
+    "select",
+]
 
 Episode = dict[str, np.ndarray]
 """One episode: column name -> array [T, *shape]."""
@@ -123,7 +139,7 @@ def _schema_of(episode: Any, where: str) -> dict[str, Column]:
                 f"Column {name!r} of {where} is {describe(values)}; expected a numpy array or torch tensor [T, ...]."
             )
         dtype = values.dtype if isinstance(values, torch.Tensor) else _FROM_NUMPY.get(values.dtype)
-        if dtype not in DTYPES.values():
+        if dtype is None or dtype not in DTYPES.values():
             raise SourceError(
                 f"Column {name!r} of {where} has dtype {values.dtype}; expected one of {', '.join(DTYPES)}. "
                 "Convert it first."
@@ -150,8 +166,9 @@ def describe(values: Any) -> str:
 def plan_dtype(role: str, dtype: Any, what: str, *, keep_float64: bool) -> torch.dtype:
     """The dtype of the column that holds the source's values of `dtype`.
 
-    Rewards become float32 and the two flags bool. Everything else keeps its dtype, except that float64
-    becomes float32 (unless `keep_float64`), and uint16 and uint32, which no column has, int32 and int64.
+    Rewards become float32 and the two flags bool. Everything else keeps its dtype, except for uint16 and
+    uint32, which no column has: they become int32 and int64. float64 becomes float32 throughout, unless
+    `keep_float64`.
 
     Args:
         role: the column's name in the source.
@@ -165,7 +182,7 @@ def plan_dtype(role: str, dtype: Any, what: str, *, keep_float64: bool) -> torch
     if dtype.kind in "biuf":
         dtype = dtype.newbyteorder("=")
         if role == "reward":
-            return torch.float32
+            return torch.float64 if keep_float64 and dtype == np.float64 else torch.float32
         if role in ("terminated", "truncated"):
             return torch.bool
         if dtype == np.float64 and not keep_float64:
@@ -241,46 +258,72 @@ def is_finite_role(role: str, allow_nonfinite: bool) -> bool:
     return role == "reward" and not allow_nonfinite
 
 
-FINITE_REMEDY = "Repair or leave out the episode, or pass allow_nonfinite=True to take such rewards as they are."
+FINITE_REMEDY = (
+    "Repair or leave out the episode, or pass allow_nonfinite=True to take such rewards as they are."
+)
 
 
-def select(columns: Columns, available: Sequence[str], default: Sequence[str], source: str) -> dict[str, str]:
-    """Resolve the `columns` option of a source.
+def requested(columns: Columns, default: Sequence[str]) -> dict[str, str]:
+    """Check the `columns` option of a source: {name in the table: name in the source}, in the order given.
+
+    Raises:
+        SourceError: it holds no names, or the same one twice.
+    """
+    if columns is None:
+        columns = default
+    if isinstance(columns, str):
+        raise SourceError(
+            f"columns={columns!r} is one string; expected a list of names: columns=[{columns!r}]."
+        )
+    pairs = list(columns.items()) if isinstance(columns, Mapping) else [(name, name) for name in columns]
+    names: dict[str, str] = {}
+    for name, wish in pairs:
+        if not isinstance(name, str) or not isinstance(wish, str):
+            raise SourceError(f"columns= holds {(name, wish)!r}; expected names of columns, as strings.")
+        if name in names:
+            raise SourceError(f"columns= names {name!r} twice; expected each column once.")
+        names[name] = wish
+    if not names:
+        raise SourceError("columns= is empty; expected at least one column.")
+    return names
+
+
+def select(wanted: Mapping[str, str], available: Sequence[str], source: str) -> dict[str, str]:
+    """Find the wanted columns among those a source has.
 
     A name that stands for several columns, such as `observation` for `observation.image` and
     `observation.pose`, selects all of them.
 
     Args:
-        columns: see `Columns`.
+        wanted: as `requested` returns it.
         available: what the source has.
-        default: the names to take for None.
         source: how a message calls the source.
 
     Returns:
-        {name in the table: name in the source}, in the order asked for.
+        {name in the table: name in the source}.
 
     Raises:
-        SourceError: a name the source does not have, the same name twice, or nothing selected.
+        SourceError: the source does not have one of them, or two would get the same name.
     """
-    if columns is None:
-        columns = default
-    if isinstance(columns, str):
-        raise SourceError(f"columns={columns!r} is one string; expected a list of names: columns=[{columns!r}].")
-    wanted = list(columns.items()) if isinstance(columns, Mapping) else [(name, name) for name in columns]
     chosen: dict[str, str] = {}
-    for name, wish in wanted:
-        if not isinstance(name, str) or not isinstance(wish, str):
-            raise SourceError(f"columns= holds {(name, wish)!r}; expected names of columns, as strings.")
+    for name, wish in wanted.items():
         parts = [wish] if wish in available else [a for a in available if a.startswith(f"{wish}.")]
         if not parts:
             close = difflib.get_close_matches(wish, available, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise SourceError(f"{source} has no column {wish!r}; it has {list(available)}.{hint}")
+            raise SourceError(f"{source} has no column {wish!r}; it has {listing(available)}.{hint}")
         for part in parts:
             target = name + part[len(wish) :]
             if target in chosen:
-                raise SourceError(f"columns= names {target!r} twice; expected each column once.")
+                raise SourceError(
+                    f"Two columns of {source} would both be called {target!r}; rename one with columns=."
+                )
             chosen[target] = part
-    if not chosen:
-        raise SourceError(f"columns= selects nothing of {source}; it has {list(available)}.")
     return chosen
+
+
+def listing(names: Iterable[str], most: int = 20) -> str:
+    """Names for a message, cut where there are very many."""
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more if names else "nothing"

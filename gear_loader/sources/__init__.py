@@ -1,0 +1,25 @@
+"""Trajectories from elsewhere: environments, Minari data sets, D4RL-style HDF5 files.
+
+    table = gear.sources.load("hopper_medium.hdf5")          # or a Minari id, or a list of episodes
+    episodes = gear.sources.collect("Hopper-v5", policy, episodes=100, seed=0)
+
+Gymnasium, Minari and h5py are imported by the function that needs them: pip install 'gear-loader[sources]'.
+"""
+
+from gear_loader.sources.environment import collect, collect_iter
+from gear_loader.sources.episodes import STANDARD, Episode, EpisodeReader, infer_schema
+from gear_loader.sources.hdf5 import read_hdf5
+from gear_loader.sources.loading import load
+from gear_loader.sources.minari import read_minari
+
+__all__ = [
+    "STANDARD",
+    "Episode",
+    "EpisodeReader",
+    "collect",
+    "collect_iter",
+    "infer_schema",
+    "load",
+    "read_hdf5",
+    "read_minari",
+]

@@ -1,0 +1,459 @@
+"""Trajectories of a D4RL-style HDF5 file: flat arrays of all steps, split by two flags.
+
+observations   o0 o1 o2 o3 o4 o5 o6 o7      [N, ...]
+actions        a0 a1 a2 a3 a4 a5 a6 a7      [N, ...]
+rewards        r0 r1 r2 r3 r4 r5 r6 r7      [N] or [N, 1]
+terminals       .  .  1  .  .  .  .  .      [N] or [N, 1]: the episode ended there by itself
+timeouts        .  .  .  .  .  1  .  .      [N] or [N, 1]: it was cut off there
+               |--------|--------|-----|
+                   0        1       2: unfinished
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from gear_loader.errors import SourceError
+from gear_loader.schema import Column
+from gear_loader.sources._optional import require
+from gear_loader.sources.episodes import (
+    FINITE_REMEDY,
+    STANDARD,
+    Columns,
+    Episode,
+    EpisodeReader,
+    MisfitError,
+    column_of,
+    convert,
+    is_finite_role,
+    listing,
+    plan_dtype,
+    requested,
+    select,
+)
+
+__all__ = ["HDF5Episodes", "read_hdf5"]
+
+_NAMES = {
+    "observations": "observation",
+    "actions": "action",
+    "rewards": "reward",
+    "next_observations": "next_observation",
+    "infos": "info",
+}
+
+READ_BYTES = 64 * 2**20
+"""How much is read at once, at least one trajectory."""
+
+_FLAG_ROWS = 2**20  # rows of the flags looked at together
+_DEPTH = 16  # groups inside groups; more is taken for a loop
+
+
+def read_hdf5(
+    path: str | os.PathLike[str],
+    *,
+    columns: Columns = None,
+    terminals: str = "terminals",
+    timeouts: str | None = "timeouts",
+    max_episode_steps: int | None = None,
+    unfinished: Literal["keep", "drop"] = "keep",
+    keep_float64: bool = False,
+    allow_nonfinite: bool = False,
+) -> HDF5Episodes:
+    """The trajectories of a D4RL-style HDF5 file.
+
+    A trajectory ends with the step at which `terminals` or `timeouts` (or both) is set. The arrays get the
+    standard names: observations -> observation, actions -> action, rewards -> reward, terminals ->
+    terminated, timeouts -> truncated, next_observations -> next_observation, infos/qpos -> info.qpos; any
+    other array of as many rows is a column of its own name, with dots for slashes.
+
+    Args:
+        path: the file.
+        columns: names of the columns to take, or {name in the table: name in the source}; a name in the
+            source is the standard one or the path in the file. None takes observation, action, reward,
+            terminated and truncated.
+        terminals: path of the flags that end a trajectory by itself.
+        timeouts: path of the flags that cut one off; None for a file that has none.
+        max_episode_steps: cut longer trajectories after so many steps and mark them truncated; for files
+            without timeouts.
+        unfinished: what becomes of steps after the last flag: ``"keep"`` takes them as a trajectory that is
+            truncated at its last step, ``"drop"`` leaves them out.
+        keep_float64: keep float64 columns instead of making them float32.
+        allow_nonfinite: take NaN and infinite rewards, which otherwise are an error.
+
+    Returns:
+        A reader: sized, with `lengths` and `schema` known, and good for any number of iterations. Opening
+        reads the flags; iteration reads the other columns, about 64 MiB at a time. The arrays of an episode
+        are views of what was read together: copy them to keep only a few.
+
+    Raises:
+        SourceError: no such file, a damaged one, a missing column, columns of uneven lengths, zero
+            trajectories, or options that do not fit. Iteration raises it, too, naming the trajectory, the
+            column and the step.
+        ImportError: h5py is not installed.
+    """
+    require("h5py", "Reading an HDF5 file")
+    if unfinished not in ("keep", "drop"):
+        raise SourceError(f"unfinished={unfinished!r}; expected 'keep' or 'drop'.")
+    whole = isinstance(max_episode_steps, (int, np.integer)) and not isinstance(max_episode_steps, bool)
+    if max_episode_steps is not None and (not whole or max_episode_steps < 1):
+        raise SourceError(
+            f"max_episode_steps={max_episode_steps!r}; expected a whole number of at least 1, or None."
+        )
+    return HDF5Episodes(
+        os.fspath(path),
+        columns,
+        terminals=terminals,
+        timeouts=timeouts,
+        max_episode_steps=max_episode_steps,
+        unfinished=unfinished,
+        keep_float64=keep_float64,
+        allow_nonfinite=allow_nonfinite,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Array:
+    """One array of the file that becomes a column.
+
+    Attributes:
+        path: where it lies in the file.
+        role: its standard name.
+        shape: shape of the whole array.
+        dtype: the file's dtype.
+        chunk_rows: rows that are compressed together; 1 where it is not chunked.
+    """
+
+    path: str
+    role: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    chunk_rows: int
+
+    @property
+    def step_shape(self) -> tuple[int, ...]:
+        # Some files keep scalars as [N, 1].
+        scalar = self.role in ("reward", "terminated", "truncated") and self.shape[1:] == (1,)
+        return () if scalar else self.shape[1:]
+
+    @property
+    def row_bytes(self) -> int:
+        return max(1, math.prod(self.shape[1:]) * self.dtype.itemsize)
+
+
+class HDF5Episodes(EpisodeReader):
+    """See `read_hdf5`."""
+
+    def __init__(
+        self,
+        path: str,
+        columns: Columns,
+        *,
+        terminals: str,
+        timeouts: str | None,
+        max_episode_steps: int | None,
+        unfinished: str,
+        keep_float64: bool,
+        allow_nonfinite: bool,
+    ) -> None:
+        self._path = path
+        source = f"The file {path!r}"
+        self._allow_nonfinite = allow_nonfinite
+        with _opened(path, source) as file:
+            names = dict(_NAMES)
+            names[terminals] = "terminated"
+            if timeouts is not None:
+                names[timeouts] = "truncated"
+            found = _find(file, names, source)
+            for role, flag in (("terminated", terminals), ("truncated", timeouts)):
+                if flag is not None and role not in found:
+                    hint = "" if role == "terminated" else "; pass timeouts=None if it has none by design"
+                    raise SourceError(
+                        f"{source} has no {flag!r}, which splits it into trajectories; it has "
+                        f"{listing(_path(a) for a in found.values())}. Name the flags with "
+                        f"terminals= and timeouts={hint}."
+                    )
+            chosen = _select(columns, found, source, has_timeouts=timeouts is not None)
+            self._flags = [
+                _sound(found[role], source) for role in ("terminated", "truncated") if role in found
+            ]
+            self._columns = {name: self._resolve(found, role, source) for name, role in chosen.items()}
+            rows = self._check_rows(file, source)
+            self._ends, self._cut = _split(
+                self._read_flags(file, source, rows), rows, max_episode_steps, unfinished == "keep"
+            )
+        if not len(self._ends):
+            raise SourceError(
+                f"{source} holds {rows} steps and no flag that ends a trajectory, and unfinished='drop' leaves "
+                "out the rest: no trajectories. Pass unfinished='keep' or max_episode_steps=."
+            )
+        starts = np.concatenate([[0], self._ends[:-1]])
+        schema = {}
+        for name, array in self._columns.items():
+            if array is None:
+                schema[name] = Column(torch.bool)
+                continue
+            what = f"{source}: column {array.path!r}"
+            dtype = plan_dtype(array.role, array.dtype, what, keep_float64=keep_float64)
+            schema[name] = column_of(dtype, array.step_shape, what)
+        super().__init__(source, self._ends - starts, schema)
+
+    @staticmethod
+    def _resolve(found: dict[str, _Array | Exception], role: str, source: str) -> _Array | None:
+        # None: a file without timeouts; all that is truncated is what was cut off here.
+        return _sound(found[role], source) if role in found else None
+
+    def _check_rows(self, file: Any, source: str) -> int:
+        arrays = {array.path: array for array in [*self._flags, *self._columns.values()] if array is not None}
+        rows = {path: array.shape[0] for path, array in arrays.items()}
+        longest = max(rows.values())
+        short = {path: count for path, count in rows.items() if count < longest}
+        if short:
+            where = ""
+            if all(array.path not in short for array in self._flags):
+                ends, _ = _split(self._read_flags(file, source, longest), longest, None, True)
+                first = min(short.values())
+                number = int(np.searchsorted(ends, first, side="right"))
+                start = int(ends[number - 1]) if number else 0
+                where = (
+                    f" The first trajectory that lacks steps is {number} (steps {start} to {int(ends[number]) - 1}, "
+                    f"missing from its step {first - start} on)."
+                )
+            raise SourceError(
+                f"{source} has columns of uneven lengths: {rows}. Expected {longest} steps in each; too short: "
+                f"{list(short)}.{where} The file is damaged or was not written to its end: write it again, or leave "
+                "the short columns out with columns=[...]."
+            )
+        if longest == 0:
+            raise SourceError(f"{source} holds zero steps; expected at least one.")
+        for array in self._flags:
+            if array.step_shape != ():
+                raise SourceError(
+                    f"{source}: {array.path!r} has shape {list(array.shape)}; expected one flag a step, [N] or [N, 1]."
+                )
+        return longest
+
+    def _read_flags(self, file: Any, source: str, rows: int) -> np.ndarray:
+        """The steps at which a flag is set, int64."""
+        found = []
+        for start in range(0, rows, _FLAG_ROWS):
+            stop = min(rows, start + _FLAG_ROWS)
+            either = np.zeros(stop - start, dtype=bool)
+            for array in self._flags:
+                try:
+                    either |= convert(_read(file, array, start, stop), torch.bool)
+                except MisfitError as misfit:
+                    step = start + (misfit.step or 0)
+                    raise SourceError(
+                        f"{source}, step {step}: column {array.path!r} {misfit.problem}."
+                    ) from None
+                except _ReadError as error:
+                    raise SourceError(
+                        f"{source}: column {array.path!r} cannot be read at steps {start} to {stop - 1}, so that the "
+                        f"trajectories are not known: {error}. The file is damaged: fetch or write it again."
+                    ) from error
+            found.append(np.flatnonzero(either).astype(np.int64) + start)
+        return np.concatenate(found)
+
+    def __iter__(self) -> Iterator[Episode]:
+        """Read the trajectories in order; see `EpisodeReader`."""
+        arrays = [array for array in self._columns.values() if array is not None]
+        row_bytes = sum(array.row_bytes for array in arrays) + 1
+        # A chunk is decompressed as a whole: reading less of it at a time would do so again and again.
+        rows = max(READ_BYTES // row_bytes, *(array.chunk_rows for array in arrays), 1)
+        with _opened(self._path, self.source) as file:
+            first = 0
+            while first < len(self):
+                start = int(self._ends[first - 1]) if first else 0
+                last = max(first + 1, int(np.searchsorted(self._ends, start + rows, side="right")))
+                stop = int(self._ends[last - 1])
+                slab = {name: self._load(file, name, first, last, start, stop) for name in self._columns}
+                for end, length in zip(self._ends[first:last], self.lengths[first:last], strict=True):
+                    piece = slice(int(end - length) - start, int(end) - start)
+                    yield {name: values[piece] for name, values in slab.items()}
+                first = last
+
+    def _load(self, file: Any, name: str, first: int, last: int, start: int, stop: int) -> np.ndarray:
+        """One column of the trajectories first to last - 1, which are the steps start to stop - 1."""
+        array = self._columns[name]
+        if array is None:
+            values = np.zeros(stop - start, dtype=bool)
+        else:
+            try:
+                values = _read(file, array, start, stop)
+            except _ReadError as error:
+                raise self._locate(file, array, first, last, error) from error
+            finite = is_finite_role(array.role, self._allow_nonfinite)
+            try:
+                values = convert(values, self.schema[name].dtype, finite=finite)
+            except MisfitError as misfit:
+                remedy = f" {FINITE_REMEDY}" if finite else ""
+                place = self._place(start + (misfit.step or 0))
+                raise SourceError(
+                    f"{self.source}, {place}: column {array.path!r} {misfit.problem}.{remedy}"
+                ) from None
+        if array is None or array.role == "truncated":
+            values[self._ends[first:last][self._cut[first:last]] - 1 - start] = True
+        return values
+
+    def _locate(self, file: Any, array: _Array, first: int, last: int, error: _ReadError) -> SourceError:
+        """Name the first trajectory that cannot be read."""
+        number, cause = first, error
+        for number in range(first, last):
+            end, length = int(self._ends[number]), int(self.lengths[number])
+            try:
+                _read(file, array, end - length, end)
+            except _ReadError as found:
+                cause = found
+                break
+        else:
+            number = first
+        end, length = int(self._ends[number]), int(self.lengths[number])
+        return SourceError(
+            f"{self.source}, trajectory {number}: column {array.path!r} cannot be read at steps {end - length} to "
+            f"{end - 1}: {cause}. The file is damaged: fetch or write it again."
+        )
+
+    def _place(self, step: int) -> str:
+        number = int(np.searchsorted(self._ends, step, side="right"))
+        start = int(self._ends[number - 1]) if number else 0
+        return f"trajectory {number}, step {step - start} (step {step} of the file)"
+
+
+class _ReadError(Exception):
+    """The file does not give what was asked for."""
+
+
+class _opened:
+    """The open file, as a context; its errors name the file."""
+
+    def __init__(self, path: str, source: str) -> None:
+        h5py = require("h5py", "Reading an HDF5 file")
+        if not os.path.isfile(path):
+            raise SourceError(f"{source} does not exist or is no file; expected a D4RL-style HDF5 file.")
+        try:
+            self._file = h5py.File(path, "r")
+        except Exception as error:  # the HDF5 library reports damage with several types
+            raise SourceError(
+                f"{source} ({os.path.getsize(path)} bytes) cannot be opened as HDF5: {error}. Expected a complete, "
+                "undamaged file: fetch or write it again."
+            ) from error
+
+    def __enter__(self) -> Any:
+        return self._file
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def _read(file: Any, array: _Array, start: int, stop: int) -> np.ndarray:
+    try:
+        dataset = file[array.path]
+        if dataset.shape != array.shape or dataset.dtype != array.dtype:
+            raise _ReadError(
+                f"it now is {dataset.dtype} {list(dataset.shape)}, but was {array.dtype} {list(array.shape)}"
+            )
+        values = np.asarray(dataset[start:stop])
+    except _ReadError:
+        raise
+    except Exception as error:  # the HDF5 library reports damage with several types
+        raise _ReadError(f"{type(error).__name__}: {error}") from error
+    return values.reshape(stop - start, *array.step_shape)
+
+
+def _find(file: Any, names: dict[str, str], source: str) -> dict[str, _Array | Exception]:
+    """All arrays of the file by standard name, or the error that reading one's description gave."""
+    h5py = require("h5py", "Reading an HDF5 file")
+    found: dict[str, _Array | Exception] = {}
+
+    def walk(group: Any, path: str, depth: int) -> None:
+        for key in group:
+            where = f"{path}{key}"
+            head, _, rest = where.partition("/")
+            # The flags may lie inside a group, so that the whole path is tried before its head.
+            role = names.get(where) or ".".join(
+                [names.get(head, head), *rest.split("/")] if rest else [names.get(head, head)]
+            )
+            try:
+                item = group[key]
+                if isinstance(item, h5py.Group):
+                    if depth < _DEPTH:
+                        walk(item, f"{where}/", depth + 1)
+                elif isinstance(item, h5py.Dataset) and item.shape:
+                    chunk = item.chunks[0] if item.chunks else 1
+                    found[role] = _Array(where, role, tuple(item.shape), item.dtype, chunk)
+            except Exception as error:  # the HDF5 library reports damage with several types
+                found[role] = _ReadError(f"{where!r}: {type(error).__name__}: {error}")
+
+    try:
+        walk(file, "", 0)
+    except Exception as error:  # the HDF5 library reports damage with several types
+        raise SourceError(
+            f"{source} cannot be listed: {error}. The file is damaged: fetch or write it again."
+        ) from error
+    return found
+
+
+def _select(
+    columns: Columns, found: dict[str, _Array | Exception], source: str, *, has_timeouts: bool
+) -> dict[str, str]:
+    # A path of the file stands for the column's standard name.
+    roles = {array.path: role for role, array in found.items() if isinstance(array, _Array)}
+    wanted = {name: roles.get(wish, wish) for name, wish in requested(columns, STANDARD).items()}
+    return select(wanted, list(found) if has_timeouts else [*found, "truncated"], source)
+
+
+def _sound(array: _Array | Exception, source: str) -> _Array:
+    if isinstance(array, Exception):
+        raise SourceError(
+            f"{source} cannot be read at {array}. The file is damaged: fetch or write it again, or leave the column "
+            "out with columns=[...]."
+        ) from array
+    return array
+
+
+def _path(array: _Array | Exception) -> str:
+    return array.path if isinstance(array, _Array) else str(array)
+
+
+def _split(
+    flagged: np.ndarray, rows: int, max_episode_steps: int | None, keep_rest: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Where trajectories end.
+
+    Args:
+        flagged: int64, the steps at which a flag is set, ascending.
+        rows: steps of the file.
+        max_episode_steps: longest trajectory, or None.
+        keep_rest: whether steps after the last end are a trajectory.
+
+    Returns:
+        ends, int64, one after the last step of each trajectory, and cut, bool, whether that is an end which
+        no flag marks.
+    """
+    ends = flagged + 1
+    has_rest = not len(ends) or int(ends[-1]) != rows
+    cut = np.zeros(len(ends) + has_rest, dtype=bool)
+    if has_rest:
+        ends = np.append(ends, rows)
+        cut[-1] = True
+    if max_episode_steps is not None:
+        starts = np.append(0, ends[:-1])
+        pieces = -(-(ends - starts) // max_episode_steps)  # of each trajectory
+        whole = np.repeat(np.arange(len(ends)), pieces)
+        piece = np.arange(len(whole)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        inner = starts[whole] + (piece + 1) * max_episode_steps
+        cut = np.where(inner < ends[whole], True, cut[whole])
+        ends = np.minimum(inner, ends[whole])
+    if has_rest and not keep_rest:
+        rest = rows - (int(ends[-2]) if len(ends) > 1 else 0)
+        if rest != max_episode_steps:  # a piece of exactly that length was cut off there and is whole
+            return ends[:-1], cut[:-1]
+    return ends, cut

@@ -1,0 +1,359 @@
+"""From a source to a filled table, all or nothing."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from gear_loader.errors import SourceError
+from gear_loader.schema import Column
+from gear_loader.sources._optional import progress_bar
+from gear_loader.sources.episodes import (
+    FINITE_REMEDY,
+    Columns,
+    EpisodeReader,
+    MisfitError,
+    column_of,
+    convert,
+    describe,
+    is_finite_role,
+    plan_dtype,
+    requested,
+    select,
+)
+from gear_loader.sources.hdf5 import read_hdf5
+from gear_loader.sources.minari import read_minari
+from gear_loader.table import Table
+
+__all__ = ["load"]
+
+LOAD_BYTES = 256 * 2**20
+"""How much is handed to the table at once, at least one trajectory."""
+
+_Values = np.ndarray | torch.Tensor
+
+
+def load(
+    source: Any,
+    table: Table | None = None,
+    *,
+    columns: Columns = None,
+    max_trajectories: int | None = None,
+    block_steps: int = 64,
+    name: str | None = None,
+    priority: float = 1.0,
+    keep_float64: bool = False,
+    allow_nonfinite: bool = False,
+    progress: bool = True,
+) -> Table:
+    """Fill a table from a source: every trajectory of it, or none.
+
+    Without a table, one of exactly the source's size is made: its lengths are counted first, so that no block
+    is left over. With a table, the trajectories are added to it, with values brought to its columns' dtypes
+    where nothing is lost by it but precision of floating-point numbers.
+
+    Readers and files are read piece by piece (256 MiB), never as a whole. If one fails halfway, what had been
+    added of it is removed again; a table made here is closed and its name removed. Batches drawn from a table
+    in the meantime may have seen those trajectories. A table that evicts gets a source of more than one piece
+    only after the whole of it has been read once, because what was evicted cannot be brought back.
+
+    Args:
+        source: the path of a D4RL-style file (ending in .hdf5 or .h5, see `read_hdf5`); a Minari data set, its
+            id or its directory (see `read_minari`); a reader that one of these two returned, with options of
+            its own; or an iterable of episodes, each {column: array [T, *shape]}, as `collect` returns them.
+        table: the table to add to; None makes one.
+        columns: names of the columns to take, or {name in the table: name in the source}. None takes the
+            table's columns, or without a table the source's standard ones (all of an iterable's).
+        max_trajectories: take at most so many, the first ones.
+        block_steps: steps of a block, for the table made here; see `gear_loader.Table.create`.
+        name: the name of the table made here, under which other processes attach; None makes a private one.
+        priority: of every trajectory.
+        keep_float64: keep float64 columns in the table made here instead of making them float32.
+        allow_nonfinite: take NaN and infinite rewards, which otherwise are an error.
+        progress: show a progress bar where standard error is a terminal.
+
+    Returns:
+        The table.
+
+    Raises:
+        SourceError: the source is damaged, empty or does not fit; the message names the episode, the column
+            and the step. The table is as before.
+        TableFullError: the table has no room and does not evict. The table is as before.
+        SchemaError: options that the table refuses.
+        ImportError: a package that the source needs is not installed.
+
+    Example:
+        >>> table = load([{"reward": np.array([1.0, 0.5])}, {"reward": np.array([2.0])}], progress=False)
+        >>> len(table), table.num_steps, table[0]["reward"]
+        (2, 3, tensor([1.0000, 0.5000]))
+    """
+    if table is not None and name is not None:
+        raise SourceError(
+            f"name={name!r} was given with a table; expected one of the two: a table keeps its name."
+        )
+    whole = isinstance(max_trajectories, (int, np.integer)) and not isinstance(max_trajectories, bool)
+    if max_trajectories is not None and (not whole or max_trajectories < 1):
+        raise SourceError(
+            f"max_trajectories={max_trajectories!r}; expected a whole number of at least 1, or None."
+        )
+    if table is not None and columns is None:
+        columns = list(table.schema)
+    if table is not None:  # else what the table can hold would be rounded on the way
+        keep_float64 = keep_float64 or any(column.dtype == torch.float64 for column in table.schema.values())
+    options: dict[str, Any] = {
+        "columns": columns,
+        "keep_float64": keep_float64,
+        "allow_nonfinite": allow_nonfinite,
+    }
+    reader = _open(source, options, max_trajectories, None if table is None else table.schema)
+    lengths = reader.lengths[:max_trajectories]
+    if table is not None:
+        _check_fit(reader, lengths, table)
+        return _fill(table, reader, lengths, priority, progress)
+    table = Table.create(
+        reader.schema,
+        max_steps=int(lengths.sum()),
+        max_trajectories=len(lengths),
+        max_blocks=Table.required_blocks(lengths, block_steps),
+        block_steps=block_steps,
+        name=name,
+    )
+    try:
+        return _fill(table, reader, lengths, priority, progress)
+    except BaseException:
+        table.close()
+        if name is not None:
+            table.unlink()
+        raise
+
+
+def _open(
+    source: Any, options: dict[str, Any], most: int | None, schema: Mapping[str, Column] | None
+) -> EpisodeReader:
+    if isinstance(source, EpisodeReader):
+        if options["columns"] is None:
+            return source
+        return _Renamed(source, select(requested(options["columns"], ()), list(source.schema), source.source))
+    if isinstance(source, (str, os.PathLike)):
+        path = os.fspath(source)
+        if isinstance(path, str) and path.lower().endswith((".hdf5", ".h5")):
+            return read_hdf5(path, **options)
+        return read_minari(source, **options)
+    if hasattr(source, "storage") and hasattr(source, "iterate_episodes"):
+        return read_minari(source, **options)
+    if isinstance(source, Mapping) or not isinstance(source, Iterable):
+        raise SourceError(
+            f"{describe(source)} was received; expected a path, a Minari data set, a reader or an iterable of "
+            "episodes. A single episode goes into a list: load([episode])."
+        )
+    return _Listed(source, most, schema, **options)
+
+
+class _Renamed(EpisodeReader):
+    """Some columns of another reader, under names of one's own."""
+
+    def __init__(self, reader: EpisodeReader, chosen: dict[str, str]) -> None:
+        super().__init__(
+            reader.source, reader.lengths, {name: reader.schema[c] for name, c in chosen.items()}
+        )
+        self._reader, self._chosen = reader, chosen
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        for episode in self._reader:
+            yield {name: episode[column] for name, column in self._chosen.items()}
+
+
+class _Listed(EpisodeReader):
+    """An iterable's episodes, read to its end and checked before anything is done with them."""
+
+    def __init__(
+        self,
+        episodes: Iterable[Any],
+        most: int | None,
+        schema: Mapping[str, Column] | None,
+        *,
+        columns: Columns,
+        keep_float64: bool,
+        allow_nonfinite: bool,
+    ) -> None:
+        source = "The source"
+        self._episodes: list[dict[str, Any]] = []
+        lengths: list[int] = []
+        chosen: dict[str, str] = {}
+        planned: dict[str, Column] = {}
+        for number, episode in enumerate(_watched(itertools.islice(episodes, most), source)):
+            where = f"{source}, episode {number}"
+            if not isinstance(episode, Mapping) or not episode:
+                raise SourceError(
+                    f"{where} is {describe(episode)}; expected a mapping of columns to arrays [T, ...]."
+                )
+            if not chosen:
+                chosen = select(requested(columns, list(episode)), list(episode), f"{where},")
+            arrays = {}
+            for name, role in chosen.items():
+                if role not in episode:
+                    raise SourceError(
+                        f"{where} has no column {role!r}; it has {list(episode)}. Expected the columns of the first."
+                    )
+                values = _array(episode[role], f"{where}: column {role!r}")
+                if name not in planned:
+                    planned[name] = _plan(values, role, f"{where}: column {role!r}", keep_float64)
+                target = planned[name] if schema is None else schema.get(name, planned[name])
+                finite = is_finite_role(role, allow_nonfinite)
+                arrays[name] = _fitted(values, target, f"{where}{{}}: column {role!r}", finite=finite)
+            steps = {name: len(values) for name, values in arrays.items()}
+            if len(set(steps.values())) != 1 or 0 in steps.values():
+                raise SourceError(
+                    f"{where} has columns of {steps} steps; expected as many in each, at least one."
+                )
+            self._episodes.append(arrays)
+            lengths.append(next(iter(steps.values())))
+        if not lengths:
+            raise SourceError(f"{source} has no episodes; expected at least one.")
+        if schema is not None:
+            planned = {name: schema.get(name, column) for name, column in planned.items()}
+        super().__init__(source, np.array(lengths), planned)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self._episodes)
+
+
+def _watched(episodes: Iterable[Any], source: str) -> Iterator[Any]:
+    number = 0
+    try:
+        for episode in episodes:
+            yield episode
+            number += 1
+    except SourceError:
+        raise
+    except Exception as error:
+        raise SourceError(
+            f"{source} raised {type(error).__name__} at episode {number}: {error}. Nothing was added."
+        ) from error
+
+
+def _array(values: Any, where: str) -> _Values:
+    if not isinstance(values, (np.ndarray, torch.Tensor)):
+        try:
+            values = np.asarray(values)
+        except ValueError as error:
+            raise SourceError(
+                f"{where} is {describe(values)}; expected an array [T, ...]: {error}"
+            ) from error
+    if values.ndim == 0:
+        raise SourceError(f"{where} is {describe(values)}; expected an array [T, ...].")
+    if isinstance(values, torch.Tensor):
+        tensor = values.detach().cpu()
+        return tensor if tensor.dtype == torch.bfloat16 else tensor.numpy()
+    return np.asarray(values)
+
+
+def _plan(values: _Values, role: str, where: str, keep_float64: bool) -> Column:
+    if isinstance(values, torch.Tensor):
+        return column_of(values.dtype, tuple(values.shape[1:]), where)
+    return column_of(
+        plan_dtype(role, values.dtype, where, keep_float64=keep_float64), values.shape[1:], where
+    )
+
+
+def _fitted(values: _Values, column: Column, where: str, *, finite: bool) -> _Values:
+    """Bring one column of an episode to shape and dtype; `where` has a place for the step."""
+    if tuple(values.shape[1:]) != column.shape:
+        raise SourceError(
+            f"{where.format('')} has shape {list(values.shape)}; expected [T{''.join(f', {n}' for n in column.shape)}]."
+        )
+    if isinstance(values, torch.Tensor):  # bfloat16, which numpy does not have
+        if values.dtype == column.dtype and not finite:
+            return values
+        values = values.float().numpy()
+    try:
+        array = convert(values, column.dtype, finite=finite)
+    except MisfitError as misfit:
+        step = "" if misfit.step is None else f", step {misfit.step}"
+        remedy = f" {FINITE_REMEDY}" if finite else ""
+        raise SourceError(f"{where.format(step)} {misfit.problem}.{remedy}") from None
+    return (
+        torch.from_numpy(np.ascontiguousarray(array)).to(column.dtype)
+        if column.dtype == torch.bfloat16
+        else array
+    )
+
+
+def _check_fit(reader: EpisodeReader, lengths: np.ndarray, table: Table) -> None:
+    missing = [name for name in table.schema if name not in reader.schema]
+    extra = [name for name in reader.schema if name not in table.schema]
+    if missing or extra:
+        raise SourceError(
+            f"{reader.source} gives the columns {list(reader.schema)}; the table has {list(table.schema)}. Name the "
+            "table's columns: columns={name in the table: name in the source}."
+        )
+    for name, column in table.schema.items():
+        if reader.schema[name].shape != column.shape:
+            raise SourceError(
+                f"{reader.source}: column {name!r} has steps of shape {list(reader.schema[name].shape)}; the table "
+                f"expects {list(column.shape)}."
+            )
+    layout = table.region.layout
+    longest = min(layout.max_steps, layout.num_blocks * layout.block_steps)
+    number = int(lengths.argmax())
+    if lengths[number] > longest:
+        raise SourceError(
+            f"{reader.source}, episode {number} has {lengths[number]} steps; the table holds at most {longest}. "
+            "Create it with a larger max_steps, or let load() make one."
+        )
+
+
+def _fill(table: Table, reader: EpisodeReader, lengths: np.ndarray, priority: float, progress: bool) -> Table:
+    step_bytes = sum(column.step_bytes for column in table.schema.values())
+    pieces = _pieces(lengths, max(1, LOAD_BYTES // step_bytes))
+    total = int(lengths.sum())
+    if len(pieces) > 1 and table.on_full == "evict_oldest":
+        with progress_bar("Checking", total, "steps", enabled=progress) as advance:
+            for episode, length in zip(_fitted_episodes(reader, table), lengths, strict=False):
+                del episode
+                advance(int(length))
+    added: list[np.ndarray] = []
+    try:
+        with progress_bar("Loading", total, "steps", enabled=progress) as advance:
+            episodes = _advancing(_fitted_episodes(reader, table), lengths, advance)
+            for count in pieces:
+                added.append(table.extend(list(itertools.islice(episodes, count)), priority=priority))
+    except BaseException:
+        if added:
+            # Not those which a later piece has already evicted; an index that was used again is ours as well.
+            mine = np.unique(np.concatenate(added))
+            table.remove(mine[np.isin(mine, table.indices())])
+        raise
+    return table
+
+
+def _pieces(lengths: np.ndarray, most_steps: int) -> list[int]:
+    """Numbers of trajectories that go together: as many as stay within `most_steps`, at least one."""
+    ends = np.cumsum(lengths)
+    counts, first = [], 0
+    while first < len(ends):
+        before = int(ends[first - 1]) if first else 0
+        last = max(first + 1, int(np.searchsorted(ends, before + most_steps, side="right")))
+        counts.append(last - first)
+        first = last
+    return counts
+
+
+def _fitted_episodes(reader: EpisodeReader, table: Table) -> Iterator[dict[str, _Values]]:
+    for number, episode in enumerate(reader):
+        where = f"{reader.source}, episode {number}{{}}: column "
+        yield {
+            name: _fitted(episode[name], column, f"{where}{name!r}", finite=False)
+            for name, column in table.schema.items()
+        }
+
+
+def _advancing(episodes: Iterator[Any], lengths: np.ndarray, advance: Any) -> Iterator[Any]:
+    for episode, length in zip(episodes, lengths.tolist(), strict=False):
+        yield episode
+        advance(length)
