@@ -2,8 +2,41 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from gear_loader import errors
+from gear_loader.dataset import ReplayDataset
 from gear_loader.schema import Column, Schema, Window
+from gear_loader.selectors import Uniform
 from gear_loader.table import Table, TableStats
 
-__all__ = ["Column", "Schema", "Table", "TableStats", "Window", "errors"]
+if TYPE_CHECKING:
+    from gear_loader import sources
+    from gear_loader.datamodule import ReplayDataModule
+
+__all__ = [
+    "Column",
+    "ReplayDataModule",
+    "ReplayDataset",
+    "Schema",
+    "Table",
+    "TableStats",
+    "Uniform",
+    "Window",
+    "errors",
+    "sources",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded on first use: they need packages that the core does not.
+    if name == "ReplayDataModule":
+        return importlib.import_module("gear_loader.datamodule").ReplayDataModule
+    if name == "sources":
+        return importlib.import_module("gear_loader.sources")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from gear_loader.kernels.plan import BASE, LENGTH, MASK, OFFSET, OUT, PAD, PAD_HEAD, PAD_KEEP, STEP_BYTES, STRIDE
 from gear_loader.notice import notice
 
-__all__ = ["AVAILABLE", "gather", "require", "scatter"]
+__all__ = ["AVAILABLE", "gather", "require", "resolve", "scatter"]
 
 try:
     from numba import int64, njit, types
@@ -22,11 +23,6 @@ try:
 except ImportError as error:  # pragma: no cover - depends on the environment
     AVAILABLE = False
     REASON = str(error)
-
-# Columns of the table that describes a batch to `gather`, one row a column; see gear_loader.kernels.gather.
-BASE, STRIDE, STEP_BYTES, OUT, LENGTH, OFFSET, PAD, MASK = range(8)
-PAD_KEEP, PAD_HEAD, PAD_TAIL = range(3)
-
 
 def require() -> bool:
     """Whether the compiled loops are there; if not, say so once."""
@@ -79,7 +75,7 @@ if AVAILABLE:
         """Fill rows `first` to `last - 1` of a batch: steps, padding and masks of every column.
 
         Args:
-            columns: int64 [C, 8], one row a column: BASE, STRIDE, STEP_BYTES, OUT, LENGTH, OFFSET, PAD, MASK.
+            columns: int64 [C, WIDTH], one row a column, as `gear_loader.kernels.plan` lays it out.
             slots, anchors: int64 [B]. extent: int64 [T, 2]. block_ids: int32 [H]. block_steps: int.
         """
         for b in range(first, last):
@@ -124,5 +120,29 @@ if AVAILABLE:
                     _fill(mask + head, 1, count)
                     _fill(mask + head + count, 0, tail)
 
+    @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+    def resolve(  # type: ignore[no-untyped-def]
+        slots, anchors, extent, block_ids, block_steps, first, last, out_extent, out_ids
+    ) -> None:
+        """Copy what the windows of a batch need of the index, so that a GPU need not look it up itself.
+
+        Args:
+            slots, anchors: int64 [B]. extent: int64 [T, 2]. block_ids: int32 [H]. block_steps: int.
+            first, last: the steps before and after the anchor that any column's window covers.
+            out_extent: int64 [B, 2], row b: length in steps, and the place in `out_ids` where the block table of the
+                trajectory would start; it holds the blocks of the windows only, so this may be negative.
+            out_ids: int32 [B, K], the windows' blocks.
+        """
+        width = out_ids.shape[1]
+        for b in range(len(slots)):
+            steps = extent[slots[b], 0]
+            row = extent[slots[b], 1]
+            low = min(max(anchors[b] + first, 0), steps - 1) // block_steps
+            high = min(max(anchors[b] + last, 0), steps - 1) // block_steps
+            out_extent[b, 0] = steps
+            out_extent[b, 1] = b * width - low
+            for i in range(high - low + 1):
+                out_ids[b, i] = block_ids[row + low + i]
+
 else:  # pragma: no cover - depends on the environment
-    scatter = gather = None
+    scatter = gather = resolve = None

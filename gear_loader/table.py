@@ -445,6 +445,16 @@ class Table:
         """The memory, for collectors and transports."""
         return self._region
 
+    def index_arrays(self) -> tuple[Array, Array]:
+        """`extent` and `block_ids` of the index, as views; see `gear_loader.layout`."""
+        index = self._live()
+        return index.extent, index.block_ids
+
+    def slot_states(self) -> tuple[Array, Array]:
+        """`state` and `generation` of the index, as views."""
+        index = self._live()
+        return index.state, index.generation
+
     def begin_snapshot(self) -> tuple[int, Snapshot]:
         """Start reading: a ticket that keeps all blocks alive, and the trajectories there are. See `Index`."""
         return self._live().begin_snapshot()

@@ -54,7 +54,7 @@ def compile_for(kernel, signature, constants, arch):  # type: ignore[no-untyped-
     names = list(signature)
     attrs = {(names.index(n),): [["tt.divisibility", 16]] for n, kind in signature.items() if kind.startswith("*")}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": gather.WARPS[constants["WORD"]]})
+    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=gather.LAUNCH[constants["WORD"]])
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()

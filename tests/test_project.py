@@ -25,14 +25,14 @@ FRONT_DOOR = "__init__"
 # floor do not know each other. A package (`sources`) is one room. Rooms may be listed before they are built.
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"kernels"}),
-    frozenset({"errors", "notice"}),
+    frozenset({"crew", "errors", "notice"}),
     frozenset({"native", "schema"}),
     frozenset({"layout", "lock"}),
     frozenset({"region"}),
     frozenset({"index"}),
-    frozenset({"table"}),
+    frozenset({"random", "table"}),
     frozenset({"collector", "selectors", "transport"}),
-    frozenset({"checkpoint", "distributed", "sources"}),
+    frozenset({"checkpoint", "distributed", "prefetch", "sources"}),
     frozenset({"dataset"}),
     frozenset({"datamodule"}),
     frozenset({FRONT_DOOR}),

@@ -43,8 +43,12 @@ TILE = 32
 ENTRIES = 512
 """Entries of a tile of a mask."""
 
-WARPS = {16: 4, 4: 8, 1: 8}
-"""Warps of a program by word size: as many as keep its registers few."""
+LAUNCH: dict[int, dict[str, int | None]] = {
+    16: {"num_warps": 4, "maxnreg": None},
+    4: {"num_warps": 8, "maxnreg": 80},
+    1: {"num_warps": 8, "maxnreg": 80},
+}
+"""Launch options by word size; left to itself, ptxas keeps the last two under 64 registers and spills."""
 
 
 @triton.jit
@@ -234,5 +238,5 @@ def gather(
             WORD=word,
             TILE=TILE,
             ENTRIES=ENTRIES,
-            num_warps=WARPS[word],
+            **LAUNCH[word],
         )

@@ -160,7 +160,7 @@ def describe(values: Any) -> str:
     """A short text for a message: what this value is, without its contents."""
     if isinstance(values, (np.ndarray, torch.Tensor)):
         return f"an array of {values.dtype} and shape {list(values.shape)}"
-    return f"a {type(values).__name__}"
+    return f"an object of type {type(values).__name__}"
 
 
 def plan_dtype(role: str, dtype: Any, what: str, *, keep_float64: bool) -> torch.dtype:

@@ -1,0 +1,420 @@
+"""`ReplayDataset`: batches from a table as a PyTorch `IterableDataset`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from gear_loader.collector import Batch, Buffers, Collector
+from gear_loader.errors import PrivateTableError, SchemaError, TableEmptyError
+from gear_loader.index import READY, Array, Snapshot
+from gear_loader.prefetch import Prefetcher
+from gear_loader.schema import Window
+from gear_loader.selectors import Draw, Selector, Uniform, anchors, replacements
+from gear_loader.table import Table
+
+__all__ = ["ReplayDataset"]
+
+_MAX_WORKERS = 1024
+_SAMPLE_EPOCH = 1 << 62  # `sample` draws from epochs of its own, far from those of iteration
+
+
+class ReplayDataset(IterableDataset[Batch]):
+    """Endless or epoch-wise batches of windows, drawn from a table that may be written meanwhile.
+
+    Iterate it directly or through ``DataLoader(dataset, batch_size=None)``; or call `sample`. A batch is a dict:
+
+    ============== ==================================================================================
+    column         ``[B, L, *shape]`` in the column's dtype; steps that do not exist are zeros
+    ``mask``       bool ``[B, L]``, True where the step exists; with differing windows a dict of them by column
+    ``index``      int64 ``[B]``: which trajectory (as `Table.add` returned it)
+    ``anchor``     int64 ``[B]``: the step that the windows are relative to
+    ``generation`` int64 ``[B]``: tells whether the index has been given to another trajectory since
+    ============== ==================================================================================
+
+    **How long a batch stays valid:** batches lie in a ring of recycled buffers. A batch is valid until `keep`
+    more batches have been requested from the same iterator (2 by default: the batch in use and one that a trainer
+    fetched ahead). ``copy=True`` gives each batch memory of its own. In `DataLoader` workers it always has.
+
+    **Order:** batch number and seed decide every draw, so `prefetch` and `num_workers` do not change the order.
+    Rank r of w ranks gets the batches number r, r + w, r + 2 w, ...
+
+    Args:
+        table: where from. `DataLoader` workers attach to it by name, so it needs one for them.
+        batch_size: rows of a batch.
+        windows: one `Window` for all columns, or a mapping of column name to window; columns that the mapping does
+            not name are not read.
+        columns: with one window: the columns to read (all by default).
+        anchor: ``"uniform"`` over the trajectory's steps, ``"first"`` or ``"last"``. A selector with
+            ``unit="step"`` brings its own anchors.
+        selector: `Uniform()` by default.
+        seed: decides all draws.
+        device: ``"auto"`` (the current GPU if there is one, else the CPU) or a torch device.
+        prefetch: batches that are prepared ahead: by a thread on the CPU, on a side stream on a GPU. 0 for none.
+        copy: give each batch memory of its own.
+        keep: see above; at least 1.
+        batches_per_epoch: length of an epoch on each rank; by default one pass's worth, ceil(items / batch_size)
+            over all ranks. ``math.inf`` never ends.
+        drop_last: without replacement: leave out a last batch that is not full.
+        subset: a function of the sequence numbers (int64 [n], the order of addition) to a boolean array: which
+            trajectories belong to this dataset. `ReplayDataModule` splits train and validation so.
+        programs: programs of the gather kernel's grid on a GPU; by default one a multiprocessor.
+        rank, world_size: by default those of `torch.distributed` where it is initialised, else 0 of 1.
+
+    On a GPU nothing waits for the host from the draw to the batch; the consumer's stream waits for the side stream
+    by an event. Works with torchdata's `StatefulDataLoader`.
+
+    Raises:
+        SchemaError: options that make no sense for this table.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        *,
+        batch_size: int,
+        windows: Window | Mapping[str, Window],
+        columns: Sequence[str] | None = None,
+        anchor: Literal["uniform", "first", "last"] = "uniform",
+        selector: Selector | None = None,
+        seed: int = 0,
+        device: str | torch.device = "auto",
+        prefetch: int = 2,
+        copy: bool = False,
+        keep: int = 2,
+        batches_per_epoch: float | None = None,
+        drop_last: bool = False,
+        subset: Callable[[Array], Array] | None = None,
+        programs: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        self.table = table
+        self.batch_size = _positive("batch_size", batch_size)
+        self.windows = _windows(table, windows, columns)
+        self.selector: Selector = Uniform() if selector is None else selector
+        if anchor not in ("uniform", "first", "last"):
+            raise SchemaError(f"anchor is {anchor!r}; expected 'uniform', 'first' or 'last'.")
+        if self.selector.unit == "step" and anchor != "uniform":
+            raise SchemaError(
+                f"anchor={anchor!r} goes with a selector of trajectories; {self.selector!r} chooses the steps itself."
+            )
+        self.anchor: Literal["uniform", "first", "last"] = anchor
+        self.seed = int(seed)
+        self.device = _device(device)
+        self.prefetch = _positive("prefetch", prefetch, least=0)
+        self.keep = _positive("keep", keep)
+        self.copy = copy
+        if batches_per_epoch is not None and batches_per_epoch != math.inf:
+            batches_per_epoch = _positive("batches_per_epoch", batches_per_epoch)
+        self.batches_per_epoch = batches_per_epoch
+        self.drop_last = drop_last
+        self.subset = subset
+        self.programs = None if programs is None else _positive("programs", programs)
+        if (rank is None) != (world_size is None) or (rank is not None and not 0 <= rank < (world_size or 0)):
+            raise SchemaError(f"rank {rank} of world_size {world_size}; expected both, with 0 <= rank < world_size.")
+        self._shard = None if rank is None or world_size is None else (rank, world_size)
+        # Where iteration stands: the epoch, and the batches of it that have been delivered.
+        self._epoch, self._step, self._resuming = 0, 0, False
+        # The epoch that each DataLoader worker starts next; shared, because workers are new processes every epoch.
+        self._next_epoch = torch.zeros(_MAX_WORKERS + 1, dtype=torch.int64).share_memory_()
+        self._samples, self._sampled_items = 0, 0
+        self._sampler: tuple[int, Prefetcher] | None = None
+        self._subset_cache: tuple[Snapshot, Snapshot] | None = None
+
+    # ---------------------------------------------------------------- iteration
+
+    def __len__(self) -> int:
+        """Batches of an epoch on this rank, for the trajectories that are in the table now.
+
+        Raises:
+            TypeError: the dataset is endless.
+        """
+        count = self._epoch_batches(self._view(self.table.snapshot()), self._rank()[1])
+        if count == math.inf:
+            raise TypeError("This ReplayDataset has no length: batches_per_epoch is math.inf.")
+        return int(count)
+
+    def __iter__(self) -> Iterator[Batch]:
+        info = get_worker_info()
+        number, workers = (info.id, info.num_workers) if info is not None else (0, 1)
+        self._check_worker(number, info is not None)
+        place = number + 1 if info is not None else 0
+        if self._resuming:
+            epoch, step, self._resuming = self._epoch, self._step, False
+        else:
+            epoch, step = int(self._next_epoch[place]), 0
+        self._next_epoch[place] = epoch + 1
+        self._epoch, self._step = epoch, step
+        return self._iterate(epoch, step, number, workers, in_worker=info is not None)
+
+    def _iterate(self, epoch: int, step: int, number: int, workers: int, *, in_worker: bool) -> Iterator[Batch]:
+        rank, world = self._rank()
+        ticket, snapshot = self.table.begin_snapshot()
+        self.table.end_read(ticket)
+        view = self._view(snapshot)
+        count = self._epoch_batches(view, world)
+        items = None if self.selector.replacement else self._pass_batches(view)
+
+        def draw(i: int) -> Draw:
+            batch = (number + workers * i) * world + rank  # its number over all ranks and workers
+            if items is None:
+                return Draw(self.seed, epoch, batch, 0, self.batch_size)
+            first = batch % items * self.batch_size
+            return Draw(self.seed, epoch, batch, first, self._rows(view, first))
+
+        mine = -(-(count - number) // workers) if count != math.inf else math.inf  # batches of this worker
+        draws = (draw(i) for i in _count(step, mine))
+        frozen = None if self.selector.replacement else view
+        prefetch = 0 if in_worker else self.prefetch
+        prefetcher = self._prefetcher(self.batch_size, prefetch=prefetch, shared=in_worker)
+        try:
+            for batch in prefetcher.batches(lambda buffers, item: self._fill(prefetcher, buffers, item, frozen), draws):
+                self._epoch, self._step = epoch, self._step + 1
+                yield batch
+            self._epoch, self._step = epoch + 1, 0
+        finally:
+            prefetcher.close()
+
+    def sample(self, batch_size: int | None = None) -> Batch:
+        """One batch, for loops of one's own. Prepared when asked for; on a GPU without waiting for it.
+
+        Without replacement, calls go through the items in order of a permutation, one pass after another.
+
+        Args:
+            batch_size: rows, if not the dataset's. Changing it makes new buffers.
+
+        Returns:
+            A batch that stays valid until `sample` has been called `keep` more times (or for good with `copy`).
+
+        Raises:
+            TableEmptyError: there is nothing to draw from.
+        """
+        size = self.batch_size if batch_size is None else _positive("batch_size", batch_size)
+        if self._sampler is None or self._sampler[0] != size:
+            if self._sampler is not None:
+                self._sampler[1].close()
+            self._sampler = (size, self._prefetcher(size, prefetch=0, shared=False))
+        prefetcher = self._sampler[1]
+        rank, world = self._rank()
+        number = self._samples * world + rank
+        epoch, first, count = _SAMPLE_EPOCH, 0, size
+        if not self.selector.replacement:
+            items = self.selector.num_items(self._view(self.table.snapshot()))
+            passes, first = divmod(self._sampled_items, max(items, 1))
+            epoch, count = _SAMPLE_EPOCH + 1 + passes * world + rank, min(size, items - first)
+        draw = Draw(self.seed, epoch, number, first, count)
+        batch = prefetcher.one(lambda buffers, item: self._fill(prefetcher, buffers, item, None), draw)
+        self._samples += 1
+        self._sampled_items += count
+        return batch
+
+    # ---------------------------------------------------------------- one batch
+
+    def _fill(self, prefetcher: Prefetcher, buffers: Buffers, draw: Draw, frozen: Snapshot | None) -> int:
+        """Draw a batch and gather it into `buffers`; `frozen` are the items of an epoch without replacement."""
+        ticket, snapshot = self.table.begin_snapshot()
+        try:
+            view = self._view(snapshot)
+            items = view if frozen is None else frozen
+            if self.selector.num_items(items) == 0 or len(view) == 0:
+                raise TableEmptyError(self._empty_message(snapshot))
+            positions, steps = self.selector.select(items, draw)
+            slots, lengths, generations = (
+                part[positions] for part in (items.slots, items.lengths, items.generations)
+            )
+            if steps is None:
+                steps = anchors(self.anchor, lengths, draw)
+            if items.version != view.version:
+                self._replace_gone(view, draw, slots, steps, generations)
+            prefetcher.collector.collect(buffers, slots, steps, generations)
+        except BaseException:
+            self.table.end_read(ticket)
+            raise
+        prefetcher.release(buffers, ticket)
+        return len(slots)
+
+    def _replace_gone(self, view: Snapshot, draw: Draw, slots: Array, steps: Array, generations: Array) -> None:
+        state, generation = self.table.slot_states()
+        gone = np.flatnonzero((state[slots] != READY) | (generation[slots] != generations))
+        if len(gone):
+            others = replacements(view, draw)[gone]
+            slots[gone], generations[gone] = view.slots[others], view.generations[others]
+            steps[gone] = np.minimum(steps[gone], view.lengths[others] - 1)
+
+    def _view(self, snapshot: Snapshot) -> Snapshot:
+        """The part of a snapshot that belongs to this dataset."""
+        if self.subset is None:
+            return snapshot
+        cached = self._subset_cache
+        if cached is None or cached[0] is not snapshot:
+            chosen = np.asarray(self.subset(snapshot.sequences), dtype=bool)
+            cached = self._subset_cache = (snapshot, snapshot.take(chosen))
+        return cached[1]
+
+    def _empty_message(self, snapshot: Snapshot) -> str:
+        if len(snapshot):
+            return f"None of the table's {len(snapshot):,} trajectories belongs to this dataset's subset."
+        return "The table is empty: there is nothing to draw from. Add trajectories first."
+
+    # ---------------------------------------------------------------- sizes
+
+    def _pass_batches(self, view: Snapshot) -> int:
+        """Batches of one pass over all items, on all ranks together."""
+        items = self.selector.num_items(view)
+        if items == 0:
+            raise TableEmptyError(self._empty_message(view))
+        if self.drop_last and not self.selector.replacement:
+            if items < self.batch_size:
+                raise SchemaError(
+                    f"drop_last leaves no batch: {items} items are fewer than batch_size {self.batch_size}."
+                )
+            return items // self.batch_size
+        return -(-items // self.batch_size)
+
+    def _rows(self, view: Snapshot, first: int) -> int:
+        return min(self.batch_size, self.selector.num_items(view) - first)
+
+    def _epoch_batches(self, view: Snapshot, world: int) -> float:
+        if self.batches_per_epoch is not None:
+            return self.batches_per_epoch
+        return -(-self._pass_batches(view) // world)
+
+    def _rank(self) -> tuple[int, int]:
+        if self._shard is not None:
+            return self._shard
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return 0, 1
+
+    # ---------------------------------------------------------------- workers
+
+    def _prefetcher(self, size: int, *, prefetch: int, shared: bool) -> Prefetcher:
+        collector = Collector(
+            self.table, self.windows, batch_size=size, device=self.device, programs=self.programs
+        )
+        fresh = self.copy or shared
+        return Prefetcher(collector, prefetch=prefetch, keep=self.keep, fresh=fresh, shared=shared)
+
+    def _check_worker(self, number: int, in_worker: bool) -> None:
+        if not in_worker:
+            return
+        if self.table.name is None:
+            raise PrivateTableError(
+                "A DataLoader worker cannot read a private table. Create it with a name, "
+                "Table.create(..., name='replay'), or use num_workers=0 (prefetch already works in the background)."
+            )
+        if self.device.type == "cuda":
+            raise SchemaError(
+                "A DataLoader worker cannot gather for a GPU. Use num_workers=0 (batches are prefetched on a side "
+                "stream), or device='cpu' in the dataset."
+            )
+        if number >= _MAX_WORKERS:
+            raise SchemaError(f"There are more than {_MAX_WORKERS} DataLoader workers; use fewer.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        state.update(_sampler=None, _subset_cache=None, _shard=self._rank())
+        return state
+
+    # ---------------------------------------------------------------- state
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration epoch number `epoch`, from its start. Without it epochs count up."""
+        if epoch < 0:
+            raise SchemaError(f"epoch is {epoch}; expected 0 or more.")
+        self._next_epoch[:] = epoch
+        self._epoch, self._step, self._resuming = int(epoch), 0, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where iteration stands: integers only. Batches that were prefetched but not delivered do not count."""
+        return {
+            "epoch": self._epoch,
+            "step": self._step,
+            "samples": self._samples,
+            "sampled_items": self._sampled_items,
+            "config": self._config(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken: the next iteration yields the batch after the last one delivered then.
+
+        The batches are the same bit for bit if the table holds the same trajectories in the same order.
+
+        Raises:
+            SchemaError: the state is of a dataset with another seed, batch size or selector.
+        """
+        missing = [key for key in ("epoch", "step", "samples", "sampled_items", "config") if key not in state]
+        if missing:
+            raise SchemaError(f"The state has the keys {sorted(state)}; missing: {missing}. Give a state_dict() of one.")
+        mine = self._config()
+        different = {key: (value, mine[key]) for key, value in state["config"].items() if mine.get(key) != value}
+        if different:
+            raise SchemaError(
+                f"The state belongs to a dataset with other options (saved, here): {different}. "
+                "Batches would not continue; make the dataset with the saved options."
+            )
+        self._epoch, self._step = int(state["epoch"]), int(state["step"])
+        self._samples, self._sampled_items = int(state["samples"]), int(state["sampled_items"])
+        self._next_epoch[:] = self._epoch
+        self._resuming = True
+
+    def _config(self) -> dict[str, Any]:
+        return {
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "selector": repr(self.selector),
+            "anchor": self.anchor,
+            "drop_last": self.drop_last,
+        }
+
+
+def _count(first: int, stop: float) -> Iterator[int]:
+    while first < stop:
+        yield first
+        first += 1
+
+
+def _positive(name: str, value: Any, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise SchemaError(f"{name} is {value!r}; expected an integer of at least {least}.")
+    return int(value)
+
+
+def _device(device: str | torch.device) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    chosen = torch.device(device)
+    if chosen.type not in ("cpu", "cuda"):
+        raise SchemaError(f"device is {device!r}; expected 'auto', 'cpu' or a CUDA device.")
+    if chosen.type == "cuda":
+        if not torch.cuda.is_available():
+            raise SchemaError(f"device is {device!r}, but torch sees no CUDA device; use device='cpu' or 'auto'.")
+        if chosen.index is None:
+            chosen = torch.device("cuda", torch.cuda.current_device())
+    return chosen
+
+
+def _windows(table: Table, windows: Any, columns: Sequence[str] | None) -> dict[str, Window]:
+    schema = table.schema
+    if isinstance(windows, Window):
+        names = list(schema) if columns is None else list(columns)
+        chosen = dict.fromkeys(names, windows)
+    elif isinstance(windows, Mapping):
+        if columns is not None and set(columns) != set(windows):
+            raise SchemaError(f"columns {list(columns)} and the windows' columns {list(windows)} differ; give one.")
+        chosen = dict(windows)
+    else:
+        raise SchemaError(f"windows is {windows!r}; expected a Window or a mapping of column names to Windows.")
+    unknown = [name for name in chosen if name not in schema]
+    if unknown or not chosen:
+        raise SchemaError(f"Columns {list(chosen)} were asked for; the table has {list(schema)}. Unknown: {unknown}.")
+    for name, window in chosen.items():
+        if not isinstance(window, Window):
+            raise SchemaError(f"The window of column {name!r} is {window!r}; expected gear_loader.Window.")
+    return {name: chosen[name] for name in schema if name in chosen}

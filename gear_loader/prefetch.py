@@ -1,0 +1,203 @@
+"""Preparing batches ahead of their use, in a ring of recycled buffers."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import torch
+
+from gear_loader.collector import Batch, Buffers, Collector
+
+__all__ = ["Prefetcher"]
+
+Item = TypeVar("Item")
+_STOP = object()
+
+
+class Prefetcher:
+    """Fills buffers ahead of the consumer and takes them back after it.
+
+    On the CPU, and where a GPU cannot read the region, a thread fills them. On a GPU the caller itself queues the
+    work of batch i + prefetch on a side stream when it asks for batch i, which costs the host some tens of
+    microseconds.
+
+    Args:
+        collector: fills buffers.
+        prefetch: batches ahead; 0 fills when asked.
+        keep: a batch stays valid until this many more have been requested.
+        fresh: never recycle: new buffers for each batch.
+        shared: the buffers lie in shared memory.
+    """
+
+    def __init__(self, collector: Collector, *, prefetch: int, keep: int, fresh: bool, shared: bool) -> None:
+        self.collector = collector
+        self._prefetch = prefetch
+        self._keep = keep
+        self._fresh = fresh
+        self._shared = shared
+        self._free: list[Buffers] = []
+        self._delivered: collections.deque[Buffers] = collections.deque()
+        cuda = collector.device.type == "cuda"
+        self._stream = torch.cuda.Stream(collector.device) if cuda else None
+        self._releaser = _Releaser(collector) if collector.zero_copy else None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._done: queue.SimpleQueue[Buffers | None] = queue.SimpleQueue()
+
+    # ---------------------------------------------------------------- delivering
+
+    def one(self, fill: Callable[[Buffers, Item], int], item: Item) -> Batch:
+        """One batch, filled now."""
+        self._recycle()
+        buffers = self._take()
+        return self._deliver(buffers, self._run(fill, buffers, item))
+
+    def batches(self, fill: Callable[[Buffers, Item], int], items: Iterator[Item]) -> Iterator[Batch]:
+        """A batch for each of `items`, in their order.
+
+        Args:
+            fill: draws a batch, gathers it into the buffers and returns its number of rows.
+            items: what each call of `fill` gets.
+        """
+        if self._prefetch == 0:
+            for item in items:
+                yield self.one(fill, item)
+        elif self._releaser is not None:
+            yield from self._ahead_on_stream(fill, items)
+        else:
+            yield from self._ahead_in_thread(fill, items)
+
+    def _ahead_on_stream(self, fill: Callable[[Buffers, Item], int], items: Iterator[Item]) -> Iterator[Batch]:
+        ready: collections.deque[tuple[Buffers, int]] = collections.deque()
+        more = True
+        while True:
+            self._recycle()
+            while more and len(ready) <= self._prefetch:
+                try:
+                    item = next(items)
+                except StopIteration:
+                    more = False
+                    break
+                buffers = self._take()
+                ready.append((buffers, self._run(fill, buffers, item)))
+            if not ready:
+                return
+            yield self._deliver(*ready.popleft())
+
+    def _ahead_in_thread(self, fill: Callable[[Buffers, Item], int], items: Iterator[Item]) -> Iterator[Batch]:
+        ready: queue.Queue[tuple[Buffers, int] | BaseException | object] = queue.Queue()
+        for _ in range(self._prefetch):
+            self._done.put(self._take())
+
+        def work() -> None:
+            try:
+                for item in items:
+                    buffers = self._done.get()
+                    if buffers is None or self._stop.is_set():
+                        return
+                    ready.put((buffers, self._run(fill, buffers, item)))
+                ready.put(_STOP)
+            except BaseException as error:
+                ready.put(error)
+
+        self._thread = threading.Thread(target=work, name="gear-loader-prefetch", daemon=True)
+        self._thread.start()
+        while True:
+            result = ready.get()
+            if result is _STOP:
+                return
+            if isinstance(result, BaseException):
+                raise result
+            assert isinstance(result, tuple)
+            # The consumer has asked for one more batch: the oldest one's time is over, and the thread gets a place.
+            self._recycle()
+            self._done.put(self._take())
+            yield self._deliver(*result)
+
+    def _run(self, fill: Callable[[Buffers, Item], int], buffers: Buffers, item: Item) -> int:
+        if self._stream is None:
+            return fill(buffers, item)
+        with torch.cuda.device(self.collector.device), torch.cuda.stream(self._stream):
+            return fill(buffers, item)
+
+    # ---------------------------------------------------------------- buffers
+
+    def _take(self) -> Buffers:
+        return self._free.pop() if self._free else self.collector.buffers(shared=self._shared)
+
+    def _deliver(self, buffers: Buffers, count: int) -> Batch:
+        if buffers.filled is not None:
+            torch.cuda.current_stream(self.collector.device).wait_event(buffers.filled)
+        if self._fresh:
+            batch = buffers.rows(count)
+            if self._stream is not None:  # the caching allocator must know who uses this memory
+                _record(batch, torch.cuda.current_stream(self.collector.device))
+            return batch
+        self._delivered.append(buffers)
+        return buffers.rows(count)
+
+    def _recycle(self) -> None:
+        while len(self._delivered) >= self._keep:
+            buffers = self._delivered.popleft()
+            if buffers.released is not None:
+                buffers.released.record(torch.cuda.current_stream(self.collector.device))
+            self._free.append(buffers)
+
+    # ---------------------------------------------------------------- tickets and the end
+
+    def release(self, buffers: Buffers, ticket: int) -> None:
+        """The gather that reads under `ticket` has been done, or queued on a GPU: give the ticket back after it."""
+        if self._releaser is None:
+            self.collector.table.end_read(ticket)
+        else:
+            assert buffers.filled is not None
+            self._releaser.put(buffers.filled, ticket)
+
+    def close(self) -> None:
+        """Stop the thread and wait for what is under way."""
+        self._stop.set()
+        self._done.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        if self._releaser is not None:
+            self._releaser.close()
+
+
+class _Releaser:
+    """Gives tickets back when the GPU has finished reading, however long the consumer sleeps meanwhile."""
+
+    def __init__(self, collector: Collector) -> None:
+        self._table = collector.table
+        self._queue: queue.SimpleQueue[tuple[torch.cuda.Event, int] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="gear-loader-release", daemon=True)
+        self._thread.start()
+
+    def put(self, event: torch.cuda.Event, ticket: int) -> None:
+        self._queue.put((event, ticket))
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while True:
+            entry = self._queue.get()
+            if entry is None:
+                return
+            event, ticket = entry
+            with contextlib.suppress(RuntimeError):  # a broken CUDA context reads nothing any more
+                event.synchronize()
+            self._table.end_read(ticket)
+
+
+def _record(batch: Batch, stream: torch.cuda.Stream) -> None:
+    for value in batch.values():
+        if isinstance(value, dict):
+            _record(value, stream)
+        else:
+            value.record_stream(stream)

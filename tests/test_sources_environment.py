@@ -1,0 +1,409 @@
+"""`gear_loader.sources.collect`: what it records, and what it says when an environment misbehaves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from sources_common import LENGTHS, ScriptedEnv, same, same_episodes
+
+import gear_loader as gear
+from gear_loader.errors import SourceError
+from gear_loader.sources import collect, collect_iter, infer_schema
+
+
+def replay(env: gymnasium.Env[Any, Any], actions: list[np.ndarray], seed: int | None) -> dict[str, Any]:
+    """One episode, written down in the plainest way."""
+    observation, _ = env.reset(seed=seed)
+    seen, rewards, ends = [np.array(observation)], [], []
+    for action in actions:
+        observation, reward, terminated, truncated, _ = env.step(action)
+        seen.append(np.array(observation))
+        rewards.append(reward)
+        ends.append((terminated, truncated))
+    return {"observations": np.stack(seen), "rewards": rewards, "ends": ends}
+
+
+def test_every_step_of_a_real_environment() -> None:
+    columns = ["observation", "action", "reward", "terminated", "truncated", "next_observation"]
+    episodes = collect("Hopper-v5", episodes=6, seed=7, columns=columns, keep_float64=True)
+    env = gymnasium.make("Hopper-v5")
+    for number, episode in enumerate(episodes):
+        assert list(episode) == columns
+        expected = replay(env, list(episode["action"]), 7 if number == 0 else None)
+        same(episode["observation"], expected["observations"][:-1])
+        same(episode["next_observation"], expected["observations"][1:])
+        same(episode["reward"], np.array(expected["rewards"], np.float64))
+        same(episode["terminated"], np.array([terminated for terminated, _ in expected["ends"]]))
+        same(episode["truncated"], np.array([truncated for _, truncated in expected["ends"]]))
+        assert not (episode["terminated"] | episode["truncated"])[:-1].any()
+    env.close()
+    assert len({len(episode["reward"]) for episode in episodes}) > 1  # uneven lengths
+
+
+def test_float64_becomes_float32_unless_kept() -> None:
+    wide = collect("Hopper-v5", episodes=2, seed=1, keep_float64=True)
+    narrow = collect("Hopper-v5", episodes=2, seed=1)
+    for one, other in zip(wide, narrow, strict=True):
+        assert one["observation"].dtype == one["reward"].dtype == np.float64
+        assert {name: values.dtype.name for name, values in other.items()} == {
+            "observation": "float32",
+            "action": "float32",
+            "reward": "float32",
+            "terminated": "bool",
+            "truncated": "bool",
+        }
+        for name in one:
+            same(one[name].astype(other[name].dtype), other[name])
+
+
+def test_the_same_seed_gives_the_same_episodes() -> None:
+    first, second = (collect("CartPole-v1", episodes=5, seed=3) for _ in range(2))
+    same_episodes(first, second)
+    other = collect("CartPole-v1", episodes=5, seed=4)
+    assert any(len(a["reward"]) != len(b["reward"]) for a, b in zip(first, other, strict=True))
+
+
+def test_a_policy_sees_what_the_environment_gives() -> None:
+    seen: list[np.ndarray] = []
+
+    def policy(observation: np.ndarray) -> np.ndarray:
+        seen.append(observation.copy())
+        return np.array([len(seen) / 1000, -1.0])
+
+    env = ScriptedEnv()
+    episodes = collect(env, policy, episodes=7, seed=5)
+    assert [len(episode["reward"]) for episode in episodes] == [*LENGTHS, LENGTHS[0]]
+    assert env.seeds == [5, None, None, None, None, None, None]
+    assert not env.closed  # it was given, not made
+    same(np.concatenate([episode["observation"] for episode in episodes]), np.float32(seen))
+    clock = np.concatenate([episode["observation"][:, 0] for episode in episodes])
+    same(clock, np.arange(len(seen), dtype=np.float32))
+    same(np.concatenate([episode["reward"] for episode in episodes]), (clock + 1) / 4)
+    action = np.concatenate([episode["action"] for episode in episodes])
+    same(action[:, 0], np.float32(np.arange(1, len(seen) + 1) / 1000))
+    ends = [(bool(episode["terminated"][-1]), bool(episode["truncated"][-1])) for episode in episodes]
+    assert ends == [
+        (True, True),
+        (False, True),
+        (True, False),
+        (False, True),
+        (True, False),
+        (False, True),
+        (True, True),
+    ]
+
+
+def test_an_action_that_the_environment_overwrites_is_kept_as_it_was() -> None:
+    class Greedy(ScriptedEnv):
+        def step(self, action: Any) -> Any:
+            action[:] = 99
+            return super().step(action)
+
+    (episode,) = collect(Greedy([4]), lambda observation: np.array([0.5, 0.25], np.float32), episodes=1)
+    assert (episode["action"] == [0.5, 0.25]).all()
+
+
+def test_discrete_and_tuple_spaces() -> None:
+    frozen = collect("FrozenLake-v1", episodes=3, seed=0)
+    assert infer_schema(frozen)["observation"] == gear.Column(torch.int64)
+    assert infer_schema(frozen)["action"] == gear.Column(torch.int64)
+    blackjack = collect("Blackjack-v1", episodes=20, seed=0)
+    assert list(blackjack[0]) == [
+        "observation.0",
+        "observation.1",
+        "observation.2",
+        "action",
+        "reward",
+        "terminated",
+        "truncated",
+    ]
+    assert {values.dtype.name for name, values in blackjack[0].items() if "." in name} == {"int64"}
+
+
+class NestedEnv(ScriptedEnv):
+    """Dict and Tuple spaces of many kinds."""
+
+    def __init__(self, lengths: Any = LENGTHS) -> None:
+        super().__init__(lengths)
+        self.observation_space = spaces.Dict(
+            {
+                "image": spaces.Box(0, 255, (4, 4, 3), np.uint8),
+                "pose": spaces.Dict(
+                    {"position": spaces.Box(-1000, 1000, (3,), np.float64), "gear": spaces.Discrete(5)}
+                ),
+                "switches": spaces.MultiBinary(4),
+                "parts": spaces.Tuple((spaces.MultiDiscrete([3, 4]), spaces.Box(0, 1000, (), np.uint16))),
+                "mission": spaces.Text(20),
+            }
+        )
+        self.action_space = spaces.Dict(
+            {"turn": spaces.Discrete(3, start=-1), "push": spaces.Box(-1, 1, (1,))}
+        )
+
+    def observe(self) -> Any:
+        clock = self.clock
+        return {
+            "image": np.full((4, 4, 3), clock % 256, np.uint8),
+            "pose": {"position": np.full(3, clock / 7), "gear": clock % 5},
+            "switches": np.array([clock >> i & 1 for i in range(4)], np.int8),
+            "parts": (np.array([clock % 3, clock % 4]), np.array(clock, np.uint16)),
+            "mission": "onwards",
+        }
+
+
+NESTED = [
+    "observation.image",
+    "observation.pose",
+    "observation.switches",
+    "observation.parts",
+    "action",
+    "reward",
+]
+
+
+def test_dict_and_tuple_spaces_become_columns() -> None:
+    episodes = collect(NestedEnv(), episodes=6, seed=0, columns=[*NESTED, "next_observation.pose.gear"])
+    assert infer_schema(episodes) == {
+        "observation.image": gear.Column(torch.uint8, (4, 4, 3)),
+        "observation.pose.gear": gear.Column(torch.int64),
+        "observation.pose.position": gear.Column(torch.float32, (3,)),
+        "observation.switches": gear.Column(torch.int8, (4,)),
+        "observation.parts.0": gear.Column(torch.int64, (2,)),
+        "observation.parts.1": gear.Column(torch.int32),
+        "action.push": gear.Column(torch.float32, (1,)),
+        "action.turn": gear.Column(torch.int64),
+        "reward": gear.Column(torch.float32),
+        "next_observation.pose.gear": gear.Column(torch.int64),
+    }
+    clock = np.arange(sum(LENGTHS))
+    together = {name: np.concatenate([e[name] for e in episodes]) for name in episodes[0]}
+    same(together["observation.image"][:, 2, 1, 0], (clock % 256).astype(np.uint8))
+    same(together["observation.pose.position"][:, 1], (clock / 7).astype(np.float32))
+    same(together["observation.pose.gear"], clock % 5)
+    same(together["next_observation.pose.gear"], (clock + 1) % 5)
+    same(together["observation.switches"][:, 1], (clock >> 1 & 1).astype(np.int8))
+    same(together["observation.parts.0"], np.stack([clock % 3, clock % 4], 1))
+    same(together["observation.parts.1"], clock.astype(np.int32))
+    assert set(together["action.turn"].tolist()) == {-1, 0, 1}
+
+
+def test_a_space_that_no_column_holds_is_named() -> None:
+    with pytest.raises(SourceError, match=r"'observation.mission' is of the space Text.*columns="):
+        collect(NestedEnv(), episodes=1)
+
+
+def test_columns_are_selected_and_renamed() -> None:
+    (episode,) = collect(ScriptedEnv(), episodes=1, columns={"state": "observation", "gain": "reward"})
+    assert list(episode) == ["state", "gain"]
+    assert episode["gain"].tolist() == [0.25, 0.5, 0.75]
+    (episode,) = collect(NestedEnv(), episodes=1, columns={"o": "observation.pose"})
+    assert list(episode) == ["o.gear", "o.position"]
+    with pytest.raises(SourceError, match=r"no column 'obervation'; it has .*Did you mean 'observation'"):
+        collect(ScriptedEnv(), episodes=1, columns=["obervation"])
+    with pytest.raises(SourceError, match=r"columns=\['reward'\]"):
+        collect(ScriptedEnv(), episodes=1, columns="reward")
+    with pytest.raises(SourceError, match="names 'reward' twice"):
+        collect(ScriptedEnv(), episodes=1, columns=["reward", "reward"])
+
+
+# When to stop ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "kept"),
+    [(3, [3]), (4, [3, 1]), (10, [3, 1]), (11, [3, 1, 7]), (74, [3, 1, 7]), (75, [3, 1, 7, 64])],
+)
+def test_max_steps_keeps_whole_episodes(max_steps: int, kept: list[int]) -> None:
+    episodes = collect(ScriptedEnv(), max_steps=max_steps)
+    assert [len(episode["reward"]) for episode in episodes] == kept
+
+
+def test_max_steps_without_room_for_one_episode() -> None:
+    with pytest.raises(SourceError, match=r"first episode of ScriptedEnv has more than max_steps=2"):
+        collect(ScriptedEnv(), max_steps=2)
+
+
+def test_max_episode_steps_cuts_and_marks() -> None:
+    episodes = collect(ScriptedEnv([10**9]), episodes=2, max_episode_steps=5)
+    for episode in episodes:
+        assert episode["truncated"].tolist() == [False] * 4 + [True]
+        assert not episode["terminated"].any()
+
+
+def test_an_environment_made_here_is_closed() -> None:
+    made: list[ScriptedEnv] = []
+
+    def make() -> ScriptedEnv:
+        made.append(ScriptedEnv())
+        return made[-1]
+
+    collect(make, episodes=1)
+    episodes = collect_iter(make, episodes=3)
+    assert len(made) == 1  # nothing happens before the first episode is asked for
+    next(episodes)
+    assert not made[1].closed
+    episodes.close()
+    assert [env.closed for env in made] == [True, True]
+
+
+# Bad environments, policies and options -------------------------------------------------------------------
+
+
+class BrokenEnv(ScriptedEnv):
+    """Does something at step 2 of episode 1 (or at its reset)."""
+
+    def __init__(self, action: Any, lengths: Any = (3, 7), *, at_reset: bool = False) -> None:
+        super().__init__(lengths)
+        self.action, self.at_reset = action, at_reset
+
+    def reset(self, **options: Any) -> Any:
+        result = super().reset(**options)
+        return self.action(*result) if self.at_reset and self.episode == 1 else result
+
+    def step(self, action: Any) -> Any:
+        result = super().step(action)
+        return (
+            self.action(*result) if not self.at_reset and (self.episode, self.step_of) == (1, 3) else result
+        )
+
+
+def boom(*_: Any) -> Any:
+    raise RuntimeError("the simulator exploded")
+
+
+def giving(**changes: Any) -> BrokenEnv:
+    """Returns something else than it should; a function is applied to what it should return."""
+
+    def change(observation: Any, reward: Any, terminated: Any, truncated: Any, info: Any) -> tuple[Any, ...]:
+        values = {"observation": observation, "reward": reward}
+        for name, value in changes.items():
+            values[name] = value(values[name]) if callable(value) else value
+        return values["observation"], values["reward"], terminated, truncated, info
+
+    return BrokenEnv(change)
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (BrokenEnv(boom), r"step 2: raised in step: RuntimeError: the simulator exploded"),
+        (BrokenEnv(boom, at_reset=True), r"step 0: raised in reset: RuntimeError: the simulator exploded"),
+        (BrokenEnv(lambda *result: result[:4]), r"step 2: raised in step: ValueError"),
+        (giving(reward=np.nan), r"step 2: column 'reward' holds nan, .* allow_nonfinite"),
+        (giving(reward=-np.inf), r"step 2: column 'reward' holds -inf"),
+        (giving(reward=1e300), r"step 2: column 'reward' holds 1e\+300, which float32 cannot hold"),
+        (giving(reward=[1, 2]), r"step 2: column 'reward' is \[1, 2\]; expected one number"),
+        (giving(reward="x"), r"step 2: column 'reward' is 'x'; expected one number"),
+        (
+            giving(observation=lambda o: o[:2]),
+            r"step 3: column 'observation' has shape \[2\]; expected \[3\]",
+        ),
+        (giving(observation="x"), r"step 3: column 'observation' has shape \[\]"),
+        (
+            giving(observation=lambda o: o * 1e305),
+            r"step 3: column 'observation' holds .*e\+305, which float32",
+        ),
+    ],
+)
+def test_a_broken_environment_is_reported_with_its_place(env: ScriptedEnv, message: str) -> None:
+    episodes = collect_iter(env, episodes=3)
+    assert len(next(episodes)["reward"]) == 3
+    with pytest.raises(SourceError, match=f"The environment BrokenEnv, episode 1, {message}"):
+        next(episodes)
+    env.episode, env.clock = -1, 0
+    with pytest.raises(SourceError, match=message):
+        collect(env, episodes=3)
+
+
+def test_nonfinite_rewards_can_be_allowed() -> None:
+    episodes = collect(giving(reward=np.nan), episodes=2, allow_nonfinite=True)
+    assert np.isnan(episodes[1]["reward"]).tolist() == [False, False, True, False, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (boom, "episode 0, step 0: the policy raised: RuntimeError"),
+        (lambda observation: np.zeros(3), r"step 0: column 'action' has shape \[3\]; expected \[2\]"),
+        (lambda observation: None, r"step 0: column 'action' has shape \[\]"),
+    ],
+)
+def test_a_bad_policy_is_reported_with_its_place(policy: Any, message: str) -> None:
+    with pytest.raises(SourceError, match=message):
+        collect(ScriptedEnv(), policy, episodes=1)
+
+
+def test_a_fraction_is_no_discrete_action() -> None:
+    env = ScriptedEnv()
+    env.action_space = spaces.Discrete(2)
+    with pytest.raises(SourceError, match=r"episode 0: column 'action' holds values of float64 where int64"):
+        collect(env, lambda observation: 0.5, episodes=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "Neither episodes= nor max_steps="),
+        ({"episodes": 0}, "episodes=0; expected a whole number of at least 1"),
+        ({"episodes": True}, "episodes=True; expected a whole number"),
+        ({"max_steps": 1.5}, "max_steps=1.5; expected a whole number"),
+        ({"episodes": 1, "policy": 3}, "The policy is an object of type int; expected a function"),
+    ],
+)
+def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SourceError, match=message):
+        collect(ScriptedEnv(), **options)
+
+
+def test_environments_that_are_none() -> None:
+    with pytest.raises(SourceError, match="environment 'Nowhere-v0' cannot be made: NameNotFound"):
+        collect("Nowhere-v0", episodes=1)
+    with pytest.raises(SourceError, match=r"of type float; expected a gymnasium\.Env"):
+        collect(3.5, episodes=1)
+    with pytest.raises(SourceError, match=r"returned an object of type int; expected a gymnasium\.Env"):
+        collect(lambda: 3, episodes=1)
+    vector = gymnasium.vector.SyncVectorEnv([ScriptedEnv, ScriptedEnv])
+    with pytest.raises(SourceError, match="a vector of 2 environments; expected a single one"):
+        collect(vector, episodes=1)
+    vector.close()
+
+
+# Without the optional packages ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "call"),
+    [
+        ("gymnasium", "collect('CartPole-v1', episodes=1)"),
+        ("h5py", "read_hdf5('x.hdf5')"),
+        ("h5py", "load('x.h5')"),
+        ("minari", "read_minari('a/b-v0')"),
+        ("minari", "load('a/b-v0')"),
+    ],
+)
+def test_a_missing_package_is_named(module: str, call: str) -> None:
+    code = (
+        f"import sys; sys.modules[{module!r}] = None\n"
+        "from gear_loader.sources import *\n"
+        f"try:\n    {call}\n"
+        f"except ImportError as error:\n    print(error.name, error)\n"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.startswith(f"{module} ")
+    assert "pip install 'gear-loader[sources]'" in output
+
+
+def test_importing_the_sources_loads_none_of_the_packages() -> None:
+    code = (
+        "import sys, gear_loader.sources\n"
+        "print(sorted({'gymnasium', 'minari', 'h5py', 'rich', 'mujoco'} & set(sys.modules)))"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == "[]"

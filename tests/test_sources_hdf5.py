@@ -1,0 +1,398 @@
+"""`gear_loader.sources.read_hdf5`: D4RL-style files, whole and damaged."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sources_common import D4RL_NAMES, LENGTHS, cut, flat_arrays, same, same_episodes, write
+
+import gear_loader as gear
+from gear_loader.errors import SourceError
+from gear_loader.sources import hdf5, read_hdf5
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "contiguous": {},
+    "chunked": {"chunks": True},
+    "compressed": {"compression": "gzip", "shuffle": True, "fletcher32": True},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("read_bytes", [1, 700, 2**26])
+def test_every_step(tmp_path: Path, layout: str, read_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hdf5, "READ_BYTES", read_bytes)  # one trajectory, a few, all at a time
+    arrays = flat_arrays()
+    reader = read_hdf5(write(tmp_path / "data.hdf5", arrays, **LAYOUTS[layout]))
+    assert len(reader) == len(LENGTHS)
+    assert reader.lengths.tolist() == list(LENGTHS)
+    assert reader.num_steps == sum(LENGTHS)
+    assert reader.schema == {
+        "observation": gear.Column(torch.float32, (5,)),
+        "action": gear.Column(torch.float32, (2,)),
+        "reward": gear.Column(torch.float32),
+        "terminated": gear.Column(torch.bool),
+        "truncated": gear.Column(torch.bool),
+    }
+    for _ in range(2):  # again and again
+        same_episodes(reader, cut(arrays, LENGTHS))
+
+
+@given(data=st.data())
+def test_splitting_against_a_plain_twin(data: st.DataObject) -> None:
+    flags = data.draw(st.lists(st.booleans(), min_size=1, max_size=60))
+    longest = data.draw(st.none() | st.integers(1, 9))
+    keep = data.draw(st.booleans())
+    ends, was_cut = hdf5._split(np.flatnonzero(flags).astype(np.int64), len(flags), longest, keep)
+
+    expected = []
+    steps = 0
+    for step, flag in enumerate(flags):
+        steps += 1
+        if flag or steps == longest:
+            expected.append((step + 1, not flag))
+            steps = 0
+    if steps and keep:
+        expected.append((len(flags), True))
+    assert list(zip(ends.tolist(), was_cut.tolist(), strict=True)) == expected
+
+
+@pytest.mark.parametrize("rest", [0, 1, 9])
+def test_steps_after_the_last_flag(tmp_path: Path, rest: int) -> None:
+    arrays = flat_arrays(rest=rest)
+    path = write(tmp_path / "data.hdf5", arrays)
+    finished = cut(arrays, LENGTHS)
+    same_episodes(read_hdf5(path, unfinished="drop"), finished)
+    kept = list(read_hdf5(path))
+    same_episodes(kept[: len(LENGTHS)], finished)
+    assert len(kept) == len(LENGTHS) + (rest > 0)
+    if rest:
+        same(kept[-1]["observation"], arrays["observations"][-rest:])
+        assert kept[-1]["truncated"].tolist() == [False] * (rest - 1) + [True]
+        assert not kept[-1]["terminated"].any()
+
+
+def test_a_file_without_timeouts(tmp_path: Path) -> None:
+    arrays = flat_arrays([4, 30], rest=25)
+    del arrays["timeouts"]
+    arrays["terminals"][:] = False
+    arrays["terminals"][33] = True  # 34 and 25 steps
+    path = write(tmp_path / "data.hdf5", arrays)
+    with pytest.raises(
+        SourceError, match=r"has no 'timeouts', .* pass timeouts=None if it has none by design"
+    ):
+        read_hdf5(path)
+    whole = read_hdf5(path, timeouts=None)
+    assert whole.lengths.tolist() == [34, 25]
+    assert [bool(episode["truncated"][-1]) for episode in whole] == [False, True]
+    pieces = read_hdf5(path, timeouts=None, max_episode_steps=10)
+    assert pieces.lengths.tolist() == [10, 10, 10, 4, 10, 10, 5]
+    ends = [(bool(episode["terminated"][-1]), bool(episode["truncated"][-1])) for episode in pieces]
+    assert ends == [(False, True)] * 3 + [(True, False)] + [(False, True)] * 3
+    same(np.concatenate([episode["reward"] for episode in pieces]), arrays["rewards"])
+    dropped = read_hdf5(path, timeouts=None, max_episode_steps=10, unfinished="drop")
+    assert dropped.lengths.tolist() == [10, 10, 10, 4, 10, 10]
+    assert list(next(iter(read_hdf5(path, timeouts=None, columns=["reward"])))) == ["reward"]
+
+
+def test_extra_columns_and_names(tmp_path: Path) -> None:
+    arrays = flat_arrays()
+    steps = len(arrays["rewards"])
+    arrays |= {
+        "next_observations": arrays["observations"] + 1,
+        "infos/qpos": np.arange(steps * 3.0).reshape(steps, 3),
+        "infos/goal/xy": np.arange(steps * 2, dtype=np.int16).reshape(steps, 2),
+        "skill": np.arange(steps, dtype=np.uint16),
+        "metadata/policy/weight": np.zeros((4, 4)),
+        "metadata/algorithm": np.bytes_("SAC"),
+    }
+    path = write(tmp_path / "data.h5", arrays)
+    assert list(read_hdf5(path).schema) == list(D4RL_NAMES)
+    columns = {
+        "q": "infos/qpos",
+        "next": "next_observation",
+        "info": "info.goal",
+        "s": "skill",
+        "r": "rewards",
+    }
+    reader = read_hdf5(path, columns=columns, keep_float64=True)
+    assert reader.schema == {
+        "q": gear.Column(torch.float64, (3,)),
+        "next": gear.Column(torch.float32, (5,)),
+        "info.xy": gear.Column(torch.int16, (2,)),
+        "s": gear.Column(torch.int32),
+        "r": gear.Column(torch.float32),
+    }
+    together = {name: np.concatenate([episode[name] for episode in reader]) for name in reader.schema}
+    same(together["q"], arrays["infos/qpos"])
+    same(together["next"], arrays["next_observations"])
+    same(together["info.xy"], arrays["infos/goal/xy"])
+    same(together["s"], arrays["skill"].astype(np.int32))
+    same(together["r"], arrays["rewards"])
+    with pytest.raises(SourceError, match=r"no column 'info.qvel'; it has .*Did you mean 'info.qpos'"):
+        read_hdf5(path, columns=["info.qvel"])
+    with pytest.raises(SourceError, match="'metadata/policy/weight': 4"):
+        read_hdf5(path, columns=["metadata.policy.weight"])
+
+
+def test_observations_in_a_group_and_flags_of_other_names(tmp_path: Path) -> None:
+    arrays = flat_arrays()
+    arrays["observations/image"] = arrays.pop("observations")
+    arrays["observations/speed"] = arrays["rewards"]
+    arrays["ends/done"] = arrays.pop("terminals")
+    arrays["ends/late"] = arrays.pop("timeouts")
+    path = write(tmp_path / "data.hdf5", arrays)
+    reader = read_hdf5(path, terminals="ends/done", timeouts="ends/late")
+    assert list(reader.schema) == [
+        "observation.image",
+        "observation.speed",
+        "action",
+        "reward",
+        "terminated",
+        "truncated",
+    ]
+    assert reader.lengths.tolist() == list(LENGTHS)
+
+
+def test_scalars_of_shape_n_1_other_dtypes_and_byte_orders(tmp_path: Path) -> None:
+    arrays = flat_arrays()
+    stored = {
+        "observations": arrays["observations"].astype(">f8"),
+        "actions": np.arange(len(arrays["rewards"]), dtype=">i4"),
+        "rewards": arrays["rewards"].astype(">f4")[:, None],
+        "terminals": arrays["terminals"].astype(np.float32)[:, None],
+        "timeouts": arrays["timeouts"].astype(np.uint8),
+    }
+    reader = read_hdf5(write(tmp_path / "data.hdf5", stored))
+    expected = cut(arrays | {"actions": np.arange(len(arrays["rewards"]), dtype=np.int32)}, LENGTHS)
+    same_episodes(reader, expected)
+    assert reader.schema["action"] == gear.Column(torch.int32)
+
+
+def test_floats_that_float32_cannot_hold(tmp_path: Path) -> None:
+    arrays = flat_arrays()
+    arrays["observations"] = arrays["observations"].astype(np.float64)
+    arrays["observations"][12, 3] = -1e200
+    path = write(tmp_path / "data.hdf5", arrays)
+    message = (
+        r"trajectory 3, step 1 \(step 12 of the file\): column 'observations' holds -1e\+200, which float32"
+    )
+    with pytest.raises(SourceError, match=message):
+        list(read_hdf5(path))
+    assert next(itertools.islice(read_hdf5(path, keep_float64=True), 3, None))["observation"][1, 3] == -1e200
+
+
+# Damage --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_rewards_that_are_no_numbers(tmp_path: Path, value: float) -> None:
+    arrays = flat_arrays()
+    arrays["rewards"][80] = value
+    path = write(tmp_path / "data.hdf5", arrays)
+    message = rf"trajectory 4, step 5 \(step 80 of the file\): column 'rewards' holds {value}, .*allow_nonfinite=True"
+    with pytest.raises(SourceError, match=message):
+        list(read_hdf5(path))
+    same_episodes(read_hdf5(path, allow_nonfinite=True), cut(arrays, LENGTHS))
+    list(read_hdf5(path, columns=["observation"]))  # not read, not refused
+
+
+def test_a_flag_that_is_none(tmp_path: Path) -> None:
+    arrays = flat_arrays()
+    arrays["timeouts"] = arrays["timeouts"].astype(np.uint8)
+    arrays["timeouts"][33] = 7
+    with pytest.raises(SourceError, match="step 33: column 'timeouts' holds 7, which is no flag"):
+        read_hdf5(write(tmp_path / "data.hdf5", arrays))
+
+
+@pytest.mark.parametrize("missing", ["observations", "actions", "rewards", "terminals", "timeouts"])
+def test_a_missing_column(tmp_path: Path, missing: str) -> None:
+    arrays = flat_arrays()
+    del arrays[missing]
+    name = {path: name for name, path in D4RL_NAMES.items()}[missing]
+    message = rf"has no '{missing}'" if missing in ("terminals", "timeouts") else rf"has no column '{name}'"
+    with pytest.raises(SourceError, match=message):
+        read_hdf5(write(tmp_path / "data.hdf5", arrays))
+
+
+@pytest.mark.parametrize("short", ["observations", "rewards", "timeouts"])
+def test_a_column_shorter_than_the_others(tmp_path: Path, short: str) -> None:
+    arrays = flat_arrays()
+    arrays[short] = arrays[short][:80]
+    with pytest.raises(
+        SourceError, match=rf"uneven lengths: .*'{short}': 80.*expected|Expected 142"
+    ) as caught:
+        read_hdf5(write(tmp_path / "data.hdf5", arrays))
+    assert f"too short: ['{short}']" in str(caught.value)
+    if short != "timeouts":  # with short flags nobody knows the trajectories
+        assert "lacks steps is 4 (steps 75 to 139, missing from its step 5 on)" in str(caught.value)
+
+
+def test_files_without_anything_to_take(tmp_path: Path) -> None:
+    empty = {name: array[:0] for name, array in flat_arrays().items()}
+    with pytest.raises(SourceError, match="holds zero steps"):
+        read_hdf5(write(tmp_path / "empty.hdf5", empty))
+    endless = flat_arrays([10])
+    endless["terminals"][:] = endless["timeouts"][:] = False
+    path = write(tmp_path / "endless.hdf5", endless)
+    with pytest.raises(SourceError, match=r"no trajectories\. Pass unfinished='keep'"):
+        read_hdf5(path, unfinished="drop")
+    assert read_hdf5(path).lengths.tolist() == [10]
+    with pytest.raises(SourceError, match="it has nothing"):
+        read_hdf5(write(tmp_path / "none.hdf5", {}))
+
+
+def test_values_that_no_column_holds(tmp_path: Path) -> None:
+    arrays = flat_arrays()
+    arrays["actions"] = np.array([b"left"] * len(arrays["rewards"]))
+    with pytest.raises(SourceError, match=r"column 'actions' has dtype \|S4; expected one of bool"):
+        read_hdf5(write(tmp_path / "strings.hdf5", arrays))
+    arrays["actions"] = np.zeros((len(arrays["rewards"]), 0), np.float32)
+    with pytest.raises(SourceError, match=r"column 'actions' cannot become a column.*\(0,\)"):
+        read_hdf5(write(tmp_path / "hollow.hdf5", arrays))
+    arrays = flat_arrays()
+    arrays["terminals"] = np.stack([arrays["terminals"]] * 2, axis=1)
+    with pytest.raises(SourceError, match=r"'terminals' has shape \[142, 2\]; expected one flag a step"):
+        read_hdf5(write(tmp_path / "flags.hdf5", arrays))
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"nowhere.hdf5' does not exist"):
+        read_hdf5(tmp_path / "nowhere.hdf5")
+    with pytest.raises(SourceError, match=r"does not exist or is no file"):
+        read_hdf5(tmp_path)
+    text = tmp_path / "text.hdf5"
+    text.write_text("observations,actions\n")
+    with pytest.raises(SourceError, match=r"text.hdf5' \(21 bytes\) cannot be opened as HDF5"):
+        read_hdf5(text)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"unfinished": "maybe"}, "unfinished='maybe'; expected 'keep' or 'drop'"),
+        ({"max_episode_steps": 0}, "max_episode_steps=0; expected a whole number"),
+        ({"columns": []}, "columns= is empty"),
+        ({"terminals": "dones"}, r"has no 'dones'.*it has 'actions', 'observations'"),
+    ],
+)
+def test_options_that_do_not_fit(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    path = write(tmp_path / "data.hdf5", flat_arrays())
+    with pytest.raises(SourceError, match=message):
+        read_hdf5(path, **options)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_file_that_was_cut_off(tmp_path: Path, layout: str) -> None:
+    path = tmp_path / "data.hdf5"
+    whole = Path(write(path, flat_arrays(), **LAYOUTS[layout])).read_bytes()
+    for size in (0, 1, 7, 8, 96, 512, len(whole) // 3, len(whole) // 2, len(whole) - 2000, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(SourceError, match=rf"data.hdf5' \({size} bytes\) cannot be opened as HDF5"):
+            list(read_hdf5(path))
+
+
+def stored_at(path: str, name: str, row: int) -> tuple[int, int]:
+    """Offset and size in the file of the chunk that holds a row of an array."""
+    with h5py.File(path, "r") as file:
+        dataset = file[name]
+        chunk = next(
+            info
+            for info in (dataset.id.get_chunk_info(i) for i in range(dataset.id.get_num_chunks()))
+            if info.chunk_offset[0] <= row < info.chunk_offset[0] + dataset.chunks[0]
+        )
+        return chunk.byte_offset, chunk.size
+
+
+@pytest.mark.parametrize("array", ["observations", "rewards"])
+@pytest.mark.parametrize("number", [0, 3, 5])
+def test_a_flipped_bit_in_compressed_data_names_the_trajectory(
+    tmp_path: Path, array: str, number: int
+) -> None:
+    path = tmp_path / "data.hdf5"
+    chunks = {"observations": (5, 5), "rewards": (5,), "actions": (5, 2), "terminals": (5,), "timeouts": (5,)}
+    with h5py.File(path, "w") as file:
+        for name, values in flat_arrays().items():
+            file.create_dataset(name, data=values, chunks=chunks[name], compression="gzip", fletcher32=True)
+    ends = np.cumsum(LENGTHS)
+    first_row = int(ends[number] - 1)  # the chunk of its last step; what lies before it stays readable
+    offset, size = stored_at(str(path), array, first_row)
+    data = bytearray(path.read_bytes())
+    data[offset + size // 2] ^= 0x10
+    path.write_bytes(data)
+    damaged_from = first_row // 5 * 5
+    first = int(np.searchsorted(ends, damaged_from, side="right"))
+    start, stop = int(ends[first] - LENGTHS[first]), int(ends[first]) - 1
+    reader = read_hdf5(path)
+    message = rf"trajectory {first}: column '{array}' cannot be read at steps {start} to {stop}: OSError"
+    with pytest.raises(SourceError, match=message):
+        list(reader)
+
+
+def test_damaged_flags_are_reported_when_the_file_is_opened(tmp_path: Path) -> None:
+    path = write(tmp_path / "data.hdf5", flat_arrays(), compression="gzip", fletcher32=True)
+    offset, size = stored_at(path, "terminals", 0)
+    with open(path, "r+b") as file:
+        file.seek(offset + size // 2)
+        byte = file.read(1)[0]
+        file.seek(offset + size // 2)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(SourceError, match=r"'terminals' cannot be read at steps 0 to 141, .*OSError"):
+        read_hdf5(path)
+
+
+def test_a_file_that_changed_since_it_was_opened(tmp_path: Path) -> None:
+    path = write(tmp_path / "data.hdf5", flat_arrays())
+    reader = read_hdf5(path)
+    write(path, flat_arrays([50]))
+    with pytest.raises(
+        SourceError, match=r"trajectory 0: .* it now is float32 \[50, 5\], but was float32 \[142, 5\]"
+    ):
+        list(reader)
+    os.unlink(path)
+    with pytest.raises(SourceError, match="does not exist"):
+        list(reader)
+
+
+FUZZ = """
+import sys
+import numpy as np
+from pathlib import Path
+from gear_loader.errors import SourceError
+from gear_loader.sources import read_hdf5
+path, seed = Path(sys.argv[1]), int(sys.argv[2])
+whole = path.read_bytes()
+rng = np.random.default_rng(seed)
+refused = 0
+for position in rng.integers(0, len(whole), 150):
+    data = bytearray(whole)
+    data[position] ^= int(rng.integers(1, 256))
+    path.write_bytes(data)
+    try:
+        for episode in read_hdf5(path, allow_nonfinite=True):
+            assert len({len(values) for values in episode.values()}) == 1
+    except SourceError:
+        refused += 1
+print(refused)
+"""
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "compressed"])
+def test_damage_anywhere_gives_this_error_or_none(tmp_path: Path, layout: str) -> None:
+    # In a process of its own, so that a crash of the HDF5 library would be seen as one.
+    path = write(tmp_path / "data.hdf5", flat_arrays(), **LAYOUTS[layout])
+    result = subprocess.run(
+        [sys.executable, "-c", FUZZ, path, "0"], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) > 0
