@@ -36,6 +36,7 @@ class Buffers:
             two extents, and int32 [B, K] of block ids; and their copies on the device.
         staging: for a GPU that cannot read the region: a batch in pinned memory, gathered on the CPU.
         filled, released: for a GPU, events: the batch is complete; its last user has finished.
+        consumers: for a GPU, the streams that have used the batch.
     """
 
     batch: Batch
@@ -45,12 +46,15 @@ class Buffers:
     staging: Buffers | None = None
     filled: torch.cuda.Event | None = None
     released: torch.cuda.Event | None = None
+    consumers: set[int] = dataclasses.field(default_factory=set)
 
     def rows(self, count: int) -> Batch:
         """The batch's first `count` rows: all of it, or views for a last batch that is smaller."""
 
         def head(value: Any) -> Any:
-            return {key: head(part) for key, part in value.items()} if isinstance(value, dict) else value[:count]
+            return (
+                {key: head(part) for key, part in value.items()} if isinstance(value, dict) else value[:count]
+            )
 
         return dict(self.batch) if count == self.plan.batch_size else head(self.batch)
 
@@ -176,15 +180,23 @@ class Collector:
             buffers.batch[key].numpy()[:count] = values
         if not native.require():
             extent, block_ids = torch.from_numpy(self._extent), torch.from_numpy(self._block_ids)
-            reference.gather(buffers.plan, torch.from_numpy(slots), torch.from_numpy(anchors), extent, block_ids)
+            reference.gather(
+                buffers.plan, torch.from_numpy(slots), torch.from_numpy(anchors), extent, block_ids
+            )
             return
         columns = buffers.plan.table.numpy()
 
         def gather(first: int, last: int) -> None:
-            native.gather(columns, slots, anchors, self._extent, self._block_ids, self._block_steps, first, last)
+            native.gather(
+                columns, slots, anchors, self._extent, self._block_ids, self._block_steps, first, last
+            )
 
         threads = crew()
-        if threads.size == 1 or count * self._row_bytes(buffers) < _SINGLE_THREAD_BYTES or count < threads.size:
+        if (
+            threads.size == 1
+            or count * self._row_bytes(buffers) < _SINGLE_THREAD_BYTES
+            or count < threads.size
+        ):
             gather(0, count)
         else:
             size = threads.size
@@ -225,7 +237,15 @@ class Collector:
     def _resolve(self, slots: Array, anchors: Array, extent: Array, ids: Array) -> None:
         if native.require():
             native.resolve(
-                slots, anchors, self._extent, self._block_ids, self._block_steps, self._first, self._last, extent, ids
+                slots,
+                anchors,
+                self._extent,
+                self._block_ids,
+                self._block_steps,
+                self._first,
+                self._last,
+                extent,
+                ids,
             )
             return
         steps, row = self._extent[slots, 0], self._extent[slots, 1]
@@ -234,7 +254,9 @@ class Collector:
         width = ids.shape[1]
         extent[:, 0] = steps
         extent[:, 1] = np.arange(len(slots)) * width - low
-        ids[: len(slots)] = self._block_ids[row[:, None] + np.minimum(low[:, None] + np.arange(width), high[:, None])]
+        ids[: len(slots)] = self._block_ids[
+            row[:, None] + np.minimum(low[:, None] + np.arange(width), high[:, None])
+        ]
 
     def _numbers(self, count: int) -> torch.Tensor:
         numbers = getattr(self, "_arange", None)

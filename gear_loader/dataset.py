@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from gear_loader.collector import Batch, Buffers, Collector
 from gear_loader.errors import PrivateTableError, SchemaError, TableEmptyError
 from gear_loader.index import READY, Array, Snapshot
-from gear_loader.prefetch import Prefetcher
+from gear_loader.prefetch import Pool, Prefetcher
 from gear_loader.schema import Window
 from gear_loader.selectors import Draw, Selector, Uniform, anchors, replacements
 from gear_loader.table import Table
@@ -38,8 +38,9 @@ class ReplayDataset(IterableDataset[Batch]):
     ============== ==================================================================================
 
     **How long a batch stays valid:** batches lie in a ring of recycled buffers. A batch is valid until `keep`
-    more batches have been requested from the same iterator (2 by default: the batch in use and one that a trainer
-    fetched ahead). ``copy=True`` gives each batch memory of its own. In `DataLoader` workers it always has.
+    more batches have been requested, from the same iterator or from the one after it (2 by default: the batch in
+    use and one that a trainer fetched ahead). ``copy=True`` gives each batch memory of its own. In `DataLoader`
+    workers it always has.
 
     **Order:** batch number and seed decide every draw, so `prefetch` and `num_workers` do not change the order.
     Rank r of w ranks gets the batches number r, r + w, r + 2 w, ...
@@ -117,7 +118,9 @@ class ReplayDataset(IterableDataset[Batch]):
         self.subset = subset
         self.programs = None if programs is None else _positive("programs", programs)
         if (rank is None) != (world_size is None) or (rank is not None and not 0 <= rank < (world_size or 0)):
-            raise SchemaError(f"rank {rank} of world_size {world_size}; expected both, with 0 <= rank < world_size.")
+            raise SchemaError(
+                f"rank {rank} of world_size {world_size}; expected both, with 0 <= rank < world_size."
+            )
         self._shard = None if rank is None or world_size is None else (rank, world_size)
         # Where iteration stands: the epoch, and the batches of it that have been delivered.
         self._epoch, self._step, self._resuming = 0, 0, False
@@ -125,6 +128,7 @@ class ReplayDataset(IterableDataset[Batch]):
         self._next_epoch = torch.zeros(_MAX_WORKERS + 1, dtype=torch.int64).share_memory_()
         self._samples, self._sampled_items = 0, 0
         self._sampler: tuple[int, Prefetcher] | None = None
+        self._pools: dict[tuple[int, bool], Pool] = {}
         self._subset_cache: tuple[Snapshot, Snapshot] | None = None
 
     # ---------------------------------------------------------------- iteration
@@ -153,11 +157,11 @@ class ReplayDataset(IterableDataset[Batch]):
         self._epoch, self._step = epoch, step
         return self._iterate(epoch, step, number, workers, in_worker=info is not None)
 
-    def _iterate(self, epoch: int, step: int, number: int, workers: int, *, in_worker: bool) -> Iterator[Batch]:
+    def _iterate(
+        self, epoch: int, step: int, number: int, workers: int, *, in_worker: bool
+    ) -> Iterator[Batch]:
         rank, world = self._rank()
-        ticket, snapshot = self.table.begin_snapshot()
-        self.table.end_read(ticket)
-        view = self._view(snapshot)
+        view = self._view(self.table.snapshot())
         count = self._epoch_batches(view, world)
         items = None if self.selector.replacement else self._pass_batches(view)
 
@@ -174,8 +178,11 @@ class ReplayDataset(IterableDataset[Batch]):
         prefetch = 0 if in_worker else self.prefetch
         prefetcher = self._prefetcher(self.batch_size, prefetch=prefetch, shared=in_worker)
         try:
-            for batch in prefetcher.batches(lambda buffers, item: self._fill(prefetcher, buffers, item, frozen), draws):
-                self._epoch, self._step = epoch, self._step + 1
+            for batch in prefetcher.batches(
+                lambda buffers, item: self._fill(prefetcher, buffers, item, frozen), draws
+            ):
+                step += 1
+                self._epoch, self._step = epoch, step
                 yield batch
             self._epoch, self._step = epoch + 1, 0
         finally:
@@ -239,7 +246,9 @@ class ReplayDataset(IterableDataset[Batch]):
         prefetcher.release(buffers, ticket)
         return len(slots)
 
-    def _replace_gone(self, view: Snapshot, draw: Draw, slots: Array, steps: Array, generations: Array) -> None:
+    def _replace_gone(
+        self, view: Snapshot, draw: Draw, slots: Array, steps: Array, generations: Array
+    ) -> None:
         state, generation = self.table.slot_states()
         gone = np.flatnonzero((state[slots] != READY) | (generation[slots] != generations))
         if len(gone):
@@ -295,11 +304,13 @@ class ReplayDataset(IterableDataset[Batch]):
     # ---------------------------------------------------------------- workers
 
     def _prefetcher(self, size: int, *, prefetch: int, shared: bool) -> Prefetcher:
-        collector = Collector(
-            self.table, self.windows, batch_size=size, device=self.device, programs=self.programs
-        )
-        fresh = self.copy or shared
-        return Prefetcher(collector, prefetch=prefetch, keep=self.keep, fresh=fresh, shared=shared)
+        pool = self._pools.get((size, shared))
+        if pool is None:
+            collector = Collector(
+                self.table, self.windows, batch_size=size, device=self.device, programs=self.programs
+            )
+            pool = self._pools[size, shared] = Pool(collector, shared=shared)
+        return Prefetcher(pool, prefetch=prefetch, keep=self.keep, fresh=self.copy or shared)
 
     def _check_worker(self, number: int, in_worker: bool) -> None:
         if not in_worker:
@@ -319,7 +330,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        state.update(_sampler=None, _subset_cache=None, _shard=self._rank())
+        state.update(_sampler=None, _pools={}, _subset_cache=None, _shard=self._rank())
         return state
 
     # ---------------------------------------------------------------- state
@@ -351,9 +362,13 @@ class ReplayDataset(IterableDataset[Batch]):
         """
         missing = [key for key in ("epoch", "step", "samples", "sampled_items", "config") if key not in state]
         if missing:
-            raise SchemaError(f"The state has the keys {sorted(state)}; missing: {missing}. Give a state_dict() of one.")
+            raise SchemaError(
+                f"The state has the keys {sorted(state)}; missing: {missing}. Give a state_dict() of one."
+            )
         mine = self._config()
-        different = {key: (value, mine[key]) for key, value in state["config"].items() if mine.get(key) != value}
+        different = {
+            key: (value, mine[key]) for key, value in state["config"].items() if mine.get(key) != value
+        }
         if different:
             raise SchemaError(
                 f"The state belongs to a dataset with other options (saved, here): {different}. "
@@ -394,7 +409,9 @@ def _device(device: str | torch.device) -> torch.device:
         raise SchemaError(f"device is {device!r}; expected 'auto', 'cpu' or a CUDA device.")
     if chosen.type == "cuda":
         if not torch.cuda.is_available():
-            raise SchemaError(f"device is {device!r}, but torch sees no CUDA device; use device='cpu' or 'auto'.")
+            raise SchemaError(
+                f"device is {device!r}, but torch sees no CUDA device; use device='cpu' or 'auto'."
+            )
         if chosen.index is None:
             chosen = torch.device("cuda", torch.cuda.current_device())
     return chosen
@@ -407,13 +424,19 @@ def _windows(table: Table, windows: Any, columns: Sequence[str] | None) -> dict[
         chosen = dict.fromkeys(names, windows)
     elif isinstance(windows, Mapping):
         if columns is not None and set(columns) != set(windows):
-            raise SchemaError(f"columns {list(columns)} and the windows' columns {list(windows)} differ; give one.")
+            raise SchemaError(
+                f"columns {list(columns)} and the windows' columns {list(windows)} differ; give one."
+            )
         chosen = dict(windows)
     else:
-        raise SchemaError(f"windows is {windows!r}; expected a Window or a mapping of column names to Windows.")
+        raise SchemaError(
+            f"windows is {windows!r}; expected a Window or a mapping of column names to Windows."
+        )
     unknown = [name for name in chosen if name not in schema]
     if unknown or not chosen:
-        raise SchemaError(f"Columns {list(chosen)} were asked for; the table has {list(schema)}. Unknown: {unknown}.")
+        raise SchemaError(
+            f"Columns {list(chosen)} were asked for; the table has {list(schema)}. Unknown: {unknown}."
+        )
     for name, window in chosen.items():
         if not isinstance(window, Window):
             raise SchemaError(f"The window of column {name!r} is {window!r}; expected gear_loader.Window.")

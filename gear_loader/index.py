@@ -223,7 +223,9 @@ class Index:
         with self._locked():
             self._check_live(slots)
             if len(np.unique(slots)) != len(slots):
-                raise StaleIndexError(f"Indices {slots.tolist()} name a trajectory twice; expected distinct ones.")
+                raise StaleIndexError(
+                    f"Indices {slots.tolist()} name a trajectory twice; expected distinct ones."
+                )
             with self._mutation():
                 for slot in slots.tolist():
                     self._retire(slot)
@@ -582,12 +584,16 @@ class Index:
                 found = np.sort(getattr(self, name)[:count])
                 assert (found == derived[name]).all(), f"{name} does not hold exactly what is free"
             ring = (counters[RETIRED_FIRST] + np.arange(counters[NUM_RETIRED])) % self.num_slots
-            assert (self.retired[ring] == derived["retired"]).all(), "the ring of retired slots is out of order"
+            assert (self.retired[ring] == derived["retired"]).all(), (
+                "the ring of retired slots is out of order"
+            )
             order, slot = [], int(counters[OLDEST]) - 1
             while slot >= 0 and len(order) <= self.num_slots:
                 order.append(slot)
                 slot = int(self.links[slot, 1])
-            assert order == derived["ready"].tolist(), "the links do not lead through the trajectories in order"
+            assert order == derived["ready"].tolist(), (
+                "the links do not lead through the trajectories in order"
+            )
             older = [-1, *order[:-1]]
             assert self.links[order, 0].tolist() == older[: len(order)], "the links back are wrong"
             assert int(counters[NEWEST]) - 1 == (order[-1] if order else -1), "the newest trajectory is wrong"
@@ -595,4 +601,6 @@ class Index:
                 assert counters[HEAD + half] >= derived["ends"][half], "a block table lies beyond the head"
             lengths = self.extent[np.flatnonzero(self.state != FREE), 0]
             assert (lengths >= 1).all(), "a trajectory has no steps"
-            assert len(np.unique(self.sequence[derived["ready"]])) == len(order), "a sequence number is used twice"
+            assert len(np.unique(self.sequence[derived["ready"]])) == len(order), (
+                "a sequence number is used twice"
+            )

@@ -168,7 +168,9 @@ class Layout:
             schema = Schema.from_json(fields.pop("schema"))
             layout = cls(schema, **fields)
         except Exception as error:
-            raise RegionError(f"{name} has a damaged header ({error}). Remove it and create the table anew.") from error
+            raise RegionError(
+                f"{name} has a damaged header ({error}). Remove it and create the table anew."
+            ) from error
         if layout.region_bytes != region_bytes or file_bytes < region_bytes:
             raise RegionError(
                 f"{name} is damaged: it has {file_bytes} bytes, its header says {region_bytes}, its schema needs "

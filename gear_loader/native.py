@@ -8,7 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from gear_loader.kernels.plan import BASE, LENGTH, MASK, OFFSET, OUT, PAD, PAD_HEAD, PAD_KEEP, STEP_BYTES, STRIDE
+from gear_loader.kernels.plan import (
+    BASE,
+    LENGTH,
+    MASK,
+    OFFSET,
+    OUT,
+    PAD,
+    PAD_HEAD,
+    PAD_KEEP,
+    STEP_BYTES,
+    STRIDE,
+)
 from gear_loader.notice import notice
 
 __all__ = ["AVAILABLE", "gather", "require", "resolve", "scatter"]
@@ -24,10 +35,14 @@ except ImportError as error:  # pragma: no cover - depends on the environment
     AVAILABLE = False
     REASON = str(error)
 
+
 def require() -> bool:
     """Whether the compiled loops are there; if not, say so once."""
     if not AVAILABLE:
-        notice("numba", f"numba cannot be imported ({REASON}): the CPU path runs on plain torch, which is slower.")
+        notice(
+            "numba",
+            f"numba cannot be imported ({REASON}): the CPU path runs on plain torch, which is slower.",
+        )
     return AVAILABLE
 
 
@@ -38,7 +53,9 @@ if AVAILABLE:
         def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
             target, source, count = args
             pointer = cgutils.voidptr_t
-            cgutils.raw_memcpy(builder, builder.inttoptr(target, pointer), builder.inttoptr(source, pointer), count, 1)
+            cgutils.raw_memcpy(
+                builder, builder.inttoptr(target, pointer), builder.inttoptr(source, pointer), count, 1
+            )
 
         return types.void(types.int64, types.int64, types.int64), codegen
 
@@ -48,7 +65,9 @@ if AVAILABLE:
             target, value, count = args
             byte = builder.trunc(value, cgutils.int8_t)
             memset = builder.module.declare_intrinsic("llvm.memset", (cgutils.voidptr_t, cgutils.intp_t))
-            builder.call(memset, (builder.inttoptr(target, cgutils.voidptr_t), byte, count, cgutils.false_bit))
+            builder.call(
+                memset, (builder.inttoptr(target, cgutils.voidptr_t), byte, count, cgutils.false_bit)
+            )
 
         return types.void(types.int64, types.int64, types.int64), codegen
 

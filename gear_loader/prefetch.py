@@ -6,6 +6,7 @@ import collections
 import contextlib
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -13,38 +14,57 @@ import torch
 
 from gear_loader.collector import Batch, Buffers, Collector
 
-__all__ = ["Prefetcher"]
+__all__ = ["Pool", "Prefetcher"]
 
 Item = TypeVar("Item")
 _STOP = object()
 
 
+class Pool:
+    """The buffers of one collector, which outlive the iterators that use them, and what a GPU needs beside them.
+
+    Attributes:
+        free: buffers that nobody uses.
+        delivered: the last batches of an iterator that has ended: still valid, for `keep` more requests.
+    """
+
+    def __init__(self, collector: Collector, *, shared: bool = False) -> None:
+        self.collector = collector
+        self.shared = shared
+        self.free: list[Buffers] = []
+        self.delivered: collections.deque[Buffers] = collections.deque()
+        self.stream: torch.cuda.Stream | None = None
+        self.releaser: _Releaser | None = None
+        if collector.device.type == "cuda":
+            self.stream = torch.cuda.Stream(collector.device)
+        if collector.zero_copy:
+            self.releaser = _Releaser(collector)
+            weakref.finalize(self, self.releaser.stop)
+
+
 class Prefetcher:
-    """Fills buffers ahead of the consumer and takes them back after it.
+    """Fills buffers ahead of one consumer and takes them back after it.
 
     On the CPU, and where a GPU cannot read the region, a thread fills them. On a GPU the caller itself queues the
     work of batch i + prefetch on a side stream when it asks for batch i, which costs the host some tens of
     microseconds.
 
     Args:
-        collector: fills buffers.
+        pool: where buffers come from and go to.
         prefetch: batches ahead; 0 fills when asked.
         keep: a batch stays valid until this many more have been requested.
         fresh: never recycle: new buffers for each batch.
-        shared: the buffers lie in shared memory.
     """
 
-    def __init__(self, collector: Collector, *, prefetch: int, keep: int, fresh: bool, shared: bool) -> None:
-        self.collector = collector
+    def __init__(self, pool: Pool, *, prefetch: int, keep: int, fresh: bool) -> None:
+        self.collector = pool.collector
+        self._pool = pool
         self._prefetch = prefetch
         self._keep = keep
         self._fresh = fresh
-        self._shared = shared
-        self._free: list[Buffers] = []
-        self._delivered: collections.deque[Buffers] = collections.deque()
-        cuda = collector.device.type == "cuda"
-        self._stream = torch.cuda.Stream(collector.device) if cuda else None
-        self._releaser = _Releaser(collector) if collector.zero_copy else None
+        self._delivered, pool.delivered = pool.delivered, collections.deque()
+        self._stream = pool.stream
+        self._releaser = pool.releaser
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._done: queue.SimpleQueue[Buffers | None] = queue.SimpleQueue()
@@ -72,11 +92,13 @@ class Prefetcher:
         else:
             yield from self._ahead_in_thread(fill, items)
 
-    def _ahead_on_stream(self, fill: Callable[[Buffers, Item], int], items: Iterator[Item]) -> Iterator[Batch]:
+    def _ahead_on_stream(
+        self, fill: Callable[[Buffers, Item], int], items: Iterator[Item]
+    ) -> Iterator[Batch]:
         ready: collections.deque[tuple[Buffers, int]] = collections.deque()
         more = True
         while True:
-            self._recycle()
+            self._recycle()  # the consumer has asked for one more
             while more and len(ready) <= self._prefetch:
                 try:
                     item = next(items)
@@ -89,7 +111,9 @@ class Prefetcher:
                 return
             yield self._deliver(*ready.popleft())
 
-    def _ahead_in_thread(self, fill: Callable[[Buffers, Item], int], items: Iterator[Item]) -> Iterator[Batch]:
+    def _ahead_in_thread(
+        self, fill: Callable[[Buffers, Item], int], items: Iterator[Item]
+    ) -> Iterator[Batch]:
         ready: queue.Queue[tuple[Buffers, int] | BaseException | object] = queue.Queue()
         for _ in range(self._prefetch):
             self._done.put(self._take())
@@ -120,25 +144,38 @@ class Prefetcher:
             yield self._deliver(*result)
 
     def _run(self, fill: Callable[[Buffers, Item], int], buffers: Buffers, item: Item) -> int:
+        with self._on_stream():
+            return fill(buffers, item)
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
         if self._stream is None:
-            return fill(buffers, item)
-        with torch.cuda.device(self.collector.device), torch.cuda.stream(self._stream):
-            return fill(buffers, item)
+            yield
+        else:
+            with torch.cuda.device(self.collector.device), torch.cuda.stream(self._stream):
+                yield
 
     # ---------------------------------------------------------------- buffers
 
     def _take(self) -> Buffers:
-        return self._free.pop() if self._free else self.collector.buffers(shared=self._shared)
+        try:
+            return self._pool.free.pop()
+        except IndexError:
+            # Allocated on the stream that fills them: memory that is given back with work still queued is used
+            # again only behind that work.
+            with self._on_stream():
+                return self.collector.buffers(shared=self._pool.shared)
 
     def _deliver(self, buffers: Buffers, count: int) -> Batch:
         if buffers.filled is not None:
-            torch.cuda.current_stream(self.collector.device).wait_event(buffers.filled)
-        if self._fresh:
-            batch = buffers.rows(count)
-            if self._stream is not None:  # the caching allocator must know who uses this memory
-                _record(batch, torch.cuda.current_stream(self.collector.device))
-            return batch
-        self._delivered.append(buffers)
+            consumer = torch.cuda.current_stream(self.collector.device)
+            consumer.wait_event(buffers.filled)
+            if consumer.cuda_stream not in buffers.consumers:
+                # Nor before the consumer's work, should the buffers be given back during it.
+                _record(buffers.batch, consumer)
+                buffers.consumers.add(consumer.cuda_stream)
+        if not self._fresh:
+            self._delivered.append(buffers)
         return buffers.rows(count)
 
     def _recycle(self) -> None:
@@ -146,7 +183,7 @@ class Prefetcher:
             buffers = self._delivered.popleft()
             if buffers.released is not None:
                 buffers.released.record(torch.cuda.current_stream(self.collector.device))
-            self._free.append(buffers)
+            self._pool.free.append(buffers)
 
     # ---------------------------------------------------------------- tickets and the end
 
@@ -159,13 +196,17 @@ class Prefetcher:
             self._releaser.put(buffers.filled, ticket)
 
     def close(self) -> None:
-        """Stop the thread and wait for what is under way."""
+        """Stop the thread and give the buffers back; the last batches delivered stay valid for now."""
         self._stop.set()
         self._done.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        if self._releaser is not None:
-            self._releaser.close()
+            while not self._done.empty():
+                buffers = self._done.get()
+                if buffers is not None:
+                    self._pool.free.append(buffers)
+        if not self._pool.delivered:
+            self._pool.delivered = self._delivered
 
 
 class _Releaser:
@@ -180,9 +221,9 @@ class _Releaser:
     def put(self, event: torch.cuda.Event, ticket: int) -> None:
         self._queue.put((event, ticket))
 
-    def close(self) -> None:
+    def stop(self) -> None:
+        """End the thread once everything has been given back."""
         self._queue.put(None)
-        self._thread.join()
 
     def _work(self) -> None:
         while True:

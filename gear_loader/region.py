@@ -215,7 +215,9 @@ class Region:
         try:
             mapping, layout = _Mapping.open(path, f"Table {name!r} ({path})")
         except FileNotFoundError as error:
-            here = sorted(entry[len(_PREFIX) :] for entry in os.listdir(_DIRECTORY) if entry.startswith(_PREFIX))
+            here = sorted(
+                entry[len(_PREFIX) :] for entry in os.listdir(_DIRECTORY) if entry.startswith(_PREFIX)
+            )
             raise RegionError(
                 f"There is no table named {name!r}; tables on this machine: {here or 'none'}. "
                 f"Create it with Table.create(..., name={name!r})."
@@ -267,7 +269,10 @@ class Region:
         """
         if self._mapping.pinned is None:
             if not torch.cuda.is_available():
-                notice("pin", "No CUDA device: tables lie in plain host memory and batches are gathered on the CPU.")
+                notice(
+                    "pin",
+                    "No CUDA device: tables lie in plain host memory and batches are gathered on the CPU.",
+                )
                 return False
             assert self.bytes is not None
             with _Mapping.guard:

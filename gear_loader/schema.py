@@ -174,7 +174,9 @@ class Schema(Mapping[str, Column]):
 
     # ---------------------------------------------------------------- rows
 
-    def validate(self, rows: Mapping[str, Any], *, what: str = "the trajectory") -> tuple[int, dict[str, np.ndarray]]:
+    def validate(
+        self, rows: Mapping[str, Any], *, what: str = "the trajectory"
+    ) -> tuple[int, dict[str, np.ndarray]]:
         """Check one trajectory and return its length and its columns as bytes.
 
         Args:
@@ -203,7 +205,9 @@ class Schema(Mapping[str, Column]):
         arrays = {name: self._as_bytes(name, rows[name], what) for name in self}
         lengths = {name: len(array) for name, array in arrays.items()}
         if len(set(lengths.values())) != 1:
-            raise SchemaError(f"{what} has columns of uneven lengths: {lengths}. Expected as many steps in each.")
+            raise SchemaError(
+                f"{what} has columns of uneven lengths: {lengths}. Expected as many steps in each."
+            )
         length = next(iter(lengths.values()))
         if length == 0:
             raise SchemaError(f"{what} has zero steps; expected at least one.")

@@ -13,7 +13,16 @@ import torch
 
 from gear_loader import native
 from gear_loader.errors import PrivateTableError, SchemaError, StaleIndexError, TableClosedError
-from gear_loader.index import NUM_EVICTED, NUM_FREE_BLOCKS, NUM_FREE_SLOTS, NUM_READY, NUM_STEPS, Array, Index, Snapshot
+from gear_loader.index import (
+    NUM_EVICTED,
+    NUM_FREE_BLOCKS,
+    NUM_FREE_SLOTS,
+    NUM_READY,
+    NUM_STEPS,
+    Array,
+    Index,
+    Snapshot,
+)
 from gear_loader.layout import Layout
 from gear_loader.region import Region
 from gear_loader.schema import Column, Schema
@@ -138,7 +147,11 @@ class Table:
         if max_blocks is not None:
             sizes["max_blocks"] = max_blocks
         for key, value in sizes.items():
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value < 2**31 * 64:
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, (int, np.integer))
+                or not 1 <= value < 2**31 * 64
+            ):
                 raise SchemaError(f"{key} is {value!r}; expected a positive integer.")
         _check_on_full(on_full)
         max_steps, max_trajectories, block_steps = int(max_steps), int(max_trajectories), int(block_steps)
@@ -297,7 +310,9 @@ class Table:
             )
         counts = np.asarray(lengths)
         if counts.ndim != 1 or (counts.dtype.kind not in "iu" and counts.size):
-            raise SchemaError(f"lengths has dtype {counts.dtype} and shape {list(counts.shape)}; expected integers [n].")
+            raise SchemaError(
+                f"lengths has dtype {counts.dtype} and shape {list(counts.shape)}; expected integers [n]."
+            )
         counts = counts.astype(np.int64)
         flat: dict[str, Any] = {}
         padded = None
@@ -315,7 +330,9 @@ class Table:
         assert padded is not None
         if counts.min() < 1 or counts.max() > padded:
             bad = int(np.flatnonzero((counts < 1) | (counts > padded))[0])
-            raise SchemaError(f"lengths[{bad}] is {counts[bad]}; expected 1 to {padded}, the stacked arrays' T.")
+            raise SchemaError(
+                f"lengths[{bad}] is {counts[bad]}; expected 1 to {padded}, the stacked arrays' T."
+            )
         return [(arrays, i * padded, int(count)) for i, count in enumerate(counts)]
 
     def _check_lengths(self, lengths: Array) -> None:
@@ -345,7 +362,13 @@ class Table:
             assert self._region.bytes is not None
             base = self._region.bytes.ctypes.data + column.offset
             native.scatter(
-                base, column.block_stride, column.step_bytes, layout.block_steps, ids, rows.ctypes.data, len(rows)
+                base,
+                column.block_stride,
+                column.step_bytes,
+                layout.block_steps,
+                ids,
+                rows.ctypes.data,
+                len(rows),
             )
             return
         blocks = self._region.column(name)
@@ -372,7 +395,9 @@ class Table:
         live = self._live()
         if isinstance(index, bool) or not isinstance(index, (int, np.integer)):
             if not (isinstance(index, torch.Tensor) and index.ndim == 0 and not index.is_floating_point()):
-                raise TypeError(f"Table index {index!r} was received; expected one integer, as add() returns it.")
+                raise TypeError(
+                    f"Table index {index!r} was received; expected one integer, as add() returns it."
+                )
             index = int(index)
         ticket = live.begin_read_of(int(index))
         try:
@@ -415,7 +440,9 @@ class Table:
         slots_in_use = layout.max_trajectories - int(counters[NUM_FREE_SLOTS])
         blocks = layout.num_blocks - int(counters[NUM_FREE_BLOCKS])
         longest = int(snapshot.lengths.max()) if len(snapshot) else 0
-        per_block = layout.block_bytes + 2 * 4  # its data, its entry in a block table, its place in the free stack
+        per_block = (
+            layout.block_bytes + 2 * 4
+        )  # its data, its entry in a block table, its place in the free stack
         first = layout.arrays["extent"][0]
         return TableStats(
             num_trajectories=len(snapshot),
@@ -470,7 +497,9 @@ class Table:
 
     def _live(self) -> Index:
         if self._index is None:
-            raise TableClosedError(f"The table {self.name or '(private)'} is closed; attach or create it again.")
+            raise TableClosedError(
+                f"The table {self.name or '(private)'} is closed; attach or create it again."
+            )
         return self._index
 
 
@@ -497,5 +526,7 @@ def _check_priorities(priority: Any, count: int) -> Array:
     bad = np.flatnonzero(~(np.isfinite(narrow) & (narrow >= 0)))
     if len(bad):
         value = np.broadcast_to(values, (count,))[bad[0]]
-        raise SchemaError(f"priority {value} of trajectory {bad[0]}; expected a finite number that is not negative.")
+        raise SchemaError(
+            f"priority {value} of trajectory {bad[0]}; expected a finite number that is not negative."
+        )
     return narrow

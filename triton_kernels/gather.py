@@ -66,7 +66,9 @@ def _window(p_slots, p_anchors, p_extent, i_row, m_row, offset, length, pad):
 
 
 @triton.jit
-def _write_mask(p_slots, p_anchors, p_extent, i_tile, batch, a_out, offset, length, pad, ENTRIES: tl.constexpr):
+def _write_mask(
+    p_slots, p_anchors, p_extent, i_tile, batch, a_out, offset, length, pad, ENTRIES: tl.constexpr
+):
     """One tile of a mask: its entries, one after another over the rows of the batch."""
     i_entry = i_tile * ENTRIES + tl.arange(0, ENTRIES)
     i_row = i_entry // length
@@ -104,7 +106,9 @@ def gather_kernel(
             i_first = tl.where(i_tile >= o_tile, o_tile, i_first)
             lines = tl.load(p_columns + i * WIDTH + LINES).to(tl.int32)
             entries = tl.load(p_columns + i * WIDTH + LENGTH).to(tl.int32)
-            o_tile += tl.where(lines > 0, (batch * lines + TILE - 1) // TILE, (batch * entries + ENTRIES - 1) // ENTRIES)
+            o_tile += tl.where(
+                lines > 0, (batch * lines + TILE - 1) // TILE, (batch * entries + ENTRIES - 1) // ENTRIES
+            )
         i_first = i_tile - i_first
         p_column = p_columns + i_column * WIDTH
         lines = tl.load(p_column + LINES).to(tl.int32)
@@ -167,7 +171,10 @@ def gather_kernel(
                 start, end = start // 4, end // 4
                 pad_from, pad_to, pad_stop = pad_from // 4, pad_to // 4, pad_stop // 4
             b_line = tl.load(
-                p_source + o_source[:, None] + o_word, mask=m_line[:, None], other=0, eviction_policy="evict_first"
+                p_source + o_source[:, None] + o_word,
+                mask=m_line[:, None],
+                other=0,
+                eviction_policy="evict_first",
             )
             if WORD != 1:
                 m_word = (o_word >= start[:, None]) & (o_word < end[:, None])

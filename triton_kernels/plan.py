@@ -72,9 +72,13 @@ class GatherColumn:
         source, out, mask = self.source, self.out, self.mask
         for name, tensor, dims in (("source", source, 2), ("out", out, 3)):
             if tensor.dtype != torch.uint8 or tensor.ndim != dims:
-                raise TypeError(f"{name} is {tensor.dtype} {list(tensor.shape)}; expected uint8 with {dims} dimensions.")
+                raise TypeError(
+                    f"{name} is {tensor.dtype} {list(tensor.shape)}; expected uint8 with {dims} dimensions."
+                )
         if not out.is_contiguous() or source.stride(1) != 1:
-            raise ValueError(f"out and the rows of source must be contiguous; strides {out.stride()}, {source.stride()}.")
+            raise ValueError(
+                f"out and the rows of source must be contiguous; strides {out.stride()}, {source.stride()}."
+            )
         if source.stride(0) % LINE or source.data_ptr() % LINE:
             raise ValueError(
                 f"source has stride {source.stride(0)} and address {source.data_ptr():#x}; expected multiples of {LINE}."
@@ -83,9 +87,16 @@ class GatherColumn:
             raise ValueError(
                 f"{block_steps} steps of {self.step_bytes} bytes do not fit into blocks of {source.shape[1]} bytes."
             )
-        if mask is not None and (mask.dtype != torch.bool or mask.shape != out.shape[:2] or not mask.is_contiguous()):
-            raise ValueError(f"mask is {mask.dtype} {list(mask.shape)}; expected contiguous bool {list(out.shape[:2])}.")
-        largest = max(source.stride(0) + out.shape[1] * self.step_bytes, out.shape[0] * self.lines(block_steps)) + 4096
+        if mask is not None and (
+            mask.dtype != torch.bool or mask.shape != out.shape[:2] or not mask.is_contiguous()
+        ):
+            raise ValueError(
+                f"mask is {mask.dtype} {list(mask.shape)}; expected contiguous bool {list(out.shape[:2])}."
+            )
+        largest = (
+            max(source.stride(0) + out.shape[1] * self.step_bytes, out.shape[0] * self.lines(block_steps))
+            + 4096
+        )
         if max(largest, out.shape[0] * out.shape[1]) >= 2**31:
             raise ValueError(
                 f"A block of {source.stride(0):,} bytes and a batch of {list(out.shape)} bytes are more than the kernels "
@@ -131,12 +142,16 @@ class GatherPlan:
             column.check(block_steps)
         first = columns[0].out
         if any(c.out.shape[0] != first.shape[0] or c.out.device != first.device for c in columns):
-            raise ValueError("The columns' outputs differ in batch size or device; expected the same for all.")
+            raise ValueError(
+                "The columns' outputs differ in batch size or device; expected the same for all."
+            )
         self.columns = tuple(columns)
         self.block_steps = block_steps
         self.batch_size = first.shape[0]
         self.device = first.device
-        self.table = torch.tensor([self._row(column) for column in columns], dtype=torch.int64).reshape(-1, WIDTH)
+        self.table = torch.tensor([self._row(column) for column in columns], dtype=torch.int64).reshape(
+            -1, WIDTH
+        )
         self.launches = [(word, table, table.to(self.device)) for word, table in self._launches()]
 
     def _row(self, column: GatherColumn) -> list[int]:
@@ -166,7 +181,12 @@ class GatherPlan:
         for row in rows:
             if row[MASK]:
                 mask = [0] * WIDTH
-                mask[OUT], mask[LENGTH], mask[OFFSET], mask[PAD] = row[MASK], row[LENGTH], row[OFFSET], row[PAD]
+                mask[OUT], mask[LENGTH], mask[OFFSET], mask[PAD] = (
+                    row[MASK],
+                    row[LENGTH],
+                    row[OFFSET],
+                    row[PAD],
+                )
                 masks.append(mask)
         parts = [(word, part) for word, part in parts if part]
         parts[0][1].extend(masks)
@@ -174,17 +194,23 @@ class GatherPlan:
 
     def tiles(self, table: torch.Tensor, count: int, tile: int, entries: int) -> int:
         """Tiles that a launch over `count` rows of the batch has: of `tile` lines, or `entries` of a mask."""
-        sizes = [(lines * count, tile) if lines else (length * count, entries) for lines, length in
-                 table[:, [LINES, LENGTH]].tolist()]
+        sizes = [
+            (lines * count, tile) if lines else (length * count, entries)
+            for lines, length in table[:, [LINES, LENGTH]].tolist()
+        ]
         return sum(-(-size // each) for size, each in sizes)
 
     def check_rows(self, slots: torch.Tensor, anchors: torch.Tensor) -> int:
         """Check the rows to gather and return their number, which may be less than the batch size."""
         for name, tensor in (("slots", slots), ("anchors", anchors)):
             if tensor.dtype != torch.int64 or tensor.ndim != 1 or not tensor.is_contiguous():
-                raise TypeError(f"{name} is {tensor.dtype} {list(tensor.shape)}; expected contiguous int64 [n].")
+                raise TypeError(
+                    f"{name} is {tensor.dtype} {list(tensor.shape)}; expected contiguous int64 [n]."
+                )
             if tensor.device != self.device:
-                raise ValueError(f"{name} is on {tensor.device}; expected {self.device}, where the outputs are.")
+                raise ValueError(
+                    f"{name} is on {tensor.device}; expected {self.device}, where the outputs are."
+                )
         if len(slots) != len(anchors) or len(slots) > self.batch_size:
             raise ValueError(
                 f"{len(slots)} slots and {len(anchors)} anchors; expected as many of both, at most {self.batch_size}."

@@ -33,7 +33,9 @@ def gather(
             head = length - valid
         else:
             head = torch.zeros_like(low)
-        position = torch.arange(length, device=slots.device) - head[:, None]  # [B, L] within the steps that exist
+        position = (
+            torch.arange(length, device=slots.device) - head[:, None]
+        )  # [B, L] within the steps that exist
         mask = (position >= 0) & (position < valid[:, None])
         step = torch.where(mask, low[:, None] + position, 0)
         block = block_ids[torch.where(mask, row[:, None] + step // plan.block_steps, 0)].long()

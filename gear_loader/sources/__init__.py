@@ -7,13 +7,12 @@ Gymnasium, Minari and h5py are imported by the function that needs them: pip ins
 """
 
 from gear_loader.sources.environment import collect, collect_iter
-from gear_loader.sources.episodes import STANDARD, Episode, EpisodeReader, infer_schema
+from gear_loader.sources.episodes import Episode, EpisodeReader, infer_schema
 from gear_loader.sources.hdf5 import read_hdf5
 from gear_loader.sources.loading import load
 from gear_loader.sources.minari import read_minari
 
 __all__ = [
-    "STANDARD",
     "Episode",
     "EpisodeReader",
     "collect",

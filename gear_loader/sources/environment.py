@@ -19,6 +19,7 @@ from gear_loader.sources.episodes import (
     Columns,
     Episode,
     MisfitError,
+    check_count,
     column_of,
     convert,
     describe,
@@ -114,15 +115,9 @@ def collect_iter(
     error: ``for episode in collect_iter(...): table.add(episode)``.
     """
     gymnasium = require("gymnasium", "Collecting episodes")
-    for option, value in (
-        ("episodes", episodes),
-        ("max_steps", max_steps),
-        ("max_episode_steps", max_episode_steps),
-    ):
-        if value is not None and (
-            isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1
-        ):
-            raise SourceError(f"{option}={value!r}; expected a whole number of at least 1, or None.")
+    check_count("episodes", episodes)
+    check_count("max_steps", max_steps)
+    check_count("max_episode_steps", max_episode_steps)
     if episodes is None and max_steps is None:
         raise SourceError(
             "Neither episodes= nor max_steps= was given; expected at least one, to know when to stop."

@@ -37,6 +37,7 @@ __all__ = [
     "Episode",
     "EpisodeReader",
     "MisfitError",
+    "check_count",
     "column_of",
     "convert",
     "describe",
@@ -261,6 +262,17 @@ def is_finite_role(role: str, allow_nonfinite: bool) -> bool:
 FINITE_REMEDY = (
     "Repair or leave out the episode, or pass allow_nonfinite=True to take such rewards as they are."
 )
+
+
+def check_count(option: str, value: Any) -> None:
+    """Refuse an option that is neither None nor a whole number of at least 1.
+
+    Raises:
+        SourceError: it is something else.
+    """
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if value is not None and not (whole and value >= 1):
+        raise SourceError(f"{option}={value!r}; expected a whole number of at least 1, or None.")
 
 
 def requested(columns: Columns, default: Sequence[str]) -> dict[str, str]:

@@ -30,6 +30,7 @@ from gear_loader.sources.episodes import (
     Episode,
     EpisodeReader,
     MisfitError,
+    check_count,
     column_of,
     convert,
     is_finite_role,
@@ -102,11 +103,7 @@ def read_hdf5(
     require("h5py", "Reading an HDF5 file")
     if unfinished not in ("keep", "drop"):
         raise SourceError(f"unfinished={unfinished!r}; expected 'keep' or 'drop'.")
-    whole = isinstance(max_episode_steps, (int, np.integer)) and not isinstance(max_episode_steps, bool)
-    if max_episode_steps is not None and (not whole or max_episode_steps < 1):
-        raise SourceError(
-            f"max_episode_steps={max_episode_steps!r}; expected a whole number of at least 1, or None."
-        )
+    check_count("max_episode_steps", max_episode_steps)
     return HDF5Episodes(
         os.fspath(path),
         columns,

@@ -18,6 +18,7 @@ from gear_loader.sources.episodes import (
     Columns,
     EpisodeReader,
     MisfitError,
+    check_count,
     column_of,
     convert,
     describe,
@@ -96,11 +97,8 @@ def load(
         raise SourceError(
             f"name={name!r} was given with a table; expected one of the two: a table keeps its name."
         )
-    whole = isinstance(max_trajectories, (int, np.integer)) and not isinstance(max_trajectories, bool)
-    if max_trajectories is not None and (not whole or max_trajectories < 1):
-        raise SourceError(
-            f"max_trajectories={max_trajectories!r}; expected a whole number of at least 1, or None."
-        )
+    check_count("max_trajectories", max_trajectories)
+    check_count("block_steps", block_steps)
     if table is not None and columns is None:
         columns = list(table.schema)
     if table is not None:  # else what the table can hold would be rounded on the way
@@ -355,5 +353,5 @@ def _fitted_episodes(reader: EpisodeReader, table: Table) -> Iterator[dict[str, 
 
 def _advancing(episodes: Iterator[Any], lengths: np.ndarray, advance: Any) -> Iterator[Any]:
     for episode, length in zip(episodes, lengths.tolist(), strict=False):
-        yield episode
         advance(length)
+        yield episode
