@@ -148,18 +148,17 @@ class ReplayDataset(IterableDataset[Batch]):
         info = get_worker_info()
         number, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         self._check_worker(number, info is not None)
-        place = number + 1 if info is not None else 0
+        return self._iterate(number, workers, in_worker=info is not None)
+
+    def _iterate(self, number: int, workers: int, *, in_worker: bool) -> Iterator[Batch]:
+        # Runs from the first request on: an iterator that is made and dropped does not use up an epoch.
+        place = number + 1 if in_worker else 0
         if self._resuming:
             epoch, step, self._resuming = self._epoch, self._step, False
         else:
             epoch, step = int(self._next_epoch[place]), 0
         self._next_epoch[place] = epoch + 1
         self._epoch, self._step = epoch, step
-        return self._iterate(epoch, step, number, workers, in_worker=info is not None)
-
-    def _iterate(
-        self, epoch: int, step: int, number: int, workers: int, *, in_worker: bool
-    ) -> Iterator[Batch]:
         rank, world = self._rank()
         view = self._view(self.table.snapshot())
         count = self._epoch_batches(view, world)

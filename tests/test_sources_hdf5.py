@@ -164,6 +164,16 @@ def test_observations_in_a_group_and_flags_of_other_names(tmp_path: Path) -> Non
     assert reader.lengths.tolist() == list(LENGTHS)
 
 
+def test_arrays_that_happen_to_have_a_standard_name(tmp_path: Path) -> None:
+    arrays = flat_arrays()
+    noise = np.ones(len(arrays["rewards"]), bool)
+    path = write(tmp_path / "data.hdf5", arrays | {"terminated": noise, "truncated": noise, "action": noise})
+    same_episodes(read_hdf5(path), cut(arrays, LENGTHS))
+    del arrays["timeouts"]
+    path = write(tmp_path / "data.hdf5", arrays | {"truncated": noise})
+    assert len(read_hdf5(path, timeouts=None)) == int(arrays["terminals"].sum()) + 1  # it splits nothing
+
+
 def test_scalars_of_shape_n_1_other_dtypes_and_byte_orders(tmp_path: Path) -> None:
     arrays = flat_arrays()
     stored = {
@@ -262,6 +272,7 @@ def test_values_that_no_column_holds(tmp_path: Path) -> None:
         read_hdf5(write(tmp_path / "hollow.hdf5", arrays))
     arrays = flat_arrays()
     arrays["terminals"] = np.stack([arrays["terminals"]] * 2, axis=1)
+    arrays["rewards"] = arrays["rewards"][:9]
     with pytest.raises(SourceError, match=r"'terminals' has shape \[142, 2\]; expected one flag a step"):
         read_hdf5(write(tmp_path / "flags.hdf5", arrays))
 

@@ -377,3 +377,13 @@ def test_sources_that_are_none(tmp_path: Path) -> None:
         read_minari(dataset, columns=["obs"])
     with pytest.raises(SourceError, match=r"has no column 'info.speed'"):
         read_minari(dataset, columns=["info.speed"])
+
+
+def test_what_minaris_storage_needs_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = build([buffer(4)])
+    for package in ("h5py", "PIL"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, package, None)
+            patch.delitem(sys.modules, "minari.dataset._storages.hdf5_storage")
+            with pytest.raises(ImportError, match=rf"{package}.*pip install 'gear-loader\[sources\]'"):
+                read_minari(dataset.id)

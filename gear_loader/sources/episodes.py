@@ -197,7 +197,7 @@ def plan_dtype(role: str, dtype: Any, what: str, *, keep_float64: bool) -> torch
     )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)  # an exception stays hashable
 class MisfitError(Exception):
     """A value that the column cannot hold.
 

@@ -169,8 +169,9 @@ class HDF5Episodes(EpisodeReader):
             if timeouts is not None:
                 names[timeouts] = "truncated"
             found = _find(file, names, source)
-            for role, flag in (("terminated", terminals), ("truncated", timeouts)):
-                if flag is not None and role not in found:
+            flags = {"terminated": terminals} | ({} if timeouts is None else {"truncated": timeouts})
+            for role, flag in flags.items():
+                if role not in found:
                     hint = "" if role == "terminated" else "; pass timeouts=None if it has none by design"
                     raise SourceError(
                         f"{source} has no {flag!r}, which splits it into trajectories; it has "
@@ -178,9 +179,7 @@ class HDF5Episodes(EpisodeReader):
                         f"terminals= and timeouts={hint}."
                     )
             chosen = _select(columns, found, source, has_timeouts=timeouts is not None)
-            self._flags = [
-                _sound(found[role], source) for role in ("terminated", "truncated") if role in found
-            ]
+            self._flags = [_sound(found[role], source) for role in flags]
             self._columns = {name: self._resolve(found, role, source) for name, role in chosen.items()}
             rows = self._check_rows(file, source)
             self._ends, self._cut = _split(
@@ -208,6 +207,11 @@ class HDF5Episodes(EpisodeReader):
         return _sound(found[role], source) if role in found else None
 
     def _check_rows(self, file: Any, source: str) -> int:
+        for array in self._flags:
+            if array.step_shape != ():
+                raise SourceError(
+                    f"{source}: {array.path!r} has shape {list(array.shape)}; expected one flag a step, [N] or [N, 1]."
+                )
         arrays = {array.path: array for array in [*self._flags, *self._columns.values()] if array is not None}
         rows = {path: array.shape[0] for path, array in arrays.items()}
         longest = max(rows.values())
@@ -230,11 +234,6 @@ class HDF5Episodes(EpisodeReader):
             )
         if longest == 0:
             raise SourceError(f"{source} holds zero steps; expected at least one.")
-        for array in self._flags:
-            if array.step_shape != ():
-                raise SourceError(
-                    f"{source}: {array.path!r} has shape {list(array.shape)}; expected one flag a step, [N] or [N, 1]."
-                )
         return longest
 
     def _read_flags(self, file: Any, source: str, rows: int) -> np.ndarray:
@@ -375,15 +374,14 @@ def _find(file: Any, names: dict[str, str], source: str) -> dict[str, _Array | E
             where = f"{path}{key}"
             head, _, rest = where.partition("/")
             # The flags may lie inside a group, so that the whole path is tried before its head.
-            role = names.get(where) or ".".join(
-                [names.get(head, head), *rest.split("/")] if rest else [names.get(head, head)]
-            )
+            role = names.get(where) or ".".join([names.get(head, head), *(rest.split("/") if rest else ())])
+            meant = where in names or head in names  # it wins over an array that just happens to be called so
             try:
                 item = group[key]
                 if isinstance(item, h5py.Group):
                     if depth < _DEPTH:
                         walk(item, f"{where}/", depth + 1)
-                elif isinstance(item, h5py.Dataset) and item.shape:
+                elif isinstance(item, h5py.Dataset) and item.shape and (meant or role not in found):
                     chunk = item.chunks[0] if item.chunks else 1
                     found[role] = _Array(where, role, tuple(item.shape), item.dtype, chunk)
             except Exception as error:  # the HDF5 library reports damage with several types

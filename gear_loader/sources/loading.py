@@ -60,8 +60,9 @@ def load(
 
     Readers and files are read piece by piece (256 MiB), never as a whole. If one fails halfway, what had been
     added of it is removed again; a table made here is closed and its name removed. Batches drawn from a table
-    in the meantime may have seen those trajectories. A table that evicts gets a source of more than one piece
-    only after the whole of it has been read once, because what was evicted cannot be brought back.
+    in the meantime may have seen those trajectories. A table that evicts gets a file of more than one piece
+    only after the whole of it has been read once, because what was evicted cannot be brought back. An iterable
+    is read to its end first and added in one piece.
 
     Args:
         source: the path of a D4RL-style file (ending in .hdf5 or .h5, see `read_hdf5`); a Minari data set, its
@@ -308,7 +309,9 @@ def _check_fit(reader: EpisodeReader, lengths: np.ndarray, table: Table) -> None
 
 def _fill(table: Table, reader: EpisodeReader, lengths: np.ndarray, priority: float, progress: bool) -> Table:
     step_bytes = sum(column.step_bytes for column in table.schema.values())
-    pieces = _pieces(lengths, max(1, LOAD_BYTES // step_bytes))
+    # What is in memory anyway goes in one piece, so that it becomes visible in one moment.
+    in_memory = isinstance(reader, _Listed)
+    pieces = [len(lengths)] if in_memory else _pieces(lengths, max(1, LOAD_BYTES // step_bytes))
     total = int(lengths.sum())
     if len(pieces) > 1 and table.on_full == "evict_oldest":
         with progress_bar("Checking", total, "steps", enabled=progress) as advance:

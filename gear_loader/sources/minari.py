@@ -120,10 +120,11 @@ class MinariEpisodes(EpisodeReader):
         self._leaves |= {f"next_{name}": leaf for name, leaf in observed.items()}
         lengths = self._read_lengths(source)
         wanted = requested(columns, STANDARD)
-        self._infos: dict[str, np.ndarray] = {}
+        self._infos: dict[str, tuple[Any, tuple[int, ...]]] = {}  # name -> dtype and shape of one step
         if any(wish.split(".")[0] == "info" for wish in wanted.values()):
             # The metadata do not tell which infos there are; the first episode does.
-            self._infos = dict(_walk_infos(self._load(source, 0).get("infos")))
+            found = _walk_infos(self._load(source, 0).get("infos"))
+            self._infos = {name: (values.dtype, values.shape[1:]) for name, values in found}
         self._chosen = select(wanted, [*self._leaves, *_FLAT, *self._infos], source)
         schema = {
             name: self._column(role, f"{source}: column {role!r}", keep_float64)
@@ -135,13 +136,11 @@ class MinariEpisodes(EpisodeReader):
         if role in self._leaves:
             return leaf_column(self._leaves[role], role, what, keep_float64=keep_float64)
         if role in self._infos:
-            values = self._infos[role]
-            return column_of(
-                plan_dtype(role, values.dtype, what, keep_float64=keep_float64), values.shape[1:], what
-            )
+            dtype, shape = self._infos[role]
+            return column_of(plan_dtype(role, dtype, what, keep_float64=keep_float64), shape, what)
         # The metadata do not tell the dtype of the rewards; Minari writes what the environment gave.
-        dtype = np.float64 if role == "reward" else np.bool_
-        return Column(plan_dtype(role, dtype, what, keep_float64=keep_float64))
+        stored = np.float64 if role == "reward" else np.bool_
+        return Column(plan_dtype(role, stored, what, keep_float64=keep_float64))
 
     def _read_lengths(self, source: str) -> np.ndarray:
         lengths = []

@@ -1,0 +1,248 @@
+"""`ReplayDataModule`: a table behind Lightning's `Trainer`."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities.warnings import PossibleUserWarning
+from torch.utils.data import DataLoader
+
+from gear_loader.collector import Batch
+from gear_loader.dataset import ReplayDataset
+from gear_loader.errors import SchemaError, SourceError
+from gear_loader.index import Array
+from gear_loader.random import integers
+from gear_loader.schema import Window
+from gear_loader.selectors import Uniform
+from gear_loader.table import Table
+
+__all__ = ["ReplayDataModule", "Split"]
+
+_FILES = (".hdf5", ".h5")
+_SPLIT = 0x73706C69  # stream of random numbers
+
+
+class Split:
+    """Divides trajectories into two parts by their sequence numbers, the same way in every process and run.
+
+    Of each 1 / fraction consecutive trajectories a random one goes into the second part, so that it has its share of
+    every stage of a collection that changes over time, and a growing table never moves a trajectory across.
+
+    Args:
+        fraction: share of the second part, 0 <= fraction < 1.
+        seed: decides which.
+        second: whether calls answer for the second part or the first.
+    """
+
+    def __init__(self, fraction: float, *, seed: int, second: bool) -> None:
+        self.fraction = fraction
+        self.seed = seed
+        self.second = second
+
+    def __call__(self, sequences: Array) -> Array:
+        """int64 [n] sequence numbers -> bool [n]: whether they belong to this part."""
+        if self.fraction == 0:
+            return np.full(len(sequences), not self.second)
+        # Stratum j holds the numbers i with floor(i * fraction) == j.
+        strata = np.floor(sequences * self.fraction).astype(np.int64)
+        chosen = np.zeros(len(sequences), dtype=bool)
+        for stratum in np.unique(strata).tolist():
+            low = int(np.ceil(stratum / self.fraction))
+            high = int(np.ceil((stratum + 1) / self.fraction))
+            member = low + int(integers(high - low, 1, seed=self.seed, stream=_SPLIT, epoch=0, step=stratum)[0])
+            chosen |= sequences == member
+        return chosen if self.second else ~chosen
+
+
+class ReplayDataLoader(DataLoader[Batch]):
+    """The `DataLoader` that `ReplayDataModule` makes; with its state, so that Lightning resumes it."""
+
+    def __init__(self, dataset: ReplayDataset, *, num_workers: int, state: Callable[[], dict[str, Any]]) -> None:
+        super().__init__(dataset, batch_size=None, num_workers=num_workers, persistent_workers=num_workers > 0)
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training stands; see `ReplayDataset.state_dict`."""
+        return self._state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `ReplayDataset.load_state_dict`."""
+        assert isinstance(self.dataset, ReplayDataset)
+        self.dataset.load_state_dict(state)
+
+
+class _ValidationDataset(ReplayDataset):
+    """Every pass is the same."""
+
+    def __iter__(self) -> Any:
+        self.set_epoch(0)
+        return super().__iter__()
+
+
+class ReplayDataModule(LightningDataModule):
+    """Trains and validates on a table: ``Trainer.fit(model, ReplayDataModule(table, batch_size=..., windows=...))``.
+
+    Batches are those of `ReplayDataset`. Its state goes into Lightning's checkpoints: a run that is stopped in the
+    middle of an epoch and resumed from its checkpoint sees the batches that it would have seen.
+
+    Args:
+        table: a `Table`; or the name of one, to attach to; or the path of a D4RL-style file (.hdf5, .h5), which each
+            process loads into a private table.
+        batch_size, windows: as for `ReplayDataset`.
+        val_fraction: share of the trajectories that is set aside for validation, which passes over all of their
+            steps once, in the same order each time. 0 for no validation.
+        val_batch_size: `batch_size` by default.
+        split_seed: decides which trajectories those are.
+        num_workers: of the `DataLoader`. 0 is the fast choice: batches are prefetched in the background anyway.
+        load_options: for a path: options of `gear_loader.sources.load`.
+        **options: the other options of `ReplayDataset`, for training. `device` is the trainer's by default.
+
+    Attributes:
+        table: the table, from `setup` on.
+        train_dataset, val_dataset: the datasets, from `setup` on.
+
+    Raises:
+        SchemaError: options that make no sense.
+        SourceError, RegionError: in `prepare_data` or `setup`: the file or the table is not there.
+    """
+
+    table: Table | None
+    train_dataset: ReplayDataset | None
+    val_dataset: ReplayDataset | None
+
+    def __init__(
+        self,
+        table: Table | str | os.PathLike[str],
+        *,
+        batch_size: int,
+        windows: Window | Mapping[str, Window],
+        val_fraction: float = 0.1,
+        val_batch_size: int | None = None,
+        split_seed: int = 0,
+        num_workers: int = 0,
+        load_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if not 0 <= val_fraction < 1:
+            raise SchemaError(f"val_fraction is {val_fraction!r}; expected a share from 0 to below 1.")
+        if "subset" in options:
+            raise SchemaError("subset was given; ReplayDataModule sets it. Use val_fraction, or ReplayDataset.")
+        self._source = table if isinstance(table, Table) else os.fspath(table)
+        self._options = {"batch_size": batch_size, "windows": windows, **options}
+        self._val_fraction = val_fraction
+        self._val_batch_size = batch_size if val_batch_size is None else val_batch_size
+        self._split_seed = split_seed
+        self._num_workers = num_workers
+        self._load_options = dict(load_options or {})
+        self._restored: Mapping[str, Any] | None = None
+        self.table = None
+        self.train_dataset = None
+        self.val_dataset = None
+
+    # ---------------------------------------------------------------- Lightning's hooks
+
+    def prepare_data(self) -> None:
+        """Check, once a node, that a file to be loaded is there."""
+        if self._is_path() and not Path(str(self._source)).is_file():
+            raise SourceError(f"There is no file {self._source!r}; expected a D4RL-style HDF5 file, or a table's name.")
+
+    def setup(self, stage: str | None = None) -> None:
+        """Open the table and make the datasets; idempotent."""
+        if self.table is None:
+            self.table = self._open()
+        if self.train_dataset is None:
+            self.train_dataset = self._dataset(second=False)
+            self.val_dataset = self._dataset(second=True) if self._val_fraction else None
+            if self._restored is not None:
+                self.train_dataset.load_state_dict(self._restored)
+                self._restored = None
+        # Advice that does not hold here: batches are prefetched without workers, and where there are workers, each
+        # yields its own share of the length.
+        warnings.filterwarnings("ignore", message=".*does not have many workers", category=PossibleUserWarning)
+        warnings.filterwarnings("ignore", message="Your `IterableDataset` has `__len__` defined")
+
+    def train_dataloader(self) -> ReplayDataLoader:
+        """Batches for training: `ReplayDataset` in a `DataLoader`."""
+        assert self.train_dataset is not None, "setup() has not been called"
+        return ReplayDataLoader(self.train_dataset, num_workers=self._num_workers, state=self._train_state)
+
+    def val_dataloader(self) -> list[DataLoader[Batch]]:
+        """The steps of the trajectories set aside, each once; no loader where `val_fraction` is 0."""
+        if self.val_dataset is None:
+            return []
+        return [DataLoader(self.val_dataset, batch_size=None, num_workers=self._num_workers)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training stands: integers only."""
+        if self.train_dataset is None:
+            return {} if self._restored is None else {"train": dict(self._restored)}
+        return {"train": self._train_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        state = state_dict.get("train")
+        if state is None:
+            return
+        if self.train_dataset is None:
+            self._restored = state
+        else:
+            self.train_dataset.load_state_dict(state)
+
+    def teardown(self, stage: str | None = None) -> None:
+        """Close the table if it was opened here."""
+        if self.table is not None and self.table is not self._source:
+            if self.train_dataset is not None:
+                self._restored = self._train_state()
+            self.train_dataset = self.val_dataset = None
+            self.table.close()
+            self.table = None
+
+    # ---------------------------------------------------------------- parts
+
+    def _is_path(self) -> bool:
+        return isinstance(self._source, str) and self._source.endswith(_FILES)
+
+    def _open(self) -> Table:
+        if isinstance(self._source, Table):
+            return self._source
+        if self._is_path():
+            from gear_loader import sources
+
+            return sources.load(self._source, **self._load_options)
+        return Table.attach(self._source)
+
+    def _dataset(self, *, second: bool) -> ReplayDataset:
+        assert self.table is not None
+        options = dict(self._options)
+        if options.get("device", "auto") == "auto" and self.trainer is not None:
+            options["device"] = self.trainer.strategy.root_device
+        if isinstance(options.get("device"), torch.device) and options["device"].type not in ("cpu", "cuda"):
+            options["device"] = "cpu"  # another kind of accelerator: Lightning moves the batch there
+        options["subset"] = Split(self._val_fraction, seed=self._split_seed, second=second)
+        if not second:
+            return ReplayDataset(self.table, **options)
+        options.update(batch_size=self._val_batch_size, anchor="uniform", batches_per_epoch=None, drop_last=False)
+        options["selector"] = Uniform(replacement=False, unit="step")
+        return _ValidationDataset(self.table, **options)
+
+    def _train_state(self) -> dict[str, Any]:
+        """The dataset's state by the trainer's count: a trainer may have fetched a batch that it has not used yet."""
+        assert self.train_dataset is not None
+        state = self.train_dataset.state_dict()
+        trainer = self.trainer
+        if trainer is None or not trainer.training and not trainer.validating:
+            return state
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.processed
+        if done >= trainer.num_training_batches:
+            state.update(epoch=state["epoch"] + 1, step=0)
+        elif state["step"]:
+            state["step"] = done
+        return state

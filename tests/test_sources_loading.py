@@ -1,0 +1,514 @@
+"""`gear_loader.sources.load`: every trajectory or none, whatever goes wrong; and what all sources share."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sources_common import (
+    LENGTHS,
+    ScriptedEnv,
+    contents,
+    cut,
+    flat_arrays,
+    same,
+    same_episodes,
+    unchanged,
+    write,
+)
+
+import gear_loader as gear
+from gear_loader import sources
+from gear_loader.errors import SchemaError, SourceError, TableFullError
+from gear_loader.sources import collect, collect_iter, infer_schema, load, loading, read_hdf5
+from gear_loader.sources.episodes import MisfitError, convert, plan_dtype
+
+SCHEMA = {
+    "observation": gear.Column(torch.float32, (5,)),
+    "action": gear.Column(torch.float32, (2,)),
+    "reward": gear.Column(torch.float32),
+}
+
+
+def episodes(lengths: Any = LENGTHS, seed: int = 0) -> list[dict[str, np.ndarray]]:
+    return cut(flat_arrays(lengths, seed=seed), lengths)
+
+
+def name_of(tmp_path: Path) -> str:
+    return f"test-sources-{os.getpid()}-{abs(hash(tmp_path)):x}"
+
+
+@pytest.fixture(params=[1, 3000, 2**28], ids=["piece by piece", "in some pieces", "at once"])
+def pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(loading, "LOAD_BYTES", request.param)
+    size: int = request.param
+    return size
+
+
+@pytest.fixture
+def table() -> Iterator[gear.Table]:
+    """A table with something in it already, and room for one more source."""
+    with gear.Table.create(SCHEMA, max_steps=1000, max_trajectories=40, block_steps=16) as made:
+        made.extend([{name: e[name] for name in SCHEMA} for e in episodes([5, 40, 9], seed=9)])
+        made.remove(int(made.indices()[1]))
+        yield made
+
+
+# Sources ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("pieces")
+@pytest.mark.parametrize("block_steps", [1, 7, 64])
+def test_a_file_fills_a_table_of_exactly_its_size(tmp_path: Path, block_steps: int) -> None:
+    path = write(tmp_path / "data.HDF5", flat_arrays(rest=4), compression="gzip")
+    with load(path, block_steps=block_steps, priority=2.5) as table:
+        table.check_valid()
+        assert len(table) == len(LENGTHS) + 1
+        assert table.num_steps == sum(LENGTHS) + 4
+        same_episodes(contents(table), list(read_hdf5(path)))
+        stats = table.stats()
+        assert stats.blocks_in_use == stats.num_blocks == sum(-(-n // block_steps) for n in (*LENGTHS, 4))
+        with pytest.raises(TableFullError):
+            table.add(table[0])
+
+
+@pytest.mark.usefixtures("pieces")
+def test_a_table_that_is_given_keeps_what_it_has(tmp_path: Path, table: gear.Table) -> None:
+    before = contents(table)
+    path = write(tmp_path / "data.h5", flat_arrays())
+    assert load(path, table) is table
+    table.check_valid()
+    same_episodes(contents(table), [*before, *({name: e[name] for name in SCHEMA} for e in episodes())])
+
+
+def test_readers_lists_iterators_and_environments() -> None:
+    listed = episodes()
+    for source in (listed, tuple(listed), iter(listed), (e for e in listed)):
+        with load(source) as table:
+            same_episodes(contents(table), listed)
+    with load(collect_iter(ScriptedEnv(), episodes=4, seed=0)) as table:
+        ours = collect(ScriptedEnv(), episodes=4, seed=0)
+        same_episodes(contents(table), ours)
+        assert dict(table.schema) == infer_schema(ours)
+
+
+def test_a_reader_with_options_of_its_own(tmp_path: Path) -> None:
+    reader = read_hdf5(write(tmp_path / "data.hdf5", flat_arrays(rest=9)), unfinished="drop")
+    with load(reader, columns={"state": "observation", "reward": "reward"}) as table:
+        assert list(table.schema) == ["state", "reward"]
+        assert table.lengths().tolist() == list(LENGTHS)
+        same(table[0]["state"], next(iter(reader))["observation"])
+
+
+@pytest.mark.parametrize("most", [1, 4, 100])
+def test_max_trajectories_takes_the_first(tmp_path: Path, most: int) -> None:
+    path = write(tmp_path / "data.hdf5", flat_arrays())
+    kept = list(LENGTHS[:most])
+    for source in (path, episodes(), read_hdf5(path)):
+        with load(source, max_trajectories=most) as table:
+            assert table.lengths().tolist() == kept
+            assert table.stats().num_blocks == table.stats().blocks_in_use
+    forever = ({"reward": np.zeros(i + 1, np.float32)} for i in itertools.count())
+    with load(forever, max_trajectories=3) as table:
+        assert table.lengths().tolist() == [1, 2, 3]
+
+
+def test_a_named_table_can_be_attached_to(tmp_path: Path) -> None:
+    name = name_of(tmp_path)
+    with load(episodes(), name=name) as table:
+        with gear.Table.attach(name) as other:
+            same_episodes(contents(other), episodes())
+        table.unlink()
+
+
+# Columns and dtypes -----------------------------------------------------------------------------------------
+
+
+def test_columns_of_an_iterable_are_selected_renamed_and_converted() -> None:
+    wide = [
+        {name: e[name].astype(np.float64) for name in SCHEMA} | {"id": np.arange(len(e["reward"]))}
+        for e in episodes()
+    ]
+    with load(wide, columns={"o": "observation", "reward": "reward", "n": "id"}) as table:
+        assert dict(table.schema) == {
+            "o": gear.Column(torch.float32, (5,)),
+            "reward": gear.Column(torch.float32),
+            "n": gear.Column(torch.int64),
+        }
+        same(table[2]["o"], episodes()[2]["observation"])
+    with load(wide, keep_float64=True) as table:
+        assert table.schema["observation"].dtype == table.schema["reward"].dtype == torch.float64
+        same_episodes(contents(table), wide)
+
+
+def test_a_table_takes_what_it_has_columns_for_at_its_own_precision(tmp_path: Path) -> None:
+    arrays = flat_arrays()
+    arrays["observations"] = arrays["observations"].astype(np.float64) / 3
+    arrays["actions"] = (np.abs(arrays["actions"]) * 10).astype(np.int32)
+    path = write(tmp_path / "data.hdf5", arrays)
+    schema = {
+        "action": gear.Column(torch.int8, (2,)),
+        "observation": gear.Column(torch.float64, (5,)),
+        "reward": gear.Column(torch.bfloat16),
+    }
+    for source in (path, cut(arrays, LENGTHS), read_hdf5(path, keep_float64=True)):
+        with gear.Table.create(schema, max_steps=1000, max_trajectories=10) as table:
+            columns = list(schema) if isinstance(source, sources.EpisodeReader) else None
+            load(source, table, columns=columns)
+            for stored, episode in zip(contents(table), cut(arrays, LENGTHS), strict=True):
+                same(stored["observation"], episode["observation"])
+                same(stored["action"], episode["action"].astype(np.int8))
+                assert torch.equal(stored["reward"], torch.from_numpy(episode["reward"]).bfloat16())
+
+
+def test_tensors_and_lists() -> None:
+    source = [
+        {
+            "a": torch.ones(3, 2, requires_grad=True),
+            "b": torch.zeros(3, dtype=torch.bfloat16),
+            "c": [1, 2, 3],
+        },
+        {"a": torch.zeros(1, 2), "b": torch.ones(1, dtype=torch.bfloat16), "c": [4]},
+    ]
+    with load(source) as table:
+        assert [column.dtype for column in table.schema.values()] == [
+            torch.float32,
+            torch.bfloat16,
+            torch.int64,
+        ]
+        assert table[0]["a"].tolist() == [[1, 1]] * 3
+        assert table[1]["b"].tolist() == [1.0]
+        assert [table[i]["c"].tolist() for i in (0, 1)] == [[1, 2, 3], [4]]
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"observation": gear.Column(torch.float32, (4,))}, r"column 'observation' has .*shape \[(3, )?5\]; .*expect"),
+        ({"state": gear.Column(torch.float32, (5,))}, r"no column 'state'; it has .*'observation'"),
+        ({"observation": gear.Column(torch.int64, (5,))}, r"episode 0: column 'observation' holds values of float32"),
+        ({"action": gear.Column(torch.float16, (2,))}, r"episode 3, step 5: column 'action' holds 1000000.0, which"),
+    ],
+)  # fmt: skip
+def test_a_source_that_does_not_fit_the_table(tmp_path: Path, schema: Any, message: str) -> None:
+    arrays = flat_arrays()
+    arrays["actions"][16] = 1e6
+    path = write(tmp_path / "data.hdf5", arrays)
+    for source in (path, cut(arrays, LENGTHS)):
+        table = gear.Table.create(schema, max_steps=1000, max_trajectories=10)
+        with table, unchanged(table), pytest.raises(SourceError, match=message):
+            load(source, table)
+
+
+# All or nothing ------------------------------------------------------------------------------------------------
+
+
+def spoil(number: int, episode: dict[str, Any]) -> dict[str, Any]:
+    """Episode 4 with something wrong, one thing for each number."""
+    arrays = dict(episode)
+    match number:
+        case 0:
+            del arrays["action"]
+        case 1:
+            arrays["action"] = arrays["action"][:-1]
+        case 2:
+            arrays["reward"] = np.where(np.arange(65) == 7, np.nan, arrays["reward"])
+        case 3:
+            arrays["observation"] = arrays["observation"][:, :4]
+        case 4:
+            arrays["observation"] = arrays["observation"].astype(str)
+        case 5:
+            arrays = {name: values[:0] for name, values in arrays.items()}
+        case 6:
+            arrays["reward"] = 3.0
+        case 7:
+            arrays["action"] = [[1.0, 2.0], [3.0]]
+    return arrays
+
+
+SPOILT = [
+    "episode 4 has no column 'action'; it has ",
+    r"episode 4 has columns of \{.*'action': 64.*\} steps; expected as many",
+    r"episode 4, step 7: column 'reward' holds nan, .*allow_nonfinite=True",
+    r"episode 4: column 'observation' has shape \[65, 4\]; expected \[T, 5\]",
+    r"episode 4: column 'observation' holds values of <U\d+ where float32 is expected",
+    r"episode 4 has columns of \{.*\} steps; expected as many in each, at least one",
+    r"episode 4: column 'reward' is .*; expected an array \[T, ...\]",
+    r"episode 4: column 'action' is an object of type list; expected an array",
+]
+
+
+@pytest.mark.parametrize(("number", "message"), list(enumerate(SPOILT)))
+def test_a_bad_episode_leaves_the_table_as_it_was(table: gear.Table, number: int, message: str) -> None:
+    bad = episodes()
+    bad[4] = spoil(number, bad[4])
+    with unchanged(table), pytest.raises(SourceError, match=message):
+        load(bad, table)
+    with pytest.raises(SourceError, match=message):
+        load(bad)
+
+
+def test_an_iterator_that_raises_leaves_the_table_as_it_was(table: gear.Table) -> None:
+    def failing() -> Iterator[Any]:
+        yield from episodes()[:4]
+        raise RuntimeError("the network is down")
+
+    with unchanged(table), pytest.raises(SourceError, match="RuntimeError at episode 4: the network is down"):
+        load(failing(), table)
+
+    def stopped() -> Iterator[Any]:
+        yield from episodes()[:4]
+        raise KeyboardInterrupt
+
+    with unchanged(table), pytest.raises(KeyboardInterrupt):
+        load(stopped(), table)
+
+
+def test_an_environment_that_raises_leaves_the_table_as_it_was(table: gear.Table) -> None:
+    class Broken(ScriptedEnv):
+        def step(self, action: Any) -> Any:
+            if self.episode == 3 and self.step_of == 10:
+                raise RuntimeError("the simulator exploded")
+            return super().step(action)
+
+    with gear.Table.create(
+        {"observation": gear.Column(torch.float32, (3,))}, max_steps=500, max_trajectories=9
+    ) as table:
+        load(collect_iter(ScriptedEnv(), episodes=2), table)
+        with unchanged(table), pytest.raises(SourceError, match="Broken, episode 3, step 10: raised in step"):
+            load(collect_iter(Broken(), episodes=6), table)
+
+
+@pytest.mark.usefixtures("pieces")
+@pytest.mark.parametrize("number", [0, 2, 4, 5])
+def test_a_damaged_file_leaves_the_table_as_it_was(tmp_path: Path, table: gear.Table, number: int) -> None:
+    arrays = flat_arrays()
+    end = int(np.cumsum(LENGTHS)[number]) - 1
+    arrays["rewards"][end] = np.nan
+    path = write(tmp_path / "data.hdf5", arrays)
+    message = rf"trajectory {number}, step {LENGTHS[number] - 1} \(step {end} of the file\): column 'rewards' holds nan"
+    with unchanged(table), pytest.raises(SourceError, match=message):
+        load(path, table)
+    with pytest.raises(SourceError, match=message):
+        load(path)
+    name = name_of(tmp_path)
+    with pytest.raises(SourceError, match=message):
+        load(path, name=name)
+    gear.Table.create(SCHEMA, max_steps=1, max_trajectories=1, name=name).unlink()  # the name is free again
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.3, 0.9, 0.999])
+def test_a_file_that_was_cut_off_leaves_the_table_as_it_was(
+    tmp_path: Path, table: gear.Table, keep: float
+) -> None:
+    path = Path(write(tmp_path / "data.hdf5", flat_arrays(), compression="gzip"))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * keep)])
+    with unchanged(table), pytest.raises(SourceError, match="cannot be opened as HDF5"):
+        load(path, table)
+
+
+@pytest.mark.usefixtures("pieces")
+def test_a_file_damaged_while_it_is_loaded(tmp_path: Path, table: gear.Table) -> None:
+    path = write(tmp_path / "data.hdf5", flat_arrays(), compression="gzip")
+    reader = read_hdf5(path, columns=list(SCHEMA))
+    write(path, flat_arrays(LENGTHS[:-1]))
+    with unchanged(table), pytest.raises(SourceError, match=r"trajectory 0: .* it now is"):
+        load(reader, table)
+
+
+@pytest.mark.usefixtures("pieces")
+def test_a_full_table_is_as_before(tmp_path: Path) -> None:
+    path = write(tmp_path / "data.hdf5", flat_arrays())
+    with gear.Table.create(SCHEMA, max_steps=120, max_trajectories=9, block_steps=8) as table:
+        table.extend([{name: e[name] for name in SCHEMA} for e in episodes([5])])
+        with unchanged(table), pytest.raises(TableFullError):
+            load(path, table)
+        with unchanged(table), pytest.raises(TableFullError):
+            load(episodes(), table)
+    small = gear.Table.create(SCHEMA, max_steps=60, max_trajectories=9)
+    message = "episode 4 has 65 steps; the table holds at most 60"
+    with small, unchanged(small), pytest.raises(SourceError, match=message):
+        load(path, small)
+
+
+@pytest.mark.usefixtures("pieces")
+def test_a_table_that_evicts_loses_nothing_to_a_damaged_file(tmp_path: Path) -> None:
+    arrays = flat_arrays()
+    with gear.Table.create(
+        SCHEMA, max_steps=150, max_trajectories=9, block_steps=1, on_full="evict_oldest"
+    ) as table:
+        load(episodes([70, 60], seed=3), table)
+        arrays["rewards"][-1] = np.nan
+        path = write(tmp_path / "data.hdf5", arrays)
+        with unchanged(table), pytest.raises(SourceError, match="trajectory 5, step 1"):
+            load(path, table)
+        arrays["rewards"][-1] = 0
+        load(write(path, arrays), table)
+        table.check_valid()
+        same_episodes(contents(table), [{n: e[n] for n in SCHEMA} for e in cut(arrays, LENGTHS)])
+
+
+def test_a_table_that_evicts_keeps_the_last_of_a_source_larger_than_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "LOAD_BYTES", 1)
+    path = write(tmp_path / "data.hdf5", flat_arrays())
+    with gear.Table.create(
+        SCHEMA, max_steps=70, max_trajectories=9, block_steps=1, on_full="evict_oldest"
+    ) as table:
+        load(path, table)
+        assert table.lengths().tolist() == [65, 2]
+        table.check_valid()
+
+
+# Bad options -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ([], {}, "has no episodes"),
+        (iter(()), {}, "has no episodes"),
+        ({"reward": np.zeros(3)}, {}, r"A single episode goes into a list: load\(\[episode\]\)"),
+        (7, {}, "of type int was received; expected a path"),
+        ([7], {}, "episode 0 is an object of type int; expected a mapping"),
+        ([{}], {}, "episode 0 is an object of type dict; expected a mapping"),
+        (episodes(), {"max_trajectories": 0}, "max_trajectories=0; expected a whole number"),
+        (episodes(), {"columns": ["rewards"]}, "has no column 'rewards'; it has .* Did you mean 'reward'"),
+        (episodes(), {"columns": "reward"}, r"expected a list of names: columns=\['reward'\]"),
+        ("nowhere.hdf5", {}, "'nowhere.hdf5' does not exist"),
+    ],
+)
+def test_sources_and_options_that_do_not_fit(source: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SourceError, match=message):
+        load(source, **options)
+
+
+def test_options_that_the_table_refuses(tmp_path: Path, table: gear.Table) -> None:
+    with pytest.raises(SourceError, match="block_steps=0; expected a whole number"):
+        load(episodes(), block_steps=0)
+    with unchanged(table), pytest.raises(SchemaError, match="priority"):
+        load(episodes(), table, priority=-1.0)
+    with pytest.raises(SourceError, match="name='x' was given with a table"):
+        load(episodes(), table, name="x")
+    name = name_of(tmp_path)
+    with gear.Table.create(SCHEMA, max_steps=1, max_trajectories=1, name=name) as taken:
+        with pytest.raises(gear.errors.RegionError):
+            load(episodes(), name=name)
+        with gear.Table.attach(name):  # it is still there
+            taken.unlink()
+
+
+# The shared parts ------------------------------------------------------------------------------------------------
+
+
+def test_infer_schema() -> None:
+    listed = episodes()
+    expected = SCHEMA | {"terminated": gear.Column(torch.bool), "truncated": gear.Column(torch.bool)}
+    assert infer_schema(listed) == infer_schema(listed[0]) == expected
+    assert infer_schema({"x": torch.zeros(2, 3, dtype=torch.bfloat16)}) == {
+        "x": gear.Column(torch.bfloat16, (3,))
+    }
+    for bad, message in (
+        (iter(listed), r"A list_iterator was received.*pass list\(episodes\)"),
+        ([], "No episodes"),
+        ([3], "episode 0 is 3; expected a mapping"),
+        ({"x": [1, 2]}, "Column 'x' of the episode is an object of type list"),
+        ({"x": np.float32(1)}, "Column 'x' of the episode is an object of type float32"),
+        ({"x": np.zeros(3, np.uint64)}, "dtype uint64; expected one of bool"),
+        ({"x": np.zeros((3, 0))}, "cannot become a column"),
+    ):
+        with pytest.raises(SourceError, match=message):
+            infer_schema(bad)
+
+
+DTYPES = [np.bool_, np.uint8, np.int8, np.int16, np.int32, np.int64, np.float16, np.float32, np.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_planned_dtypes_hold_every_value(dtype: Any, order: str) -> None:
+    stored = np.dtype(dtype).newbyteorder(order)
+    planned = plan_dtype("x", stored, "x", keep_float64=True)
+    values = np.array([0, 1], stored)
+    if stored.kind in "iu":
+        values = np.array([np.iinfo(dtype).min, np.iinfo(dtype).max], stored)
+    if stored.kind == "f":
+        values = np.array([np.finfo(dtype).min, np.finfo(dtype).tiny, np.nan, np.inf], stored)
+    same(convert(values, planned), values.astype(dtype))
+
+
+def test_unsigned_dtypes_are_widened() -> None:
+    assert plan_dtype("x", np.uint16, "x", keep_float64=False) == torch.int32
+    assert plan_dtype("x", ">u4", "x", keep_float64=False) == torch.int64
+    same(convert(np.array([2**32 - 1], np.uint32), torch.int64), np.array([2**32 - 1]))
+    for bad in (np.uint64, np.complex64, "U3", "O", "M8[s]", np.longdouble):
+        with pytest.raises(SourceError, match=r"x has dtype .*; expected one of bool"):
+            plan_dtype("x", bad, "x", keep_float64=False)
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "step", "problem"),
+    [
+        ([[1, 2], [3, 300]], torch.uint8, 1, "holds 300, which uint8 cannot hold"),
+        ([-1], torch.uint8, 0, "holds -1, which uint8 cannot hold"),
+        ([0, 1, 2], torch.bool, 2, "holds 2, which is no flag: neither 0 nor 1"),
+        ([0.0, np.nan], torch.bool, 1, "holds nan, which is no flag"),
+        ([0.0, 1e39], torch.float32, 1, r"holds 1e\+39, which float32 cannot hold"),
+        ([0.0, 70000.0], torch.float16, 1, r"holds 70000.0, which float16 cannot hold"),
+        ([0.5], torch.int64, None, "holds values of float64 where int64 is expected"),
+        (["a"], torch.float32, None, "holds values of <U1 where float32 is expected"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused(
+    values: Any, dtype: torch.dtype, step: int | None, problem: str
+) -> None:
+    with pytest.raises(MisfitError, match=problem) as caught:
+        convert(np.array(values), dtype)
+    assert caught.value.step == step
+
+
+def test_infinite_values_pass_where_they_are_meant() -> None:
+    values = np.array([np.inf, -np.inf, np.nan])
+    same(convert(values, torch.float32), values.astype(np.float32))
+    with pytest.raises(MisfitError, match="holds inf, which is not a finite number"):
+        convert(values, torch.float32, finite=True)
+
+
+def test_progress_is_shown_on_a_terminal_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "data.hdf5", flat_arrays())
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    def shown(stream: io.StringIO, **options: Any) -> str:
+        monkeypatch.setattr("sys.stderr", stream)
+        load(path, **options).close()
+        collect(ScriptedEnv(), episodes=2, **options)
+        return stream.getvalue()
+
+    monkeypatch.setenv("TERM", "xterm")
+    for variable in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(variable, raising=False)
+    text = shown(Terminal())
+    assert "Loading" in text
+    assert "142/142" in text
+    assert "Collecting ScriptedEnv" in text
+    assert "2/2" in text
+    assert shown(Terminal(), progress=False) == ""
+    assert shown(io.StringIO()) == ""
+
+
+def test_the_public_names_are_sorted_and_there() -> None:
+    assert sources.__all__ == sorted(sources.__all__)
+    for name in sources.__all__:
+        assert hasattr(sources, name)
