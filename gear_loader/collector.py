@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gear_loader import native
-from gear_loader.crew import crew
+from gear_loader import crew, native
 from gear_loader.index import Array
 from gear_loader.kernels import reference
 from gear_loader.kernels.plan import PAD_HEAD, PAD_KEEP, PAD_TAIL, GatherColumn, GatherPlan
@@ -22,7 +21,27 @@ __all__ = ["Batch", "Buffers", "Collector"]
 Batch = dict[str, Any]
 _PADS = {"keep": PAD_KEEP, "head": PAD_HEAD, "tail": PAD_TAIL}
 _ROW_KEYS = ("index", "anchor", "generation")
-_SINGLE_THREAD_BYTES = 1 << 18
+
+
+@dataclasses.dataclass
+class GpuSide:
+    """What a batch on a GPU needs beside its tensors.
+
+    Attributes:
+        host: pinned tensors that the host writes: int64 [5, B] of index, anchor, generation and the two numbers of
+            the extent; int32 [B, K] of the windows' block ids. None where the GPU cannot read the region.
+        mirror: their copies on the device.
+        staging: where the GPU cannot read the region: a batch in pinned memory, gathered on the CPU.
+        filled, released: events: the batch is complete; its last user has finished.
+        consumers: the streams that have used the batch.
+    """
+
+    host: tuple[torch.Tensor, torch.Tensor] | None
+    mirror: tuple[torch.Tensor, torch.Tensor] | None
+    staging: Buffers | None
+    filled: torch.cuda.Event
+    released: torch.cuda.Event
+    consumers: set[int] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass
@@ -32,21 +51,12 @@ class Buffers:
     Attributes:
         batch: column -> ``[B, L, *shape]``, mask, index, anchor, generation, on the target device.
         plan: how the kernel fills columns and masks.
-        host: for a GPU, the pinned tensors that the host writes: int64 [5, B] of index, anchor, generation and the
-            two extents, and int32 [B, K] of block ids; and their copies on the device.
-        staging: for a GPU that cannot read the region: a batch in pinned memory, gathered on the CPU.
-        filled, released: for a GPU, events: the batch is complete; its last user has finished.
-        consumers: for a GPU, the streams that have used the batch.
+        gpu: on a GPU, what that needs.
     """
 
     batch: Batch
     plan: GatherPlan
-    host: tuple[torch.Tensor, torch.Tensor] | None = None
-    mirror: tuple[torch.Tensor, torch.Tensor] | None = None
-    staging: Buffers | None = None
-    filled: torch.cuda.Event | None = None
-    released: torch.cuda.Event | None = None
-    consumers: set[int] = dataclasses.field(default_factory=set)
+    gpu: GpuSide | None = None
 
     def rows(self, count: int) -> Batch:
         """The batch's first `count` rows: all of it, or views for a last batch that is smaller."""
@@ -88,6 +98,10 @@ class Collector:
         index = table.index_arrays()
         self._extent, self._block_ids = index
         self._block_steps = table.region.layout.block_steps
+        self._numbers = torch.arange(batch_size, device=device)
+        self._row_bytes = sum(
+            table.schema[name].step_bytes * window.length for name, window in windows.items()
+        )
         self._first = min(window.offset for window in windows.values())
         self._last = max(window.offset + window.length - 1 for window in windows.values())
 
@@ -102,21 +116,21 @@ class Collector:
         if self.device.type != "cuda":
             return self._buffers(torch.device("cpu"), shared=shared)
         buffers = self._buffers(self.device)
+        host = mirror = staging = None
         if self.zero_copy:
             blocks = (self._last - self._first) // self._block_steps + 2
             host = (
                 torch.empty(5, self.batch_size, dtype=torch.int64, pin_memory=True),
                 torch.zeros(self.batch_size, blocks, dtype=torch.int32, pin_memory=True),
             )
-            mirror = tuple(torch.empty_like(part, device=self.device, pin_memory=False) for part in host)
-            buffers.host, buffers.mirror = host, (mirror[0], mirror[1])
+            mirror = (host[0].to(self.device), host[1].to(self.device))
             for i, key in enumerate(_ROW_KEYS):
                 buffers.batch[key] = mirror[0][i]
         else:
-            buffers.staging = self._buffers(torch.device("cpu"), pinned=torch.cuda.is_available())
-        # Blocking: whoever waits for it sleeps instead of spinning.
-        buffers.filled = torch.cuda.Event(blocking=True)
-        buffers.released = torch.cuda.Event()
+            staging = self._buffers(torch.device("cpu"), pinned=True)
+        # The first is blocking: whoever waits for it sleeps instead of spinning.
+        filled, released = torch.cuda.Event(blocking=True), torch.cuda.Event()
+        buffers.gpu = GpuSide(host, mirror, staging, filled, released)
         return buffers
 
     def _buffers(self, device: torch.device, *, shared: bool = False, pinned: bool = False) -> Buffers:
@@ -167,12 +181,20 @@ class Collector:
         `buffers.filled` is recorded after it; the host does not wait, but where the GPU cannot read the region it
         gathers the batch on the CPU first, having waited for the last copy out of the same staging buffers.
         """
-        if self.device.type != "cuda":
+        gpu = buffers.gpu
+        if gpu is None:
             self._collect_cpu(buffers, slots, anchors, generations)
-        elif self.zero_copy:
-            self._collect_zero_copy(buffers, slots, anchors, generations)
-        else:
-            self._collect_staged(buffers, slots, anchors, generations)
+            return
+        # What the last batch in these buffers was copied from is about to be written again. That batch has been
+        # delivered, so its copy has long finished, and this returns at once.
+        gpu.filled.synchronize()
+        if gpu.host is not None and gpu.mirror is not None:
+            self._collect_zero_copy(buffers, gpu, gpu.host, gpu.mirror, slots, anchors, generations)
+        elif gpu.staging is not None:
+            self._collect_cpu(gpu.staging, slots, anchors, generations)
+            torch.cuda.current_stream().wait_event(gpu.released)
+            _copy_batch(buffers.rows(len(slots)), gpu.staging.rows(len(slots)))
+        gpu.filled.record()
 
     def _collect_cpu(self, buffers: Buffers, slots: Array, anchors: Array, generations: Array) -> None:
         count = len(slots)
@@ -184,55 +206,46 @@ class Collector:
                 buffers.plan, torch.from_numpy(slots), torch.from_numpy(anchors), extent, block_ids
             )
             return
-        columns = buffers.plan.table.numpy()
+        crew.gather(
+            buffers.plan.table.numpy(),
+            slots,
+            anchors,
+            self._extent,
+            self._block_ids,
+            self._block_steps,
+            self._row_bytes,
+        )
 
-        def gather(first: int, last: int) -> None:
-            native.gather(
-                columns, slots, anchors, self._extent, self._block_ids, self._block_steps, first, last
-            )
-
-        threads = crew()
-        if (
-            threads.size == 1
-            or count * self._row_bytes(buffers) < _SINGLE_THREAD_BYTES
-            or count < threads.size
-        ):
-            gather(0, count)
-        else:
-            size = threads.size
-            threads.run(lambda i: gather(count * i // size, count * (i + 1) // size))
-
-    @staticmethod
-    def _row_bytes(buffers: Buffers) -> int:
-        return sum(column.out.shape[1] * column.step_bytes for column in buffers.plan.columns)
-
-    def _collect_zero_copy(self, buffers: Buffers, slots: Array, anchors: Array, generations: Array) -> None:
+    def _collect_zero_copy(
+        self,
+        buffers: Buffers,
+        gpu: GpuSide,
+        host: tuple[torch.Tensor, torch.Tensor],
+        mirror: tuple[torch.Tensor, torch.Tensor],
+        slots: Array,
+        anchors: Array,
+        generations: Array,
+    ) -> None:
         from gear_loader.kernels import gather
 
-        assert buffers.host is not None and buffers.mirror is not None and buffers.filled is not None
-        assert buffers.released is not None
+        # Host memory is far from the kernel, so what it needs of the index goes along with the draw; only the
+        # steps themselves are read across the bus.
         count = len(slots)
-        # The copy out of these pinned tensors for the previous batch in these buffers has long finished: that batch
-        # was delivered. Waiting for its event returns at once.
-        buffers.filled.synchronize()
-        rows, ids = buffers.host[0].numpy(), buffers.host[1].numpy()
+        rows, ids = host[0].numpy(), host[1].numpy()
         for i, values in enumerate((slots, anchors, generations)):
             rows[i, :count] = values
-        extent = rows[3:].reshape(-1, 2)[:count]
-        self._resolve(slots, anchors, extent, ids)
-        torch.cuda.current_stream().wait_event(buffers.released)
-        for host, mirror in zip(buffers.host, buffers.mirror, strict=True):
-            mirror.copy_(host, non_blocking=True)
-        device_rows, device_ids = buffers.mirror
+        self._resolve(slots, anchors, rows[3:].reshape(-1, 2)[:count], ids)
+        torch.cuda.current_stream().wait_event(gpu.released)
+        for source, target in zip(host, mirror, strict=True):
+            target.copy_(source, non_blocking=True)
         gather.gather(
             buffers.plan,
-            self._numbers(count),
-            device_rows[1, :count],
-            device_rows[3:].view(-1, 2),
-            device_ids.view(-1),
+            self._numbers[:count],
+            mirror[0][1, :count],
+            mirror[0][3:].view(-1, 2),
+            mirror[1].view(-1),
             programs=self.programs,
         )
-        buffers.filled.record()
 
     def _resolve(self, slots: Array, anchors: Array, extent: Array, ids: Array) -> None:
         if native.require():
@@ -257,21 +270,6 @@ class Collector:
         ids[: len(slots)] = self._block_ids[
             row[:, None] + np.minimum(low[:, None] + np.arange(width), high[:, None])
         ]
-
-    def _numbers(self, count: int) -> torch.Tensor:
-        numbers = getattr(self, "_arange", None)
-        if numbers is None:
-            numbers = self._arange = torch.arange(self.batch_size, device=self.device)
-        return numbers[:count]
-
-    def _collect_staged(self, buffers: Buffers, slots: Array, anchors: Array, generations: Array) -> None:
-        assert buffers.staging is not None and buffers.filled is not None and buffers.released is not None
-        buffers.filled.synchronize()
-        self._collect_cpu(buffers.staging, slots, anchors, generations)
-        torch.cuda.current_stream().wait_event(buffers.released)
-        count = len(slots)
-        _copy_batch(buffers.rows(count), buffers.staging.rows(count))
-        buffers.filled.record()
 
 
 def _copy_batch(target: Batch, source: Batch) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
-from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from torch.utils.data import DataLoader
 
 from gear_loader.collector import Batch
@@ -56,7 +55,9 @@ class Split:
         for stratum in np.unique(strata).tolist():
             low = int(np.ceil(stratum / self.fraction))
             high = int(np.ceil((stratum + 1) / self.fraction))
-            member = low + int(integers(high - low, 1, seed=self.seed, stream=_SPLIT, epoch=0, step=stratum)[0])
+            member = low + int(
+                integers(high - low, 1, seed=self.seed, stream=_SPLIT, epoch=0, step=stratum)[0]
+            )
             chosen |= sequences == member
         return chosen if self.second else ~chosen
 
@@ -64,8 +65,12 @@ class Split:
 class ReplayDataLoader(DataLoader[Batch]):
     """The `DataLoader` that `ReplayDataModule` makes; with its state, so that Lightning resumes it."""
 
-    def __init__(self, dataset: ReplayDataset, *, num_workers: int, state: Callable[[], dict[str, Any]]) -> None:
-        super().__init__(dataset, batch_size=None, num_workers=num_workers, persistent_workers=num_workers > 0)
+    def __init__(
+        self, dataset: ReplayDataset, *, num_workers: int, state: Callable[[], dict[str, Any]]
+    ) -> None:
+        super().__init__(
+            dataset, batch_size=None, num_workers=num_workers, persistent_workers=num_workers > 0
+        )
         self._state = state
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,7 +139,9 @@ class ReplayDataModule(LightningDataModule):
         if not 0 <= val_fraction < 1:
             raise SchemaError(f"val_fraction is {val_fraction!r}; expected a share from 0 to below 1.")
         if "subset" in options:
-            raise SchemaError("subset was given; ReplayDataModule sets it. Use val_fraction, or ReplayDataset.")
+            raise SchemaError(
+                "subset was given; ReplayDataModule sets it. Use val_fraction, or ReplayDataset."
+            )
         self._source = table if isinstance(table, Table) else os.fspath(table)
         self._options = {"batch_size": batch_size, "windows": windows, **options}
         self._val_fraction = val_fraction
@@ -152,7 +159,9 @@ class ReplayDataModule(LightningDataModule):
     def prepare_data(self) -> None:
         """Check, once a node, that a file to be loaded is there."""
         if self._is_path() and not Path(str(self._source)).is_file():
-            raise SourceError(f"There is no file {self._source!r}; expected a D4RL-style HDF5 file, or a table's name.")
+            raise SourceError(
+                f"There is no file {self._source!r}; expected a D4RL-style HDF5 file, or a table's name."
+            )
 
     def setup(self, stage: str | None = None) -> None:
         """Open the table and make the datasets; idempotent."""
@@ -166,7 +175,7 @@ class ReplayDataModule(LightningDataModule):
                 self._restored = None
         # Advice that does not hold here: batches are prefetched without workers, and where there are workers, each
         # yields its own share of the length.
-        warnings.filterwarnings("ignore", message=".*does not have many workers", category=PossibleUserWarning)
+        warnings.filterwarnings("ignore", message=".*does not have many workers")
         warnings.filterwarnings("ignore", message="Your `IterableDataset` has `__len__` defined")
 
     def train_dataloader(self) -> ReplayDataLoader:
@@ -229,7 +238,9 @@ class ReplayDataModule(LightningDataModule):
         options["subset"] = Split(self._val_fraction, seed=self._split_seed, second=second)
         if not second:
             return ReplayDataset(self.table, **options)
-        options.update(batch_size=self._val_batch_size, anchor="uniform", batches_per_epoch=None, drop_last=False)
+        options.update(
+            batch_size=self._val_batch_size, anchor="uniform", batches_per_epoch=None, drop_last=False
+        )
         options["selector"] = Uniform(replacement=False, unit="step")
         return _ValidationDataset(self.table, **options)
 
@@ -238,9 +249,10 @@ class ReplayDataModule(LightningDataModule):
         assert self.train_dataset is not None
         state = self.train_dataset.state_dict()
         trainer = self.trainer
-        if trainer is None or not trainer.training and not trainer.validating:
+        if trainer is None or not (trainer.training or trainer.validating):
             return state
-        done = trainer.fit_loop.epoch_loop.batch_progress.current.processed
+        # Lightning types `current` too narrowly: it counts ready, started, processed and completed batches.
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.processed  # type: ignore[attr-defined]
         if done >= trainer.num_training_batches:
             state.update(epoch=state["epoch"] + 1, step=0)
         elif state["step"]:

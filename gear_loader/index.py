@@ -587,7 +587,8 @@ class Index:
             assert (self.retired[ring] == derived["retired"]).all(), (
                 "the ring of retired slots is out of order"
             )
-            order, slot = [], int(counters[OLDEST]) - 1
+            order: list[int] = []
+            slot = int(counters[OLDEST]) - 1
             while slot >= 0 and len(order) <= self.num_slots:
                 order.append(slot)
                 slot = int(self.links[slot, 1])

@@ -1,6 +1,6 @@
 """Where everything lies inside a region: computed once from the schema and the sizes.
 
-    offset 0        preamble   64 B: magic, format version, JSON bytes, region bytes
+    offset 0        preamble   64 B: magic, format version, JSON bytes, region bytes, CRC-32 of these and the JSON
                     JSON       schema and sizes (everything needed to compute the rest again)
                     counters   int64 [64]
                     readers    int64 [256, 4]             one row a batch that is being read
@@ -30,6 +30,7 @@ import dataclasses
 import json
 import mmap
 import struct
+import zlib
 from typing import Any
 
 import numpy as np
@@ -37,15 +38,18 @@ import numpy as np
 from gear_loader.errors import RegionError
 from gear_loader.schema import Schema
 
-__all__ = ["FORMAT_VERSION", "LINE", "MAX_READERS", "ColumnLayout", "Layout", "round_up"]
+__all__ = ["FORMAT_VERSION", "HEADER_LIMIT", "LINE", "MAX_READERS", "ColumnLayout", "Layout", "round_up"]
 
 LINE = 128
 """Bytes of one line: the unit in which a GPU reads host memory, and the alignment of everything."""
 
 FORMAT_VERSION = 1
+HEADER_LIMIT = 1 << 20
+"""Most bytes of preamble and JSON."""
 MAX_READERS = 256
 _MAGIC = b"GEARLDR\0"
 _PREAMBLE = struct.Struct("<8sIIQ")
+_CHECKSUM = struct.Struct("<I")
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -121,14 +125,14 @@ class Layout:
     @property
     def slot_bytes(self) -> int:
         """Bytes of the index that belong to one slot."""
-        per_slot = ("extent", "generation", "sequence", "epoch", "owner", "priority", "state", "links")
-        per_slot += ("free_slots", "retired")
-        arrays = [self.arrays[name] for name in per_slot]
+        other = ("counters", "readers", "block_ids", "free_blocks")
+        arrays = [array for name, array in self.arrays.items() if name not in other]
         return sum(dtype.itemsize * int(np.prod(shape[1:])) for _, dtype, shape in arrays)
 
     def preamble(self) -> bytes:
-        """The first 24 bytes of the region."""
-        return _PREAMBLE.pack(_MAGIC, FORMAT_VERSION, len(self.header) - 64, self.region_bytes)
+        """The first 28 bytes of the region."""
+        fields = _PREAMBLE.pack(_MAGIC, FORMAT_VERSION, len(self.header) - 64, self.region_bytes)
+        return fields + _CHECKSUM.pack(zlib.crc32(fields + self.header[64:]))
 
     def _header(self) -> bytes:
         fields = {
@@ -163,8 +167,16 @@ class Layout:
                 f"{name} has table format {version}; this version of Gear Loader reads format {FORMAT_VERSION}. "
                 "Use the version that wrote it, or create the table anew."
             )
+        body = head[64 : 64 + json_bytes]
+        (expected,) = _CHECKSUM.unpack_from(head, _PREAMBLE.size)
+        found = zlib.crc32(head[: _PREAMBLE.size] + body)
+        if found != expected:
+            raise RegionError(
+                f"{name} has a damaged header: its checksum is {found:#010x}, expected {expected:#010x}. "
+                "Remove it and create the table anew."
+            )
         try:
-            fields = json.loads(head[64 : 64 + json_bytes])
+            fields = json.loads(body)
             schema = Schema.from_json(fields.pop("schema"))
             layout = cls(schema, **fields)
         except Exception as error:

@@ -13,6 +13,7 @@ import fcntl
 import os
 import threading
 import time
+import weakref
 from types import TracebackType
 
 from gear_loader.errors import LockTimeoutError
@@ -50,6 +51,7 @@ class IndexLock:
         self._name = name
         self._fd = fd
         self._mutex = threading.Lock()
+        _locks.add(self)
 
     def __enter__(self) -> IndexLock:
         if not self._mutex.acquire(timeout=self.timeout):
@@ -61,6 +63,7 @@ class IndexLock:
             try:
                 self._lock_file(self._fd)
             except BaseException:
+                fcntl.lockf(self._fd, fcntl.LOCK_UN)  # interrupted just after it was taken
                 self._mutex.release()
                 raise
         return self
@@ -94,6 +97,17 @@ class IndexLock:
             time.sleep(pause)
             pause = min(pause * 1.5, 1e-3)
 
-    def reset_after_fork(self) -> None:
-        """In a forked child: record locks are not inherited, and no thread is left that held the mutex."""
+    def _reset(self) -> None:
         self._mutex = threading.Lock()
+
+
+_locks: weakref.WeakSet[IndexLock] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    # In a forked child: record locks are not inherited, and no thread is left that could hold a mutex.
+    for lock in list(_locks):
+        lock._reset()
+
+
+os.register_at_fork(after_in_child=_after_fork)

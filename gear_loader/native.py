@@ -6,6 +6,7 @@ threads copy at once. Where numba cannot be imported, `AVAILABLE` is False and t
 
 from __future__ import annotations
 
+import platform
 from typing import Any
 
 from gear_loader.kernels.plan import (
@@ -19,12 +20,14 @@ from gear_loader.kernels.plan import (
     PAD_KEEP,
     STEP_BYTES,
     STRIDE,
+    WIDTH,
 )
 from gear_loader.notice import notice
 
-__all__ = ["AVAILABLE", "gather", "require", "resolve", "scatter"]
+__all__ = ["AVAILABLE", "WIDTH", "gather", "require", "resolve", "scatter"]
 
 try:
+    from llvmlite import ir
     from numba import int64, njit, types
     from numba.core import cgutils
     from numba.extending import intrinsic
@@ -71,6 +74,110 @@ if AVAILABLE:
 
         return types.void(types.int64, types.int64, types.int64), codegen
 
+    def _word(builder: Any, address: Any) -> Any:
+        return builder.inttoptr(address, ir.IntType(64).as_pointer())
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def atomic_load(_context: Any, _address: Any) -> Any:
+        """The int64 at an address."""
+
+        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            return builder.load_atomic(_word(builder, args[0]), "seq_cst", 8)
+
+        return types.int64(types.int64), codegen
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def atomic_store(_context: Any, _address: Any, _value: Any) -> Any:
+        """Write the int64 at an address."""
+
+        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            builder.store_atomic(args[1], _word(builder, args[0]), "seq_cst", 8)
+
+        return types.void(types.int64, types.int64), codegen
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def atomic_add(_context: Any, _address: Any, _value: Any) -> Any:
+        """Add to the int64 at an address; what it was before."""
+
+        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            return builder.atomic_rmw("add", _word(builder, args[0]), args[1], "seq_cst")
+
+        return types.int64(types.int64, types.int64), codegen
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def atomic_cas(_context: Any, _address: Any, _expected: Any, _value: Any) -> Any:
+        """Replace the int64 at an address if it is as expected; what it was before."""
+
+        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            pair = builder.cmpxchg(_word(builder, args[0]), args[1], args[2], "seq_cst", "seq_cst")
+            return builder.extract_value(pair, 0)
+
+        return types.int64(types.int64, types.int64, types.int64), codegen
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def pause(_context: Any) -> Any:
+        """Tell the processor that this is a waiting loop."""
+
+        def codegen(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+            if platform.machine() in ("x86_64", "AMD64"):
+                kind = ir.FunctionType(ir.VoidType(), [])
+                builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
+            elif platform.machine() == "aarch64":
+                kind = ir.FunctionType(ir.VoidType(), [ir.IntType(32)])
+                function = cgutils.get_or_insert_function(builder.module, kind, "llvm.aarch64.hint")
+                builder.call(function, [ir.Constant(ir.IntType(32), 1)])
+
+        return types.void(), codegen
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def pointer(_context: Any, _address: Any) -> Any:
+        """An address as the pointer that `numba.carray` takes."""
+
+        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+        return types.voidptr(types.int64), codegen
+
+    _LINE = 64
+    _STREAM_PIECE = 1024  # bytes; smaller pieces are not worth the alignment
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def _stream_lines(_context: Any, _target: Any, _source: Any) -> Any:
+        """Copy 256 bytes to an address that is a multiple of 64, past the caches."""
+
+        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            line = ir.VectorType(ir.IntType(64), _LINE // 8)
+            target, source = (builder.inttoptr(address, line.as_pointer()) for address in args)
+            hint = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+            places = [ir.Constant(ir.IntType(64), i) for i in range(4)]
+            values = [builder.load(builder.gep(source, [place]), align=1) for place in places]
+            for place, value in zip(places, values, strict=True):
+                store = builder.store(value, builder.gep(target, [place]), align=_LINE)
+                store.set_metadata("nontemporal", hint)
+
+        return types.void(types.int64, types.int64), codegen
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def _fence(_context: Any) -> Any:
+        """Make streamed stores visible to other threads before anything that follows."""
+
+        def codegen(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+            builder.fence("seq_cst")
+
+        return types.void(), codegen
+
+    @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+    def _copy_streamed(target, source, count) -> None:  # type: ignore[no-untyped-def]
+        head = min(-target % _LINE, count)
+        if head:
+            _copy(target, source, head)
+        body = (count - head) // (4 * _LINE)
+        for i in range(body):
+            _stream_lines(target + head + i * 4 * _LINE, source + head + i * 4 * _LINE)
+        done = head + body * 4 * _LINE
+        if done < count:
+            _copy(target + done, source + done, count - done)
+
     @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
     def scatter(  # type: ignore[no-untyped-def]
         base, stride, step_bytes, block_steps, ids, source, length
@@ -89,13 +196,14 @@ if AVAILABLE:
 
     @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
     def gather(  # type: ignore[no-untyped-def]
-        columns, slots, anchors, extent, block_ids, block_steps, first, last
+        columns, slots, anchors, extent, block_ids, block_steps, first, last, stream=False
     ) -> None:
         """Fill rows `first` to `last - 1` of a batch: steps, padding and masks of every column.
 
         Args:
             columns: int64 [C, WIDTH], one row a column, as `gear_loader.kernels.plan` lays it out.
             slots, anchors: int64 [B]. extent: int64 [T, 2]. block_ids: int32 [H]. block_steps: int.
+            stream: write large pieces past the caches: faster where the batch does not fit into them.
         """
         for b in range(first, last):
             slot = slots[b]
@@ -126,7 +234,10 @@ if AVAILABLE:
                     inside = step - block * block_steps
                     take = min(block_steps - inside, high - step)
                     source = columns[c, BASE] + int64(block_ids[row + block]) * columns[c, STRIDE]
-                    _copy(target, source + inside * step_bytes, take * step_bytes)
+                    if stream and take * step_bytes >= _STREAM_PIECE:
+                        _copy_streamed(target, source + inside * step_bytes, take * step_bytes)
+                    else:
+                        _copy(target, source + inside * step_bytes, take * step_bytes)
                     target += take * step_bytes
                     step += take
                 tail = length - head - count
@@ -138,6 +249,8 @@ if AVAILABLE:
                     _fill(mask, 0, head)
                     _fill(mask + head, 1, count)
                     _fill(mask + head + count, 0, tail)
+        if stream:
+            _fence()
 
     @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
     def resolve(  # type: ignore[no-untyped-def]

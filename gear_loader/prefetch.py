@@ -167,13 +167,14 @@ class Prefetcher:
                 return self.collector.buffers(shared=self._pool.shared)
 
     def _deliver(self, buffers: Buffers, count: int) -> Batch:
-        if buffers.filled is not None:
+        gpu = buffers.gpu
+        if gpu is not None:
             consumer = torch.cuda.current_stream(self.collector.device)
-            consumer.wait_event(buffers.filled)
-            if consumer.cuda_stream not in buffers.consumers:
+            consumer.wait_event(gpu.filled)
+            if consumer.cuda_stream not in gpu.consumers:
                 # Nor before the consumer's work, should the buffers be given back during it.
                 _record(buffers.batch, consumer)
-                buffers.consumers.add(consumer.cuda_stream)
+                gpu.consumers.add(consumer.cuda_stream)
         if not self._fresh:
             self._delivered.append(buffers)
         return buffers.rows(count)
@@ -181,19 +182,18 @@ class Prefetcher:
     def _recycle(self) -> None:
         while len(self._delivered) >= self._keep:
             buffers = self._delivered.popleft()
-            if buffers.released is not None:
-                buffers.released.record(torch.cuda.current_stream(self.collector.device))
+            if buffers.gpu is not None:
+                buffers.gpu.released.record(torch.cuda.current_stream(self.collector.device))
             self._pool.free.append(buffers)
 
     # ---------------------------------------------------------------- tickets and the end
 
     def release(self, buffers: Buffers, ticket: int) -> None:
         """The gather that reads under `ticket` has been done, or queued on a GPU: give the ticket back after it."""
-        if self._releaser is None:
+        if self._releaser is None or buffers.gpu is None:
             self.collector.table.end_read(ticket)
         else:
-            assert buffers.filled is not None
-            self._releaser.put(buffers.filled, ticket)
+            self._releaser.put(buffers.gpu.filled, ticket)
 
     def close(self) -> None:
         """Stop the thread and give the buffers back; the last batches delivered stay valid for now."""

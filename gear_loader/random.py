@@ -73,7 +73,8 @@ class Permutation:
         left, right = values >> bits, values & mask
         for key in self._keys:
             left, right = right, left ^ (_mix(right ^ key) & mask)
-        return (left << bits) | right
+        out: Array = (left << bits) | right
+        return out
 
 
 _PERMUTATION = 0x7065726D
@@ -84,7 +85,8 @@ def _mix(values: Array) -> Array:
     with np.errstate(over="ignore"):
         values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+        values = values ^ (values >> np.uint64(31))
+    return values
 
 
 @functools.lru_cache(maxsize=4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -50,17 +51,17 @@ class Column:
     shape: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.dtype not in _NAMES:
+        if not isinstance(self.dtype, torch.dtype) or self.dtype not in _NAMES:
             raise SchemaError(
                 f"Column dtype {self.dtype!r} is not supported; expected one of torch.{', torch.'.join(DTYPES)}."
             )
         shape: Any = self.shape
-        if isinstance(shape, int) and not isinstance(shape, bool):
+        if isinstance(shape, (int, np.integer)) and not isinstance(shape, bool):
             shape = (shape,)
         try:
-            extents = tuple(int(extent) for extent in shape)
-            whole = all(extent == given for extent, given in zip(extents, shape, strict=True))
-        except (TypeError, ValueError):
+            extents = tuple(operator.index(extent) for extent in shape)
+            whole = not any(isinstance(extent, bool) for extent in shape)
+        except TypeError:
             whole, extents = False, ()
         if not whole or any(extent < 1 for extent in extents):
             raise SchemaError(
@@ -195,13 +196,7 @@ class Schema(Mapping[str, Column]):
                 f"{what} is a {type(rows).__name__}; expected a mapping of column names to arrays [T, ...] "
                 f"with the columns {list(self)}."
             )
-        missing = [name for name in self if name not in rows]
-        unknown = [name for name in rows if name not in self._columns]
-        if missing or unknown:
-            raise SchemaError(
-                f"{what} has the columns {list(rows)}; missing: {missing}, unknown: {unknown}. "
-                f"Expected exactly {list(self)}."
-            )
+        self.validate_names(rows, what=what)
         arrays = {name: self._as_bytes(name, rows[name], what) for name in self}
         lengths = {name: len(array) for name, array in arrays.items()}
         if len(set(lengths.values())) != 1:
@@ -213,19 +208,34 @@ class Schema(Mapping[str, Column]):
             raise SchemaError(f"{what} has zero steps; expected at least one.")
         return length, arrays
 
+    def validate_names(self, rows: Mapping[str, Any], *, what: str) -> None:
+        """Check that `rows` has exactly the schema's columns.
+
+        Raises:
+            SchemaError: it has not.
+        """
+        missing = [name for name in self if name not in rows]
+        unknown = [name for name in rows if name not in self._columns]
+        if missing or unknown:
+            raise SchemaError(
+                f"{what} has the columns {list(rows)}; missing: {missing}, unknown: {unknown}. "
+                f"Expected exactly {list(self)}."
+            )
+
     def _as_bytes(self, name: str, value: Any, what: str) -> np.ndarray:
         column = self._columns[name]
-        if isinstance(value, torch.Tensor):
-            dtype: Any = value.dtype
-            fits = value.dtype == column.dtype
-        elif isinstance(value, np.ndarray):
-            dtype = value.dtype
-            fits = value.dtype == NUMPY_DTYPES.get(column.dtype)
-        else:
+        expected = f"[{', '.join(map(str, ('T', *column.shape)))}]"
+        kind = _unsupported(value)
+        if kind is not None:
             raise SchemaError(
-                f"Column {name!r} of {what} is a {type(value).__name__}; expected a numpy array or a torch tensor "
-                f"of {column.dtype} and shape [T, {', '.join(map(str, column.shape))}]."
+                f"Column {name!r} of {what} is a {kind}; expected a numpy array or a torch tensor "
+                f"of {column.dtype} and shape {expected}."
             )
+        dtype = value.dtype
+        if isinstance(value, torch.Tensor):
+            fits = dtype == column.dtype
+        else:  # compared with None, some versions of numpy find float64 equal
+            fits = column.dtype in NUMPY_DTYPES and dtype == NUMPY_DTYPES[column.dtype]
         if not fits:
             raise SchemaError(
                 f"Column {name!r} of {what} has dtype {dtype}; expected {column.dtype}. "
@@ -233,11 +243,11 @@ class Schema(Mapping[str, Column]):
             )
         if tuple(value.shape[1:]) != column.shape or value.ndim == 0:
             raise SchemaError(
-                f"Column {name!r} of {what} has shape {list(value.shape)}; expected [T, *{list(column.shape)}]."
+                f"Column {name!r} of {what} has shape {list(value.shape)}; expected {expected}."
             )
         if isinstance(value, torch.Tensor):
-            tensor = value.detach().cpu().contiguous().reshape(len(value), -1)
-            return tensor.view(torch.uint8).numpy()
+            tensor = value.detach().resolve_neg().cpu()
+            value = (tensor.view(torch.int16) if column.dtype is torch.bfloat16 else tensor).numpy()
         array = np.ascontiguousarray(value).reshape(len(value), math.prod(column.shape))
         return array.view(np.uint8)
 
@@ -246,6 +256,16 @@ NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     dtype: np.dtype(name) for name, dtype in DTYPES.items() if dtype is not torch.bfloat16
 }
 """The numpy dtype of each torch dtype that has one (bfloat16 has none: give tensors)."""
+
+
+def _unsupported(value: Any) -> str | None:
+    """What `value` is, if it is no array that can be copied byte by byte."""
+    if isinstance(value, torch.Tensor):
+        if value.is_nested or value.layout != torch.strided:
+            return "nested tensor" if value.is_nested else f"tensor of layout {value.layout}"
+        return "meta tensor" if value.is_meta else None
+    plain = isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray)
+    return None if plain else type(value).__name__
 
 
 def _conversion(value: Any, dtype: torch.dtype) -> str:

@@ -81,7 +81,8 @@ class GatherColumn:
             )
         if source.stride(0) % LINE or source.data_ptr() % LINE:
             raise ValueError(
-                f"source has stride {source.stride(0)} and address {source.data_ptr():#x}; expected multiples of {LINE}."
+                f"source has stride {source.stride(0)} and address {source.data_ptr():#x}; "
+                f"expected multiples of {LINE}."
             )
         if block_steps < 1 or block_steps * self.step_bytes > source.shape[1]:
             raise ValueError(
@@ -99,8 +100,9 @@ class GatherColumn:
         )
         if max(largest, out.shape[0] * out.shape[1]) >= 2**31:
             raise ValueError(
-                f"A block of {source.stride(0):,} bytes and a batch of {list(out.shape)} bytes are more than the kernels "
-                "count; expected a block and a window below 2**31 bytes together, and a batch below 2**31 lines of 128."
+                f"A block of {source.stride(0):,} bytes and a batch of {list(out.shape)} bytes are more than the "
+                "kernels count; expected a block and a window below 2**31 bytes together, and a batch below 2**31 "
+                "lines of 128 bytes."
             )
         if self.pad not in (PAD_KEEP, PAD_HEAD, PAD_TAIL):
             raise ValueError(f"pad is {self.pad}; expected {PAD_KEEP}, {PAD_HEAD} or {PAD_TAIL}.")

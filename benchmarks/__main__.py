@@ -1,0 +1,25 @@
+"""The command line; each command is a module of its own that is registered here."""
+
+from __future__ import annotations
+
+import typer
+
+from benchmarks import collect
+
+app = typer.Typer(
+    help="Benchmarks of Gear Loader.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("collect")(collect.command)
+
+
+@app.callback()
+def _main() -> None:
+    # Keeps `collect` a command of its own for as long as it is the only one.
+    """Benchmarks of Gear Loader."""
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m benchmarks")

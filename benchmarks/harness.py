@@ -1,0 +1,364 @@
+"""How every benchmark measures: correctness first, variants in turn, quantiles, one JSON line a measurement."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import gc
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table as Grid
+
+from benchmarks import machine
+
+__all__ = [
+    "RESULTS",
+    "Comparison",
+    "Deadline",
+    "Incorrect",
+    "Result",
+    "Session",
+    "Variant",
+    "per_batch",
+    "quantiles",
+    "size",
+    "verdict",
+]
+
+RESULTS = Path(__file__).resolve().parent / "results"
+_QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
+
+
+class Incorrect(Exception):
+    """A variant's result is not the expected one: nothing of it is timed."""
+
+
+@dataclasses.dataclass
+class Variant:
+    """One way of doing the work that a comparison is about.
+
+    Attributes:
+        name: how rows and tables call it.
+        measure: do `batches` batches on inputs it has not seen before, and return the seconds they took.
+        check: raise `Incorrect` unless it gives the right result.
+        bytes: useful bytes of a batch.
+        batches: batches of one measurement.
+        parameters: what sets it apart, beside the comparison's parameters.
+        targets: name of another variant -> the least ratio of throughputs aimed for.
+        extras: further figures, asked for after the last measurement.
+    """
+
+    name: str
+    measure: Callable[[], float]
+    check: Callable[[], None]
+    bytes: int
+    batches: int
+    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    targets: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    extras: Callable[[], Mapping[str, float]] | None = None
+
+
+@dataclasses.dataclass
+class Comparison:
+    """Variants that are measured in turn and compared with a yardstick among them.
+
+    Attributes:
+        experiment, workload: names, for the rows.
+        label: how tables call it.
+        variants: the yardstick and the references are among them.
+        yardstick: the variant that ratios are relative to.
+        references: further variants that ratios are relative to.
+        parameters: what all variants share.
+    """
+
+    experiment: str
+    workload: str
+    label: str
+    variants: Sequence[Variant]
+    yardstick: str
+    references: Sequence[str] = ()
+    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Result:
+    """What was measured of one variant.
+
+    Attributes:
+        variant, comparison: of what.
+        seconds: float64 [repeats], of one batch.
+        ratios: name of another variant -> float64 [repeats]: this one's throughput over that one's in the same
+            turn, so that a disturbance which lasts longer than a turn cancels out.
+    """
+
+    variant: Variant
+    comparison: Comparison
+    seconds: np.ndarray
+    ratios: dict[str, np.ndarray]
+
+    @property
+    def gb_per_s(self) -> float:
+        """Median throughput in 10^9 bytes a second."""
+        return self.variant.bytes / float(np.median(self.seconds)) / 1e9
+
+    def ratio(self, name: str) -> float:
+        """Median ratio to another variant."""
+        return float(np.median(self.ratios[name]))
+
+    def row(self) -> dict[str, Any]:
+        """The measurement's own part of its JSON line."""
+        variant, comparison = self.variant, self.comparison
+        return {
+            "experiment": comparison.experiment,
+            "workload": comparison.workload,
+            "variant": variant.name,
+            "parameters": {**comparison.parameters, **variant.parameters},
+            "repeats": len(self.seconds),
+            "batches_per_repeat": variant.batches,
+            "seconds": quantiles(self.seconds),
+            "bytes": variant.bytes,
+            "gb_per_s": quantiles(variant.bytes / self.seconds / 1e9),
+            "yardstick": comparison.yardstick,
+            "ratio": quantiles(self.ratios[comparison.yardstick]),
+            "ratios": {name: quantiles(self.ratios[name]) for name in comparison.references},
+            "targets": dict(variant.targets),
+            "extras": dict(variant.extras()) if variant.extras is not None else {},
+        }
+
+
+class Deadline:
+    """A point in time after which no new measurement is started; infinitely far away by default."""
+
+    def __init__(self, minutes: float | None) -> None:
+        self._end = None if minutes is None else time.monotonic() + minutes * 60
+        self.left_out: list[str] = []
+
+    def passed(self, what: str) -> bool:
+        """Whether it is too late to start `what`, which is then noted as left out."""
+        late = self._end is not None and time.monotonic() > self._end
+        if late:
+            self.left_out.append(what)
+        return late
+
+
+class Session:
+    """One run of a command: measures comparisons, appends their rows to a file and shows them.
+
+    Args:
+        out: file to append to; its folder is made.
+        configuration: the command's options, for the rows.
+        device: name of the device that is measured.
+        repeats: turns that each variant gets.
+        console: where to; by default standard output.
+        deadline: when to stop starting comparisons.
+        pause: seconds before each measurement, in which the threads of the variant before it go to sleep.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        *,
+        configuration: Mapping[str, Any],
+        device: str,
+        repeats: int,
+        console: Console | None = None,
+        deadline: Deadline | None = None,
+        pause: float = 0.005,
+    ) -> None:
+        self.out = out
+        self.console = console if console is not None else _console()
+        self.deadline = deadline if deadline is not None else Deadline(None)
+        self.repeats = repeats
+        self.results: list[Result] = []
+        self._pause = pause
+        self._description = machine.describe()
+        self._context = {
+            "configuration": dict(configuration),
+            "device": device,
+            "machine": self._description,
+            "versions": machine.versions(),
+            **machine.code(),
+            "run": uuid.uuid4().hex[:12],
+        }
+        self._advance: Callable[[], None] = lambda: None
+
+    # ---------------------------------------------------------------- measuring
+
+    def run(self, comparison: Comparison) -> list[Result]:
+        """Check every variant, then measure them in turn; append the rows.
+
+        Raises:
+            Incorrect: naming the variant; nothing was timed.
+        """
+        names = [variant.name for variant in comparison.variants]
+        missing = {comparison.yardstick, *comparison.references} - set(names)
+        assert not missing, missing
+        assert len(set(names)) == len(names), names
+        for variant in comparison.variants:
+            try:
+                variant.check()
+            except Incorrect as error:
+                raise Incorrect(
+                    f"{variant.name} on {comparison.workload} {comparison.parameters}: {error}"
+                ) from error
+        seconds: dict[str, list[float]] = {name: [] for name in names}
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(self.repeats):
+                for variant in comparison.variants:
+                    time.sleep(self._pause)
+                    seconds[variant.name].append(variant.measure() / variant.batches)
+                self._advance()
+        finally:
+            gc.enable()
+        rates = {v.name: v.bytes / np.array(seconds[v.name]) for v in comparison.variants}
+        others = (comparison.yardstick, *comparison.references)
+        results = [
+            Result(
+                v,
+                comparison,
+                np.array(seconds[v.name]),
+                {name: rates[v.name] / rates[name] for name in others},
+            )
+            for v in comparison.variants
+        ]
+        for result in results:
+            self._append(result.row())
+        self.results.extend(results)
+        return results
+
+    def _append(self, row: Mapping[str, Any]) -> None:
+        now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        with self.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**row, **self._context, "date": now}) + "\n")
+
+    # ---------------------------------------------------------------- showing
+
+    @contextmanager
+    def progress(self, what: str, comparisons: int) -> Iterator[None]:
+        """A progress bar over the turns of that many comparisons; on a terminal only."""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(
+            *columns, console=self.console, transient=True, disable=not self.console.is_terminal
+        ) as bar:
+            task = bar.add_task(what, total=comparisons * self.repeats)
+            self._advance = lambda: bar.advance(task)
+            try:
+                yield
+            finally:
+                self._advance = lambda: None
+
+    def show_machine(self) -> None:
+        """Print what is measured on, with what."""
+        about, context = self._description, self._context
+        cache = about["last_level_cache_bytes"]
+        parts = [
+            f"{about['cpu']}, {about['cores']} cores, {size(about['memory_bytes'])} memory, "
+            f"largest cache {size(cache) if cache else 'unknown'}, huge pages {about['huge_pages']}, "
+            f"load {about['load']}",
+        ]
+        if about["gpu"]:
+            parts.append(", ".join(f"{key} {value}" for key, value in about["gpu"].items()))
+        parts.append(", ".join(f"{key} {value or 'missing'}" for key, value in context["versions"].items()))
+        dirty = {True: " with changes", False: "", None: " as the environment says"}[context["dirty"]]
+        commit = f"{context['commit'][:12]}{dirty}" if context["commit"] else "unknown"
+        parts.append(f"commit {commit}, source {context['source']}, {self.repeats} repeats")
+        for part in parts:
+            self.console.print(part, style="dim", highlight=False)
+
+    def show(self, results: Sequence[Result]) -> None:
+        """Print a comparison as a table."""
+        comparison = results[0].comparison
+        others = (comparison.yardstick, *comparison.references)
+        grid = _grid(comparison.label)
+        grid.add_column("variant", no_wrap=True)
+        for head in ("batch, µs", "p10 – p90", "GB/s", *(f"× {name}" for name in others)):
+            grid.add_column(head, justify="right")
+        for result in results:
+            low, mid, high = (value * 1e6 for value in quantiles(result.seconds).values())
+            cells = [f"{mid:,.0f}", f"{low:,.0f} – {high:,.0f}", f"{result.gb_per_s:.2f}"]
+            grid.add_row(
+                escape(result.variant.name), *cells, *(f"{result.ratio(name):.2f}" for name in others)
+            )
+        self.console.print(grid)
+
+    def show_targets(self) -> None:
+        """Print the ratios that have a target."""
+        grid = _grid("Targets")
+        for head in ("comparison", "variant", "relative to"):
+            grid.add_column(head, no_wrap=True)
+        for head in ("ratio", "p10 – p90", "target", ""):
+            grid.add_column(head, justify="right", no_wrap=True)
+        for result in self.results:
+            for name, target in result.variant.targets.items():
+                low, mid, high = quantiles(result.ratios[name]).values()
+                names = (escape(text) for text in (result.comparison.label, result.variant.name, name))
+                grid.add_row(
+                    *names, f"{mid:.2f}", f"{low:.2f} – {high:.2f}", f"{target:.2f}", verdict(mid, target)
+                )
+        self.console.print(grid)
+
+    def finish(self) -> None:
+        """Print what was left out, and where the rows are."""
+        for what in self.deadline.left_out:
+            self.console.print(f"left out for lack of time: {what}", style="yellow", highlight=False)
+        self.console.print(
+            f"{len(self.results)} rows appended to {self.out}", highlight=False, soft_wrap=True
+        )
+
+
+def verdict(ratio: float, target: float) -> str:
+    """Whether a ratio reaches its target, with rich's colours."""
+    return "[green]met[/]" if ratio >= target else "[red]missed[/]"
+
+
+def quantiles(values: np.ndarray) -> dict[str, float]:
+    """The quantiles that a row stores, by name."""
+    return {name: float(np.quantile(values, q)) for name, q in _QUANTILES.items()}
+
+
+def per_batch(draw: Callable[[], Any], work: Callable[[Any], None], batches: int) -> Callable[[], float]:
+    """A `Variant.measure` that draws inputs beforehand, does one batch untimed and times the others together."""
+
+    def measure() -> float:
+        first, *inputs = [draw() for _ in range(batches + 1)]
+        work(first)
+        start = time.perf_counter()
+        for item in inputs:
+            work(item)
+        return time.perf_counter() - start
+
+    return measure
+
+
+def size(count: float) -> str:
+    """A number of bytes as people read it, in powers of 1024."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.4g} {unit}"
+
+
+def _grid(title: str) -> Grid:
+    return Grid(
+        title=escape(title), title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
+    )
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=120)

@@ -1,0 +1,304 @@
+"""Trajectories in scattered blocks, outputs between guard bytes, and a naive account of what a gather must write."""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from gear_loader.collector import Collector
+from gear_loader.kernels.plan import LINE, PAD_HEAD, PAD_KEEP, PAD_TAIL, GatherColumn, GatherPlan
+
+POISON = 77
+"""What every byte of an output is before a gather."""
+
+FOREIGN = 0xEE
+"""Every byte of the blocks that belongs to no step of a trajectory; it must never come out of a gather."""
+
+GUARD = 256
+"""Bytes before and after each output."""
+
+PADS = (PAD_KEEP, PAD_HEAD, PAD_TAIL)
+
+STEP_BYTES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 44, 48, 64, 128, 132, 384, 1000)
+
+Array = np.ndarray[Any, Any]
+Memory = Callable[[int], torch.Tensor]
+Gather = Callable[..., None]
+
+
+def host_memory(size: int) -> torch.Tensor:
+    """uint8 [size], whose address is a multiple of 128."""
+    memory = torch.empty(size + LINE, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % LINE :][:size]
+
+
+def pinned_memory(size: int) -> torch.Tensor:
+    """`host_memory` that a GPU can read."""
+    memory = torch.empty(size + LINE, dtype=torch.uint8, pin_memory=True)
+    return memory[-memory.data_ptr() % LINE :][:size]
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """One column of a batch; `shift` moves its output that many bytes away from an aligned address."""
+
+    step_bytes: int
+    length: int
+    offset: int = 0
+    pad: int = PAD_KEEP
+    mask: bool = True
+    shift: int = 0
+
+
+class Store:
+    """Trajectories of random bytes, in blocks that are out of order and have others between them.
+
+    Attributes:
+        rows: for each column the trajectories themselves, uint8 [length, step_bytes].
+        sources, extent, block_ids: the same as a gather reads them.
+    """
+
+    def __init__(
+        self,
+        step_bytes: Sequence[int],
+        lengths: Sequence[int],
+        block_steps: int,
+        *,
+        seed: int = 0,
+        spare_lines: int = 0,
+        memory: Memory = host_memory,
+    ) -> None:
+        random = np.random.default_rng(seed)
+        self.block_steps = block_steps
+        self.lengths = list(lengths)
+        self.rows = [
+            [random.integers(0, 256, (length, size), dtype=np.uint8) for length in lengths] for size in step_bytes
+        ]
+        blocks = [-(-length // block_steps) for length in lengths]
+        num_blocks = sum(blocks) + 3
+        order = random.permutation(num_blocks)[: sum(blocks)]  # three blocks belong to nobody
+
+        # Block tables in random order, with a gap before each that names a block of nobody's.
+        nobody = int(np.setdiff1d(np.arange(num_blocks), order)[0])
+        ids: list[int] = []
+        extent = np.zeros((len(lengths), 2), dtype=np.int64)
+        taken = 0
+        for slot in random.permutation(len(lengths)).tolist():
+            ids.append(nobody)
+            extent[slot] = lengths[slot], len(ids)
+            ids.extend(order[taken : taken + blocks[slot]].tolist())
+            taken += blocks[slot]
+        ids.append(nobody)
+        self.extent = _like(extent, memory)
+        self.block_ids = _like(np.array(ids, dtype=np.int32), memory)
+
+        self.sources = []
+        for size, rows in zip(step_bytes, self.rows, strict=True):
+            stride = -(-block_steps * size // LINE) * LINE + spare_lines * LINE
+            source = memory(num_blocks * stride).view(num_blocks, stride)
+            source.fill_(FOREIGN)
+            for slot, row in enumerate(rows):
+                first = int(extent[slot, 1])
+                for i in range(blocks[slot]):
+                    piece = torch.from_numpy(row[i * block_steps : (i + 1) * block_steps].reshape(-1))
+                    source[ids[first + i], : len(piece)] = piece
+            self.sources.append(source)
+
+    def draw(self, count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Random slots and anchors, first and last steps among them."""
+        return _draw(range(len(self.lengths)), self.lengths, count, seed)
+
+    def compact(
+        self, specs: Sequence[Spec], slots: torch.Tensor, anchors: torch.Tensor, batch: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the collector hands to a GPU instead of slots and index: row numbers and the windows' own blocks."""
+        first = min(spec.offset for spec in specs)
+        last = max(spec.offset + spec.length - 1 for spec in specs)
+        stub: Any = types.SimpleNamespace(
+            _extent=self.extent.numpy(),
+            _block_ids=self.block_ids.numpy(),
+            _block_steps=self.block_steps,
+            _first=first,
+            _last=last,
+        )
+        extent = torch.full((len(slots), 2), -(2**40), dtype=torch.int64)
+        ids = torch.full((batch, (last - first) // self.block_steps + 2), int(self.block_ids[0]), dtype=torch.int32)
+        Collector._resolve(stub, slots.numpy(), anchors.numpy(), extent.numpy(), ids.numpy())
+        return torch.arange(len(slots)), extent, ids.view(-1)
+
+
+def _draw(
+    slots: Sequence[int], lengths: Sequence[int], count: int, seed: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    random = np.random.default_rng(seed)
+    chosen = random.integers(0, len(slots), count)
+    last = np.array(lengths)[chosen] - 1
+    anchors = np.choose(random.integers(0, 4, count), [np.zeros_like(last), last, *[random.integers(0, last + 1)] * 2])
+    return torch.from_numpy(np.array(slots)[chosen]), torch.from_numpy(anchors)
+
+
+def _like(array: Array, memory: Memory) -> torch.Tensor:
+    values = torch.from_numpy(array)
+    copy = memory(array.nbytes).view(values.dtype).view(values.shape)
+    return copy.copy_(values)
+
+
+class Outputs:
+    """Poisoned outputs and masks between guard bytes."""
+
+    def __init__(self, specs: Sequence[Spec], batch: int, *, mask: bool = False, device: str = "cpu") -> None:
+        self.specs, self.batch, self.mask = specs, batch, mask
+        self._memory: list[torch.Tensor] = []
+        self.outs = [self._guarded((batch, s.length, s.step_bytes), s.shift, POISON, device) for s in specs]
+        self.masks = [
+            self._guarded((batch, s.length), 0, int(mask), device).view(torch.bool) if s.mask else None for s in specs
+        ]
+
+    def _guarded(self, shape: tuple[int, ...], shift: int, value: int, device: str) -> torch.Tensor:
+        size = int(np.prod(shape))
+        memory = torch.full((GUARD + shift + size + GUARD,), POISON, dtype=torch.uint8, device=device)
+        self._memory.append(memory)
+        inside = memory[GUARD + shift : GUARD + shift + size]
+        return inside.fill_(value).view(shape)
+
+    def plan(self, store: Store | HugeStore) -> GatherPlan:
+        columns = [
+            GatherColumn(source, out, spec.offset, spec.pad, mask)
+            for source, out, spec, mask in zip(store.sources, self.outs, self.specs, self.masks, strict=True)
+        ]
+        return GatherPlan(columns, store.block_steps)
+
+    def check(self, expected: list[tuple[Array, Array]]) -> None:
+        """Compare with what `windows_of` says, to the byte; rows that were not asked for and guards are untouched."""
+        for spec, out, mask, (steps, exists) in zip(self.specs, self.outs, self.masks, expected, strict=True):
+            count = len(steps)
+            _same(out[:count].cpu().numpy(), steps, f"{spec}: steps")
+            assert (out[count:] == POISON).all(), f"{spec}: rows beyond {count} were written"
+            if mask is not None:
+                _same(mask[:count].view(torch.uint8).cpu().numpy(), exists.view(np.uint8), f"{spec}: mask")
+                assert (mask[count:] == self.mask).all(), f"{spec}: mask rows beyond {count} were written"
+        inside = [*self.outs, *(mask for mask in self.masks if mask is not None)]
+        for memory, part in zip(self._memory, inside, strict=True):
+            begin = part.data_ptr() - memory.data_ptr()
+            guards = torch.cat((memory[:begin], memory[begin + part.numel() :]))
+            assert (guards == POISON).all(), f"bytes around {list(part.shape)} were written"
+
+
+def _same(found: Array, expected: Array, what: str) -> None:
+    if not np.array_equal(found, expected):
+        different = np.argwhere(found != expected)
+        place = tuple(different[0])
+        raise AssertionError(
+            f"{what}: {len(different)} bytes differ, the first at {place}: {found[place]}, expected {expected[place]}"
+        )
+
+
+def windows_of(
+    rows: Sequence[Array] | Mapping[int, Array], spec: Spec, slots: torch.Tensor, anchors: torch.Tensor
+) -> tuple[Array, Array]:
+    """The windows by their definition, step by step: uint8 [n, L, step_bytes] and bool [n, L]."""
+    steps = np.zeros((len(slots), spec.length, spec.step_bytes), dtype=np.uint8)
+    exists = np.zeros((len(slots), spec.length), dtype=bool)
+    for b, (slot, anchor) in enumerate(zip(slots.tolist(), anchors.tolist(), strict=True)):
+        first = anchor + spec.offset
+        inside = [step for step in range(first, first + spec.length) if 0 <= step < len(rows[slot])]
+        if spec.pad == PAD_HEAD:
+            start = spec.length - len(inside)
+        elif spec.pad == PAD_TAIL or not inside:
+            start = 0
+        else:
+            start = inside[0] - first
+        for place, step in enumerate(inside):
+            steps[b, start + place] = rows[slot][step]
+            exists[b, start + place] = True
+    return steps, exists
+
+
+def check_gather(
+    gather: Gather,
+    store: Store | HugeStore,
+    specs: Sequence[Spec],
+    slots: torch.Tensor,
+    anchors: torch.Tensor,
+    *,
+    batch: int | None = None,
+    mask: bool = False,
+    compact: bool = False,
+    device: str = "cpu",
+    **options: Any,
+) -> GatherPlan:
+    """Run a gather into poisoned outputs and compare every byte; returns the plan."""
+    batch = len(slots) if batch is None else batch
+    outputs = Outputs(specs, batch, mask=mask, device=device)
+    plan = outputs.plan(store)
+    numbers, extent, ids = slots, store.extent, store.block_ids
+    if compact:
+        assert isinstance(store, Store)
+        numbers, extent, ids = (part.to(device) for part in store.compact(specs, slots, anchors, batch))
+    gather(plan, numbers.to(device), anchors.to(device), extent, ids, **options)
+    outputs.check(
+        [windows_of(rows, spec, slots, anchors) for rows, spec in zip(store.rows, specs, strict=True)]
+    )
+    return plan
+
+
+def reserve(size: int) -> Array:
+    """uint8 [size] of address space: memory is taken only for the pages that are written."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    return np.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=np.uint8)
+
+
+class HugeStore:
+    """Two trajectories in an address space where 32-bit arithmetic would go wrong, of which few pages are in use.
+
+    Blocks lie up to 24 GiB (more than 2**32 words of 4 bytes) into a column, slots up to 2**30 into the extents,
+    whose words number more than 2**31, and entries beyond 2**31 in the block tables.
+    """
+
+    SLOTS = (5, 2**30 + 3)
+
+    def __init__(self, step_bytes: Sequence[int], block_steps: int) -> None:
+        random = np.random.default_rng(3)
+        self.block_steps = block_steps
+        self.lengths = lengths = (3 * block_steps - 1, 5 * block_steps)
+        strides = [-(-block_steps * size // LINE) * LINE for size in step_bytes]
+        self.rows = [
+            {
+                slot: random.integers(0, 256, (length, size), dtype=np.uint8)
+                for slot, length in zip(self.SLOTS, lengths, strict=True)
+            }
+            for size in step_bytes
+        ]
+        extent = reserve(16 * (2**30 + 8)).view(np.int64).reshape(-1, 2)
+        ids = reserve(4 * (2**31 + 64)).view(np.int32)
+        smallest = min(strides)
+        num_blocks = 24 * 2**30 // smallest
+        spread = [2**31, 2**32, 2**33, 2**34, 24 * 2**30 - smallest]  # byte offsets in the narrowest column
+        blocks = [spread[2] // smallest - 1, 0, spread[3] // smallest]
+        blocks += [offset // smallest for offset in (spread[4], spread[0], spread[1] - smallest, spread[2], spread[1])]
+        starts = (2, 2**31 + 11)
+        taken = 0
+        for slot, length, start in zip(self.SLOTS, lengths, starts, strict=True):
+            count = -(-length // block_steps)
+            extent[slot] = length, start
+            ids[start : start + count] = blocks[taken : taken + count]
+            taken += count
+        self.extent, self.block_ids = torch.from_numpy(extent), torch.from_numpy(ids)
+        self.sources = []
+        for size, stride, rows in zip(step_bytes, strides, self.rows, strict=True):
+            source = reserve(num_blocks * stride).reshape(num_blocks, stride)
+            for slot in self.SLOTS:
+                row, start = rows[slot], int(extent[slot, 1])
+                for i in range(-(-len(row) // block_steps)):
+                    piece = row[i * block_steps : (i + 1) * block_steps].reshape(-1)
+                    source[ids[start + i], : len(piece)] = piece
+            self.sources.append(torch.from_numpy(source))
+
+    def draw(self, count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        return _draw(self.SLOTS, self.lengths, count, seed)
