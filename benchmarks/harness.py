@@ -30,6 +30,7 @@ __all__ = [
     "Result",
     "Session",
     "Variant",
+    "grid",
     "per_batch",
     "quantiles",
     "size",
@@ -96,16 +97,18 @@ class Result:
     """What was measured of one variant.
 
     Attributes:
-        variant, comparison: of what.
+        variant, comparison: of what; without what was needed to measure it.
         seconds: float64 [repeats], of one batch.
         ratios: name of another variant -> float64 [repeats]: this one's throughput over that one's in the same
             turn, so that a disturbance which lasts longer than a turn cancels out.
+        extras: the variant's further figures.
     """
 
     variant: Variant
     comparison: Comparison
     seconds: np.ndarray
     ratios: dict[str, np.ndarray]
+    extras: dict[str, float]
 
     @property
     def gb_per_s(self) -> float:
@@ -133,7 +136,7 @@ class Result:
             "ratio": quantiles(self.ratios[comparison.yardstick]),
             "ratios": {name: quantiles(self.ratios[name]) for name in comparison.references},
             "targets": dict(variant.targets),
-            "extras": dict(variant.extras()) if variant.extras is not None else {},
+            "extras": self.extras,
         }
 
 
@@ -174,7 +177,7 @@ class Session:
         repeats: int,
         console: Console | None = None,
         deadline: Deadline | None = None,
-        pause: float = 0.005,
+        pause: float = 0.0,
     ) -> None:
         self.out = out
         self.console = console if console is not None else _console()
@@ -225,12 +228,15 @@ class Session:
             gc.enable()
         rates = {v.name: v.bytes / np.array(seconds[v.name]) for v in comparison.variants}
         others = (comparison.yardstick, *comparison.references)
+        # A variant can hold gigabytes: results keep its description only.
+        bare = dataclasses.replace(comparison, variants=())
         results = [
             Result(
-                v,
-                comparison,
+                dataclasses.replace(v, measure=_over, check=_over, extras=None),
+                bare,
                 np.array(seconds[v.name]),
                 {name: rates[v.name] / rates[name] for name in others},
+                dict(v.extras()) if v.extras is not None else {},
             )
             for v in comparison.variants
         ]
@@ -278,38 +284,41 @@ class Session:
         parts.append(f"commit {commit}, source {context['source']}, {self.repeats} repeats")
         for part in parts:
             self.console.print(part, style="dim", highlight=False)
+        if about["load"] > 0.25 * about["cores"]:
+            text = f"Other programs are running (load {about['load']}, {about['cores']} cores): figures will be off."
+            self.console.print(text, style="yellow", highlight=False)
 
     def show(self, results: Sequence[Result]) -> None:
         """Print a comparison as a table."""
         comparison = results[0].comparison
         others = (comparison.yardstick, *comparison.references)
-        grid = _grid(comparison.label)
-        grid.add_column("variant", no_wrap=True)
+        table = grid(comparison.label)
+        table.add_column("variant", no_wrap=True)
         for head in ("batch, µs", "p10 – p90", "GB/s", *(f"× {name}" for name in others)):
-            grid.add_column(head, justify="right")
+            table.add_column(head, justify="right")
         for result in results:
             low, mid, high = (value * 1e6 for value in quantiles(result.seconds).values())
             cells = [f"{mid:,.0f}", f"{low:,.0f} – {high:,.0f}", f"{result.gb_per_s:.2f}"]
-            grid.add_row(
+            table.add_row(
                 escape(result.variant.name), *cells, *(f"{result.ratio(name):.2f}" for name in others)
             )
-        self.console.print(grid)
+        self.console.print(table)
 
     def show_targets(self) -> None:
         """Print the ratios that have a target."""
-        grid = _grid("Targets")
+        table = grid("Targets")
         for head in ("comparison", "variant", "relative to"):
-            grid.add_column(head, no_wrap=True)
+            table.add_column(head, no_wrap=True)
         for head in ("ratio", "p10 – p90", "target", ""):
-            grid.add_column(head, justify="right", no_wrap=True)
+            table.add_column(head, justify="right", no_wrap=True)
         for result in self.results:
             for name, target in result.variant.targets.items():
                 low, mid, high = quantiles(result.ratios[name]).values()
                 names = (escape(text) for text in (result.comparison.label, result.variant.name, name))
-                grid.add_row(
+                table.add_row(
                     *names, f"{mid:.2f}", f"{low:.2f} – {high:.2f}", f"{target:.2f}", verdict(mid, target)
                 )
-        self.console.print(grid)
+        self.console.print(table)
 
     def finish(self) -> None:
         """Print what was left out, and where the rows are."""
@@ -330,7 +339,7 @@ def quantiles(values: np.ndarray) -> dict[str, float]:
     return {name: float(np.quantile(values, q)) for name, q in _QUANTILES.items()}
 
 
-def per_batch(draw: Callable[[], Any], work: Callable[[Any], None], batches: int) -> Callable[[], float]:
+def per_batch(draw: Callable[[], Any], work: Callable[[Any], object], batches: int) -> Callable[[], float]:
     """A `Variant.measure` that draws inputs beforehand, does one batch untimed and times the others together."""
 
     def measure() -> float:
@@ -353,7 +362,12 @@ def size(count: float) -> str:
     return f"{count:.4g} {unit}"
 
 
-def _grid(title: str) -> Grid:
+def _over() -> Any:
+    raise AssertionError("this comparison is over")
+
+
+def grid(title: str) -> Grid:
+    """An empty table in the benchmarks' style."""
     return Grid(
         title=escape(title), title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
     )

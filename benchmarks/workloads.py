@@ -185,14 +185,14 @@ def expect(actual: Mapping[str, Any], expected: Mapping[str, torch.Tensor]) -> N
 
 
 def poison(batch: Mapping[str, Any]) -> None:
-    """Overwrite the columns and masks of a batch, so that a row which is not written is found out."""
-    for name, values in batch.items():
+    """Overwrite a batch, so that a row which is not written is found out."""
+    for values in batch.values():
         if isinstance(values, dict):
             poison(values)
-        elif values.is_floating_point():
-            values.fill_(float("nan"))
-        elif name == "mask":
+        elif values.dtype == torch.bool:
             values.random_(0, 2)
+        else:
+            values.fill_(float("nan") if values.is_floating_point() else -1)
 
 
 class Plain:

@@ -8,9 +8,12 @@ before it sleeps, so that back-to-back batches find it awake.
 All of it, but for the sleeping, happens in compiled code without the GIL. The members share a mailbox of int64:
 
     STATE + i     member i: AWAKE or ASLEEP
-    TICKET        job number << 20 | next chunk that nobody has taken
+    TICKET        job number << 32 | number of its chunks << 16 | next chunk that nobody has taken
     DONE          chunks finished
-    CHUNKS, ...   the job: valid for whoever has taken a chunk of it, until all its chunks are finished
+    ROWS, ...     the job: valid for whoever has taken a chunk of it, until all its chunks are finished
+
+The ticket says itself whether a chunk is left, so one that has none can never be taken from, however far the writing
+of the next job into the mailbox has come meanwhile.
 """
 
 from __future__ import annotations
@@ -29,14 +32,14 @@ __all__ = ["MAX_THREADS", "gather"]
 
 MAX_THREADS = 8
 _CHUNK_BYTES = 1 << 17
-_CHUNK_BITS = 20
+_CHUNK_BITS = 16  # far above 16 chunks for each of MAX_THREADS
+_CHUNK_MASK = (1 << _CHUNK_BITS) - 1
 _SPINS = 2000
 _STREAM_BYTES = 8 << 20
 
 # Places in the mailbox, 64 bytes apart where several threads write.
 _TICKET, _DONE, _JOB, _STATE = 0, 8, 16, 32
 (
-    _CHUNKS,
     _ROWS,
     _COLUMNS,
     _NUM_COLUMNS,
@@ -48,7 +51,7 @@ _TICKET, _DONE, _JOB, _STATE = 0, 8, 16, 32
     _NUM_IDS,
     _STEPS,
     _STREAM,
-) = range(_JOB, _JOB + 12)
+) = range(_JOB, _JOB + 11)
 _AWAKE, _ASLEEP = 0, 1
 
 if native.AVAILABLE:
@@ -62,13 +65,13 @@ if native.AVAILABLE:
         found = False
         while True:
             ticket = atomic_load(base + 8 * _TICKET)
-            chunk = ticket & ((1 << _CHUNK_BITS) - 1)
-            if chunk >= atomic_load(base + 8 * _CHUNKS):
+            chunk, chunks = ticket & _CHUNK_MASK, ticket >> _CHUNK_BITS & _CHUNK_MASK
+            if chunk >= chunks:
                 return found
             if atomic_cas(base + 8 * _TICKET, ticket, ticket + 1) != ticket:
                 continue
             found = True
-            rows, chunks = mailbox[_ROWS], mailbox[_CHUNKS]
+            rows = mailbox[_ROWS]
             native.gather(
                 carray(pointer(mailbox[_COLUMNS]), (mailbox[_NUM_COLUMNS], native.WIDTH), np.int64),
                 carray(pointer(mailbox[_SLOTS]), (rows,), np.int64),
@@ -101,11 +104,11 @@ if native.AVAILABLE:
                 idle = 0
 
     @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-    def _post(mailbox: Array, base: int, members: int) -> int:
+    def _post(base: int, members: int, chunks: int) -> int:
         """Open the job that has been written into the mailbox; a bit mask of the members to wake."""
         atomic_store(base + 8 * _DONE, 0)
-        number = (atomic_load(base + 8 * _TICKET) >> _CHUNK_BITS) + 1
-        atomic_store(base + 8 * _TICKET, number << _CHUNK_BITS)
+        number = (atomic_load(base + 8 * _TICKET) >> 2 * _CHUNK_BITS) + 1
+        atomic_store(base + 8 * _TICKET, (number << _CHUNK_BITS | chunks) << _CHUNK_BITS)
         asleep = 0
         for member in range(members):
             if atomic_cas(base + 8 * (_STATE + member), _ASLEEP, _AWAKE) == _ASLEEP:
@@ -113,10 +116,10 @@ if native.AVAILABLE:
         return asleep
 
     @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-    def _finish(mailbox: Array, base: int) -> None:
+    def _finish(mailbox: Array, base: int, chunks: int) -> None:
         """The caller's share of the work, then wait for the chunks that others have taken."""
         _work(mailbox, base)
-        while atomic_load(base + 8 * _DONE) < mailbox[_CHUNKS]:
+        while atomic_load(base + 8 * _DONE) < chunks:
             pause()
 
 
@@ -165,12 +168,13 @@ class _Crew:
             )
             job += (extent.ctypes.data, len(extent), ids.ctypes.data, len(ids), steps, stream)
             self._mailbox[_ROWS : _STREAM + 1] = job
-            self._mailbox[_CHUNKS] = chunks
-            asleep = _post(self._mailbox, self._base, self._members)
-            for member in range(self._members):
-                if asleep >> member & 1:
-                    self._wake[member].release()
-            _finish(self._mailbox, self._base)
+            asleep = _post(self._base, self._members, chunks)
+            try:
+                for member in range(self._members):
+                    if asleep >> member & 1:
+                        self._wake[member].release()
+            finally:  # also when interrupted: members that have taken a chunk write into the caller's memory
+                _finish(self._mailbox, self._base, chunks)
             return True
         finally:
             self._turn.release()

@@ -6,7 +6,8 @@ while it works; whoever takes the lock and finds it dirty, because a process was
 all anew. That is why a slot's state is always written last.
 
 Block tables grow in one half of `block_ids`; when it is full, the live ones are copied to the other half. The half
-that was left stays as it was until the next such move, so a reader that still uses it is not disturbed.
+that was left stays as it was until the next such move, so a reader that still uses it is not disturbed. A writer
+gets its block ids when it gets its slots, and looks at no block table.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ Array = np.ndarray[Any, Any]
     INITIALIZED,
     NUM_EVICTED,
     NUM_REMOVED,
-) = range(23)
+    MOVING,  # 1 + the half to which the block tables are being moved, 0 for none
+) = range(24)
 _PID, _START, _READING = range(3)  # columns of `readers`
 
 
@@ -64,8 +66,12 @@ def _process(pid: int) -> tuple[int, int]:
     return pid, process_start(pid)
 
 
+os.register_at_fork(after_in_child=_process.cache_clear)
+
+
 def _alive(pid: int, start: int) -> bool:
-    return pid == os.getpid() or (start != 0 and process_start(pid) == start)
+    # With the start time even for the own pid: in a container a restarted process often has its predecessor's.
+    return (pid, start) == _process(os.getpid()) or (start != 0 and process_start(pid) == start)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +153,7 @@ class Index:
         """Blocks that trajectories of these lengths take."""
         return -(-lengths // self.block_steps)
 
-    def begin(self, lengths: Array, *, evict: bool) -> Array:
+    def begin(self, lengths: Array, *, evict: bool) -> tuple[Array, Array]:
         """Take slots and blocks for trajectories of these lengths; they stay invisible until `commit`.
 
         Args:
@@ -155,11 +161,12 @@ class Index:
             evict: make room by retiring the oldest trajectories.
 
         Returns:
-            The slots, int64 [n].
+            The slots, int64 [n], and the blocks of all of them, one trajectory after another, int32 [blocks].
 
         Raises:
-            TableFullError: no room and `evict` is False, or unfinished writes hold it; nothing was changed.
-            LockTimeoutError: readers kept the room busy until the deadline.
+            TableFullError: no room and `evict` is False, or there can never be so much; nothing was changed.
+            LockTimeoutError: readers, or with `evict` unfinished writes, kept the room busy until the deadline.
+                What was evicted for it stays so.
         """
         deadline = time.monotonic() + self._lock.timeout
         pause = 50e-6
@@ -168,11 +175,13 @@ class Index:
                 self._reclaim_writers(every=1.0)
                 if self._make_room(lengths, evict):
                     return self._allocate(lengths)
-                busy = self._active_readers()
+                busy = sorted({pid for pid, _ in self._active_readers()})
+                writing = sorted({int(pid) for pid in self.owner[self.state == WRITING, 0]})
             if time.monotonic() > deadline:
                 raise LockTimeoutError(
-                    f"Room for {len(lengths)} trajectories was waited for {self._lock.timeout:g} s: the blocks to "
-                    f"be reused are still being read by the processes {sorted({pid for pid, _ in busy})}."
+                    f"Room for {len(lengths)} trajectories was waited for {self._lock.timeout:g} s: what is to be "
+                    f"reused is still being read by the processes {busy} or written by {writing}. They may be "
+                    "stopped, or hold a batch too long."
                 )
             time.sleep(pause)
             pause = min(pause * 2, 1e-3)
@@ -202,13 +211,25 @@ class Index:
             counters[READY_BLOCKS] += int(self.blocks_of(self.extent[slots, 0]).sum())
             counters[VERSION] += 1
 
-    def abort(self, slots: Array) -> None:
-        """Give back slots from `begin` that will not be committed."""
-        with self._locked(), self._mutation():
-            self._abort(slots)
+    def abort(self, slots: Array, *, wait: bool = True) -> None:
+        """Give back slots from `begin` that will not be committed; what was committed stays.
+
+        Args:
+            slots: int64 [n].
+            wait: for the lock. Without it, and where it cannot be had in time, they are only given up, and taken back
+                by whoever needs room next, as if this process had died.
+        """
+        if wait:
+            try:
+                with self._locked(), self._mutation():
+                    self._abort(slots[self.state[slots] == WRITING])
+                return
+            except LockTimeoutError:
+                pass
+        self.owner[slots] = 0
 
     def row(self, slot: int) -> Array:
-        """The block ids of a slot that the caller writes or reads, int32 [blocks] (a copy)."""
+        """The block ids of a slot, int32 [blocks] (a copy). The caller holds the lock, or a ticket for the slot."""
         length, start = self.extent[slot].tolist()
         return self.block_ids[start : start + self.blocks_of(length)].copy()
 
@@ -320,13 +341,18 @@ class Index:
         if missing():
             self._reclaim_writers(every=0.0)
         if missing():
+            largest = slots <= self.num_slots and blocks <= self.num_blocks and steps <= self.max_steps
+            if not (evict and largest):
+                raise TableFullError(self._full_message(slots, blocks, steps, evict))
             attainable = (
                 counters[NUM_FREE_SLOTS] + counters[NUM_RETIRED] + counters[NUM_READY] >= slots
                 and counters[NUM_FREE_BLOCKS] + counters[RETIRED_BLOCKS] + counters[READY_BLOCKS] >= blocks
                 and counters[WRITING_STEPS] + steps <= self.max_steps
             )
-            if not (evict and attainable):
-                raise TableFullError(self._full_message(slots, blocks, steps, evict))
+            if not attainable:
+                return (
+                    False  # unfinished writes hold it: their trajectories can be evicted when they are there
+                )
             with self._mutation():
                 while missing():
                     self._retire(int(counters[OLDEST]) - 1)
@@ -347,21 +373,23 @@ class Index:
     def _full_message(self, slots: int, blocks: int, steps: int, evict: bool) -> str:
         counters = self.counters
         remedy = (
-            "Unfinished writes of other threads or processes hold the rest: commit or discard them."
+            "Add fewer at a time, or create the table larger."
             if evict
             else "Create the table larger, remove trajectories, or create it with on_full='evict_oldest'."
         )
+        writing = int(counters[NUM_WRITING])
+        unfinished = f" ({writing:,} more are being written)" if writing else ""
         return (
             f"The table is full: {slots} trajectories of {steps:,} steps ({blocks:,} blocks of {self.block_steps}) "
-            f"were to be added to {int(counters[NUM_READY]):,} of at most {self.num_slots:,} trajectories, "
+            f"were to be added to {int(counters[NUM_READY]):,} of at most {self.num_slots:,} trajectories{unfinished}, "
             f"{int(counters[NUM_STEPS]):,} of {self.max_steps:,} steps and "
             f"{self.num_blocks - int(counters[NUM_FREE_BLOCKS]):,} of {self.num_blocks:,} blocks. {remedy}"
         )
 
-    def _allocate(self, lengths: Array) -> Array:
+    def _allocate(self, lengths: Array) -> tuple[Array, Array]:
         counters, count = self.counters, len(lengths)
         if count == 0:
-            return np.empty(0, dtype=np.int64)
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
         blocks = self.blocks_of(lengths)
         total = int(blocks.sum())
         with self._mutation():
@@ -369,7 +397,7 @@ class Index:
             slots = self.free_slots[top - count : top][::-1].astype(np.int64)
             counters[NUM_FREE_SLOTS] = top - count
             top = int(counters[NUM_FREE_BLOCKS])
-            ids = self.free_blocks[top - total : top][::-1]
+            ids = self.free_blocks[top - total : top][::-1].copy()
             counters[NUM_FREE_BLOCKS] = top - total
             half = int(counters[HALF])
             start = half * self.half_size + int(counters[HEAD + half])
@@ -382,7 +410,7 @@ class Index:
             self.state[slots] = WRITING
             counters[NUM_WRITING] += count
             counters[WRITING_STEPS] += int(lengths.sum())
-        return slots
+        return slots, ids
 
     def _flip(self) -> bool:
         """Move the live block tables to the other half; False while a reader may still use that half."""
@@ -391,24 +419,36 @@ class Index:
             self._drop_dead_readers()
             if self._oldest_reader() <= counters[FLIP_EPOCH]:
                 return False
-        half = int(counters[HALF])
-        low = half * self.half_size
+        half = 1 - int(counters[HALF])
         with self._mutation():
-            start = self.extent[:, 1]
-            slots = np.flatnonzero((self.state != FREE) & (start >= low) & (start < low + self.half_size))
+            slots, offsets, total = self._packed()
             blocks = self.blocks_of(self.extent[slots, 0])
-            total = int(blocks.sum())
-            offsets = np.cumsum(blocks) - blocks
-            target = (1 - half) * self.half_size + int(counters[HEAD + 1 - half])
             source = np.repeat(self.extent[slots, 1] - offsets, blocks) + np.arange(total)
+            target = half * self.half_size
             self.block_ids[target : target + total] = self.block_ids[source]
-            self.extent[slots, 1] = target + offsets
-            counters[HEAD + 1 - half] += total
-            counters[HEAD + half] = 0
-            counters[HALF] = 1 - half
-            counters[FLIP_EPOCH] = counters[EPOCH]
-            counters[EPOCH] += 1
+            # Readers see the new places one by one. If this process dies between, both halves are in use; so from
+            # here on whoever takes the lock next finishes the move.
+            counters[MOVING] = 1 + half
+            self._finish_flip()
         return True
+
+    def _packed(self) -> tuple[Array, Array, int]:
+        """Slots in use, where their block tables begin when packed one after another, and the length of it all."""
+        slots = np.flatnonzero(self.state != FREE)
+        ends = np.cumsum(self.blocks_of(self.extent[slots, 0]))
+        return slots, ends - self.blocks_of(self.extent[slots, 0]), int(ends[-1]) if len(slots) else 0
+
+    def _finish_flip(self) -> None:
+        counters = self.counters
+        half = int(counters[MOVING]) - 1
+        slots, offsets, total = self._packed()
+        self.extent[slots, 1] = half * self.half_size + offsets
+        counters[HEAD + half] = total
+        counters[HEAD + 1 - half] = 0
+        counters[FLIP_EPOCH] = counters[EPOCH]
+        counters[EPOCH] += 1
+        counters[HALF] = half
+        counters[MOVING] = 0
 
     # ---------------------------------------------------------------- slots
 
@@ -546,6 +586,8 @@ class Index:
     def _rebuild(self) -> None:
         counters = self.counters
         counters[DIRTY] = 1
+        if counters[MOVING]:
+            self._finish_flip()
         derived = self._derive()
         for place, value in derived["counts"].items():
             counters[place] = value
@@ -598,10 +640,19 @@ class Index:
             older = [-1, *order[:-1]]
             assert self.links[order, 0].tolist() == older[: len(order)], "the links back are wrong"
             assert int(counters[NEWEST]) - 1 == (order[-1] if order else -1), "the newest trajectory is wrong"
-            for half in range(2):
-                assert counters[HEAD + half] >= derived["ends"][half], "a block table lies beyond the head"
+            half = int(counters[HALF])
+            assert derived["ends"][1 - half] == 0, "a block table lies in the half that was left"
+            assert derived["ends"][half] <= counters[HEAD + half] <= self.half_size, (
+                "a block table lies beyond the head"
+            )
             lengths = self.extent[np.flatnonzero(self.state != FREE), 0]
             assert (lengths >= 1).all(), "a trajectory has no steps"
-            assert len(np.unique(self.sequence[derived["ready"]])) == len(order), (
-                "a sequence number is used twice"
-            )
+            assert lengths.max(initial=0) <= self.max_steps, "a trajectory has more than max_steps steps"
+            steps = counters[NUM_STEPS] + counters[WRITING_STEPS]
+            assert steps <= self.max_steps, f"{steps} steps are more than max_steps"
+            sequences = self.sequence[derived["ready"]]
+            assert len(np.unique(sequences)) == len(order), "a sequence number is used twice"
+            assert counters[NEXT_SEQUENCE] > sequences.max(initial=-1), "a sequence number comes again"
+            priorities = self.priority[derived["ready"]]
+            assert (np.isfinite(priorities) & (priorities >= 0)).all(), "a priority is negative or not finite"
+            assert (self.readers[:, _READING] <= counters[EPOCH]).all(), "a reader announced an epoch to come"

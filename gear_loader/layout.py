@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 
-from gear_loader.errors import RegionError
+from gear_loader.errors import RegionError, SchemaError
 from gear_loader.schema import Schema
 
 __all__ = ["FORMAT_VERSION", "HEADER_LIMIT", "LINE", "MAX_READERS", "ColumnLayout", "Layout", "round_up"]
@@ -142,7 +142,13 @@ class Layout:
             "block_steps": self.block_steps,
             "num_blocks": self.num_blocks,
         }
-        return bytes(64) + json.dumps(fields, separators=(",", ":")).encode()
+        header = bytes(64) + json.dumps(fields, separators=(",", ":")).encode()
+        if len(header) > HEADER_LIMIT:
+            raise SchemaError(
+                f"{len(self.schema):,} columns with their names take {len(header):,} bytes; expected at most "
+                f"{HEADER_LIMIT:,}. Join columns into one of a larger shape, or shorten their names."
+            )
+        return header
 
     @classmethod
     def read(cls, head: bytes, file_bytes: int, name: str) -> Layout:

@@ -139,7 +139,7 @@ if AVAILABLE:
         return types.voidptr(types.int64), codegen
 
     _LINE = 64
-    _STREAM_PIECE = 1024  # bytes; smaller pieces are not worth the alignment
+    _STREAM_BYTES = 1024  # smaller pieces are not worth the alignment
 
     @intrinsic  # type: ignore[untyped-decorator]
     def _stream_lines(_context: Any, _target: Any, _source: Any) -> Any:
@@ -195,6 +195,35 @@ if AVAILABLE:
             _copy(base + int64(ids[i]) * stride, source + i * block_bytes, steps * step_bytes)
 
     @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+    def _window(begin, length, steps, pad):  # type: ignore[no-untyped-def]
+        """First step of a window that exists, number of steps that do, and the padding before them."""
+        low = min(max(begin, 0), steps)
+        count = max(min(begin + length, steps), low) - low
+        if pad == PAD_HEAD:
+            return low, count, length - count
+        if pad == PAD_KEEP:
+            return low, count, low - begin if count > 0 else length
+        return low, count, 0
+
+    @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+    def _copy_steps(  # type: ignore[no-untyped-def]
+        target, base, stride, step_bytes, low, count, block_ids, row, block_steps, stream
+    ) -> None:
+        """Copy steps `low` to `low + count - 1` of a trajectory out of its blocks of one column."""
+        step, end = low, low + count
+        while step < end:
+            block = step // block_steps
+            inside = step - block * block_steps
+            take = min(block_steps - inside, end - step)
+            source = base + int64(block_ids[row + block]) * stride + inside * step_bytes
+            if stream and take * step_bytes >= _STREAM_BYTES:
+                _copy_streamed(target, source, take * step_bytes)
+            else:
+                _copy(target, source, take * step_bytes)
+            target += take * step_bytes
+            step += take
+
+    @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
     def gather(  # type: ignore[no-untyped-def]
         columns, slots, anchors, extent, block_ids, block_steps, first, last, stream=False
     ) -> None:
@@ -206,43 +235,19 @@ if AVAILABLE:
             stream: write large pieces past the caches: faster where the batch does not fit into them.
         """
         for b in range(first, last):
-            slot = slots[b]
-            anchor = anchors[b]
-            steps = extent[slot, 0]
-            row = extent[slot, 1]
+            steps, row = extent[slots[b], 0], extent[slots[b], 1]
             for c in range(columns.shape[0]):
-                step_bytes = columns[c, STEP_BYTES]
-                length = columns[c, LENGTH]
-                begin = anchor + columns[c, OFFSET]
-                low = min(max(begin, 0), steps)
-                high = max(min(begin + length, steps), low)
-                count = high - low
-                pad = columns[c, PAD]
-                if pad == PAD_KEEP:
-                    head = min(max(low - begin, 0), length) if count > 0 else length
-                elif pad == PAD_HEAD:
-                    head = length - count
-                else:
-                    head = 0
+                step_bytes, length = columns[c, STEP_BYTES], columns[c, LENGTH]
+                low, count, head = _window(anchors[b] + columns[c, OFFSET], length, steps, columns[c, PAD])
                 out = columns[c, OUT] + b * length * step_bytes
                 if head > 0:
                     _fill(out, 0, head * step_bytes)
-                target = out + head * step_bytes
-                step = low
-                while step < high:
-                    block = step // block_steps
-                    inside = step - block * block_steps
-                    take = min(block_steps - inside, high - step)
-                    source = columns[c, BASE] + int64(block_ids[row + block]) * columns[c, STRIDE]
-                    if stream and take * step_bytes >= _STREAM_PIECE:
-                        _copy_streamed(target, source + inside * step_bytes, take * step_bytes)
-                    else:
-                        _copy(target, source + inside * step_bytes, take * step_bytes)
-                    target += take * step_bytes
-                    step += take
+                out += head * step_bytes
+                base, stride = columns[c, BASE], columns[c, STRIDE]
+                _copy_steps(out, base, stride, step_bytes, low, count, block_ids, row, block_steps, stream)
                 tail = length - head - count
                 if tail > 0:
-                    _fill(target, 0, tail * step_bytes)
+                    _fill(out + count * step_bytes, 0, tail * step_bytes)
                 mask = columns[c, MASK]
                 if mask != 0:
                     mask += b * length

@@ -18,10 +18,14 @@ _SMALL = 1 << 16
 
 def raw(count: int, *, seed: int, stream: int, epoch: int, step: int) -> Array:
     """`count` random uint64 that depend on the four integers alone."""
-    mask = (1 << 64) - 1
     # The lowest counter word counts through one draw; the others say which draw it is.
-    bits = np.random.Philox(key=[seed & mask, stream & mask], counter=[0, 0, step & mask, epoch & mask])
+    bits = np.random.Philox(key=_words(seed, stream), counter=_words(0, 0, step, epoch))
     return bits.random_raw(count)
+
+
+def _words(*values: int) -> Array:
+    # The dtype is not left to numpy: a word above 2**63 beside a small one would become a float.
+    return np.array([value & ((1 << 64) - 1) for value in values], dtype=np.uint64)
 
 
 def uniforms(count: int, *, seed: int, stream: int, epoch: int, step: int) -> Array:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
 import mmap
 import os
 import re
+import stat
 import threading
 import warnings
 import weakref
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from gear_loader.errors import RegionError
-from gear_loader.layout import Layout, round_up
+from gear_loader.errors import RegionError, TableClosedError
+from gear_loader.layout import HEADER_LIMIT, Layout, round_up
 from gear_loader.lock import IndexLock
 from gear_loader.notice import notice
 
@@ -25,7 +28,6 @@ __all__ = ["Region", "region_path"]
 _DIRECTORY = "/dev/shm"
 _PREFIX = "gear-loader."
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
-_HEADER_LIMIT = 1 << 20
 _REGISTER_CHUNK = 1 << 36  # one cudaHostRegister call of 512 GiB fails, 64 GiB at a time works
 
 
@@ -55,50 +57,137 @@ class _Mapping:
 
     registry: ClassVar[dict[tuple[int, int], _Mapping]] = {}
     guard: ClassVar[threading.Lock] = threading.Lock()
+    released: ClassVar[collections.deque[_Mapping | None]] = collections.deque()
 
     def __init__(self, memory: mmap.mmap, name: str, fd: int | None, key: tuple[int, int] | None) -> None:
-        self.memory = memory
+        self.memory: mmap.mmap | None = memory
         self.fd = fd
         self.key = key
         self.users = 1
+        self.left: weakref.ref[mmap.mmap] | None = None  # the memory after its last user, while somebody has a view
         self.lock = IndexLock(name, fd)
         self.pinned: bool | None = None
         self.registered: list[int] = []
 
     @classmethod
+    def make(cls, path: str, name: str, layout: Layout) -> _Mapping:
+        """A new file of zeros with its header. It has no name, and goes with this process, until it is complete."""
+        fd = os.open(_DIRECTORY, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, layout.region_bytes)
+            os.pwrite(fd, layout.preamble().ljust(64, b"\0") + layout.header[64:], 0)
+            memory = mmap.mmap(fd, layout.region_bytes, flags=mmap.MAP_SHARED)
+            info = os.fstat(fd)
+            mapping = cls(memory, name, fd, (info.st_dev, info.st_ino))
+            with cls.guarded():
+                # What /proc/self/fd shows is a symbolic link; only with a directory does os.link() follow it. An
+                # absolute path makes no use of the directory.
+                os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
+                cls.registry[info.st_dev, info.st_ino] = mapping
+            return mapping
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
     def open(cls, path: str, name: str) -> tuple[_Mapping, Layout]:
-        with cls.guard:
-            info = os.stat(path)
-            key = (info.st_dev, info.st_ino)
-            fd = cls.registry[key].fd if key in cls.registry else None
-            if fd is not None:
-                layout = Layout.read(os.pread(fd, _HEADER_LIMIT, 0), info.st_size, name)
-                cls.registry[key].users += 1
-                return cls.registry[key], layout
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        """The mapping of the file at `path`, which this process may have already."""
+        with cls.guarded():
+            info = os.stat(path, follow_symlinks=False)
+            if not stat.S_ISREG(info.st_mode):
+                raise RegionError(f"{name} is not a regular file. Choose another name or remove it.")
+            mapping = cls.registry.get((info.st_dev, info.st_ino))
+            if mapping is not None:
+                memory = mapping.mapped()
+                if memory is not None:
+                    assert mapping.fd is not None
+                    layout = Layout.read(os.pread(mapping.fd, HEADER_LIMIT, 0), info.st_size, name)
+                    mapping.memory, mapping.left = memory, None
+                    mapping.users += 1
+                    return mapping, layout
+                mapping.forget()
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
-                layout = Layout.read(os.pread(fd, _HEADER_LIMIT, 0), os.fstat(fd).st_size, name)
+                info = os.fstat(fd)
+                layout = Layout.read(os.pread(fd, HEADER_LIMIT, 0), info.st_size, name)
                 memory = mmap.mmap(fd, layout.region_bytes, flags=mmap.MAP_SHARED)
             except BaseException:
                 os.close(fd)
                 raise
+            # Another file may have taken the place since os.stat(), but none that this process has: those that it
+            # made are linked under the guard.
+            key = (info.st_dev, info.st_ino)
+            assert key not in cls.registry
             cls.registry[key] = cls(memory, name, fd, key)
             return cls.registry[key], layout
 
+    @classmethod
+    @contextlib.contextmanager
+    def guarded(cls) -> Iterator[None]:
+        """Hold the guard; afterwards do what `release` had to leave undone meanwhile."""
+        try:
+            with cls.guard:
+                yield
+        finally:
+            cls.sweep()
+
     def release(self) -> None:
-        with self.guard:
-            self.users -= 1
-            if self.users:
-                return
-            if self.registered:
-                torch.cuda.synchronize()  # kernels may still be reading
-                self.unregister()
+        """One user less. May come from the garbage collector, in the middle of anything: waits for nothing."""
+        self.released.append(self)
+        self.sweep()
+
+    @classmethod
+    def sweep(cls) -> None:
+        # If the guard is taken, its holder comes here after letting it go.
+        while cls.released and cls.guard.acquire(blocking=False):
+            try:
+                while cls.released:
+                    mapping = cls.released.popleft()
+                    if mapping is not None:
+                        mapping.users -= 1
+                        if not mapping.users:
+                            mapping.unmap()
+                for mapping in list(cls.registry.values()):
+                    if mapping.mapped() is None:
+                        mapping.forget()
+            finally:
+                cls.guard.release()
+
+    def unmap(self) -> None:
+        """Unregister and unmap, the last user having gone; the caller holds the guard."""
+        if self.registered:
+            torch.cuda.synchronize()  # kernels may still be reading
+            self.unregister()
+        self.pinned = None
+        memory, self.memory = self.memory, None
+        assert memory is not None
+        try:
+            memory.close()
+        except BufferError:  # somebody holds a view, with which it goes
+            # The map has a descriptor of its own, whose closing drops this process's locks on the file. So the file
+            # must not be mapped a second time until then, and stays known.
             if self.key is not None:
-                self.registry.pop(self.key, None)
-            with contextlib.suppress(BufferError):  # somebody holds a view: unmapped when that goes
-                self.memory.close()
-            if self.fd is not None:
-                os.close(self.fd)
+                self.left = weakref.ref(memory, self.left_is_gone)
+            return
+        self.forget()
+
+    def mapped(self) -> mmap.mmap | None:
+        """The memory while anybody has it: users, or views that they left."""
+        return self.left() if self.left is not None else self.memory
+
+    @classmethod
+    def left_is_gone(cls, _: weakref.ref[mmap.mmap]) -> None:
+        cls.released.append(None)
+        cls.sweep()
+
+    def forget(self) -> None:
+        """Drop the file of a mapping that is no more; the caller holds the guard."""
+        self.left = None
+        if self.key is not None:
+            self.registry.pop(self.key, None)
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
 
     def register(self, base: int, total: int) -> bool:
         torch.cuda.init()
@@ -129,7 +218,6 @@ class _Mapping:
     def after_fork(cls) -> None:
         cls.guard = threading.Lock()
         for mapping in cls.registry.values():
-            mapping.lock.reset_after_fork()
             mapping.pinned, mapping.registered = None, []  # CUDA's registrations stay with the parent
 
 
@@ -146,6 +234,7 @@ class Region:
         self.layout = layout
         self.name = name
         self.lock = mapping.lock
+        assert mapping.memory is not None
         self.bytes: np.ndarray[Any, Any] | None = np.frombuffer(mapping.memory, dtype=np.uint8)
         self._mapping = mapping
         self._release = weakref.finalize(self, mapping.release)
@@ -177,32 +266,20 @@ class Region:
             return cls(_Mapping(memory, "a private table", None, None), layout, None)
 
         path = region_path(name)
-        if os.path.exists(path):
+        if os.path.lexists(path):
             raise RegionError(_exists(name))
-        scratch = os.path.join(_DIRECTORY, f".{_PREFIX}{name}.{os.getpid()}.{threading.get_ident()}")
-        fd = os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        free = os.statvfs(_DIRECTORY)
+        if layout.region_bytes > free.f_bavail * free.f_frsize:
+            raise RegionError(_too_large(layout.region_bytes))
         try:
-            try:
-                os.posix_fallocate(fd, 0, layout.region_bytes)
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
-                    raise
-                free = os.statvfs(_DIRECTORY)
-                raise RegionError(
-                    f"A named table of {_size(layout.region_bytes)} does not fit into {_DIRECTORY}, which has "
-                    f"{_size(free.f_bavail * free.f_frsize)} free. Lower max_steps or max_blocks, remove tables "
-                    "that are no longer used, or enlarge it (in Docker: --shm-size; else: mount -o "
-                    f"remount,size=... {_DIRECTORY})."
-                ) from error
-            os.pwrite(fd, layout.preamble().ljust(64, b"\0") + layout.header[64:], 0)
-            try:
-                os.link(scratch, path)
-            except FileExistsError as error:
-                raise RegionError(_exists(name)) from error
-        finally:
-            os.unlink(scratch)
-            os.close(fd)
-        return cls.attach(name)
+            mapping = _Mapping.make(path, f"Table {name!r} ({path})", layout)
+        except FileExistsError as error:
+            raise RegionError(_exists(name)) from error
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                raise RegionError(_too_large(layout.region_bytes)) from error
+            raise RegionError(f"Table {name!r} cannot be made in {_DIRECTORY}: {error}.") from error
+        return cls(mapping, layout, name)
 
     @classmethod
     def attach(cls, name: str) -> Region:
@@ -222,35 +299,52 @@ class Region:
                 f"There is no table named {name!r}; tables on this machine: {here or 'none'}. "
                 f"Create it with Table.create(..., name={name!r})."
             ) from error
+        except RegionError:
+            raise
+        except OSError as error:
+            raise RegionError(f"Table {name!r} cannot be attached: {error}.") from error
         return cls(mapping, layout, name)
 
-    @staticmethod
-    def unlink(name: str) -> None:
+    def unlink(self) -> None:
         """Remove a region's name. Who has it mapped keeps it; the memory goes with the last of them.
 
         Raises:
-            RegionError: there is none of that name.
+            RegionError: there is no region of that name any more, or another one.
         """
+        assert self.name is not None
+        path = region_path(self.name)
         try:
-            os.unlink(region_path(name))
+            info = os.stat(path, follow_symlinks=False)
+            if (info.st_dev, info.st_ino) != self._mapping.key:
+                raise RegionError(
+                    f"Table {self.name!r} has been removed already; the one that has its name now is another. "
+                    f"Table.attach({self.name!r}).unlink() removes that."
+                )
+            os.unlink(path)
         except FileNotFoundError as error:
-            raise RegionError(f"There is no table named {name!r} to remove.") from error
+            raise RegionError(f"There is no table named {self.name!r} to remove.") from error
 
     # ---------------------------------------------------------------- views
 
     def array(self, name: str) -> np.ndarray[Any, Any]:
         """The index array `name` as a numpy view."""
         offset, dtype, shape = self.layout.arrays[name]
-        assert self.bytes is not None
         count = int(np.prod(shape))
-        return self.bytes[offset : offset + count * dtype.itemsize].view(dtype).reshape(shape)
+        return self._view()[offset : offset + count * dtype.itemsize].view(dtype).reshape(shape)
 
     def column(self, name: str) -> np.ndarray[Any, Any]:
         """Column `name` as uint8 ``[blocks, block_stride]``."""
         column = self.layout.columns[name]
-        assert self.bytes is not None
         count = self.layout.num_blocks * column.block_stride
-        return self.bytes[column.offset : column.offset + count].reshape(-1, column.block_stride)
+        return self._view()[column.offset : column.offset + count].reshape(-1, column.block_stride)
+
+    def _view(self) -> np.ndarray[Any, Any]:
+        view = self.bytes  # once: another thread may close the region
+        if view is None:
+            raise TableClosedError(
+                f"The table {self.name or '(private)'} is closed; attach or create it again."
+            )
+        return view
 
     # ---------------------------------------------------------------- pinning
 
@@ -274,11 +368,11 @@ class Region:
                     "No CUDA device: tables lie in plain host memory and batches are gathered on the CPU.",
                 )
                 return False
-            assert self.bytes is not None
-            with _Mapping.guard:
+            base = self._view().ctypes.data
+            with _Mapping.guarded():
                 if self._mapping.pinned is None:
                     total = round_up(self.layout.region_bytes, mmap.PAGESIZE)
-                    self._mapping.pinned = self._mapping.register(self.bytes.ctypes.data, total)
+                    self._mapping.pinned = self._mapping.register(base, total)
         return bool(self._mapping.pinned)
 
     def close(self) -> None:
@@ -290,7 +384,17 @@ class Region:
 def _exists(name: str) -> str:
     return (
         f"There is already a table named {name!r}. Use it with Table.attach({name!r}), remove it with "
-        f"Table.unlink({name!r}), or choose another name."
+        f"Table.attach({name!r}).unlink(), or choose another name."
+    )
+
+
+def _too_large(count: int) -> str:
+    free = os.statvfs(_DIRECTORY)
+    return (
+        f"A named table of {_size(count)} does not fit into {_DIRECTORY}, which has "
+        f"{_size(free.f_bavail * free.f_frsize)} free. Lower max_steps, max_trajectories or max_blocks, remove "
+        "tables that are no longer used, or enlarge it (in Docker: --shm-size; else: mount -o "
+        f"remount,size=... {_DIRECTORY})."
     )
 
 

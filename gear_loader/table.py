@@ -6,13 +6,19 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 
 from gear_loader import native
-from gear_loader.errors import PrivateTableError, SchemaError, StaleIndexError, TableClosedError
+from gear_loader.errors import (
+    LockTimeoutError,
+    PrivateTableError,
+    SchemaError,
+    StaleIndexError,
+    TableClosedError,
+)
 from gear_loader.index import (
     NUM_EVICTED,
     NUM_FREE_BLOCKS,
@@ -147,12 +153,8 @@ class Table:
         if max_blocks is not None:
             sizes["max_blocks"] = max_blocks
         for key, value in sizes.items():
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, (int, np.integer))
-                or not 1 <= value < 2**31 * 64
-            ):
-                raise SchemaError(f"{key} is {value!r}; expected a positive integer.")
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value < 2**37:
+                raise SchemaError(f"{key} is {value!r}; expected an integer from 1 to {2**37 - 1:,}.")
         _check_on_full(on_full)
         max_steps, max_trajectories, block_steps = int(max_steps), int(max_trajectories), int(block_steps)
         if max_blocks is None:
@@ -188,9 +190,17 @@ class Table:
 
     @staticmethod
     def required_blocks(lengths: Iterable[int] | Array, block_steps: int) -> int:
-        """Blocks that trajectories of these lengths take: what to give as `max_blocks`."""
-        values = np.asarray(lengths if isinstance(lengths, np.ndarray) else list(lengths), dtype=np.int64)
-        return int((-(-values // block_steps)).sum())
+        """Blocks that trajectories of these lengths take: what to give as `max_blocks`.
+
+        Raises:
+            SchemaError: a length or `block_steps` that is no positive integer.
+        """
+        values = np.asarray(lengths if isinstance(lengths, np.ndarray) else list(lengths))
+        if len(values) and (values.ndim != 1 or values.dtype.kind not in "iu" or values.min() < 1):
+            raise SchemaError(f"lengths is {lengths!r}; expected integers of at least 1.")
+        if isinstance(block_steps, bool) or not isinstance(block_steps, (int, np.integer)) or block_steps < 1:
+            raise SchemaError(f"block_steps is {block_steps!r}; expected a positive integer.")
+        return int((-(-values.astype(np.int64) // block_steps)).sum())
 
     def close(self) -> None:
         """Detach; idempotent. A private table's memory is freed, a named table stays until `unlink`."""
@@ -202,11 +212,11 @@ class Table:
 
         Raises:
             PrivateTableError: it has none.
-            RegionError: somebody has removed it already.
+            RegionError: somebody has removed it already (and perhaps made another of that name, which stays).
         """
         if self.name is None:
             raise PrivateTableError("A private table has no name to remove; close() frees its memory.")
-        Region.unlink(self.name)
+        self._region.unlink()
 
     def __enter__(self) -> Table:
         return self
@@ -245,17 +255,12 @@ class Table:
         Raises:
             SchemaError: the trajectory or the priority does not fit.
             TableFullError: there is no room and `on_full` is ``"error"``.
-            LockTimeoutError: the lock or room in use by readers was waited for too long.
-            In each case nothing was changed.
+            LockTimeoutError: the lock, or room in use by readers or unfinished writes, was waited for too long.
+            In each case nothing was changed, but for what was evicted before room was waited for in vain.
         """
         index = self._live()
         length, arrays = self.schema.validate(trajectory)
-        priorities = _check_priorities(priority, 1)
-        self._check_lengths(np.array([length]))
-        slots = index.begin(np.array([length]), evict=self.on_full == "evict_oldest")
-        self._write(index, slots, [(arrays, 0, length)])
-        index.commit(slots, priorities)
-        return int(slots[0])
+        return int(self._store(index, [(arrays, 0, length)], _check_priorities(priority, 1))[0])
 
     def extend(
         self,
@@ -268,7 +273,8 @@ class Table:
 
         Args:
             trajectories: an iterable of mappings as for `add`; or, with `lengths`, one mapping of stacked arrays
-                ``[n, T, *shape]`` of which trajectory i has the first ``lengths[i]`` steps.
+                ``[n, T, *shape]`` of which trajectory i has the first ``lengths[i]`` steps. An iterator (a generator)
+                may fill the same arrays anew for each trajectory: what it yields is copied first.
             lengths: int [n], with stacked arrays.
             priority: one for all, or [n].
 
@@ -280,15 +286,8 @@ class Table:
         """
         index = self._live()
         sources = self._stacked(trajectories, lengths) if lengths is not None else self._listed(trajectories)
-        counts = np.array([length for _, _, length in sources], dtype=np.int64)
         priorities = _check_priorities(priority, len(sources))
-        self._check_lengths(counts)
-        if len(sources) == 0:
-            return np.empty(0, dtype=np.int64)
-        slots = index.begin(counts, evict=self.on_full == "evict_oldest")
-        self._write(index, slots, sources)
-        index.commit(slots, priorities)
-        return slots
+        return self._store(index, sources, priorities) if sources else np.empty(0, dtype=np.int64)
 
     def _listed(self, trajectories: Any) -> list[tuple[dict[str, Array], int, int]]:
         if isinstance(trajectories, Mapping):
@@ -296,9 +295,17 @@ class Table:
                 "One mapping was received without lengths; expected an iterable of trajectories, or stacked arrays "
                 "[n, T, ...] with lengths=[n]. For a single trajectory use add()."
             )
+        try:
+            each = iter(trajectories)
+        except TypeError:
+            raise SchemaError(
+                f"A {type(trajectories).__name__} was received; expected an iterable of trajectories."
+            ) from None
         sources = []
-        for i, trajectory in enumerate(trajectories):
+        for i, trajectory in enumerate(each):
             length, arrays = self.schema.validate(trajectory, what=f"trajectory {i}")
+            if each is trajectories:
+                arrays = {name: array.copy() for name, array in arrays.items()}
             sources.append((arrays, 0, length))
         return sources
 
@@ -308,24 +315,33 @@ class Table:
                 f"With lengths a {type(stacked).__name__} was received; expected one mapping of stacked arrays "
                 "[n, T, ...]."
             )
-        counts = np.asarray(lengths)
+        try:
+            counts = np.asarray(lengths.detach().cpu() if isinstance(lengths, torch.Tensor) else lengths)
+        except ValueError:
+            raise SchemaError(f"lengths is {lengths!r}; expected integers [n].") from None
         if counts.ndim != 1 or (counts.dtype.kind not in "iu" and counts.size):
             raise SchemaError(
                 f"lengths has dtype {counts.dtype} and shape {list(counts.shape)}; expected integers [n]."
             )
-        counts = counts.astype(np.int64)
+        if len(counts) == 0:
+            self.schema.validate_names(stacked, what="the stacked trajectories")
+            return []
         flat: dict[str, Any] = {}
         padded = None
         for name, value in stacked.items():
-            shape = list(getattr(value, "shape", ()))
+            if not isinstance(value, (np.ndarray, torch.Tensor)):
+                raise SchemaError(
+                    f"Column {name!r} of the stacked trajectories is a {type(value).__name__}; expected a numpy array "
+                    "or a torch tensor [n, T, ...]."
+                )
+            shape = list(value.shape)
             if len(shape) < 2 or shape[0] != len(counts) or shape[1] != (padded := padded or shape[1]):
                 raise SchemaError(
                     f"Column {name!r} of the stacked trajectories has shape {shape}; expected [{len(counts)}, "
                     f"{padded or 'T'}, ...] as lengths has {len(counts)} entries."
                 )
-            flat[name] = value.reshape(shape[0] * shape[1], *shape[2:])
-        if len(counts) == 0:
-            return []
+            strided = isinstance(value, np.ndarray) or value.layout == torch.strided
+            flat[name] = value.reshape(shape[0] * shape[1], *shape[2:]) if strided else value
         _, arrays = self.schema.validate(flat, what="the stacked trajectories")
         assert padded is not None
         if counts.min() < 1 or counts.max() > padded:
@@ -334,6 +350,27 @@ class Table:
                 f"lengths[{bad}] is {counts[bad]}; expected 1 to {padded}, the stacked arrays' T."
             )
         return [(arrays, i * padded, int(count)) for i, count in enumerate(counts)]
+
+    def _store(
+        self, index: Index, sources: list[tuple[dict[str, Array], int, int]], priorities: Array
+    ) -> Array:
+        lengths = np.array([length for _, _, length in sources], dtype=np.int64)
+        self._check_lengths(lengths)
+        slots, ids = index.begin(lengths, evict=self.on_full == "evict_oldest")
+        try:
+            first_block = 0
+            for (arrays, first, length), blocks in zip(
+                sources, index.blocks_of(lengths).tolist(), strict=True
+            ):
+                own = ids[first_block : first_block + blocks]
+                first_block += blocks
+                for name, array in arrays.items():
+                    self._write_column(name, own, array[first : first + length])
+            index.commit(slots, priorities)
+        except BaseException as error:
+            index.abort(slots, wait=not isinstance(error, LockTimeoutError))
+            raise
+        return slots
 
     def _check_lengths(self, lengths: Array) -> None:
         layout = self._region.layout
@@ -345,24 +382,13 @@ class Table:
                 "Create it with a larger max_steps (and max_blocks, if given) or split the trajectory."
             )
 
-    def _write(self, index: Index, slots: Array, sources: list[tuple[dict[str, Array], int, int]]) -> None:
-        try:
-            for slot, (arrays, first, length) in zip(slots.tolist(), sources, strict=True):
-                ids = index.row(slot)
-                for name, array in arrays.items():
-                    self._write_column(name, ids, array[first : first + length])
-        except BaseException:
-            index.abort(slots)
-            raise
-
     def _write_column(self, name: str, ids: Array, rows: Array) -> None:
         layout = self._region.layout
         column = layout.columns[name]
+        blocks = self._region.column(name)  # held, so that nothing is unmapped meanwhile
         if native.require():
-            assert self._region.bytes is not None
-            base = self._region.bytes.ctypes.data + column.offset
             native.scatter(
-                base,
+                blocks.ctypes.data,
                 column.block_stride,
                 column.step_bytes,
                 layout.block_steps,
@@ -371,12 +397,14 @@ class Table:
                 len(rows),
             )
             return
-        blocks = self._region.column(name)
         for i, block in enumerate(ids.tolist()):
             piece = rows[i * layout.block_steps : (i + 1) * layout.block_steps].reshape(-1)
             blocks[block, : len(piece)] = piece
 
     # ---------------------------------------------------------------- reading and removing
+
+    # Without it Python would count indices upwards until the first that was removed, and stop there.
+    __iter__: ClassVar[None] = None
 
     def __len__(self) -> int:
         return int(self._live().counters[NUM_READY])
@@ -514,11 +542,16 @@ def _check_on_full(on_full: str) -> None:
 
 def _check_priorities(priority: Any, count: int) -> Array:
     if isinstance(priority, torch.Tensor):
-        priority = priority.detach().cpu().numpy()
+        priority = priority.detach().cpu()
+        priority = (priority.float() if priority.dtype == torch.bfloat16 else priority).numpy()
     try:
-        values = np.asarray(priority, dtype=np.float64)
+        values = np.asarray(priority)
+        fits = values.dtype.kind in "biuf" or not values.size
     except (TypeError, ValueError):
-        raise SchemaError(f"priority is {priority!r}; expected a number or {count} of them.") from None
+        fits = False
+    if not fits:
+        raise SchemaError(f"priority is {priority!r}; expected a number or {count} of them.")
+    values = values.astype(np.float64)
     if values.ndim and values.shape != (count,):
         raise SchemaError(f"priority has shape {list(values.shape)}; expected one number or [{count}].")
     with np.errstate(over="ignore"):
@@ -527,6 +560,6 @@ def _check_priorities(priority: Any, count: int) -> Array:
     if len(bad):
         value = np.broadcast_to(values, (count,))[bad[0]]
         raise SchemaError(
-            f"priority {value} of trajectory {bad[0]}; expected a finite number that is not negative."
+            f"priority {value} of trajectory {bad[0]}; expected a finite number (as float32) that is not negative."
         )
     return narrow

@@ -4,8 +4,12 @@ Run as a program, without TRITON_INTERPRET, because Triton reads that variable w
 
     python tests/aot.py
 
-One line a kernel, variant and architecture: registers, spills (bytes of local memory), and how often each width of
-global load and store occurs in the machine code.
+One line a kernel, variant and architecture:
+
+    registers, spills  registers of a thread; bytes of stack and local memory
+    instructions       how often each instruction on global or local memory occurs in the machine code
+    side_by_side       bytes that the threads of a warp read side by side in the load of whole lines
+    specialised        arguments whose values the launcher would compile anew for
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -43,35 +48,56 @@ GATHER = {
     "ENTRIES": "constexpr",
 }
 VARIANTS = [
-    (f"gather_{word}", gather.gather_kernel, GATHER, {"WORD": word, "TILE": gather.TILE, "ENTRIES": gather.ENTRIES})
+    (
+        f"gather_{word}",
+        gather.gather_kernel,
+        GATHER,
+        {"WORD": word, "TILE": gather.TILE, "ENTRIES": gather.ENTRIES},
+    )
     for word in (16, 4, 1)
 ]
 
+# Global loads and stores, local ones (spills; without a suffix they move 4 bytes), and generic ones (whose space
+# the compiler could not tell).
+_MEMORY = re.compile(r"\b(?:LDG|STG|LDL|STL|LD|ST)(?:\.[A-Z0-9_]+)*(?=\s)")
 
-def compile_for(kernel, signature, constants, arch):  # type: ignore[no-untyped-def]
-    """The compiled kernel's registers, spills and memory instructions on `arch`."""
-    # What the launcher's own specialisation finds: torch allocates at multiples of 16 bytes.
-    names = list(signature)
-    attrs = {(names.index(n),): [["tt.divisibility", 16]] for n, kind in signature.items() if kind.startswith("*")}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=gather.LAUNCH[constants["WORD"]])
+
+# In Triton's own code: the shape that threads form over a tile, and the load that uses it.
+_LAYOUT = re.compile(
+    r"^(#\w+) = #ttg\.blocked<\{sizePerThread = \[\d+, (\d+)\], threadsPerWarp = \[\d+, (\d+)\]", re.M
+)
+_LINES = re.compile(r"= tt\.load .*evict_first : tensor<\d+x32x!tt\.ptr<i32>, (#\w+)>")
+
+
+def _side_by_side(code: str) -> int:
+    layouts = {name: 4 * int(words) * int(threads) for name, words, threads in _LAYOUT.findall(code)}
+    return min((layouts[name] for name in _LINES.findall(code)), default=0)
+
+
+def compile_for(
+    kernel: Any, signature: dict[str, str], constants: dict[str, int], arch: int
+) -> dict[str, Any]:
+    """What the launcher compiles of a kernel, for `arch`: registers, spills and memory instructions."""
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs={})
+    binary = triton.compile(
+        source, target=GPUTarget("cuda", arch, 32), options=gather.LAUNCH[constants["WORD"]]
+    )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
-        usage = subprocess.run([TOOL, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        usage = subprocess.run(
+            [TOOL, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
         code = subprocess.run([TOOL, "-sass", file.name], capture_output=True, text=True, check=True).stdout
-    widths = collections.Counter(re.findall(r"\b((?:LDG|STG|LDL|STL)\.[A-Z0-9_.]+)", code))
-    count = {
-        field: int(re.search(rf"\b{field}:(\d+)", usage).group(1))  # type: ignore[union-attr]
-        for field in ("REG", "STACK", "LOCAL")
-    }
+    found = re.search(r"\bREG:(\d+) STACK:(\d+) .*\bLOCAL:(\d+)", usage)
+    assert found is not None, f"cuobjdump printed no resource usage: {usage}"
+    registers, stack, local = map(int, found.groups())
     return {
-        "registers": count["REG"],
-        "spills": count["STACK"] + count["LOCAL"],
-        "loads_128": sum(n for name, n in widths.items() if name.startswith("LDG") and ".128" in name),
-        "stores_128": sum(n for name, n in widths.items() if name.startswith("STG") and ".128" in name),
-        "local": sum(n for name, n in widths.items() if name.startswith(("LDL", "STL"))),
-        "instructions": dict(widths),
+        "registers": registers,
+        "spills": stack + local,
+        "side_by_side": _side_by_side(binary.asm["ttgir"]),
+        "specialised": [p.name for p in kernel.params if not (p.is_constexpr or p.do_not_specialize)],
+        "instructions": dict(collections.Counter(_MEMORY.findall(code))),
     }
 
 
@@ -80,7 +106,9 @@ def main() -> None:
         sys.exit("TRITON_INTERPRET is set: compilation needs it unset")
     for name, kernel, signature, constants in VARIANTS:
         for arch in ARCHITECTURES:
-            print(json.dumps({"kernel": name, "arch": arch, **compile_for(kernel, signature, constants, arch)}))
+            print(
+                json.dumps({"kernel": name, "arch": arch, **compile_for(kernel, signature, constants, arch)})
+            )
 
 
 if __name__ == "__main__":

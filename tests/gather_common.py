@@ -78,7 +78,8 @@ class Store:
         self.block_steps = block_steps
         self.lengths = list(lengths)
         self.rows = [
-            [random.integers(0, 256, (length, size), dtype=np.uint8) for length in lengths] for size in step_bytes
+            [random.integers(0, 256, (length, size), dtype=np.uint8) for length in lengths]
+            for size in step_bytes
         ]
         blocks = [-(-length // block_steps) for length in lengths]
         num_blocks = sum(blocks) + 3
@@ -128,7 +129,9 @@ class Store:
             _last=last,
         )
         extent = torch.full((len(slots), 2), -(2**40), dtype=torch.int64)
-        ids = torch.full((batch, (last - first) // self.block_steps + 2), int(self.block_ids[0]), dtype=torch.int32)
+        ids = torch.full(
+            (batch, (last - first) // self.block_steps + 2), int(self.block_ids[0]), dtype=torch.int32
+        )
         Collector._resolve(stub, slots.numpy(), anchors.numpy(), extent.numpy(), ids.numpy())
         return torch.arange(len(slots)), extent, ids.view(-1)
 
@@ -139,7 +142,9 @@ def _draw(
     random = np.random.default_rng(seed)
     chosen = random.integers(0, len(slots), count)
     last = np.array(lengths)[chosen] - 1
-    anchors = np.choose(random.integers(0, 4, count), [np.zeros_like(last), last, *[random.integers(0, last + 1)] * 2])
+    anchors = np.choose(
+        random.integers(0, 4, count), [np.zeros_like(last), last, *[random.integers(0, last + 1)] * 2]
+    )
     return torch.from_numpy(np.array(slots)[chosen]), torch.from_numpy(anchors)
 
 
@@ -157,7 +162,8 @@ class Outputs:
         self._memory: list[torch.Tensor] = []
         self.outs = [self._guarded((batch, s.length, s.step_bytes), s.shift, POISON, device) for s in specs]
         self.masks = [
-            self._guarded((batch, s.length), 0, int(mask), device).view(torch.bool) if s.mask else None for s in specs
+            self._guarded((batch, s.length), 0, int(mask), device).view(torch.bool) if s.mask else None
+            for s in specs
         ]
 
     def _guarded(self, shape: tuple[int, ...], shift: int, value: int, device: str) -> torch.Tensor:
@@ -263,6 +269,8 @@ class HugeStore:
 
     SLOTS = (5, 2**30 + 3)
 
+    rows: Sequence[Mapping[int, Array]]
+
     def __init__(self, step_bytes: Sequence[int], block_steps: int) -> None:
         random = np.random.default_rng(3)
         self.block_steps = block_steps
@@ -281,7 +289,10 @@ class HugeStore:
         num_blocks = 24 * 2**30 // smallest
         spread = [2**31, 2**32, 2**33, 2**34, 24 * 2**30 - smallest]  # byte offsets in the narrowest column
         blocks = [spread[2] // smallest - 1, 0, spread[3] // smallest]
-        blocks += [offset // smallest for offset in (spread[4], spread[0], spread[1] - smallest, spread[2], spread[1])]
+        blocks += [
+            offset // smallest
+            for offset in (spread[4], spread[0], spread[1] - smallest, spread[2], spread[1])
+        ]
         starts = (2, 2**31 + 11)
         taken = 0
         for slot, length, start in zip(self.SLOTS, lengths, starts, strict=True):
@@ -291,7 +302,7 @@ class HugeStore:
             taken += count
         self.extent, self.block_ids = torch.from_numpy(extent), torch.from_numpy(ids)
         self.sources = []
-        for size, stride, rows in zip(step_bytes, strides, self.rows, strict=True):
+        for stride, rows in zip(strides, self.rows, strict=True):
             source = reserve(num_blocks * stride).reshape(num_blocks, stride)
             for slot in self.SLOTS:
                 row, start = rows[slot], int(extent[slot, 1])

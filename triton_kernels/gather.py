@@ -15,6 +15,8 @@ padding, and for 128 entries of the mask.
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 import triton
 import triton.language as tl
@@ -79,7 +81,21 @@ def _write_mask(
     tl.store(a_out.to(tl.pointer_type(tl.int8)) + i_entry, b_mask, mask=m_row)
 
 
-@triton.jit
+# Nothing is specialised on values: a last batch that is smaller, or of one row, must not compile anew in mid-epoch,
+# and the code is the same (tests/aot.py shows it).
+@triton.jit(
+    do_not_specialize=[
+        "p_columns",
+        "p_slots",
+        "p_anchors",
+        "p_extent",
+        "p_block_ids",
+        "num_columns",
+        "batch",
+        "num_tiles",
+        "block_steps",
+    ]
+)
 def gather_kernel(
     p_columns,  # int64 [C, WIDTH]
     p_slots,  # int64 [B]
@@ -203,7 +219,7 @@ def gather(
     *,
     programs: int | None = None,
 ) -> None:
-    """Fill the plan's outputs and masks with the windows of the given rows, on the current stream.
+    """Fill the plan's outputs and masks with the windows of the given rows, on its device's current stream.
 
     Args:
         plan: the columns; their sources and `extent` and `block_ids` lie in memory that the device can read.
@@ -220,30 +236,32 @@ def gather(
         TypeError, ValueError: arguments of another dtype, shape or device; nothing has been launched then.
     """
     count = plan.check_rows(slots, anchors)
-    for name, tensor, dtype in (("extent", extent, torch.int64), ("block_ids", block_ids, torch.int32)):
-        if tensor.dtype != dtype or not tensor.is_contiguous():
-            raise TypeError(f"{name} is {tensor.dtype}; expected contiguous {dtype}.")
+    if extent.dtype != torch.int64 or extent.shape[1:] != (2,) or not extent.is_contiguous():
+        raise TypeError(f"extent is {extent.dtype} {list(extent.shape)}; expected contiguous torch.int64 [T, 2].")
+    if block_ids.dtype != torch.int32 or block_ids.ndim != 1 or not block_ids.is_contiguous():
+        raise TypeError(f"block_ids is {block_ids.dtype} {list(block_ids.shape)}; expected contiguous torch.int32 [H].")
     if programs is not None and programs < 1:
         raise ValueError(f"programs is {programs}; expected at least 1.")
     if count == 0:
         return
+    cuda = plan.device.type == "cuda"
     if programs is None:
-        cuda = plan.device.type == "cuda"
         programs = torch.cuda.get_device_properties(plan.device).multi_processor_count if cuda else 4
-    for word, table, device_table in plan.launches:
-        tiles = plan.tiles(table, count, TILE, ENTRIES)
-        gather_kernel[(min(programs, tiles),)](
-            device_table,
-            slots,
-            anchors,
-            extent,
-            block_ids,
-            len(table),
-            count,
-            tiles,
-            plan.block_steps,
-            WORD=word,
-            TILE=TILE,
-            ENTRIES=ENTRIES,
-            **LAUNCH[word],
-        )
+    with torch.cuda.device(plan.device) if cuda else contextlib.nullcontext():
+        for word, table, device_table in plan.launches:
+            tiles = plan.tiles(table, count, TILE, ENTRIES)
+            gather_kernel[(min(programs, tiles),)](
+                device_table,
+                slots,
+                anchors,
+                extent,
+                block_ids,
+                len(table),
+                count,
+                tiles,
+                plan.block_steps,
+                WORD=word,
+                TILE=TILE,
+                ENTRIES=ENTRIES,
+                **LAUNCH[word],
+            )

@@ -75,6 +75,8 @@ class GatherColumn:
                 raise TypeError(
                     f"{name} is {tensor.dtype} {list(tensor.shape)}; expected uint8 with {dims} dimensions."
                 )
+        if min(out.shape[1:]) < 1:
+            raise ValueError(f"out is {list(out.shape)}; expected at least one step of at least one byte.")
         if not out.is_contiguous() or source.stride(1) != 1:
             raise ValueError(
                 f"out and the rows of source must be contiguous; strides {out.stride()}, {source.stride()}."
@@ -89,20 +91,24 @@ class GatherColumn:
                 f"{block_steps} steps of {self.step_bytes} bytes do not fit into blocks of {source.shape[1]} bytes."
             )
         if mask is not None and (
-            mask.dtype != torch.bool or mask.shape != out.shape[:2] or not mask.is_contiguous()
+            mask.dtype != torch.bool
+            or mask.shape != out.shape[:2]
+            or mask.device != out.device
+            or not mask.is_contiguous()
         ):
             raise ValueError(
-                f"mask is {mask.dtype} {list(mask.shape)}; expected contiguous bool {list(out.shape[:2])}."
+                f"mask is {mask.dtype} {list(mask.shape)} on {mask.device}; expected contiguous bool "
+                f"{list(out.shape[:2])} on {out.device}."
             )
-        largest = (
-            max(source.stride(0) + out.shape[1] * self.step_bytes, out.shape[0] * self.lines(block_steps))
-            + 4096
-        )
-        if max(largest, out.shape[0] * out.shape[1]) >= 2**31:
+        # What the kernels count in int32: bytes from the start of a window's first block to the end of its last
+        # line, lines of a batch, entries of its mask; each up to the end of a tile.
+        lines = self.lines(block_steps)
+        largest = max(source.stride(0) + lines * LINE, out.shape[0] * lines, out.shape[0] * out.shape[1])
+        if largest + 4096 >= 2**31:
             raise ValueError(
-                f"A block of {source.stride(0):,} bytes and a batch of {list(out.shape)} bytes are more than the "
-                "kernels count; expected a block and a window below 2**31 bytes together, and a batch below 2**31 "
-                "lines of 128 bytes."
+                f"Blocks of {source.stride(0):,} bytes and a batch of {list(out.shape)} bytes are more than the "
+                "kernels count; expected a block and a window, with the padding of the blocks that it crosses, "
+                "below 2**31 bytes together, and a batch below 2**31 lines of 128 bytes and 2**31 steps."
             )
         if self.pad not in (PAD_KEEP, PAD_HEAD, PAD_TAIL):
             raise ValueError(f"pad is {self.pad}; expected {PAD_KEEP}, {PAD_HEAD} or {PAD_TAIL}.")

@@ -1,0 +1,364 @@
+"""The benchmarks run, refuse to time a wrong result, and append complete rows; how fast anything is, is not tested."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+for package in ("rich", "typer"):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"the benchmarks need {package}", allow_module_level=True)
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:  # `pytest` alone does not put it there, `python -m pytest` does
+    sys.path.insert(0, str(ROOT))
+harness = importlib.import_module("benchmarks.harness")
+engine = importlib.import_module("benchmarks.engine")
+workloads = importlib.import_module("benchmarks.workloads")
+
+HAS_GPU = torch.cuda.is_available()
+needs_no_gpu = pytest.mark.skipif(HAS_GPU, reason="there is a GPU, for which the real thing runs")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command line, on few threads and without this process's interpreter of kernels."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment.update(COLUMNS="200", TERM="dumb")
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def check_row(row: dict[str, Any]) -> None:
+    """Every row says what was measured, how, with what result, and on what."""
+    assert row["experiment"] == "collect"
+    assert row["workload"] in ("W1", "W2", "rows")
+    assert isinstance(row["variant"], str)
+    assert row["parameters"]["batch"] > 0
+    assert row["repeats"] > 0
+    assert row["batches_per_repeat"] > 0
+    assert row["bytes"] > 0
+    for name in ("seconds", "gb_per_s", "ratio"):
+        assert set(row[name]) == {"p10", "p50", "p90"}
+        assert 0 < row[name]["p10"] <= row[name]["p50"] <= row[name]["p90"]
+    assert row["gb_per_s"]["p50"] == pytest.approx(row["bytes"] / row["seconds"]["p50"] / 1e9, rel=0.5)
+    assert isinstance(row["yardstick"], str)
+    assert set(row["targets"]) <= {row["yardstick"], *row["ratios"]}
+    assert {"quick", "threads"} <= set(row["configuration"])
+    assert isinstance(row["device"], str)
+    assert {"cpu", "cores", "memory_bytes", "last_level_cache_bytes", "gpu"} <= set(row["machine"])
+    assert {"python", "torch", "triton", "numpy", "numba", "cuda"} <= set(row["versions"])
+    assert {"commit", "dirty", "source", "date", "run"} <= set(row)
+
+
+# The command line ------------------------------------------------------------------------------------
+
+
+def test_quick_appends_rows_and_never_overwrites(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "rows.jsonl"
+    options = ("collect", "--quick", "--repeats", "2", "--trajectories", "130", "--out", str(out))
+    first = run(*options)
+    assert first.returncode == 0, first.stdout + first.stderr
+    before = out.read_text(encoding="utf-8")
+    rows = rows_of(out)
+    for row in rows:
+        check_row(row)
+    assert {(row["workload"], row["parameters"]["batch"]) for row in rows} == {
+        (workload, batch) for workload in ("W1", "W2") for batch in (32, 128)
+    }
+    names = {row["variant"] for row in rows}
+    assert {"memcpy", "collector, blocks 100", "collector, blocks 64", "index_select", "x[idx]"} <= names
+    assert {row["ratio"]["p50"] for row in rows if row["variant"] == "memcpy"} == {1.0}
+    assert len({row["run"] for row in rows}) == 1
+    for shown in ("Targets", "x[idx]", f"{len(rows)} rows appended"):
+        assert shown in first.stdout
+
+    second = run(*options, "--minutes", "0")  # no time at all: says what it left out, and appends nothing
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert "left out for lack of time: W2, batch 128" in second.stdout
+    assert out.read_text(encoding="utf-8") == before
+
+    third = run(*options)
+    assert third.returncode == 0, third.stdout + third.stderr
+    after = out.read_text(encoding="utf-8")
+    assert after.startswith(before)
+    assert len(rows_of(out)) == 2 * len(rows)
+    assert len({row["run"] for row in rows_of(out)}) == 2
+
+
+def test_fewer_trajectories_than_a_batch_has_rows_are_an_error() -> None:
+    done = run("collect", "--quick", "--trajectories", "100")
+    assert done.returncode == 2
+    assert "100 is less than the largest batch, 128" in done.stderr
+
+
+@needs_no_gpu
+def test_cuda_without_a_gpu_is_an_error_that_names_the_remedy() -> None:
+    done = run("collect", "--device", "cuda")
+    assert done.returncode == 2
+    assert "--device cpu" in " ".join(done.stderr.replace("│", " ").split())
+
+
+@pytest.mark.gpu
+def test_quick_on_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    done = run("collect", "--device", "cuda", "--quick", "--repeats", "2", "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = rows_of(out)
+    for row in rows:
+        check_row(row)
+    assert {row["workload"] for row in rows} == {"W1", "W2", "rows"}
+    assert {"kernel, default", "dataset, prefetch 2", "staged, index_select"} <= {
+        row["variant"] for row in rows
+    }
+
+
+@needs_no_gpu
+def test_gpu_check_says_that_there_is_no_gpu(tmp_path: Path) -> None:
+    script = ["bash", str(ROOT / "benchmarks" / "gpu_check.sh")]
+    environment = {**os.environ, "PYTHON": sys.executable}
+    environment.pop("OUT", None)
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 120, "cwd": tmp_path}
+    done = subprocess.run([*script, "out"], env=environment, **options)
+    assert done.returncode == 2, done.stderr
+    assert "NO GPU" in done.stdout
+    assert "NO GPU" in (tmp_path / "out" / "summary.txt").read_text(encoding="utf-8")
+    assert f"torch {torch.__version__}" in (tmp_path / "out" / "machine.txt").read_text(encoding="utf-8")
+
+    done = subprocess.run(script, env=environment, **options)
+    assert done.returncode == 2
+    assert "no output directory" in done.stderr
+
+
+# The harness -----------------------------------------------------------------------------------------
+
+
+def session(path: Path, repeats: int = 3) -> Any:
+    return harness.Session(path, configuration={"quick": True, "threads": 1}, device="cpu", repeats=repeats)
+
+
+def variant(name: str, seconds: Sequence[float], log: list[str], wrong: bool = False, **options: Any) -> Any:
+    """A variant of 2 batches of 1000 bytes that claims to have taken these seconds, one after another."""
+    left = list(seconds)
+
+    def check() -> None:
+        log.append(f"check {name}")
+        if wrong:
+            raise harness.Incorrect("row 3 differs")
+
+    def measure() -> float:
+        log.append(name)
+        return left.pop(0)
+
+    return harness.Variant(name, measure, check, 1000, 2, **options)
+
+
+def comparison(*variants: Any) -> Any:
+    return harness.Comparison(
+        "collect", "W1", "W1, batch 8", variants, yardstick="a", references=("b",), parameters={"batch": 8}
+    )
+
+
+def test_variants_are_checked_first_then_measured_in_turn(tmp_path: Path) -> None:
+    log: list[str] = []
+    a = variant("a", [2.0, 4.0, 20.0], log)
+    b = variant("b", [4.0, 8.0, 20.0], log, targets={"a": 0.4}, extras=lambda: {"host_seconds": 7.0})
+    results = session(tmp_path / "rows.jsonl").run(comparison(a, b))
+    assert log == ["check a", "check b", *["a", "b"] * 3]
+    assert results[1].seconds.tolist() == [2.0, 4.0, 10.0]  # of one batch
+    assert results[1].ratios["a"].tolist() == [0.5, 0.5, 1.0]  # of the same turn
+    rows = rows_of(tmp_path / "rows.jsonl")
+    for row in rows:
+        check_row(row)
+    assert [row["variant"] for row in rows] == ["a", "b"]
+    assert rows[1]["seconds"] == pytest.approx({"p10": 2.4, "p50": 4.0, "p90": 8.8})
+    assert rows[1]["ratio"]["p50"] == 0.5
+    assert rows[0]["ratios"]["b"]["p50"] == 2.0
+    assert rows[1]["targets"] == {"a": 0.4}
+    assert rows[1]["extras"] == {"host_seconds": 7.0}
+    with pytest.raises(AssertionError, match="over"):
+        results[0].variant.measure()
+
+
+def test_nothing_is_timed_or_stored_if_one_variant_is_wrong(tmp_path: Path) -> None:
+    log: list[str] = []
+    with pytest.raises(harness.Incorrect, match="b, W1, batch 8: row 3 differs"):
+        session(tmp_path / "rows.jsonl").run(
+            comparison(variant("a", [1.0], log), variant("b", [1.0], log, wrong=True))
+        )
+    assert log == ["check a", "check b"]
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_after_the_deadline_nothing_starts() -> None:
+    late, early, never = harness.Deadline(0.0), harness.Deadline(5.0), harness.Deadline(None)
+    time.sleep(0.01)
+    assert late.passed("the rest")
+    assert late.left_out == ["the rest"]
+    assert not early.passed("the rest")
+    assert not never.passed("the rest")
+    assert early.left_out == []
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(64, "64 B"), (4096, "4 KiB"), (3 << 19, "1.5 MiB"), (1 << 40, "1024 GiB")]
+)
+def test_sizes_read_well(count: int, text: str) -> None:
+    assert harness.size(count) == text
+
+
+# The workloads ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["zero row", "masked", "strided"])
+def test_plain_windows_are_what_the_table_holds(way: str) -> None:
+    data = workloads.Data(workloads.W2.of(7))
+    with data.table(block_steps=33) as table:
+        rows = workloads.Rows(torch.tensor([0, 6, 3, 0]), torch.tensor([0, 99, 18, 5]))
+        plain = workloads.PlainWindows(data, 4, way)
+        workloads.poison(plain.batch)
+        plain.gather(rows)
+        workloads.expect(plain.batch, data.expected(rows))
+        for b, (position, anchor) in enumerate([(0, 0), (6, 99), (3, 18), (0, 5)]):
+            steps = table[int(table.indices()[position])]["observation"][max(0, anchor - 19) : anchor + 1]
+            found, absent = plain.batch["observation"][b], 20 - len(steps)
+            assert torch.equal(found[absent:], steps)
+            assert not found[:absent].any()
+            assert plain.batch["mask"][b].tolist() == [False] * absent + [True] * len(steps)
+
+
+def test_expect_names_what_differs() -> None:
+    good = {"reward": torch.arange(4.0)}
+    workloads.expect(good, {"reward": torch.arange(4.0)})
+    with pytest.raises(harness.Incorrect, match="reward differs from the expected values in 1 of 4 rows"):
+        workloads.expect(good, {"reward": torch.tensor([0.0, 1.0, 2.0, torch.nan])})
+    with pytest.raises(harness.Incorrect, match=r"reward has shape \[4\]; expected \[3\]"):
+        workloads.expect(good, {"reward": torch.arange(3.0)})
+
+
+def test_the_workloads_are_those_of_the_published_figures() -> None:
+    assert workloads.W1.row_bytes == 42_000
+    assert workloads.W1.table_bytes == 840_000_000
+    assert workloads.W2.row_bytes == 1_920
+    assert workloads.W2.trajectories * workloads.W2.steps == 2_000_000
+
+
+# The GPU side, rehearsed -----------------------------------------------------------------------------
+
+
+class Rehearsal:
+    """An engine that is no GPU: kernels run on the CPU in Triton's interpreter, one after another."""
+
+    device = torch.device("cpu")
+
+    def timed(self, work: Callable[[], None]) -> float:
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
+
+    def queue(self, launches: Sequence[Callable[[], None]]) -> Callable[[], None]:
+        def replay() -> None:
+            for launch in launches:
+                launch()
+
+        return replay
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def event(self) -> Any:
+        class Event:
+            def record(self) -> None:
+                pass
+
+            def synchronize(self) -> None:
+                pass
+
+        return Event()
+
+    def synchronize(self) -> None:
+        pass
+
+
+@needs_no_gpu
+def test_the_gpu_side_measures_what_it_should(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    collect_gpu = importlib.import_module("benchmarks.collect_gpu")
+    sizes = collect_gpu.Sizes(
+        rows=(64, 512, 4096),
+        batches=(1, 3),
+        uneven_batches=(2,),
+        programs=(1, 3),
+        steps=64,
+        trajectories=3,
+        queue_bytes=1,
+        queue_launches=2,
+        copy_bytes=8192,
+    )
+    collect_gpu.cuda(
+        session(tmp_path / "rows.jsonl", repeats=1),
+        trajectories=3,
+        quick=True,
+        engine=Rehearsal(),
+        sizes=sizes,
+    )
+    rows = rows_of(tmp_path / "rows.jsonl")
+    for row in rows:
+        check_row(row)
+    sweep = [row for row in rows if row["workload"] == "rows" and row["variant"] != engine.YARDSTICK]
+    found = {tuple(row["parameters"][key] for key in ("step_bytes", "row_bytes", "batch")) for row in sweep}
+    even = {(64, 64), (128, 512), (128, 4096)}
+    uneven = {(44, 44), (44, 12 * 44), (44, 64 * 44)}
+    assert found == {(*kind, batch) for kind in even for batch in (1, 3)} | {(*kind, 2) for kind in uneven}
+    assert {row["parameters"]["programs"] for row in sweep} == {1, 3}
+    goals = {(row["parameters"]["row_bytes"], row["targets"].get(engine.YARDSTICK)) for row in sweep}
+    assert goals == {(64, None), (512, 0.8), (4096, 0.95)} | {(count, None) for _, count in uneven}
+    names = {row["variant"] for row in rows if row["workload"] == "W2"}
+    assert {"kernel, default", "dataset, prefetch 0", "dataset, prefetch 2", "staged, index_select"} <= names
+    hosts = [row["extras"]["host_seconds"] for row in rows if row["variant"].startswith("dataset")]
+    assert hosts
+    assert np.all(np.array(hosts) >= 0)
+    shown = capsys.readouterr().out
+    for text in ("W1: GB/s", "steps of 44 B", "programs \\ row, B", "rows of 4 KiB, batch 3", "target 0.95"):
+        assert text in shown
+
+
+@needs_no_gpu
+def test_the_gpu_side_finds_a_kernel_that_writes_wrong_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collect_gpu = importlib.import_module("benchmarks.collect_gpu")
+    right = collect_gpu.kernel.gather
+
+    def wrong(plan: Any, slots: torch.Tensor, *arguments: Any, **options: Any) -> None:
+        right(plan, slots.flip(0), *arguments, **options)
+
+    monkeypatch.setattr(collect_gpu.kernel, "gather", wrong)
+    sizes = collect_gpu.Sizes(
+        rows=(512,), batches=(3,), steps=64, trajectories=3, queue_launches=2, copy_bytes=8192
+    )
+    with pytest.raises(harness.Incorrect, match="kernel, 1 programs, W1, batch 3, blocks 100"):
+        collect_gpu.cuda(
+            session(tmp_path / "rows.jsonl"), trajectories=3, quick=True, engine=Rehearsal(), sizes=sizes
+        )
+    assert not (tmp_path / "rows.jsonl").exists()
