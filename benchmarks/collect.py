@@ -125,7 +125,7 @@ def cpu(session: Session, *, trajectories: int, quick: bool) -> None:
         with contextlib.ExitStack() as stack, session.progress(workload.name, len(batches)):
             tables = {steps: stack.enter_context(data.table(steps)) for steps in BLOCK_STEPS}
             for batch in batches:
-                if session.deadline.passed(f"{workload.name} with batches of {batch}"):
+                if session.deadline.passed(f"{workload.name}, batch {batch}"):
                     continue
                 results = session.run(_comparison(data, tables, batch, quick=quick))
                 session.show(results)

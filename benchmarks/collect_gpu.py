@@ -457,7 +457,7 @@ def _launch(rows: _QueueRows, i: int, programs: int | None) -> Launch:
 
 
 def _launches(count: int, sizes: Sizes) -> int:
-    return max(2, min(sizes.queue_launches, sizes.queue_bytes // count))
+    return max(1, min(sizes.queue_launches, sizes.queue_bytes // count))
 
 
 def _collector(engine: Engine, table: gear.Table, windows: dict[str, gear.Window], batch: int) -> Collector:

@@ -104,5 +104,5 @@ def show_verdict(session: Session, results: Sequence[Result]) -> None:
         if batch == largest and result.variant.targets:
             ratio, target = result.ratio(YARDSTICK), result.variant.targets[YARDSTICK]
             what = f"rows of {size(row)}, batch {batch}, {result.variant.name}"
-            text = f"{what}: {ratio:.3f}, target {target:.2f}: {verdict(ratio, target)}"
+            text = f"{what}: {ratio:.3f}, target {target:.2f}: {verdict(result.ratios[YARDSTICK], target)}"
             session.console.print(text, highlight=False)

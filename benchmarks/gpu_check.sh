@@ -80,7 +80,7 @@ stage() {
         *) verdict="FAILED ($code)" ;;
     esac
     ((code == 0)) || status=1
-    printf '%-12s %-14s %4d s   %s\n' "$name" "$verdict" "$((SECONDS - start))" "$(tail -n 1 "$out/$log" | cut -c 1-80)" \
+    printf '%-12s %-14s %4d s   %s\n' "$name" "$verdict" "$((SECONDS - start))" "$(tail -n 1 "$out/$log" | LC_ALL=C tr -cd "[:print:]" | cut -c 1-80)" \
         >>"$out/summary.txt"
 }
 

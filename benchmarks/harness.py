@@ -39,6 +39,8 @@ __all__ = [
 
 RESULTS = Path(__file__).resolve().parent / "results"
 _QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
+_MIRRORED = {"p10": "p90", "p50": "p50", "p90": "p10"}  # the slow end of times is the low end of rates
+_SCATTER = 1.3  # ratios from 0.9 to 1.2 do not tell whether 1.0 is reached
 
 
 class Incorrect(Exception):
@@ -121,7 +123,7 @@ class Result:
 
     def row(self) -> dict[str, Any]:
         """The measurement's own part of its JSON line."""
-        variant, comparison = self.variant, self.comparison
+        variant, comparison, seconds = self.variant, self.comparison, quantiles(self.seconds)
         return {
             "experiment": comparison.experiment,
             "workload": comparison.workload,
@@ -129,9 +131,9 @@ class Result:
             "parameters": {**comparison.parameters, **variant.parameters},
             "repeats": len(self.seconds),
             "batches_per_repeat": variant.batches,
-            "seconds": quantiles(self.seconds),
+            "seconds": seconds,
             "bytes": variant.bytes,
-            "gb_per_s": quantiles(variant.bytes / self.seconds / 1e9),
+            "gb_per_s": {name: variant.bytes / seconds[other] / 1e9 for name, other in _MIRRORED.items()},
             "yardstick": comparison.yardstick,
             "ratio": quantiles(self.ratios[comparison.yardstick]),
             "ratios": {name: quantiles(self.ratios[name]) for name in comparison.references},
@@ -212,9 +214,7 @@ class Session:
             try:
                 variant.check()
             except Incorrect as error:
-                raise Incorrect(
-                    f"{variant.name} on {comparison.workload} {comparison.parameters}: {error}"
-                ) from error
+                raise Incorrect(f"{variant.name}, {comparison.label}: {error}") from error
         seconds: dict[str, list[float]] = {name: [] for name in names}
         gc.collect()
         gc.disable()
@@ -316,9 +316,14 @@ class Session:
                 low, mid, high = quantiles(result.ratios[name]).values()
                 names = (escape(text) for text in (result.comparison.label, result.variant.name, name))
                 table.add_row(
-                    *names, f"{mid:.2f}", f"{low:.2f} – {high:.2f}", f"{target:.2f}", verdict(mid, target)
+                    *names,
+                    f"{mid:.2f}",
+                    f"{low:.2f} – {high:.2f}",
+                    f"{target:.2f}",
+                    verdict(result.ratios[name], target),
                 )
-        self.console.print(table)
+        if table.row_count:
+            self.console.print(table)
 
     def finish(self) -> None:
         """Print what was left out, and where the rows are."""
@@ -329,9 +334,12 @@ class Session:
         )
 
 
-def verdict(ratio: float, target: float) -> str:
-    """Whether a ratio reaches its target, with rich's colours."""
-    return "[green]met[/]" if ratio >= target else "[red]missed[/]"
+def verdict(ratios: np.ndarray, target: float) -> str:
+    """Whether the median of ratios reaches its target, with rich's colours; or that they scatter too much to tell."""
+    low, mid, high = quantiles(ratios).values()
+    if low < target <= high and high > _SCATTER * low:
+        return "[yellow]noisy[/]"
+    return "[green]met[/]" if mid >= target else "[red]missed[/]"
 
 
 def quantiles(values: np.ndarray) -> dict[str, float]:

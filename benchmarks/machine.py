@@ -42,7 +42,7 @@ def versions() -> dict[str, str | None]:
         try:
             __import__(name)
             found[name] = importlib.metadata.version(name)
-        except ImportError:
+        except Exception:  # numba raises several kinds where it does not fit numpy
             found[name] = None
     found["cuda"] = torch.version.cuda
     return found

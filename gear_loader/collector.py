@@ -98,7 +98,8 @@ class Collector:
         index = table.index_arrays()
         self._extent, self._block_ids = index
         self._block_steps = table.region.layout.block_steps
-        self._numbers = torch.arange(batch_size, device=device)
+        # Copied, which waits: computed there, it might not be ready when another stream reads it.
+        self._numbers = torch.arange(batch_size).to(device)
         self._row_bytes = sum(
             table.schema[name].step_bytes * window.length for name, window in windows.items()
         )

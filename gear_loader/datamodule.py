@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from gear_loader.collector import Batch
 from gear_loader.dataset import ReplayDataset
 from gear_loader.errors import SchemaError, SourceError
 from gear_loader.index import Array
-from gear_loader.random import integers
+from gear_loader.random import hashed
 from gear_loader.schema import Window
 from gear_loader.selectors import Uniform
 from gear_loader.table import Table
@@ -49,38 +49,43 @@ class Split:
         """int64 [n] sequence numbers -> bool [n]: whether they belong to this part."""
         if self.fraction == 0:
             return np.full(len(sequences), not self.second)
-        # Stratum j holds the numbers i with floor(i * fraction) == j.
+        # Stratum j begins at ceil(j / fraction). Number i lies in stratum floor(i * fraction), but for rounding.
         strata = np.floor(sequences * self.fraction).astype(np.int64)
-        chosen = np.zeros(len(sequences), dtype=bool)
-        for stratum in np.unique(strata).tolist():
-            low = int(np.ceil(stratum / self.fraction))
-            high = int(np.ceil((stratum + 1) / self.fraction))
-            member = low + int(
-                integers(high - low, 1, seed=self.seed, stream=_SPLIT, epoch=0, step=stratum)[0]
-            )
-            chosen |= sequences == member
+        strata -= self._first(strata) > sequences
+        strata += self._first(strata + 1) <= sequences
+        low, high = self._first(strata), self._first(strata + 1)
+        number = hashed(strata, seed=self.seed, stream=_SPLIT) % (high - low).astype(np.uint64)
+        chosen: Array = sequences == low + number.astype(np.int64)
         return chosen if self.second else ~chosen
+
+    def _first(self, strata: Array) -> Array:
+        return np.ceil(strata / self.fraction).astype(np.int64)
 
 
 class ReplayDataLoader(DataLoader[Batch]):
     """The `DataLoader` that `ReplayDataModule` makes; with its state, so that Lightning resumes it."""
 
-    def __init__(
-        self, dataset: ReplayDataset, *, num_workers: int, state: Callable[[], dict[str, Any]]
-    ) -> None:
+    def __init__(self, module: ReplayDataModule, dataset: ReplayDataset, *, num_workers: int) -> None:
         super().__init__(
             dataset, batch_size=None, num_workers=num_workers, persistent_workers=num_workers > 0
         )
-        self._state = state
+        self._module = module
+
+    def __iter__(self) -> Any:
+        if self.num_workers:
+            assert isinstance(self.dataset, ReplayDataset)
+            self.dataset.start_workers()
+        iterator = super().__iter__()
+        self._module._note_start()
+        return iterator
 
     def state_dict(self) -> dict[str, Any]:
         """Where training stands; see `ReplayDataset.state_dict`."""
-        return self._state()
+        return self._module._train_state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `ReplayDataset.load_state_dict`."""
-        assert isinstance(self.dataset, ReplayDataset)
-        self.dataset.load_state_dict(state)
+        self._module._load_train_state(state)
 
 
 class _ValidationDataset(ReplayDataset):
@@ -150,6 +155,8 @@ class ReplayDataModule(LightningDataModule):
         self._num_workers = num_workers
         self._load_options = dict(load_options or {})
         self._restored: Mapping[str, Any] | None = None
+        # Where the running iteration of the training loader began: epoch, step, the trainer's count of batches then.
+        self._start: tuple[int, int, int] | None = None
         self.table = None
         self.train_dataset = None
         self.val_dataset = None
@@ -171,7 +178,7 @@ class ReplayDataModule(LightningDataModule):
             self.train_dataset = self._dataset(second=False)
             self.val_dataset = self._dataset(second=True) if self._val_fraction else None
             if self._restored is not None:
-                self.train_dataset.load_state_dict(self._restored)
+                self._load_train_state(self._restored)
                 self._restored = None
         # Advice that does not hold here: batches are prefetched without workers, and where there are workers, each
         # yields its own share of the length.
@@ -181,7 +188,7 @@ class ReplayDataModule(LightningDataModule):
     def train_dataloader(self) -> ReplayDataLoader:
         """Batches for training: `ReplayDataset` in a `DataLoader`."""
         assert self.train_dataset is not None, "setup() has not been called"
-        return ReplayDataLoader(self.train_dataset, num_workers=self._num_workers, state=self._train_state)
+        return ReplayDataLoader(self, self.train_dataset, num_workers=self._num_workers)
 
     def val_dataloader(self) -> list[DataLoader[Batch]]:
         """The steps of the trajectories set aside, each once; no loader where `val_fraction` is 0."""
@@ -203,7 +210,7 @@ class ReplayDataModule(LightningDataModule):
         if self.train_dataset is None:
             self._restored = state
         else:
-            self.train_dataset.load_state_dict(state)
+            self._load_train_state(state)
 
     def teardown(self, stage: str | None = None) -> None:
         """Close the table if it was opened here."""
@@ -244,17 +251,31 @@ class ReplayDataModule(LightningDataModule):
         options["selector"] = Uniform(replacement=False, unit="step")
         return _ValidationDataset(self.table, **options)
 
+    def _note_start(self) -> None:
+        """The training loader begins to iterate: remember where, and what the trainer counts by then."""
+        assert self.train_dataset is not None
+        state = self.train_dataset.state_dict()
+        self._start = (state["epoch"], state["step"], self._processed())
+
+    def _processed(self) -> int:
+        """Batches of the running epoch that the trainer has used."""
+        trainer = self.trainer
+        return 0 if trainer is None else trainer.fit_loop.epoch_loop.batch_progress.current.processed
+
     def _train_state(self) -> dict[str, Any]:
         """The dataset's state by the trainer's count: a trainer may have fetched a batch that it has not used yet."""
         assert self.train_dataset is not None
         state = self.train_dataset.state_dict()
-        trainer = self.trainer
-        if trainer is None or not (trainer.training or trainer.validating):
-            return state
-        # Lightning types `current` too narrowly: it counts ready, started, processed and completed batches.
-        done = trainer.fit_loop.epoch_loop.batch_progress.current.processed  # type: ignore[attr-defined]
-        if done >= trainer.num_training_batches:
-            state.update(epoch=state["epoch"] + 1, step=0)
-        elif state["step"]:
-            state["step"] = done
+        if self.trainer is None or self._start is None or self._start[0] != state["epoch"]:
+            return state  # nobody has iterated here, or the dataset itself has come to the end of the epoch
+        epoch, step, before = self._start
+        if self._processed() >= self.trainer.num_training_batches:
+            state.update(epoch=epoch + 1, step=0)
+        else:
+            state.update(step=step + self._processed() - before)
         return state
+
+    def _load_train_state(self, state: Mapping[str, Any]) -> None:
+        assert self.train_dataset is not None
+        self.train_dataset.load_state_dict(state)
+        self._start = None

@@ -22,6 +22,7 @@ __all__ = ["ReplayDataset"]
 
 _MAX_WORKERS = 1024
 _SAMPLE_EPOCH = 1 << 62  # `sample` draws from epochs of its own, far from those of iteration
+_STATE = ("epoch", "before", "step", "workers", "samples", "sampled_items")
 
 
 class ReplayDataset(IterableDataset[Batch]):
@@ -106,15 +107,19 @@ class ReplayDataset(IterableDataset[Batch]):
                 f"anchor={anchor!r} goes with a selector of trajectories; {self.selector!r} chooses the steps itself."
             )
         self.anchor: Literal["uniform", "first", "last"] = anchor
-        self.seed = int(seed)
+        self.seed = _integer("seed", seed)
         self.device = _device(device)
         self.prefetch = _positive("prefetch", prefetch, least=0)
         self.keep = _positive("keep", keep)
         self.copy = copy
         if batches_per_epoch is not None and batches_per_epoch != math.inf:
-            batches_per_epoch = _positive("batches_per_epoch", batches_per_epoch)
+            batches_per_epoch = _positive("batches_per_epoch", batches_per_epoch, otherwise=" or math.inf")
         self.batches_per_epoch = batches_per_epoch
         self.drop_last = drop_last
+        if subset is not None and not callable(subset):
+            raise SchemaError(
+                f"subset is {subset!r}; expected a function of the sequence numbers (int64 [n])."
+            )
         self.subset = subset
         self.programs = None if programs is None else _positive("programs", programs)
         if (rank is None) != (world_size is None) or (rank is not None and not 0 <= rank < (world_size or 0)):
@@ -122,10 +127,13 @@ class ReplayDataset(IterableDataset[Batch]):
                 f"rank {rank} of world_size {world_size}; expected both, with 0 <= rank < world_size."
             )
         self._shard = None if rank is None or world_size is None else (rank, world_size)
-        # Where iteration stands: the epoch, and the batches of it that have been delivered.
-        self._epoch, self._step, self._resuming = 0, 0, False
-        # The epoch that each DataLoader worker starts next; shared, because workers are new processes every epoch.
-        self._next_epoch = torch.zeros(_MAX_WORKERS + 1, dtype=torch.int64).share_memory_()
+        # Where iteration stands here: the epoch, the batches of it that had been delivered before DataLoader workers
+        # shared out the rest (0 in the main process), and the batches that this process has delivered since.
+        self._position = (0, 0, 0)
+        # The same three for the next iteration of the main process (row 0) and of each worker; shared, because workers
+        # may be new processes every epoch.
+        self._starts = torch.zeros(_MAX_WORKERS + 1, 3, dtype=torch.int64).share_memory_()
+        self._restart: tuple[int, int, int] | None = None  # goes first: where a worker resumes
         self._samples, self._sampled_items = 0, 0
         self._sampler: tuple[int, Prefetcher] | None = None
         self._pools: dict[tuple[int, bool], Pool] = {}
@@ -148,49 +156,55 @@ class ReplayDataset(IterableDataset[Batch]):
         info = get_worker_info()
         number, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         self._check_worker(number, info is not None)
+        self._position = self._next_start()
         return self._iterate(number, workers, in_worker=info is not None)
 
     def _iterate(self, number: int, workers: int, *, in_worker: bool) -> Iterator[Batch]:
         # Runs from the first request on: an iterator that is made and dropped does not use up an epoch.
-        place = number + 1 if in_worker else 0
-        if self._resuming:
-            epoch, step, self._resuming = self._epoch, self._step, False
-        else:
-            epoch, step = int(self._next_epoch[place]), 0
-        self._next_epoch[place] = epoch + 1
-        self._epoch, self._step = epoch, step
+        epoch, before, step = self._position = self._next_start()
+        self._restart = None
+        self._set_starts(slice(_place(), _place() + 1), epoch + 1)
+        prefetch = 0 if in_worker else self.prefetch
+        prefetcher = self._prefetcher(self.batch_size, prefetch=prefetch, shared=in_worker)
+        draws = self._draws(epoch, before + number + workers * step, workers)
+        try:
+            for batch in prefetcher.batches(
+                lambda buffers, item: self._fill(prefetcher, buffers, *item), draws
+            ):
+                step += 1
+                self._position = (epoch, before, step)
+                yield batch
+            if not in_worker:
+                # A worker stays at its end, so that it ends again if it is resumed while others have batches left.
+                self._position = (epoch + 1, 0, 0)
+        finally:
+            prefetcher.close()
+
+    def _draws(self, epoch: int, number: int, every: int) -> Iterator[tuple[Draw, Snapshot | None]]:
+        """The draws of this rank's batches `number`, number + every, ... of an epoch, and what they draw from if
+        that is not what is there at the time."""
         rank, world = self._rank()
         view = self._view(self.table.snapshot())
         count = self._epoch_batches(view, world)
-        items = None if self.selector.replacement else self._pass_batches(view)
-
-        def draw(i: int) -> Draw:
-            batch = (number + workers * i) * world + rank  # its number over all ranks and workers
-            if items is None:
-                return Draw(self.seed, epoch, batch, 0, self.batch_size)
-            first = batch % items * self.batch_size
-            return Draw(self.seed, epoch, batch, first, self._rows(view, first))
-
-        mine = -(-(count - number) // workers) if count != math.inf else math.inf  # batches of this worker
-        draws = (draw(i) for i in _count(step, mine))
-        frozen = None if self.selector.replacement else view
-        prefetch = 0 if in_worker else self.prefetch
-        prefetcher = self._prefetcher(self.batch_size, prefetch=prefetch, shared=in_worker)
-        try:
-            for batch in prefetcher.batches(
-                lambda buffers, item: self._fill(prefetcher, buffers, item, frozen), draws
-            ):
-                step += 1
-                self._epoch, self._step = epoch, step
-                yield batch
-            self._epoch, self._step = epoch + 1, 0
-        finally:
-            prefetcher.close()
+        turn = 0
+        while number < count:
+            batch = number * world + rank  # its number over all ranks
+            if self.selector.replacement:
+                yield Draw(self.seed, epoch, batch, 0, self.batch_size), None
+            else:
+                if batch // self._pass_batches(view) != turn:  # one more pass, over what is there by now
+                    view = self._view(self.table.snapshot())
+                turn, place = divmod(batch, self._pass_batches(view))
+                first = place * self.batch_size
+                rows = min(self.batch_size, self.selector.num_items(view) - first)
+                yield Draw(self.seed, epoch, batch, first, rows, turn), view
+            number += every
 
     def sample(self, batch_size: int | None = None) -> Batch:
         """One batch, for loops of one's own. Prepared when asked for; on a GPU without waiting for it.
 
-        Without replacement, calls go through the items in order of a permutation, one pass after another.
+        Without replacement, calls go through the items in order of a permutation, one pass after another; the last
+        batch of a pass may be smaller. A pass is exact while the table does not change.
 
         Args:
             batch_size: rows, if not the dataset's. Changing it makes new buffers.
@@ -209,12 +223,12 @@ class ReplayDataset(IterableDataset[Batch]):
         prefetcher = self._sampler[1]
         rank, world = self._rank()
         number = self._samples * world + rank
-        epoch, first, count = _SAMPLE_EPOCH, 0, size
+        epoch, turn, first, count = _SAMPLE_EPOCH, 0, 0, size
         if not self.selector.replacement:
             items = self.selector.num_items(self._view(self.table.snapshot()))
-            passes, first = divmod(self._sampled_items, max(items, 1))
-            epoch, count = _SAMPLE_EPOCH + 1 + passes * world + rank, min(size, items - first)
-        draw = Draw(self.seed, epoch, number, first, count)
+            turn, first = divmod(self._sampled_items, max(items, 1))
+            epoch, count = _SAMPLE_EPOCH + 1 + rank, min(size, items - first)
+        draw = Draw(self.seed, epoch, number, first, count, turn)
         batch = prefetcher.one(lambda buffers, item: self._fill(prefetcher, buffers, item, None), draw)
         self._samples += 1
         self._sampled_items += count
@@ -229,7 +243,7 @@ class ReplayDataset(IterableDataset[Batch]):
             view = self._view(snapshot)
             items = view if frozen is None else frozen
             if self.selector.num_items(items) == 0 or len(view) == 0:
-                raise TableEmptyError(self._empty_message(snapshot))
+                raise TableEmptyError(self._empty_message())
             positions, steps = self.selector.select(items, draw)
             slots, lengths, generations = (
                 part[positions] for part in (items.slots, items.lengths, items.generations)
@@ -251,9 +265,11 @@ class ReplayDataset(IterableDataset[Batch]):
         state, generation = self.table.slot_states()
         gone = np.flatnonzero((state[slots] != READY) | (generation[slots] != generations))
         if len(gone):
-            others = replacements(view, draw)[gone]
-            slots[gone], generations[gone] = view.slots[others], view.generations[others]
-            steps[gone] = np.minimum(steps[gone], view.lengths[others] - 1)
+            others, at = replacements(self.selector.unit, view, draw)
+            if at is None:
+                at = anchors(self.anchor, view.lengths[others], draw)
+            others, at = others[gone], at[gone]
+            slots[gone], steps[gone], generations[gone] = view.slots[others], at, view.generations[others]
 
     def _view(self, snapshot: Snapshot) -> Snapshot:
         """The part of a snapshot that belongs to this dataset."""
@@ -262,12 +278,18 @@ class ReplayDataset(IterableDataset[Batch]):
         cached = self._subset_cache
         if cached is None or cached[0] is not snapshot:
             chosen = np.asarray(self.subset(snapshot.sequences), dtype=bool)
+            if chosen.shape != (len(snapshot),):
+                raise SchemaError(
+                    f"subset returned shape {list(chosen.shape)} for {len(snapshot)} sequence numbers; "
+                    f"expected [{len(snapshot)}]."
+                )
             cached = self._subset_cache = (snapshot, snapshot.take(chosen))
         return cached[1]
 
-    def _empty_message(self, snapshot: Snapshot) -> str:
-        if len(snapshot):
-            return f"None of the table's {len(snapshot):,} trajectories belongs to this dataset's subset."
+    def _empty_message(self) -> str:
+        count = len(self.table)
+        if count:
+            return f"None of the table's {count:,} trajectories belongs to this dataset's subset."
         return "The table is empty: there is nothing to draw from. Add trajectories first."
 
     # ---------------------------------------------------------------- sizes
@@ -276,7 +298,7 @@ class ReplayDataset(IterableDataset[Batch]):
         """Batches of one pass over all items, on all ranks together."""
         items = self.selector.num_items(view)
         if items == 0:
-            raise TableEmptyError(self._empty_message(view))
+            raise TableEmptyError(self._empty_message())
         if self.drop_last and not self.selector.replacement:
             if items < self.batch_size:
                 raise SchemaError(
@@ -284,9 +306,6 @@ class ReplayDataset(IterableDataset[Batch]):
                 )
             return items // self.batch_size
         return -(-items // self.batch_size)
-
-    def _rows(self, view: Snapshot, first: int) -> int:
-        return min(self.batch_size, self.selector.num_items(view) - first)
 
     def _epoch_batches(self, view: Snapshot, world: int) -> float:
         if self.batches_per_epoch is not None:
@@ -332,20 +351,47 @@ class ReplayDataset(IterableDataset[Batch]):
         state.update(_sampler=None, _pools={}, _subset_cache=None, _shard=self._rank())
         return state
 
+    def start_workers(self) -> None:
+        """Say that `DataLoader` workers start to iterate: all of them where this process would have, which counts on.
+
+        For loaders that count batches themselves: `state_dict` in this process then tells where the workers began.
+        """
+        epoch, before, step = self._next_start()
+        self._position = (epoch, 0, before + step)
+        self._set_starts(slice(1, None), epoch, before + step)
+        self._set_starts(slice(0, 1), epoch + 1)
+
+    def _next_start(self) -> tuple[int, int, int]:
+        if self._restart is not None:
+            return self._restart
+        epoch, before, step = self._starts[_place()].tolist()
+        return (epoch, before, step) if _place() else (epoch, 0, before + step)
+
+    def _set_starts(self, places: slice, epoch: int, before: int = 0) -> None:
+        self._starts[places] = torch.tensor([epoch, before, 0])
+
     # ---------------------------------------------------------------- state
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration epoch number `epoch`, from its start. Without it epochs count up."""
-        if epoch < 0:
-            raise SchemaError(f"epoch is {epoch}; expected 0 or more.")
-        self._next_epoch[:] = epoch
-        self._epoch, self._step, self._resuming = int(epoch), 0, False
+        epoch = _positive("epoch", epoch, least=0)
+        self._set_starts(slice(None), epoch)
+        self._position, self._restart = (epoch, 0, 0), None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where iteration stands: integers only. Batches that were prefetched but not delivered do not count."""
+        """Where iteration stands: integers and the options that they hold for, ready for JSON.
+
+        Batches that were prefetched but not delivered do not count. In a `DataLoader` worker, where torchdata's
+        `StatefulDataLoader` asks for it, it is the worker's own state. In the main process nothing is known of what
+        the workers of a plain `DataLoader` have delivered.
+        """
+        info = get_worker_info()
+        epoch, before, step = self._position
         return {
-            "epoch": self._epoch,
-            "step": self._step,
+            "epoch": epoch,
+            "before": before,
+            "step": step,
+            "workers": 0 if info is None else info.num_workers,
             "samples": self._samples,
             "sampled_items": self._sampled_items,
             "config": self._config(),
@@ -354,16 +400,23 @@ class ReplayDataset(IterableDataset[Batch]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken: the next iteration yields the batch after the last one delivered then.
 
-        The batches are the same bit for bit if the table holds the same trajectories in the same order.
+        The batches are the same bit for bit if the table holds the same trajectories in the same order, on as many
+        ranks. `DataLoader` workers made afterwards go on there too, however many.
 
         Raises:
-            SchemaError: the state is of a dataset with another seed, batch size or selector.
+            SchemaError: it is no such state, or of a dataset with another seed, batch size, selector, anchor or
+                drop_last, or of a worker of another number of workers.
         """
-        missing = [key for key in ("epoch", "step", "samples", "sampled_items", "config") if key not in state]
+        if not isinstance(state, Mapping) or not isinstance(state.get("config"), Mapping):
+            raise SchemaError(
+                f"The state is {state!r}; expected what state_dict() of a ReplayDataset returned."
+            )
+        missing = [key for key in _STATE if key not in state]
         if missing:
             raise SchemaError(
-                f"The state has the keys {sorted(state)}; missing: {missing}. Give a state_dict() of one."
+                f"The state has the keys {sorted(state)}; missing: {missing}. Give what state_dict() returned."
             )
+        values = {key: _positive(f"{key!r} of the state", state[key], least=0) for key in _STATE}
         mine = self._config()
         different = {
             key: (value, mine[key]) for key, value in state["config"].items() if mine.get(key) != value
@@ -373,10 +426,21 @@ class ReplayDataset(IterableDataset[Batch]):
                 f"The state belongs to a dataset with other options (saved, here): {different}. "
                 "Batches would not continue; make the dataset with the saved options."
             )
-        self._epoch, self._step = int(state["epoch"]), int(state["step"])
-        self._samples, self._sampled_items = int(state["samples"]), int(state["sampled_items"])
-        self._next_epoch[:] = self._epoch
-        self._resuming = True
+        info = get_worker_info()
+        workers = 0 if info is None else info.num_workers
+        if values["workers"] != workers:
+            raise SchemaError(
+                f"The state belongs to one of {values['workers']} DataLoader workers (0: none); here are {workers}. "
+                f"Make the loader with num_workers={values['workers']}."
+            )
+        epoch, before, step = values["epoch"], values["before"], values["step"]
+        if info is None:
+            self._set_starts(slice(None), epoch, before + step)
+            self._position, self._restart = (epoch, 0, before + step), None
+        else:
+            self._position = self._restart = (epoch, before, step)
+            self._set_starts(slice(_place(), _place() + 1), epoch + 1)
+        self._samples, self._sampled_items = values["samples"], values["sampled_items"]
 
     def _config(self) -> dict[str, Any]:
         return {
@@ -388,23 +452,32 @@ class ReplayDataset(IterableDataset[Batch]):
         }
 
 
-def _count(first: int, stop: float) -> Iterator[int]:
-    while first < stop:
-        yield first
-        first += 1
+def _place() -> int:
+    """Whose row of `_starts` is this process's."""
+    info = get_worker_info()
+    return 0 if info is None else info.id + 1
 
 
-def _positive(name: str, value: Any, least: int = 1) -> int:
+def _integer(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise SchemaError(f"{name} is {value!r}; expected an integer.")
+    return int(value)
+
+
+def _positive(name: str, value: Any, least: int = 1, otherwise: str = "") -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise SchemaError(f"{name} is {value!r}; expected an integer of at least {least}.")
+        raise SchemaError(f"{name} is {value!r}; expected an integer of at least {least}{otherwise}.")
     return int(value)
 
 
 def _device(device: str | torch.device) -> torch.device:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = torch.device(device)
-    if chosen.type not in ("cpu", "cuda"):
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        chosen = None
+    if chosen is None or chosen.type not in ("cpu", "cuda"):
         raise SchemaError(f"device is {device!r}; expected 'auto', 'cpu' or a CUDA device.")
     if chosen.type == "cuda":
         if not torch.cuda.is_available():
@@ -418,6 +491,10 @@ def _device(device: str | torch.device) -> torch.device:
 
 def _windows(table: Table, windows: Any, columns: Sequence[str] | None) -> dict[str, Window]:
     schema = table.schema
+    if isinstance(columns, str):
+        raise SchemaError(
+            f"columns is {columns!r}; expected a sequence of column names, for example [{columns!r}]."
+        )
     if isinstance(windows, Window):
         names = list(schema) if columns is None else list(columns)
         chosen = dict.fromkeys(names, windows)

@@ -258,11 +258,13 @@ class Index:
         live = np.zeros(len(slots), dtype=bool)
         live[inside] = self.state[slots[inside]] == READY
         if not live.all():
-            bad = int(slots[~live][0])
-            raise StaleIndexError(
-                f"Index {bad} names no live trajectory: it was never used, removed or evicted. "
-                f"The table holds {int(self.counters[NUM_READY])} trajectories; table.indices() lists them."
-            )
+            raise self._stale(int(slots[~live][0]))
+
+    def _stale(self, slot: int) -> StaleIndexError:
+        return StaleIndexError(
+            f"Index {slot} names no live trajectory: it was never used, removed or evicted. "
+            f"The table holds {int(self.counters[NUM_READY])} trajectories; table.indices() lists them."
+        )
 
     # ---------------------------------------------------------------- reading
 
@@ -287,7 +289,8 @@ class Index:
             StaleIndexError: it is not.
         """
         with self._locked():
-            self._check_live(np.array([slot]))
+            if not 0 <= slot < self.num_slots or self.state[slot] != READY:
+                raise self._stale(slot)
             return self._begin_read()
 
     def end_read(self, ticket: int) -> None:

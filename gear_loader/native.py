@@ -9,6 +9,8 @@ from __future__ import annotations
 import platform
 from typing import Any
 
+import numpy as np
+
 from gear_loader.kernels.plan import (
     BASE,
     LENGTH,
@@ -24,11 +26,25 @@ from gear_loader.kernels.plan import (
 )
 from gear_loader.notice import notice
 
-__all__ = ["AVAILABLE", "WIDTH", "gather", "require", "resolve", "scatter"]
+__all__ = [
+    "ASLEEP",
+    "AVAILABLE",
+    "ROWS",
+    "STATE",
+    "finish",
+    "gather",
+    "post",
+    "require",
+    "resolve",
+    "scatter",
+    "serve",
+]
+
+_Array = np.ndarray[Any, Any]
 
 try:
     from llvmlite import ir
-    from numba import int64, njit, types
+    from numba import carray, int64, njit, types
     from numba.core import cgutils
     from numba.extending import intrinsic
 
@@ -49,7 +65,56 @@ def require() -> bool:
     return AVAILABLE
 
 
+# The mailbox of a crew (`gear_loader.crew`), int64:
+#
+#     TICKET        job number << 32 | number of its chunks << 16 | next chunk that nobody has taken
+#     DONE          chunks finished
+#     ROWS, ...     the job: valid for whoever has taken a chunk of it, until all its chunks are finished
+#     STATE + i     member i: AWAKE or ASLEEP
+#
+# The ticket says itself whether a chunk is left, so one that has none can never be taken from, however far the
+# writing of the next job into the mailbox has come meanwhile.
+_CHUNK_BITS = 16
+_CHUNK_MASK = (1 << _CHUNK_BITS) - 1
+_SPINS = 2000
+
+# Places in the mailbox, 64 bytes apart where several threads write.
+_TICKET, _DONE, _JOB, STATE = 0, 8, 16, 32
+(
+    ROWS,
+    _COLUMNS,
+    _NUM_COLUMNS,
+    _SLOTS,
+    _ANCHORS,
+    _EXTENT,
+    _NUM_SLOTS,
+    _IDS,
+    _NUM_IDS,
+    _STEPS,
+    _STREAM,
+) = range(_JOB, _JOB + 11)
+_AWAKE, ASLEEP = 0, 1
+
 if AVAILABLE:
+
+    def compiled(function: Any) -> Any:
+        """Compile a loop that runs without the GIL, and keep the machine code on disk for the next process.
+
+        What is kept is taken for current until the function's own file changes. So whatever the loops call is in
+        this file, and what they take from another one is written down below.
+        """
+        try:
+            return njit(nogil=True, cache=True)(function)
+        except RuntimeError as error:
+            notice(
+                "numba-cache",
+                f"numba finds no directory to keep compiled loops in ({error}): every process compiles them anew, "
+                "which takes some seconds. Set NUMBA_CACHE_DIR to a directory that can be written to.",
+            )
+            return njit(nogil=True)(function)
+
+    assert (BASE, STRIDE, STEP_BYTES, OUT, LENGTH, OFFSET, PAD, MASK, WIDTH) == (0, 1, 2, 3, 4, 5, 6, 7, 9)
+    assert (PAD_KEEP, PAD_HEAD) == (0, 1)
 
     @intrinsic  # type: ignore[untyped-decorator]
     def _copy(_context: Any, _target: Any, _source: Any, _count: Any) -> Any:
@@ -166,7 +231,7 @@ if AVAILABLE:
 
         return types.void(), codegen
 
-    @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+    @compiled
     def _copy_streamed(target, source, count) -> None:  # type: ignore[no-untyped-def]
         head = min(-target % _LINE, count)
         if head:
@@ -178,7 +243,7 @@ if AVAILABLE:
         if done < count:
             _copy(target + done, source + done, count - done)
 
-    @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+    @compiled
     def scatter(  # type: ignore[no-untyped-def]
         base, stride, step_bytes, block_steps, ids, source, length
     ) -> None:
@@ -194,7 +259,7 @@ if AVAILABLE:
             steps = min(block_steps, length - i * block_steps)
             _copy(base + int64(ids[i]) * stride, source + i * block_bytes, steps * step_bytes)
 
-    @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+    @compiled
     def _window(begin, length, steps, pad):  # type: ignore[no-untyped-def]
         """First step of a window that exists, number of steps that do, and the padding before them."""
         low = min(max(begin, 0), steps)
@@ -205,7 +270,7 @@ if AVAILABLE:
             return low, count, low - begin if count > 0 else length
         return low, count, 0
 
-    @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+    @compiled
     def _copy_steps(  # type: ignore[no-untyped-def]
         target, base, stride, step_bytes, low, count, block_ids, row, block_steps, stream
     ) -> None:
@@ -223,7 +288,7 @@ if AVAILABLE:
             target += take * step_bytes
             step += take
 
-    @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+    @compiled
     def gather(  # type: ignore[no-untyped-def]
         columns, slots, anchors, extent, block_ids, block_steps, first, last, stream=False
     ) -> None:
@@ -257,7 +322,7 @@ if AVAILABLE:
         if stream:
             _fence()
 
-    @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+    @compiled
     def resolve(  # type: ignore[no-untyped-def]
         slots, anchors, extent, block_ids, block_steps, first, last, out_extent, out_ids
     ) -> None:
@@ -281,5 +346,70 @@ if AVAILABLE:
             for i in range(high - low + 1):
                 out_ids[b, i] = block_ids[row + low + i]
 
+    # The crew's loops: see `gear_loader.crew`.
+
+    @compiled
+    def _work(mailbox: _Array, base: int) -> bool:
+        """Take chunks of the current job until none is left; whether there was one."""
+        found = False
+        while True:
+            ticket = atomic_load(base + 8 * _TICKET)
+            chunk, chunks = ticket & _CHUNK_MASK, ticket >> _CHUNK_BITS & _CHUNK_MASK
+            if chunk >= chunks:
+                return found
+            if atomic_cas(base + 8 * _TICKET, ticket, ticket + 1) != ticket:
+                continue
+            found = True
+            rows = mailbox[ROWS]
+            gather(
+                carray(pointer(mailbox[_COLUMNS]), (mailbox[_NUM_COLUMNS], WIDTH), np.int64),
+                carray(pointer(mailbox[_SLOTS]), (rows,), np.int64),
+                carray(pointer(mailbox[_ANCHORS]), (rows,), np.int64),
+                carray(pointer(mailbox[_EXTENT]), (mailbox[_NUM_SLOTS], 2), np.int64),
+                carray(pointer(mailbox[_IDS]), (mailbox[_NUM_IDS],), np.int32),
+                mailbox[_STEPS],
+                rows * chunk // chunks,
+                rows * (chunk + 1) // chunks,
+                mailbox[_STREAM] != 0,
+            )
+            atomic_add(base + 8 * _DONE, 1)
+
+    @compiled
+    def serve(mailbox: _Array, base: int, member: int) -> None:
+        """A member's work, until it has found none for a while and is marked asleep."""
+        state = base + 8 * (STATE + member)
+        idle = 0
+        while True:
+            if _work(mailbox, base):
+                idle = 0
+            idle += 1
+            pause()
+            if idle > _SPINS:
+                before = atomic_load(base + 8 * _TICKET)
+                atomic_store(state, ASLEEP)
+                # A job posted before the mark was seen would not wake this member: look once more.
+                if atomic_load(base + 8 * _TICKET) == before or atomic_cas(state, ASLEEP, _AWAKE) != ASLEEP:
+                    return
+                idle = 0
+
+    @compiled
+    def post(base: int, members: int, chunks: int) -> int:
+        """Open the job that has been written into the mailbox; a bit mask of the members to wake."""
+        atomic_store(base + 8 * _DONE, 0)
+        number = (atomic_load(base + 8 * _TICKET) >> 2 * _CHUNK_BITS) + 1
+        atomic_store(base + 8 * _TICKET, (number << _CHUNK_BITS | chunks) << _CHUNK_BITS)
+        asleep = 0
+        for member in range(members):
+            if atomic_cas(base + 8 * (STATE + member), ASLEEP, _AWAKE) == ASLEEP:
+                asleep |= 1 << member
+        return asleep
+
+    @compiled
+    def finish(mailbox: _Array, base: int, chunks: int) -> None:
+        """The caller's share of the work, then wait for the chunks that others have taken."""
+        _work(mailbox, base)
+        while atomic_load(base + 8 * _DONE) < chunks:
+            pause()
+
 else:  # pragma: no cover - depends on the environment
-    scatter = gather = resolve = None
+    scatter = gather = resolve = serve = post = finish = None

@@ -17,7 +17,7 @@ from gear_loader.collector import Batch, Buffers, Collector
 __all__ = ["Pool", "Prefetcher"]
 
 Item = TypeVar("Item")
-_STOP = object()
+_BATCH, _STOP = object(), object()
 
 
 class Pool:
@@ -68,6 +68,7 @@ class Prefetcher:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._done: queue.SimpleQueue[Buffers | None] = queue.SimpleQueue()
+        self._ready: collections.deque[tuple[Buffers, int]] = collections.deque()  # filled, not yet delivered
 
     # ---------------------------------------------------------------- delivering
 
@@ -95,8 +96,7 @@ class Prefetcher:
     def _ahead_on_stream(
         self, fill: Callable[[Buffers, Item], int], items: Iterator[Item]
     ) -> Iterator[Batch]:
-        ready: collections.deque[tuple[Buffers, int]] = collections.deque()
-        more = True
+        ready, more = self._ready, True
         while True:
             self._recycle()  # the consumer has asked for one more
             while more and len(ready) <= self._prefetch:
@@ -114,7 +114,9 @@ class Prefetcher:
     def _ahead_in_thread(
         self, fill: Callable[[Buffers, Item], int], items: Iterator[Item]
     ) -> Iterator[Batch]:
-        ready: queue.Queue[tuple[Buffers, int] | BaseException | object] = queue.Queue()
+        signals: queue.SimpleQueue[BaseException | object] = (
+            queue.SimpleQueue()
+        )  # what came, one after another
         for _ in range(self._prefetch):
             self._done.put(self._take())
 
@@ -122,30 +124,37 @@ class Prefetcher:
             try:
                 for item in items:
                     buffers = self._done.get()
-                    if buffers is None or self._stop.is_set():
+                    if buffers is None:
                         return
-                    ready.put((buffers, self._run(fill, buffers, item)))
-                ready.put(_STOP)
+                    if self._stop.is_set():
+                        self._done.put(buffers)
+                        return
+                    self._ready.append((buffers, self._run(fill, buffers, item)))
+                    signals.put(_BATCH)
+                signals.put(_STOP)
             except BaseException as error:
-                ready.put(error)
+                signals.put(error)
 
         self._thread = threading.Thread(target=work, name="gear-loader-prefetch", daemon=True)
         self._thread.start()
         while True:
-            result = ready.get()
-            if result is _STOP:
+            signal = signals.get()
+            if signal is _STOP:
                 return
-            if isinstance(result, BaseException):
-                raise result
-            assert isinstance(result, tuple)
+            if isinstance(signal, BaseException):
+                raise signal
             # The consumer has asked for one more batch: the oldest one's time is over, and the thread gets a place.
             self._recycle()
             self._done.put(self._take())
-            yield self._deliver(*result)
+            yield self._deliver(*self._ready.popleft())
 
     def _run(self, fill: Callable[[Buffers, Item], int], buffers: Buffers, item: Item) -> int:
-        with self._on_stream():
-            return fill(buffers, item)
+        try:
+            with self._on_stream():
+                return fill(buffers, item)
+        except BaseException:
+            self._pool.free.append(buffers)
+            raise
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -205,6 +214,8 @@ class Prefetcher:
                 buffers = self._done.get()
                 if buffers is not None:
                     self._pool.free.append(buffers)
+        while self._ready:
+            self._pool.free.append(self._ready.popleft()[0])
         if not self._pool.delivered:
             self._pool.delivered = self._delivered
 

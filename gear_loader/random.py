@@ -11,7 +11,7 @@ import numpy as np
 
 from gear_loader.index import Array
 
-__all__ = ["Permutation", "integers", "permutation", "raw", "uniforms"]
+__all__ = ["Permutation", "hashed", "integers", "permutation", "raw", "uniforms"]
 
 _SMALL = 1 << 16
 
@@ -42,23 +42,33 @@ def integers(high: int | Array, count: int, *, seed: int, stream: int, epoch: in
     return np.minimum((values * high).astype(np.int64), high - 1)
 
 
+def hashed(values: Array, *, seed: int, stream: int) -> Array:
+    """uint64 [n]: for each of `values` (int64 [n]) a random number that depends on it, seed and stream alone."""
+    keys = raw(2, seed=seed, stream=stream, epoch=0, step=0)
+    return _mix(_mix(values.astype(np.uint64) ^ keys[0]) ^ keys[1])
+
+
 class Permutation:
     """A random order of 0 to size - 1, of which any part can be computed.
 
     Up to 65,536 items every order is equally likely (items sorted by random keys). Above that the order is a
     keyed bijection: a Feistel network of eight rounds on the next even number of bits, applied again while the
     result is not below `size`. It takes no memory and O(1) an item.
+
+    Args:
+        size: items.
+        seed, epoch, turn: which order; `turn` counts the passes over all items within an epoch.
     """
 
-    def __init__(self, size: int, *, seed: int, epoch: int) -> None:
+    def __init__(self, size: int, *, seed: int, epoch: int, turn: int = 0) -> None:
         self.size = size
         self._order: Array | None = None
         if size <= _SMALL:
-            keys = raw(size, seed=seed, stream=_PERMUTATION, epoch=epoch, step=0)
+            keys = raw(size, seed=seed, stream=_PERMUTATION, epoch=epoch, step=turn)
             self._order = np.argsort(keys, kind="stable")
         else:
             self._half_bits = -(-(size - 1).bit_length() // 2)
-            self._keys = raw(8, seed=seed, stream=_PERMUTATION, epoch=epoch, step=0)
+            self._keys = raw(8, seed=seed, stream=_PERMUTATION, epoch=epoch, step=turn)
 
     def __getitem__(self, positions: Array) -> Array:
         """Items at the given positions, int64 [n] -> int64 [n]."""
@@ -94,6 +104,6 @@ def _mix(values: Array) -> Array:
 
 
 @functools.lru_cache(maxsize=4)
-def permutation(size: int, seed: int, epoch: int) -> Permutation:
-    """A `Permutation`, kept for the batches of the same epoch."""
-    return Permutation(size, seed=seed, epoch=epoch)
+def permutation(size: int, seed: int, epoch: int, turn: int) -> Permutation:
+    """A `Permutation`, kept for the batches of the same pass."""
+    return Permutation(size, seed=seed, epoch=epoch, turn=turn)

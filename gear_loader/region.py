@@ -72,6 +72,7 @@ class _Mapping:
     @classmethod
     def make(cls, path: str, name: str, layout: Layout) -> _Mapping:
         """A new file of zeros with its header. It has no name, and goes with this process, until it is complete."""
+        memory = None
         fd = os.open(_DIRECTORY, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, layout.region_bytes)
@@ -86,6 +87,8 @@ class _Mapping:
                 cls.registry[info.st_dev, info.st_ino] = mapping
             return mapping
         except BaseException:
+            if memory is not None:
+                memory.close()
             os.close(fd)
             raise
 

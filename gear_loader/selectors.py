@@ -22,7 +22,8 @@ class Draw:
 
     Attributes:
         seed, epoch, step: the counters of the random numbers; `step` is the batch's number over all ranks.
-        first, count: the batch's items are number `first` to `first + count - 1` of the epoch.
+        first, count: without replacement, the batch's items are number `first` to `first + count - 1` of the pass.
+        turn: without replacement, which pass over all items within the epoch.
     """
 
     seed: int
@@ -30,6 +31,7 @@ class Draw:
     step: int
     first: int
     count: int
+    turn: int = 0
 
     def integers(self, stream: int, high: int | Array) -> Array:
         """int64 [count], each from 0 to high - 1."""
@@ -37,7 +39,7 @@ class Draw:
 
 
 class Selector(Protocol):
-    """What `ReplayDataset` asks of a selector."""
+    """What `ReplayDataset` asks of a selector. Its `repr` names its options: a saved state is checked by it."""
 
     replacement: bool
     unit: Literal["trajectory", "step"]
@@ -53,8 +55,8 @@ class Uniform:
     """Every item is equally likely.
 
     Args:
-        replacement: draw with replacement. Without, an epoch passes over all items once in random order; items
-            that are evicted before their turn are replaced by random ones.
+        replacement: draw with replacement. Without, an epoch passes over all items once in random order, those that
+            were there when it began; items that are evicted before their turn are replaced by random ones.
         unit: ``"trajectory"``: an item is a trajectory, and the dataset's `anchor` says which of its steps;
             ``"step"``: an item is a step of a trajectory (a long trajectory comes up more often), which is the
             anchor of its window.
@@ -84,11 +86,15 @@ class Uniform:
         if self.replacement:
             items = draw.integers(_ITEMS, size)
         else:
-            items = permutation(size, draw.seed, draw.epoch)[np.arange(draw.first, draw.first + draw.count)]
-        if self.unit == "trajectory":
-            return items, None
-        positions = np.searchsorted(snapshot.ends, items, side="right")
-        return positions, items - (snapshot.ends[positions] - snapshot.lengths[positions])
+            order = permutation(size, draw.seed, draw.epoch, draw.turn)
+            items = order[np.arange(draw.first, draw.first + draw.count)]
+        return (items, None) if self.unit == "trajectory" else _steps(snapshot, items)
+
+
+def _steps(snapshot: Snapshot, items: Array) -> tuple[Array, Array]:
+    # Step number i of the whole snapshot -> position of its trajectory, step within it.
+    positions = np.searchsorted(snapshot.ends, items, side="right")
+    return positions, items - (snapshot.ends[positions] - snapshot.lengths[positions])
 
 
 def anchors(kind: Literal["uniform", "first", "last"], lengths: Array, draw: Draw) -> Array:
@@ -100,6 +106,10 @@ def anchors(kind: Literal["uniform", "first", "last"], lengths: Array, draw: Dra
     return draw.integers(_ANCHORS, lengths)
 
 
-def replacements(snapshot: Snapshot, draw: Draw) -> Array:
-    """Positions of random trajectories, int64 [count], for items that are no longer there."""
-    return draw.integers(_REPLACED, len(snapshot))
+def replacements(
+    unit: Literal["trajectory", "step"], snapshot: Snapshot, draw: Draw
+) -> tuple[Array, Array | None]:
+    """Random items, as `Selector.select` returns them, for those that are no longer there."""
+    if unit == "trajectory":
+        return draw.integers(_REPLACED, len(snapshot)), None
+    return _steps(snapshot, draw.integers(_REPLACED, snapshot.num_steps))

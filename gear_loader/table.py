@@ -107,6 +107,7 @@ class Table:
     def __init__(self, region: Region, *, on_full: Literal["error", "evict_oldest"]) -> None:
         self._region = region
         self._index: Index | None = Index(region)
+        self._reads: dict[int, Index] = {}  # open reads; they keep the index mapped when the table is closed
         self.schema: Schema = region.layout.schema
         """The columns, a mapping of name to `Column`."""
         self.name: str | None = region.name
@@ -512,12 +513,16 @@ class Table:
 
     def begin_snapshot(self) -> tuple[int, Snapshot]:
         """Start reading: a ticket that keeps all blocks alive, and the trajectories there are. See `Index`."""
-        return self._live().begin_snapshot()
+        index = self._live()
+        ticket, snapshot = index.begin_snapshot()
+        self._reads[ticket] = index
+        return ticket, snapshot
 
     def end_read(self, ticket: int) -> None:
-        """Stop reading what `ticket` stands for."""
-        if self._index is not None:
-            self._index.end_read(ticket)
+        """Stop reading what `ticket` of `begin_snapshot` stands for; also after `close`, or others would wait."""
+        index = self._reads.pop(ticket, self._index)
+        if index is not None:
+            index.end_read(ticket)
 
     def snapshot(self) -> Snapshot:
         """The live trajectories, oldest first."""

@@ -75,9 +75,16 @@ def _ancestors(pid: int) -> Iterator[int]:
 
 def _used_elsewhere(region: Path) -> bool:
     """Whether a process that does not descend from this one has the file mapped."""
+    try:
+        info = region.stat()
+    except OSError:
+        return False
+    # By number: in the process that made it, the mapping does not bear the file's name.
+    file = [f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}", str(info.st_ino)]
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
-            if str(region) in maps.read_text() and os.getpid() not in _ancestors(int(maps.parent.name)):
+            mapped = any(line.split()[3:5] == file for line in maps.read_text().splitlines())
+            if mapped and os.getpid() not in _ancestors(int(maps.parent.name)):
                 return True
         except OSError:  # gone in the meantime, or not ours to read
             continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -47,8 +48,8 @@ def make_table(lengths: Iterable[int] = LENGTHS, **options: Any) -> gear.Table:
 
 @contextlib.contextmanager
 def named_table(name: str, lengths: Iterable[int] = LENGTHS, **options: Any) -> Iterator[gear.Table]:
-    """`make_table` under a name, which is gone afterwards."""
-    table = make_table(lengths, name=name, **options)
+    """`make_table` under a name of this process's own, which is gone afterwards."""
+    table = make_table(lengths, name=f"{name}-{os.getpid()}", **options)
     try:
         yield table
     finally:

@@ -361,7 +361,8 @@ def test_a_subset_of_trajectories(table: gear.Table) -> None:
             assert {row[0] for row in drawn(batches)} == members
         assert {row[0] for row in drawn([data.sample()])} <= members
     assert len(calls) == len(SELECTORS)  # once a version of the table
-    table.add(episode(12, 5))
+    table.remove(table.indices()[1])
+    table.add(episode(12, 1))
     data = dataset(table, subset=even, batch_size=100)
     assert int(table.indices()[-1]) in data.sample()["index"].tolist()
 
@@ -392,7 +393,7 @@ def test_the_program_of_the_readme() -> None:
 
     index = table.add({"observation": obs, "action": act, "reward": rew}, priority=1.0)
     indices = table.extend(episodes)
-    assert len(table), table.num_steps == (200, 100 + sum(range(1, 200)))
+    assert (len(table), table.num_steps) == (200, 100 + sum(range(1, 200)))
     assert torch.equal(table[index]["observation"], torch.from_numpy(obs))
     assert len(indices) == 199
     stacked = {"observation": obs[None].repeat(3, 0), "action": act[None].repeat(3, 0), "reward": rew[None].repeat(3, 0)}
@@ -603,8 +604,7 @@ def test_the_table_is_closed_meanwhile(prefetch: int) -> None:
     readers = table.region.array("readers")
     data = dataset(table, prefetch=prefetch, batches_per_epoch=1000)
     iterator = iter(data)
-    held = next(iterator)
-    copy = snapshot(held)
+    next(iterator)
     table.close()
     with pytest.raises(TableClosedError, match=r"The table \(private\) is closed"):
         for _ in range(prefetch + 2):
@@ -612,7 +612,6 @@ def test_the_table_is_closed_meanwhile(prefetch: int) -> None:
     assert list(iterator) == []
     assert prefetch_threads() == []
     assert (readers[:, 2] == 0).all()
-    assert not prefetch or equal(held, copy) or data.keep == 2
     with pytest.raises(TableClosedError):
         next(iter(data))
     with pytest.raises(TableClosedError):
@@ -790,12 +789,7 @@ def test_evicted_items_of_an_epoch_are_replaced_by_live_ones(prefetch: int, anch
 def test_stand_ins_are_as_likely_as_what_they_replace() -> None:
     # A whole epoch is evicted under the iterator's feet; what comes instead follows the selector and the anchor.
     lengths = (2, 9, 5, 16)
-    for unit, expected in (
-        ("trajectory", [[length / 4 / length] * length for length in lengths]),
-        ("step", [[1 / 32] * length for length in lengths]),
-    ):
-        flat = [4 * p / 4 if unit == "step" else p / length for length, row in zip(lengths, expected, strict=True) for p in row]
-        del flat
+    for unit in ("trajectory", "step"):
         with make_table([1] * 4096, max_trajectories=4096, max_steps=4100) as table:
             data = dataset(
                 table, selector=gear.Uniform(False, unit), prefetch=0, batch_size=512, columns=["reward"]  # type: ignore[arg-type]

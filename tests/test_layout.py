@@ -161,7 +161,7 @@ def test_a_file_shorter_than_the_preamble(length: int) -> None:
 def test_a_cut_header(cut: int) -> None:
     layout = layout_of()
     with pytest.raises(
-        RegionError, match="^it has a damaged header: its checksum is 0x[0-9a-f]{8}, expected 0x"
+        RegionError, match=r"^it has a damaged header: its checksum is 0x[0-9a-f]{8}, expected 0x"
     ):
         Layout.read(file_of(layout)[:cut], layout.region_bytes, "it")
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from dataset_common import chi_square, chi_square_limit
 
-from gear_loader.random import Permutation, integers, permutation, raw, uniforms
+from gear_loader.random import Permutation, hashed, integers, permutation, raw, uniforms
 
 WORD = (1 << 64) - 1
 COUNTERS = {"seed": 1, "stream": 2, "epoch": 3, "step": 4}
@@ -112,6 +112,21 @@ def test_integers_with_a_bound_each() -> None:
     assert chi_square(observed, np.full(3, 5000 / 3)) < chi_square_limit(2)
 
 
+def test_hashed_numbers_depend_on_value_seed_and_stream_alone() -> None:
+    values = np.arange(64_000)
+    numbers = hashed(values, seed=3, stream=1)
+    assert numbers.dtype == np.uint64
+    assert (hashed(values[::-1], seed=3, stream=1) == numbers[::-1]).all()
+    assert numbers[:3].tolist() == hashed(np.array([0, 1, 2]), seed=3, stream=1).tolist()
+    assert numbers[:2].tolist() == [0xECAEEC65577B4725, 0x3A263ED08793AAD1]
+    for other in (hashed(values, seed=4, stream=1), hashed(values, seed=3, stream=2)):
+        assert (other != numbers).all()
+    for size in (10, 64):
+        pairs = np.zeros((size, size))
+        np.add.at(pairs, (numbers[::2] % size, numbers[1::2] % size), 1)
+        assert chi_square(pairs, np.full((size, size), 32_000 / size**2)) < chi_square_limit(size**2 - 1)
+
+
 # ---------------------------------------------------------------- permutations
 
 SIZES = (1, 2, 3, 5, 255, 65_535, 65_536, 65_537, 65_538, 65_539, 100_003, 131_071, 262_143, 262_144, 262_145)
@@ -144,16 +159,17 @@ def test_any_part_of_a_permutation_can_be_computed(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1000, 65_537])
-def test_permutations_differ_by_seed_and_epoch_alone(size: int) -> None:
+def test_permutations_differ_by_seed_epoch_and_turn_alone(size: int) -> None:
     positions = np.arange(100)
     orders = {
-        (seed, epoch): tuple(Permutation(size, seed=seed, epoch=epoch)[positions].tolist())
+        (seed, epoch, turn): tuple(Permutation(size, seed=seed, epoch=epoch, turn=turn)[positions].tolist())
         for seed in (-1, 0, 1)
         for epoch in (0, 1, 1 << 62)
+        for turn in (0, 1, 2)
     }
     assert len(set(orders.values())) == len(orders)
-    assert orders[1, 0] == tuple(Permutation(size, seed=1, epoch=0)[positions].tolist())
-    assert orders[1, 0] == tuple(permutation(size, 1, 0)[positions].tolist())
+    assert orders[1, 0, 0] == tuple(Permutation(size, seed=1, epoch=0)[positions].tolist())
+    assert orders[1, 0, 2] == tuple(permutation(size, 1, 0, 2)[positions].tolist())
 
 
 def test_all_orders_of_four_items_are_equally_likely() -> None:

@@ -391,7 +391,7 @@ def test_validate_refuses(schema: Schema, change: dict[str, Any], message: str) 
 def test_validate_refuses_zero_steps(schema: Schema, zero: str) -> None:
     given = {name: torch.zeros(0, *column.shape) for name, column in schema.items()}
     rows = given if zero == "torch" else {name: value.numpy() for name, value in given.items()}
-    with pytest.raises(SchemaError, match="^it has zero steps; expected at least one.$"):
+    with pytest.raises(SchemaError, match=r"^it has zero steps; expected at least one.$"):
         schema.validate(rows, what="it")
 
 

@@ -159,12 +159,19 @@ def test_uniform_anchors_are_uniform_over_the_steps() -> None:
             assert chi_square(row[:length], np.full(length, 2000 / length)) < chi_square_limit(length - 1)
 
 
-def test_replacements_are_uniform_over_what_is_there() -> None:
+@pytest.mark.parametrize("unit", ["trajectory", "step"])
+def test_replacements_are_uniform_over_what_is_there(unit: Any) -> None:
     snapshot = snapshot_of()
-    observed = np.zeros(len(LENGTHS))
-    for step in range(10):
-        observed += np.bincount(replacements(snapshot, draw(400, step=step)), minlength=len(LENGTHS))
-    assert chi_square(observed, np.full(len(LENGTHS), 500)) < chi_square_limit(len(LENGTHS) - 1)
+    observed = np.zeros((len(LENGTHS), max(LENGTHS)))
+    for step in range(40):
+        positions, steps = replacements(unit, snapshot, draw(400, step=step))
+        assert (steps is None) == (unit == "trajectory")
+        np.add.at(observed, (positions, 0 if steps is None else steps), 1)
+    exists = np.arange(max(LENGTHS)) < np.array(LENGTHS)[:, None] if unit == "step" else observed > 0
+    expected = np.full(exists.sum(), 16_000 / exists.sum())
+    assert exists.sum() == (32 if unit == "step" else len(LENGTHS))
+    assert (observed[~exists] == 0).all()
+    assert chi_square(observed[exists], expected) < chi_square_limit(int(exists.sum()) - 1)
 
 
 # ---------------------------------------------------------------- the selector itself

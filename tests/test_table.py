@@ -526,7 +526,7 @@ def test_what_a_reader_holds_is_not_evicted_under_it() -> None:
             assert not blocks & set(ids.tolist())
             if number == 3:
                 break
-        table.end_read(ticket)
+        table._live().end_read(ticket)
         table.add(rows(9, 8))
         assert table.region.array("state")[index] in (FREE, READY)
 

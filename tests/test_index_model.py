@@ -1,0 +1,629 @@
+"""The index beside a naive twin, and its repair after a death at every single point of every mutation."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
+from table_common import COLUMNS, number_of, numbers_of, rows
+
+import gear_loader as gear
+from gear_loader import index as index_module
+from gear_loader.errors import LockTimeoutError, StaleIndexError, TableFullError
+from gear_loader.index import FREE, HALF, READY, Index
+
+# Dying in the middle ---------------------------------------------------------------------------------
+
+
+class Died(BaseException):
+    """The process was killed: nothing of it runs any more."""
+
+
+class Fragile(np.ndarray[Any, Any]):
+    """An index array in which one of the next stores is the process's last.
+
+    The fatal store happens not at all or, where it is of many elements, by half. A store of several slots' states is
+    taken to be indivisible.
+    """
+
+    stores_left: ClassVar[float] = float("inf")
+    torn: ClassVar[bool] = False
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        Fragile.stores_left -= 1
+        if Fragile.stores_left >= 0:
+            super().__setitem__(key, value)
+            return
+        if Fragile.torn and not getattr(self, "whole", False):
+            flat, before = self.reshape(-1).view(np.ndarray), self.reshape(-1).copy().view(np.ndarray)
+            super().__setitem__(key, value)
+            changed = np.flatnonzero(flat != before)
+            lost = changed[len(changed) // 2 :]
+            flat[lost] = before[lost]
+        raise Died
+
+
+_ARRAYS = [
+    "counters",
+    "readers",
+    "extent",
+    "generation",
+    "sequence",
+    "epoch",
+    "owner",
+    "priority",
+    "state",
+    "links",
+    "block_ids",
+    "free_slots",
+    "retired",
+    "free_blocks",
+]
+_dead = itertools.count(2**30)  # ids that no process has
+
+
+@contextlib.contextmanager
+def mortal(table: gear.Table, stores: float, *, torn: bool = False) -> Iterator[Index]:
+    """The index as another process has it, which dies (`Died`) once it has stored `stores` times."""
+    index = Index(table.region)
+    for name in _ARRAYS:
+        setattr(index, name, getattr(index, name).view(Fragile))
+    index.state.whole = True  # type: ignore[attr-defined]
+    Fragile.stores_left, Fragile.torn = stores, torn
+    genuine = index_module._process
+    identity = (next(_dead), 1)
+    index_module._process = lambda pid: identity  # type: ignore[assignment]
+    try:
+        yield index
+    finally:
+        index_module._process = genuine
+        Fragile.stores_left = float("inf")
+
+
+def bury(table: gear.Table) -> None:
+    """What the next one in need of room does: repair the index, take back the slots of dead writers."""
+    index = table._live()
+    with index._locked():
+        index._reclaim_writers(every=float("-inf"))
+
+
+def write(table: gear.Table, ids: np.ndarray, number: int, length: int) -> None:
+    """The data of a trajectory into its blocks, as `Table.add` does between begin and commit."""
+    _, arrays = table.schema.validate(rows(number, length))
+    for name, array in arrays.items():
+        table._write_column(name, np.array(ids), array)
+
+
+def store(table: gear.Table, index: Index, numbers: list[int], lengths: list[int], *, evict: bool) -> None:
+    """`Table.extend` through another index."""
+    slots, ids = index.begin(np.array(lengths), evict=evict)
+    blocks = np.cumsum([0, *index.blocks_of(np.array(lengths))])
+    for i, (number, length) in enumerate(zip(numbers, lengths, strict=True)):
+        write(table, ids[blocks[i] : blocks[i + 1]], number, length)
+    index.commit(np.array(slots), np.ones(len(slots), dtype=np.float32))
+
+
+@dataclasses.dataclass
+class Reading:
+    """What a reader without the lock may have seen of a trajectory: its length and where its block table was."""
+
+    number: int
+    length: int
+    start: int
+
+    @staticmethod
+    def of(table: gear.Table, slot: int) -> Reading:
+        length, start = table.region.array("extent")[slot].tolist()
+        return Reading(number_of(table[slot]), length, start)
+
+    def check(self, table: gear.Table) -> None:
+        """It is all still there."""
+        layout = table.region.layout
+        block_ids = table.region.array("block_ids").reshape(-1)
+        ids = block_ids[self.start : self.start - (-self.length // layout.block_steps)]
+        found = {}
+        for name, column in table.schema.items():
+            used = layout.block_steps * column.step_bytes
+            data = table.region.column(name)[ids, :used].reshape(-1)[: self.length * column.step_bytes]
+            values = torch.from_numpy(data.copy()).view(column.dtype)
+            found[name] = values.reshape(self.length, *column.shape)
+        assert number_of(found) == self.number
+
+
+# The twin --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Entry:
+    number: int
+    length: int
+    priority: float = 1.0
+
+
+@dataclasses.dataclass
+class Reader:
+    ticket: int
+    began: int  # when
+    readings: list[Reading]
+    alive: bool = True
+
+
+@dataclasses.dataclass
+class Pending:
+    slots: np.ndarray
+    ids: np.ndarray
+    entries: list[Entry]
+    done: bool = False
+
+
+@dataclasses.dataclass
+class Gone:
+    entry: Entry
+    when: int
+
+
+class TableMachine(RuleBasedStateMachine):
+    """Additions, removals, evictions, reads and unfinished writes in any order, and deaths in between.
+
+    The twin is a dict in order of addition, a list of what was retired and lists of open reads and writes. It says
+    beforehand how each operation must end.
+    """
+
+    pending = Bundle("pending")
+    reading = Bundle("reading")
+
+    @initialize(
+        max_steps=st.integers(1, 40),
+        max_trajectories=st.integers(1, 6),
+        block_steps=st.integers(1, 5),
+        tight=st.booleans(),
+        evict=st.booleans(),
+    )
+    def create(
+        self, max_steps: int, max_trajectories: int, block_steps: int, tight: bool, evict: bool
+    ) -> None:
+        self.table = gear.Table.create(
+            COLUMNS,
+            max_steps=max_steps,
+            max_trajectories=max_trajectories,
+            block_steps=block_steps,
+            max_blocks=-(-max_steps // block_steps) if tight else None,
+            on_full="evict_oldest" if evict else "error",
+        )
+        self.table.region.lock.timeout = 0
+        self.max_steps, self.max_trajectories, self.block_steps = max_steps, max_trajectories, block_steps
+        self.num_blocks = self.table.region.layout.num_blocks
+        self.evict = evict
+        self.live: dict[int, Entry] = {}
+        self.gone: list[Gone] = []
+        self.writes: list[Pending] = []
+        self.readers: list[Reader] = []
+        self.numbers = itertools.count(1)
+        self.clock = itertools.count()
+        self.evicted = 0
+
+    def teardown(self) -> None:
+        if hasattr(self, "table"):
+            self.table.close()
+
+    # What the twin knows.
+
+    def blocks(self, entries: Any) -> int:
+        return sum(-(-entry.length // self.block_steps) for entry in entries)
+
+    def written(self) -> list[Entry]:
+        return [entry for write in self.writes if not write.done for entry in write.entries]
+
+    def held(self) -> list[Entry]:
+        """Retired, and somebody who is alive may still read it."""
+        began = min((reader.began for reader in self.readers if reader.alive), default=float("inf"))
+        return [gone.entry for gone in self.gone if gone.when > began]
+
+    def retire(self, slot: int) -> None:
+        self.gone.append(Gone(self.live.pop(slot), next(self.clock)))
+
+    def missing(self, lengths: list[int], *, but: Any) -> bool:
+        """Whether there is no room for `lengths`, if the entries `but` have to stay."""
+        but = list(but)
+        return (
+            len(but) + len(lengths) > self.max_trajectories
+            or sum(entry.length for entry in but) + sum(lengths) > self.max_steps
+            or self.blocks(but) + sum(-(-length // self.block_steps) for length in lengths) > self.num_blocks
+        )
+
+    def make_room(self, lengths: list[int]) -> type[Exception] | None:
+        """What the policy does, and how it ends."""
+        if self.missing(lengths, but=[*self.live.values(), *self.written()]):
+            if not self.evict or self.missing(lengths, but=[]):
+                return TableFullError
+            if self.missing(lengths, but=self.written()):
+                return LockTimeoutError
+            while self.missing(lengths, but=[*self.live.values(), *self.written()]):
+                self.retire(next(iter(self.live)))
+                self.evicted += 1
+        taken = [*self.live.values(), *self.written(), *self.held()]
+        blocks = self.blocks(taken) + sum(-(-length // self.block_steps) for length in lengths)
+        if len(taken) + len(lengths) > self.max_trajectories or blocks > self.num_blocks:
+            return LockTimeoutError
+        return None
+
+    def ends(self, call: Callable[[], Any], expected: type[Exception] | None) -> Any:
+        """The call's result; None if it failed as the twin said."""
+        if expected is not None:
+            with pytest.raises(expected):
+                call()
+            return None
+        try:
+            return call()
+        except LockTimeoutError:
+            # The block tables want to move, and a reader uses the half they would move to: the twin knows no halves.
+            assert any(reader.alive for reader in self.readers)
+            return None
+
+    def entries(self, lengths: list[int]) -> list[Entry]:
+        longest = min(self.max_steps, self.num_blocks * self.block_steps)
+        return [Entry(next(self.numbers), 1 + length % longest, length / 2) for length in lengths]
+
+    # Rules.
+
+    @rule(length=st.integers(0, 1000))
+    def add(self, length: int) -> None:
+        (entry,) = self.entries([length])
+        expected = self.make_room([entry.length])
+        index = self.ends(
+            lambda: self.table.add(rows(entry.number, entry.length), priority=entry.priority), expected
+        )
+        if index is not None:
+            assert index not in self.live
+            self.live[index] = entry
+
+    @rule(lengths=st.lists(st.integers(0, 12), max_size=4), stacked=st.booleans())
+    def extend(self, lengths: list[int], stacked: bool) -> None:
+        entries = self.entries(lengths)
+        expected = self.make_room([entry.length for entry in entries]) if entries else None
+        given: Any = [rows(entry.number, entry.length) for entry in entries]
+        options: dict[str, Any] = {"priority": [entry.priority for entry in entries]}
+        if stacked and entries:
+            options["lengths"] = [entry.length for entry in entries]
+            longest = max(options["lengths"])
+            given = {
+                name: np.stack([np.resize(one[name], (longest, *one[name].shape[1:])) for one in given])
+                for name in COLUMNS
+            }
+        indices = self.ends(lambda: self.table.extend(given, **options), expected)
+        if indices is not None:
+            assert len({*indices.tolist()} - {*self.live}) == len(entries)
+            self.live.update(zip(indices.tolist(), entries, strict=True))
+
+    @rule(target=pending, lengths=st.lists(st.integers(0, 12), min_size=1, max_size=3))
+    def begin_write(self, lengths: list[int]) -> Any:
+        entries = self.entries(lengths)
+        counts = [entry.length for entry in entries]
+        expected = self.make_room(counts)
+        index = self.table._live()
+        begun = self.ends(lambda: index.begin(np.array(counts), evict=self.evict), expected)
+        if begun is None:
+            return multiple()
+        write = Pending(*begun, entries)
+        assert not {*write.slots.tolist()} & {*self.live}
+        self.writes.append(write)
+        return write
+
+    @rule(write=consumes(pending))
+    def commit(self, write: Pending) -> None:
+        if write.done:
+            return
+        place = 0
+        for entry in write.entries:
+            count = self.blocks([entry])
+            self.write(write.ids[place : place + count], entry)
+            place += count
+        self.table._live().commit(
+            write.slots, np.array([entry.priority for entry in write.entries], dtype=np.float32)
+        )
+        write.done = True
+        self.live.update(zip(write.slots.tolist(), write.entries, strict=True))
+
+    def write(self, ids: np.ndarray, entry: Entry) -> None:
+        write(self.table, ids, entry.number, entry.length)
+
+    @rule(write=consumes(pending), wait=st.booleans())
+    def abort(self, write: Pending, wait: bool) -> None:
+        if write.done:
+            return
+        self.table._live().abort(write.slots, wait=wait)
+        if not wait:
+            bury(self.table)
+        write.done = True
+
+    @rule(target=reading, dead=st.booleans())
+    def begin_read(self, dead: bool) -> Any:
+        if len(self.readers) > 8:
+            return multiple()
+        ticket, snapshot = (self._dead_read if dead else self.table._live().begin_snapshot)()
+        assert snapshot.slots.tolist() == list(self.live)
+        assert snapshot.lengths.tolist() == [entry.length for entry in self.live.values()]
+        if dead:
+            return multiple()
+        reader = Reader(ticket, next(self.clock), [Reading.of(self.table, slot) for slot in self.live])
+        self.readers.append(reader)
+        return reader
+
+    def _dead_read(self) -> Any:
+        with mortal(self.table, float("inf")) as index:
+            return index.begin_snapshot()
+
+    @rule(reader=consumes(reading))
+    def end_read(self, reader: Reader) -> None:
+        self.table._live().end_read(reader.ticket)
+        reader.alive = False
+        self.readers.remove(reader)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        slots = data.draw(st.lists(st.sampled_from(list(self.live)), min_size=1, unique=True))
+        self.table.remove(slots if len(slots) > 1 else slots[0])
+        for slot in slots:
+            self.retire(slot)
+
+    @rule(slot=st.integers(-2, 8))
+    def touch_a_stale_index(self, slot: int) -> None:
+        if slot in self.live:
+            return
+        with pytest.raises(
+            StaleIndexError, match=rf"^Index {slot} names no live trajectory: .* {len(self.live)} traj"
+        ):
+            self.table[slot]
+        with pytest.raises(StaleIndexError):
+            self.table.remove([*self.live, slot])
+
+    @rule(
+        stores=st.integers(0, 60),
+        torn=st.booleans(),
+        lengths=st.lists(st.integers(0, 12), min_size=1, max_size=3),
+        removing=st.booleans(),
+    )
+    def die(self, stores: int, torn: bool, lengths: list[int], removing: bool) -> None:
+        """Another process dies while it adds or removes. What is found then becomes the twin's truth, if it can be."""
+        entries = self.entries(lengths)
+        before = dict(self.live)
+        victims = list(self.live)[: len(lengths)] if removing else []
+        try:
+            with mortal(self.table, stores, torn=torn) as index:
+                if removing:
+                    index.remove(np.array(victims, dtype=np.int64))
+                else:
+                    numbers, counts = [entry.number for entry in entries], [entry.length for entry in entries]
+                    store(self.table, index, numbers, counts, evict=self.evict)
+        except (Died, TableFullError, LockTimeoutError):
+            pass
+        bury(self.table)
+        found = self.table.indices().tolist()
+        state, epoch = self.table.region.array("state"), self.table.region.array("epoch")
+        lost = [
+            slot for slot in before if slot not in found or number_of(self.table[slot]) != before[slot].number
+        ]
+        assert lost == list(before)[: len(lost)], "only the oldest may have gone"
+        assert set(lost) <= set(victims) or self.evict
+        for slot in sorted(lost, key=lambda slot: int(epoch[slot])):
+            self.retire(slot)
+        new = [slot for slot in found if slot not in self.live]
+        assert len(new) in (0, len(entries)), "all of them or none"
+        self.live.update(zip(new, entries, strict=False))
+        self.evicted = self.table.stats().num_evicted
+        assert (state[found] == READY).all()
+
+    # What holds all the time.
+
+    @invariant()
+    def valid(self) -> None:
+        if not hasattr(self, "table"):
+            return
+        table = self.table
+        table.check_valid()
+        assert table.indices().tolist() == list(self.live)
+        assert table.lengths().tolist() == [entry.length for entry in self.live.values()]
+        assert len(table) == len(self.live)
+        assert table.num_steps == sum(entry.length for entry in self.live.values())
+        assert numbers_of(table) == [entry.number for entry in self.live.values()]
+        priorities = table.region.array("priority")[list(self.live)]
+        died = [entry.priority for entry in self.live.values()]
+        assert ((priorities == died) | (priorities == 1)).all()  # whoever died gave 1
+        for reader in self.readers:
+            for reading in reader.readings:
+                reading.check(table)
+        stats = table.stats()
+        assert stats.num_evicted == self.evicted
+        least = self.blocks([*self.live.values(), *self.written(), *self.held()])
+        assert least <= stats.blocks_in_use <= least + self.blocks(gone.entry for gone in self.gone)
+
+
+TableMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+test_the_table_beside_its_twin = TableMachine.TestCase
+
+
+# Every point of every mutation -----------------------------------------------------------------------
+
+SIZES: dict[str, Any] = {"max_steps": 30, "max_trajectories": 5, "block_steps": 3}
+
+
+@dataclasses.dataclass
+class Scene:
+    """A table with a history, and something that another process is about to do.
+
+    Attributes:
+        act: the operation, on the other process's index.
+        prepare: gives the table its history.
+        new: numbers of the trajectories that it adds.
+        may_lose: numbers of the trajectories that it may remove.
+        reader: whether somebody reads meanwhile (who would keep the room that the operation needs).
+    """
+
+    act: Callable[[gear.Table, Index], Any]
+    prepare: Callable[[gear.Table], Any]
+    new: tuple[int, ...] = ()
+    may_lose: tuple[int, ...] = ()
+    reader: bool = True
+
+
+def _some(table: gear.Table) -> None:
+    table.extend([rows(1, 4), rows(2, 7), rows(3, 1)])
+
+
+def _full(table: gear.Table) -> None:
+    table.extend([rows(1, 4), rows(2, 7), rows(3, 1), rows(4, 9), rows(5, 9)])
+
+
+def _worn(table: gear.Table) -> None:
+    """So that the block tables have to move with the next addition of three blocks."""
+    table.extend([rows(1, 9), rows(2, 7)])
+    layout, counters = table.region.layout, table._live().counters
+    half = int(counters[HALF])
+    while counters[index_module.HEAD + half] + 3 <= layout.half:
+        table.remove(table.add(rows(99, 7)))
+    assert int(counters[HALF]) == half
+
+
+def _worn_twice(table: gear.Table) -> None:
+    """The same in the other half."""
+    _worn(table)
+    table.remove(table.add(rows(98, 7)))
+    layout, counters = table.region.layout, table._live().counters
+    assert counters[HALF] == 1
+    while counters[index_module.HEAD + 1] + 3 <= layout.half:
+        table.remove(table.add(rows(99, 7)))
+
+
+def _retired(table: gear.Table) -> None:
+    """Two that were removed while somebody read, and wait to be freed."""
+    _full(table)
+    ticket = table._live().begin_read()
+    table.remove([0, 2])
+    table._live().end_read(ticket)
+
+
+def _dead_writers(table: gear.Table) -> None:
+    _some(table)
+    with mortal(table, float("inf")) as index:
+        index.begin(np.array([4, 4]), evict=False)
+
+
+def _adds(*lengths: int, evict: bool = False) -> Callable[[gear.Table, Index], None]:
+    return lambda table, index: store(
+        table, index, [50 + i for i in range(len(lengths))], list(lengths), evict=evict
+    )
+
+
+def _abort(table: gear.Table, index: Index) -> None:
+    slots, _ = index.begin(np.array([5, 2]), evict=False)
+    index.abort(np.array(slots))
+
+
+SCENES = {
+    "first of all": Scene(_adds(4), lambda table: None, new=(50,)),
+    "add": Scene(_adds(4), _some, new=(50,)),
+    "extend": Scene(_adds(4, 9), _some, new=(50, 51)),
+    "add evicts": Scene(_adds(8, evict=True), _full, new=(50,), may_lose=(1, 2, 3, 4, 5), reader=False),
+    "extend evicts": Scene(
+        _adds(8, 9, 1, evict=True), _full, new=(50, 51, 52), may_lose=(1, 2, 3, 4, 5), reader=False
+    ),
+    "block tables move": Scene(_adds(7), _worn, new=(50,)),
+    "block tables move back": Scene(_adds(7), _worn_twice, new=(50,)),
+    "retired ones are freed": Scene(_adds(3, 2), _retired, new=(50, 51), reader=False),
+    "dead writers are taken back": Scene(_adds(15), _dead_writers, new=(50,)),
+    "remove one": Scene(lambda table, index: index.remove(np.array([1])), _full, may_lose=(2,)),
+    "remove three": Scene(lambda table, index: index.remove(np.array([4, 0, 2])), _full, may_lose=(5, 1, 3)),
+    "abort": Scene(_abort, _some),
+    "read": Scene(lambda table, index: index.end_read(index.begin_read()), _some),
+}
+
+
+def survive(scene: Scene, stores: int, *, torn: bool, again: int | None = None) -> bool:
+    """Let the process die after `stores` stores, and its heir after `again`; False if one of them did not die."""
+    with gear.Table.create(COLUMNS, **SIZES, on_full="evict_oldest") as table:
+        scene.prepare(table)
+        before = numbers_of(table)
+        index = table._live()
+        readings = [Reading.of(table, slot) for slot in table.indices().tolist()] if scene.reader else []
+        ticket = index.begin_read() if scene.reader else None
+        table.region.lock.timeout = 0
+        for count, act in [(stores, scene.act), (again, lambda _, heir: heir.snapshot())]:
+            if count is None:
+                continue
+            try:
+                with mortal(table, count, torn=torn) as other:
+                    act(table, other)
+            except Died:
+                continue
+            if ticket is not None:
+                index.end_read(ticket)
+            return False
+        bury(table)
+        table.check_valid()
+        after = numbers_of(table)
+        kept = [number for number in after if number in before]
+        assert kept == [number for number in before if number in kept], "the order changed"
+        assert set(before) - set(kept) <= set(scene.may_lose), "a trajectory is missing"
+        assert after[len(kept) :] in ([], list(scene.new)), "a part of an addition shows"
+        # It goes on as if nothing had been, and whoever was reading is not disturbed.
+        with contextlib.suppress(LockTimeoutError):  # for as long as the reader leaves room
+            for number in range(100, 112):
+                for reading in readings:
+                    reading.check(table)
+                table.add(rows(number, 1 + number * 5 % 11))
+            table.check_valid()
+        for reading in readings:
+            reading.check(table)
+        if ticket is not None:
+            index.end_read(ticket)
+        # No slot and no block has leaked.
+        table.remove(table.indices())
+        assert table.stats().blocks_in_use == 0
+        assert (table.region.array("state") == FREE).all()
+        table.remove(table.add(rows(200, 30)))
+        table.extend([rows(number, 6) for number in range(201, 206)])
+        assert numbers_of(table) == [201, 202, 203, 204, 205]
+        table.check_valid()
+        return True
+
+
+@pytest.mark.parametrize("torn", [False, True], ids=["between stores", "inside stores"])
+@pytest.mark.parametrize("scene", SCENES)
+def test_death_at_every_point(scene: str, torn: bool) -> None:
+    for stores in itertools.count():
+        if not survive(SCENES[scene], stores, torn=torn):
+            break
+    assert stores >= (1 if scene == "read" else 8), "nothing was interrupted"
+
+
+@pytest.mark.parametrize("scene", ["add evicts", "block tables move", "remove three"])
+def test_death_of_the_heir(scene: str) -> None:
+    """Whoever finds the index half changed may die too while it repairs it."""
+    points = 0
+    for stores in itertools.count():
+        if not survive(SCENES[scene], stores, torn=False):
+            break
+        for again in itertools.count(stores % 5, 5):
+            if not survive(SCENES[scene], stores, torn=True, again=again):
+                break
+            points += 1
+    assert points > 100
