@@ -25,7 +25,7 @@ __all__ = ["MAX_THREADS", "gather"]
 
 MAX_THREADS = 8
 _CHUNK_BYTES = 1 << 17
-_STREAM_BYTES = 8 << 20
+_STREAM_BYTES = 32 << 20
 
 
 class _Crew:

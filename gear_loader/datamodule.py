@@ -259,8 +259,10 @@ class ReplayDataModule(LightningDataModule):
 
     def _processed(self) -> int:
         """Batches of the running epoch that the trainer has used."""
-        trainer = self.trainer
-        return 0 if trainer is None else trainer.fit_loop.epoch_loop.batch_progress.current.processed
+        if self.trainer is None:
+            return 0
+        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress
+        return int(progress.current.processed)
 
     def _train_state(self) -> dict[str, Any]:
         """The dataset's state by the trainer's count: a trainer may have fetched a batch that it has not used yet."""

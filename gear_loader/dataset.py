@@ -22,6 +22,8 @@ __all__ = ["ReplayDataset"]
 
 _MAX_WORKERS = 1024
 _SAMPLE_EPOCH = 1 << 62  # `sample` draws from epochs of its own, far from those of iteration
+_EPOCH, _BEFORE, _ROUND, _KEY, _ROUND_EPOCH, _ROUND_BEFORE, _JOINED = range(7)  # places in `_shared`
+_ANY = -1
 _STATE = ("epoch", "before", "step", "workers", "samples", "sampled_items")
 
 
@@ -130,9 +132,8 @@ class ReplayDataset(IterableDataset[Batch]):
         # Where iteration stands here: the epoch, the batches of it that had been delivered before DataLoader workers
         # shared out the rest (0 in the main process), and the batches that this process has delivered since.
         self._position = (0, 0, 0)
-        # The same three for the next iteration of the main process (row 0) and of each worker; shared, because workers
-        # may be new processes every epoch.
-        self._starts = torch.zeros(_MAX_WORKERS + 1, 3, dtype=torch.int64).share_memory_()
+        # What the next iteration starts with: shared, because workers may be new processes every epoch.
+        self._shared = torch.zeros(_JOINED + _MAX_WORKERS, dtype=torch.int64).share_memory_()
         self._restart: tuple[int, int, int] | None = None  # goes first: where a worker resumes
         self._samples, self._sampled_items = 0, 0
         self._sampler: tuple[int, Prefetcher] | None = None
@@ -156,14 +157,12 @@ class ReplayDataset(IterableDataset[Batch]):
         info = get_worker_info()
         number, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         self._check_worker(number, info is not None)
-        self._position = self._next_start()
+        self._position = self._next()
         return self._iterate(number, workers, in_worker=info is not None)
 
     def _iterate(self, number: int, workers: int, *, in_worker: bool) -> Iterator[Batch]:
         # Runs from the first request on: an iterator that is made and dropped does not use up an epoch.
-        epoch, before, step = self._position = self._next_start()
-        self._restart = None
-        self._set_starts(slice(_place(), _place() + 1), epoch + 1)
+        epoch, before, step = self._position = self._begin()
         prefetch = 0 if in_worker else self.prefetch
         prefetcher = self._prefetcher(self.batch_size, prefetch=prefetch, shared=in_worker)
         draws = self._draws(epoch, before + number + workers * step, workers)
@@ -351,31 +350,57 @@ class ReplayDataset(IterableDataset[Batch]):
         state.update(_sampler=None, _pools={}, _subset_cache=None, _shard=self._rank())
         return state
 
-    def start_workers(self) -> None:
-        """Say that `DataLoader` workers start to iterate: all of them where this process would have, which counts on.
+    # Which epoch comes next is one number for this process and all workers. The workers of one loader's iteration
+    # must start the same epoch, though any of them may come first, or not at all when the iteration is broken off:
+    # the first one opens a round under the seed that they have in common, the others join it.
 
-        For loaders that count batches themselves: `state_dict` in this process then tells where the workers began.
-        """
-        epoch, before, step = self._next_start()
-        self._position = (epoch, 0, before + step)
-        self._set_starts(slice(1, None), epoch, before + step)
-        self._set_starts(slice(0, 1), epoch + 1)
-
-    def _next_start(self) -> tuple[int, int, int]:
+    def _next(self) -> tuple[int, int, int]:
+        """What `_begin` would return now."""
+        info = get_worker_info()
+        epoch, before, _, _, round_epoch, round_before = self._shared[:_JOINED].tolist()
+        if info is None:
+            return epoch, 0, before
         if self._restart is not None:
             return self._restart
-        epoch, before, step = self._starts[_place()].tolist()
-        return (epoch, before, step) if _place() else (epoch, 0, before + step)
+        return (round_epoch, round_before, 0) if self._can_join(info.id, info.seed) else (epoch, before, 0)
 
-    def _set_starts(self, places: slice, epoch: int, before: int = 0) -> None:
-        self._starts[places] = torch.tensor([epoch, before, 0])
+    def _can_join(self, worker: int, seed: int) -> bool:
+        key, opened, joined = self._shared[[_KEY, _ROUND, _JOINED + worker]].tolist()
+        return key in (_ANY, seed - worker) and joined != opened
+
+    def _begin(self) -> tuple[int, int, int]:
+        """Start an iteration: its epoch, and the batches delivered before, as in `_position`."""
+        info = get_worker_info()
+        if info is None:
+            start = self._next()
+            self._shared[_EPOCH], self._shared[_BEFORE] = start[0] + 1, 0
+            return start
+        with self.table.region.lock:
+            start = self._next()
+            if self._restart is None and not self._can_join(info.id, info.seed):
+                self._open_round(info.seed - info.id)
+            self._shared[_JOINED + info.id] = self._shared[_ROUND]
+            self._restart = None
+            return start
+
+    def _open_round(self, key: int) -> None:
+        epoch, before, opened = self._shared[: _ROUND + 1].tolist()
+        self._shared[:_JOINED] = torch.tensor([epoch + 1, 0, opened + 1, key, epoch, before])
+
+    def start_workers(self) -> None:
+        """Say that a loader's workers start to iterate, before they do.
+
+        For a loader that counts batches itself: `state_dict` in this process then tells where the workers began.
+        """
+        self._position = self._next()
+        self._open_round(_ANY)
 
     # ---------------------------------------------------------------- state
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration epoch number `epoch`, from its start. Without it epochs count up."""
         epoch = _positive("epoch", epoch, least=0)
-        self._set_starts(slice(None), epoch)
+        self._shared[_EPOCH], self._shared[_BEFORE] = epoch, 0
         self._position, self._restart = (epoch, 0, 0), None
 
     def state_dict(self) -> dict[str, Any]:
@@ -435,11 +460,11 @@ class ReplayDataset(IterableDataset[Batch]):
             )
         epoch, before, step = values["epoch"], values["before"], values["step"]
         if info is None:
-            self._set_starts(slice(None), epoch, before + step)
+            self._shared[_EPOCH], self._shared[_BEFORE] = epoch, before + step
             self._position, self._restart = (epoch, 0, before + step), None
         else:
+            self._shared[_EPOCH], self._shared[_BEFORE] = epoch + 1, 0
             self._position = self._restart = (epoch, before, step)
-            self._set_starts(slice(_place(), _place() + 1), epoch + 1)
         self._samples, self._sampled_items = values["samples"], values["sampled_items"]
 
     def _config(self) -> dict[str, Any]:
@@ -450,12 +475,6 @@ class ReplayDataset(IterableDataset[Batch]):
             "anchor": self.anchor,
             "drop_last": self.drop_last,
         }
-
-
-def _place() -> int:
-    """Whose row of `_starts` is this process's."""
-    info = get_worker_info()
-    return 0 if info is None else info.id + 1
 
 
 def _integer(name: str, value: Any) -> int:

@@ -131,6 +131,40 @@ def test_breaking_off_goes_on_with_the_next_epoch(table: gear.Table, persistent:
     same_batches(epochs[2], list(batches))
 
 
+def sleep_in_worker_1(worker: int) -> None:
+    time.sleep(0.3 * worker)
+
+
+def test_breaking_off_before_all_workers_have_begun(table: gear.Table) -> None:
+    alone = dataset(table, selector=gear.Uniform(False))
+    epochs = [copies(alone) for _ in range(3)]
+    data = dataset(table, selector=gear.Uniform(False))
+    same_batches(epochs[0][:1], list(itertools.islice(loader(data, 2, worker_init_fn=sleep_in_worker_1), 1)))
+    # Worker 1 never drew anything; still both go on with the second epoch.
+    same_batches(epochs[1], list(loader(data, 2)))
+    same_batches(epochs[2], list(loader(data, 2)))
+
+
+def test_the_same_seed_in_torch_is_not_the_same_epoch(table: gear.Table) -> None:
+    # Workers recognise each other by the loader's random seed, which is the same here each time.
+    alone = dataset(table)
+    data = dataset(table)
+    for _ in range(3):
+        torch.manual_seed(0)
+        same_batches(copies(alone), list(loader(data, 2)))
+
+
+def test_epochs_are_counted_here_and_in_workers_together(table: gear.Table) -> None:
+    alone = dataset(table)
+    epochs = [copies(alone) for _ in range(5)]
+    data = dataset(table)
+    same_batches(epochs[0], list(loader(data, 2)))
+    same_batches(epochs[1], copies(data))
+    same_batches(epochs[2], list(loader(data, 1, persistent_workers=True)))
+    same_batches(epochs[3], list(loader(data, 0, collate_fn=snapshot)))
+    same_batches(epochs[4], list(loader(data, 2)))
+
+
 @pytest.mark.parametrize("replacement", [True, False])
 def test_ranks_with_workers(table: gear.Table, replacement: bool) -> None:
     options = {"selector": gear.Uniform(replacement, "step"), "batch_size": 5}
@@ -186,10 +220,8 @@ def test_iterating_here_before_the_workers_do(table: gear.Table) -> None:
     mine = iter(data)
     first = snapshot(next(mine))
     data.sample()
-    # Workers count their own epochs: for them it is the first.
-    same_batches(epochs[0], list(loader(data, 2)))
-    same_batches(epochs[0], [first, *(snapshot(batch) for batch in mine)])
     same_batches(epochs[1], list(loader(data, 2)))
+    same_batches(epochs[0], [first, *(snapshot(batch) for batch in mine)])
 
 
 # ---------------------------------------------------------------- a table that changes

@@ -21,8 +21,6 @@ from gather_common import (
     host_memory,
     windows_of,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gear_loader.kernels import reference
 from gear_loader.kernels.gather import gather
@@ -36,6 +34,9 @@ from gear_loader.kernels.plan import (
     GatherColumn,
     GatherPlan,
 )
+
+hypothesis = pytest.importorskip("hypothesis")
+st = pytest.importorskip("hypothesis.strategies")
 
 if torch.cuda.is_available():
     pytest.skip("the kernel is compiled here, see test_gather_gpu.py", allow_module_level=True)
@@ -248,8 +249,8 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=80)
-@given(cases())
+@hypothesis.settings(max_examples=80)
+@hypothesis.given(cases())
 def test_random_shapes(case: dict[str, Any]) -> None:
     count, seed = case.pop("rows")
     store, specs = case.pop("store"), case.pop("specs")
@@ -283,7 +284,7 @@ def column(batch: int = 2, length: int = 3, step_bytes: int = 8, **changes: Any)
     return dataclasses.replace(GatherColumn(source, out, 0), **changes)
 
 
-@given(
+@hypothesis.given(
     block_steps=st.integers(1, 50),
     length=st.integers(1, 80),
     size=st.integers(1, 200),

@@ -24,12 +24,13 @@ from gather_common import (
     check_gather,
     host_memory,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from gear_loader import Column, ReplayDataset, Table, Window, crew, native, notice
 from gear_loader.kernels import reference
 from gear_loader.kernels.plan import LINE, GatherPlan
+
+hypothesis = pytest.importorskip("hypothesis")
+st = pytest.importorskip("hypothesis.strategies")
 
 needs_numba = pytest.mark.skipif(not native.AVAILABLE, reason=f"numba cannot be imported: {native.REASON}")
 pytestmark = needs_numba
@@ -130,8 +131,8 @@ def cases(draw: st.DrawFn) -> tuple[Store, list[Spec], int, int, int]:
     return store, specs, count, count + draw(st.integers(0, 3)), draw(st.integers(0, 999))
 
 
-@settings(max_examples=60)
-@given(cases(), st.booleans(), st.integers(1, 4), st.booleans())
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(cases(), st.booleans(), st.integers(1, 4), st.booleans())
 def test_random_shapes(case: tuple[Any, ...], mask: bool, parts: int, stream: bool) -> None:
     store, specs, count, batch, seed = case
     slots, anchors = store.draw(count, seed)
@@ -139,8 +140,8 @@ def test_random_shapes(case: tuple[Any, ...], mask: bool, parts: int, stream: bo
     check_gather(reference.gather, store, specs, slots, anchors, batch=batch, mask=mask)
 
 
-@settings(max_examples=50)
-@given(cases(), st.sampled_from([1, 1 << 14, 1 << 17, 1 << 20, 1 << 24]))
+@hypothesis.settings(max_examples=50)
+@hypothesis.given(cases(), st.sampled_from([1, 1 << 14, 1 << 17, 1 << 20, 1 << 24]))
 def test_random_shapes_by_a_crew(case: tuple[Any, ...], row_bytes: int) -> None:
     store, specs, count, batch, seed = case
     slots, anchors = store.draw(count, seed)
@@ -177,7 +178,7 @@ def test_streamed_pieces(step_bytes: int, shift: int) -> None:
 # Scatter ---------------------------------------------------------------------------------------------
 
 
-@given(
+@hypothesis.given(
     length=st.integers(1, 200),
     block_steps=st.integers(1, 70),
     step_bytes=st.integers(1, 200),
@@ -220,8 +221,8 @@ def test_scatter_beyond_2_31_bytes() -> None:
 # Resolve ---------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200)
-@given(
+@hypothesis.settings(max_examples=200)
+@hypothesis.given(
     lengths=st.lists(st.integers(1, 100), min_size=1, max_size=5),
     block_steps=st.integers(1, 40),
     first=st.integers(-130, 130),
@@ -251,8 +252,8 @@ def test_resolve(lengths: list[int], block_steps: int, first: int, span: int, co
             assert ids.reshape(-1)[place] == store.block_ids[row + step // block_steps]
 
 
-@settings(max_examples=60)
-@given(cases())
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(cases())
 def test_resolve_without_numba_is_the_same(case: tuple[Any, ...]) -> None:
     store, specs, count, _, seed = case
     slots, anchors = store.draw(count, seed)

@@ -156,6 +156,7 @@ class Entry:
     number: int
     length: int
     priority: float = 1.0
+    generation: int | None = None
 
 
 @dataclasses.dataclass
@@ -219,6 +220,7 @@ class TableMachine(RuleBasedStateMachine):
         self.numbers = itertools.count(1)
         self.clock = itertools.count()
         self.evicted = 0
+        self.generations: dict[int, int] = {}
 
     def teardown(self) -> None:
         if hasattr(self, "table"):
@@ -445,6 +447,13 @@ class TableMachine(RuleBasedStateMachine):
         assert len(table) == len(self.live)
         assert table.num_steps == sum(entry.length for entry in self.live.values())
         assert numbers_of(table) == [entry.number for entry in self.live.values()]
+        generation = table.region.array("generation")
+        for slot, entry in self.live.items():
+            if entry.generation is None:  # new here
+                entry.generation = int(generation[slot])
+                assert entry.generation > self.generations.get(slot, 0)
+                self.generations[slot] = entry.generation
+            assert generation[slot] == entry.generation
         priorities = table.region.array("priority")[list(self.live)]
         died = [entry.priority for entry in self.live.values()]
         assert ((priorities == died) | (priorities == 1)).all()  # whoever died gave 1
@@ -455,6 +464,52 @@ class TableMachine(RuleBasedStateMachine):
         assert stats.num_evicted == self.evicted
         least = self.blocks([*self.live.values(), *self.written(), *self.held()])
         assert least <= stats.blocks_in_use <= least + self.blocks(gone.entry for gone in self.gone)
+
+
+# Block tables that move while somebody reads ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("retiring", [False, True])
+@pytest.mark.parametrize("worn", range(0, 24, 3))
+def test_block_tables_move_twice_only_when_nobody_is_left_behind(worn: int, retiring: bool) -> None:
+    """A reader that began before a move may still use the half that was left; so the next move waits for it."""
+    with gear.Table.create(COLUMNS, max_steps=40, max_trajectories=8, block_steps=4, max_blocks=12) as table:
+        table.region.lock.timeout = 0
+        index = table._live()
+        table.extend([rows(1, 9), rows(2, 13), rows(3, 1)])
+
+        def wear() -> None:
+            slots, _ = index.begin(np.array([1]), evict=False)
+            index.abort(slots)
+
+        def wear_until_it_waits() -> None:
+            for _ in range(200):
+                wear()
+                table.check_valid()
+                halves.append(int(index.counters[HALF]))
+                for reading in readings:
+                    reading.check(table)
+
+        for _ in range(worn):
+            wear()
+        ticket = index.begin_read()
+        readings = [Reading.of(table, slot) for slot in table.indices().tolist()]
+        if retiring:
+            table.remove(1)
+        halves = [int(index.counters[HALF])]
+        with pytest.raises(
+            LockTimeoutError, match=r"is still being read by the processes \[\d+\] or written by \[\]"
+        ):
+            wear_until_it_waits()
+        assert len(list(itertools.groupby(halves))) == 2, "moved once, and not back"
+        for reading in readings:
+            reading.check(table)
+        assert numbers_of(table) == ([1, 3] if retiring else [1, 2, 3])
+        index.end_read(ticket)
+        for _ in range(60):
+            wear()
+        assert numbers_of(table) == ([1, 3] if retiring else [1, 2, 3])
+        table.check_valid()
 
 
 TableMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
