@@ -141,8 +141,10 @@ class ReplayDataModule(LightningDataModule):
         **options: Any,
     ) -> None:
         super().__init__()
-        if not 0 <= val_fraction < 1:
+        if isinstance(val_fraction, str) or not 0 <= val_fraction < 1:
             raise SchemaError(f"val_fraction is {val_fraction!r}; expected a share from 0 to below 1.")
+        if isinstance(split_seed, bool) or not isinstance(split_seed, (int, np.integer)):
+            raise SchemaError(f"split_seed is {split_seed!r}; expected an integer.")
         if "subset" in options:
             raise SchemaError(
                 "subset was given; ReplayDataModule sets it. Use val_fraction, or ReplayDataset."
@@ -151,7 +153,7 @@ class ReplayDataModule(LightningDataModule):
         self._options = {"batch_size": batch_size, "windows": windows, **options}
         self._val_fraction = val_fraction
         self._val_batch_size = batch_size if val_batch_size is None else val_batch_size
-        self._split_seed = split_seed
+        self._split_seed = int(split_seed)
         self._num_workers = num_workers
         self._load_options = dict(load_options or {})
         self._restored: Mapping[str, Any] | None = None
@@ -184,6 +186,8 @@ class ReplayDataModule(LightningDataModule):
         # yields its own share of the length.
         warnings.filterwarnings("ignore", message=".*does not have many workers")
         warnings.filterwarnings("ignore", message="Your `IterableDataset` has `__len__` defined")
+        if not self._val_fraction:
+            warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
 
     def train_dataloader(self) -> ReplayDataLoader:
         """Batches for training: `ReplayDataset` in a `DataLoader`."""

@@ -48,6 +48,10 @@ class ReplayDataset(IterableDataset[Batch]):
     **Order:** batch number and seed decide every draw, so `prefetch` and `num_workers` do not change the order.
     Rank r of w ranks gets the batches number r, r + w, r + 2 w, ...
 
+    Workers and ranks look at the table each for itself when they start an epoch. If it is written at that moment, they
+    may find different trajectories: then an epoch without replacement is not exact, and its length may differ between
+    ranks. `batches_per_epoch` makes it the same.
+
     Args:
         table: where from. `DataLoader` workers attach to it by name, so it needs one for them.
         batch_size: rows of a batch.
@@ -218,17 +222,20 @@ class ReplayDataset(IterableDataset[Batch]):
         if self._sampler is None or self._sampler[0] != size:
             if self._sampler is not None:
                 self._sampler[1].close()
+                if self._sampler[0] != self.batch_size:
+                    del self._pools[self._sampler[0], False]
             self._sampler = (size, self._prefetcher(size, prefetch=0, shared=False))
         prefetcher = self._sampler[1]
         rank, world = self._rank()
         number = self._samples * world + rank
-        epoch, turn, first, count = _SAMPLE_EPOCH, 0, 0, size
+        epoch, turn, first, count, view = _SAMPLE_EPOCH, 0, 0, size, None
         if not self.selector.replacement:
-            items = self.selector.num_items(self._view(self.table.snapshot()))
+            view = self._view(self.table.snapshot())
+            items = self.selector.num_items(view)
             turn, first = divmod(self._sampled_items, max(items, 1))
             epoch, count = _SAMPLE_EPOCH + 1 + rank, min(size, items - first)
         draw = Draw(self.seed, epoch, number, first, count, turn)
-        batch = prefetcher.one(lambda buffers, item: self._fill(prefetcher, buffers, item, None), draw)
+        batch = prefetcher.one(lambda buffers, item: self._fill(prefetcher, buffers, item, view), draw)
         self._samples += 1
         self._sampled_items += count
         return batch
@@ -347,8 +354,14 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        state.update(_sampler=None, _pools={}, _subset_cache=None, _shard=self._rank())
+        state.update(_sampler=None, _pools={}, _subset_cache=None)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            state["_shard"] = self._rank()  # a spawned worker is in no process group
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._shared.share_memory_()  # a pickle or a copy brings plain memory
 
     # Which epoch comes next is one number for this process and all workers. The workers of one loader's iteration
     # must start the same epoch, though any of them may come first, or not at all when the iteration is broken off:

@@ -267,7 +267,7 @@ if AVAILABLE:
             steps = min(block_steps, length - i * block_steps)
             _copy(base + int64(ids[i]) * stride, source + i * block_bytes, steps * step_bytes)
 
-    @njit(inline="always")  # type: ignore[untyped-decorator]
+    @njit(inline="always")
     def _window(begin, length, steps, pad):  # type: ignore[no-untyped-def]
         """First step of a window that exists, number of steps that do, and the padding before them."""
         low = min(max(begin, 0), steps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import queue
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -97,7 +98,7 @@ class Prefetcher:
         self, fill: Callable[[Buffers, Item], int], items: Iterator[Item]
     ) -> Iterator[Batch]:
         ready, more = self._ready, True
-        while True:
+        while ready or more:
             self._recycle()  # the consumer has asked for one more
             while more and len(ready) <= self._prefetch:
                 try:
@@ -209,7 +210,8 @@ class Prefetcher:
         self._stop.set()
         self._done.put(None)
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            if not sys.is_finalizing():  # at the interpreter's end such threads never come back
+                self._thread.join()
             while not self._done.empty():
                 buffers = self._done.get()
                 if buffers is not None:

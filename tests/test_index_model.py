@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -23,130 +22,12 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
-from table_common import COLUMNS, number_of, numbers_of, rows
+from table_common import COLUMNS, Died, Reading, bury, mortal, number_of, numbers_of, rows, store, write
 
 import gear_loader as gear
 from gear_loader import index as index_module
 from gear_loader.errors import LockTimeoutError, StaleIndexError, TableFullError
 from gear_loader.index import FREE, HALF, READY, Index
-
-# Dying in the middle ---------------------------------------------------------------------------------
-
-
-class Died(BaseException):
-    """The process was killed: nothing of it runs any more."""
-
-
-class Fragile(np.ndarray[Any, Any]):
-    """An index array in which one of the next stores is the process's last.
-
-    The fatal store happens not at all or, where it is of many elements, by half. A store of several slots' states is
-    taken to be indivisible.
-    """
-
-    stores_left: ClassVar[float] = float("inf")
-    torn: ClassVar[bool] = False
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        Fragile.stores_left -= 1
-        if Fragile.stores_left >= 0:
-            super().__setitem__(key, value)
-            return
-        if Fragile.torn and not getattr(self, "whole", False):
-            flat, before = self.reshape(-1).view(np.ndarray), self.reshape(-1).copy().view(np.ndarray)
-            super().__setitem__(key, value)
-            changed = np.flatnonzero(flat != before)
-            lost = changed[len(changed) // 2 :]
-            flat[lost] = before[lost]
-        raise Died
-
-
-_ARRAYS = [
-    "counters",
-    "readers",
-    "extent",
-    "generation",
-    "sequence",
-    "epoch",
-    "owner",
-    "priority",
-    "state",
-    "links",
-    "block_ids",
-    "free_slots",
-    "retired",
-    "free_blocks",
-]
-_dead = itertools.count(2**30)  # ids that no process has
-
-
-@contextlib.contextmanager
-def mortal(table: gear.Table, stores: float, *, torn: bool = False) -> Iterator[Index]:
-    """The index as another process has it, which dies (`Died`) once it has stored `stores` times."""
-    index = Index(table.region)
-    for name in _ARRAYS:
-        setattr(index, name, getattr(index, name).view(Fragile))
-    index.state.whole = True  # type: ignore[attr-defined]
-    Fragile.stores_left, Fragile.torn = stores, torn
-    genuine = index_module._process
-    identity = (next(_dead), 1)
-    index_module._process = lambda pid: identity  # type: ignore[assignment]
-    try:
-        yield index
-    finally:
-        index_module._process = genuine
-        Fragile.stores_left = float("inf")
-
-
-def bury(table: gear.Table) -> None:
-    """What the next one in need of room does: repair the index, take back the slots of dead writers."""
-    index = table._live()
-    with index._locked():
-        index._reclaim_writers(every=float("-inf"))
-
-
-def write(table: gear.Table, ids: np.ndarray, number: int, length: int) -> None:
-    """The data of a trajectory into its blocks, as `Table.add` does between begin and commit."""
-    _, arrays = table.schema.validate(rows(number, length))
-    for name, array in arrays.items():
-        table._write_column(name, np.array(ids), array)
-
-
-def store(table: gear.Table, index: Index, numbers: list[int], lengths: list[int], *, evict: bool) -> None:
-    """`Table.extend` through another index."""
-    slots, ids = index.begin(np.array(lengths), evict=evict)
-    blocks = np.cumsum([0, *index.blocks_of(np.array(lengths))])
-    for i, (number, length) in enumerate(zip(numbers, lengths, strict=True)):
-        write(table, ids[blocks[i] : blocks[i + 1]], number, length)
-    index.commit(np.array(slots), np.ones(len(slots), dtype=np.float32))
-
-
-@dataclasses.dataclass
-class Reading:
-    """What a reader without the lock may have seen of a trajectory: its length and where its block table was."""
-
-    number: int
-    length: int
-    start: int
-
-    @staticmethod
-    def of(table: gear.Table, slot: int) -> Reading:
-        length, start = table.region.array("extent")[slot].tolist()
-        return Reading(number_of(table[slot]), length, start)
-
-    def check(self, table: gear.Table) -> None:
-        """It is all still there."""
-        layout = table.region.layout
-        block_ids = table.region.array("block_ids").reshape(-1)
-        ids = block_ids[self.start : self.start - (-self.length // layout.block_steps)]
-        found = {}
-        for name, column in table.schema.items():
-            used = layout.block_steps * column.step_bytes
-            data = table.region.column(name)[ids, :used].reshape(-1)[: self.length * column.step_bytes]
-            values = torch.from_numpy(data.copy()).view(column.dtype)
-            found[name] = values.reshape(self.length, *column.shape)
-        assert number_of(found) == self.number
-
 
 # The twin --------------------------------------------------------------------------------------------
 
@@ -513,7 +394,11 @@ def test_block_tables_move_twice_only_when_nobody_is_left_behind(worn: int, reti
 
 
 TableMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
-test_the_table_beside_its_twin = TableMachine.TestCase
+TableMachine.TestCase.pytestmark = [  # type: ignore[attr-defined]
+    pytest.mark.slow,
+    pytest.mark.timeout(900),  # Hypothesis may take minutes to shrink a failing example
+]
+TestTheTableBesideItsTwin = TableMachine.TestCase
 
 
 # Every point of every mutation -----------------------------------------------------------------------
