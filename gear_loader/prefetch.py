@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import queue
 import sys
 import threading
@@ -98,26 +99,25 @@ class Prefetcher:
         self, fill: Callable[[Buffers, Item], int], items: Iterator[Item]
     ) -> Iterator[Batch]:
         ready, more = self._ready, True
+        failure: Exception | None = None
         while ready or more:
             self._recycle()  # the consumer has asked for one more
-            while more and len(ready) <= self._prefetch:
-                try:
-                    item = next(items)
-                except StopIteration:
-                    more = False
-                    break
-                buffers = self._take()
-                ready.append((buffers, self._run(fill, buffers, item)))
-            if not ready:
-                return
-            yield self._deliver(*ready.popleft())
+            try:
+                for item in itertools.islice(items, self._prefetch + 1 - len(ready) if more else 0):
+                    buffers = self._take()
+                    ready.append((buffers, self._run(fill, buffers, item)))
+                more = len(ready) > self._prefetch
+            except Exception as error:  # it comes after the batches that are ready
+                more, failure = False, error
+            if ready:
+                yield self._deliver(*ready.popleft())
+        if failure is not None:
+            raise failure
 
     def _ahead_in_thread(
         self, fill: Callable[[Buffers, Item], int], items: Iterator[Item]
     ) -> Iterator[Batch]:
-        signals: queue.SimpleQueue[BaseException | object] = (
-            queue.SimpleQueue()
-        )  # what came, one after another
+        signals: queue.SimpleQueue[BaseException | object] = queue.SimpleQueue()
         for _ in range(self._prefetch):
             self._done.put(self._take())
 

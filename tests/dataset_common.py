@@ -1,8 +1,9 @@
-"""What the tests of iteration share: rows that say where they are from, a plain-Python account of a batch, statistics."""
+"""What the tests of iteration share: rows that tell where they are from, what a batch must hold, statistics."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -26,7 +27,9 @@ def episode(number: int, length: int) -> dict[str, np.ndarray]:
     """Trajectory `number`: every value of every column tells number and step."""
     steps = np.arange(length)
     return {
-        "observation": np.stack([np.full(length, number), steps, number + steps / 4096], 1).astype(np.float32),
+        "observation": np.stack([np.full(length, number), steps, number + steps / 4096], 1).astype(
+            np.float32
+        ),
         "action": np.stack([np.full(length, number), -steps - 1], 1).astype(np.int16),
         "reward": number * 4096.0 + steps,
     }
@@ -91,7 +94,9 @@ def check_batch(
             for position, step in enumerate(steps):
                 found = batch[name][b, position]
                 expected = torch.zeros_like(rows[0]) if step is None else rows[step]
-                assert torch.equal(found.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
+                assert torch.equal(
+                    found.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)
+                )
 
 
 def contents(table: gear.Table) -> dict[int, dict[str, torch.Tensor]]:
@@ -110,6 +115,12 @@ def copies(batches: Iterable[Mapping[str, Any]], count: int | None = None) -> li
         return [snapshot(batch) for batch in batches]
     iterator = iter(batches)
     return [snapshot(next(iterator)) for _ in range(count)]
+
+
+def append_all(batches: Iterable[Mapping[str, Any]], found: list[Any], limit: int = 1000) -> None:
+    """Append copies of the batches as they come: what came before an error is there after it."""
+    for batch in itertools.islice(batches, limit):
+        found.append(snapshot(batch))
 
 
 def equal(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:

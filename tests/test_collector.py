@@ -289,7 +289,7 @@ def test_a_crew_gathers_the_same(table: Table, count: int) -> None:
     part = np.random.default_rng(0).permutation(count)[:3]
     views = Buffers(batch, gatherer.buffers().plan).rows(count)
     picked = {key: pick(value, part) for key, value in views.items()}
-    check(table, windows, picked, tuple(values[part] for values in rows))  # type: ignore[arg-type]
+    check(table, windows, picked, tuple(values[part] for values in rows))
     # The other rows against one thread.
     torch.set_num_threads(1)
     alone = collect(gatherer, rows)
@@ -496,7 +496,7 @@ def test_the_zero_copy_path(table: Table, fake_stream: list[Any], batch_size: in
     host = torch.full((5, batch_size), -1), torch.zeros(batch_size, blocks, dtype=torch.int32)
     mirror = torch.empty_like(host[0]), torch.empty_like(host[1])
     filled, released = FakeEvent(), FakeEvent()
-    gpu: Any = GpuSide(host, mirror, None, filled, released)  # type: ignore[arg-type]
+    gpu: Any = GpuSide(host, mirror, None, filled, released)
     buffers.gpu = gpu
     for i, key in enumerate(("index", "anchor", "generation")):
         buffers.batch[key] = mirror[0][i]
@@ -514,7 +514,7 @@ def test_the_staged_path(table: Table, fake_stream: list[Any]) -> None:
     gatherer = collector(table, windows, 6)
     buffers, staging = gatherer.buffers(), gatherer.buffers()
     filled, released = FakeEvent(), FakeEvent()
-    buffers.gpu = GpuSide(None, None, staging, filled, released)  # type: ignore[arg-type]
+    buffers.gpu = GpuSide(None, None, staging, filled, released)
     for count in (6, 2):
         fake_stream.clear()
         filled.calls.clear()

@@ -1,4 +1,4 @@
-"""`ReplayDataModule` under Lightning's `Trainer`: stop anywhere, resume, see the same batches; split; tables and files."""
+"""`ReplayDataModule` under Lightning's `Trainer`: stop and resume, the split, tables, names and files."""
 
 from __future__ import annotations
 
@@ -105,7 +105,10 @@ def trainer(folder: Path | None = None, *callbacks: Callback, **options: Any) ->
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options of the data module and of the trainer
     "plain": ({}, {}),
     "trajectories once": ({"selector": gear.Uniform(False)}, {}),
-    "steps once, no prefetch": ({"selector": gear.Uniform(False, "step"), "prefetch": 0, "batch_size": 32}, {}),
+    "steps once, no prefetch": (
+        {"selector": gear.Uniform(False, "step"), "prefetch": 0, "batch_size": 32},
+        {},
+    ),
     "short epochs": ({"batches_per_epoch": 4}, {}),
     "endless": ({"batches_per_epoch": math.inf}, {"max_steps": 14, "max_epochs": -1}),
     "limited": ({"selector": gear.Uniform(False)}, {"limit_train_batches": 3}),
@@ -221,7 +224,7 @@ def test_training_on_after_the_last_epoch(table: gear.Table, tmp_path: Path, epo
 
 # Lightning's own advice, whenever its callback is used.
 @pytest.mark.filterwarnings("ignore:`.fit\\(ckpt_path=None\\)` was called without a model")
-@pytest.mark.filterwarnings("ignore:.fit\\(ckpt_path=\"last\"\\) is set, but there is no last checkpoint")
+@pytest.mark.filterwarnings('ignore:.fit\\(ckpt_path="last"\\) is set, but there is no last checkpoint')
 @pytest.mark.parametrize("fail_at", [0, 2, 5, 7])
 def test_resuming_after_an_exception(table: gear.Table, tmp_path: Path, fail_at: int) -> None:
     options = {"batches_per_epoch": 5}
@@ -283,9 +286,9 @@ def test_the_state_by_itself(table: gear.Table) -> None:
     run.fit(second, other)
     assert second.seen == whole.seen[3:4]
     assert other.state_dict()["train"]["step"] == 4
+    strange = module(table, seed=9)
+    strange.setup()
     with pytest.raises(SchemaError, match=r"other options \(saved, here\): {'seed': \(0, 9\)}"):
-        strange = module(table, seed=9)
-        strange.setup()
         strange.load_state_dict(state)
 
 
@@ -473,7 +476,10 @@ def test_a_missing_file_or_table(tmp_path: Path) -> None:
 
 
 def test_workers_with_a_private_table() -> None:
-    with make_table(LENGTHS) as table, pytest.raises(PrivateTableError, match="(?s)private table.*name='replay'"):
+    with (
+        make_table(LENGTHS) as table,
+        pytest.raises(PrivateTableError, match=r"(?s)private table.*name='replay'"),
+    ):
         trainer().fit(Model(), module(table, num_workers=1, val_fraction=0))
     gc.collect()
 
@@ -485,7 +491,10 @@ def test_workers_with_a_private_table() -> None:
         ({"val_fraction": -0.1}, r"val_fraction is -0\.1; expected a share from 0 to below 1"),
         ({"val_fraction": math.nan}, r"val_fraction is nan; expected a share from 0 to below 1"),
         ({"val_fraction": "0.1"}, r"val_fraction is '0\.1'; expected a share from 0 to below 1"),
-        ({"subset": lambda s: s > 0}, "subset was given; ReplayDataModule sets it. Use val_fraction, or ReplayDataset"),
+        (
+            {"subset": lambda s: s > 0},
+            "subset was given; ReplayDataModule sets it. Use val_fraction, or ReplayDataset",
+        ),
         ({"split_seed": 0.5}, r"split_seed is 0\.5; expected an integer"),
     ],
 )
@@ -503,7 +512,9 @@ def test_wrong_options_are_refused(table: gear.Table, options: Any, message: str
         ({"keep": 0}, "keep is 0; expected an integer of at least 1"),
     ],
 )
-def test_wrong_options_of_the_dataset_are_refused_at_setup(table: gear.Table, options: Any, message: str) -> None:
+def test_wrong_options_of_the_dataset_are_refused_at_setup(
+    table: gear.Table, options: Any, message: str
+) -> None:
     with pytest.raises(SchemaError, match=message):
         module(table, **options).setup()
 

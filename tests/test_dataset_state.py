@@ -215,7 +215,12 @@ class Uneven(gear.Uniform):
 
 
 def stateful(
-    table: gear.Table, workers: int, state: Any = None, *, selector: gear.Uniform | None = None, **options: Any
+    table: gear.Table,
+    workers: int,
+    state: Any = None,
+    *,
+    selector: gear.Uniform | None = None,
+    **options: Any,
 ) -> Any:
     data = dataset(table, selector=selector or gear.Uniform(False))
     loader = StatefulDataLoader(data, batch_size=None, num_workers=workers, **options)
@@ -259,7 +264,9 @@ def test_stateful_dataloader(table: gear.Table, epochs: Any, epoch: int, taken: 
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize(("epoch", "taken"), [(0, 0), (0, 1), (0, 2), (0, 4), (0, 5), (0, 6), (1, 0), (1, 3), (1, 6)])
+@pytest.mark.parametrize(
+    ("epoch", "taken"), [(0, 0), (0, 1), (0, 2), (0, 4), (0, 5), (0, 6), (1, 0), (1, 3), (1, 6)]
+)
 def test_stateful_dataloader_with_workers(
     table: gear.Table, epochs: Any, epoch: int, taken: int, persistent: bool
 ) -> None:
@@ -285,7 +292,9 @@ def test_a_worker_refuses_the_state_of_one_among_others(
     monkeypatch.setattr(
         "gear_loader.dataset.get_worker_info", lambda: types.SimpleNamespace(id=1, num_workers=3)
     )
-    with pytest.raises(SchemaError, match=r"one of 2 DataLoader workers .* here are 3\. Make .* num_workers=2"):
+    with pytest.raises(
+        SchemaError, match=r"one of 2 DataLoader workers .* here are 3\. Make .* num_workers=2"
+    ):
         dataset(table).load_state_dict(state)
 
 
@@ -299,7 +308,10 @@ def test_a_worker_refuses_the_state_of_one_among_others(
         ({"batch_size": 4}, r"{'batch_size': \(3, 4\)}"),
         ({"anchor": "last"}, r"{'anchor': \('uniform', 'last'\)}"),
         ({"drop_last": True}, r"{'drop_last': \(False, True\)}"),
-        ({"selector": gear.Uniform(False)}, r"""{'selector': \("Uniform\(replacement=True, .*", "Uniform\(replacement=F"""),
+        (
+            {"selector": gear.Uniform(False)},
+            r"""{'selector': \("Uniform\(replacement=True, .*", "Uniform\(replacement=F""",
+        ),
         (
             {"seed": 6, "batch_size": 4},
             r"{'seed': \(5, 6\), 'batch_size': \(3, 4\)}\. Batches would not continue; make the dataset with the saved",
@@ -323,8 +335,14 @@ def test_a_state_of_other_options_is_refused(table: gear.Table, options: Any, me
         ({"step": -1}, "'step' of the state is -1; expected an integer of at least 0"),
         ({"step": 1.5}, r"'step' of the state is 1\.5; expected an integer of at least 0"),
         ({"samples": "3"}, "'samples' of the state is '3'; expected an integer of at least 0"),
-        ({"workers": 2}, r"The state belongs to one of 2 DataLoader workers \(0: none\); here are 0\. Make the loader"),
-        ({"config": 3}, r"The state is {.*'config': 3}; expected what state_dict\(\) of a ReplayDataset returned"),
+        (
+            {"workers": 2},
+            r"The state belongs to one of 2 DataLoader workers \(0: none\); here are 0\. Make the loader",
+        ),
+        (
+            {"config": 3},
+            r"The state is {.*'config': 3}; expected what state_dict\(\) of a ReplayDataset returned",
+        ),
     ],
 )
 def test_a_damaged_state_is_refused(table: gear.Table, change: Any, message: str) -> None:
@@ -338,11 +356,15 @@ def test_a_damaged_state_is_refused(table: gear.Table, change: Any, message: str
 def test_what_is_no_state_is_refused(table: gear.Table) -> None:
     data = dataset(table)
     for other in (None, [1], {}, {"epoch": 3}):
-        with pytest.raises(SchemaError, match=r"The state is .*; expected what state_dict\(\) of a ReplayDataset"):
+        with pytest.raises(
+            SchemaError, match=r"The state is .*; expected what state_dict\(\) of a ReplayDataset"
+        ):
             data.load_state_dict(other)  # type: ignore[arg-type]
     state = data.state_dict()
     del state["step"], state["before"]
-    message = r"has the keys \['config', 'epoch', 'sampled_items', 'samples', 'workers'\]; missing: \['before', 'step'\]"
+    message = (
+        r"keys \['config', 'epoch', 'sampled_items', 'samples', 'workers'\]; missing: \['before', 'step'\]"
+    )
     with pytest.raises(SchemaError, match=message):
         data.load_state_dict(state)
 

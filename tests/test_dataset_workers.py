@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import itertools
 import math
+import pickle
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -15,6 +17,7 @@ import pytest
 import torch
 from dataset_common import (
     SCHEMA,
+    append_all,
     check_batch,
     contents,
     copies,
@@ -154,6 +157,17 @@ def test_the_same_seed_in_torch_is_not_the_same_epoch(table: gear.Table) -> None
         same_batches(copies(alone), list(loader(data, 2)))
 
 
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda data: pickle.loads(pickle.dumps(data))])
+def test_a_copy_of_a_dataset_counts_its_own_epochs(table: gear.Table, duplicate: Any) -> None:
+    data = dataset(table)
+    epochs = [copies(data) for _ in range(3)]
+    data.set_epoch(1)
+    batches = loader(duplicate(data), 2)
+    same_batches(epochs[1], list(batches))
+    same_batches(epochs[2], list(batches))
+    same_batches(epochs[1], copies(data))
+
+
 def test_epochs_are_counted_here_and_in_workers_together(table: gear.Table) -> None:
     alone = dataset(table)
     epochs = [copies(alone) for _ in range(5)]
@@ -193,7 +207,7 @@ def iterating(batches: DataLoader[Any]) -> Iterator[Iterator[Any]]:
 
 def test_batches_from_workers_are_never_recycled(table: gear.Table) -> None:
     held = [(batch, snapshot(batch)) for batch in loader(dataset(table, batches_per_epoch=40, keep=1), 2)]
-    assert all(equal(batch, copy) for batch, copy in held)
+    assert all(equal(batch, before) for batch, before in held)
     assert all(batch["reward"].is_shared() for batch, _ in held)
 
 
@@ -229,9 +243,7 @@ def test_iterating_here_before_the_workers_do(table: gear.Table) -> None:
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_workers_see_additions_between_epochs(table: gear.Table, persistent: bool) -> None:
-    batches = loader(
-        dataset(table, selector=gear.Uniform(False)), 2, persistent_workers=persistent
-    )
+    batches = loader(dataset(table, selector=gear.Uniform(False)), 2, persistent_workers=persistent)
     before = set(table.indices().tolist())
     assert Counter(index for index, _ in drawn(batches)) == Counter(before)
     new = {table.add(episode(50 + i, 3)) for i in range(4)}
@@ -286,9 +298,11 @@ def test_no_row_is_torn_while_the_main_process_evicts() -> None:
 def test_a_private_table() -> None:
     with make_table(LENGTHS) as table:
         message = r"private table.*[Cc]reate it with a name, Table\.create\(\.\.\., name='replay'\)"
-        with iterating(loader(dataset(table), 1)) as iterator:
-            with pytest.raises(PrivateTableError, match=r"(?s)worker cannot read a " + message) as caught:
-                next(iterator)
+        with (
+            iterating(loader(dataset(table), 1)) as iterator,
+            pytest.raises(PrivateTableError, match=r"(?s)worker cannot read a " + message) as caught,
+        ):
+            next(iterator)
         assert "or use num_workers=0 (prefetch already works in the background)" in str(caught.value)
         with pytest.raises(PrivateTableError, match="(?s)" + message):
             next(iter(loader(dataset(table), 1, multiprocessing_context="spawn")))
@@ -299,7 +313,9 @@ def test_a_private_table() -> None:
 def test_a_cuda_target(table: gear.Table) -> None:
     data = dataset(table)
     data.device = torch.device("cuda", 0)  # as "auto" chooses it where there is a GPU
-    message = "(?s)A DataLoader worker cannot gather for a GPU. Use num_workers=0 .* or device='cpu' in the dataset"
+    message = (
+        "(?s)A DataLoader worker cannot gather for a GPU. Use num_workers=0 .* or device='cpu' in the dataset"
+    )
     with iterating(loader(data, 2)) as iterator, pytest.raises(SchemaError, match=message):
         next(iterator)
 
@@ -307,9 +323,9 @@ def test_a_cuda_target(table: gear.Table) -> None:
 def test_an_empty_table_in_a_worker() -> None:
     with named_table("test-dataset-workers-empty", ()) as table:
         data = dataset(table, batches_per_epoch=4)
-        with iterating(loader(data, 2)) as iterator:
-            with pytest.raises(TableEmptyError, match="(?s)The table is empty: .* Add trajectories first"):
-                next(iterator)
+        message = r"(?s)The table is empty: .* Add trajectories first"
+        with iterating(loader(data, 2)) as iterator, pytest.raises(TableEmptyError, match=message):
+            next(iterator)
         table.add(episode(0, 3))
         assert len(list(loader(data, 2))) == 4
         assert open_tickets(table) == 0
@@ -323,16 +339,17 @@ class Failing(gear.Uniform):
 
 
 def test_an_error_in_a_worker_reaches_the_consumer(table: gear.Table) -> None:
-    found = []
-    with iterating(loader(dataset(table, selector=Failing()), 2)) as iterator:
-        with pytest.raises(FloatingPointError, match="(?s)from a worker"):
-            for batch in iterator:
-                found.append(batch)
+    found: list[Any] = []
+    with (
+        iterating(loader(dataset(table, selector=Failing()), 2)) as iterator,
+        pytest.raises(FloatingPointError, match=r"(?s)from a worker"),
+    ):
+        append_all(iterator, found)
     same_batches(copies(dataset(table, batches_per_epoch=3)), found)
 
 
 def test_the_limit_of_workers(table: gear.Table, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gear_loader.dataset._MAX_WORKERS", 1)
-    with iterating(loader(dataset(table), 2)) as iterator:
-        with pytest.raises(SchemaError, match="(?s)more than 1 DataLoader workers; use fewer"):
-            list(iterator)
+    message = r"(?s)more than 1 DataLoader workers; use fewer"
+    with iterating(loader(dataset(table), 2)) as iterator, pytest.raises(SchemaError, match=message):
+        list(iterator)

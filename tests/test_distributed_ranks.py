@@ -46,7 +46,9 @@ def run(rank: int, name: str, folder: str) -> None:
     try:
         warnings.simplefilter("error")
         # Python 3.12 and newer warn when a process with threads forks, as a DataLoader does.
-        warnings.filterwarnings("ignore", message="This process .* is multi-threaded", category=DeprecationWarning)
+        warnings.filterwarnings(
+            "ignore", message="This process .* is multi-threaded", category=DeprecationWarning
+        )
         torch.distributed.init_process_group(
             "gloo",
             init_method=f"file://{folder}/store",
@@ -104,7 +106,9 @@ def test_ranks_of_a_process_group(tmp_path: Path) -> None:
                 expected = copies(alone)
                 assert len(expected) == -(-items // 4)
                 runs = [found[selector][epoch] for found in ranks]
-                lengths = {len(batches) for batches in runs} | {found[f"{selector}, length"] for found in ranks}
+                lengths = {len(batches) for batches in runs} | {
+                    found[f"{selector}, length"] for found in ranks
+                }
                 assert lengths == {-(-len(expected) // WORLD)}
                 dealt = [batch for batches in zip(*runs, strict=True) for batch in batches]
                 same_batches(expected, dealt[: len(expected)])

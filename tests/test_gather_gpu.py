@@ -351,7 +351,7 @@ def test_resuming(table: Table, staged: bool) -> None:
     for i in range(3):
         assert_same(on_cpu(next(batches)), expected[i])
     state = ours.state_dict()
-    batches.close()  # type: ignore[attr-defined]
+    batches.close()
     again, _ = datasets(table, "without replacement")
     again.load_state_dict(state)
     found = [on_cpu(batch) for batch in again]
@@ -456,7 +456,7 @@ def test_the_host_does_not_wait(table: Table) -> None:
     taken = time.perf_counter() - before
     end.synchronize()
     assert taken < start.elapsed_time(end) / 1000 / 3
-    batches.close()  # type: ignore[attr-defined]
+    batches.close()
 
 
 # Tickets, writers and the end ------------------------------------------------------------------------
@@ -469,7 +469,7 @@ def test_tickets_come_back(table: Table, staged: bool, prefetch: int) -> None:
         batches = iter(ours)
         for _ in range(stop):
             next(batches)
-        batches.close()  # type: ignore[attr-defined]
+        batches.close()
         wait_until(lambda: no_reader(table), f"tickets after {stop} batches")
     batches = iter(ours)
     next(batches)
@@ -483,7 +483,7 @@ def test_tickets_come_back(table: Table, staged: bool, prefetch: int) -> None:
     batches = iter(ours)
     next(batches)
     wait_until(lambda: no_reader(table), "tickets while nobody asks")
-    batches.close()  # type: ignore[attr-defined]
+    batches.close()
 
 
 def numbered(number: int, length: int) -> dict[str, Array]:
@@ -575,7 +575,7 @@ def test_eviction_while_batches_are_in_flight(staged: bool, replacement: bool) -
         finally:
             stop.set()
             thread.join(60)
-            batches.close()  # type: ignore[attr-defined]
+            batches.close()
         assert not failures
         wait_until(lambda: no_reader(table), "the tickets of all batches")
         table.check_valid()

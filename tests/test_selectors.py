@@ -123,13 +123,20 @@ def test_without_replacement_every_item_is_equally_likely_at_every_position(unit
 
 def test_the_same_draw_is_the_same_in_any_order() -> None:
     snapshot = snapshot_of()
-    for selector in (gear.Uniform(), gear.Uniform(unit="step"), gear.Uniform(False), gear.Uniform(False, "step")):
+    for selector in (
+        gear.Uniform(),
+        gear.Uniform(unit="step"),
+        gear.Uniform(False),
+        gear.Uniform(False, "step"),
+    ):
         points = [(seed, epoch, step) for seed in (0, 1) for epoch in (0, 1) for step in (0, 1)]
 
         def select(point: tuple[int, int, int], selector: gear.Uniform = selector) -> tuple[Any, ...]:
             seed, epoch, step = point
             first = 4 * step
-            positions, steps = selector.select(snapshot, draw(4, seed=seed, epoch=epoch, step=step, first=first))
+            positions, steps = selector.select(
+                snapshot, draw(4, seed=seed, epoch=epoch, step=step, first=first)
+            )
             return (*positions.tolist(), *(() if steps is None else steps.tolist()))
 
         forward = {point: select(point) for point in points}

@@ -237,9 +237,13 @@ def gather(
     """
     count = plan.check_rows(slots, anchors)
     if extent.dtype != torch.int64 or extent.shape[1:] != (2,) or not extent.is_contiguous():
-        raise TypeError(f"extent is {extent.dtype} {list(extent.shape)}; expected contiguous torch.int64 [T, 2].")
+        raise TypeError(
+            f"extent is {extent.dtype} {list(extent.shape)}; expected contiguous torch.int64 [T, 2]."
+        )
     if block_ids.dtype != torch.int32 or block_ids.ndim != 1 or not block_ids.is_contiguous():
-        raise TypeError(f"block_ids is {block_ids.dtype} {list(block_ids.shape)}; expected contiguous torch.int32 [H].")
+        raise TypeError(
+            f"block_ids is {block_ids.dtype} {list(block_ids.shape)}; expected contiguous torch.int32 [H]."
+        )
     if programs is not None and programs < 1:
         raise ValueError(f"programs is {programs}; expected at least 1.")
     if count == 0:
