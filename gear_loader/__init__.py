@@ -9,7 +9,8 @@ from gear_loader import errors
 from gear_loader.dataset import ReplayDataset
 from gear_loader.schema import Column, Schema, Window
 from gear_loader.selectors import Uniform
-from gear_loader.table import Table, TableStats
+from gear_loader.stats import TableStats
+from gear_loader.table import Table
 
 if TYPE_CHECKING:
     from gear_loader import sources

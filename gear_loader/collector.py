@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from gear_loader import crew, native
-from gear_loader.index import Array
 from gear_loader.kernels import reference
 from gear_loader.kernels.plan import PAD_HEAD, PAD_KEEP, PAD_TAIL, GatherColumn, GatherPlan
 from gear_loader.schema import Window
+from gear_loader.slots import Array
 from gear_loader.table import Table
 
 __all__ = ["Batch", "Buffers", "Collector"]

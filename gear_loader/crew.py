@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from gear_loader import native
-from gear_loader.index import Array
+from gear_loader.slots import Array
 
 __all__ = ["MAX_THREADS", "gather"]
 

@@ -16,10 +16,10 @@ from torch.utils.data import DataLoader
 from gear_loader.collector import Batch
 from gear_loader.dataset import ReplayDataset
 from gear_loader.errors import SchemaError, SourceError
-from gear_loader.index import Array
 from gear_loader.random import hashed
 from gear_loader.schema import Window
 from gear_loader.selectors import Uniform
+from gear_loader.slots import Array
 from gear_loader.table import Table
 
 __all__ = ["ReplayDataModule", "Split"]

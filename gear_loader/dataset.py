@@ -12,10 +12,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from gear_loader.collector import Batch, Buffers, Collector
 from gear_loader.errors import PrivateTableError, SchemaError, TableEmptyError
-from gear_loader.index import READY, Array, Snapshot
+from gear_loader.index import Snapshot
 from gear_loader.prefetch import Pool, Prefetcher
 from gear_loader.schema import Window
 from gear_loader.selectors import Draw, Selector, Uniform, anchors, replacements
+from gear_loader.slots import READY, Array
 from gear_loader.table import Table
 
 __all__ = ["ReplayDataset"]

@@ -9,7 +9,7 @@ import functools
 
 import numpy as np
 
-from gear_loader.index import Array
+from gear_loader.slots import Array
 
 __all__ = ["Permutation", "hashed", "integers", "permutation", "raw", "uniforms"]
 

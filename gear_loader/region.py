@@ -64,7 +64,9 @@ class _Mapping:
         self.fd = fd
         self.key = key
         self.users = 1
-        self.left: weakref.ref[mmap.mmap] | None = None  # the memory after its last user, while somebody has a view
+        self.left: weakref.ref[mmap.mmap] | None = (
+            None  # the memory after its last user, while somebody has a view
+        )
         self.lock = IndexLock(name, fd)
         self.pinned: bool | None = None
         self.registered: list[int] = []

@@ -8,8 +8,9 @@ from typing import Literal, Protocol
 import numpy as np
 
 from gear_loader.errors import SchemaError
-from gear_loader.index import Array, Snapshot
+from gear_loader.index import Snapshot
 from gear_loader.random import integers, permutation
+from gear_loader.slots import Array
 
 __all__ = ["Draw", "Selector", "Uniform"]
 

@@ -27,7 +27,8 @@ from table_common import COLUMNS, Died, Reading, bury, mortal, number_of, number
 import gear_loader as gear
 from gear_loader import index as index_module
 from gear_loader.errors import LockTimeoutError, StaleIndexError, TableFullError
-from gear_loader.index import FREE, HALF, READY, Index
+from gear_loader.index import Index
+from gear_loader.slots import FREE, HALF, READY
 
 # The twin --------------------------------------------------------------------------------------------
 

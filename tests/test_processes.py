@@ -41,9 +41,9 @@ from table_common import (
 import gear_loader as gear
 from gear_loader import native
 from gear_loader.errors import LockTimeoutError, RegionError, StaleIndexError, TableFullError
-from gear_loader.index import FREE, WRITING
 from gear_loader.lock import process_start
 from gear_loader.region import region_path
+from gear_loader.slots import FREE, WRITING
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["pytest", "test_processes"])
@@ -582,12 +582,12 @@ def test_a_process_is_known_by_its_start_too(table: gear.Table) -> None:
     table.remove(int(table.indices()[0]))
     with waiting(table, 0.05):
         with pytest.raises(TableFullError):
-            table.add(rows(2, 120))
+            table.add(rows(2, 160))
         index.owner[slots] = pid, start - 1
         with pytest.raises(LockTimeoutError):
-            table.add(rows(2, 120))
+            table.add(rows(2, 160))
         index.readers[ticket, :2] = pid, start - 1
-        table.add(rows(2, 120))
+        table.add(rows(2, 160))
     assert numbers_of(table) == [2]
 
 
@@ -629,8 +629,9 @@ def test_a_process_stopped_inside_the_lock(table: gear.Table) -> None:
     child.hear()
     child.signal(signal.SIGSTOP)
     message = (
-        rf"^Another process has held the lock of Table '{table.name}' \({region_path(str(table.name))}\) for over 0.05 s. "
-        "It may be stopped; `fuser` on the file names the processes that use it.$"
+        rf"^Another process has held the lock of Table '{table.name}' "
+        rf"\({region_path(str(table.name))}\) for over 0.05 s. "
+        r"It may be stopped; `fuser` on the file names the processes that use it.$"
     )
     calls: list[Callable[[], Any]] = [
         lambda: table.add(rows(2, 3)),

@@ -25,12 +25,13 @@ FRONT_DOOR = "__init__"
 # floor do not know each other. A package (`sources`) is one room. Rooms may be listed before they are built.
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"kernels"}),
-    frozenset({"crew", "errors", "notice"}),
+    frozenset({"errors", "notice", "stats"}),
     frozenset({"native", "schema"}),
     frozenset({"layout", "lock"}),
     frozenset({"region"}),
-    frozenset({"index"}),
-    frozenset({"random", "table"}),
+    frozenset({"slots"}),
+    frozenset({"crew", "index", "random"}),
+    frozenset({"table"}),
     frozenset({"collector", "selectors", "transport"}),
     frozenset({"checkpoint", "distributed", "prefetch", "sources"}),
     frozenset({"dataset"}),
@@ -45,6 +46,7 @@ EVERYWHERE = frozenset({"numba", "numpy", "torch"})
 IN_ONE_ROOM: dict[str, frozenset[str]] = {
     "cli": frozenset({"psutil", "rich", "typer"}),
     "datamodule": frozenset({"lightning"}),
+    "native": frozenset({"llvmlite"}),
     "sources": frozenset({"gymnasium", "h5py", "minari", "rich"}),
     "transport": frozenset({"nixl", "ucp", "ucxx"}),
 }

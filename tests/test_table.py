@@ -25,8 +25,8 @@ import gear_loader as gear
 from gear_loader import native
 from gear_loader import table as table_module
 from gear_loader.errors import StaleIndexError, TableFullError
-from gear_loader.index import FREE, READY, RETIRED
 from gear_loader.region import _Mapping, region_path
+from gear_loader.slots import FREE, READY, RETIRED
 
 SCALAR = {"x": gear.Column(torch.int64)}
 

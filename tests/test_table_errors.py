@@ -29,8 +29,8 @@ from gear_loader.errors import (
     TableClosedError,
     TableFullError,
 )
-from gear_loader.index import WRITING
 from gear_loader.region import _Mapping, region_path
+from gear_loader.slots import WRITING
 
 SIZES: dict[str, Any] = {"max_steps": 40, "max_trajectories": 4, "block_steps": 4}
 
