@@ -308,9 +308,8 @@ class Index(Slots):
                 and counters[WRITING_STEPS] + steps <= self.max_steps
             )
             if not attainable:
-                return (
-                    False  # unfinished writes hold it: their trajectories can be evicted when they are there
-                )
+                # Unfinished writes hold it. Their trajectories can be evicted once they are there.
+                return False
             with self._mutation():
                 while missing():
                     self._retire(int(counters[OLDEST]) - 1)

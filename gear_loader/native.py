@@ -6,6 +6,7 @@ threads copy at once. Where numba cannot be imported, `AVAILABLE` is False and t
 
 from __future__ import annotations
 
+import os
 import platform
 from typing import Any
 
@@ -46,8 +47,16 @@ try:
     from llvmlite import ir
     from numba import carray, int64, njit, types
     from numba.core import cgutils
+    from numba.core.compiler_lock import global_compiler_lock
     from numba.extending import intrinsic
 
+    # A fork while another thread compiles, or loads what was compiled before, would leave this lock locked for ever
+    # in the child: it waits until that is done.
+    os.register_at_fork(
+        before=global_compiler_lock.acquire,
+        after_in_parent=global_compiler_lock.release,
+        after_in_child=global_compiler_lock.release,
+    )
     AVAILABLE = True
     REASON = ""
 except ImportError as error:  # pragma: no cover - depends on the environment

@@ -10,18 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
-    consumes,
-    initialize,
-    invariant,
-    multiple,
-    precondition,
-    rule,
-)
 from table_common import COLUMNS, Died, Reading, bury, mortal, number_of, numbers_of, rows, store, write
 
 import gear_loader as gear
@@ -29,6 +17,10 @@ from gear_loader import index as index_module
 from gear_loader.errors import LockTimeoutError, StaleIndexError, TableFullError
 from gear_loader.index import Index
 from gear_loader.slots import FREE, HALF, READY
+
+hypothesis = pytest.importorskip("hypothesis")
+st = pytest.importorskip("hypothesis.strategies")
+stateful = pytest.importorskip("hypothesis.stateful")
 
 # The twin --------------------------------------------------------------------------------------------
 
@@ -63,17 +55,17 @@ class Gone:
     when: int
 
 
-class TableMachine(RuleBasedStateMachine):
+class TableMachine(stateful.RuleBasedStateMachine):
     """Additions, removals, evictions, reads and unfinished writes in any order, and deaths in between.
 
     The twin is a dict in order of addition, a list of what was retired and lists of open reads and writes. It says
     beforehand how each operation must end.
     """
 
-    pending = Bundle("pending")
-    reading = Bundle("reading")
+    pending = stateful.Bundle("pending")
+    reading = stateful.Bundle("reading")
 
-    @initialize(
+    @stateful.initialize(
         max_steps=st.integers(1, 40),
         max_trajectories=st.integers(1, 6),
         block_steps=st.integers(1, 5),
@@ -168,7 +160,7 @@ class TableMachine(RuleBasedStateMachine):
 
     # Rules.
 
-    @rule(length=st.integers(0, 1000))
+    @stateful.rule(length=st.integers(0, 1000))
     def add(self, length: int) -> None:
         (entry,) = self.entries([length])
         expected = self.make_room([entry.length])
@@ -179,7 +171,7 @@ class TableMachine(RuleBasedStateMachine):
             assert index not in self.live
             self.live[index] = entry
 
-    @rule(lengths=st.lists(st.integers(0, 12), max_size=4), stacked=st.booleans())
+    @stateful.rule(lengths=st.lists(st.integers(0, 12), max_size=4), stacked=st.booleans())
     def extend(self, lengths: list[int], stacked: bool) -> None:
         entries = self.entries(lengths)
         expected = self.make_room([entry.length for entry in entries]) if entries else None
@@ -197,7 +189,7 @@ class TableMachine(RuleBasedStateMachine):
             assert len({*indices.tolist()} - {*self.live}) == len(entries)
             self.live.update(zip(indices.tolist(), entries, strict=True))
 
-    @rule(target=pending, lengths=st.lists(st.integers(0, 12), min_size=1, max_size=3))
+    @stateful.rule(target=pending, lengths=st.lists(st.integers(0, 12), min_size=1, max_size=3))
     def begin_write(self, lengths: list[int]) -> Any:
         entries = self.entries(lengths)
         counts = [entry.length for entry in entries]
@@ -205,13 +197,13 @@ class TableMachine(RuleBasedStateMachine):
         index = self.table._live()
         begun = self.ends(lambda: index.begin(np.array(counts), evict=self.evict), expected)
         if begun is None:
-            return multiple()
+            return stateful.multiple()
         write = Pending(*begun, entries)
         assert not {*write.slots.tolist()} & {*self.live}
         self.writes.append(write)
         return write
 
-    @rule(write=consumes(pending))
+    @stateful.rule(write=stateful.consumes(pending))
     def commit(self, write: Pending) -> None:
         if write.done:
             return
@@ -229,7 +221,7 @@ class TableMachine(RuleBasedStateMachine):
     def write(self, ids: np.ndarray, entry: Entry) -> None:
         write(self.table, ids, entry.number, entry.length)
 
-    @rule(write=consumes(pending), wait=st.booleans())
+    @stateful.rule(write=stateful.consumes(pending), wait=st.booleans())
     def abort(self, write: Pending, wait: bool) -> None:
         if write.done:
             return
@@ -238,15 +230,15 @@ class TableMachine(RuleBasedStateMachine):
             bury(self.table)
         write.done = True
 
-    @rule(target=reading, dead=st.booleans())
+    @stateful.rule(target=reading, dead=st.booleans())
     def begin_read(self, dead: bool) -> Any:
         if len(self.readers) > 8:
-            return multiple()
+            return stateful.multiple()
         ticket, snapshot = (self._dead_read if dead else self.table._live().begin_snapshot)()
         assert snapshot.slots.tolist() == list(self.live)
         assert snapshot.lengths.tolist() == [entry.length for entry in self.live.values()]
         if dead:
-            return multiple()
+            return stateful.multiple()
         reader = Reader(ticket, next(self.clock), [Reading.of(self.table, slot) for slot in self.live])
         self.readers.append(reader)
         return reader
@@ -255,21 +247,21 @@ class TableMachine(RuleBasedStateMachine):
         with mortal(self.table, float("inf")) as index:
             return index.begin_snapshot()
 
-    @rule(reader=consumes(reading))
+    @stateful.rule(reader=stateful.consumes(reading))
     def end_read(self, reader: Reader) -> None:
         self.table._live().end_read(reader.ticket)
         reader.alive = False
         self.readers.remove(reader)
 
-    @precondition(lambda self: self.live)
-    @rule(data=st.data())
+    @stateful.precondition(lambda self: self.live)
+    @stateful.rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         slots = data.draw(st.lists(st.sampled_from(list(self.live)), min_size=1, unique=True))
         self.table.remove(slots if len(slots) > 1 else slots[0])
         for slot in slots:
             self.retire(slot)
 
-    @rule(slot=st.integers(-2, 8))
+    @stateful.rule(slot=st.integers(-2, 8))
     def touch_a_stale_index(self, slot: int) -> None:
         if slot in self.live:
             return
@@ -280,7 +272,7 @@ class TableMachine(RuleBasedStateMachine):
         with pytest.raises(StaleIndexError):
             self.table.remove([*self.live, slot])
 
-    @rule(
+    @stateful.rule(
         stores=st.integers(0, 60),
         torn=st.booleans(),
         lengths=st.lists(st.integers(0, 12), min_size=1, max_size=3),
@@ -318,7 +310,7 @@ class TableMachine(RuleBasedStateMachine):
 
     # What holds all the time.
 
-    @invariant()
+    @stateful.invariant()
     def valid(self) -> None:
         if not hasattr(self, "table"):
             return
@@ -394,7 +386,7 @@ def test_block_tables_move_twice_only_when_nobody_is_left_behind(worn: int, reti
         table.check_valid()
 
 
-TableMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+TableMachine.TestCase.settings = hypothesis.settings(max_examples=60, stateful_step_count=50, deadline=None)
 TableMachine.TestCase.pytestmark = [  # type: ignore[attr-defined]
     pytest.mark.slow,
     pytest.mark.timeout(900),  # Hypothesis may take minutes to shrink a failing example

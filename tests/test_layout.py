@@ -13,8 +13,6 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from table_common import COLUMNS, DTYPES, named
 
 import gear_loader as gear
@@ -22,6 +20,9 @@ from gear_loader.errors import RegionError, SchemaError
 from gear_loader.layout import FORMAT_VERSION, HEADER_LIMIT, LINE, MAX_READERS, Layout, round_up
 from gear_loader.region import region_path
 from gear_loader.schema import Schema
+
+hypothesis = pytest.importorskip("hypothesis")
+st = pytest.importorskip("hypothesis.strategies")
 
 PAGE = mmap.PAGESIZE
 
@@ -60,7 +61,7 @@ layouts = st.builds(
 )
 
 
-@given(layouts)
+@hypothesis.given(layouts)
 def test_nothing_overlaps_and_everything_is_aligned(layout: Layout) -> None:
     end = len(layout.header)
     for name, (offset, dtype, shape) in layout.arrays.items():
@@ -83,7 +84,7 @@ def test_nothing_overlaps_and_everything_is_aligned(layout: Layout) -> None:
     assert layout.block_bytes == sum(column.block_stride for column in layout.columns.values())
 
 
-@given(layouts)
+@hypothesis.given(layouts)
 def test_the_header_gives_the_layout_back(layout: Layout) -> None:
     head = file_of(layout)
     found = Layout.read(head + bytes(100), layout.region_bytes, "it")
