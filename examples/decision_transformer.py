@@ -4,13 +4,13 @@ A Decision Transformer (Chen et al. 2021, arXiv:2106.01345) learns to act by pre
 trajectories from what was seen, what was done and how much reward was still to come. Acting, it is told how much
 reward should come, and takes the actions that went with it. This file goes through the whole of it:
 
-    1. collect   a one-legged robot (Hopper-v5) hops at several speeds, and falls: episodes of 130 to 512 steps
+    1. collect   a one-legged robot (Hopper-v5) hops at several speeds, and falls: episodes of 100 to 512 steps
     2. store     in a gear_loader.Table, which takes them as they are and wastes next to no memory on uneven lengths
     3. train     with Lightning, on windows of 20 steps that gear_loader.ReplayDataModule draws from the table
     4. evaluate  ask for several returns, run the policy in the environment, compare
 
-    python examples/decision_transformer.py             # about 3 minutes on two cores
-    python examples/decision_transformer.py --quick     # about 20 seconds, to see that it runs
+    python examples/decision_transformer.py             # about 2 minutes on two cores
+    python examples/decision_transformer.py --quick     # about 10 seconds, to see that it runs
 
 It needs pip install 'gear-loader[lightning,sources,bench]' and no network. A table of asked and achieved returns
 is printed at the end; a plot and the figures are written to the folder --out. The exit status is 1 if the policy
@@ -73,15 +73,14 @@ if args.quick:
     HORIZON, EVALUATION_EPISODES = 128, 2
 if args.episodes < 24 or args.steps < EPOCHS:
     parser.error(f"--episodes {args.episodes} --steps {args.steps}; expected at least 24 and {EPOCHS}")
+args.steps -= args.steps % EPOCHS
 if args.device == "auto":
     args.device = "cuda" if torch.cuda.is_available() else "cpu"
 
 console = Console()
 started = time.perf_counter()
-logging.getLogger("lightning.pytorch").setLevel(
-    logging.WARNING
-)  # no remarks on which accelerators there are not
-# Lightning asks torch in a way that torch is about to change.
+# Lightning need not say which accelerators there are not, and it uses what torch is about to change.
+logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec", category=FutureWarning)
 lightning.seed_everything(args.seed, verbose=False)
 

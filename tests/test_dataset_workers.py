@@ -7,7 +7,10 @@ import copy
 import gc
 import itertools
 import math
+import multiprocessing
+import os
 import pickle
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -290,6 +293,32 @@ def test_no_row_is_torn_while_the_main_process_evicts() -> None:
                 assert (reward == (number * 4096 + steps) * mask).all()
                 assert (batch["observation"][b, :, 0] == number * mask).all()
         table.check_valid()
+
+
+def test_forking_while_another_thread_compiles() -> None:
+    # The thread that prefetches loads or compiles the gather when it is first used; a worker needs the same lock.
+    from numba.core.compiler_lock import global_compiler_lock
+
+    compiling = threading.Event()
+
+    def compile_for_a_while() -> None:
+        with global_compiler_lock:
+            compiling.set()
+            time.sleep(0.2)
+
+    def try_to_compile() -> None:
+        os._exit(0 if global_compiler_lock._lock.acquire(timeout=5) else 1)
+
+    thread = threading.Thread(target=compile_for_a_while)
+    thread.start()
+    compiling.wait()
+    child = multiprocessing.get_context("fork").Process(target=try_to_compile)
+    child.start()
+    thread.join()
+    child.join(30)
+    assert child.exitcode == 0
+    assert global_compiler_lock._lock.acquire(timeout=5)  # and here it is free again
+    global_compiler_lock._lock.release()
 
 
 # ---------------------------------------------------------------- errors
