@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from gear_loader import errors
 from gear_loader.dataset import ReplayDataset
 from gear_loader.schema import Column, Schema, Window
-from gear_loader.selectors import Uniform
+from gear_loader.selectors import Fifo, Lifo, LinearSchedule, Prioritized, TopK, Uniform
 from gear_loader.stats import TableStats
 from gear_loader.table import Table
 
@@ -18,11 +18,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Column",
+    "Fifo",
+    "Lifo",
+    "LinearSchedule",
+    "Prioritized",
     "ReplayDataModule",
     "ReplayDataset",
     "Schema",
     "Table",
     "TableStats",
+    "TopK",
     "Uniform",
     "Window",
     "errors",

@@ -29,15 +29,16 @@ class GpuSide:
 
     Attributes:
         host: pinned tensors that the host writes: int64 [5, B] of index, anchor, generation and the two numbers of
-            the extent; int32 [B, K] of the windows' block ids. None where the GPU cannot read the region.
+            the extent; int32 [B, K] of the windows' block ids; float32 [B] of weights if batches carry them. None
+            where the GPU cannot read the region.
         mirror: their copies on the device.
         staging: where the GPU cannot read the region: a batch in pinned memory, gathered on the CPU.
         filled, released: events: the batch is complete; its last user has finished.
         consumers: the streams that have used the batch.
     """
 
-    host: tuple[torch.Tensor, torch.Tensor] | None
-    mirror: tuple[torch.Tensor, torch.Tensor] | None
+    host: tuple[torch.Tensor, ...] | None
+    mirror: tuple[torch.Tensor, ...] | None
     staging: Buffers | None
     filled: torch.cuda.Event
     released: torch.cuda.Event
@@ -78,6 +79,7 @@ class Collector:
         batch_size: rows of a batch.
         device: where batches are wanted.
         programs: size of the kernel's grid, see `gear_loader.kernels.gather.gather`.
+        weighs: whether batches carry ``priority_weight``.
     """
 
     def __init__(
@@ -88,8 +90,10 @@ class Collector:
         batch_size: int,
         device: torch.device,
         programs: int | None = None,
+        weighs: bool = False,
     ) -> None:
         self.table = table
+        self.weighs = weighs
         self.windows = dict(windows)
         self.batch_size = batch_size
         self.device = device
@@ -117,16 +121,22 @@ class Collector:
         if self.device.type != "cuda":
             return self._buffers(torch.device("cpu"), shared=shared)
         buffers = self._buffers(self.device)
-        host = mirror = staging = None
+        host: tuple[torch.Tensor, ...] | None = None
+        mirror: tuple[torch.Tensor, ...] | None = None
+        staging = None
         if self.zero_copy:
             blocks = (self._last - self._first) // self._block_steps + 2
             host = (
                 torch.empty(5, self.batch_size, dtype=torch.int64, pin_memory=True),
                 torch.zeros(self.batch_size, blocks, dtype=torch.int32, pin_memory=True),
             )
-            mirror = (host[0].to(self.device), host[1].to(self.device))
+            if self.weighs:
+                host += (torch.empty(self.batch_size, dtype=torch.float32, pin_memory=True),)
+            mirror = tuple(part.to(self.device) for part in host)
             for i, key in enumerate(_ROW_KEYS):
                 buffers.batch[key] = mirror[0][i]
+            if self.weighs:
+                buffers.batch["priority_weight"] = mirror[2]
         else:
             staging = self._buffers(torch.device("cpu"), pinned=True)
         # The first is blocking: whoever waits for it sleeps instead of spinning.
@@ -168,15 +178,26 @@ class Collector:
             batch["mask"] = {name: masks[window] for name, window in self.windows.items()}
         for key in _ROW_KEYS:
             batch[key] = empty(size, dtype=torch.int64)
+        if self.weighs:
+            batch["priority_weight"] = empty(size, dtype=torch.float32)
         return Buffers(batch, GatherPlan(columns, self._block_steps))
 
     # ---------------------------------------------------------------- collecting
 
-    def collect(self, buffers: Buffers, slots: Array, anchors: Array, generations: Array) -> None:
+    def collect(
+        self,
+        buffers: Buffers,
+        slots: Array,
+        anchors: Array,
+        generations: Array,
+        *,
+        weights: Array | None = None,
+    ) -> None:
         """Fill the first rows of `buffers`; the caller holds a ticket of the table.
 
         Args:
             slots, anchors, generations: int64 [n], n <= batch size.
+            weights: float32 [n], if batches carry them.
 
         On the CPU the rows are complete when this returns. On a GPU the work is queued on the current stream and
         `buffers.filled` is recorded after it; the host does not wait, but where the GPU cannot read the region it
@@ -184,21 +205,25 @@ class Collector:
         """
         gpu = buffers.gpu
         if gpu is None:
-            self._collect_cpu(buffers, slots, anchors, generations)
+            self._collect_cpu(buffers, slots, anchors, generations, weights)
             return
         # What the last batch in these buffers was copied from is about to be written again. That batch has been
         # delivered, so its copy has long finished, and this returns at once.
         gpu.filled.synchronize()
         if gpu.host is not None and gpu.mirror is not None:
-            self._collect_zero_copy(buffers, gpu, gpu.host, gpu.mirror, slots, anchors, generations)
+            self._collect_zero_copy(buffers, gpu, gpu.host, gpu.mirror, slots, anchors, generations, weights)
         elif gpu.staging is not None:
-            self._collect_cpu(gpu.staging, slots, anchors, generations)
+            self._collect_cpu(gpu.staging, slots, anchors, generations, weights)
             torch.cuda.current_stream().wait_event(gpu.released)
             _copy_batch(buffers.rows(len(slots)), gpu.staging.rows(len(slots)))
         gpu.filled.record()
 
-    def _collect_cpu(self, buffers: Buffers, slots: Array, anchors: Array, generations: Array) -> None:
+    def _collect_cpu(
+        self, buffers: Buffers, slots: Array, anchors: Array, generations: Array, weights: Array | None
+    ) -> None:
         count = len(slots)
+        if weights is not None:
+            buffers.batch["priority_weight"].numpy()[:count] = weights
         for key, values in zip(_ROW_KEYS, (slots, anchors, generations), strict=True):
             buffers.batch[key].numpy()[:count] = values
         if not native.require():
@@ -221,14 +246,13 @@ class Collector:
         self,
         buffers: Buffers,
         gpu: GpuSide,
-        host: tuple[torch.Tensor, torch.Tensor],
-        mirror: tuple[torch.Tensor, torch.Tensor],
+        host: tuple[torch.Tensor, ...],
+        mirror: tuple[torch.Tensor, ...],
         slots: Array,
         anchors: Array,
         generations: Array,
+        weights: Array | None,
     ) -> None:
-        from gear_loader.kernels import gather
-
         # Host memory is far from the kernel, so what it needs of the index goes along with the draw; only the
         # steps themselves are read across the bus.
         count = len(slots)
@@ -236,9 +260,17 @@ class Collector:
         for i, values in enumerate((slots, anchors, generations)):
             rows[i, :count] = values
         self._resolve(slots, anchors, rows[3:].reshape(-1, 2)[:count], ids)
+        if weights is not None:
+            host[2].numpy()[:count] = weights
         torch.cuda.current_stream().wait_event(gpu.released)
         for source, target in zip(host, mirror, strict=True):
             target.copy_(source, non_blocking=True)
+        self._launch(buffers, mirror, count)
+
+    def _launch(self, buffers: Buffers, mirror: tuple[torch.Tensor, ...], count: int) -> None:
+        """Gather the rows whose anchors, extents and block ids lie in `mirror`."""
+        from gear_loader.kernels import gather
+
         gather.gather(
             buffers.plan,
             self._numbers[:count],

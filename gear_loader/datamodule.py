@@ -276,7 +276,8 @@ class ReplayDataModule(LightningDataModule):
             return state  # nobody has iterated here, or the dataset itself has come to the end of the epoch
         epoch, step, before = self._start
         if self._processed() >= self.trainer.num_training_batches:
-            state.update(epoch=epoch + 1, step=0)
+            past = state["past"] + int(self.trainer.num_training_batches)
+            state.update(epoch=epoch + 1, step=0, past=past)
         else:
             state.update(step=step + self._processed() - before)
         return state

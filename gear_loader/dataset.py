@@ -11,12 +11,14 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from gear_loader.collector import Batch, Buffers, Collector
-from gear_loader.errors import PrivateTableError, SchemaError, TableEmptyError
+from gear_loader.errors import PrivateTableError, SchemaError
 from gear_loader.index import Snapshot
 from gear_loader.prefetch import Pool, Prefetcher
+from gear_loader.priorities import PrioritySelection, needs_priorities, request
 from gear_loader.schema import Window
-from gear_loader.selectors import Draw, Selector, Uniform, anchors, replacements
-from gear_loader.slots import READY, Array
+from gear_loader.selection import Job, Selection, SnapshotSelection
+from gear_loader.selectors import Draw, Selector, Uniform
+from gear_loader.slots import Array
 from gear_loader.table import Table
 
 __all__ = ["ReplayDataset"]
@@ -25,7 +27,7 @@ _MAX_WORKERS = 1024
 _SAMPLE_EPOCH = 1 << 62  # `sample` draws from epochs of its own, far from those of iteration
 _EPOCH, _BEFORE, _ROUND, _KEY, _ROUND_EPOCH, _ROUND_BEFORE, _JOINED = range(7)  # places in `_shared`
 _ANY = -1
-_STATE = ("epoch", "before", "step", "workers", "samples", "sampled_items")
+_STATE = ("epoch", "before", "step", "past", "workers", "samples", "sampled_items")
 
 
 class ReplayDataset(IterableDataset[Batch]):
@@ -143,7 +145,9 @@ class ReplayDataset(IterableDataset[Batch]):
         self._samples, self._sampled_items = 0, 0
         self._sampler: tuple[int, Prefetcher] | None = None
         self._pools: dict[tuple[int, bool], Pool] = {}
-        self._subset_cache: tuple[Snapshot, Snapshot] | None = None
+        self._selection: Selection | None = None
+        self._active: Prefetcher | None = None  # that of the running iteration
+        self._past, self._open = 0, 0  # batches of the iterations before this one, and of this one
 
     # ---------------------------------------------------------------- iteration
 
@@ -153,7 +157,7 @@ class ReplayDataset(IterableDataset[Batch]):
         Raises:
             TypeError: the dataset is endless.
         """
-        count = self._epoch_batches(self._view(self.table.snapshot()), self._rank()[1])
+        count = self._epoch_batches(self._selected().view(), self._rank()[1])
         if count == math.inf:
             raise TypeError("This ReplayDataset has no length: batches_per_epoch is math.inf.")
         return int(count)
@@ -168,40 +172,44 @@ class ReplayDataset(IterableDataset[Batch]):
     def _iterate(self, number: int, workers: int, *, in_worker: bool) -> Iterator[Batch]:
         # Runs from the first request on: an iterator that is made and dropped does not use up an epoch.
         epoch, before, step = self._position = self._begin()
+        self._past, self._open = self._past + self._open, 0
         prefetch = 0 if in_worker else self.prefetch
-        prefetcher = self._prefetcher(self.batch_size, prefetch=prefetch, shared=in_worker)
+        prefetcher = self._active = self._prefetcher(self.batch_size, prefetch=prefetch, shared=in_worker)
         draws = self._draws(epoch, before + number + workers * step, workers)
         try:
             for batch in prefetcher.batches(
                 lambda buffers, item: self._fill(prefetcher, buffers, *item), draws
             ):
                 step += 1
-                self._position = (epoch, before, step)
+                self._position, self._open = (epoch, before, step), before + step
                 yield batch
             if not in_worker:
                 # A worker stays at its end, so that it ends again if it is resumed while others have batches left.
                 self._position = (epoch + 1, 0, 0)
+                self._past, self._open = self._past + self._open, 0
         finally:
+            if self._active is prefetcher:
+                self._active = None
             prefetcher.close()
 
     def _draws(self, epoch: int, number: int, every: int) -> Iterator[tuple[Draw, Snapshot | None]]:
         """The draws of this rank's batches `number`, number + every, ... of an epoch, and what they draw from if
         that is not what is there at the time."""
         rank, world = self._rank()
-        view = self._view(self.table.snapshot())
+        view = self._selected().view()
         count = self._epoch_batches(view, world)
-        turn = 0
+        turn, past = 0, self._past
         while number < count:
             batch = number * world + rank  # its number over all ranks
-            if self.selector.replacement:
-                yield Draw(self.seed, epoch, batch, 0, self.batch_size), None
+            if not self.selector.passes:
+                yield Draw(self.seed, epoch, batch, 0, self.batch_size, number=past + number), None
             else:
                 if batch // self._pass_batches(view) != turn:  # one more pass, over what is there by now
-                    view = self._view(self.table.snapshot())
+                    view = self._selected().view()
                 turn, place = divmod(batch, self._pass_batches(view))
                 first = place * self.batch_size
                 rows = min(self.batch_size, self.selector.num_items(view) - first)
-                yield Draw(self.seed, epoch, batch, first, rows, turn), view
+                yield Draw(self.seed, epoch, batch, first, rows, turn, past + number), view
             number += every
 
     def sample(self, batch_size: int | None = None) -> Batch:
@@ -230,12 +238,12 @@ class ReplayDataset(IterableDataset[Batch]):
         rank, world = self._rank()
         number = self._samples * world + rank
         epoch, turn, first, count, view = _SAMPLE_EPOCH, 0, 0, size, None
-        if not self.selector.replacement:
-            view = self._view(self.table.snapshot())
+        if self.selector.passes:
+            view = self._selected().view()
             items = self.selector.num_items(view)
             turn, first = divmod(self._sampled_items, max(items, 1))
             epoch, count = _SAMPLE_EPOCH + 1 + rank, min(size, items - first)
-        draw = Draw(self.seed, epoch, number, first, count, turn)
+        draw = Draw(self.seed, epoch, number, first, count, turn, self._past + self._samples)
         batch = prefetcher.one(lambda buffers, item: self._fill(prefetcher, buffers, item, view), draw)
         self._samples += 1
         self._sampled_items += count
@@ -244,60 +252,80 @@ class ReplayDataset(IterableDataset[Batch]):
     # ---------------------------------------------------------------- one batch
 
     def _fill(self, prefetcher: Prefetcher, buffers: Buffers, draw: Draw, frozen: Snapshot | None) -> int:
-        """Draw a batch and gather it into `buffers`; `frozen` are the items of an epoch without replacement."""
-        ticket, snapshot = self.table.begin_snapshot()
-        try:
-            view = self._view(snapshot)
-            items = view if frozen is None else frozen
-            if self.selector.num_items(items) == 0 or len(view) == 0:
-                raise TableEmptyError(self._empty_message())
-            positions, steps = self.selector.select(items, draw)
-            slots, lengths, generations = (
-                part[positions] for part in (items.slots, items.lengths, items.generations)
-            )
-            if steps is None:
-                steps = anchors(self.anchor, lengths, draw)
-            if items.version != view.version:
-                self._replace_gone(view, draw, slots, steps, generations)
-            prefetcher.collector.collect(buffers, slots, steps, generations)
-        except BaseException:
-            self.table.end_read(ticket)
-            raise
+        """Draw a batch and gather it into `buffers`; `frozen` are the items of an epoch that is a pass over them."""
+        ticket, count = self._selected().fill(prefetcher.collector, buffers, draw, frozen)
         prefetcher.release(buffers, ticket)
-        return len(slots)
+        return count
 
-    def _replace_gone(
-        self, view: Snapshot, draw: Draw, slots: Array, steps: Array, generations: Array
+    def _selected(self) -> Selection:
+        """The selector at work, in this process."""
+        job = Job(self.table, self.selector, self.anchor, self.subset)
+        if self._selection is None or self._selection.job != job:
+            # A state may be taken before batches that were prefetched, and one that a trainer fetched ahead.
+            history = self.prefetch + self.keep + 2
+            goes_by_priority = needs_priorities(self.selector)
+            self._selection = (
+                PrioritySelection(job, history=history) if goes_by_priority else SnapshotSelection(job)
+            )
+        return self._selection
+
+    # ---------------------------------------------------------------- priorities
+
+    def update_priority(
+        self,
+        index: torch.Tensor | Array | Sequence[int],
+        priority: torch.Tensor | Array | Sequence[float],
+        *,
+        generation: torch.Tensor | Array | None = None,
+        anchor: torch.Tensor | Array | None = None,
+        stale: Literal["ignore", "error"] = "ignore",
     ) -> None:
-        state, generation = self.table.slot_states()
-        gone = np.flatnonzero((state[slots] != READY) | (generation[slots] != generations))
-        if len(gone):
-            others, at = replacements(self.selector.unit, view, draw)
-            if at is None:
-                at = anchors(self.anchor, view.lengths[others], draw)
-            others, at = others[gone], at[gone]
-            slots[gone], steps[gone], generations[gone] = view.slots[others], at, view.generations[others]
+        """Give trajectories, or with ``unit="step"`` steps, new priorities, as their errors after training suggest.
 
-    def _view(self, snapshot: Snapshot) -> Snapshot:
-        """The part of a snapshot that belongs to this dataset."""
-        if self.subset is None:
-            return snapshot
-        cached = self._subset_cache
-        if cached is None or cached[0] is not snapshot:
-            chosen = np.asarray(self.subset(snapshot.sequences), dtype=bool)
-            if chosen.shape != (len(snapshot),):
-                raise SchemaError(
-                    f"subset returned shape {list(chosen.shape)} for {len(snapshot)} sequence numbers; "
-                    f"expected [{len(snapshot)}]."
-                )
-            cached = self._subset_cache = (snapshot, snapshot.take(chosen))
-        return cached[1]
+        ``dataset.update_priority(batch["index"], td_error.abs(), generation=batch["generation"])``
 
-    def _empty_message(self) -> str:
-        count = len(self.table)
-        if count:
-            return f"None of the table's {count:,} trajectories belongs to this dataset's subset."
-        return "The table is empty: there is nothing to draw from. Add trajectories first."
+        Args:
+            index: int [n], which trajectories. Of equal items the last one counts.
+            priority: [n] numbers, finite as float32 and not negative; `Prioritized` raises them to its alpha.
+            generation: int [n], ``batch["generation"]``: then a row whose trajectory is gone is not taken for its
+                successor in the same place.
+            anchor: int [n], ``batch["anchor"]``: which steps; with ``unit="step"`` only.
+            stale: what to do if a trajectory is gone: ``"ignore"`` leaves the row out and counts it (`num_stale`),
+                ``"error"`` changes nothing and raises.
+
+        Batches that have been drawn ahead (`prefetch`) do not know of it; every batch that is asked for later does.
+        CUDA tensors are copied to the host, which waits for their stream.
+
+        Raises:
+            PriorityError: a priority is NaN, infinite or negative; the message names the first. Nothing was changed.
+            StaleIndexError: with ``stale="error"``: a trajectory is gone. Nothing was changed.
+            SchemaError: other shapes or dtypes, or a selector that does not go by priorities. Nothing was changed.
+        """
+        selection = self._by_priority("update_priority")
+        if stale not in ("ignore", "error"):
+            raise SchemaError(f"stale is {stale!r}; expected 'ignore' or 'error'.")
+        new = request(index, priority, generation=generation, anchor=anchor, unit=self.selector.unit)
+        selection.check_weight(new.priorities)
+        if stale == "error":
+            selection.check(new)
+        if self._active is None:
+            selection.update(new)
+        else:
+            self._active.between(lambda: selection.update(new))
+
+    @property
+    def num_stale(self) -> int:
+        """Rows that `update_priority` has left out so far, because their trajectory was gone."""
+        return self._by_priority("num_stale").num_stale
+
+    def _by_priority(self, what: str) -> PrioritySelection:
+        selection = self._selected()
+        if not isinstance(selection, PrioritySelection):
+            raise SchemaError(
+                f"{what} was called, but {self.selector!r} does not go by priorities; use gear_loader.Prioritized "
+                "or gear_loader.TopK."
+            )
+        return selection
 
     # ---------------------------------------------------------------- sizes
 
@@ -305,8 +333,8 @@ class ReplayDataset(IterableDataset[Batch]):
         """Batches of one pass over all items, on all ranks together."""
         items = self.selector.num_items(view)
         if items == 0:
-            raise TableEmptyError(self._empty_message())
-        if self.drop_last and not self.selector.replacement:
+            raise self._selected().job.empty()
+        if self.drop_last and self.selector.passes:
             if items < self.batch_size:
                 raise SchemaError(
                     f"drop_last leaves no batch: {items} items are fewer than batch_size {self.batch_size}."
@@ -332,7 +360,12 @@ class ReplayDataset(IterableDataset[Batch]):
         pool = self._pools.get((size, shared))
         if pool is None:
             collector = Collector(
-                self.table, self.windows, batch_size=size, device=self.device, programs=self.programs
+                self.table,
+                self.windows,
+                batch_size=size,
+                device=self.device,
+                programs=self.programs,
+                weighs=self.selector.weighs,
             )
             pool = self._pools[size, shared] = Pool(collector, shared=shared)
         return Prefetcher(pool, prefetch=prefetch, keep=self.keep, fresh=self.copy or shared)
@@ -340,6 +373,11 @@ class ReplayDataset(IterableDataset[Batch]):
     def _check_worker(self, number: int, in_worker: bool) -> None:
         if not in_worker:
             return
+        if needs_priorities(self.selector):
+            raise SchemaError(
+                f"A DataLoader worker cannot draw for {self.selector!r}: update_priority would not reach it. Use "
+                "num_workers=0 (batches are prefetched in the background anyway)."
+            )
         if self.table.name is None:
             raise PrivateTableError(
                 "A DataLoader worker cannot read a private table. Create it with a name, "
@@ -355,7 +393,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        state.update(_sampler=None, _pools={}, _subset_cache=None)
+        state.update(_sampler=None, _pools={}, _selection=None, _active=None)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             state["_shard"] = self._rank()  # a spawned worker is in no process group
         return state
@@ -416,9 +454,14 @@ class ReplayDataset(IterableDataset[Batch]):
         epoch = _positive("epoch", epoch, least=0)
         self._shared[_EPOCH], self._shared[_BEFORE] = epoch, 0
         self._position, self._restart = (epoch, 0, 0), None
+        if isinstance(self._selection, PrioritySelection):
+            self._selection.forget_pending()
 
     def state_dict(self) -> dict[str, Any]:
         """Where iteration stands: integers and the options that they hold for, ready for JSON.
+
+        With a selector that goes by priorities, also ``"priorities"``: CPU tensors of all priorities, their running
+        maximum, and the rows of the last batches, because those that were drawn ahead knew older priorities.
 
         Batches that were prefetched but not delivered do not count. In a `DataLoader` worker, where torchdata's
         `StatefulDataLoader` asks for it, it is the worker's own state. In the main process nothing is known of what
@@ -426,15 +469,21 @@ class ReplayDataset(IterableDataset[Batch]):
         """
         info = get_worker_info()
         epoch, before, step = self._position
-        return {
+        state = {
             "epoch": epoch,
             "before": before,
             "step": step,
+            "past": self._past,
             "workers": 0 if info is None else info.num_workers,
             "samples": self._samples,
             "sampled_items": self._sampled_items,
             "config": self._config(),
         }
+        if info is None and needs_priorities(self.selector):
+            if self._active is not None:
+                self._active.settle()
+            state["priorities"] = self._by_priority("state_dict").state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken: the next iteration yields the batch after the last one delivered then.
@@ -472,7 +521,14 @@ class ReplayDataset(IterableDataset[Batch]):
                 f"The state belongs to one of {values['workers']} DataLoader workers (0: none); here are {workers}. "
                 f"Make the loader with num_workers={values['workers']}."
             )
+        if needs_priorities(self.selector):
+            if not isinstance(state.get("priorities"), Mapping):
+                raise SchemaError(
+                    "The state holds no priorities; give what state_dict() of the main process returned."
+                )
+            self._by_priority("load_state_dict").load_state_dict(state["priorities"])
         epoch, before, step = values["epoch"], values["before"], values["step"]
+        self._past, self._open = values["past"], 0
         if info is None:
             self._shared[_EPOCH], self._shared[_BEFORE] = epoch, before + step
             self._position, self._restart = (epoch, 0, before + step), None

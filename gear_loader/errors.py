@@ -10,6 +10,7 @@ from __future__ import annotations
 __all__ = [
     "GearError",
     "LockTimeoutError",
+    "PriorityError",
     "PrivateTableError",
     "RegionError",
     "SchemaError",
@@ -43,6 +44,10 @@ class TableEmptyError(GearError):
 
 class TableClosedError(GearError, ValueError):
     """The table was used after `close()`."""
+
+
+class PriorityError(GearError, ValueError):
+    """Priorities that are no priorities, or a table in which none is positive; nothing was changed."""
 
 
 class PrivateTableError(GearError, ValueError):

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from gear_loader import native
 from gear_loader.errors import GearError, LockTimeoutError, StaleIndexError, TableFullError
 from gear_loader.lock import process_start
 from gear_loader.region import Region
@@ -26,6 +27,7 @@ from gear_loader.slots import (
     HEAD,
     INITIALIZED,
     MOVING,
+    NEWEST,
     NEXT_SEQUENCE,
     NUM_EVICTED,
     NUM_FREE_BLOCKS,
@@ -34,6 +36,7 @@ from gear_loader.slots import (
     NUM_REMOVED,
     NUM_RETIRED,
     NUM_STEPS,
+    NUM_TOUCHED,
     NUM_WRITING,
     OLDEST,
     READING,
@@ -48,7 +51,7 @@ from gear_loader.slots import (
     Slots,
 )
 
-__all__ = ["Index", "Snapshot"]
+__all__ = ["Changes", "Index", "Snapshot"]
 
 
 @functools.cache
@@ -91,6 +94,30 @@ class Snapshot:
         """The snapshot of the trajectories where the boolean array `chosen` is True."""
         arrays = (self.slots, self.lengths, self.generations, self.sequences)
         return Snapshot(self.version, *(array[chosen] for array in arrays))
+
+
+@dataclasses.dataclass(frozen=True)
+class Changes:
+    """What has happened to the trajectories since an earlier look.
+
+    Attributes:
+        position: what to ask the next time.
+        next_sequence: every trajectory there is has a lower sequence number.
+        num_ready: live trajectories.
+        everything: `slots` are all slots, because too much has happened.
+        slots: int64 [n], each once: slots in which a trajectory was committed or retired.
+        ready: bool [n]: whether a live trajectory is there now.
+        sequences: int64 [n] and priorities: float32 [n]: of that trajectory; a priority is `UNSET` if none was given.
+    """
+
+    position: int
+    next_sequence: int
+    num_ready: int
+    everything: bool
+    slots: Array
+    ready: Array
+    sequences: Array
+    priorities: Array
 
 
 class Index(Slots):
@@ -162,6 +189,7 @@ class Index(Slots):
             counters[NEXT_SEQUENCE] = first + count
             self.priority[slots] = priorities
             self._append(slots)
+            self._touch(slots)
             self.state[slots] = READY
             steps = int(self.extent[slots, 0].sum())
             counters[NUM_WRITING] -= count
@@ -236,6 +264,44 @@ class Index(Slots):
         """`begin_read` and a snapshot that belongs to it."""
         with self._locked():
             return self._begin_read(), self._take_snapshot()
+
+    def begin_changes(self, since: int) -> tuple[int, Changes]:
+        """`begin_read` and what has happened since an earlier call.
+
+        Args:
+            since: `position` of the earlier call's changes; -1 for everything.
+        """
+        with self._locked():
+            position = int(self.counters[NUM_TOUCHED])
+            count = position - since
+            everything = since < 0 or count > self.num_slots
+            if everything:
+                slots = np.arange(self.num_slots)
+            else:
+                slots = np.unique(self.touched[np.arange(since, position) % self.num_slots]).astype(np.int64)
+            ready = self.state[slots] == READY
+            return self._begin_read(), Changes(
+                position,
+                int(self.counters[NEXT_SEQUENCE]),
+                int(self.counters[NUM_READY]),
+                everything,
+                slots,
+                ready,
+                self.sequence[slots],
+                self.priority[slots],
+            )
+
+    def ends(self, count: int, *, newest: bool) -> tuple[int, Array]:
+        """`begin_read`, and the oldest (or newest) `count` slots in order, or all if there are fewer."""
+        with self._locked():
+            slots = np.empty(min(count, int(self.counters[NUM_READY])), dtype=np.int64)
+            slot, side = int(self.counters[NEWEST if newest else OLDEST]) - 1, 0 if newest else 1
+            if native.require():
+                native.walk(self.links, slot, side, slots)
+            else:
+                for i in range(len(slots)):
+                    slots[i], slot = slot, int(self.links[slot, side])
+            return self._begin_read(), slots
 
     def begin_read_of(self, slot: int) -> int:
         """`begin_read`, having checked that `slot` is live.

@@ -9,11 +9,12 @@
                     sequence   int64 [T]                  number of the trajectory in order of commitment
                     epoch      int64 [T]                  when the slot was retired
                     owner      int64 [T, 2]               pid and start time of the slot's writer
-                    priority   float32 [T]
+                    priority   float32 [T]                as given when it was added, -1 if none was
                     state      int32 [T]                  FREE, WRITING, READY, RETIRED
                     links      int32 [T, 2]               older and newer neighbour in order of commitment
                     block_ids  int32 [2, H]               block tables: a trajectory's blocks, one after another
                     free_slots, retired  int32 [T]        stack; ring in order of retirement
+                    touched    int32 [T]                  ring of the slots that were committed or retired last
                     free_blocks          int32 [N]        stack
     next page       column 0   [N blocks, block_stride B] block_steps steps, then padding to a multiple of 128 B
                     column 1   ...
@@ -43,7 +44,7 @@ __all__ = ["FORMAT_VERSION", "HEADER_LIMIT", "LINE", "MAX_READERS", "ColumnLayou
 LINE = 128
 """Bytes of one line: the unit in which a GPU reads host memory, and the alignment of everything."""
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 HEADER_LIMIT = 1 << 20
 """Most bytes of preamble and JSON."""
 MAX_READERS = 256
@@ -102,6 +103,7 @@ class Layout:
             ("block_ids", np.int32, (2, self.half)),
             ("free_slots", np.int32, (slots,)),
             ("retired", np.int32, (slots,)),
+            ("touched", np.int32, (slots,)),
             ("free_blocks", np.int32, (blocks,)),
         ]
         offset = round_up(len(self.header), LINE)

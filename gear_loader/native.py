@@ -39,6 +39,7 @@ __all__ = [
     "resolve",
     "scatter",
     "serve",
+    "walk",
 ]
 
 _Array = np.ndarray[Any, Any]
@@ -373,6 +374,13 @@ if AVAILABLE:
             out_extent[b, 1] = b * width - low
             for i in range(high - low + 1):
                 out_ids[b, i] = block_ids[row + low + i]
+
+    @compiled
+    def walk(links, slot, side, slots) -> None:  # type: ignore[no-untyped-def]
+        """Fill `slots` (int64 [n]) with a slot and those that follow it in column `side` of `links` (int32 [T, 2])."""
+        for i in range(len(slots)):
+            slots[i] = slot
+            slot = links[slot, side]
 
     # The crew's loops: see `gear_loader.crew`.
 

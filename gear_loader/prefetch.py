@@ -15,6 +15,8 @@ from typing import TypeVar
 import torch
 
 from gear_loader.collector import Batch, Buffers, Collector
+from gear_loader.errors import LockTimeoutError
+from gear_loader.lock import LOCK_TIMEOUT
 
 __all__ = ["Pool", "Prefetcher"]
 
@@ -69,7 +71,10 @@ class Prefetcher:
         self._releaser = pool.releaser
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._done: queue.SimpleQueue[Buffers | None] = queue.SimpleQueue()
+        # What the thread is asked to do, in this order: fill buffers; call a function; None: stop.
+        self._orders: queue.SimpleQueue[Buffers | Callable[[], object] | None] = queue.SimpleQueue()
+        self._accepting = False
+        self._turn = threading.Lock()  # around `_accepting`
         self._ready: collections.deque[tuple[Buffers, int]] = collections.deque()  # filled, not yet delivered
 
     # ---------------------------------------------------------------- delivering
@@ -119,22 +124,25 @@ class Prefetcher:
     ) -> Iterator[Batch]:
         signals: queue.SimpleQueue[BaseException | object] = queue.SimpleQueue()
         for _ in range(self._prefetch):
-            self._done.put(self._take())
+            self._orders.put(self._take())
+        self._accepting = True
 
         def work() -> None:
             try:
+                signal: BaseException | object = _STOP
                 for item in items:
-                    buffers = self._done.get()
+                    buffers = self._next_buffers()
                     if buffers is None:
-                        return
-                    if self._stop.is_set():
-                        self._done.put(buffers)
-                        return
+                        break
                     self._ready.append((buffers, self._run(fill, buffers, item)))
                     signals.put(_BATCH)
-                signals.put(_STOP)
             except BaseException as error:
-                signals.put(error)
+                signal = error
+            try:
+                self._finish_orders()
+            except BaseException as error:
+                signal = error
+            signals.put(signal)
 
         self._thread = threading.Thread(target=work, name="gear-loader-prefetch", daemon=True)
         self._thread.start()
@@ -146,8 +154,56 @@ class Prefetcher:
                 raise signal
             # The consumer has asked for one more batch: the oldest one's time is over, and the thread gets a place.
             self._recycle()
-            self._done.put(self._take())
+            self._orders.put(self._take())
             yield self._deliver(*self._ready.popleft())
+
+    def _next_buffers(self) -> Buffers | None:
+        """Obey orders up to the next one to fill buffers; None if there will be none."""
+        while True:
+            order = self._orders.get()
+            if isinstance(order, Buffers) and self._stop.is_set():
+                self._pool.free.append(order)
+                return None
+            if order is None or isinstance(order, Buffers):
+                return order
+            order()
+
+    def _finish_orders(self) -> None:
+        """The thread's end: give back what it will not fill, and call what is still to be called."""
+        with self._turn:
+            self._accepting = False
+        while not self._orders.empty():
+            order = self._orders.get()
+            if isinstance(order, Buffers):
+                self._pool.free.append(order)
+            elif order is not None:
+                order()
+
+    def between(self, call: Callable[[], object]) -> None:
+        """Call a function between two batches: after the draws that have been asked for, before all that follow.
+
+        A thread that fills ahead does it in its time; without one it is done now. So what a batch is drawn from
+        depends on nothing but the order in which the consumer asks for batches and calls this.
+        """
+        with self._turn:
+            if self._accepting:
+                self._orders.put(call)
+                return
+        with self._on_stream():
+            call()
+
+    def settle(self) -> None:
+        """Wait until the thread, if there is one, has done all that it was asked to do.
+
+        Raises:
+            LockTimeoutError: it did not, until the deadline.
+        """
+        done = threading.Event()
+        self.between(done.set)
+        if not done.wait(LOCK_TIMEOUT):
+            raise LockTimeoutError(
+                f"The batches being prefetched were waited for {LOCK_TIMEOUT:g} s. Is the table's lock held?"
+            )
 
     def _run(self, fill: Callable[[Buffers, Item], int], buffers: Buffers, item: Item) -> int:
         try:
@@ -208,14 +264,13 @@ class Prefetcher:
     def close(self) -> None:
         """Stop the thread and give the buffers back; the last batches delivered stay valid for now."""
         self._stop.set()
-        self._done.put(None)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            if not sys.is_finalizing():  # at the interpreter's end such threads never come back
-                self._thread.join()
-            while not self._done.empty():
-                buffers = self._done.get()
-                if buffers is not None:
-                    self._pool.free.append(buffers)
+        self._orders.put(None)
+        thread = None if self._thread is threading.current_thread() else self._thread
+        if (
+            thread is not None and not sys.is_finalizing()
+        ):  # at the interpreter's end such threads never come back
+            thread.join()
+        self._finish_orders()
         while self._ready:
             self._pool.free.append(self._ready.popleft()[0])
         if not self._pool.delivered:

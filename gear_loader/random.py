@@ -11,7 +11,7 @@ import numpy as np
 
 from gear_loader.slots import Array
 
-__all__ = ["Permutation", "hashed", "integers", "permutation", "raw", "uniforms"]
+__all__ = ["Permutation", "hashed", "integers", "key", "permutation", "raw", "uniforms"]
 
 _SMALL = 1 << 16
 
@@ -21,6 +21,12 @@ def raw(count: int, *, seed: int, stream: int, epoch: int, step: int) -> Array:
     # The lowest counter word counts through one draw; the others say which draw it is.
     bits = np.random.Philox(key=_words(seed, stream), counter=_words(0, 0, step, epoch))
     return bits.random_raw(count)
+
+
+@functools.lru_cache(maxsize=16)
+def key(*, seed: int, stream: int, epoch: int) -> int:
+    """A random int64 that depends on the three integers alone: the key of the random numbers that kernels draw."""
+    return int(raw(1, seed=seed, stream=stream, epoch=epoch, step=0).astype(np.int64)[0])
 
 
 def _words(*values: int) -> Array:

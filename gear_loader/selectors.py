@@ -1,9 +1,11 @@
-"""Selectors choose trajectories (or steps of trajectories) for a batch."""
+"""Selectors: which trajectories, or steps of trajectories, a batch is made of."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, Protocol
+import math
+from collections.abc import Callable
+from typing import Any, Literal
 
 import numpy as np
 
@@ -12,19 +14,34 @@ from gear_loader.index import Snapshot
 from gear_loader.random import integers, permutation
 from gear_loader.slots import Array
 
-__all__ = ["Draw", "Selector", "Uniform"]
+__all__ = [
+    "Draw",
+    "Fifo",
+    "Lifo",
+    "LinearSchedule",
+    "Prioritized",
+    "Selector",
+    "SnapshotSelector",
+    "TopK",
+    "Uniform",
+    "anchors",
+    "replacements",
+    "steps_of",
+]
 
 _ITEMS, _ANCHORS, _REPLACED = range(3)  # streams of random numbers
+Unit = Literal["trajectory", "step"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """Which draw this is; together with the snapshot it decides everything.
+    """Which draw this is; together with what there is to draw from it decides everything.
 
     Attributes:
         seed, epoch, step: the counters of the random numbers; `step` is the batch's number over all ranks.
-        first, count: without replacement, the batch's items are number `first` to `first + count - 1` of the pass.
-        turn: without replacement, which pass over all items within the epoch.
+        first, count: in a pass, the batch's items are number `first` to `first + count - 1`.
+        turn: which pass over all items within the epoch.
+        number: batches that this rank's dataset has drawn before, over all epochs: what schedules go by.
     """
 
     seed: int
@@ -33,26 +50,61 @@ class Draw:
     first: int
     count: int
     turn: int = 0
+    number: int = 0
 
     def integers(self, stream: int, high: int | Array) -> Array:
         """int64 [count], each from 0 to high - 1."""
         return integers(high, self.count, seed=self.seed, stream=stream, epoch=self.epoch, step=self.step)
 
 
-class Selector(Protocol):
-    """What `ReplayDataset` asks of a selector. Its `repr` names its options: a saved state is checked by it."""
+class Selector:
+    """Base of the selectors. The `repr` names all options: a saved state is checked by it.
 
+    Attributes:
+        unit: what an item is: a trajectory, or a step of one, which then is the anchor of its window.
+        replacement: whether an item may be drawn again.
+        passes: whether an epoch is a pass over all items, those that were there when it began.
+        weighs: whether batches carry `priority_weight`.
+    """
+
+    unit: Unit
     replacement: bool
-    unit: Literal["trajectory", "step"]
+    passes: bool
+    weighs = False
+
+    def __init__(self, *, replacement: Any, unit: Any, passes: bool) -> None:
+        if not isinstance(replacement, bool):
+            raise SchemaError(f"replacement is {replacement!r}; expected True or False.")
+        if unit not in ("trajectory", "step"):
+            raise SchemaError(f"unit is {unit!r}; expected 'trajectory' or 'step'.")
+        self.replacement = replacement
+        self.unit = unit
+        self.passes = passes
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(replacement={self.replacement}, unit={self.unit!r})"
 
     def num_items(self, snapshot: Snapshot) -> int:
-        """Items to choose from."""
+        """Items that there are: trajectories, or steps of all trajectories."""
+        return len(snapshot) if self.unit == "trajectory" else snapshot.num_steps
+
+
+class SnapshotSelector(Selector):
+    """Base of the selectors that need to know nothing but which trajectories there are."""
+
+    def __init__(self, replacement: bool = True, unit: Unit = "trajectory") -> None:
+        super().__init__(replacement=replacement, unit=unit, passes=not replacement)
 
     def select(self, snapshot: Snapshot, draw: Draw) -> tuple[Array, Array | None]:
         """Positions in the snapshot, int64 [count], and the steps chosen within them if the unit is a step."""
+        items = self._items(self.num_items(snapshot), draw)
+        return (items, None) if self.unit == "trajectory" else steps_of(snapshot, items)
+
+    def _items(self, size: int, draw: Draw) -> Array:
+        raise NotImplementedError
 
 
-class Uniform:
+class Uniform(SnapshotSelector):
     """Every item is equally likely.
 
     Args:
@@ -66,34 +118,171 @@ class Uniform:
         SchemaError: another value.
     """
 
-    def __init__(self, replacement: bool = True, unit: Literal["trajectory", "step"] = "trajectory") -> None:
-        if not isinstance(replacement, bool):
-            raise SchemaError(f"replacement is {replacement!r}; expected True or False.")
-        if unit not in ("trajectory", "step"):
-            raise SchemaError(f"unit is {unit!r}; expected 'trajectory' or 'step'.")
-        self.replacement = replacement
-        self.unit: Literal["trajectory", "step"] = unit
+    def _items(self, size: int, draw: Draw) -> Array:
+        if self.replacement:
+            return draw.integers(_ITEMS, size)
+        places = np.arange(draw.first, draw.first + draw.count)
+        return permutation(size, draw.seed, draw.epoch, draw.turn)[places]
+
+
+class Fifo(SnapshotSelector):
+    """The oldest first, in order of addition.
+
+    Args:
+        replacement: every batch holds the oldest items there are (from the start again if they are fewer than the
+            batch). Without, an epoch passes over all items once in this order.
+        unit: as for `Uniform`.
+
+    Raises:
+        SchemaError: another value.
+    """
+
+    newest = False
+
+    def _items(self, size: int, draw: Draw) -> Array:
+        items = np.arange(draw.first, draw.first + draw.count) % size
+        return size - 1 - items if self.newest else items
+
+
+class Lifo(Fifo):
+    """The newest first; with ``unit="step"`` also the last step of a trajectory first. Options as for `Fifo`."""
+
+    newest = True
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearSchedule:
+    """A number that goes from `start` to `end` in `batches` batches and stays there.
+
+    ``LinearSchedule(0.4, 1.0, batches=100_000)`` as `beta` of `Prioritized` is Schaul et al.'s.
+
+    Raises:
+        SchemaError: numbers that are not finite, or `batches` below 1.
+    """
+
+    start: float
+    end: float
+    batches: int
+
+    def __post_init__(self) -> None:
+        if not (_finite(self.start) and _finite(self.end) and _finite(self.batches) and self.batches >= 1):
+            raise SchemaError(f"{self} is no schedule; expected finite numbers and at least 1 batch.")
+
+    def __call__(self, number: int) -> float:
+        """Its value after `number` batches."""
+        return self.start + (self.end - self.start) * min(number / self.batches, 1.0)
+
+
+class Prioritized(Selector):
+    """Items in proportion to ``(priority + eps) ** alpha``: prioritized replay (Schaul et al., 2016).
+
+    A batch carries ``priority_weight``, float32 [B]: the importance weights ``(N * P(i)) ** -beta``, where P(i) is the
+    exact probability with which the item was drawn, divided by the largest such weight. New priorities come from
+    `ReplayDataset.update_priority`.
+
+    Args:
+        alpha: how much priorities count: 0 is uniform.
+        beta: how much of the bias the weights take back: 1 is all of it. A number, or a function of the number of
+            batches drawn so far, for example a `LinearSchedule`.
+        eps: added to every priority. With 0 an item of priority zero is never drawn; a small number keeps items whose
+            error happens to be zero.
+        replacement: whether an item may come twice in a batch. Without, a batch's items are drawn one after another,
+            each in proportion to the priorities of those that are left; their weights are as if with replacement.
+        unit: as for `Uniform`; with ``"step"`` each step of each trajectory has a priority of its own.
+        normalize: what the largest weight is looked for in: the whole ``"table"`` (the item of least positive
+            priority, as in the paper), or the ``"batch"``.
+
+    What a new item begins with is the `priority` that it was added with; without one, the running maximum of all
+    priorities given so far, at least 1.
+
+    Raises:
+        SchemaError: another value.
+    """
+
+    weighs = True
+
+    def __init__(
+        self,
+        alpha: float = 0.6,
+        beta: float | Callable[[int], float] = 0.4,
+        *,
+        eps: float = 0.0,
+        replacement: bool = True,
+        unit: Unit = "trajectory",
+        normalize: Literal["table", "batch"] = "table",
+    ) -> None:
+        super().__init__(replacement=replacement, unit=unit, passes=False)
+        for name, value in (("alpha", alpha), ("eps", eps)):
+            if not _finite(value) or value < 0:
+                raise SchemaError(f"{name} is {value!r}; expected a finite number of at least 0.")
+        if not callable(beta) and (not _finite(beta) or beta < 0):
+            raise SchemaError(
+                f"beta is {beta!r}; expected a number of at least 0, or a function of the number of batches drawn."
+            )
+        if normalize not in ("table", "batch"):
+            raise SchemaError(f"normalize is {normalize!r}; expected 'table' or 'batch'.")
+        self.alpha = float(alpha)
+        self.beta = beta
+        self.eps = float(eps)
+        self.normalize: Literal["table", "batch"] = normalize
+
+    def beta_at(self, number: int) -> float:
+        """`beta` after `number` batches.
+
+        Raises:
+            SchemaError: the schedule returned no number of at least 0.
+        """
+        beta = self.beta(number) if callable(self.beta) else self.beta
+        if not _finite(beta) or beta < 0:
+            raise SchemaError(
+                f"The schedule {self.beta!r} gave {beta!r} for batch {number}; expected a finite number of at least 0."
+            )
+        return float(beta)
 
     def __repr__(self) -> str:
-        return f"Uniform(replacement={self.replacement}, unit={self.unit!r})"
-
-    def num_items(self, snapshot: Snapshot) -> int:
-        """Trajectories, or steps of all trajectories."""
-        return len(snapshot) if self.unit == "trajectory" else snapshot.num_steps
-
-    def select(self, snapshot: Snapshot, draw: Draw) -> tuple[Array, Array | None]:
-        """See `Selector`."""
-        size = self.num_items(snapshot)
-        if self.replacement:
-            items = draw.integers(_ITEMS, size)
-        else:
-            order = permutation(size, draw.seed, draw.epoch, draw.turn)
-            items = order[np.arange(draw.first, draw.first + draw.count)]
-        return (items, None) if self.unit == "trajectory" else _steps(snapshot, items)
+        beta = getattr(self.beta, "__qualname__", repr(self.beta)) if callable(self.beta) else self.beta
+        if isinstance(self.beta, LinearSchedule):
+            beta = self.beta
+        return (
+            f"Prioritized(alpha={self.alpha}, beta={beta}, eps={self.eps}, replacement={self.replacement}, "
+            f"unit={self.unit!r}, normalize={self.normalize!r})"
+        )
 
 
-def _steps(snapshot: Snapshot, items: Array) -> tuple[Array, Array]:
-    # Step number i of the whole snapshot -> position of its trajectory, step within it.
+class TopK(Selector):
+    """The items with the largest priorities, in every batch those that are largest then.
+
+    Equal priorities come in order of their index; items of priority zero are left out. If there are fewer items than
+    the batch has rows, they come again from the start.
+
+    Args:
+        largest: False for the smallest.
+        unit: as for `Uniform`.
+
+    Raises:
+        SchemaError: another value.
+    """
+
+    def __init__(self, largest: bool = True, *, unit: Unit = "trajectory") -> None:
+        super().__init__(replacement=True, unit=unit, passes=False)
+        if not isinstance(largest, bool):
+            raise SchemaError(f"largest is {largest!r}; expected True or False.")
+        self.largest = largest
+
+    def __repr__(self) -> str:
+        return f"TopK(largest={self.largest}, unit={self.unit!r})"
+
+
+def _finite(value: Any) -> bool:
+    number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    return number and math.isfinite(value)
+
+
+# ---------------------------------------------------------------- from a snapshot
+
+
+def steps_of(snapshot: Snapshot, items: Array) -> tuple[Array, Array]:
+    """Step number i of the whole snapshot: the position of its trajectory, the step within it."""
     positions = np.searchsorted(snapshot.ends, items, side="right")
     return positions, items - (snapshot.ends[positions] - snapshot.lengths[positions])
 
@@ -107,10 +296,8 @@ def anchors(kind: Literal["uniform", "first", "last"], lengths: Array, draw: Dra
     return draw.integers(_ANCHORS, lengths)
 
 
-def replacements(
-    unit: Literal["trajectory", "step"], snapshot: Snapshot, draw: Draw
-) -> tuple[Array, Array | None]:
-    """Random items, as `Selector.select` returns them, for those that are no longer there."""
+def replacements(unit: Unit, snapshot: Snapshot, draw: Draw) -> tuple[Array, Array | None]:
+    """Random items, as `select` returns them, for those that are no longer there."""
     if unit == "trajectory":
         return draw.integers(_REPLACED, len(snapshot)), None
-    return _steps(snapshot, draw.integers(_REPLACED, snapshot.num_steps))
+    return steps_of(snapshot, draw.integers(_REPLACED, snapshot.num_steps))

@@ -20,7 +20,7 @@ import numpy as np
 
 from gear_loader.region import Region
 
-__all__ = ["FREE", "READING", "READY", "RETIRED", "WRITING", "Array", "Slots"]
+__all__ = ["FREE", "READING", "READY", "RETIRED", "UNSET", "WRITING", "Array", "Slots"]
 
 FREE, WRITING, READY, RETIRED = range(4)
 Array = np.ndarray[Any, Any]
@@ -51,8 +51,11 @@ Array = np.ndarray[Any, Any]
     NUM_EVICTED,
     NUM_REMOVED,
     MOVING,  # 1 + the half to which the block tables are being moved, 0 for none
-) = range(24)
+    NUM_TOUCHED,  # entries ever written to the ring `touched`
+) = range(25)
 PID, START, READING = range(3)  # columns of `readers`
+UNSET = -1.0
+"""The priority of a trajectory that was added without one."""
 
 
 class Slots:
@@ -81,6 +84,7 @@ class Slots:
         self.half_size = layout.half
         self.free_slots: Array = region.array("free_slots")
         self.retired: Array = region.array("retired")
+        self.touched: Array = region.array("touched")
         self.free_blocks: Array = region.array("free_blocks")
 
     @contextlib.contextmanager
@@ -112,6 +116,11 @@ class Slots:
             counters[OLDEST] = slots[0] + 1
         counters[NEWEST] = slots[-1] + 1
 
+    def _touch(self, slots: Array) -> None:
+        counters, count = self.counters, len(slots)
+        self.touched[(counters[NUM_TOUCHED] + np.arange(count)) % self.num_slots] = slots
+        counters[NUM_TOUCHED] += count
+
     def _retire(self, slot: int) -> None:
         counters = self.counters
         older, newer = self.links[slot].tolist()
@@ -128,6 +137,8 @@ class Slots:
         self.epoch[slot] = counters[EPOCH]
         self.state[slot] = RETIRED
         self.retired[(counters[RETIRED_FIRST] + counters[NUM_RETIRED]) % self.num_slots] = slot
+        self.touched[counters[NUM_TOUCHED] % self.num_slots] = slot
+        counters[NUM_TOUCHED] += 1
         counters[EPOCH] += 1
         counters[VERSION] += 1
         counters[NUM_RETIRED] += 1
@@ -233,6 +244,7 @@ class Slots:
         last = int(self.epoch[used].max()) if len(used) else 0
         counters[EPOCH] = max(counters[EPOCH], last, 0) + 1
         counters[VERSION] += 1
+        counters[NUM_TOUCHED] += self.num_slots + 1  # whoever follows the ring has to look at every slot
         counters[INITIALIZED] = 1
         counters[DIRTY] = 0
 
@@ -273,5 +285,6 @@ class Slots:
         assert len(np.unique(sequences)) == len(order), "a sequence number is used twice"
         assert counters[NEXT_SEQUENCE] > sequences.max(initial=-1), "a sequence number comes again"
         priorities = self.priority[derived["ready"]]
-        assert (np.isfinite(priorities) & (priorities >= 0)).all(), "a priority is negative or not finite"
+        given = priorities[priorities != UNSET]
+        assert (np.isfinite(given) & (given >= 0)).all(), "a priority is negative or not finite"
         assert (self.readers[:, READING] <= counters[EPOCH]).all(), "a reader announced an epoch to come"

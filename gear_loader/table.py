@@ -17,11 +17,11 @@ from gear_loader.errors import (
     StaleIndexError,
     TableClosedError,
 )
-from gear_loader.index import Index, Snapshot
+from gear_loader.index import Changes, Index, Snapshot
 from gear_loader.layout import Layout
 from gear_loader.region import Region
 from gear_loader.schema import Column, Schema
-from gear_loader.slots import NUM_EVICTED, NUM_FREE_BLOCKS, NUM_FREE_SLOTS, NUM_READY, NUM_STEPS, Array
+from gear_loader.slots import NUM_EVICTED, NUM_FREE_BLOCKS, NUM_FREE_SLOTS, NUM_READY, NUM_STEPS, UNSET, Array
 from gear_loader.stats import TableStats
 
 __all__ = ["Table"]
@@ -177,13 +177,14 @@ class Table:
 
     # ---------------------------------------------------------------- adding
 
-    def add(self, trajectory: Trajectory, *, priority: float = 1.0) -> int:
+    def add(self, trajectory: Trajectory, *, priority: float | None = None) -> int:
         """Store one trajectory.
 
         Args:
             trajectory: column name -> numpy array or torch tensor ``[T, *shape]`` of exactly the column's dtype,
                 the same T >= 1 in all of them.
-            priority: finite and not negative.
+            priority: what a selector of priorities begins with: finite and not negative. By default the largest
+                priority that it has seen by then (1 if none), so that everything new is drawn soon.
 
         Returns:
             Its index: valid until it is removed or evicted, then given to another trajectory.
@@ -203,7 +204,7 @@ class Table:
         trajectories: Iterable[Trajectory] | Trajectory,
         *,
         lengths: Sequence[int] | Array | torch.Tensor | None = None,
-        priority: float | Sequence[float] | Array | torch.Tensor = 1.0,
+        priority: float | Sequence[float] | Array | torch.Tensor | None = None,
     ) -> Array:
         """Store many trajectories, all or none, taking the lock once to begin and once to commit.
 
@@ -212,7 +213,7 @@ class Table:
                 ``[n, T, *shape]`` of which trajectory i has the first ``lengths[i]`` steps. An iterator (a generator)
                 may fill the same arrays anew for each trajectory: what it yields is copied first.
             lengths: int [n], with stacked arrays.
-            priority: one for all, or [n].
+            priority: as for `add`: one for all, or [n].
 
         Returns:
             Their indices, int64 [n].
@@ -441,10 +442,10 @@ class Table:
         index = self._live()
         return index.extent, index.block_ids
 
-    def slot_states(self) -> tuple[Array, Array]:
-        """`state` and `generation` of the index, as views."""
+    def slot_states(self) -> tuple[Array, Array, Array]:
+        """`state`, `generation` and `sequence` of the index, as views."""
         index = self._live()
-        return index.state, index.generation
+        return index.state, index.generation, index.sequence
 
     def begin_snapshot(self) -> tuple[int, Snapshot]:
         """Start reading: a ticket that keeps all blocks alive, and the trajectories there are. See `Index`."""
@@ -453,8 +454,22 @@ class Table:
         self._reads[ticket] = index
         return ticket, snapshot
 
+    def begin_changes(self, since: int) -> tuple[int, Changes]:
+        """Start reading: a ticket, and what has happened since. See `Index`."""
+        index = self._live()
+        ticket, changes = index.begin_changes(since)
+        self._reads[ticket] = index
+        return ticket, changes
+
+    def begin_ends(self, count: int, *, newest: bool) -> tuple[int, Array]:
+        """Start reading: a ticket, and the oldest or newest slots. See `Index.ends`."""
+        index = self._live()
+        ticket, slots = index.ends(count, newest=newest)
+        self._reads[ticket] = index
+        return ticket, slots
+
     def end_read(self, ticket: int) -> None:
-        """Stop reading what `ticket` of `begin_snapshot` stands for; also after `close`, or others would wait."""
+        """Stop reading what `ticket` of one of these stands for; also after `close`, or others would wait."""
         index = self._reads.pop(ticket, self._index)
         if index is not None:
             index.end_read(ticket)
@@ -481,6 +496,8 @@ def _check_on_full(on_full: str) -> None:
 
 
 def _check_priorities(priority: Any, count: int) -> Array:
+    if priority is None:
+        return np.full(count, UNSET, dtype=np.float32)
     if isinstance(priority, torch.Tensor):
         priority = priority.detach().cpu()
         priority = (priority.float() if priority.dtype == torch.bfloat16 else priority).numpy()
@@ -502,4 +519,5 @@ def _check_priorities(priority: Any, count: int) -> Array:
         raise SchemaError(
             f"priority {value} of trajectory {bad[0]}; expected a finite number (as float32) that is not negative."
         )
-    return narrow
+    # What is positive stays so, and can be drawn.
+    return np.where((narrow == 0) & (values > 0), np.finfo(np.float32).tiny, narrow)

@@ -193,7 +193,7 @@ def test_a_table_of_one_step() -> None:
 
 
 def test_generation_tells_who_has_the_index(table: gear.Table) -> None:
-    _, generation = table.slot_states()
+    _, generation, _ = table.slot_states()
     batch = dataset(table, batch_size=50).sample()
     assert batch["generation"].tolist() == generation[batch["index"].numpy()].tolist()
     reused = int(table.indices()[0])
@@ -776,7 +776,7 @@ def test_no_row_is_torn_while_another_thread_evicts_at_full_speed(
 ) -> None:
     with make_table([], max_steps=200, max_trajectories=24, on_full="evict_oldest") as table:
         written: dict[tuple[int, int], int] = {}
-        _, generation = table.slot_states()
+        _, generation, _ = table.slot_states()
         stop = threading.Event()
         failures: list[BaseException] = []
 
@@ -830,7 +830,7 @@ def test_evicted_items_of_an_epoch_are_replaced_by_live_ones(prefetch: int, anch
         live = contents(table)
         batches = list(iterator)
         assert len(batches) == 7
-        _, generation = table.slot_states()
+        _, generation, _ = table.slot_states()
         fresh = []
         for batch in batches[prefetch + 1 :]:
             check_batch(batch, live, dict.fromkeys(SCHEMA, WINDOW))

@@ -97,6 +97,7 @@ def test_a_state_is_integers_and_options() -> None:
         "epoch": 0,
         "before": 0,
         "step": 0,
+        "past": 0,
         "workers": 0,
         "samples": 0,
         "sampled_items": 0,

@@ -1,0 +1,536 @@
+"""Draw by priority and set priorities on a wide sum tree (`gear_loader.kernels.sum_tree`).
+
+**Drawing.** Each row of a batch walks from the roots to a leaf; at every level it takes a fresh 53-bit uniform and goes
+through the node's 32 children by their partial sums. So an item's probability is the product of its shares, each of
+which is exact to 2**-53 of its node: priorities of very different size under one roof are all drawn.
+
+**Setting.** An update is refused as a whole if one value is bad. Of equal items the last wins: every row first claims
+its leaf with a number that grows with the row (a bit pattern that no priority has, so that claims and priorities cannot
+be taken for each other), and whoever finds its own claim afterwards writes. Then the nodes above are computed anew,
+level by level.
+
+**Without replacement.** Rows are drawn as above; rows that drew an item drawn before are dropped; the items drawn are
+set to 0, and as many rows as were dropped are drawn again from what is left, until the batch is full. This is exact
+successive sampling: in a sequence of independent draws, the item that comes after the k-th different one has
+probability in proportion to the leaves of those that are left, however many repetitions lie between, and setting the
+first k to 0 only cuts these repetitions short. Exponential keys would do the same with a pass over all items.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from gear_loader.kernels import sum_tree as _tree
+from gear_loader.kernels.sum_tree import SumTree
+
+__all__ = ["build", "check_draw", "check_update", "draw", "draw_distinct", "update"]
+
+BAD_POSITION = tl.constexpr(_tree.BAD_POSITION)
+EMPTY_DRAWS = tl.constexpr(_tree.EMPTY_DRAWS)
+DISTINCT_MISSING = tl.constexpr(_tree.DISTINCT_MISSING)
+NOWHERE = tl.constexpr(_tree.NOWHERE)
+UNSET = tl.constexpr(_tree.UNSET)
+GONE = tl.constexpr(_tree.GONE)
+LOWEST_LEAF = tl.constexpr(_tree.LOWEST_LEAF)
+LARGEST_LEAF = tl.constexpr(torch.finfo(torch.float32).max)
+
+FIRST_CLAIM = tl.constexpr(0x7F800001)  # bits of a NaN: above those of any priority
+LOWEST_CLAIM = tl.constexpr(-(1 << 31))  # bits with the sign: below those of any priority
+
+# Fused multiply-adds would round otherwise than the other implementations do.
+DRAW = {"ROWS": 8, "num_warps": 1, "enable_fp_fusion": False}
+UPDATE = {"ROWS": 256, "num_warps": 16, "enable_fp_fusion": False}
+DISTINCT = {"ROWS": 64, "num_warps": 8, "enable_fp_fusion": False}
+ALONE = 4096
+"""Rows up to which one program does a whole update: it passes a barrier between levels, not a launch."""
+
+
+# ---------------------------------------------------------------- parts
+
+
+@triton.jit
+def _uniform(key, step, i_row, level):
+    """53-bit uniforms in [0, 1), float64 like `i_row` (uint32), for a level of the tree."""
+    c1 = (i_row * 0 + level // 2).to(tl.uint32)
+    low = (i_row * 0 + (step & 0xFFFFFFFF)).to(tl.uint32)
+    high = (i_row * 0 + ((step >> 32) & 0xFFFFFFFF)).to(tl.uint32)
+    b_0, b_1, b_2, b_3 = tl.philox(key, i_row, c1, low, high)
+    b_high = tl.where(level % 2 == 0, b_0, b_2) >> 5
+    b_low = tl.where(level % 2 == 0, b_1, b_3) >> 6
+    return (b_high.to(tl.float64) * 67108864.0 + b_low.to(tl.float64)) * (2.0**-53)
+
+
+@triton.jit
+def _add_pairs(b_part, LEAVES: tl.constexpr):
+    """[ROWS, 2 n] -> [ROWS, n]: neighbours, or those n apart."""
+    ROWS: tl.constexpr = b_part.shape[0]
+    HALF: tl.constexpr = b_part.shape[1] // 2
+    if LEAVES:
+        return tl.sum(tl.reshape(b_part, [ROWS, 2, HALF]), axis=1)
+    else:
+        return tl.sum(tl.reshape(b_part, [ROWS, HALF, 2]), axis=2)
+
+
+@triton.jit
+def _node_sum(b_children, LEAVES: tl.constexpr):
+    """Sums of nodes, [ROWS, 32] -> [ROWS], in the order that `gear_loader.kernels.sum_tree` fixes."""
+    b_16 = _add_pairs(b_children, LEAVES)
+    b_8 = _add_pairs(b_16, LEAVES)
+    b_4 = _add_pairs(b_8, LEAVES)
+    b_2 = _add_pairs(b_4, LEAVES)
+    return tl.sum(b_2, axis=1)
+
+
+@triton.jit
+def _step_down(b_part, b_rest, i_place, LEAVES: tl.constexpr):
+    """One binary step of a draw: past the left one of two partial sums, or not."""
+    WIDTH: tl.constexpr = b_part.shape[1]
+    i_left = i_place if LEAVES else i_place * 2
+    m_left = tl.arange(0, WIDTH)[None, :] == i_left[:, None]
+    b_left = tl.sum(tl.where(m_left, b_part, 0.0), axis=1)
+    m_right = b_rest >= b_left
+    b_rest = tl.where(m_right, b_rest - b_left, b_rest)
+    if LEAVES:
+        i_place = tl.where(m_right, i_place + WIDTH // 2, i_place)
+    else:
+        i_place = tl.where(m_right, i_left + 1, i_left)
+    return b_rest, i_place
+
+
+@triton.jit
+def _choose(b_children, b_uniform, LEAVES: tl.constexpr):
+    """Draw one of 32 children in proportion to them: its place, int32 [ROWS]."""
+    b_16 = _add_pairs(b_children, LEAVES)
+    b_8 = _add_pairs(b_16, LEAVES)
+    b_4 = _add_pairs(b_8, LEAVES)
+    b_2 = _add_pairs(b_4, LEAVES)
+    b_rest = b_uniform * tl.sum(b_2, axis=1)
+    i_place = (b_uniform * 0).to(tl.int32)
+    b_rest, i_place = _step_down(b_2, b_rest, i_place, LEAVES)
+    b_rest, i_place = _step_down(b_4, b_rest, i_place, LEAVES)
+    b_rest, i_place = _step_down(b_8, b_rest, i_place, LEAVES)
+    b_rest, i_place = _step_down(b_16, b_rest, i_place, LEAVES)
+    b_rest, i_place = _step_down(b_children, b_rest, i_place, LEAVES)
+    return i_place
+
+
+@triton.jit
+def _total(p_sums, p_levels, depth):
+    """Sum of all leaves."""
+    offset = tl.load(p_levels + (depth - 1) * 2)
+    b_roots = tl.load(p_sums + offset + tl.arange(0, 32)[None, :], volatile=True)
+    return tl.sum(_node_sum(b_roots, False), axis=0)
+
+
+@triton.jit
+def _draw_rows(p_leaves, p_sums, p_levels, depth, key, step, i_row):
+    """Items (int64) and their leaves for rows of a batch; the tree is not empty."""
+    o_child = tl.arange(0, 32)[None, :]
+    i_node = i_row.to(tl.int64) * 0
+    for i in range(depth):
+        level = depth - i
+        offset = tl.load(p_levels + (level - 1) * 2)
+        b_children = tl.load(p_sums + offset + i_node[:, None] * 32 + o_child)
+        i_child = _choose(b_children, _uniform(key, step, i_row, level), False)
+        i_node = i_node * 32 + i_child
+    b_leaves = tl.load(p_leaves + i_node[:, None] * 32 + o_child)
+    i_child = _choose(b_leaves.to(tl.float64), _uniform(key, step, i_row, 0), True)
+    b_leaf = tl.sum(tl.where(o_child == i_child[:, None], b_leaves, 0.0), axis=1)
+    return i_node * 32 + i_child, b_leaf
+
+
+@triton.jit
+def _refresh_tile(p_leaves, p_sums, p_mins, p_maxs, p_levels, level, i_node, m_node):
+    """Compute nodes of a level from their children."""
+    o_child = tl.arange(0, 32)[None, :]
+    offset = tl.load(p_levels + (level - 1) * 2)
+    o_children = i_node[:, None] * 32 + o_child
+    m_children = m_node[:, None] & (o_child >= 0)
+    if level == 1:
+        b_leaf = tl.load(p_leaves + o_children, mask=m_children, other=0.0)
+        b_low = tl.min(tl.where(b_leaf > 0, b_leaf, float("inf")), axis=1)
+        b_high = tl.max(b_leaf, axis=1)
+        b_sum = _node_sum(b_leaf.to(tl.float64), True)
+    else:
+        o_children += tl.load(p_levels + (level - 2) * 2)
+        b_low = tl.min(tl.load(p_mins + o_children, mask=m_children, other=float("inf")), axis=1)
+        b_high = tl.max(tl.load(p_maxs + o_children, mask=m_children, other=0.0), axis=1)
+        b_sum = _node_sum(tl.load(p_sums + o_children, mask=m_children, other=0.0), False)
+    tl.store(p_sums + offset + i_node, b_sum, mask=m_node)
+    tl.store(p_mins + offset + i_node, b_low, mask=m_node)
+    tl.store(p_maxs + offset + i_node, b_high, mask=m_node)
+
+
+@triton.jit
+def _refresh_level(
+    p_leaves, p_sums, p_mins, p_maxs, p_levels, level, p_items, batch, i_first, stride, ROWS: tl.constexpr
+):
+    """Compute the nodes of a level above some items, or all of them where they are fewer than the items."""
+    nodes = tl.load(p_levels + (level - 1) * 2 + 1)
+    count = tl.minimum(nodes, batch)
+    shift = level * 5
+    for i_tile in range(i_first, tl.cdiv(count, ROWS), stride):
+        i_row = (i_tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        m_row = i_row < count
+        i_node = i_row
+        if nodes > batch:
+            i_item = tl.load(p_items + i_row, mask=m_row, other=-1)
+            m_row = m_row & (i_item >= 0)
+            i_node = tl.where(m_row, i_item, 0) >> shift
+        _refresh_tile(p_leaves, p_sums, p_mins, p_maxs, p_levels, level, i_node, m_row)
+
+
+# ---------------------------------------------------------------- update
+
+
+@triton.jit
+def _leaf(b_value, alpha, eps, ALPHA_ONE: tl.constexpr):
+    """What a priority weighs: (priority + eps) ** alpha as float32, 0 only for 0."""
+    b_wide = b_value.to(tl.float64) + eps
+    if not ALPHA_ONE:
+        b_wide = tl.where(b_wide > 0, tl.exp2(alpha * tl.log2(tl.where(b_wide > 0, b_wide, 1.0))), 0.0)
+    return tl.where(b_wide > 0, tl.maximum(b_wide, LOWEST_LEAF), 0.0)
+
+
+@triton.jit(do_not_specialize=["floor", "alpha", "eps", "batch", "depth", "first_phase", "last_phase"])
+def update_kernel(
+    p_items,  # int64 [B], negative: leave out
+    p_values,  # float32 [B]
+    p_leaves,
+    p_sums,
+    p_mins,
+    p_maxs,
+    p_levels,
+    p_maximum,  # float32 [1]
+    p_status,
+    floor,  # what the running maximum is at least
+    alpha,
+    eps,
+    batch,
+    depth,
+    first_phase,  # 0 check, 1 claim, 2 write, 3 and up: level 1 and up
+    last_phase,
+    UNSET_ALLOWED: tl.constexpr,
+    ALPHA_ONE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    i_first = tl.program_id(0)
+    stride = tl.num_programs(0)
+    tiles = tl.cdiv(batch, ROWS)
+    p_bits = p_leaves.to(tl.pointer_type(tl.int32))
+    for phase in range(first_phase, last_phase):
+        if phase >= 3:
+            _refresh_level(
+                p_leaves, p_sums, p_mins, p_maxs, p_levels, phase - 2, p_items, batch, i_first, stride, ROWS
+            )
+        else:
+            refused = tl.load(p_status + BAD_POSITION, volatile=True) != NOWHERE
+            maximum = tl.maximum(tl.load(p_maximum, volatile=True), floor)
+            for i_tile in range(i_first, tiles, stride):
+                i_row = i_tile * ROWS + tl.arange(0, ROWS)
+                m_row = i_row < batch
+                i_item = tl.load(p_items + i_row, mask=m_row, other=-1)
+                b_value = tl.load(p_values + i_row, mask=m_row, other=0.0)
+                m_row = m_row & (i_item >= 0)
+                if UNSET_ALLOWED:
+                    m_gone = b_value == GONE
+                    m_given = (b_value != UNSET) & ~m_gone
+                    b_value = tl.where(m_given, b_value, tl.where(m_gone, 0.0, maximum))
+                    b_leaf = tl.where(m_gone, 0.0, _leaf(b_value, alpha, eps, ALPHA_ONE))
+                else:
+                    m_given = m_row
+                    b_leaf = _leaf(b_value, alpha, eps, ALPHA_ONE)
+                if phase == 0:
+                    m_bad = m_row & ((b_value < 0) | (b_value != b_value) | ~(b_leaf <= LARGEST_LEAF))
+                    first = tl.min(tl.where(m_bad, i_row.to(tl.int64), NOWHERE), axis=0)
+                    if first != NOWHERE:
+                        tl.atomic_min(p_status + BAD_POSITION, first)
+                elif not refused:
+                    i_place = tl.where(m_row, i_item, 0)
+                    if phase == 1:
+                        tl.atomic_max(p_bits + i_place, i_row + FIRST_CLAIM, mask=m_row)
+                    else:
+                        b_bits = tl.load(p_bits + i_place, mask=m_row, other=0, volatile=True)
+                        m_wins = m_row & (b_bits == i_row + FIRST_CLAIM)
+                        tl.store(p_leaves + i_place, b_leaf.to(tl.float32), mask=m_wins)
+                        b_known = tl.where(m_row & m_given, b_value, 0.0)
+                        high = tl.maximum(tl.max(b_known, axis=0), floor)
+                        tl.atomic_max(p_maximum, high)
+        tl.debug_barrier()
+
+
+# ---------------------------------------------------------------- draw
+
+
+@triton.jit(do_not_specialize=["count", "depth"])
+def draw_kernel(
+    p_random,  # int64 [2]
+    p_leaves,
+    p_sums,
+    p_levels,
+    p_status,
+    p_items,  # int64 [B]
+    p_values,  # float32 [B]
+    count,
+    depth,
+    ROWS: tl.constexpr,
+):
+    key, step = tl.load(p_random), tl.load(p_random + 1)
+    i_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    m_row = i_row < count
+    empty = ~(_total(p_sums, p_levels, depth) > 0)
+    i_item, b_leaf = _draw_rows(p_leaves, p_sums, p_levels, depth, key, step, i_row.to(tl.uint32))
+    tl.store(p_items + i_row, tl.where(empty, -1, i_item), mask=m_row)
+    tl.store(p_values + i_row, tl.where(empty, 0.0, b_leaf), mask=m_row)
+    if empty & (tl.program_id(0) == 0):
+        tl.atomic_add(p_status + EMPTY_DRAWS, 1)
+
+
+@triton.jit(do_not_specialize=["count", "depth"])
+def draw_distinct_kernel(
+    p_random,
+    p_leaves,
+    p_sums,
+    p_mins,
+    p_maxs,
+    p_levels,
+    p_status,
+    p_drawn,  # int64 [B], scratch: what each row drew
+    p_drawn_leaves,  # float32 [B], scratch
+    p_items,  # int64 [B]
+    p_values,  # float32 [B]
+    count,
+    depth,
+    ROWS: tl.constexpr,
+):
+    key, step = tl.load(p_random), tl.load(p_random + 1)
+    p_bits = p_leaves.to(tl.pointer_type(tl.int32))
+    filled = 0
+    turn = 0
+    total = _total(p_sums, p_levels, depth)
+    if ~(total > 0):
+        tl.atomic_add(p_status + EMPTY_DRAWS, 1)
+    while (filled < count) & (total > 0):
+        rows = count - filled
+        tiles = tl.cdiv(rows, ROWS)
+        for i_tile in range(tiles):
+            i_row = i_tile * ROWS + tl.arange(0, ROWS)
+            m_row = i_row < rows
+            i_number = (turn * count + i_row).to(tl.uint32)
+            i_item, b_leaf = _draw_rows(p_leaves, p_sums, p_levels, depth, key, step, i_number)
+            tl.store(p_drawn + i_row, i_item, mask=m_row)
+            tl.store(p_drawn_leaves + i_row, b_leaf, mask=m_row)
+        tl.debug_barrier()
+        for i_tile in range(tiles):  # the lowest row that drew an item keeps it
+            i_row = i_tile * ROWS + tl.arange(0, ROWS)
+            m_row = i_row < rows
+            i_item = tl.load(p_drawn + i_row, mask=m_row, other=0)
+            tl.atomic_min(p_bits + i_item, i_row + LOWEST_CLAIM, mask=m_row)
+        tl.debug_barrier()
+        begin = filled
+        for i_tile in range(tiles):
+            i_row = i_tile * ROWS + tl.arange(0, ROWS)
+            m_row = i_row < rows
+            i_item = tl.load(p_drawn + i_row, mask=m_row, other=0)
+            b_leaf = tl.load(p_drawn_leaves + i_row, mask=m_row, other=0.0)
+            b_bits = tl.load(p_bits + i_item, mask=m_row, other=0, volatile=True)
+            m_first = m_row & (b_bits == i_row + LOWEST_CLAIM)
+            i_out = filled + tl.cumsum(m_first.to(tl.int32), axis=0) - 1
+            tl.store(p_items + i_out, i_item, mask=m_first)
+            tl.store(p_values + i_out, b_leaf, mask=m_first)
+            filled += tl.sum(m_first.to(tl.int32), axis=0)
+        tl.debug_barrier()
+        for i_tile in range(tl.cdiv(filled - begin, ROWS)):
+            i_row = begin + i_tile * ROWS + tl.arange(0, ROWS)
+            m_row = i_row < filled
+            i_item = tl.load(p_items + i_row, mask=m_row, other=0)
+            tl.store(p_leaves + i_item, tl.zeros([ROWS], dtype=tl.float32), mask=m_row)
+        tl.debug_barrier()
+        for i in range(depth):
+            _refresh_level(p_leaves, p_sums, p_mins, p_maxs, p_levels, i + 1, p_drawn, rows, 0, 1, ROWS)
+            tl.debug_barrier()
+        total = _total(p_sums, p_levels, depth)
+        turn += 1
+    for i_tile in range(tl.cdiv(count, ROWS)):
+        i_row = i_tile * ROWS + tl.arange(0, ROWS)
+        i_item = tl.load(p_items + i_row, mask=i_row < filled, other=0)
+        b_leaf = tl.load(p_values + i_row, mask=i_row < filled, other=0.0)
+        tl.store(p_leaves + i_item, b_leaf, mask=i_row < filled)
+        m_missing = (i_row >= filled) & (i_row < count)
+        tl.store(p_items + i_row, tl.full([ROWS], -1, dtype=tl.int64), mask=m_missing)
+        tl.store(p_values + i_row, tl.zeros([ROWS], dtype=tl.float32), mask=m_missing)
+    tl.debug_barrier()
+    for i in range(depth):
+        _refresh_level(p_leaves, p_sums, p_mins, p_maxs, p_levels, i + 1, p_items, count, 0, 1, ROWS)
+        tl.debug_barrier()
+    tl.atomic_add(p_status + DISTINCT_MISSING, (count - filled).to(tl.int64))
+
+
+# ---------------------------------------------------------------- launchers
+
+
+@contextlib.contextmanager
+def _on(device: torch.device) -> Iterator[None]:
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        yield
+
+
+def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, count: int, device: torch.device) -> None:
+    if tensor.dtype != dtype or tuple(tensor.shape) != (count,) or not tensor.is_contiguous():
+        raise TypeError(
+            f"{name} is {tensor.dtype} {list(tensor.shape)}; expected contiguous {dtype} [{count}]."
+        )
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}; expected {device}, as the tree.")
+
+
+def check_update(tree: SumTree, items: torch.Tensor, values: torch.Tensor, alpha: float, eps: float) -> int:
+    """Raise TypeError or ValueError unless everything is as `update` expects it; the number of rows."""
+    count = len(items)
+    _check("items", items, torch.int64, count, tree.device)
+    _check("values", values, torch.float32, count, tree.device)
+    if not 0 <= alpha < float("inf") or not 0 <= eps < float("inf"):
+        raise ValueError(f"alpha is {alpha} and eps {eps}; expected finite numbers that are not negative.")
+    return count
+
+
+def check_draw(tree: SumTree, random: torch.Tensor, items: torch.Tensor, values: torch.Tensor) -> int:
+    """Raise TypeError or ValueError unless everything is as `draw` expects it; the number of rows."""
+    count = len(items)
+    _check("random", random, torch.int64, 2, random.device)
+    _check("items", items, torch.int64, count, tree.device)
+    _check("values", values, torch.float32, count, tree.device)
+    return count
+
+
+def update(
+    tree: SumTree,
+    items: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    alpha: float = 1.0,
+    eps: float = 0.0,
+    unset: bool = False,
+    floor: float = 0.0,
+) -> None:
+    """Set the leaves of items to ``(value + eps) ** alpha``, and all nodes above them.
+
+    Args:
+        tree: changed in place.
+        items: int64 [n] on the tree's device, below the capacity; negative ones are left out. Of equal items the last
+            one counts.
+        values: float32 [n]: finite, not negative.
+        alpha, eps: 0 stays 0 if eps is 0, whatever alpha. Both count as float32.
+        unset: values may be `UNSET`, the running maximum, or `GONE`, which makes a leaf 0 whatever eps.
+        floor: raise the running maximum to at least this, before anything else.
+
+    If a value is bad, nothing changes and its position is noted in `tree.status`; the same while an earlier one is
+    still noted there. Does not wait for the GPU.
+
+    Raises:
+        TypeError, ValueError: arguments of another dtype, shape or device; nothing has been launched then.
+    """
+    count = check_update(tree, items, values, alpha, eps)
+    phases = 3 + tree.depth
+    tiles = triton.cdiv(count, UPDATE["ROWS"])
+    plan = [(0, phases, 1)]
+    if count > ALONE:
+        # Programs do not wait for each other, so every phase is a launch; the narrow levels go together.
+        wide = sum(nodes > ALONE for _, nodes in tree.shape)
+        plan = [(phase, phase + 1, min(tiles, 1024)) for phase in range(3 + wide)]
+        plan.append((3 + wide, phases, 1))
+    for first, last, programs in plan if count else ():
+        _launch_update(tree, items, values, count, first, last, programs, alpha, eps, unset, floor)
+
+
+def build(tree: SumTree) -> None:
+    """Compute all nodes from the leaves, which somebody has written. Does not wait for the GPU."""
+    for level, (_, nodes) in enumerate(tree.shape):
+        programs = min(triton.cdiv(nodes, UPDATE["ROWS"]), 1024)
+        _launch_update(
+            tree, tree.status, tree.leaves, 2**31 - 1, 3 + level, 4 + level, programs, 1.0, 0.0, False, 0.0
+        )
+
+
+def _launch_update(
+    tree: SumTree,
+    items: torch.Tensor,
+    values: torch.Tensor,
+    count: int,
+    first: int,
+    last: int,
+    programs: int,
+    alpha: float,
+    eps: float,
+    unset: bool,
+    floor: float,
+) -> None:
+    # Kernels get floats as float32; the interpreter would not round them.
+    floor, alpha, eps = torch.tensor([floor, alpha, eps], dtype=torch.float32).tolist()
+    with _on(tree.device):
+        update_kernel[(programs,)](
+            items,
+            values,
+            tree.leaves,
+            tree.sums,
+            tree.mins,
+            tree.maxs,
+            tree.levels,
+            tree.maximum,
+            tree.status,
+            floor,
+            alpha,
+            eps,
+            count,
+            tree.depth,
+            first,
+            last,
+            UNSET_ALLOWED=unset,
+            ALPHA_ONE=alpha == 1.0,
+            **UPDATE,
+        )
+
+
+def draw(tree: SumTree, random: torch.Tensor, items: torch.Tensor, values: torch.Tensor) -> None:
+    """Draw items in proportion to their leaves, with replacement.
+
+    Args:
+        tree: from which.
+        random: int64 [2] in memory that the device can read: key and counter of the random numbers. The same two
+            give the same draw.
+        items, values: int64 [n] and float32 [n] on the tree's device, filled with the items and their leaves; with -1
+            and 0 if all leaves are 0, which is counted in `tree.status`.
+
+    Does not wait for the GPU.
+
+    Raises:
+        TypeError, ValueError: arguments of another dtype, shape or device; nothing has been launched then.
+    """
+    count = check_draw(tree, random, items, values)
+    if count == 0:
+        return
+    with _on(tree.device):
+        draw_kernel[(triton.cdiv(count, DRAW["ROWS"]),)](
+            random, tree.leaves, tree.sums, tree.levels, tree.status, items, values, count, tree.depth, **DRAW
+        )
+
+
+def draw_distinct(tree: SumTree, random: torch.Tensor, items: torch.Tensor, values: torch.Tensor) -> None:
+    """Draw different items, one after another, each in proportion to the leaves of those that are left.
+
+    As `draw`; where no item is left, rows get -1 and 0, which is counted in `tree.status`. The tree is the same
+    afterwards. One program does it all, so large batches take their time.
+    """
+    count = check_draw(tree, random, items, values)
+    if count == 0:
+        return
+    drawn, leaves = torch.empty_like(items), torch.empty_like(values)
+    arguments: list[Any] = [random, tree.leaves, tree.sums, tree.mins, tree.maxs, tree.levels, tree.status]
+    with _on(tree.device):
+        draw_distinct_kernel[(1,)](*arguments, drawn, leaves, items, values, count, tree.depth, **DISTINCT)

@@ -1,0 +1,171 @@
+"""A wide sum tree over priorities: where its numbers lie, and what can be read off it without a kernel.
+
+    leaves            float32 [capacity, padded to 32]        what items are drawn in proportion to; 0 is never drawn
+    level 1           one node for each 32 leaves             sums float64, mins and maxs float32
+    level 2           one node for each 32 nodes of level 1
+    ...               until at most 32 nodes are left: the roots
+
+All levels of a kind lie in one tensor, each padded to a multiple of 32 with nodes that hold nothing (sum 0, minimum
+infinite, maximum 0). The minimum is over the leaves that are not 0.
+
+**Order of summation.** It is fixed, so that every implementation on every device gives the same sums, and therefore
+the same draws, to the last bit: a node of level 1 adds leaf i to leaf i + 16 of its 32, then i to i + 8 of those sums,
+and so on; a node of a higher level adds neighbours, then neighbours of those sums, and so on. A draw descends through
+the same partial sums. Nodes are computed anew from below, never incremented, so nothing drifts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = [
+    "BAD_POSITION",
+    "DISTINCT_MISSING",
+    "EMPTY_DRAWS",
+    "FANOUT",
+    "GONE",
+    "LOWEST_LEAF",
+    "NOWHERE",
+    "STALE",
+    "UNSET",
+    "SumTree",
+    "best",
+    "leaf_sums",
+    "node_sums",
+]
+
+FANOUT = 32
+UNSET, GONE = -1.0, -2.0
+"""As priorities: the running maximum; no item (any more)."""
+LOWEST_LEAF = 2.0**-126
+"""The smallest normal float32: what a positive priority below it becomes, so that it can still be drawn."""
+
+# Places in `status`, which kernels write and nobody waits for.
+BAD_POSITION = 0  # first position of an update that was refused, NOWHERE for none
+EMPTY_DRAWS = 1  # draws from a tree without any positive leaf
+DISTINCT_MISSING = 2  # rows of draws without replacement for which no item was left
+STALE = 3  # rows of updates that were ignored, because they named a trajectory that is gone
+NOWHERE = (1 << 63) - 1
+
+
+class SumTree:
+    """The tensors of a tree of `capacity` items, all zero.
+
+    Args:
+        capacity: items, 1 to 2**31 - 1.
+        device: where.
+
+    Attributes:
+        leaves: float32 [capacity rounded up to 32].
+        sums, mins, maxs: float64 and float32, the nodes of all levels.
+        levels: int64 [depth, 2] on the device: where a level begins in these, how many nodes it has.
+        shape: the same as a list of tuples on the host.
+        maximum: float32 [1], the running maximum of the priorities that new items start with.
+        status: int64 [4], see the constants.
+
+    Raises:
+        ValueError: another capacity.
+    """
+
+    def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
+        if not 1 <= capacity < 2**31:
+            raise ValueError(f"capacity is {capacity}; expected 1 to {2**31 - 1}.")
+        self.capacity = capacity
+        self.device = torch.device(device)
+        self.shape: list[tuple[int, int]] = []
+        count, offset = capacity, 0
+        while True:
+            count = -(-count // FANOUT)
+            self.shape.append((offset, count))
+            offset += -(-count // FANOUT) * FANOUT
+            if count <= FANOUT:
+                break
+        padded = self.shape[0][1] * FANOUT
+        self.leaves = torch.zeros(padded, dtype=torch.float32, device=self.device)
+        self.sums = torch.zeros(offset, dtype=torch.float64, device=self.device)
+        self.mins = torch.full((offset,), torch.inf, dtype=torch.float32, device=self.device)
+        self.maxs = torch.zeros(offset, dtype=torch.float32, device=self.device)
+        self.levels = torch.tensor(self.shape, dtype=torch.int64).to(self.device)
+        self.maximum = torch.ones(1, dtype=torch.float32, device=self.device)
+        self.status = torch.tensor([NOWHERE, 0, 0, 0], dtype=torch.int64).to(self.device)
+
+    @property
+    def depth(self) -> int:
+        """Levels above the leaves."""
+        return len(self.shape)
+
+    @property
+    def node_bytes(self) -> int:
+        """Bytes beyond the leaves."""
+        return sum(part.nbytes for part in (self.sums, self.mins, self.maxs, self.levels))
+
+    def level(self, level: int, nodes: torch.Tensor) -> torch.Tensor:
+        """The part of `nodes` (sums, mins or maxs) that is level 1 to `depth`, padded to a multiple of 32."""
+        offset, count = self.shape[level - 1]
+        return nodes[offset : offset + -(-count // FANOUT) * FANOUT]
+
+    def total(self) -> torch.Tensor:
+        """Sum of all leaves, float64 [] on the device, in the tree's own order."""
+        return node_sums(self.level(self.depth, self.sums).view(1, FANOUT))[0]
+
+    def minimum(self) -> torch.Tensor:
+        """The smallest leaf that is not 0, float32 [] on the device; infinite if there is none."""
+        return self.level(self.depth, self.mins).min()
+
+    def top(self, count: int, *, largest: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `count` items with the largest (or smallest) leaves that are not 0; of equals, the lower item first.
+
+        From the roots down only the children of the best `count` nodes of a level are looked at, which always hold
+        the best items: O(count * 32 * depth), whatever the capacity, and without waiting for a GPU.
+
+        Args:
+            count: 1 to the capacity.
+
+        Returns:
+            int64 [count] items and float32 [count] their leaves, the best first; where there are fewer items, -1 and
+            0 at the end.
+        """
+        extremes = self.maxs if largest else self.mins
+        levels = [self.leaves, *(self.level(level + 1, extremes) for level in range(self.depth))]
+        return best(levels, count, largest=largest)
+
+
+def best(levels: Sequence[torch.Tensor], count: int, *, largest: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """`SumTree.top` for leaves and the minima or maxima of each level, the roots last."""
+    device = levels[0].device
+    children = torch.arange(FANOUT, device=device)
+    nodes = children
+    for level in range(len(levels) - 1, -1, -1):
+        known = levels[level]
+        values = known[nodes.clamp(max=len(known) - 1)]
+        exists = (nodes < len(known)) & (values > 0) & torch.isfinite(values)
+        # Unique keys: the value's bits (they sort as the value does), then the lower number first.
+        bits = values.view(torch.int32).to(torch.int64)
+        rank = torch.where(exists, bits if largest else 0x7FFFFFFF - bits, -1)
+        order = torch.topk((rank << 32) - nodes, min(count, len(nodes))).indices
+        nodes, values, exists = nodes[order], values[order], exists[order]
+        if level:
+            nodes = (nodes[:, None] * FANOUT + children).view(-1)
+    items = torch.full((count,), -1, dtype=torch.int64, device=device)
+    leaves = torch.zeros(count, dtype=torch.float32, device=device)
+    items[: len(nodes)] = torch.where(exists, nodes, -1)
+    leaves[: len(nodes)] = torch.where(exists, values, 0)
+    return items, leaves
+
+
+def node_sums(children: torch.Tensor) -> torch.Tensor:
+    """Sums of nodes above level 1 from their children, float64 [n, 32] -> [n]: neighbours first."""
+    while children.shape[1] > 1:
+        children = children.view(len(children), -1, 2)
+        children = children[:, :, 0] + children[:, :, 1]
+    return children[:, 0]
+
+
+def leaf_sums(leaves: torch.Tensor) -> torch.Tensor:
+    """Sums of nodes of level 1 from their leaves, float64 [n, 32] -> [n]: i and i + 16 first."""
+    while leaves.shape[1] > 1:
+        half = leaves.shape[1] // 2
+        leaves = leaves[:, :half] + leaves[:, half:]
+    return leaves[:, 0]
