@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ class GpuSide:
             the extent; int32 [B, K] of the windows' block ids; float32 [B] of weights if batches carry them. None
             where the GPU cannot read the region.
         mirror: their copies on the device.
+        random: pinned int64 [3]: key, counter, and key for anchors, of a draw on the GPU.
         staging: where the GPU cannot read the region: a batch in pinned memory, gathered on the CPU.
         filled, released: events: the batch is complete; its last user has finished.
         consumers: the streams that have used the batch.
@@ -39,6 +40,7 @@ class GpuSide:
 
     host: tuple[torch.Tensor, ...] | None
     mirror: tuple[torch.Tensor, ...] | None
+    random: torch.Tensor | None
     staging: Buffers | None
     filled: torch.cuda.Event
     released: torch.cuda.Event
@@ -123,8 +125,9 @@ class Collector:
         buffers = self._buffers(self.device)
         host: tuple[torch.Tensor, ...] | None = None
         mirror: tuple[torch.Tensor, ...] | None = None
-        staging = None
+        staging = random = None
         if self.zero_copy:
+            random = torch.empty(3, dtype=torch.int64, pin_memory=True)
             blocks = (self._last - self._first) // self._block_steps + 2
             host = (
                 torch.empty(5, self.batch_size, dtype=torch.int64, pin_memory=True),
@@ -141,7 +144,7 @@ class Collector:
             staging = self._buffers(torch.device("cpu"), pinned=True)
         # The first is blocking: whoever waits for it sleeps instead of spinning.
         filled, released = torch.cuda.Event(blocking=True), torch.cuda.Event()
-        buffers.gpu = GpuSide(host, mirror, staging, filled, released)
+        buffers.gpu = GpuSide(host, mirror, random, staging, filled, released)
         return buffers
 
     def _buffers(self, device: torch.device, *, shared: bool = False, pinned: bool = False) -> Buffers:
@@ -217,6 +220,30 @@ class Collector:
             torch.cuda.current_stream().wait_event(gpu.released)
             _copy_batch(buffers.rows(len(slots)), gpu.staging.rows(len(slots)))
         gpu.filled.record()
+
+    def collect_drawn(
+        self, buffers: Buffers, count: int, draw: Callable[[GpuSide, tuple[torch.Tensor, ...]], None]
+    ) -> None:
+        """As `collect`, of rows that the GPU draws itself; only where it can read the region.
+
+        Args:
+            count: rows.
+            draw: queues on the current stream what writes them into the second argument, the tensors of
+                `GpuSide.mirror`, as `gear_loader.kernels.items.resolve` does. It may write into `GpuSide.random`.
+        """
+        gpu = buffers.gpu
+        assert gpu is not None
+        assert gpu.mirror is not None
+        gpu.filled.synchronize()  # see `collect`
+        torch.cuda.current_stream().wait_event(gpu.released)
+        draw(gpu, gpu.mirror)
+        self._launch(buffers, gpu.mirror, count)
+        gpu.filled.record()
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """The first and last step, relative to the anchor, that any window covers."""
+        return self._first, self._last
 
     def _collect_cpu(
         self, buffers: Buffers, slots: Array, anchors: Array, generations: Array, weights: Array | None

@@ -11,10 +11,11 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from gear_loader.collector import Batch, Buffers, Collector
+from gear_loader.device_priorities import DevicePrioritySelection
 from gear_loader.errors import PrivateTableError, SchemaError
 from gear_loader.index import Snapshot
 from gear_loader.prefetch import Pool, Prefetcher
-from gear_loader.priorities import PrioritySelection, needs_priorities, request
+from gear_loader.priorities import PrioritySelection, needs_priorities
 from gear_loader.schema import Window
 from gear_loader.selection import Job, Selection, SnapshotSelection
 from gear_loader.selectors import Draw, Selector, Uniform
@@ -263,10 +264,12 @@ class ReplayDataset(IterableDataset[Batch]):
         if self._selection is None or self._selection.job != job:
             # A state may be taken before batches that were prefetched, and one that a trainer fetched ahead.
             history = self.prefetch + self.keep + 2
-            goes_by_priority = needs_priorities(self.selector)
-            self._selection = (
-                PrioritySelection(job, history=history) if goes_by_priority else SnapshotSelection(job)
-            )
+            if not needs_priorities(self.selector):
+                self._selection = SnapshotSelection(job)
+            elif self.device.type == "cuda" and self.table.region.pin():
+                self._selection = DevicePrioritySelection(job, history=history, device=self.device)
+            else:
+                self._selection = PrioritySelection(job, history=history)
         return self._selection
 
     # ---------------------------------------------------------------- priorities
@@ -294,7 +297,8 @@ class ReplayDataset(IterableDataset[Batch]):
                 ``"error"`` changes nothing and raises.
 
         Batches that have been drawn ahead (`prefetch`) do not know of it; every batch that is asked for later does.
-        CUDA tensors are copied to the host, which waits for their stream.
+        Where the GPU draws, CUDA tensors stay there and nothing waits; then a bad value in them is found by the GPU,
+        which changes nothing, and raised by one of the calls that follow. Elsewhere they are copied to the host.
 
         Raises:
             PriorityError: a priority is NaN, infinite or negative; the message names the first. Nothing was changed.
@@ -304,14 +308,15 @@ class ReplayDataset(IterableDataset[Batch]):
         selection = self._by_priority("update_priority")
         if stale not in ("ignore", "error"):
             raise SchemaError(f"stale is {stale!r}; expected 'ignore' or 'error'.")
-        new = request(index, priority, generation=generation, anchor=anchor, unit=self.selector.unit)
-        selection.check_weight(new.priorities)
-        if stale == "error":
-            selection.check(new)
+        selection.update_priority(
+            index, priority, generation=generation, anchor=anchor, stale=stale, between=self._between
+        )
+
+    def _between(self, call: Callable[[], object]) -> None:
         if self._active is None:
-            selection.update(new)
+            call()
         else:
-            self._active.between(lambda: selection.update(new))
+            self._active.between(call)
 
     @property
     def num_stale(self) -> int:

@@ -29,10 +29,14 @@ class Leaves:
     Attributes:
         items: int64 [n], each once.
         priorities: float32 [n]: `GONE` where there is no item (any more); `UNSET` where it was added without one.
+        slots: int64 [m]: slots of which the map knows another trajectory now, or none.
+        added: bool [m]: whether it knows one.
     """
 
     items: Array
     priorities: Array
+    slots: Array
+    added: Array
 
 
 class ItemMap:
@@ -75,7 +79,7 @@ class ItemMap:
         self.position, self.next_sequence = changes.position, changes.next_sequence
         if not self.steps:
             items = changes.slots[gone]
-            return Leaves(items, np.where(added, changes.priorities, _GONE)[gone])
+            return Leaves(items, np.where(added, changes.priorities, _GONE)[gone], items, added[gone])
         freed = self._release(changes.slots[gone])
         slots, priorities = changes.slots[added], changes.priorities[added]
         taken, values = self._take(slots, priorities, extent, block_ids)
@@ -83,7 +87,8 @@ class ItemMap:
         blocks = np.concatenate((freed, taken))
         items = (blocks[:, None] * self.block_steps + np.arange(self.block_steps)).reshape(-1)
         nothing = np.full(len(freed) * self.block_steps, _GONE)
-        return Leaves(items, np.concatenate((nothing, values.reshape(-1))))
+        values = np.concatenate((nothing, values.reshape(-1)))
+        return Leaves(items, values, changes.slots[gone], added[gone])
 
     def _release(self, slots: Array) -> Array:
         blocks = []

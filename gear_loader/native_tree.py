@@ -23,7 +23,7 @@ import numpy as np
 
 from gear_loader.native import AVAILABLE
 
-__all__ = ["build", "check_values", "draw", "draw_distinct", "update"]
+__all__ = ["build", "check_values", "draw", "draw_distinct", "uniforms", "update"]
 
 if AVAILABLE:
     from llvmlite import ir
@@ -87,6 +87,11 @@ if AVAILABLE:
                         us[2 * call + half, begin + i] = (
                             np.float64(high) * 67108864.0 + np.float64(low)
                         ) * 2.0**-53
+
+    @compiled
+    def uniforms(key, step, us, words) -> None:  # type: ignore[no-untyped-def]
+        """Fill us[0] (float64 [2, n]) with what rows 0 to n - 1 get on level 0; `words` as for `draw`."""
+        _uniforms(key, step, 1, 0, us, words)
 
     # ------------------------------------------------------------ drawing
 

@@ -5,47 +5,33 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from gear_loader import native, native_tree
 from gear_loader.collector import Buffers, Collector
 from gear_loader.errors import PriorityError, SchemaError, StaleIndexError
 from gear_loader.index import Changes, Snapshot
-from gear_loader.item_map import ItemMap
+from gear_loader.item_map import ItemMap, Leaves
 from gear_loader.kernels import priority_reference as reference
 from gear_loader.kernels.sum_tree import GONE
-from gear_loader.priority_tree import HostTree
+from gear_loader.priority_tree import HostTree, uniforms
 from gear_loader.random import key
+from gear_loader.request import Request, request
 from gear_loader.selection import Job, Selection
 from gear_loader.selectors import Draw, Prioritized, Selector, TopK, anchors
 from gear_loader.slots import READY, UNSET, Array
 
-__all__ = ["PrioritySelection", "Request", "needs_priorities", "request"]
+__all__ = ["ANCHORS", "LEAVES", "PrioritySelection", "Rows", "draw_key", "needs_priorities"]
 
-_LEAVES = 3  # stream of random numbers, beside those of `gear_loader.selectors`
+LEAVES, ANCHORS = 3, 4  # streams of random numbers, beside those of `gear_loader.selectors`
 _LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
-    """New priorities, checked: of some steps of some trajectories.
-
-    Attributes:
-        slots, steps: int64 [n]. generations: int64 [n] or None. priorities: float32 [n].
-    """
-
-    slots: Array
-    steps: Array
-    generations: Array | None
-    priorities: Array
-
-
-@dataclasses.dataclass(frozen=True)
-class _Rows:
+class Rows:
     """One batch as it was drawn; all arrays [n], `weights` None without."""
 
     sequences: Array
@@ -61,9 +47,6 @@ class PrioritySelection(Selection):
     Args:
         job: of such a selector.
         history: batches whose rows are remembered, so that a state can be taken that resumes before them.
-
-    Attributes:
-        num_stale: rows of updates that were ignored because their trajectory was gone.
     """
 
     def __init__(self, job: Job, *, history: int) -> None:
@@ -80,12 +63,20 @@ class PrioritySelection(Selection):
                 f"{job.selector!r} would need {self._map.capacity:,} priorities, one for each place of a step; "
                 "expected less than 2**31. Use unit='trajectory', or a table with fewer blocks."
             )
-        self._tree = HostTree(self._map.capacity)
         self._maximum = 1.0
-        self.num_stale = 0
-        self._history: collections.deque[tuple[tuple[int, int], _Rows]] = collections.deque(maxlen=history)
-        self._pending: dict[tuple[int, int], _Rows] = {}
+        self._num_stale = 0
+        self._make_tree(self._map.capacity)
+        self._history: collections.deque[tuple[tuple[int, int], Rows]] = collections.deque(maxlen=history)
+        self._pending: dict[tuple[int, int], Rows] = {}
         self._mutex = threading.Lock()
+
+    def _make_tree(self, capacity: int) -> None:
+        self._tree = HostTree(capacity)
+
+    @property
+    def num_stale(self) -> int:
+        """Rows of updates that were left out because their trajectory was gone. On a GPU this waits for it."""
+        return self._num_stale
 
     # ---------------------------------------------------------------- drawing
 
@@ -126,7 +117,9 @@ class PrioritySelection(Selection):
 
     def _take_in(self, changes: Changes) -> None:
         chosen = self.job.chosen(changes.sequences) if self.job.subset is not None else changes.ready
-        leaves = self._map.follow(changes, chosen, *self.job.table.index_arrays())
+        self._set(self._map.follow(changes, chosen, *self.job.table.index_arrays()))
+
+    def _set(self, leaves: Leaves) -> None:
         self._maximum = max(self._maximum, float(leaves.priorities.max(initial=0)))
         priorities = np.where(leaves.priorities == UNSET, np.float32(self._maximum), leaves.priorities)
         gone = leaves.priorities == GONE
@@ -141,12 +134,18 @@ class PrioritySelection(Selection):
 
     def _weigh(self, priorities: Array) -> Array:
         """What priorities (float32 [n]) weigh, float64 [n]."""
-        selector = self.job.selector
-        alpha, eps = (selector.alpha, selector.eps) if isinstance(selector, Prioritized) else (1.0, 0.0)
+        alpha, eps = self._exponent()
         weighed: Array = reference.weigh(torch.from_numpy(priorities), alpha, eps).numpy()
         return weighed
 
-    def _draw(self, draw: Draw) -> _Rows:
+    def _exponent(self) -> tuple[float, float]:
+        """alpha and eps, as float32 holds them: that is how kernels get them."""
+        selector = self.job.selector
+        if not isinstance(selector, Prioritized):
+            return 1.0, 0.0
+        return float(np.float32(selector.alpha)), float(np.float32(selector.eps))
+
+    def _draw(self, draw: Draw) -> Rows:
         selector, table = self.job.selector, self.job.table
         weights = None
         try:
@@ -156,7 +155,7 @@ class PrioritySelection(Selection):
                 assert isinstance(selector, Prioritized)
                 items, leaves = self._tree.draw(
                     draw.count,
-                    key=key(seed=draw.seed, stream=_LEAVES, epoch=draw.epoch),
+                    key=draw_key(draw, LEAVES),
                     step=draw.step,
                     distinct=not selector.replacement,
                 )
@@ -169,9 +168,16 @@ class PrioritySelection(Selection):
             raise
         slots, steps = self._map.locate(items)
         if selector.unit == "trajectory":
-            steps = anchors(self.job.anchor, table.index_arrays()[0][slots, 0], draw)
+            steps = self._anchors(table.index_arrays()[0][slots, 0], draw)
         _, generation, sequence = table.slot_states()
-        return _Rows(sequence[slots], slots, steps, generation[slots], weights)
+        return Rows(sequence[slots], slots, steps, generation[slots], weights)
+
+    def _anchors(self, lengths: Array, draw: Draw) -> Array:
+        if self.job.anchor != "uniform":
+            return anchors(self.job.anchor, lengths, draw)
+        numbers = uniforms(len(lengths), key=draw_key(draw, ANCHORS), step=draw.step)
+        steps: Array = np.minimum((numbers * lengths).astype(np.int64), lengths - 1)
+        return steps
 
     def _top(self, selector: TopK, count: int) -> Array:
         items, _ = self._tree.top(min(count, self._tree.capacity), largest=selector.largest)
@@ -185,7 +191,24 @@ class PrioritySelection(Selection):
 
     # ---------------------------------------------------------------- updating
 
-    def check(self, request: Request) -> None:
+    def update_priority(
+        self,
+        index: Any,
+        priority: Any,
+        *,
+        generation: Any,
+        anchor: Any,
+        stale: Literal["ignore", "error"],
+        between: Callable[[Callable[[], object]], None],
+    ) -> None:
+        """See `ReplayDataset.update_priority`; `between` calls a function between two batches."""
+        new = request(index, priority, generation=generation, anchor=anchor, unit=self.job.selector.unit)
+        self._check_weight(new.priorities)
+        if stale == "error":
+            self._check_live(new)
+        between(lambda: self._update(new))
+
+    def _check_live(self, request: Request) -> None:
         """Raise StaleIndexError if a row names a trajectory that is gone, or a step that it does not have."""
         with self._mutex:
             stale = np.flatnonzero(self._items(request) < 0)
@@ -196,12 +219,12 @@ class PrioritySelection(Selection):
                 f"row {row}, index {request.slots[row]}. Nothing was changed; stale='ignore' skips them."
             )
 
-    def update(self, request: Request) -> None:
+    def _update(self, request: Request) -> None:
         """Set priorities; rows whose trajectory is gone are counted and left out."""
         with self._mutex:
             items = self._items(request)
             known = items >= 0
-            self.num_stale += int(len(items) - known.sum())
+            self._num_stale += int(len(items) - known.sum())
             priorities = request.priorities[known]
             self._maximum = max(self._maximum, float(priorities.max(initial=0)))
             self._tree.update(items[known], self._weigh(priorities).astype(np.float32))
@@ -220,7 +243,7 @@ class PrioritySelection(Selection):
         items = self._map.items(slots, request.steps, *table.index_arrays())
         return np.where(known, items, -1)
 
-    def check_weight(self, priorities: Array) -> None:
+    def _check_weight(self, priorities: Array) -> None:
         """Raise PriorityError if a priority (float32 [n]) weighs more than float32 holds."""
         bad = np.flatnonzero(self._weigh(priorities) > _LARGEST)
         if len(bad):
@@ -236,17 +259,32 @@ class PrioritySelection(Selection):
         with self._mutex:
             self.job.table.end_read(self._follow())
             view = self._known()
-            leaves = self._tree.leaves[self._map.all_items(view.slots, *self.job.table.index_arrays())]
+            leaves = self._read(self._map.all_items(view.slots, *self.job.table.index_arrays()))
             return {
                 "sequences": torch.from_numpy(view.sequences.copy()),
                 "lengths": torch.from_numpy(view.lengths.copy()),
                 "leaves": torch.from_numpy(leaves),
-                "maximum": self._maximum,
+                "maximum": self._get_maximum(),
                 "num_stale": self.num_stale,
-                "recent": [
-                    {"epoch": epoch, "step": step, **_tensors(rows)} for (epoch, step), rows in self._history
-                ],
+                "recent": self._recent(),
             }
+
+    def _read(self, items: Array) -> Array:
+        leaves: Array = self._tree.leaves[items]
+        return leaves
+
+    def _write(self, items: Array, leaves: Array) -> None:
+        self._tree.leaves[items] = leaves
+        self._tree.build()
+
+    def _get_maximum(self) -> float:
+        return self._maximum
+
+    def _set_counters(self, maximum: float, num_stale: int) -> None:
+        self._maximum, self._num_stale = maximum, num_stale
+
+    def _recent(self) -> list[dict[str, Any]]:
+        return [{"epoch": epoch, "step": step, **_tensors(rows)} for (epoch, step), rows in self._history]
 
     def _known(self) -> Snapshot:
         view = self.view()
@@ -263,27 +301,14 @@ class PrioritySelection(Selection):
             self.job.table.end_read(self._follow())
             view = self._known()
             extent, block_ids = self.job.table.index_arrays()
-            # The trajectories that are in both, as places in the state.
-            places = np.searchsorted(sequences, view.sequences)
-            places[places == len(sequences)] = 0
-            both = (
-                (len(sequences) > 0) & (sequences[places] == view.sequences)
-                if len(sequences)
-                else np.zeros(len(view), bool)
-            )
-            both &= lengths[places] == view.lengths if len(sequences) else False
-            steps = self.job.selector.unit == "step"
-            counts = lengths if steps else np.ones_like(lengths)
-            ends = np.cumsum(counts)
-            places = places[both]
-            which = np.repeat(np.arange(len(places)), counts[places])
-            inside = np.arange(len(which)) - (np.cumsum(counts[places]) - counts[places])[which]
-            source = (ends - counts)[places][which] + inside
-            items = self._map.all_items(view.slots[both], extent, block_ids)
-            self._tree.leaves[items] = leaves[source]
-            self._tree.build()
-            self._maximum = float(state["maximum"])
-            self.num_stale = int(state["num_stale"])
+            places, both = _find(sequences, view.sequences)
+            both &= lengths[places] == view.lengths if len(lengths) else False
+            places, view = places[both], view.take(both)
+            counts = lengths if self.job.selector.unit == "step" else np.ones_like(lengths)
+            starts = np.cumsum(counts) - counts
+            source = _ranges(starts[places], counts[places])
+            self._write(self._map.all_items(view.slots, extent, block_ids), leaves[source])
+            self._set_counters(float(state["maximum"]), int(state["num_stale"]))
             self._history.clear()
             self._pending = {(int(r["epoch"]), int(r["step"])): _rows(r) for r in state["recent"]}
 
@@ -291,20 +316,39 @@ class PrioritySelection(Selection):
         """Draw anew what a loaded state would have repeated."""
         self._pending.clear()
 
-    def _restored(self, draw: Draw) -> _Rows | None:
+    def _restored(self, draw: Draw) -> Rows | None:
         """The rows of a batch that had been drawn before the state was taken, if all of them are still there."""
         rows = self._pending.pop((draw.epoch, draw.step), None)
         if rows is None:
             return None
         view = self.view()
-        places = np.searchsorted(view.sequences, rows.sequences)
-        places[places == len(view)] = 0
-        if len(view) == 0 or (view.sequences[places] != rows.sequences).any():
+        places, found = _find(view.sequences, rows.sequences)
+        if not found.all():
             return None
         return dataclasses.replace(rows, slots=view.slots[places], generations=view.generations[places])
 
 
-def _tensors(rows: _Rows) -> dict[str, Any]:
+def draw_key(draw: Draw, stream: int) -> int:
+    """The key of one stream of a draw's random numbers; its counter is `draw.step`."""
+    return key(seed=draw.seed, stream=stream, epoch=draw.epoch)
+
+
+def _find(known: Array, wanted: Array) -> tuple[Array, Array]:
+    """For each of `wanted` its place in the sorted `known` (0 if it is not there), and whether it is there."""
+    places = np.searchsorted(known, wanted)
+    places[places == len(known)] = 0
+    found = known[places] == wanted if len(known) else np.zeros(len(wanted), dtype=bool)
+    return np.where(found, places, 0), found
+
+
+def _ranges(starts: Array, counts: Array) -> Array:
+    """starts[0], starts[0] + 1, ... (counts[0] of them), starts[1], ..."""
+    which = np.repeat(np.arange(len(starts)), counts)
+    ranges: Array = starts[which] + np.arange(len(which)) - (np.cumsum(counts) - counts)[which]
+    return ranges
+
+
+def _tensors(rows: Rows) -> dict[str, Any]:
     return {
         "sequences": torch.from_numpy(rows.sequences.copy()),
         "steps": torch.from_numpy(rows.steps.copy()),
@@ -312,10 +356,10 @@ def _tensors(rows: _Rows) -> dict[str, Any]:
     }
 
 
-def _rows(state: Mapping[str, Any]) -> _Rows:
+def _rows(state: Mapping[str, Any]) -> Rows:
     sequences, steps = np.asarray(state["sequences"]), np.asarray(state["steps"])
     weights = None if state["weights"] is None else np.asarray(state["weights"])
-    return _Rows(sequences, np.empty_like(sequences), steps, np.empty_like(sequences), weights)
+    return Rows(sequences, np.empty_like(sequences), steps, np.empty_like(sequences), weights)
 
 
 def _checked(state: Mapping[str, Any]) -> tuple[Array, Array, Array]:
@@ -336,73 +380,6 @@ def _checked(state: Mapping[str, Any]) -> tuple[Array, Array, Array]:
             "with the same selector returned. Nothing was changed."
         )
     return sequences, lengths, leaves
-
-
-def request(
-    index: Any, priority: Any, *, generation: Any, anchor: Any, unit: Literal["trajectory", "step"]
-) -> Request:
-    """Check what a user gave as new priorities.
-
-    Args:
-        index: [n] integers; generation, anchor: as many, or None. priority: [n] numbers. Tensors or arrays.
-
-    Raises:
-        PriorityError: a priority that is NaN, infinite (as float32) or negative; the first such position is named.
-        SchemaError: another shape or dtype, or no anchors where the unit is a step.
-    """
-    slots = _array("index", index, "iu")
-    count = len(slots)
-    values = _array("priority", priority, "fiub", count).astype(np.float64)
-    generations = (
-        None if generation is None else _array("generation", generation, "iu", count).astype(np.int64)
-    )
-    if unit == "step" and anchor is None:
-        raise SchemaError(
-            "No anchor was received; with unit='step' a step is named by index and anchor: pass anchor=batch['anchor']."
-        )
-    if unit == "trajectory" and anchor is not None:
-        raise SchemaError(
-            "anchor was received; with unit='trajectory' a priority is that of the whole trajectory: leave it out, or "
-            "use a selector with unit='step'."
-        )
-    steps = np.zeros(count, dtype=np.int64) if anchor is None else _array("anchor", anchor, "iu", count)
-    with np.errstate(over="ignore"):
-        narrow = values.astype(np.float32)
-    bad = first_bad(narrow.astype(np.float64))
-    if bad >= 0:
-        raise PriorityError(
-            f"priority[{bad}] is {values[bad]}; expected a finite number (as float32) that is not negative. "
-            "Nothing was changed."
-        )
-    narrow = np.where((narrow == 0) & (values > 0), np.finfo(np.float32).tiny, narrow)
-    return Request(slots.astype(np.int64), steps.astype(np.int64), generations, narrow)
-
-
-def first_bad(values: Array) -> int:
-    """Position of the first of `values` (float64 [n]) that is not finite or negative; -1 if there is none."""
-    if native.AVAILABLE:
-        return int(native_tree.check_values(values))
-    bad = np.flatnonzero(~((values >= 0) & (values < np.inf)))
-    return int(bad[0]) if len(bad) else -1
-
-
-def _array(name: str, value: Any, kinds: str, count: int | None = None) -> Array:
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
-    try:
-        array = np.atleast_1d(np.asarray(value))
-        fits = array.dtype.kind in kinds or array.size == 0
-    except (TypeError, ValueError):
-        fits = False
-    if not fits or array.ndim != 1 or (count is not None and len(array) != count):
-        shape = f"{array.dtype} {list(array.shape)}" if fits else repr(value)
-        kind = "numbers" if "f" in kinds else "integers"
-        raise SchemaError(
-            f"{name} is {shape}; expected {kind} [{'n' if count is None else count}]"
-            f"{'' if count is None else ', as many as index has'}. Nothing was changed."
-        )
-    return array
 
 
 def needs_priorities(selector: Selector) -> bool:

@@ -11,7 +11,7 @@ from gear_loader.kernels import priority_reference as reference
 from gear_loader.kernels.sum_tree import FANOUT, SumTree, best
 from gear_loader.slots import Array
 
-__all__ = ["HostTree"]
+__all__ = ["HostTree", "uniforms"]
 
 
 class HostTree:
@@ -160,3 +160,14 @@ class HostTree:
             levels = [torch.from_numpy(part) for part in (self.leaves, *parts)]
             items, leaves = best(levels, count, largest=largest)
         return items.numpy(), leaves.numpy()
+
+
+def uniforms(count: int, *, key: int, step: int) -> Array:
+    """float64 [count] in [0, 1) with 53 random bits, the same that kernels draw with these."""
+    if not native.require():
+        drawn: Array = reference.uniforms(torch.tensor([key, step]), torch.arange(count), 0).numpy()
+        return drawn
+    us: Array = np.empty((2, count))
+    native_tree.uniforms(key, step, us, np.empty((4, 64), dtype=np.uint64))
+    drawn = us[0]
+    return drawn

@@ -19,6 +19,7 @@ first k to 0 only cuts these repetitions short. Exponential keys would do the sa
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,7 +30,7 @@ import triton.language as tl
 from gear_loader.kernels import sum_tree as _tree
 from gear_loader.kernels.sum_tree import SumTree
 
-__all__ = ["build", "check_draw", "check_update", "draw", "draw_distinct", "update"]
+__all__ = ["build", "draw", "draw_distinct", "on_device", "uniform", "update"]
 
 BAD_POSITION = tl.constexpr(_tree.BAD_POSITION)
 EMPTY_DRAWS = tl.constexpr(_tree.EMPTY_DRAWS)
@@ -49,13 +50,15 @@ UPDATE = {"ROWS": 256, "num_warps": 16, "enable_fp_fusion": False}
 DISTINCT = {"ROWS": 64, "num_warps": 8, "enable_fp_fusion": False}
 ALONE = 4096
 """Rows up to which one program does a whole update: it passes a barrier between levels, not a launch."""
+MOST_CLAIMS = 1 << 22
+"""Rows that claim leaves at the same time: there are not many more claims than that."""
 
 
 # ---------------------------------------------------------------- parts
 
 
 @triton.jit
-def _uniform(key, step, i_row, level):
+def uniform(key, step, i_row, level):
     """53-bit uniforms in [0, 1), float64 like `i_row` (uint32), for a level of the tree."""
     c1 = (i_row * 0 + level // 2).to(tl.uint32)
     low = (i_row * 0 + (step & 0xFFFFFFFF)).to(tl.uint32)
@@ -137,10 +140,10 @@ def _draw_rows(p_leaves, p_sums, p_levels, depth, key, step, i_row):
         level = depth - i
         offset = tl.load(p_levels + (level - 1) * 2)
         b_children = tl.load(p_sums + offset + i_node[:, None] * 32 + o_child)
-        i_child = _choose(b_children, _uniform(key, step, i_row, level), False)
+        i_child = _choose(b_children, uniform(key, step, i_row, level), False)
         i_node = i_node * 32 + i_child
     b_leaves = tl.load(p_leaves + i_node[:, None] * 32 + o_child)
-    i_child = _choose(b_leaves.to(tl.float64), _uniform(key, step, i_row, 0), True)
+    i_child = _choose(b_leaves.to(tl.float64), uniform(key, step, i_row, 0), True)
     b_leaf = tl.sum(tl.where(o_child == i_child[:, None], b_leaves, 0.0), axis=1)
     return i_node * 32 + i_child, b_leaf
 
@@ -231,6 +234,7 @@ def update_kernel(
             )
         else:
             refused = tl.load(p_status + BAD_POSITION, volatile=True) != NOWHERE
+            refused = refused & (not UNSET_ALLOWED)
             maximum = tl.maximum(tl.load(p_maximum, volatile=True), floor)
             for i_tile in range(i_first, tiles, stride):
                 i_row = i_tile * ROWS + tl.arange(0, ROWS)
@@ -243,15 +247,16 @@ def update_kernel(
                     m_given = (b_value != UNSET) & ~m_gone
                     b_value = tl.where(m_given, b_value, tl.where(m_gone, 0.0, maximum))
                     b_leaf = tl.where(m_gone, 0.0, _leaf(b_value, alpha, eps, ALPHA_ONE))
+                    b_leaf = tl.minimum(b_leaf, LARGEST_LEAF)
                 else:
                     m_given = m_row
                     b_leaf = _leaf(b_value, alpha, eps, ALPHA_ONE)
-                if phase == 0:
+                if phase == 0 and not UNSET_ALLOWED:
                     m_bad = m_row & ((b_value < 0) | (b_value != b_value) | ~(b_leaf <= LARGEST_LEAF))
                     first = tl.min(tl.where(m_bad, i_row.to(tl.int64), NOWHERE), axis=0)
                     if first != NOWHERE:
                         tl.atomic_min(p_status + BAD_POSITION, first)
-                elif not refused:
+                elif (phase != 0) & ~refused:
                     i_place = tl.where(m_row, i_item, 0)
                     if phase == 1:
                         tl.atomic_max(p_bits + i_place, i_row + FIRST_CLAIM, mask=m_row)
@@ -376,7 +381,8 @@ def draw_distinct_kernel(
 
 
 @contextlib.contextmanager
-def _on(device: torch.device) -> Iterator[None]:
+def on_device(device: torch.device) -> Iterator[None]:
+    """Launch on this device, whichever is the current one."""
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         yield
 
@@ -403,7 +409,10 @@ def check_update(tree: SumTree, items: torch.Tensor, values: torch.Tensor, alpha
 def check_draw(tree: SumTree, random: torch.Tensor, items: torch.Tensor, values: torch.Tensor) -> int:
     """Raise TypeError or ValueError unless everything is as `draw` expects it; the number of rows."""
     count = len(items)
-    _check("random", random, torch.int64, 2, random.device)
+    if random.dtype != torch.int64 or random.ndim != 1 or len(random) < 2 or not random.is_contiguous():
+        raise TypeError(
+            f"random is {random.dtype} {list(random.shape)}; expected contiguous torch.int64 [2]."
+        )
     _check("items", items, torch.int64, count, tree.device)
     _check("values", values, torch.float32, count, tree.device)
     return count
@@ -427,34 +436,40 @@ def update(
             one counts.
         values: float32 [n]: finite, not negative.
         alpha, eps: 0 stays 0 if eps is 0, whatever alpha. Both count as float32.
-        unset: values may be `UNSET`, the running maximum, or `GONE`, which makes a leaf 0 whatever eps.
+        unset: these are first values, checked before: they may be `UNSET`, the running maximum, or `GONE`, which makes
+            a leaf 0 whatever eps; none is refused, and what would be too large is made the largest float32.
         floor: raise the running maximum to at least this, before anything else.
 
-    If a value is bad, nothing changes and its position is noted in `tree.status`; the same while an earlier one is
-    still noted there. Does not wait for the GPU.
+    If a value is bad, nothing changes and its position is noted in `tree.status`; nor does anything while an earlier
+    one is still noted there. Does not wait for the GPU.
 
     Raises:
         TypeError, ValueError: arguments of another dtype, shape or device; nothing has been launched then.
     """
     count = check_update(tree, items, values, alpha, eps)
+    launch = functools.partial(_launch_update, tree, alpha=alpha, eps=eps, unset=unset, floor=floor)
     phases = 3 + tree.depth
-    tiles = triton.cdiv(count, UPDATE["ROWS"])
-    plan = [(0, phases, 1)]
-    if count > ALONE:
-        # Programs do not wait for each other, so every phase is a launch; the narrow levels go together.
-        wide = sum(nodes > ALONE for _, nodes in tree.shape)
-        plan = [(phase, phase + 1, min(tiles, 1024)) for phase in range(3 + wide)]
-        plan.append((3 + wide, phases, 1))
-    for first, last, programs in plan if count else ():
-        _launch_update(tree, items, values, count, first, last, programs, alpha, eps, unset, floor)
+    if count <= ALONE:
+        if count:
+            launch(items, values, 0, phases, 1)
+        return
+    # Programs do not wait for each other, so every phase is a launch; the narrow levels go together.
+    wide = 3 + sum(nodes > ALONE for _, nodes in tree.shape)
+    parts = list(zip(items.split(MOST_CLAIMS), values.split(MOST_CLAIMS), strict=True))
+    for part in parts:
+        launch(*part, 0, 1, 1024)
+    for part in parts:
+        for phase in range(1, wide):
+            launch(*part, phase, phase + 1, 1024)
+        launch(*part, wide, phases, 1)
 
 
 def build(tree: SumTree) -> None:
     """Compute all nodes from the leaves, which somebody has written. Does not wait for the GPU."""
     for level, (_, nodes) in enumerate(tree.shape):
-        programs = min(triton.cdiv(nodes, UPDATE["ROWS"]), 1024)
+        programs = triton.cdiv(nodes, UPDATE["ROWS"])
         _launch_update(
-            tree, tree.status, tree.leaves, 2**31 - 1, 3 + level, 4 + level, programs, 1.0, 0.0, False, 0.0
+            tree, tree.status, tree.leaves, 3 + level, 4 + level, min(programs, 1024), rows=len(tree.leaves)
         )
 
 
@@ -462,18 +477,19 @@ def _launch_update(
     tree: SumTree,
     items: torch.Tensor,
     values: torch.Tensor,
-    count: int,
     first: int,
     last: int,
     programs: int,
-    alpha: float,
-    eps: float,
-    unset: bool,
-    floor: float,
+    *,
+    rows: int | None = None,
+    alpha: float = 1.0,
+    eps: float = 0.0,
+    unset: bool = False,
+    floor: float = 0.0,
 ) -> None:
     # Kernels get floats as float32; the interpreter would not round them.
     floor, alpha, eps = torch.tensor([floor, alpha, eps], dtype=torch.float32).tolist()
-    with _on(tree.device):
+    with on_device(tree.device):
         update_kernel[(programs,)](
             items,
             values,
@@ -487,7 +503,7 @@ def _launch_update(
             floor,
             alpha,
             eps,
-            count,
+            len(items) if rows is None else rows,
             tree.depth,
             first,
             last,
@@ -502,8 +518,8 @@ def draw(tree: SumTree, random: torch.Tensor, items: torch.Tensor, values: torch
 
     Args:
         tree: from which.
-        random: int64 [2] in memory that the device can read: key and counter of the random numbers. The same two
-            give the same draw.
+        random: int64 [2] or more in memory that the device can read: key and counter of the random numbers. The same
+            two give the same draw.
         items, values: int64 [n] and float32 [n] on the tree's device, filled with the items and their leaves; with -1
             and 0 if all leaves are 0, which is counted in `tree.status`.
 
@@ -515,7 +531,7 @@ def draw(tree: SumTree, random: torch.Tensor, items: torch.Tensor, values: torch
     count = check_draw(tree, random, items, values)
     if count == 0:
         return
-    with _on(tree.device):
+    with on_device(tree.device):
         draw_kernel[(triton.cdiv(count, DRAW["ROWS"]),)](
             random, tree.leaves, tree.sums, tree.levels, tree.status, items, values, count, tree.depth, **DRAW
         )
@@ -532,5 +548,5 @@ def draw_distinct(tree: SumTree, random: torch.Tensor, items: torch.Tensor, valu
         return
     drawn, leaves = torch.empty_like(items), torch.empty_like(values)
     arguments: list[Any] = [random, tree.leaves, tree.sums, tree.mins, tree.maxs, tree.levels, tree.status]
-    with _on(tree.device):
+    with on_device(tree.device):
         draw_distinct_kernel[(1,)](*arguments, drawn, leaves, items, values, count, tree.depth, **DISTINCT)

@@ -46,7 +46,7 @@ def update(
     floor: float = 0.0,
 ) -> None:
     """See `gear_loader.kernels.priority.update`."""
-    if tree.status[BAD_POSITION] != NOWHERE:
+    if tree.status[BAD_POSITION] != NOWHERE and not unset:
         return
     alpha, eps, floor = torch.tensor(
         [alpha, eps, floor], dtype=torch.float32
@@ -57,7 +57,9 @@ def update(
     values = torch.where(given, values, torch.where(gone, 0, maximum))
     leaves = weigh(values, alpha, eps).masked_fill(gone, 0)
     inside = items >= 0
-    bad = inside & ~((values >= 0) & (leaves <= torch.finfo(torch.float32).max))
+    if unset:
+        leaves = leaves.clamp(max=torch.finfo(torch.float32).max)
+    bad = inside & (not unset) & ~((values >= 0) & (leaves <= torch.finfo(torch.float32).max))
     if bad.any():
         tree.status[BAD_POSITION] = int(bad.nonzero()[0])
         return
@@ -96,7 +98,7 @@ def build(tree: SumTree) -> None:
 
 def uniforms(random: torch.Tensor, rows: torch.Tensor, level: int) -> torch.Tensor:
     """53-bit uniforms in [0, 1), float64 [n], of rows (int64 [n]) at a level: Philox-4x32-10."""
-    key, step = (int(word) & ((1 << 64) - 1) for word in random.tolist())
+    key, step = (int(word) & ((1 << 64) - 1) for word in random.tolist()[:2])
     k0, k1 = key & _MASK, key >> 32
     c0, c1 = rows & _MASK, torch.full_like(rows, level // 2)
     c2, c3 = torch.full_like(rows, step & _MASK), torch.full_like(rows, step >> 32)

@@ -1,0 +1,361 @@
+"""Selection by priority on a GPU: the tree lies there, and indices stay there from the draw to the gather."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from gear_loader.collector import Buffers, Collector, GpuSide
+from gear_loader.errors import PriorityError, SchemaError
+from gear_loader.index import Snapshot
+from gear_loader.item_map import Leaves
+from gear_loader.kernels.sum_tree import BAD_POSITION, DISTINCT_MISSING, EMPTY_DRAWS, NOWHERE, STALE, SumTree
+from gear_loader.priorities import ANCHORS, LEAVES, PrioritySelection, draw_key
+from gear_loader.request import check_names, request
+from gear_loader.selection import Job
+from gear_loader.selectors import Draw, Prioritized, TopK
+from gear_loader.slots import Array
+
+__all__ = ["DevicePrioritySelection"]
+
+
+class DevicePrioritySelection(PrioritySelection):
+    """`Prioritized` or `TopK` at work on a GPU that reads the region itself.
+
+    Nothing here waits for the GPU, but for what is asked of it by name (`num_stale`, a state, ``stale="error"``). So
+    an error that only the GPU sees (a bad priority in a CUDA tensor, a tree without a positive priority) is raised by
+    one of the calls that follow, as CUDA's own errors are.
+
+    Args:
+        job, history: as for `PrioritySelection`.
+        device: where.
+    """
+
+    def __init__(self, job: Job, *, history: int, device: torch.device) -> None:
+        self._device = device
+        self._cuda = device.type == "cuda"  # else under Triton's interpreter, in tests
+        super().__init__(job, history=history)
+        self._drawn: collections.deque[tuple[tuple[int, int], torch.Tensor, torch.Tensor | None]]
+        self._drawn = collections.deque(maxlen=history)
+        self._stream: Any = None  # where batches are filled, and updates are queued
+        self._last: Any = torch.cuda.Event() if self._cuda else None  # behind all that has been queued
+        self._status = torch.tensor([NOWHERE, 0, 0, 0], pin_memory=self._cuda)  # copied after each call
+        self._reported: Any = torch.cuda.Event() if self._cuda else None
+
+    def _make_tree(self, capacity: int) -> None:
+        from gear_loader.kernels.items import Index
+
+        self._wide = SumTree(capacity, self._device)
+        table, steps = self.job.table, self._map.steps
+        generation = table.slot_states()[1]
+        extent, block_ids = table.index_arrays()
+        addresses = [array.ctypes.data for array in (generation, extent, block_ids)]
+        layout = table.region.layout
+
+        def zeros(count: int) -> torch.Tensor:
+            return torch.zeros(count, dtype=torch.int32, device=self._device)
+
+        self._index = Index(
+            addresses=torch.tensor(addresses, dtype=torch.int64).to(self._device),
+            num_ids=len(block_ids),
+            block_steps=layout.block_steps,
+            known=zeros(layout.max_trajectories),
+            owner=zeros(layout.num_blocks) - 1 if steps else None,
+            number=zeros(layout.num_blocks) if steps else None,
+        )
+
+    # ---------------------------------------------------------------- order of work
+
+    def _enter(self) -> None:
+        """What is queued from here on comes after all that was queued before, on whatever stream."""
+        if self._cuda:
+            torch.cuda.current_stream(self._device).wait_event(self._last)
+
+    def _leave(self) -> None:
+        self._status.copy_(self._wide.status, non_blocking=True)
+        if self._cuda:
+            stream = torch.cuda.current_stream(self._device)
+            self._last.record(stream)
+            self._reported.record(stream)
+
+    def _raise_late(self, *, wait: bool = False) -> None:
+        """Raise what the GPU has found wrong by now."""
+        if self._cuda:
+            if wait:
+                self._reported.synchronize()
+            elif not self._reported.query():
+                return
+        bad, empty, missing, _ = self._status.tolist()
+        if bad == NOWHERE and not empty and not missing:
+            return
+        self._enter()
+        self._wide.status[BAD_POSITION] = NOWHERE
+        self._wide.status[EMPTY_DRAWS] = 0
+        self._wide.status[DISTINCT_MISSING] = 0
+        self._leave()
+        if bad != NOWHERE:
+            raise PriorityError(
+                f"priority[{bad}] of an earlier update_priority was NaN, infinite or negative, or too large for "
+                f"{self.job.selector!r}. Nothing was changed by it, nor by the updates since; the GPU found it, which "
+                "is why this comes late."
+            )
+        if len(self.view()) == 0:
+            raise self.job.empty()
+        raise PriorityError(
+            "An earlier batch found no item left with a positive priority; its rows are padding. Set priorities with "
+            "update_priority, use Prioritized(eps=...), which keeps them all positive, or draw fewer."
+        )
+
+    def _upload(self, array: Array) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        if not self._cuda:
+            return tensor.clone()
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+    # ---------------------------------------------------------------- drawing
+
+    def fill(
+        self, collector: Collector, buffers: Buffers, draw: Draw, frozen: Snapshot | None
+    ) -> tuple[int, int]:
+        """See `Selection.fill`."""
+        with self._mutex:
+            self._raise_late()
+            if self._cuda:
+                self._stream = torch.cuda.current_stream(self._device)
+            self._enter()
+            ticket = self._follow()
+            try:
+                if len(self.job.table) == 0:
+                    raise self.job.empty()
+                rows = self._restored(draw)
+                if rows is not None:
+                    collector.collect(buffers, rows.slots, rows.steps, rows.generations, weights=rows.weights)
+                    weights = None if rows.weights is None else self._upload(rows.weights)
+                    self._remember(
+                        draw, self._upload(np.stack((rows.slots, rows.steps, rows.generations))), weights
+                    )
+                else:
+                    collector.collect_drawn(
+                        buffers, draw.count, lambda gpu, mirror: self._draw_into(collector, gpu, mirror, draw)
+                    )
+                self._leave()
+            except BaseException:
+                self.job.table.end_read(ticket)
+                raise
+        return ticket, draw.count
+
+    def _draw_into(
+        self, collector: Collector, gpu: GpuSide, mirror: tuple[torch.Tensor, ...], draw: Draw
+    ) -> None:
+        assert gpu.random is not None
+        gpu.random.numpy()[:] = (draw_key(draw, LEAVES), draw.step, draw_key(draw, ANCHORS))
+        self.draw_rows(draw, gpu.random, mirror, collector.reach)
+
+    def draw_rows(
+        self, draw: Draw, random: torch.Tensor, mirror: tuple[torch.Tensor, ...], reach: tuple[int, int]
+    ) -> None:
+        """Queue the draw of a batch into `mirror`, see `Collector.collect_drawn`."""
+        from gear_loader.kernels import items as kernels
+        from gear_loader.kernels import priority
+
+        selector, count = self.job.selector, draw.count
+        rows, ids, *weights = mirror
+        items = torch.empty(count, dtype=torch.int64, device=self._device)
+        if isinstance(selector, TopK):
+            items = self._top_rows(selector, count)
+        else:
+            assert isinstance(selector, Prioritized)
+            leaves = torch.empty(count, dtype=torch.float32, device=self._device)
+            choose = priority.draw if selector.replacement else priority.draw_distinct
+            choose(self._wide, random, items, leaves)
+            kernels.weigh(
+                self._wide,
+                leaves,
+                weights[0][:count],
+                beta=selector.beta_at(draw.number),
+                table=selector.normalize == "table",
+            )
+        anchor = "item" if selector.unit == "step" else self.job.anchor
+        kernels.resolve(self._index, items, random, rows, ids, anchor=anchor, first=reach[0], last=reach[1])
+        self._remember(draw, rows[:3, :count].clone(), weights[0][:count].clone() if weights else None)
+
+    def _top_rows(self, selector: TopK, count: int) -> torch.Tensor:
+        items, _ = self._wide.top(min(count, self._wide.capacity), largest=selector.largest)
+        found = (items >= 0).sum()
+        self._wide.status[EMPTY_DRAWS] += found == 0
+        again: torch.Tensor = items[torch.arange(count, device=self._device) % found.clamp(min=1)]
+        return again
+
+    def _remember(self, draw: Draw, rows: torch.Tensor, weights: torch.Tensor | None) -> None:
+        self._drawn.append(((draw.epoch, draw.step), rows, weights))
+
+    # ---------------------------------------------------------------- following the table
+
+    def _set(self, leaves: Leaves) -> None:
+        from gear_loader.kernels import priority
+
+        alpha, eps = self._exponent()
+        generations = self.job.table.slot_states()[1][leaves.slots].astype(np.int32)
+        known = np.where(leaves.added, generations, np.int32(0))
+        self._index.known[self._upload(leaves.slots)] = self._upload(known)
+        if self._index.owner is not None and self._index.number is not None:
+            blocks = leaves.items[:: self._map.block_steps] // self._map.block_steps
+            places = self._upload(blocks)
+            self._index.owner[places] = self._upload(self._map.owner[blocks])
+            self._index.number[places] = self._upload(self._map.number[blocks])
+        floor = float(leaves.priorities.max(initial=0))
+        priority.update(
+            self._wide,
+            self._upload(leaves.items),
+            self._upload(leaves.priorities),
+            alpha=alpha,
+            eps=eps,
+            unset=True,
+            floor=floor,
+        )
+
+    # ---------------------------------------------------------------- updating
+
+    def update_priority(
+        self,
+        index: Any,
+        priority: Any,
+        *,
+        generation: Any,
+        anchor: Any,
+        stale: Literal["ignore", "error"],
+        between: Callable[[Callable[[], object]], None],
+    ) -> None:
+        """See `ReplayDataset.update_priority`."""
+        self._raise_late()
+        unit = self.job.selector.unit
+        given = [index, priority, generation, anchor]
+        if stale == "error" or not all(part is None or self._is_here(part) for part in given):
+            new = request(index, priority, generation=generation, anchor=anchor, unit=unit)
+            self._check_weight(new.priorities)
+            if stale == "error":
+                self._check_live(new)
+            steps = new.steps if unit == "step" else None
+            parts = [
+                None if part is None else self._upload(part)
+                for part in (new.slots, new.priorities, new.generations, steps)
+            ]
+        else:
+            check_names(anchor, unit)
+            parts = _tensors(index, priority, generation, anchor)
+        with self._mutex:
+            self._queue_update(*parts)
+
+    def _is_here(self, part: Any) -> bool:
+        return isinstance(part, torch.Tensor) and part.device == self._device
+
+    def _queue_update(
+        self,
+        index: torch.Tensor | None,
+        priority: torch.Tensor | None,
+        generation: torch.Tensor | None,
+        anchor: torch.Tensor | None,
+    ) -> None:
+        from gear_loader.kernels import items as kernels
+        from gear_loader.kernels import priority as tree_kernels
+
+        assert index is not None
+        assert priority is not None
+        if not self._cuda:
+            context: Any = contextlib.nullcontext()
+        else:
+            # On the stream that draws, so that training does not wait for a gather that was queued there before.
+            consumer = torch.cuda.current_stream(self._device)
+            stream = consumer if self._stream is None else self._stream
+            stream.wait_stream(consumer)
+            for part in (index, priority, generation, anchor):
+                if part is not None:
+                    part.record_stream(stream)
+            context = torch.cuda.stream(stream)
+        alpha, eps = self._exponent()
+        with context:
+            self._enter()
+            items = torch.empty_like(index)
+            kernels.locate(self._wide, self._index, index, items, anchor=anchor, generation=generation)
+            tree_kernels.update(self._wide, items, priority, alpha=alpha, eps=eps)
+            self._leave()
+
+    @property
+    def num_stale(self) -> int:
+        """Rows of updates that were left out because their trajectory was gone. Waits for the GPU."""
+        return int(self._wide.status[STALE])
+
+    # ---------------------------------------------------------------- state
+
+    def _settle(self) -> None:
+        if self._cuda:
+            self._last.synchronize()
+            self._raise_late(wait=True)
+
+    def _read(self, items: Array) -> Array:
+        self._settle()
+        leaves: Array = self._wide.leaves[self._upload(items)].cpu().numpy()
+        return leaves
+
+    def _write(self, items: Array, leaves: Array) -> None:
+        from gear_loader.kernels import priority
+
+        self._enter()
+        self._wide.leaves[self._upload(items)] = self._upload(leaves)
+        priority.build(self._wide)
+        self._leave()
+
+    def _get_maximum(self) -> float:
+        return float(self._wide.maximum)
+
+    def _set_counters(self, maximum: float, num_stale: int) -> None:
+        self._enter()
+        self._wide.maximum.fill_(maximum)
+        self._wide.status[STALE] = num_stale
+        self._drawn.clear()
+        self._leave()
+
+    def _recent(self) -> list[dict[str, Any]]:
+        # By sequence number, as long as the slots have not been given to others since.
+        _, generation, sequence = self.job.table.slot_states()
+        recent = []
+        for (epoch, step), rows, weights in self._drawn:
+            slots, steps, generations = rows.cpu().numpy()
+            if (slots >= 0).all() and (generation[slots] == generations).all():
+                weight = None if weights is None else weights.cpu()
+                part = {"sequences": torch.from_numpy(sequence[slots]), "steps": torch.from_numpy(steps)}
+                recent.append({"epoch": epoch, "step": step, **part, "weights": weight})
+        return recent
+
+
+def _tensors(
+    index: torch.Tensor, priority: torch.Tensor, generation: torch.Tensor | None, anchor: torch.Tensor | None
+) -> list[torch.Tensor | None]:
+    """Tensors on the GPU as kernels want them.
+
+    Raises:
+        SchemaError: other shapes or dtypes.
+    """
+    count = index.shape[0] if index.ndim == 1 else -1
+    parts: list[torch.Tensor | None] = []
+    names = ("index", "priority", "generation", "anchor")
+    for name, part in zip(names, (index, priority, generation, anchor), strict=True):
+        if part is None:
+            parts.append(None)
+            continue
+        whole = not (part.is_floating_point() or part.is_complex() or part.dtype == torch.bool)
+        fits = part.shape == (count,) and (not part.is_complex() if name == "priority" else whole)
+        if not fits:
+            kind = "numbers" if name == "priority" else "integers"
+            raise SchemaError(
+                f"{name} is {part.dtype} {list(part.shape)}; expected {kind} [{'n' if count < 0 else count}], as many "
+                "as index has. Nothing was changed."
+            )
+        dtype = torch.float32 if name == "priority" else torch.int64
+        parts.append(part.detach().to(dtype).contiguous())
+    return parts

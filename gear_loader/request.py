@@ -1,0 +1,101 @@
+"""New priorities as users give them: checked before anything changes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from gear_loader import native, native_tree
+from gear_loader.errors import PriorityError, SchemaError
+from gear_loader.slots import Array
+
+__all__ = ["Request", "check_names", "request"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """New priorities, checked: of some steps of some trajectories.
+
+    Attributes:
+        slots, steps: int64 [n]. generations: int64 [n] or None. priorities: float32 [n].
+    """
+
+    slots: Array
+    steps: Array
+    generations: Array | None
+    priorities: Array
+
+
+def request(
+    index: Any, priority: Any, *, generation: Any, anchor: Any, unit: Literal["trajectory", "step"]
+) -> Request:
+    """Check what a user gave as new priorities.
+
+    Args:
+        index: [n] integers; generation, anchor: as many, or None. priority: [n] numbers. Tensors or arrays.
+
+    Raises:
+        PriorityError: a priority that is NaN, infinite (as float32) or negative; the first such position is named.
+        SchemaError: another shape or dtype, or no anchors where the unit is a step.
+    """
+    slots = _array("index", index, "iu")
+    count = len(slots)
+    values = _array("priority", priority, "fiub", count).astype(np.float64)
+    generations = (
+        None if generation is None else _array("generation", generation, "iu", count).astype(np.int64)
+    )
+    check_names(anchor, unit)
+    steps = np.zeros(count, dtype=np.int64) if anchor is None else _array("anchor", anchor, "iu", count)
+    with np.errstate(over="ignore"):
+        narrow = values.astype(np.float32)
+    bad = first_bad(narrow.astype(np.float64))
+    if bad >= 0:
+        raise PriorityError(
+            f"priority[{bad}] is {values[bad]}; expected a finite number (as float32) that is not negative. "
+            "Nothing was changed."
+        )
+    narrow = np.where((narrow == 0) & (values > 0), np.finfo(np.float32).tiny, narrow)
+    return Request(slots.astype(np.int64), steps.astype(np.int64), generations, narrow)
+
+
+def check_names(anchor: Any, unit: Literal["trajectory", "step"]) -> None:
+    """Raise SchemaError unless there are anchors where the unit is a step, and only there."""
+    if unit == "step" and anchor is None:
+        raise SchemaError(
+            "No anchor was received; with unit='step' a step is named by index and anchor: pass anchor=batch['anchor']."
+        )
+    if unit == "trajectory" and anchor is not None:
+        raise SchemaError(
+            "anchor was received; with unit='trajectory' a priority is that of the whole trajectory: leave it out, or "
+            "use a selector with unit='step'."
+        )
+
+
+def first_bad(values: Array) -> int:
+    """Position of the first of `values` (float64 [n]) that is not finite or negative; -1 if there is none."""
+    if native.AVAILABLE:
+        return int(native_tree.check_values(values))
+    bad = np.flatnonzero(~((values >= 0) & (values < np.inf)))
+    return int(bad[0]) if len(bad) else -1
+
+
+def _array(name: str, value: Any, kinds: str, count: int | None = None) -> Array:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    try:
+        array = np.atleast_1d(np.asarray(value))
+        fits = array.dtype.kind in kinds or array.size == 0
+    except (TypeError, ValueError):
+        fits = False
+    if not fits or array.ndim != 1 or (count is not None and len(array) != count):
+        shape = f"{array.dtype} {list(array.shape)}" if fits else repr(value)
+        kind = "numbers" if "f" in kinds else "integers"
+        raise SchemaError(
+            f"{name} is {shape}; expected {kind} [{'n' if count is None else count}]"
+            f"{'' if count is None else ', as many as index has'}. Nothing was changed."
+        )
+    return array

@@ -1,0 +1,260 @@
+"""Selection by priority as a GPU does it, under Triton's interpreter: row by row what the CPU does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gear_loader as gear
+from gear_loader.device_priorities import DevicePrioritySelection
+from gear_loader.errors import PriorityError, SchemaError, StaleIndexError, TableEmptyError
+from gear_loader.priorities import ANCHORS, LEAVES, PrioritySelection, draw_key
+from gear_loader.selection import Anchor, Job
+from gear_loader.selectors import Draw, Selector
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels are compiled here, for CUDA tensors only"
+)
+
+CPU = torch.device("cpu")
+BATCH, REACH, BLOCKS = 24, (-5, 6), 4
+# A power of numpy's and one of Triton's interpreter may round differently, by one place of float32.
+CLOSE = {"rtol": 2.4e-7, "atol": 0.0}
+
+
+@pytest.fixture
+def table() -> Iterator[gear.Table]:
+    schema = {"value": gear.Column(torch.float32, (2,))}
+    with gear.Table.create(
+        schema, max_steps=500, max_trajectories=60, block_steps=8, on_full="evict_oldest"
+    ) as made:
+        random = np.random.default_rng(0)
+        for number in range(50):
+            add(made, random, number)
+        yield made
+
+
+def add(table: gear.Table, random: np.random.Generator, number: int) -> None:
+    length = int(random.integers(1, 20))
+    priority = None if number % 3 else float(number)
+    table.add({"value": np.full((length, 2), number, np.float32)}, priority=priority)
+
+
+def both(table: gear.Table, selector: Selector, anchor: Anchor = "uniform", subset: Any = None) -> Any:
+    job = Job(table, selector, anchor, subset)
+    return DevicePrioritySelection(job, history=4, device=CPU), PrioritySelection(job, history=4)
+
+
+def drawn(selection: DevicePrioritySelection, draw: Draw) -> tuple[torch.Tensor, ...]:
+    """What the kernels write for a batch, with poison before."""
+    mirror: tuple[torch.Tensor, ...] = (
+        torch.full((5, BATCH), -7, dtype=torch.int64),
+        torch.full((BATCH, BLOCKS), -7, dtype=torch.int32),
+    )
+    if selection.job.selector.weighs:
+        mirror += (torch.full((BATCH,), torch.nan),)
+    random = torch.tensor([draw_key(draw, LEAVES), draw.step, draw_key(draw, ANCHORS)])
+    ticket = selection._follow()
+    try:
+        selection.draw_rows(draw, random, mirror, REACH)
+        selection._leave()
+    finally:
+        selection.job.table.end_read(ticket)
+    return mirror
+
+
+def expected(selection: PrioritySelection, draw: Draw) -> Any:
+    ticket = selection._follow()
+    try:
+        return selection._draw(draw)
+    finally:
+        selection.job.table.end_read(ticket)
+
+
+def now(call: Callable[[], object]) -> None:
+    call()
+
+
+def update(selection: PrioritySelection, rows: Any, priority: torch.Tensor, **options: Any) -> None:
+    step = selection.job.selector.unit == "step"
+    selection.update_priority(
+        torch.from_numpy(rows.slots),
+        priority,
+        generation=torch.from_numpy(options.pop("generations", rows.generations)),
+        anchor=torch.from_numpy(rows.steps) if step else None,
+        stale=options.pop("stale", "ignore"),
+        between=now,
+    )
+
+
+SELECTORS = {
+    "prioritized": lambda unit: gear.Prioritized(eps=1e-3, unit=unit),
+    "distinct": lambda unit: gear.Prioritized(1.0, replacement=False, normalize="batch", unit=unit),
+    "top": lambda unit: gear.TopK(unit=unit),
+    "bottom": lambda unit: gear.TopK(False, unit=unit),
+}
+
+
+@pytest.mark.parametrize("make", SELECTORS.values(), ids=SELECTORS)
+@pytest.mark.parametrize(
+    ("unit", "anchor"),
+    [("trajectory", "uniform"), ("trajectory", "first"), ("trajectory", "last"), ("step", "uniform")],
+)
+def test_batches_are_those_of_the_cpu_while_the_table_changes(
+    table: gear.Table, make: Any, unit: Any, anchor: Anchor
+) -> None:
+    device, host = both(table, make(unit), anchor)
+    random = np.random.default_rng(1)
+    extent, block_ids = table.index_arrays()
+    for step in range(6):
+        draw = Draw(3, 1, step, 0, BATCH, 0, step)
+        rows, found = expected(host, draw), drawn(device, draw)
+        np.testing.assert_allclose(
+            device._wide.leaves[: host._map.capacity], host._tree.leaves[: host._map.capacity], **CLOSE
+        )
+        np.testing.assert_array_equal(found[0][:3], np.stack((rows.slots, rows.steps, rows.generations)))
+        if rows.weights is not None:
+            np.testing.assert_allclose(found[2], rows.weights, rtol=1e-6)
+        looked_up = found[0][3:].reshape(BATCH, 2)
+        for row, (slot, anchor_step) in enumerate(zip(rows.slots, rows.steps, strict=True)):
+            length = extent[slot, 0]
+            assert looked_up[row, 0] == length
+            first, last = (np.clip(anchor_step + reach, 0, length - 1) // 8 for reach in REACH)
+            for block in range(first, last + 1):
+                assert found[1].reshape(-1)[looked_up[row, 1] + block] == block_ids[extent[slot, 1] + block]
+        generations = rows.generations.copy()
+        generations[::7] += 1  # as if these were gone
+        priority = torch.from_numpy(random.random(BATCH).astype(np.float32))
+        for selection in (device, host):
+            update(selection, rows, priority, generations=generations)
+        assert device.num_stale == host.num_stale == (step + 1) * 4
+        add(table, random, 50 + step)
+        if step == 3:
+            table.remove(int(table.indices()[5]))
+    states = [selection.state_dict() for selection in (device, host)]
+    np.testing.assert_allclose(states[0]["leaves"], states[1]["leaves"], **CLOSE)
+    assert states[0]["maximum"] == states[1]["maximum"]
+    # Batches can be repeated as long as all of their trajectories are there.
+    assert {part["step"] for part in states[0]["recent"]} <= {2, 3, 4, 5}
+    restored, _ = both(table, make(unit), anchor)
+    restored.load_state_dict(states[0])
+    for name in ("leaves", "sums", "mins", "maxs"):
+        assert torch.equal(getattr(restored._wide, name), getattr(device._wide, name))
+
+
+@pytest.mark.parametrize("unit", ["trajectory", "step"])
+def test_rows_that_name_nothing_known_are_stale(table: gear.Table, unit: Any) -> None:
+    device, host = both(table, gear.Prioritized(unit=unit))
+    draw = Draw(0, 0, 0, 0, BATCH)
+    rows = expected(host, draw)
+    drawn(device, draw)
+    before = device._wide.leaves.clone()
+    slots = torch.tensor([-1, 60, 2**40, int(rows.slots[0])])
+    steps = torch.tensor([0, 0, 0, 10_000]) if unit == "step" else None
+    generation = torch.tensor([1, 1, 1, 2**33])
+    device.update_priority(
+        slots, torch.ones(4), generation=generation, anchor=steps, stale="ignore", between=now
+    )
+    assert device.num_stale == 4
+    assert torch.equal(device._wide.leaves, before)
+    gone = int(rows.slots[0])
+    table.remove(gone)
+    drawn(device, draw)
+    step = torch.zeros(1, dtype=torch.int64) if unit == "step" else None
+    device.update_priority(
+        torch.tensor([gone]), torch.ones(1), generation=None, anchor=step, stale="ignore", between=now
+    )
+    assert device.num_stale == 5
+    with pytest.raises(
+        StaleIndexError, match=f"1 of 1 priorities are for trajectories that are gone.*index {gone}"
+    ):
+        device.update_priority(
+            torch.tensor([gone]), torch.ones(1), generation=None, anchor=step, stale="error", between=now
+        )
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0, 1e38])
+def test_a_bad_priority_that_only_the_gpu_sees_changes_nothing_and_is_raised_later(
+    table: gear.Table, bad: float
+) -> None:
+    device, host = both(table, gear.Prioritized(alpha=2.0))
+    draw = Draw(0, 0, 0, 0, BATCH)
+    rows = expected(host, draw)
+    drawn(device, draw)
+    before = device._wide.leaves.clone()
+    priority = torch.ones(BATCH)
+    priority[5] = bad
+    update(device, rows, priority)
+    with pytest.raises(PriorityError, match=r"priority\[5\] of an earlier update_priority was NaN"):
+        update(device, rows, torch.ones(BATCH))
+    assert torch.equal(device._wide.leaves, before)
+    update(device, rows, torch.full((BATCH,), 2.0))  # it is over
+    assert not torch.equal(device._wide.leaves, before)
+
+
+def test_new_trajectories_arrive_while_a_bad_update_is_pending(table: gear.Table) -> None:
+    device, host = both(table, gear.Prioritized())
+    draw = Draw(0, 0, 0, 0, BATCH)
+    rows = expected(host, draw)
+    drawn(device, draw)
+    update(device, rows, torch.full((BATCH,), -1.0))
+    index = table.add({"value": np.zeros((3, 2), np.float32)}, priority=77.0)
+    drawn(device, draw)
+    assert device._wide.leaves[index] == np.float32(77.0) ** np.float32(0.6)
+
+
+def test_a_tree_without_positive_priorities_gives_padding_and_an_error_later(table: gear.Table) -> None:
+    device, _ = both(table, gear.Prioritized(alpha=1.0))
+    table.remove(table.indices())
+    index = table.add({"value": np.zeros((3, 2), np.float32)}, priority=0.0)
+    found = drawn(device, Draw(0, 0, 0, 0, BATCH))
+    assert (found[0][0] == -1).all()
+    assert (found[0][3:].reshape(BATCH, 2)[:, 0] == 0).all()
+    assert (found[2] == 0).all()
+    with pytest.raises(PriorityError, match="no item left with a positive priority"):
+        device._raise_late()
+    device._raise_late()
+    device.update_priority(
+        torch.tensor([index]), torch.ones(1), generation=None, anchor=None, stale="ignore", between=now
+    )
+    assert (drawn(device, Draw(0, 0, 1, 0, BATCH))[0][0] == index).all()
+    table.remove(index)
+    drawn(device, Draw(0, 0, 2, 0, BATCH))
+    with pytest.raises(TableEmptyError):
+        device._raise_late()
+
+
+def test_only_the_subset_is_drawn(table: gear.Table) -> None:
+    def even(sequences: Any) -> Any:
+        return sequences % 2 == 0
+
+    for unit in ("trajectory", "step"):
+        device, host = both(table, gear.Prioritized(unit=unit), subset=even)  # type: ignore[arg-type]
+        sequence = table.slot_states()[2]
+        for step in range(4):
+            draw = Draw(0, 0, step, 0, BATCH)
+            found = drawn(device, draw)
+            assert (sequence[found[0][0].numpy()] % 2 == 0).all()
+            np.testing.assert_array_equal(found[0][0], expected(host, draw).slots)
+
+
+def test_wrong_tensors_are_refused_before_anything_is_queued(table: gear.Table) -> None:
+    device, _ = both(table, gear.Prioritized())
+    two = torch.zeros(2, dtype=torch.int64)
+    calls: list[tuple[Any, Any, Any, Any, str]] = [
+        (two.float(), torch.ones(2), None, None, r"index is torch.float32 \[2\]; expected integers \[2\]"),
+        (two, torch.ones(3), None, None, r"priority is torch.float32 \[3\]; expected numbers \[2\]"),
+        (two, torch.ones(2), two[:1], None, r"generation is torch.int64 \[1\]; expected integers \[2\]"),
+        (two[None], torch.ones(2), None, None, r"index is torch.int64 \[1, 2\]; expected integers \[n\]"),
+        (two, torch.ones(2), None, two, "anchor was received; with unit='trajectory'"),
+    ]
+    for index, priority, generation, anchor, message in calls:
+        with pytest.raises(SchemaError, match=message):
+            device.update_priority(
+                index, priority, generation=generation, anchor=anchor, stale="ignore", between=now
+            )
+    assert device.num_stale == 0

@@ -1,0 +1,351 @@
+"""From items of a priority tree to the rows of a batch and back, on a GPU that keeps indices to itself.
+
+The table's index lies in host memory, which the kernels read across the bus; so each row is looked up once, by
+`resolve`, and the gather finds everything beside it in device memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+import triton
+import triton.language as tl
+
+from gear_loader.kernels import sum_tree as _tree
+from gear_loader.kernels.priority import on_device, uniform
+from gear_loader.kernels.sum_tree import SumTree
+
+__all__ = ["ANCHORS", "Index", "locate", "resolve", "weigh"]
+
+STALE = tl.constexpr(_tree.STALE)
+
+ANCHORS = ("uniform", "first", "last", "item")
+"""What the step of a row is: drawn from the trajectory's, its first or last, or the item's own."""
+
+UNIFORM, FIRST, LAST, ITEM = (tl.constexpr(i) for i in range(4))
+LAUNCH = {"ROWS": 32, "num_warps": 1}
+WEIGH = {"ROWS": 512, "num_warps": 4}
+
+
+@dataclasses.dataclass(frozen=True)
+class Index:
+    """What kernels need of a table's index.
+
+    Attributes:
+        addresses: int64 [3] on the device: of `generation` (int64 [T]), `extent` (int64 [T, 2]) and `block_ids` (int32
+            [num_ids]), in memory that the device can read.
+        num_ids: entries of `block_ids`.
+        block_steps: steps of a block.
+        known: int32 [T] on the device: generation of the trajectory that the tree knows in a slot (its low 32 bits),
+            0 if none.
+        owner, number: int32 [num_blocks] on the device, where an item is a step: the slot of a block, -1 for none, and
+            which of its blocks it is. Else None.
+    """
+
+    addresses: torch.Tensor
+    num_ids: int
+    block_steps: int
+    known: torch.Tensor
+    owner: torch.Tensor | None
+    number: torch.Tensor | None
+
+
+# ---------------------------------------------------------------- locate
+
+
+@triton.jit(do_not_specialize=["count", "num_slots", "num_blocks", "num_ids", "block_steps"])
+def locate_kernel(
+    p_index,  # int64 [B]
+    p_anchor,  # int64 [B]
+    p_generation,  # int64 [B]
+    p_known,
+    p_owner,
+    p_number,
+    p_addresses,
+    p_status,
+    p_items,  # int64 [B]
+    count,
+    num_slots,
+    num_blocks,
+    num_ids,
+    block_steps,
+    STEPS: tl.constexpr,
+    CHECK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    i_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    m_row = i_row < count
+    i_slot = tl.load(p_index + i_row, mask=m_row, other=-1)
+    m_known = m_row & (i_slot >= 0) & (i_slot < num_slots)
+    b_known = tl.load(p_known + i_slot, mask=m_known, other=0)
+    m_known = m_known & (b_known != 0)
+    if CHECK:
+        b_generation = tl.load(p_generation + i_row, mask=m_row, other=0)
+        m_known = m_known & (b_generation.to(tl.int32) == b_known)
+    i_item = i_slot
+    if STEPS:
+        # The slot may be given to another trajectory while this is read: what counts is what the tree knows.
+        p_extent = tl.load(p_addresses + 1).to(tl.pointer_type(tl.int64))
+        p_ids = tl.load(p_addresses + 2).to(tl.pointer_type(tl.int32))
+        i_step = tl.load(p_anchor + i_row, mask=m_row, other=0)
+        steps = tl.load(p_extent + i_slot * 2, mask=m_known, other=0)
+        o_ids = tl.load(p_extent + i_slot * 2 + 1, mask=m_known, other=0)
+        m_known = m_known & (i_step >= 0) & (i_step < steps)
+        i_number = tl.where(m_known, i_step // block_steps, 0)
+        o_id = tl.minimum(tl.maximum(o_ids + i_number, 0), num_ids - 1)
+        i_block = tl.load(p_ids + o_id, mask=m_known, other=0).to(tl.int64)
+        i_block = tl.minimum(tl.maximum(i_block, 0), num_blocks - 1)
+        m_known = m_known & (tl.load(p_owner + i_block, mask=m_known, other=-1) == i_slot)
+        m_known = m_known & (tl.load(p_number + i_block, mask=m_known, other=-1) == i_number)
+        i_item = i_block * block_steps + (i_step - i_number * block_steps)
+    tl.store(p_items + i_row, tl.where(m_known, i_item, -1), mask=m_row)
+    stale = tl.sum((m_row & ~m_known).to(tl.int64), axis=0)
+    if stale > 0:
+        tl.atomic_add(p_status + STALE, stale)
+
+
+def locate(
+    tree: SumTree,
+    known: Index,
+    index: torch.Tensor,
+    items: torch.Tensor,
+    *,
+    anchor: torch.Tensor | None = None,
+    generation: torch.Tensor | None = None,
+) -> None:
+    """Items of trajectories, or of steps of trajectories, for `priority.update`.
+
+    Args:
+        tree: whose `status` counts the rows that name nothing that the tree knows.
+        known: the index.
+        index: int64 [n], slots.
+        items: int64 [n], filled; -1 for such rows.
+        anchor: int64 [n], steps, where an item is a step.
+        generation: int64 [n], or None to take whatever trajectory is in the slot.
+
+    All on the tree's device. Does not wait for the GPU.
+
+    Raises:
+        TypeError, ValueError: other shapes, dtypes or devices; nothing has been launched then.
+    """
+    count = len(index)
+    steps = known.owner is not None
+    if steps and anchor is None:
+        raise ValueError("No anchor was given, but an item is a step.")
+    for name, tensor in (("index", index), ("items", items), ("anchor", anchor), ("generation", generation)):
+        if tensor is not None:
+            _check(name, tensor, torch.int64, (count,), tree.device)
+    if count == 0:
+        return
+    dummy = known.known
+    with on_device(tree.device):
+        locate_kernel[(triton.cdiv(count, LAUNCH["ROWS"]),)](
+            index,
+            anchor if steps else index,
+            index if generation is None else generation,
+            known.known,
+            dummy if known.owner is None else known.owner,
+            dummy if known.number is None else known.number,
+            known.addresses,
+            tree.status,
+            items,
+            count,
+            len(known.known),
+            0 if known.owner is None else len(known.owner),
+            known.num_ids,
+            known.block_steps,
+            STEPS=steps,
+            CHECK=generation is not None,
+            **LAUNCH,
+        )
+
+
+# ---------------------------------------------------------------- resolve
+
+
+@triton.jit(do_not_specialize=["count", "size", "width", "block_steps", "first", "last"])
+def resolve_kernel(
+    p_items,  # int64 [B]
+    p_random,  # int64 [3]
+    p_owner,
+    p_number,
+    p_addresses,
+    p_rows,  # int64 [5, size]
+    p_ids,  # int32 [size, width]
+    count,
+    size,
+    width,
+    block_steps,
+    first,
+    last,
+    ANCHOR: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    i_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    m_row = i_row < count
+    i_item = tl.load(p_items + i_row, mask=m_row, other=-1)
+    m_item = i_item >= 0
+    i_item = tl.where(m_item, i_item, 0)
+    if ANCHOR == ITEM:
+        i_block = i_item // block_steps
+        i_slot = tl.load(p_owner + i_block, mask=m_item, other=0).to(tl.int64)
+        b_anchor = tl.load(p_number + i_block, mask=m_item, other=0).to(tl.int64) * block_steps
+        b_anchor += i_item - i_block * block_steps
+    else:
+        i_slot = i_item
+    p_generation = tl.load(p_addresses).to(tl.pointer_type(tl.int64))
+    p_extent = tl.load(p_addresses + 1).to(tl.pointer_type(tl.int64))
+    p_blocks = tl.load(p_addresses + 2).to(tl.pointer_type(tl.int32))
+    b_generation = tl.load(p_generation + i_slot, mask=m_item, other=0)
+    steps = tl.load(p_extent + i_slot * 2, mask=m_item, other=0)
+    o_ids = tl.load(p_extent + i_slot * 2 + 1, mask=m_item, other=0)
+    if ANCHOR == UNIFORM:
+        b_uniform = uniform(tl.load(p_random + 2), tl.load(p_random + 1), i_row.to(tl.uint32), 0)
+        b_anchor = tl.minimum((b_uniform * steps.to(tl.float64)).to(tl.int64), steps - 1)
+    elif ANCHOR == FIRST:
+        b_anchor = steps * 0
+    elif ANCHOR == LAST:
+        b_anchor = steps - 1
+    low = tl.minimum(tl.maximum(b_anchor + first, 0), steps - 1) // block_steps
+    high = tl.minimum(tl.maximum(b_anchor + last, 0), steps - 1) // block_steps
+    # A row without an item has no steps, and so is nothing but padding.
+    tl.store(p_rows + i_row, tl.where(m_item, i_slot, -1), mask=m_row)
+    tl.store(p_rows + size + i_row, tl.where(m_item, b_anchor, 0), mask=m_row)
+    tl.store(p_rows + 2 * size + i_row, b_generation, mask=m_row)
+    o_own = i_row.to(tl.int64) * width
+    tl.store(p_rows + 3 * size + 2 * i_row, steps, mask=m_row)
+    tl.store(p_rows + 3 * size + 2 * i_row + 1, tl.where(m_item, o_own - low, o_own), mask=m_row)
+    for k in range(width):
+        m_block = m_item & (low + k <= high)
+        b_block = tl.load(p_blocks + o_ids + low + k, mask=m_block, other=0)
+        tl.store(p_ids + o_own + k, b_block, mask=m_row)
+
+
+def resolve(
+    known: Index,
+    items: torch.Tensor,
+    random: torch.Tensor,
+    rows: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    anchor: str,
+    first: int,
+    last: int,
+) -> None:
+    """Look up what a gather needs of drawn items.
+
+    Args:
+        known: the index; its slots are kept while this runs.
+        items: int64 [n], -1 for a row of nothing but padding.
+        random: int64 [3] in memory that the device can read: its second is the counter, its third the key of the random
+            numbers of anchors.
+        rows: int64 [5, size], size >= n, of which the first n entries are filled: index, anchor, generation; from
+            ``rows[3]`` on, int64 [size, 2], the extents: length in steps, and where in `ids` the block table of the
+            trajectory would start.
+        ids: int32 [size, K], filled with the blocks of the windows.
+        anchor: one of `ANCHORS`.
+        first, last: the steps before and after the anchor that any window covers; they touch at most K blocks.
+
+    Does not wait for the GPU.
+
+    Raises:
+        TypeError, ValueError: other shapes, dtypes or devices; nothing has been launched then.
+    """
+    count, device = len(items), known.known.device
+    _check("items", items, torch.int64, (count,), device)
+    size = rows.shape[-1]
+    _check("rows", rows, torch.int64, (5, max(size, count)), device)
+    _check("ids", ids, torch.int32, (size, ids.shape[-1]), device)
+    _check("random", random, torch.int64, (3,), random.device)
+    if anchor not in ANCHORS or (anchor == "item") != (known.owner is not None):
+        raise ValueError(f"anchor is {anchor!r}; expected one of {ANCHORS}, 'item' where an item is a step.")
+    if count == 0:
+        return
+    dummy = known.known
+    with on_device(device):
+        resolve_kernel[(triton.cdiv(count, LAUNCH["ROWS"]),)](
+            items,
+            random,
+            dummy if known.owner is None else known.owner,
+            dummy if known.number is None else known.number,
+            known.addresses,
+            rows,
+            ids,
+            count,
+            size,
+            ids.shape[-1],
+            known.block_steps,
+            first,
+            last,
+            ANCHOR=ANCHORS.index(anchor),
+            **LAUNCH,
+        )
+
+
+# ---------------------------------------------------------------- weigh
+
+
+@triton.jit(do_not_specialize=["offset", "count", "beta"])
+def weigh_kernel(
+    p_leaves,  # float32 [B], of the rows
+    p_mins,
+    p_weights,  # float32 [B]
+    offset,
+    count,
+    beta,
+    TABLE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    if TABLE:
+        least = tl.min(tl.load(p_mins + offset + tl.arange(0, 32)), axis=0)
+    else:
+        b_least = tl.full([ROWS], float("inf"), dtype=tl.float32)
+        for i in range(tl.cdiv(count, ROWS)):
+            i_row = i * ROWS + tl.arange(0, ROWS)
+            b_leaf = tl.load(p_leaves + i_row, mask=i_row < count, other=0.0)
+            b_least = tl.minimum(b_least, tl.where(b_leaf > 0, b_leaf, float("inf")))
+        least = tl.min(b_least, axis=0)
+    least = least.to(tl.float64)
+    for i in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
+        i_row = i * ROWS + tl.arange(0, ROWS)
+        b_leaf = tl.load(p_leaves + i_row, mask=i_row < count, other=0.0)
+        m_leaf = b_leaf > 0
+        b_ratio = tl.where(m_leaf, least, 1.0) / tl.where(m_leaf, b_leaf.to(tl.float64), 1.0)
+        b_weight = tl.where(m_leaf, tl.exp2(beta * tl.log2(b_ratio)), 0.0)
+        tl.store(p_weights + i_row, b_weight.to(tl.float32), mask=i_row < count)
+
+
+def weigh(tree: SumTree, leaves: torch.Tensor, weights: torch.Tensor, *, beta: float, table: bool) -> None:
+    """Importance weights ``(least / leaf) ** beta`` of drawn items.
+
+    Args:
+        leaves: float32 [n], as drawn. weights: float32 [n], filled; 0 where the leaf is 0.
+        beta: counts as float32.
+        table: whether `least` is the smallest positive leaf of the tree, or else of the batch.
+
+    Does not wait for the GPU.
+
+    Raises:
+        TypeError, ValueError: other shapes, dtypes or devices; nothing has been launched then.
+    """
+    count = len(leaves)
+    _check("leaves", leaves, torch.float32, (count,), tree.device)
+    _check("weights", weights, torch.float32, (count,), tree.device)
+    if count == 0:
+        return
+    programs = min(triton.cdiv(count, WEIGH["ROWS"]), 32)
+    offset = tree.shape[-1][0]
+    with on_device(tree.device):
+        weigh_kernel[(programs,)](leaves, tree.mins, weights, offset, count, beta, TABLE=table, **WEIGH)
+
+
+def _check(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+) -> None:
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+        raise TypeError(
+            f"{name} is {tensor.dtype} {list(tensor.shape)}; expected contiguous {dtype} {list(shape)}."
+        )
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}; expected {device}.")
