@@ -237,7 +237,7 @@ class DevicePrioritySelection(PrioritySelection):
         given = [index, priority, generation, anchor]
         if stale == "error" or not all(part is None or self._is_here(part) for part in given):
             new = request(index, priority, generation=generation, anchor=anchor, unit=unit)
-            self._check_weight(new.priorities)
+            self._checked_weights(new.priorities)
             if stale == "error":
                 self._check_live(new)
             steps = new.steps if unit == "step" else None

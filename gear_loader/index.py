@@ -61,6 +61,8 @@ def _process(pid: int) -> tuple[int, int]:
 
 os.register_at_fork(after_in_child=_process.cache_clear)
 
+_NO_SLOTS = np.empty(0, dtype=np.int64)
+
 
 def _alive(pid: int, start: int) -> bool:
     # With the start time even for the own pid: in a container a restarted process often has its predecessor's.
@@ -173,20 +175,23 @@ class Index(Slots):
             time.sleep(pause)
             pause = min(pause * 2, 1e-3)
 
-    def commit(self, slots: Array, priorities: Array) -> None:
+    def commit(self, slots: Array, priorities: Array, *, sequences: Array | None = None) -> None:
         """Make written slots visible, in the given order.
 
         Args:
             slots: int64 [n] from `begin`.
             priorities: float32 [n].
+            sequences: int64 [n], ascending, none below the table's next one: the sequence numbers, if not the next ones
+                (a table that is restored keeps those that it had).
         """
         counters, count = self.counters, len(slots)
         if count == 0:
             return
         with self._locked(), self._mutation():
-            first = counters[NEXT_SEQUENCE]
-            self.sequence[slots] = np.arange(first, first + count)
-            counters[NEXT_SEQUENCE] = first + count
+            if sequences is None:
+                sequences = counters[NEXT_SEQUENCE] + np.arange(count)
+            self.sequence[slots] = sequences
+            counters[NEXT_SEQUENCE] = sequences[-1] + 1
             self.priority[slots] = priorities
             self._append(slots)
             self._touch(slots)
@@ -277,6 +282,8 @@ class Index(Slots):
             everything = since < 0 or count > self.num_slots
             if everything:
                 slots = np.arange(self.num_slots)
+            elif count == 0:
+                slots = _NO_SLOTS
             else:
                 slots = np.unique(self.touched[np.arange(since, position) % self.num_slots]).astype(np.int64)
             ready = self.state[slots] == READY

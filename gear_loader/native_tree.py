@@ -21,9 +21,10 @@ from typing import Any
 
 import numpy as np
 
+from gear_loader.kernels.sum_tree import LOWEST_LEAF
 from gear_loader.native import AVAILABLE
 
-__all__ = ["build", "check_values", "draw", "draw_distinct", "uniforms", "update"]
+__all__ = ["build", "check_values", "draw", "draw_distinct", "uniforms", "update", "weigh"]
 
 if AVAILABLE:
     from llvmlite import ir
@@ -46,6 +47,7 @@ if AVAILABLE:
 
         return types.void(types.uint64), codegen
 
+    assert LOWEST_LEAF == 2.0**-126  # what is compiled in, and kept on disk
     _BLOCK = uint64(32)
     _ONE, _TWO = uint64(1), uint64(2)
     _MASK = uint64(0xFFFFFFFF)
@@ -324,6 +326,16 @@ if AVAILABLE:
         return filled
 
     # ------------------------------------------------------------ values
+
+    @compiled
+    def weigh(values, alpha, eps, out) -> None:  # type: ignore[no-untyped-def]
+        """``(values + eps) ** alpha`` of float32 [n] into float64 [n], 0 only for 0."""
+        for i in range(len(values)):
+            value = np.float64(values[i]) + eps
+            if value > 0:
+                out[i] = max(value if alpha == 1.0 else value**alpha, LOWEST_LEAF)
+            else:
+                out[i] = value
 
     @compiled
     def check_values(values) -> int:  # type: ignore[no-untyped-def]

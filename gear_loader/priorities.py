@@ -15,9 +15,8 @@ from gear_loader.collector import Buffers, Collector
 from gear_loader.errors import PriorityError, SchemaError, StaleIndexError
 from gear_loader.index import Changes, Snapshot
 from gear_loader.item_map import ItemMap, Leaves
-from gear_loader.kernels import priority_reference as reference
 from gear_loader.kernels.sum_tree import GONE
-from gear_loader.priority_tree import HostTree, uniforms
+from gear_loader.priority_tree import HostTree, uniforms, weigh
 from gear_loader.random import key
 from gear_loader.request import Request, request
 from gear_loader.selection import Job, Selection
@@ -134,9 +133,7 @@ class PrioritySelection(Selection):
 
     def _weigh(self, priorities: Array) -> Array:
         """What priorities (float32 [n]) weigh, float64 [n]."""
-        alpha, eps = self._exponent()
-        weighed: Array = reference.weigh(torch.from_numpy(priorities), alpha, eps).numpy()
-        return weighed
+        return weigh(priorities, *self._exponent())
 
     def _exponent(self) -> tuple[float, float]:
         """alpha and eps, as float32 holds them: that is how kernels get them."""
@@ -203,10 +200,10 @@ class PrioritySelection(Selection):
     ) -> None:
         """See `ReplayDataset.update_priority`; `between` calls a function between two batches."""
         new = request(index, priority, generation=generation, anchor=anchor, unit=self.job.selector.unit)
-        self._check_weight(new.priorities)
+        weighed = self._checked_weights(new.priorities)
         if stale == "error":
             self._check_live(new)
-        between(lambda: self._update(new))
+        between(lambda: self._update(new, weighed))
 
     def _check_live(self, request: Request) -> None:
         """Raise StaleIndexError if a row names a trajectory that is gone, or a step that it does not have."""
@@ -219,15 +216,14 @@ class PrioritySelection(Selection):
                 f"row {row}, index {request.slots[row]}. Nothing was changed; stale='ignore' skips them."
             )
 
-    def _update(self, request: Request) -> None:
+    def _update(self, request: Request, weighed: Array) -> None:
         """Set priorities; rows whose trajectory is gone are counted and left out."""
         with self._mutex:
             items = self._items(request)
             known = items >= 0
             self._num_stale += int(len(items) - known.sum())
-            priorities = request.priorities[known]
-            self._maximum = max(self._maximum, float(priorities.max(initial=0)))
-            self._tree.update(items[known], self._weigh(priorities).astype(np.float32))
+            self._maximum = max(self._maximum, float(request.priorities[known].max(initial=0)))
+            self._tree.update(items[known], weighed[known])
 
     def _items(self, request: Request) -> Array:
         """Items of a request, -1 for those that are gone."""
@@ -243,14 +239,21 @@ class PrioritySelection(Selection):
         items = self._map.items(slots, request.steps, *table.index_arrays())
         return np.where(known, items, -1)
 
-    def _check_weight(self, priorities: Array) -> None:
-        """Raise PriorityError if a priority (float32 [n]) weighs more than float32 holds."""
-        bad = np.flatnonzero(self._weigh(priorities) > _LARGEST)
+    def _checked_weights(self, priorities: Array) -> Array:
+        """What priorities (float32 [n]) weigh, as float32.
+
+        Raises:
+            PriorityError: one weighs more than float32 holds.
+        """
+        weighed = self._weigh(priorities)
+        bad = np.flatnonzero(weighed > _LARGEST)
         if len(bad):
             raise PriorityError(
                 f"priority[{bad[0]}] is {priorities[bad[0]]}, which {self.job.selector!r} raises beyond float32's "
                 "range; expected a smaller one, or use a smaller alpha. Nothing was changed."
             )
+        narrow: Array = weighed.astype(np.float32)
+        return narrow
 
     # ---------------------------------------------------------------- state
 

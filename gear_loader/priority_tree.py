@@ -11,7 +11,7 @@ from gear_loader.kernels import priority_reference as reference
 from gear_loader.kernels.sum_tree import FANOUT, SumTree, best
 from gear_loader.slots import Array
 
-__all__ = ["HostTree", "uniforms"]
+__all__ = ["HostTree", "uniforms", "weigh"]
 
 
 class HostTree:
@@ -171,3 +171,13 @@ def uniforms(count: int, *, key: int, step: int) -> Array:
     native_tree.uniforms(key, step, us, np.empty((4, 64), dtype=np.uint64))
     drawn = us[0]
     return drawn
+
+
+def weigh(values: Array, alpha: float, eps: float) -> Array:
+    """What priorities (float32 [n]) weigh: ``(values + eps) ** alpha``, float64 [n], 0 only for 0."""
+    if not native.require():
+        weighed: Array = reference.weigh(torch.from_numpy(values), alpha, eps).numpy()
+        return weighed
+    weighed = np.empty(len(values))
+    native_tree.weigh(values, alpha, eps, weighed)
+    return weighed
