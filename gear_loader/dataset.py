@@ -276,7 +276,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def update_priority(
         self,
-        index: torch.Tensor | Array | Sequence[int],
+        index: Batch | torch.Tensor | Array | Sequence[int],
         priority: torch.Tensor | Array | Sequence[float],
         *,
         generation: torch.Tensor | Array | None = None,
@@ -285,10 +285,12 @@ class ReplayDataset(IterableDataset[Batch]):
     ) -> None:
         """Give trajectories, or with ``unit="step"`` steps, new priorities, as their errors after training suggest.
 
-        ``dataset.update_priority(batch["index"], td_error.abs(), generation=batch["generation"])``
+        ``dataset.update_priority(batch, td_error.abs())``, or with its parts
+        ``dataset.update_priority(batch["index"], td_error.abs(), generation=batch["generation"])``.
 
         Args:
-            index: int [n], which trajectories. Of equal items the last one counts.
+            index: a batch: then its generations, and with ``unit="step"`` its anchors, are taken from it too; or
+                int [n], which trajectories. Of equal items the last one counts.
             priority: [n] numbers, finite as float32 and not negative; `Prioritized` raises them to its alpha.
             generation: int [n], ``batch["generation"]``: then a row whose trajectory is gone is not taken for its
                 successor in the same place.
@@ -308,9 +310,23 @@ class ReplayDataset(IterableDataset[Batch]):
         selection = self._by_priority("update_priority")
         if stale not in ("ignore", "error"):
             raise SchemaError(f"stale is {stale!r}; expected 'ignore' or 'error'.")
+        if isinstance(index, Mapping):
+            index, generation, anchor = self._names(index, generation, anchor)
         selection.update_priority(
             index, priority, generation=generation, anchor=anchor, stale=stale, between=self._between
         )
+
+    def _names(self, batch: Batch, generation: Any, anchor: Any) -> tuple[Any, Any, Any]:
+        """index, generation and anchor of a batch's rows."""
+        wanted = ("index", "generation") + (("anchor",) if self.selector.unit == "step" else ())
+        missing = [name for name in wanted if name not in batch]
+        if missing or generation is not None or anchor is not None:
+            raise SchemaError(
+                f"A mapping with the keys {list(batch)} was received as index"
+                f"{f', in which {missing} is missing' if missing else ', together with generation or anchor'}; "
+                "expected a whole batch alone, or batch['index'] with generation and anchor. Nothing was changed."
+            )
+        return batch["index"], batch["generation"], batch.get("anchor") if "anchor" in wanted else None
 
     def _between(self, call: Callable[[], object]) -> None:
         if self._active is None:

@@ -189,8 +189,9 @@ class Prioritized(Selector):
         replacement: whether an item may come twice in a batch. Without, a batch's items are drawn one after another,
             each in proportion to the priorities of those that are left; their weights are as if with replacement.
         unit: as for `Uniform`; with ``"step"`` each step of each trajectory has a priority of its own.
-        normalize: what the largest weight is looked for in: the whole ``"table"`` (the item of least positive
-            priority, as in the paper), or the ``"batch"``.
+        normalize: what the largest weight is looked for in: the ``"batch"``, as the paper's authors do in their own
+            code; or the whole ``"table"``: then an item's weight does not depend on what else is in the batch, but a
+            single item of very small priority makes all weights, and so all gradients, small.
 
     What a new item begins with is the `priority` that it was added with; without one, the running maximum of all
     priorities given so far, at least 1.
@@ -209,7 +210,7 @@ class Prioritized(Selector):
         eps: float = 0.0,
         replacement: bool = True,
         unit: Unit = "trajectory",
-        normalize: Literal["table", "batch"] = "table",
+        normalize: Literal["batch", "table"] = "batch",
     ) -> None:
         super().__init__(replacement=replacement, unit=unit, passes=False)
         for name, value in (("alpha", alpha), ("eps", eps)):
@@ -219,12 +220,12 @@ class Prioritized(Selector):
             raise SchemaError(
                 f"beta is {beta!r}; expected a number of at least 0, or a function of the number of batches drawn."
             )
-        if normalize not in ("table", "batch"):
-            raise SchemaError(f"normalize is {normalize!r}; expected 'table' or 'batch'.")
+        if normalize not in ("batch", "table"):
+            raise SchemaError(f"normalize is {normalize!r}; expected 'batch' or 'table'.")
         self.alpha = float(alpha)
         self.beta = beta
         self.eps = float(eps)
-        self.normalize: Literal["table", "batch"] = normalize
+        self.normalize: Literal["batch", "table"] = normalize
 
     def beta_at(self, number: int) -> float:
         """`beta` after `number` batches.
