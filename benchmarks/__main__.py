@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from benchmarks import collect
+from benchmarks import collect, select, select_plot
 
 app = typer.Typer(
     help="Benchmarks of Gear Loader.",
@@ -13,11 +13,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("collect")(collect.command)
+app.command("select")(select.command)
+app.command("select-plot")(select_plot.command)
 
 
 @app.callback()
 def _main() -> None:
-    # Keeps `collect` a command of its own for as long as it is the only one.
     """Benchmarks of Gear Loader."""
 
 

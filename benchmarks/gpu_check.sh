@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# GPU tests, then the GPU side of the benchmark; needs a machine with an NVIDIA GPU and nothing from the network.
+# GPU tests, then the GPU side of the benchmarks; needs a machine with an NVIDIA GPU and nothing from the network.
 #
 #     bash benchmarks/gpu_check.sh OUTDIR        (or OUT=OUTDIR bash benchmarks/gpu_check.sh)
 #
-# Leaves in OUTDIR: machine.txt, gpu-tests.log, gpu-tests.xml, collect-cuda.log, collect-cuda.jsonl, summary.txt.
+# Leaves in OUTDIR: machine.txt, gpu-tests.log, gpu-tests.xml, collect-cuda.log, collect-cuda.jsonl, select-cuda.log,
+# select-cuda.jsonl, summary.txt.
 # Takes less than 9 minutes: every stage has its time and ends with it, and a stage that fails does not stop the next.
 # Exit status: 0 if every stage passed, 2 if there is no GPU or no OUTDIR, else 1.
 #
-# PYTHON names the interpreter (default: .venv/bin/python, else python3). Options of the benchmark go into BENCH,
-# for example BENCH=--quick. Without a repository the rows take their commit from GEAR_LOADER_COMMIT.
+# PYTHON names the interpreter (default: .venv/bin/python, else python3). Options of the benchmarks go into
+# BENCH, for example BENCH=--quick. Without a repository the rows take their commit from GEAR_LOADER_COMMIT.
 set -uo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || exit 2
@@ -87,14 +88,17 @@ stage() {
 # Only files that hold GPU tests: others may import packages that are not here.
 mapfile -t files < <(grep -lE '\bmark\.gpu\b' tests/test_*.py)
 if ((${#files[@]})); then
-    stage "gpu tests" 180 gpu-tests.log \
+    stage "gpu tests" 170 gpu-tests.log \
         "$python" -m pytest -m gpu -q -p no:cacheprovider --junitxml="$out/gpu-tests.xml" "${files[@]}"
 else
     status=1
     echo "gpu tests    FAILED         no test is marked gpu" >>"$out/summary.txt"
 fi
-stage "collect" 300 collect-cuda.log \
-    "$python" -m benchmarks collect --device cuda --minutes 4 --out "$out/collect-cuda.jsonl" \
+stage "collect" 195 collect-cuda.log \
+    "$python" -m benchmarks collect --device cuda --minutes 2.5 --out "$out/collect-cuda.jsonl" \
+    ${options[@]+"${options[@]}"}
+stage "select" 155 select-cuda.log \
+    "$python" -m benchmarks select --device cuda --minutes 2 --out "$out/select-cuda.jsonl" \
     ${options[@]+"${options[@]}"}
 
 printf '\n== summary\n'

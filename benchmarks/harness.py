@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
@@ -55,21 +55,23 @@ class Variant:
         name: how rows and tables call it.
         measure: do `batches` batches on inputs it has not seen before, and return the seconds they took.
         check: raise `Incorrect` unless it gives the right result.
-        bytes: useful bytes of a batch.
+        amount: useful bytes of a batch, or its rows: whatever the comparison counts in.
         batches: batches of one measurement.
         parameters: what sets it apart, beside the comparison's parameters.
         targets: name of another variant -> the least ratio of throughputs aimed for.
         extras: further figures, asked for after the last measurement.
+        limit: seconds that a batch should take at most.
     """
 
     name: str
     measure: Callable[[], float]
     check: Callable[[], None]
-    bytes: int
+    amount: int
     batches: int
     parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     targets: Mapping[str, float] = dataclasses.field(default_factory=dict)
     extras: Callable[[], Mapping[str, float]] | None = None
+    limit: float | None = None
 
 
 @dataclasses.dataclass
@@ -83,6 +85,7 @@ class Comparison:
         yardstick: the variant that ratios are relative to.
         references: further variants that ratios are relative to.
         parameters: what all variants share.
+        unit: what amounts are counted in; only bytes have a rate in GB/s.
     """
 
     experiment: str
@@ -92,6 +95,7 @@ class Comparison:
     yardstick: str
     references: Sequence[str] = ()
     parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    unit: Literal["bytes", "rows"] = "bytes"
 
 
 @dataclasses.dataclass
@@ -115,7 +119,7 @@ class Result:
     @property
     def gb_per_s(self) -> float:
         """Median throughput in 10^9 bytes a second."""
-        return self.variant.bytes / float(np.median(self.seconds)) / 1e9
+        return self.variant.amount / float(np.median(self.seconds)) / 1e9
 
     def ratio(self, name: str) -> float:
         """Median ratio to another variant."""
@@ -124,6 +128,10 @@ class Result:
     def row(self) -> dict[str, Any]:
         """The measurement's own part of its JSON line."""
         variant, comparison, seconds = self.variant, self.comparison, quantiles(self.seconds)
+        amount: dict[str, Any] = {comparison.unit: variant.amount}
+        if comparison.unit == "bytes":
+            rates = {name: variant.amount / seconds[other] / 1e9 for name, other in _MIRRORED.items()}
+            amount["gb_per_s"] = rates
         return {
             "experiment": comparison.experiment,
             "workload": comparison.workload,
@@ -132,12 +140,12 @@ class Result:
             "repeats": len(self.seconds),
             "batches_per_repeat": variant.batches,
             "seconds": seconds,
-            "bytes": variant.bytes,
-            "gb_per_s": {name: variant.bytes / seconds[other] / 1e9 for name, other in _MIRRORED.items()},
+            **amount,
             "yardstick": comparison.yardstick,
             "ratio": quantiles(self.ratios[comparison.yardstick]),
             "ratios": {name: quantiles(self.ratios[name]) for name in comparison.references},
             "targets": dict(variant.targets),
+            **({} if variant.limit is None else {"limit": variant.limit}),
             "extras": self.extras,
         }
 
@@ -226,7 +234,7 @@ class Session:
                 self._advance()
         finally:
             gc.enable()
-        rates = {v.name: v.bytes / np.array(seconds[v.name]) for v in comparison.variants}
+        rates = {v.name: v.amount / np.array(seconds[v.name]) for v in comparison.variants}
         others = (comparison.yardstick, *comparison.references)
         # A variant can hold gigabytes: results keep its description only.
         bare = dataclasses.replace(comparison, variants=())
@@ -294,18 +302,19 @@ class Session:
         others = (comparison.yardstick, *comparison.references)
         table = grid(comparison.label)
         table.add_column("variant", no_wrap=True)
-        for head in ("batch, µs", "p10 – p90", "GB/s", *(f"× {name}" for name in others)):
+        rate = ("GB/s",) if comparison.unit == "bytes" else ()
+        for head in ("batch, µs", "p10 – p90", *rate, *(f"× {name}" for name in others)):
             table.add_column(head, justify="right")
         for result in results:
             low, mid, high = (value * 1e6 for value in quantiles(result.seconds).values())
-            cells = [f"{mid:,.0f}", f"{low:,.0f} – {high:,.0f}", f"{result.gb_per_s:.2f}"]
+            cells = [f"{mid:,.0f}", f"{low:,.0f} – {high:,.0f}", *(f"{result.gb_per_s:.2f}" for _ in rate)]
             table.add_row(
                 escape(result.variant.name), *cells, *(f"{result.ratio(name):.2f}" for name in others)
             )
         self.console.print(table)
 
     def show_targets(self) -> None:
-        """Print the ratios that have a target."""
+        """Print the ratios that have a target; then the times that have a limit."""
         table = grid("Targets")
         for head in ("comparison", "variant", "relative to"):
             table.add_column(head, no_wrap=True)
@@ -321,6 +330,25 @@ class Session:
                     f"{low:.2f} – {high:.2f}",
                     f"{target:.2f}",
                     verdict(result.ratios[name], target),
+                )
+        if table.row_count:
+            self.console.print(table)
+        table = grid("Targets")
+        for head in ("comparison", "variant"):
+            table.add_column(head, no_wrap=True)
+        for head in ("µs", "p10 – p90", "at most", ""):
+            table.add_column(head, justify="right", no_wrap=True)
+        for result in self.results:
+            limit = result.variant.limit
+            if limit is not None:
+                low, mid, high = (value * 1e6 for value in quantiles(result.seconds).values())
+                table.add_row(
+                    escape(result.comparison.label),
+                    escape(result.variant.name),
+                    f"{mid:.1f}",
+                    f"{low:.1f} – {high:.1f}",
+                    f"{limit * 1e6:.0f}",
+                    verdict(limit / result.seconds, 1.0),
                 )
         if table.row_count:
             self.console.print(table)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["ROOT", "cache_bytes", "code", "cores", "describe", "versions"]
+__all__ = ["ROOT", "available_bytes", "cache_bytes", "code", "cores", "describe", "versions"]
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -65,6 +65,14 @@ def code() -> dict[str, Any]:
 def cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def available_bytes() -> int:
+    """Memory that can be had now, as the system reports it."""
+    for line in _read(Path("/proc/meminfo")).splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def cache_bytes() -> int | None:

@@ -18,14 +18,13 @@ from gear_loader.prefetch import Pool, Prefetcher
 from gear_loader.priorities import PrioritySelection, needs_priorities
 from gear_loader.schema import Window
 from gear_loader.selection import Job, Selection, SnapshotSelection
-from gear_loader.selectors import Draw, Selector, Uniform
+from gear_loader.selectors import SAMPLE_EPOCH, Draw, Selector, Uniform
 from gear_loader.slots import Array
 from gear_loader.table import Table
 
 __all__ = ["ReplayDataset"]
 
 _MAX_WORKERS = 1024
-_SAMPLE_EPOCH = 1 << 62  # `sample` draws from epochs of its own, far from those of iteration
 _EPOCH, _BEFORE, _ROUND, _KEY, _ROUND_EPOCH, _ROUND_BEFORE, _JOINED = range(7)  # places in `_shared`
 _ANY = -1
 _STATE = ("epoch", "before", "step", "past", "workers", "samples", "sampled_items")
@@ -173,7 +172,7 @@ class ReplayDataset(IterableDataset[Batch]):
     def _iterate(self, number: int, workers: int, *, in_worker: bool) -> Iterator[Batch]:
         # Runs from the first request on: an iterator that is made and dropped does not use up an epoch.
         epoch, before, step = self._position = self._begin()
-        self._past, self._open = self._past + self._open, 0
+        self._past, self._open = self._past + self._open, before + step
         prefetch = 0 if in_worker else self.prefetch
         prefetcher = self._active = self._prefetcher(self.batch_size, prefetch=prefetch, shared=in_worker)
         draws = self._draws(epoch, before + number + workers * step, workers)
@@ -236,15 +235,17 @@ class ReplayDataset(IterableDataset[Batch]):
                     del self._pools[self._sampler[0], False]
             self._sampler = (size, self._prefetcher(size, prefetch=0, shared=False))
         prefetcher = self._sampler[1]
+        if needs_priorities(self.selector):
+            self._settle()  # updates that wait for a batch being prefetched come before this one
         rank, world = self._rank()
         number = self._samples * world + rank
-        epoch, turn, first, count, view = _SAMPLE_EPOCH, 0, 0, size, None
+        epoch, turn, first, count, view = SAMPLE_EPOCH, 0, 0, size, None
         if self.selector.passes:
             view = self._selected().view()
             items = self.selector.num_items(view)
             turn, first = divmod(self._sampled_items, max(items, 1))
-            epoch, count = _SAMPLE_EPOCH + 1 + rank, min(size, items - first)
-        draw = Draw(self.seed, epoch, number, first, count, turn, self._past + self._samples)
+            epoch, count = SAMPLE_EPOCH + 1 + rank, min(size, items - first)
+        draw = Draw(self.seed, epoch, number, first, count, turn, self._samples)
         batch = prefetcher.one(lambda buffers, item: self._fill(prefetcher, buffers, item, view), draw)
         self._samples += 1
         self._sampled_items += count
@@ -329,10 +330,16 @@ class ReplayDataset(IterableDataset[Batch]):
         return batch["index"], batch["generation"], batch.get("anchor") if "anchor" in wanted else None
 
     def _between(self, call: Callable[[], object]) -> None:
-        if self._active is None:
+        active = self._active
+        if active is None:
             call()
         else:
-            self._active.between(call)
+            active.between(call)
+
+    def _settle(self) -> None:
+        active = self._active
+        if active is not None:
+            active.settle()
 
     @property
     def num_stale(self) -> int:
@@ -389,7 +396,13 @@ class ReplayDataset(IterableDataset[Batch]):
                 weighs=self.selector.weighs,
             )
             pool = self._pools[size, shared] = Pool(collector, shared=shared)
-        return Prefetcher(pool, prefetch=prefetch, keep=self.keep, fresh=self.copy or shared)
+        return Prefetcher(
+            pool,
+            prefetch=prefetch,
+            keep=self.keep,
+            fresh=self.copy or shared,
+            complete=needs_priorities(self.selector),
+        )
 
     def _check_worker(self, number: int, in_worker: bool) -> None:
         if not in_worker:
@@ -501,8 +514,7 @@ class ReplayDataset(IterableDataset[Batch]):
             "config": self._config(),
         }
         if info is None and needs_priorities(self.selector):
-            if self._active is not None:
-                self._active.settle()
+            self._settle()
             state["priorities"] = self._by_priority("state_dict").state_dict()
         return state
 

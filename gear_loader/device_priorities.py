@@ -18,7 +18,7 @@ from gear_loader.kernels.sum_tree import BAD_POSITION, DISTINCT_MISSING, EMPTY_D
 from gear_loader.priorities import ANCHORS, LEAVES, PrioritySelection, draw_key
 from gear_loader.request import check_names, request
 from gear_loader.selection import Job
-from gear_loader.selectors import Draw, Prioritized, TopK
+from gear_loader.selectors import SAMPLE_EPOCH, Draw, Prioritized, TopK
 from gear_loader.slots import Array
 
 __all__ = ["DevicePrioritySelection"]
@@ -192,7 +192,8 @@ class DevicePrioritySelection(PrioritySelection):
         return again
 
     def _remember(self, draw: Draw, rows: torch.Tensor, weights: torch.Tensor | None) -> None:
-        self._drawn.append(((draw.epoch, draw.step), rows, weights))
+        if draw.epoch < SAMPLE_EPOCH:
+            self._drawn.append(((draw.epoch, draw.step), rows, weights))
 
     # ---------------------------------------------------------------- following the table
 
@@ -280,6 +281,7 @@ class DevicePrioritySelection(PrioritySelection):
         alpha, eps = self._exponent()
         with context:
             self._enter()
+            self._keep_up()
             items = torch.empty_like(index)
             kernels.locate(self._wide, self._index, index, items, anchor=anchor, generation=generation)
             tree_kernels.update(self._wide, items, priority, alpha=alpha, eps=eps)

@@ -60,7 +60,7 @@ if AVAILABLE:
         """Philox-4x32-10 (Salmon et al., 2011) for rows `first` and on: uint64 [4, rows], of 32 bits each."""
         k0, k1 = uint64(key) & _MASK, uint64(key) >> uint64(32)
         for i in range(count):
-            words[0, i] = uint64(first + i)
+            words[0, i] = uint64(first + i) & _MASK
             words[1, i] = uint64(call)
             words[2, i] = uint64(step) & _MASK
             words[3, i] = uint64(step) >> uint64(32)
@@ -113,7 +113,8 @@ if AVAILABLE:
             offset = uint64(offsets[level - 2])
             for i in range(count):
                 left = sums[offset + nodes[i] * _TWO]
-                right = rest[i] >= left
+                # What is left over may have been rounded up to all of the right part, even where that is nothing.
+                right = (rest[i] >= left) & (sums[offset + nodes[i] * _TWO + _ONE] > 0)
                 rest[i] -= left if right else 0.0
                 nodes[i] = nodes[i] * _TWO + uint64(right)
         base = uint64(leaves.ctypes.data)
@@ -149,11 +150,12 @@ if AVAILABLE:
         for bit in range(4):
             width = _ONE << uint64(bit)
             left = partial[own + width * _TWO + place]
-            right = rest >= left
+            right = (rest >= left) & (partial[own + width * _TWO + place + width] > 0)
             rest -= left if right else 0.0
             place += width if right else uint64(0)
-        place += uint64(16) if rest >= np.float64(leaves[block * _BLOCK + place]) else uint64(0)
-        return block * _BLOCK + place
+        item = block * _BLOCK + place
+        right = (rest >= np.float64(leaves[item])) & (leaves[item + uint64(16)] > 0)
+        return item + (uint64(16) if right else uint64(0))
 
     @compiled
     def draw(  # type: ignore[no-untyped-def]

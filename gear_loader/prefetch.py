@@ -58,14 +58,17 @@ class Prefetcher:
         prefetch: batches ahead; 0 fills when asked.
         keep: a batch stays valid until this many more have been requested.
         fresh: never recycle: new buffers for each batch.
+        complete: when closed, draw what has been asked for all the same, because it has taken its turn among the calls
+            of `between`.
     """
 
-    def __init__(self, pool: Pool, *, prefetch: int, keep: int, fresh: bool) -> None:
+    def __init__(self, pool: Pool, *, prefetch: int, keep: int, fresh: bool, complete: bool = False) -> None:
         self.collector = pool.collector
         self._pool = pool
         self._prefetch = prefetch
         self._keep = keep
         self._fresh = fresh
+        self._complete = complete
         self._delivered, pool.delivered = pool.delivered, collections.deque()
         self._stream = pool.stream
         self._releaser = pool.releaser
@@ -161,7 +164,7 @@ class Prefetcher:
         """Obey orders up to the next one to fill buffers; None if there will be none."""
         while True:
             order = self._orders.get()
-            if isinstance(order, Buffers) and self._stop.is_set():
+            if isinstance(order, Buffers) and self._stop.is_set() and not self._complete:
                 self._pool.free.append(order)
                 return None
             if order is None or isinstance(order, Buffers):
@@ -170,10 +173,12 @@ class Prefetcher:
 
     def _finish_orders(self) -> None:
         """The thread's end: give back what it will not fill, and call what is still to be called."""
-        with self._turn:
-            self._accepting = False
-        while not self._orders.empty():
-            order = self._orders.get()
+        while True:
+            with self._turn:  # what is given meanwhile comes after what was given before
+                if self._orders.empty():
+                    self._accepting = False
+                    return
+                order = self._orders.get()
             if isinstance(order, Buffers):
                 self._pool.free.append(order)
             elif order is not None:

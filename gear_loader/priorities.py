@@ -20,7 +20,7 @@ from gear_loader.priority_tree import HostTree, uniforms, weigh
 from gear_loader.random import key
 from gear_loader.request import Request, request
 from gear_loader.selection import Job, Selection
-from gear_loader.selectors import Draw, Prioritized, Selector, TopK, anchors
+from gear_loader.selectors import SAMPLE_EPOCH, Draw, Prioritized, Selector, TopK, anchors
 from gear_loader.slots import READY, UNSET, Array
 
 __all__ = ["ANCHORS", "LEAVES", "PrioritySelection", "Rows", "draw_key", "needs_priorities"]
@@ -89,7 +89,8 @@ class PrioritySelection(Selection):
                 rows = self._restored(draw)
                 if rows is None:
                     rows = self._draw(draw)
-                self._history.append(((draw.epoch, draw.step), rows))
+                if draw.epoch < SAMPLE_EPOCH:  # `sample` draws nothing ahead
+                    self._history.append(((draw.epoch, draw.step), rows))
             except BaseException:
                 self.job.table.end_read(ticket)
                 raise
@@ -113,6 +114,11 @@ class PrioritySelection(Selection):
             table.end_read(ticket)
             raise
         return ticket
+
+    def _keep_up(self) -> None:
+        """Take in what has changed in the table, if anything has."""
+        if self._map.position != self.job.table.position:
+            self.job.table.end_read(self._follow())
 
     def _take_in(self, changes: Changes) -> None:
         chosen = self.job.chosen(changes.sequences) if self.job.subset is not None else changes.ready
@@ -208,6 +214,7 @@ class PrioritySelection(Selection):
     def _check_live(self, request: Request) -> None:
         """Raise StaleIndexError if a row names a trajectory that is gone, or a step that it does not have."""
         with self._mutex:
+            self._keep_up()
             stale = np.flatnonzero(self._items(request) < 0)
         if len(stale):
             row = int(stale[0])
@@ -219,6 +226,7 @@ class PrioritySelection(Selection):
     def _update(self, request: Request, weighed: Array) -> None:
         """Set priorities; rows whose trajectory is gone are counted and left out."""
         with self._mutex:
+            self._keep_up()  # what was added before this call can be updated by it
             items = self._items(request)
             known = items >= 0
             self._num_stale += int(len(items) - known.sum())
@@ -260,16 +268,22 @@ class PrioritySelection(Selection):
     def state_dict(self) -> dict[str, Any]:
         """Priorities of all trajectories by sequence number, counters, and the rows of the last batches."""
         with self._mutex:
-            self.job.table.end_read(self._follow())
-            view = self._known()
-            leaves = self._read(self._map.all_items(view.slots, *self.job.table.index_arrays()))
+            ticket = self._follow()
+            try:
+                view = self._known()
+                leaves = self._read(self._map.all_items(view.slots, *self.job.table.index_arrays()))
+            finally:
+                self.job.table.end_read(ticket)
+            recent = {(part["epoch"], part["step"]): part for part in self._recent()}
+            for (epoch, step), rows in self._pending.items():
+                recent.setdefault((epoch, step), {"epoch": epoch, "step": step, **_tensors(rows)})
             return {
                 "sequences": torch.from_numpy(view.sequences.copy()),
                 "lengths": torch.from_numpy(view.lengths.copy()),
                 "leaves": torch.from_numpy(leaves),
                 "maximum": self._get_maximum(),
                 "num_stale": self.num_stale,
-                "recent": self._recent(),
+                "recent": list(recent.values()),
             }
 
     def _read(self, items: Array) -> Array:
@@ -299,21 +313,36 @@ class PrioritySelection(Selection):
         Raises:
             SchemaError: it is no such state; nothing was changed.
         """
-        sequences, lengths, leaves = _checked(state)
+        sequences, lengths, leaves, recent = _checked(state, self.job.selector)
         with self._mutex:
-            self.job.table.end_read(self._follow())
-            view = self._known()
-            extent, block_ids = self.job.table.index_arrays()
-            places, both = _find(sequences, view.sequences)
-            both &= lengths[places] == view.lengths if len(lengths) else False
-            places, view = places[both], view.take(both)
-            counts = lengths if self.job.selector.unit == "step" else np.ones_like(lengths)
-            starts = np.cumsum(counts) - counts
-            source = _ranges(starts[places], counts[places])
-            self._write(self._map.all_items(view.slots, extent, block_ids), leaves[source])
-            self._set_counters(float(state["maximum"]), int(state["num_stale"]))
+            ticket = self._follow()
+            try:
+                self._restore(sequences, lengths, leaves, float(state["maximum"]), int(state["num_stale"]))
+            finally:
+                self.job.table.end_read(ticket)
             self._history.clear()
-            self._pending = {(int(r["epoch"]), int(r["step"])): _rows(r) for r in state["recent"]}
+            self._pending = recent
+
+    def _restore(
+        self, sequences: Array, lengths: Array, leaves: Array, maximum: float, num_stale: int
+    ) -> None:
+        extent, block_ids = self.job.table.index_arrays()
+        view = self._known()
+        places, both = _find(sequences, view.sequences)
+        both &= lengths[places] == view.lengths if len(lengths) else False
+        # What is new since begins as it would have begun then.
+        new = self.job.table.priorities()[view.slots[~both]]
+        maximum = max(maximum, float(new.max(initial=0)))
+        first = np.minimum(self._weigh(np.where(new == UNSET, np.float32(maximum), new)), _LARGEST)
+        steps = self.job.selector.unit == "step"
+        old, added, places = view.take(both), view.take(~both), places[both]
+        counts = lengths if steps else np.ones_like(lengths)
+        source = _ranges((np.cumsum(counts) - counts)[places], counts[places])
+        items = [self._map.all_items(part.slots, extent, block_ids) for part in (old, added)]
+        repeats = added.lengths if steps else 1
+        values = (leaves[source], np.repeat(first.astype(np.float32), repeats))
+        self._write(np.concatenate(items), np.concatenate(values))
+        self._set_counters(maximum, num_stale)
 
     def forget_pending(self) -> None:
         """Draw anew what a loaded state would have repeated."""
@@ -326,7 +355,7 @@ class PrioritySelection(Selection):
             return None
         view = self.view()
         places, found = _find(view.sequences, rows.sequences)
-        if not found.all():
+        if not found.all() or (rows.steps >= view.lengths[places]).any() or len(places) != draw.count:
             return None
         return dataclasses.replace(rows, slots=view.slots[places], generations=view.generations[places])
 
@@ -359,22 +388,36 @@ def _tensors(rows: Rows) -> dict[str, Any]:
     }
 
 
-def _rows(state: Mapping[str, Any]) -> Rows:
+def _rows(state: Mapping[str, Any], *, weighs: bool) -> Rows:
     sequences, steps = np.asarray(state["sequences"]), np.asarray(state["steps"])
-    weights = None if state["weights"] is None else np.asarray(state["weights"])
+    weights = np.asarray(state["weights"]) if weighs else None
+    fits = (
+        sequences.dtype == steps.dtype == np.int64 and sequences.ndim == 1 and sequences.shape == steps.shape
+    )
+    fits &= bool((steps >= 0).all())
+    if weights is None:
+        fits &= state["weights"] is None
+    else:
+        fits &= weights.dtype == np.float32 and weights.shape == steps.shape and bool((weights >= 0).all())
+    if not fits:
+        raise ValueError
     return Rows(sequences, np.empty_like(sequences), steps, np.empty_like(sequences), weights)
 
 
-def _checked(state: Mapping[str, Any]) -> tuple[Array, Array, Array]:
+def _checked(
+    state: Mapping[str, Any], selector: Selector
+) -> tuple[Array, Array, Array, dict[tuple[int, int], Rows]]:
+    recent: dict[tuple[int, int], Rows] = {}
     try:
         sequences, lengths, leaves = (np.asarray(state[name]) for name in ("sequences", "lengths", "leaves"))
         fits = sequences.dtype == lengths.dtype == np.int64 and leaves.dtype == np.float32
         fits &= sequences.shape == lengths.shape and leaves.ndim == sequences.ndim == 1
-        fits &= len(leaves) in (len(sequences), int(lengths.sum()))
-        fits &= bool((np.diff(sequences) > 0).all() and np.isfinite(leaves).all() and (leaves >= 0).all())
-        fits &= np.isfinite(float(state["maximum"])) and int(state["num_stale"]) >= 0
-        for rows in state["recent"]:
-            _rows(rows)
+        fits &= len(leaves) == (int(lengths.sum()) if selector.unit == "step" else len(sequences))
+        fits &= bool((np.diff(sequences) > 0).all() and (lengths > 0).all())
+        fits &= bool(np.isfinite(leaves).all() and (leaves >= 0).all())
+        fits &= 0 <= float(state["maximum"]) <= _LARGEST and int(state["num_stale"]) >= 0
+        for part in state["recent"]:
+            recent[int(part["epoch"]), int(part["step"])] = _rows(part, weighs=selector.weighs)
     except (KeyError, TypeError, ValueError):
         fits = False
     if not fits:
@@ -382,7 +425,7 @@ def _checked(state: Mapping[str, Any]) -> tuple[Array, Array, Array]:
             "The state's priorities are damaged or of something else; expected what state_dict() of a ReplayDataset "
             "with the same selector returned. Nothing was changed."
         )
-    return sequences, lengths, leaves
+    return sequences, lengths, leaves, recent
 
 
 def needs_priorities(selector: Selector) -> bool:

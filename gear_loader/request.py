@@ -51,7 +51,7 @@ def request(
     steps = np.zeros(count, dtype=np.int64) if anchor is None else _array("anchor", anchor, "iu", count)
     with np.errstate(over="ignore"):
         narrow = values.astype(np.float32)
-    bad = first_bad(narrow.astype(np.float64))
+    bad = first_bad(np.where(values < 0, values, narrow.astype(np.float64)))
     if bad >= 0:
         raise PriorityError(
             f"priority[{bad}] is {values[bad]}; expected a finite number (as float32) that is not negative. "

@@ -15,6 +15,7 @@ from gear_loader.random import integers, permutation
 from gear_loader.slots import Array
 
 __all__ = [
+    "SAMPLE_EPOCH",
     "Draw",
     "Fifo",
     "Lifo",
@@ -30,6 +31,8 @@ __all__ = [
 ]
 
 _ITEMS, _ANCHORS, _REPLACED = range(3)  # streams of random numbers
+SAMPLE_EPOCH = 1 << 62
+"""`ReplayDataset.sample` draws from this epoch and those that follow, far from those of iteration."""
 Unit = Literal["trajectory", "step"]
 
 
@@ -41,7 +44,8 @@ class Draw:
         seed, epoch, step: the counters of the random numbers; `step` is the batch's number over all ranks.
         first, count: in a pass, the batch's items are number `first` to `first + count - 1`.
         turn: which pass over all items within the epoch.
-        number: batches that this rank's dataset has drawn before, over all epochs: what schedules go by.
+        number: batches that this rank's dataset has drawn before in the same way, by iteration (over all epochs) or by
+            `sample`: what schedules go by.
     """
 
     seed: int
@@ -183,7 +187,7 @@ class Prioritized(Selector):
     Args:
         alpha: how much priorities count: 0 is uniform.
         beta: how much of the bias the weights take back: 1 is all of it. A number, or a function of the number of
-            batches drawn so far, for example a `LinearSchedule`.
+            batches drawn so far (iteration and `sample` count for themselves), for example a `LinearSchedule`.
         eps: added to every priority. With 0 an item of priority zero is never drawn; a small number keeps items whose
             error happens to be zero.
         replacement: whether an item may come twice in a batch. Without, a batch's items are drawn one after another,
@@ -241,9 +245,9 @@ class Prioritized(Selector):
         return float(beta)
 
     def __repr__(self) -> str:
-        beta = getattr(self.beta, "__qualname__", repr(self.beta)) if callable(self.beta) else self.beta
-        if isinstance(self.beta, LinearSchedule):
-            beta = self.beta
+        beta: Any = self.beta
+        if callable(beta) and not isinstance(beta, LinearSchedule):  # nothing that differs between processes
+            beta = getattr(beta, "__qualname__", type(beta).__qualname__)
         return (
             f"Prioritized(alpha={self.alpha}, beta={beta}, eps={self.eps}, replacement={self.replacement}, "
             f"unit={self.unit!r}, normalize={self.normalize!r})"
@@ -253,8 +257,8 @@ class Prioritized(Selector):
 class TopK(Selector):
     """The items with the largest priorities, in every batch those that are largest then.
 
-    Equal priorities come in order of their index; items of priority zero are left out. If there are fewer items than
-    the batch has rows, they come again from the start.
+    Equal priorities come in the order in which they are stored; items of priority zero are left out. If there are
+    fewer items than the batch has rows, they come again from the start.
 
     Args:
         largest: False for the smallest.

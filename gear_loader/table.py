@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, ClassVar, Literal
@@ -21,7 +23,16 @@ from gear_loader.index import Changes, Index, Snapshot
 from gear_loader.layout import Layout
 from gear_loader.region import Region
 from gear_loader.schema import Column, Schema
-from gear_loader.slots import NUM_EVICTED, NUM_FREE_BLOCKS, NUM_FREE_SLOTS, NUM_READY, NUM_STEPS, UNSET, Array
+from gear_loader.slots import (
+    NUM_EVICTED,
+    NUM_FREE_BLOCKS,
+    NUM_FREE_SLOTS,
+    NUM_READY,
+    NUM_STEPS,
+    NUM_TOUCHED,
+    UNSET,
+    Array,
+)
 from gear_loader.stats import TableStats
 
 __all__ = ["Table"]
@@ -137,6 +148,83 @@ class Table:
         if isinstance(block_steps, bool) or not isinstance(block_steps, (int, np.integer)) or block_steps < 1:
             raise SchemaError(f"block_steps is {block_steps!r}; expected a positive integer.")
         return int((-(-values.astype(np.int64) // block_steps)).sum())
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def save(self, path: str | os.PathLike[str], *, progress: bool = False) -> None:
+        """Save all trajectories into a directory that any tool can read; others may go on writing.
+
+        What is saved is what the table held at one moment during the call. The directory holds one checkpoint: saving
+        again writes the trajectories that are new (and those of old files of which less than half is in use), and
+        replaces the index. The previous checkpoint counts until the new one is complete and on the disk, whatever
+        happens in between. A checkpoint of the same schema but of another table is replaced as a whole; a table that
+        was loaded from the directory goes on with it.
+
+        Writers of a full table wait for the last part of the save, 128 MiB or less unless they are as fast as the
+        disk.
+
+        The columns are ``.npy`` files of whole trajectories one after another, the index is a safetensors file with
+        the sequence numbers, lengths, priorities and places, and ``manifest.json`` names every file with its size and
+        checksum (XXH128). `gear_loader.checkpoint` describes them.
+
+        Args:
+            path: a directory with a checkpoint, an empty one, or one that is made here.
+            progress: show a progress bar if standard error is a terminal and `rich` is installed.
+
+        Raises:
+            CheckpointError: the disk is full or fails, the directory holds something else or a checkpoint of another
+                schema or version, or another save into it is going on. The previous checkpoint is as it was.
+        """
+        importlib.import_module("gear_loader.checkpoint").save(self, path, progress=progress)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        schema: Mapping[str, Column] | None = None,
+        name: str | None = None,
+        max_steps: int | None = None,
+        max_trajectories: int | None = None,
+        block_steps: int | None = None,
+        max_blocks: int | None = None,
+        on_full: Literal["error", "evict_oldest"] | None = None,
+        progress: bool = False,
+    ) -> Table:
+        """Create a table with the contents of a checkpoint: trajectories, order, sequence numbers, priorities.
+
+        Indices and generations may differ from those of the table that was saved. Every byte that is used is checked
+        while it is read.
+
+        Args:
+            path: the directory that `save` wrote.
+            schema: if given, the columns that the checkpoint must have.
+            name: the name of the table, as for `create`; None makes a private one.
+            max_steps, max_trajectories, block_steps, max_blocks: as for `create`; by default those of the table that
+                was saved. If one of the first three is given, `max_blocks` is computed as in `create`.
+            on_full: as for `create`; by default that of the table that was saved.
+            progress: show a progress bar if standard error is a terminal and `rich` is installed.
+
+        Raises:
+            CheckpointError: there is no checkpoint; it is damaged, of another version or schema; or it does not fit
+                into the given sizes. The message names the file. No table is left.
+            SchemaError, RegionError: as `create`.
+        """
+        table: Table = importlib.import_module("gear_loader.checkpoint").load(
+            cls,
+            path,
+            schema=schema,
+            name=name,
+            max_steps=max_steps,
+            max_trajectories=max_trajectories,
+            block_steps=block_steps,
+            max_blocks=max_blocks,
+            on_full=on_full,
+            progress=progress,
+        )
+        return table
+
+    # ---------------------------------------------------------------- closing
 
     def close(self) -> None:
         """Detach; idempotent. A private table's memory is freed, a named table stays until `unlink`."""
@@ -446,6 +534,15 @@ class Table:
         """`state`, `generation` and `sequence` of the index, as views."""
         index = self._live()
         return index.state, index.generation, index.sequence
+
+    def priorities(self) -> Array:
+        """`priority` of the index, as a view: what trajectories were added with, `UNSET` for none."""
+        return self._live().priority
+
+    @property
+    def position(self) -> int:
+        """What `begin_changes` would return as the position now. Takes no lock."""
+        return int(self._live().counters[NUM_TOUCHED])
 
     def begin_snapshot(self) -> tuple[int, Snapshot]:
         """Start reading: a ticket that keeps all blocks alive, and the trajectories there are. See `Index`."""

@@ -2,12 +2,15 @@
 
 Run as a program, without TRITON_INTERPRET, because Triton reads that variable when a kernel is defined:
 
-    python tests/aot.py
+    python tests/aot.py [PREFIX ...]
 
-One line a kernel, variant and architecture:
+A prefix leaves out the kernels whose names do not begin with it. One line a kernel, variant and architecture:
 
     registers, spills  registers of a thread; bytes of stack and local memory
+    shared             bytes of shared memory
     instructions       how often each instruction on global or local memory occurs in the machine code
+    fused              fused multiply-adds of float64, in PTX and in the machine code
+    barriers           barriers of the whole program, in PTX
     side_by_side       bytes that the threads of a warp read side by side in the load of whole lines
     specialised        arguments whose values the launcher would compile anew for
 """
@@ -15,6 +18,8 @@ One line a kernel, variant and architecture:
 from __future__ import annotations
 
 import collections
+import dataclasses
+import itertools
 import json
 import os
 import re
@@ -28,12 +33,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gear_loader.kernels import gather
+from gear_loader.kernels import gather, items, priority
 
 ARCHITECTURES = (80, 90, 100)
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
-GATHER = {
+# Argument -> its type. All kernels that have an argument of this name mean the same by it.
+TYPES = {
+    # gather
     "p_columns": "*i64",
     "p_slots": "*i64",
     "p_anchors": "*i64",
@@ -43,18 +50,88 @@ GATHER = {
     "batch": "i32",
     "num_tiles": "i32",
     "block_steps": "i32",
-    "WORD": "constexpr",
-    "TILE": "constexpr",
-    "ENTRIES": "constexpr",
+    # priority
+    "p_items": "*i64",
+    "p_values": "*fp32",
+    "p_leaves": "*fp32",
+    "p_sums": "*fp64",
+    "p_mins": "*fp32",
+    "p_maxs": "*fp32",
+    "p_levels": "*i64",
+    "p_maximum": "*fp32",
+    "p_status": "*i64",
+    "p_random": "*i64",
+    "p_drawn": "*i64",
+    "p_drawn_leaves": "*fp32",
+    "floor": "fp32",
+    "alpha": "fp32",
+    "eps": "fp32",
+    "count": "i32",
+    "depth": "i32",
+    "first_phase": "i32",
+    "last_phase": "i32",
+    # items
+    "p_index": "*i64",
+    "p_anchor": "*i64",
+    "p_generation": "*i64",
+    "p_known": "*i32",
+    "p_owner": "*i32",
+    "p_number": "*i32",
+    "p_addresses": "*i64",
+    "p_rows": "*i64",
+    "p_ids": "*i32",
+    "p_weights": "*fp32",
+    "num_slots": "i32",
+    "num_blocks": "i32",
+    "num_ids": "i32",
+    "size": "i32",
+    "width": "i32",
+    "first": "i32",
+    "last": "i32",
+    "offset": "i32",
+    "beta": "fp32",
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A kernel, some of its constants, and the keywords of its launch: the other constants and the options."""
+
+    name: str
+    kernel: Any
+    constants: dict[str, Any]
+    launch: dict[str, Any]
+
+
 VARIANTS = [
-    (
-        f"gather_{word}",
-        gather.gather_kernel,
-        GATHER,
-        {"WORD": word, "TILE": gather.TILE, "ENTRIES": gather.ENTRIES},
-    )
-    for word in (16, 4, 1)
+    *(
+        Variant(
+            f"gather_{word}",
+            gather.gather_kernel,
+            {"WORD": word, "TILE": gather.TILE, "ENTRIES": gather.ENTRIES},
+            gather.LAUNCH[word],
+        )
+        for word in (16, 4, 1)
+    ),
+    Variant("priority_draw", priority.draw_kernel, {}, priority.DRAW),
+    *(
+        Variant(
+            f"priority_update{'_unset' * unset}{'' if alpha_one else '_alpha'}",
+            priority.update_kernel,
+            {"UNSET_ALLOWED": unset, "ALPHA_ONE": alpha_one},
+            priority.UPDATE,
+        )
+        for unset, alpha_one in itertools.product((False, True), repeat=2)
+    ),
+    Variant("priority_distinct", priority.draw_distinct_kernel, {}, priority.DISTINCT),
+    Variant("items_locate", items.locate_kernel, {"STEPS": False, "CHECK": False}, items.LAUNCH),
+    Variant("items_locate_steps", items.locate_kernel, {"STEPS": True, "CHECK": True}, items.LAUNCH),
+    *(
+        Variant(f"items_resolve_{name}", items.resolve_kernel, {"ANCHOR": i}, items.LAUNCH)
+        for i, name in enumerate(items.ANCHORS)
+    ),
+    Variant("items_weigh_batch", items.weigh_kernel, {"TABLE": False}, items.WEIGH),
+    Variant("items_weigh_table", items.weigh_kernel, {"TABLE": True}, items.WEIGH),
 ]
 
 # Global loads and stores, local ones (spills; without a suffix they move 4 bytes), and generic ones (whose space
@@ -74,14 +151,26 @@ def _side_by_side(code: str) -> int:
     return min((layouts[name] for name in _LINES.findall(code)), default=0)
 
 
-def compile_for(
-    kernel: Any, signature: dict[str, str], constants: dict[str, int], arch: int
-) -> dict[str, Any]:
-    """What the launcher compiles of a kernel, for `arch`: registers, spills and memory instructions."""
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs={})
-    binary = triton.compile(
-        source, target=GPUTarget("cuda", arch, 32), options=gather.LAUNCH[constants["WORD"]]
+def compile_for(variant: Variant, arch: int) -> dict[str, Any]:
+    """What the launcher compiles of a kernel, for `arch`."""
+    kernel = variant.kernel
+    names = {p.name for p in kernel.params if p.is_constexpr}
+    constants = {**variant.constants, **{k: v for k, v in variant.launch.items() if k in names}}
+    options = {k: v for k, v in variant.launch.items() if k not in names}
+    specialised = [p.name for p in kernel.params if not (p.is_constexpr or p.do_not_specialize)]
+    # The launcher tells the compiler that a pointer is aligned, where it looks: torch's own allocations always are.
+    aligned = {
+        (p.num,): [["tt.divisibility", 16]]
+        for p in kernel.params
+        if p.name in specialised and TYPES[p.name].startswith("*")
+    }
+    source = ASTSource(
+        fn=kernel,
+        signature={p.name: "constexpr" if p.is_constexpr else TYPES[p.name] for p in kernel.params},
+        constexprs=constants,
+        attrs=aligned,
     )
+    binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
@@ -95,21 +184,26 @@ def compile_for(
     return {
         "registers": registers,
         "spills": stack + local,
+        "shared": binary.metadata.shared,
+        "fused": [
+            len(re.findall(r"\bfma\.rn\.f64\b", binary.asm["ptx"])),
+            len(re.findall(r"\bDFMA\b", code)),
+        ],
+        "barriers": len(re.findall(r"\bbar\.sync\b", binary.asm["ptx"])),
         "side_by_side": _side_by_side(binary.asm["ttgir"]),
-        "specialised": [p.name for p in kernel.params if not (p.is_constexpr or p.do_not_specialize)],
+        "specialised": specialised,
         "instructions": dict(collections.Counter(_MEMORY.findall(code))),
     }
 
 
-def main() -> None:
+def main(prefixes: tuple[str, ...]) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.exit("TRITON_INTERPRET is set: compilation needs it unset")
-    for name, kernel, signature, constants in VARIANTS:
-        for arch in ARCHITECTURES:
-            print(
-                json.dumps({"kernel": name, "arch": arch, **compile_for(kernel, signature, constants, arch)})
-            )
+    for variant in VARIANTS:
+        if variant.name.startswith(prefixes or ""):
+            for arch in ARCHITECTURES:
+                print(json.dumps({"kernel": variant.name, "arch": arch, **compile_for(variant, arch)}))
 
 
 if __name__ == "__main__":
-    main()
+    main(tuple(sys.argv[1:]))

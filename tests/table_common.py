@@ -188,6 +188,7 @@ _ARRAYS = [
     "block_ids",
     "free_slots",
     "retired",
+    "touched",
     "free_blocks",
 ]
 _dead = itertools.count(2**30)  # ids that no process has

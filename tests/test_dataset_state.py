@@ -363,9 +363,8 @@ def test_what_is_no_state_is_refused(table: gear.Table) -> None:
             data.load_state_dict(other)  # type: ignore[arg-type]
     state = data.state_dict()
     del state["step"], state["before"]
-    message = (
-        r"keys \['config', 'epoch', 'sampled_items', 'samples', 'workers'\]; missing: \['before', 'step'\]"
-    )
+    keys = r"\['config', 'epoch', 'past', 'sampled_items', 'samples', 'workers'\]"
+    message = rf"keys {keys}; missing: \['before', 'step'\]"
     with pytest.raises(SchemaError, match=message):
         data.load_state_dict(state)
 

@@ -30,7 +30,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], R
     environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
     program = Path(__file__).with_name("aot.py")
     run = subprocess.run(
-        [sys.executable, str(program)],
+        [sys.executable, str(program), "gather"],
         env=environment,
         capture_output=True,
         text=True,

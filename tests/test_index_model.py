@@ -15,8 +15,8 @@ from table_common import COLUMNS, Died, Reading, bury, mortal, number_of, number
 import gear_loader as gear
 from gear_loader import index as index_module
 from gear_loader.errors import LockTimeoutError, StaleIndexError, TableFullError
-from gear_loader.index import Index
-from gear_loader.slots import FREE, HALF, READY
+from gear_loader.index import Changes, Index
+from gear_loader.slots import DIRTY, FREE, HALF, NUM_TOUCHED, READY
 
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")
@@ -53,6 +53,55 @@ class Pending:
 class Gone:
     entry: Entry
     when: int
+
+
+class Follower:
+    """Somebody who looks at a table now and then, and is told by the ring of touched slots what has changed since.
+
+    Attributes:
+        touched: by the twin: slots in which a trajectory was committed or retired since the last look.
+        repaired: whether the index has been repaired since, or may have been.
+    """
+
+    def __init__(self, table: gear.Table) -> None:
+        self.table = table
+        self.position = -1
+        self.seen: dict[int, int] = {}
+        self.touched: list[int] = []
+        self.repaired = True
+
+    def look(self) -> Changes:
+        """Fails unless every slot that changed is told, and where the twin knows it, no other."""
+        index = self.table._live()
+        ticket, changes = index.begin_changes(self.position)
+        index.end_read(ticket)
+        slots, state = changes.slots, self.table.region.array("state")
+        now = {slot: int(index.sequence[slot]) for slot in np.flatnonzero(state == READY).tolist()}
+        assert len(np.unique(slots)) == len(slots)
+        assert changes.ready.tolist() == [slot in now for slot in slots.tolist()]
+        told = {
+            slot: int(s)
+            for slot, s, ready in zip(slots.tolist(), changes.sequences, changes.ready, strict=True)
+            if ready
+        }
+        assert told == {slot: now[slot] for slot in told}
+        ready = slots[changes.ready]
+        assert changes.priorities[changes.ready].tolist() == index.priority[ready].tolist()
+        assert changes.num_ready == len(now)
+        assert changes.next_sequence > max(now.values(), default=-1)
+        # What was seen then and what has been told now make what there is.
+        kept = {slot: sequence for slot, sequence in self.seen.items() if slot not in slots.tolist()}
+        assert {**kept, **told} == now
+        if changes.everything:
+            assert slots.tolist() == list(range(index.num_slots))
+        if not self.repaired:
+            assert changes.everything == (len(self.touched) > index.num_slots)
+            assert changes.everything or set(slots.tolist()) == set(self.touched)
+            assert changes.position == self.position + len(self.touched)
+        assert changes.position >= self.position
+        self.position, self.seen = changes.position, now
+        self.touched, self.repaired = [], False
+        return changes
 
 
 class TableMachine(stateful.RuleBasedStateMachine):
@@ -95,6 +144,7 @@ class TableMachine(stateful.RuleBasedStateMachine):
         self.clock = itertools.count()
         self.evicted = 0
         self.generations: dict[int, int] = {}
+        self.follower = Follower(self.table)
 
     def teardown(self) -> None:
         if hasattr(self, "table"):
@@ -113,7 +163,12 @@ class TableMachine(stateful.RuleBasedStateMachine):
         began = min((reader.began for reader in self.readers if reader.alive), default=float("inf"))
         return [gone.entry for gone in self.gone if gone.when > began]
 
+    def commit_all(self, slots: list[int], entries: list[Entry]) -> None:
+        self.live.update(zip(slots, entries, strict=True))
+        self.follower.touched += slots
+
     def retire(self, slot: int) -> None:
+        self.follower.touched.append(slot)
         self.gone.append(Gone(self.live.pop(slot), next(self.clock)))
 
     def missing(self, lengths: list[int], *, but: Any) -> bool:
@@ -169,7 +224,7 @@ class TableMachine(stateful.RuleBasedStateMachine):
         )
         if index is not None:
             assert index not in self.live
-            self.live[index] = entry
+            self.commit_all([index], [entry])
 
     @stateful.rule(lengths=st.lists(st.integers(0, 12), max_size=4), stacked=st.booleans())
     def extend(self, lengths: list[int], stacked: bool) -> None:
@@ -187,7 +242,7 @@ class TableMachine(stateful.RuleBasedStateMachine):
         indices = self.ends(lambda: self.table.extend(given, **options), expected)
         if indices is not None:
             assert len({*indices.tolist()} - {*self.live}) == len(entries)
-            self.live.update(zip(indices.tolist(), entries, strict=True))
+            self.commit_all(indices.tolist(), entries)
 
     @stateful.rule(target=pending, lengths=st.lists(st.integers(0, 12), min_size=1, max_size=3))
     def begin_write(self, lengths: list[int]) -> Any:
@@ -216,7 +271,7 @@ class TableMachine(stateful.RuleBasedStateMachine):
             write.slots, np.array([entry.priority for entry in write.entries], dtype=np.float32)
         )
         write.done = True
-        self.live.update(zip(write.slots.tolist(), write.entries, strict=True))
+        self.commit_all(write.slots.tolist(), write.entries)
 
     def write(self, ids: np.ndarray, entry: Entry) -> None:
         write(self.table, ids, entry.number, entry.length)
@@ -261,6 +316,15 @@ class TableMachine(stateful.RuleBasedStateMachine):
         for slot in slots:
             self.retire(slot)
 
+    @stateful.rule()
+    def look_for_changes(self) -> None:
+        self.follower.look()
+
+    @stateful.rule()
+    def find_the_index_half_changed(self) -> None:
+        self.table.region.array("counters")[DIRTY] = 1
+        self.follower.repaired = True
+
     @stateful.rule(slot=st.integers(-2, 8))
     def touch_a_stale_index(self, slot: int) -> None:
         if slot in self.live:
@@ -293,6 +357,7 @@ class TableMachine(stateful.RuleBasedStateMachine):
         except (Died, TableFullError, LockTimeoutError):
             pass
         bury(self.table)
+        self.follower.repaired = True
         found = self.table.indices().tolist()
         state, epoch = self.table.region.array("state"), self.table.region.array("epoch")
         lost = [
@@ -304,7 +369,7 @@ class TableMachine(stateful.RuleBasedStateMachine):
             self.retire(slot)
         new = [slot for slot in found if slot not in self.live]
         assert len(new) in (0, len(entries)), "all of them or none"
-        self.live.update(zip(new, entries, strict=False))
+        self.commit_all(new, entries[: len(new)])
         self.evicted = self.table.stats().num_evicted
         assert (state[found] == READY).all()
 
@@ -338,6 +403,59 @@ class TableMachine(stateful.RuleBasedStateMachine):
         assert stats.num_evicted == self.evicted
         least = self.blocks([*self.live.values(), *self.written(), *self.held()])
         assert least <= stats.blocks_in_use <= least + self.blocks(gone.entry for gone in self.gone)
+
+
+# The ring of touched slots ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 5])
+def test_the_ring_tells_what_was_touched_until_it_overflows(num_slots: int) -> None:
+    with gear.Table.create(COLUMNS, max_steps=20, max_trajectories=num_slots, block_steps=4) as table:
+        follower = Follower(table)
+        assert follower.look().everything
+        for touches in [*range(2 * num_slots + 4)] * 3:
+            for _ in range(touches):
+                if len(table):
+                    slot = int(table.indices()[0])
+                    table.remove(slot)
+                else:
+                    slot = table.add(rows(touches, 2))
+                follower.touched.append(slot)
+            assert follower.look().everything == (touches > num_slots)
+
+
+def test_followers_do_not_disturb_one_another() -> None:
+    with gear.Table.create(COLUMNS, max_steps=60, max_trajectories=6, on_full="evict_oldest") as table:
+        followers = [Follower(table) for _ in range(4)]
+        for number in range(200):
+            slot = table.add(rows(number, 1 + number % 3))
+            for every, follower in enumerate(followers, start=1):
+                follower.repaired = True  # what was evicted is not noted here
+                if number % (every * every) == 0:
+                    changes = follower.look()
+                    assert slot in changes.slots
+        # Two of each addition, once the table is full: the one that was evicted and the one that came.
+        follower = followers[0]
+        position = follower.look().position
+        oldest = int(table.indices()[0])
+        follower.touched = [oldest, table.add(rows(200, 1))]
+        assert follower.look().position == position + 2
+
+
+def test_a_repair_makes_followers_look_at_every_slot() -> None:
+    with gear.Table.create(COLUMNS, max_steps=60, max_trajectories=6) as table:
+        table.extend([rows(1, 4), rows(2, 7)])
+        follower = Follower(table)
+        follower.look()
+        assert not follower.look().everything
+        table.region.array("counters")[DIRTY] = 1
+        touched = int(table.region.array("counters")[NUM_TOUCHED])
+        follower.repaired = True
+        changes = follower.look()
+        assert changes.everything
+        assert changes.slots.tolist() == list(range(6))
+        assert changes.position > touched + 6
+        assert not follower.look().everything
 
 
 # Block tables that move while somebody reads ----------------------------------------------------------
@@ -499,6 +617,9 @@ def survive(scene: Scene, stores: int, *, torn: bool, again: int | None = None) 
         readings = [Reading.of(table, slot) for slot in table.indices().tolist()] if scene.reader else []
         ticket = index.begin_read() if scene.reader else None
         table.region.lock.timeout = 0
+        follower = Follower(table)
+        follower.look()
+        follower.repaired = True  # what dies on the way is not noted here
         for count, act in [(stores, scene.act), (again, lambda _, heir: heir.snapshot())]:
             if count is None:
                 continue
@@ -512,6 +633,7 @@ def survive(scene: Scene, stores: int, *, torn: bool, again: int | None = None) 
             return False
         bury(table)
         table.check_valid()
+        follower.look()
         after = numbers_of(table)
         kept = [number for number in after if number in before]
         assert kept == [number for number in before if number in kept], "the order changed"

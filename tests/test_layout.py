@@ -113,6 +113,7 @@ def test_index_arrays() -> None:
         "block_ids": (np.int32, (2, 93)),
         "free_slots": (np.int32, (16,)),
         "retired": (np.int32, (16,)),
+        "touched": (np.int32, (16,)),
         "free_blocks": (np.int32, (62,)),
     }
     assert {name: (dtype, shape) for name, (_, dtype, shape) in layout.arrays.items()} == expected

@@ -46,6 +46,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Packages of others: those that every room may import, and those that one room alone may.
 EVERYWHERE = frozenset({"numba", "numpy", "torch"})
 IN_ONE_ROOM: dict[str, frozenset[str]] = {
+    "checkpoint": frozenset({"rich", "safetensors", "xxhash"}),
     "cli": frozenset({"psutil", "rich", "typer"}),
     "datamodule": frozenset({"lightning"}),
     "native": frozenset({"llvmlite"}),
@@ -66,9 +67,11 @@ LOADED_ON_DEMAND = (
     "nixl",
     "pytorch_lightning",
     "rich",
+    "safetensors",
     "typer",
     "ucp",
     "ucxx",
+    "xxhash",
 )
 
 

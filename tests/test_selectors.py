@@ -1,7 +1,8 @@
-"""Uniform selection: frequencies, epochs without replacement, anchors."""
+"""Selectors by themselves: what they draw from a snapshot, anchors, options; `test_prioritized` has the rest."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -144,6 +145,39 @@ def test_the_same_draw_is_the_same_in_any_order() -> None:
         assert len(set(forward.values())) == len(points)
 
 
+# ---------------------------------------------------------------- by age
+
+
+def items_of(selector: Any, snapshot: Snapshot, now: Draw) -> list[int]:
+    """Numbers of the items that a selector chooses, counted from the oldest."""
+    positions, steps = selector.select(snapshot, now)
+    assert (steps is None) == (selector.unit == "trajectory")
+    if steps is None:
+        return positions.tolist()
+    assert (steps < snapshot.lengths[positions]).all()
+    assert (steps >= 0).all()
+    return (snapshot.ends[positions] - snapshot.lengths[positions] + steps).tolist()
+
+
+@pytest.mark.parametrize("unit", ["trajectory", "step"])
+@pytest.mark.parametrize("replacement", [True, False])
+def test_the_oldest_and_the_newest_come_first(unit: Any, replacement: bool) -> None:
+    snapshot = snapshot_of()
+    total = len(LENGTHS) if unit == "trajectory" else sum(LENGTHS)
+    for first, count in [(0, 1), (0, 5), (0, total), (3, 4), (total - 1, 1), (0, 2 * total + 3)]:
+        now = draw(count, first=first)
+        expected = [place % total for place in range(first, first + count)]
+        assert items_of(gear.Fifo(replacement, unit), snapshot, now) == expected
+        assert items_of(gear.Lifo(replacement, unit), snapshot, now) == [total - 1 - i for i in expected]
+
+
+def test_order_of_age_does_not_depend_on_the_seed() -> None:
+    snapshot = snapshot_of()
+    for selector in (gear.Fifo(), gear.Lifo()):
+        drawn = {tuple(items_of(selector, snapshot, draw(5, seed=s, epoch=s, step=s))) for s in range(9)}
+        assert len(drawn) == 1
+
+
 # ---------------------------------------------------------------- anchors and replacements
 
 
@@ -184,24 +218,143 @@ def test_replacements_are_uniform_over_what_is_there(unit: Any) -> None:
 # ---------------------------------------------------------------- the selector itself
 
 
+NAMES = {
+    name: getattr(gear, name) for name in ("Uniform", "Fifo", "Lifo", "TopK", "Prioritized", "LinearSchedule")
+}
+
+
 @pytest.mark.parametrize("replacement", [True, False])
 @pytest.mark.parametrize("unit", ["trajectory", "step"])
-def test_repr_names_the_options(replacement: bool, unit: Any) -> None:
-    selector = gear.Uniform(replacement=replacement, unit=unit)
-    assert repr(selector) == f"Uniform(replacement={replacement}, unit={unit!r})"
-    assert repr(eval(repr(selector), {"Uniform": gear.Uniform})) == repr(selector)
+@pytest.mark.parametrize("name", ["Uniform", "Fifo", "Lifo"])
+def test_repr_names_the_options(name: str, replacement: bool, unit: Any) -> None:
+    selector = NAMES[name](replacement=replacement, unit=unit)
+    assert repr(selector) == f"{name}(replacement={replacement}, unit={unit!r})"
+    assert repr(eval(repr(selector), NAMES)) == repr(selector)
+    assert (selector.replacement, selector.unit) == (replacement, unit)
+    assert selector.passes == (not replacement)
+    assert not selector.weighs
 
 
-def test_items_of_an_empty_snapshot() -> None:
-    empty = snapshot_of(())
-    assert gear.Uniform().num_items(empty) == 0
-    assert gear.Uniform(unit="step").num_items(empty) == 0
+OTHERS = {
+    "TopK(largest=True, unit='trajectory')": gear.TopK(),
+    "TopK(largest=False, unit='step')": gear.TopK(False, unit="step"),
+    "Prioritized(alpha=0.6, beta=0.4, eps=0.0, replacement=True, unit='trajectory', normalize='batch')": (
+        gear.Prioritized()
+    ),
+    "Prioritized(alpha=1.0, beta=LinearSchedule(start=0.4, end=1.0, batches=100), eps=1e-06, replacement=False, "
+    "unit='step', normalize='table')": gear.Prioritized(
+        1,
+        gear.LinearSchedule(0.4, 1.0, batches=100),
+        eps=1e-6,
+        replacement=False,
+        unit="step",
+        normalize="table",
+    ),
+}
 
 
-def test_wrong_options_are_refused() -> None:
+@pytest.mark.parametrize("text", OTHERS)
+def test_repr_names_the_options_of_selectors_by_priority(text: str) -> None:
+    assert repr(OTHERS[text]) == text
+    assert repr(eval(text, NAMES)) == text
+    assert not OTHERS[text].passes
+    assert OTHERS[text].weighs == text.startswith("Prioritized")
+
+
+def schedule(number: int) -> float:
+    return number / 4
+
+
+def test_repr_of_a_schedule_of_ones_own_is_the_same_in_every_process() -> None:
+    # A saved state is checked by it, so it must not tell an address.
+    assert repr(gear.Prioritized(beta=schedule)) == (
+        "Prioritized(alpha=0.6, beta=schedule, eps=0.0, replacement=True, unit='trajectory', normalize='batch')"
+    )
+
+
+@pytest.mark.parametrize("selector", [gear.Uniform, gear.Fifo, gear.Lifo, gear.TopK, gear.Prioritized])
+def test_how_many_items_there_are(selector: Any) -> None:
+    for lengths in ((), (1,), LENGTHS):
+        assert selector().num_items(snapshot_of(lengths)) == len(lengths)
+        assert selector(unit="step").num_items(snapshot_of(lengths)) == sum(lengths)
+
+
+@pytest.mark.parametrize("selector", [gear.Uniform, gear.Fifo, gear.Lifo, gear.Prioritized])
+def test_wrong_options_are_refused(selector: Any) -> None:
     with pytest.raises(SchemaError, match="replacement is 'no'; expected True or False"):
-        gear.Uniform(replacement="no")  # type: ignore[arg-type]
+        selector(replacement="no")
     with pytest.raises(SchemaError, match="replacement is 1; expected True or False"):
-        gear.Uniform(replacement=1)  # type: ignore[arg-type]
+        selector(replacement=1)
     with pytest.raises(SchemaError, match="unit is 'window'; expected 'trajectory' or 'step'"):
-        gear.Uniform(unit="window")  # type: ignore[arg-type]
+        selector(unit="window")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"alpha": -0.1}, r"alpha is -0\.1; expected a finite number of at least 0"),
+        ({"alpha": math.nan}, "alpha is nan; expected a finite number"),
+        ({"alpha": math.inf}, "alpha is inf; expected a finite number"),
+        ({"alpha": "1"}, "alpha is '1'; expected a finite number"),
+        ({"alpha": True}, "alpha is True; expected a finite number"),
+        ({"alpha": None}, "alpha is None; expected a finite number"),
+        ({"eps": -1e-9}, "eps is -1e-09; expected a finite number of at least 0"),
+        ({"eps": math.inf}, "eps is inf; expected a finite number"),
+        (
+            {"beta": -0.5},
+            r"beta is -0\.5; expected a number of at least 0, or a function of the number of batches",
+        ),
+        ({"beta": math.nan}, "beta is nan; expected a number"),
+        ({"beta": "linear"}, "beta is 'linear'; expected a number of at least 0, or a function"),
+        ({"beta": None}, "beta is None; expected a number"),
+        ({"normalize": "max"}, "normalize is 'max'; expected 'batch' or 'table'"),
+        ({"normalize": None}, "normalize is None; expected 'batch' or 'table'"),
+    ],
+)
+def test_wrong_options_of_prioritized_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(SchemaError, match=message):
+        gear.Prioritized(**options)
+
+
+def test_wrong_options_of_topk_are_refused() -> None:
+    with pytest.raises(SchemaError, match="largest is 1; expected True or False"):
+        gear.TopK(1)  # type: ignore[arg-type]
+    with pytest.raises(SchemaError, match="unit is 'window'; expected 'trajectory' or 'step'"):
+        gear.TopK(unit="window")  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------- schedules
+
+
+def test_a_linear_schedule_goes_from_start_to_end_and_stays() -> None:
+    up, down = gear.LinearSchedule(0.4, 1.0, batches=6), gear.LinearSchedule(1, 0, 2)
+    assert [up(number) for number in range(7)] == pytest.approx([0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
+    assert [up(number) for number in (6, 7, 10**9)] == [1.0] * 3
+    assert [down(number) for number in range(4)] == [1, 0.5, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "batches"),
+    [(math.nan, 1, 5), (0, math.inf, 5), (0, 1, 0), (0, 1, -3), (0, 1, math.inf), ("0", 1, 5), (0, 1, None)],
+)
+def test_a_wrong_schedule_is_refused(start: Any, end: Any, batches: Any) -> None:
+    message = r"^LinearSchedule\(start=.*\) is no schedule; expected finite numbers and at least 1 batch"
+    with pytest.raises(SchemaError, match=message):
+        gear.LinearSchedule(start, end, batches)
+
+
+def test_beta_by_number_of_batches() -> None:
+    assert gear.Prioritized(beta=0).beta_at(7) == 0
+    assert gear.Prioritized(beta=np.float32(0.5)).beta_at(7) == 0.5
+    assert gear.Prioritized(beta=gear.LinearSchedule(0, 1, 10)).beta_at(3) == pytest.approx(0.3)
+    assert gear.Prioritized(beta=schedule).beta_at(6) == 1.5
+
+
+@pytest.mark.parametrize("value", [-0.1, math.nan, math.inf, None, "1", True])
+def test_a_schedule_that_returns_no_beta(value: Any) -> None:
+    selector = gear.Prioritized(beta=lambda number: value if number == 3 else 1)
+    assert selector.beta_at(2) == 1
+    with pytest.raises(
+        SchemaError, match=r"The schedule .* gave .* for batch 3; expected a finite number of at"
+    ):
+        selector.beta_at(3)

@@ -32,6 +32,7 @@ from gear_loader.errors import (
     TableClosedError,
     TableFullError,
 )
+from gear_loader.layout import FORMAT_VERSION
 from gear_loader.region import _Mapping, region_path
 from gear_loader.slots import WRITING
 
@@ -178,7 +179,7 @@ BAD_PRIORITIES = [
     (-math.inf, "priority -inf of trajectory 0; expected a finite number"),
     (1e39, "priority 1e+39 of trajectory 0; expected a finite number (as float32) that is not negative."),
     (10**400, "priority is 1000"),
-    (None, "priority is None; expected a number"),
+    ([None], "priority is [None]; expected a number"),
     ("1.0", "priority is '1.0'; expected a number"),
     (1 + 0j, "priority is (1+0j); expected a number"),
     ([[1.0]], "priority has shape [1, 1]; expected one number or ["),
@@ -875,10 +876,11 @@ def test_attach_to_a_file_that_is_no_table(file: tuple[str, Path], data: bytes) 
 def test_attach_to_a_table_of_another_version(file: tuple[str, Path]) -> None:
     name, path = file
     data = bytearray(path.read_bytes())
-    data[8:12] = struct.pack("<I", 7)
+    data[8:12] = struct.pack("<I", FORMAT_VERSION + 5)
     path.write_bytes(data)
     assert _attach_fails(name) == (
-        f"Table '{name}' ({path}) has table format 7; this version of Gear Loader reads format 1. "
+        f"Table '{name}' ({path}) has table format {FORMAT_VERSION + 5}; this version of Gear Loader reads "
+        f"format {FORMAT_VERSION}. "
         "Use the version that wrote it, or create the table anew."
     )
 

@@ -24,7 +24,7 @@ ANCHORS = ("uniform", "first", "last", "item")
 """What the step of a row is: drawn from the trajectory's, its first or last, or the item's own."""
 
 UNIFORM, FIRST, LAST, ITEM = (tl.constexpr(i) for i in range(4))
-LAUNCH = {"ROWS": 32, "num_warps": 1}
+LAUNCH = {"ROWS": 32, "num_warps": 1, "enable_fp_fusion": False}
 WEIGH = {"ROWS": 512, "num_warps": 4}
 
 

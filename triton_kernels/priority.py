@@ -41,13 +41,14 @@ GONE = tl.constexpr(_tree.GONE)
 LOWEST_LEAF = tl.constexpr(_tree.LOWEST_LEAF)
 LARGEST_LEAF = tl.constexpr(torch.finfo(torch.float32).max)
 
+LEVELS = tl.constexpr(4)
 FIRST_CLAIM = tl.constexpr(0x7F800001)  # bits of a NaN: above those of any priority
 LOWEST_CLAIM = tl.constexpr(-(1 << 31))  # bits with the sign: below those of any priority
 
 # Fused multiply-adds would round otherwise than the other implementations do.
 DRAW = {"ROWS": 8, "num_warps": 1, "enable_fp_fusion": False}
 UPDATE = {"ROWS": 256, "num_warps": 16, "enable_fp_fusion": False}
-DISTINCT = {"ROWS": 64, "num_warps": 8, "enable_fp_fusion": False}
+DISTINCT = {"ROWS": 32, "num_warps": 8, "enable_fp_fusion": False}
 ALONE = 4096
 """Rows up to which one program does a whole update: it passes a barrier between levels, not a launch."""
 MOST_CLAIMS = 1 << 22
@@ -94,16 +95,18 @@ def _node_sum(b_children, LEAVES: tl.constexpr):
 def _step_down(b_part, b_rest, i_place, LEAVES: tl.constexpr):
     """One binary step of a draw: past the left one of two partial sums, or not."""
     WIDTH: tl.constexpr = b_part.shape[1]
-    i_left = i_place if LEAVES else i_place * 2
-    m_left = tl.arange(0, WIDTH)[None, :] == i_left[:, None]
-    b_left = tl.sum(tl.where(m_left, b_part, 0.0), axis=1)
-    m_right = b_rest >= b_left
-    b_rest = tl.where(m_right, b_rest - b_left, b_rest)
     if LEAVES:
-        i_place = tl.where(m_right, i_place + WIDTH // 2, i_place)
+        i_left = i_place
+        i_right = i_place + WIDTH // 2
     else:
-        i_place = tl.where(m_right, i_left + 1, i_left)
-    return b_rest, i_place
+        i_left = i_place * 2
+        i_right = i_left + 1
+    i_part = tl.arange(0, WIDTH)[None, :]
+    b_left = tl.sum(tl.where(i_part == i_left[:, None], b_part, 0.0), axis=1)
+    b_right = tl.sum(tl.where(i_part == i_right[:, None], b_part, 0.0), axis=1)
+    # What is left over may have been rounded up to all of the right part, even where that is nothing.
+    m_right = (b_rest >= b_left) & (b_right > 0)
+    return tl.where(m_right, b_rest - b_left, b_rest), tl.where(m_right, i_right, i_left)
 
 
 @triton.jit
@@ -217,7 +220,7 @@ def update_kernel(
     eps,
     batch,
     depth,
-    first_phase,  # 0 check, 1 claim, 2 write, 3 and up: level 1 and up
+    first_phase,  # 0 check, 1 claim, 2 write, 3 raise the maximum, LEVELS and up: level 1 and up
     last_phase,
     UNSET_ALLOWED: tl.constexpr,
     ALPHA_ONE: tl.constexpr,
@@ -228,9 +231,10 @@ def update_kernel(
     tiles = tl.cdiv(batch, ROWS)
     p_bits = p_leaves.to(tl.pointer_type(tl.int32))
     for phase in range(first_phase, last_phase):
-        if phase >= 3:
+        if phase >= LEVELS:
+            level = phase - LEVELS + 1
             _refresh_level(
-                p_leaves, p_sums, p_mins, p_maxs, p_levels, phase - 2, p_items, batch, i_first, stride, ROWS
+                p_leaves, p_sums, p_mins, p_maxs, p_levels, level, p_items, batch, i_first, stride, ROWS
             )
         else:
             refused = tl.load(p_status + BAD_POSITION, volatile=True) != NOWHERE
@@ -242,31 +246,30 @@ def update_kernel(
                 i_item = tl.load(p_items + i_row, mask=m_row, other=-1)
                 b_value = tl.load(p_values + i_row, mask=m_row, other=0.0)
                 m_row = m_row & (i_item >= 0)
-                if UNSET_ALLOWED:
-                    m_gone = b_value == GONE
-                    m_given = (b_value != UNSET) & ~m_gone
-                    b_value = tl.where(m_given, b_value, tl.where(m_gone, 0.0, maximum))
-                    b_leaf = tl.where(m_gone, 0.0, _leaf(b_value, alpha, eps, ALPHA_ONE))
-                    b_leaf = tl.minimum(b_leaf, LARGEST_LEAF)
-                else:
-                    m_given = m_row
-                    b_leaf = _leaf(b_value, alpha, eps, ALPHA_ONE)
-                if phase == 0 and not UNSET_ALLOWED:
-                    m_bad = m_row & ((b_value < 0) | (b_value != b_value) | ~(b_leaf <= LARGEST_LEAF))
-                    first = tl.min(tl.where(m_bad, i_row.to(tl.int64), NOWHERE), axis=0)
-                    if first != NOWHERE:
-                        tl.atomic_min(p_status + BAD_POSITION, first)
-                elif (phase != 0) & ~refused:
-                    i_place = tl.where(m_row, i_item, 0)
+                i_place = tl.where(m_row, i_item, 0)
+                if phase == 0:
+                    if not UNSET_ALLOWED:
+                        b_leaf = _leaf(b_value, alpha, eps, ALPHA_ONE)
+                        m_good = (b_value >= 0) & (b_value <= LARGEST_LEAF) & (b_leaf <= LARGEST_LEAF)
+                        first = tl.min(tl.where(m_row & ~m_good, i_row.to(tl.int64), NOWHERE), axis=0)
+                        if first != NOWHERE:
+                            tl.atomic_min(p_status + BAD_POSITION, first)
+                elif not refused:
                     if phase == 1:
                         tl.atomic_max(p_bits + i_place, i_row + FIRST_CLAIM, mask=m_row)
-                    else:
+                    elif phase == 2:
+                        m_gone = b_value == GONE
+                        if UNSET_ALLOWED:
+                            b_value = tl.where(b_value == UNSET, maximum, tl.where(m_gone, 0.0, b_value))
+                        b_leaf = tl.minimum(_leaf(b_value, alpha, eps, ALPHA_ONE), LARGEST_LEAF)
+                        if UNSET_ALLOWED:
+                            b_leaf = tl.where(m_gone, 0.0, b_leaf)
                         b_bits = tl.load(p_bits + i_place, mask=m_row, other=0, volatile=True)
                         m_wins = m_row & (b_bits == i_row + FIRST_CLAIM)
                         tl.store(p_leaves + i_place, b_leaf.to(tl.float32), mask=m_wins)
-                        b_known = tl.where(m_row & m_given, b_value, 0.0)
-                        high = tl.maximum(tl.max(b_known, axis=0), floor)
-                        tl.atomic_max(p_maximum, high)
+                    else:  # a phase of its own: the one before reads the maximum
+                        high = tl.max(tl.where(m_row, b_value, 0.0), axis=0)
+                        tl.atomic_max(p_maximum, tl.maximum(high, floor))
         tl.debug_barrier()
 
 
@@ -440,36 +443,46 @@ def update(
             a leaf 0 whatever eps; none is refused, and what would be too large is made the largest float32.
         floor: raise the running maximum to at least this, before anything else.
 
-    If a value is bad, nothing changes and its position is noted in `tree.status`; nor does anything while an earlier
-    one is still noted there. Does not wait for the GPU.
+    If a value is bad, nothing changes and its position is noted in `tree.status`: the lowest of all that are, until
+    somebody removes it; till then all updates are refused. Does not wait for the GPU.
 
     Raises:
         TypeError, ValueError: arguments of another dtype, shape or device; nothing has been launched then.
     """
     count = check_update(tree, items, values, alpha, eps)
     launch = functools.partial(_launch_update, tree, alpha=alpha, eps=eps, unset=unset, floor=floor)
-    phases = 3 + tree.depth
+    levels, end = LEVELS.value, LEVELS.value + tree.depth
     if count <= ALONE:
         if count:
-            launch(items, values, 0, phases, 1)
+            launch(items, values, 0, end, 1)
         return
     # Programs do not wait for each other, so every phase is a launch; the narrow levels go together.
-    wide = 3 + sum(nodes > ALONE for _, nodes in tree.shape)
+    wide = levels + sum(nodes > ALONE for _, nodes in tree.shape)
     parts = list(zip(items.split(MOST_CLAIMS), values.split(MOST_CLAIMS), strict=True))
     for part in parts:
         launch(*part, 0, 1, 1024)
     for part in parts:
-        for phase in range(1, wide):
+        launch(*part, 1, 2, 1024)
+        launch(*part, 2, 3, 1024)
+    for part in parts:
+        for phase in range(3, wide):
             launch(*part, phase, phase + 1, 1024)
-        launch(*part, wide, phases, 1)
+        launch(*part, wide, end, 1)
 
 
 def build(tree: SumTree) -> None:
     """Compute all nodes from the leaves, which somebody has written. Does not wait for the GPU."""
+    first = LEVELS.value
     for level, (_, nodes) in enumerate(tree.shape):
         programs = triton.cdiv(nodes, UPDATE["ROWS"])
         _launch_update(
-            tree, tree.status, tree.leaves, 3 + level, 4 + level, min(programs, 1024), rows=len(tree.leaves)
+            tree,
+            tree.status,
+            tree.leaves,
+            first + level,
+            first + level + 1,
+            min(programs, 1024),
+            rows=len(tree.leaves),
         )
 
 

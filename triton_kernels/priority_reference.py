@@ -46,7 +46,7 @@ def update(
     floor: float = 0.0,
 ) -> None:
     """See `gear_loader.kernels.priority.update`."""
-    if tree.status[BAD_POSITION] != NOWHERE and not unset:
+    if len(items) == 0:
         return
     alpha, eps, floor = torch.tensor(
         [alpha, eps, floor], dtype=torch.float32
@@ -59,9 +59,11 @@ def update(
     inside = items >= 0
     if unset:
         leaves = leaves.clamp(max=torch.finfo(torch.float32).max)
-    bad = inside & (not unset) & ~((values >= 0) & (leaves <= torch.finfo(torch.float32).max))
+    largest = torch.finfo(torch.float32).max
+    bad = inside & (not unset) & ~((values >= 0) & (values <= largest) & (leaves <= largest))
     if bad.any():
-        tree.status[BAD_POSITION] = int(bad.nonzero()[0])
+        tree.status[BAD_POSITION] = min(int(tree.status[BAD_POSITION]), int(bad.nonzero()[0]))
+    if tree.status[BAD_POSITION] != NOWHERE and not unset:
         return
     high = torch.where(inside & given, values, 0).max() if len(values) else 0
     tree.maximum.fill_(max(maximum, float(high)))
@@ -119,6 +121,8 @@ def _multiply(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def draw(tree: SumTree, random: torch.Tensor, items: torch.Tensor, values: torch.Tensor) -> None:
     """See `gear_loader.kernels.priority.draw`."""
+    if len(items) == 0:
+        return
     if not tree.total() > 0:
         items.fill_(-1)
         values.fill_(0)
@@ -149,10 +153,12 @@ def _choose(children: torch.Tensor, uniform: torch.Tensor, *, leaves: bool) -> t
     while parts:
         part = parts.pop()
         left_place = place if leaves else place * 2
+        right_place = left_place + (part.shape[1] // 2 if leaves else 1)
         left = part.gather(1, left_place[:, None])[:, 0]
-        right = rest >= left
+        # What is left over may have been rounded up to all of the right part, even where that is nothing.
+        right = (rest >= left) & (part.gather(1, right_place[:, None])[:, 0] > 0)
         rest = torch.where(right, rest - left, rest)
-        place = left_place + right * (part.shape[1] // 2 if leaves else 1)
+        place = torch.where(right, right_place, left_place)
     return place
 
 

@@ -158,7 +158,7 @@ def best(levels: Sequence[torch.Tensor], count: int, *, largest: bool) -> tuple[
 def node_sums(children: torch.Tensor) -> torch.Tensor:
     """Sums of nodes above level 1 from their children, float64 [n, 32] -> [n]: neighbours first."""
     while children.shape[1] > 1:
-        children = children.view(len(children), -1, 2)
+        children = children.view(len(children), children.shape[1] // 2, 2)
         children = children[:, :, 0] + children[:, :, 1]
     return children[:, 0]
 

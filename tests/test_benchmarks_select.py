@@ -1,0 +1,545 @@
+"""The benchmark of selection runs, finds what draws wrongly, and says what it left out; not how fast anything is."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+for package in ("rich", "typer"):
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"the benchmarks need {package}", allow_module_level=True)
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:  # `pytest` alone does not put it there, `python -m pytest` does
+    sys.path.insert(0, str(ROOT))
+harness = importlib.import_module("benchmarks.harness")
+peers = importlib.import_module("benchmarks.select_peers")
+select = importlib.import_module("benchmarks.select")
+subjects = importlib.import_module("benchmarks.select_subjects")
+
+HAS_GPU = torch.cuda.is_available()
+needs_no_gpu = pytest.mark.skipif(HAS_GPU, reason="there is a GPU, for which the real thing runs")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command line, on few threads and without this process's interpreter of kernels."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment.update(COLUMNS="200", TERM="dumb")
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def call(*arguments: str) -> Any:
+    """The command line in this process, which is quicker."""
+    from typer.testing import CliRunner
+
+    app = importlib.import_module("benchmarks.__main__").app
+    threads = torch.get_num_threads()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            return CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, arguments)
+        finally:
+            torch.set_num_threads(threads)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def check_row(row: dict[str, Any]) -> None:
+    """Every row says what was measured, how, with what result, and on what."""
+    assert row["experiment"] == "select"
+    assert row["workload"] == row["parameters"]["operation"]
+    assert row["workload"] in peers.OPERATIONS
+    assert row["rows"] == row["parameters"]["batch"] > 0
+    assert row["parameters"]["items"] > 0
+    assert row["repeats"] > 0
+    assert row["batches_per_repeat"] > 0
+    assert not {"bytes", "gb_per_s"} & set(row)
+    for name in ("seconds", "ratio"):
+        assert set(row[name]) == {"p10", "p50", "p90"}
+        assert 0 < row[name]["p10"] <= row[name]["p50"] <= row[name]["p90"]
+    assert row["yardstick"].startswith("ours")
+    assert {"quick", "threads", "items", "batches", "seed", "alpha", "beta"} <= set(row["configuration"])
+    assert {"cpu", "cores", "memory_bytes", "gpu", "load"} <= set(row["machine"])
+    assert {"python", "torch", "triton", "numpy", "numba", "cuda"} <= set(row["versions"])
+    assert {"commit", "dirty", "source", "date", "run", "device"} <= set(row)
+
+
+def session(path: Path, repeats: int = 2) -> Any:
+    keys = ("quick", "threads", "items", "batches", "seed", "alpha", "beta")
+    return harness.Session(path, configuration=dict.fromkeys(keys, 0), device="cpu", repeats=repeats)
+
+
+# The command line ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_it_measures_names_what_is_left_out_and_can_be_plotted(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "new" / "rows.jsonl"
+    options = ["--device", "cpu", "--quick", "--repeats", "1", "--threads", "1"]
+    options += ["--sizes", "500,3e3", "--batches", "8,64"]
+    # An interpreter without the peers, and one that is not there.
+    pythons = ("--peers", sys.executable, "--peers", str(tmp_path / "python"))
+    done = run("select", *options, *pythons, "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = rows_of(out)
+    for row in rows:
+        check_row(row)
+    assert {(row["parameters"]["items"], row["parameters"]["batch"]) for row in rows} == {
+        (items, batch) for items in (500, 3000) for batch in (8, 64)
+    }
+    names = {"ours, tree", "ours, dataset", "torch.multinomial", "cumsum, torch", "cumsum, numpy"}
+    assert {row["variant"] for row in rows} - set(peers.PEERS) == names
+    for name in set(peers.PEERS) - {row["variant"] for row in rows}:
+        assert f"left out: {name}: {sys.executable}: " in done.stdout
+        assert f"{tmp_path / 'python'}: No such file or directory" in done.stdout
+    for shown in ("500 items, batch 64", "cycle ÷ ours, tree", "Cycle of a batch of 64", f"{len(rows)} rows"):
+        assert shown in done.stdout
+
+    picture = call("select-plot", str(out), "--out", str(tmp_path / "picture.png"))
+    assert picture.exit_code == 0, picture.output
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+    late = call("select", *options, "--minutes", "0", "--out", str(out))
+    assert late.exit_code == 0, late.output
+    assert "left out for lack of time: 3,000 items" in late.stdout
+    assert "left out: cpprb: no interpreter with peers was named (--peers)" in late.stdout
+    assert rows_of(out) == rows
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("select", "--sizes", "1e4,many"), "expected numbers from 64"),
+        (("select", "--sizes", "63"), "expected numbers from 64"),
+        (("select", "--batches", "0"), "expected numbers from 1"),
+        (("select-plot", "nowhere.jsonl"), "nowhere.jsonl is not there"),
+    ],
+)
+def test_bad_options_are_errors_that_name_the_remedy(arguments: Sequence[str], message: str) -> None:
+    done = call(*arguments)
+    assert done.exit_code == 2
+    assert message in " ".join(done.stderr.replace("│", " ").split())
+
+
+@needs_no_gpu
+def test_cuda_without_a_gpu_is_an_error_that_names_the_remedy() -> None:
+    done = call("select", "--device", "cuda")
+    assert done.exit_code == 2
+    assert "--device cpu" in " ".join(done.stderr.replace("│", " ").split())
+
+
+@pytest.mark.gpu
+def test_quick_on_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    done = run("select", "--device", "cuda", "--quick", "--batches", "64,1024", "--out", str(out))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = rows_of(out)
+    for row in rows:
+        check_row(row)
+    names = {
+        "ours, graph",
+        "ours, eager",
+        "ours, dataset",
+        "torch.multinomial",
+        "cumsum, graph",
+        "cumsum, eager",
+    }
+    assert {row["variant"] for row in rows} == names
+    assert "at most" in done.stdout
+
+
+# What is drawn ---------------------------------------------------------------------------------------
+
+
+class Right(peers.Subject):  # type: ignore[misc, name-defined]
+    """Draws as it should, unless told otherwise."""
+
+    def __init__(self, truth: Any, power: float = 1.0, drawn_power: float = 1.0, fault: str = "") -> None:
+        self.items, self.power, self._drawn_power, self._fault = truth.items, power, drawn_power, fault
+        self._priorities = truth.priorities.copy()
+        self._random = np.random.default_rng(5)
+        self.log: list[Any] = []
+
+    def draw(self, batch: int) -> Any:
+        self.log.append("draw")
+        leaves = self._priorities.astype(np.float64) ** self._drawn_power
+        items = self._random.choice(self.items, batch, p=leaves / leaves.sum())
+        if self._fault == "outside":
+            items[0] = self.items
+        elif self._fault == "pairs":
+            items &= ~1
+        return items, leaves[items % self.items] * (2 if self._fault == "leaves" else 1)
+
+    def update(self, drawn: Any, values: Any) -> None:
+        self.log.append("update")
+        if self._fault != "updates":
+            self._priorities[drawn[0]] = values
+
+    def found(self, drawn: Any) -> Any:
+        return drawn
+
+    def chosen(self, items: np.ndarray) -> Any:
+        return items, None
+
+
+def look(subject: Any, truth: Any) -> None:
+    sizes = select.Sizes((truth.items,), (32, 1000), draws=1 << 14)
+    select._check(subject, truth, sizes)
+
+
+@pytest.mark.parametrize("power", [1.0, peers.ALPHA])
+def test_right_draws_pass_and_priorities_are_put_back(power: float) -> None:
+    truth = subjects.Truth(3001, 1)
+    subject = Right(truth, power, power)
+    for _ in range(2):
+        look(subject, truth)
+    assert np.array_equal(subject._priorities, truth.priorities)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"drawn_power": 0.8}, "weigh what their priorities say"),
+        ({"fault": "leaves"}, "weigh what their priorities say"),
+        ({"fault": "outside"}, "item 3001 was drawn, of 3001"),
+        ({"fault": "pairs"}, "draws are not in proportion to the weights, by up to"),
+        ({"fault": "updates"}, "items whose priorities were set: draws are not in proportion"),
+    ],
+)
+def test_wrong_draws_are_found(options: dict[str, Any], message: str) -> None:
+    truth = subjects.Truth(3001, 1)
+    with pytest.raises(harness.Incorrect, match=message):
+        look(Right(truth, **options), truth)
+
+
+@pytest.mark.parametrize(("power", "least", "most"), [(0.0, 1.0, 99.0), (0.8, 0.1, 0.9)])
+def test_draws_in_another_proportion_are_found_with_their_deviation(
+    power: float, least: float, most: float
+) -> None:
+    truth = subjects.Truth(3001, 1)
+    subject = Right(truth, drawn_power=power)
+    subject.found = lambda drawn: (drawn[0], None)
+    with pytest.raises(subjects.Biased, match=r"^priorities: draws are not in proportion") as caught:
+        look(subject, truth)
+    assert least < caught.value.deviation < most
+
+
+@pytest.mark.parametrize("kind", select._cpu_kinds(), ids=lambda kind: kind.name)
+def test_each_variant_on_the_cpu_draws_what_it_should(kind: Any) -> None:
+    truth = subjects.Truth(777, 2)
+    with contextlib.closing(kind.build(truth)) as subject:
+        look(subject, truth)
+        for operation in peers.OPERATIONS:
+            for batches in (1, 3):
+                assert peers.measure(subject, operation, 16, batches, np.random.default_rng(0)) > 0
+
+
+def test_measuring_does_what_it_says() -> None:
+    truth = subjects.Truth(100, 2)
+    subject = Right(truth)
+    random = np.random.default_rng(0)
+    for operation, log in (
+        ("draw", ["draw"] * 4),
+        ("update", ["update"] * 4),
+        ("cycle", ["draw", "update"] * 4),
+    ):
+        subject.log.clear()
+        peers.measure(subject, operation, 8, 3, random)
+        assert subject.log == log  # one more, that is not timed
+    subject.log.clear()
+    peers.measure(subject, "draw", 8, 1, random)
+    assert subject.log == ["draw"]
+
+
+def test_priorities_are_in_the_half_open_interval_and_always_the_same() -> None:
+    values = peers.priorities(10_000, 3)
+    assert values.dtype == np.float32
+    assert 0 < values.min() < 0.01
+    assert 0.99 < values.max() <= 1
+    assert np.array_equal(values, peers.priorities(10_000, 3))
+
+
+def test_variants_that_fail_are_left_out_but_ours_end_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def wrong(truth: Any) -> Any:
+        return Right(truth, fault="pairs")
+
+    def inexact(truth: Any) -> Any:
+        subject = Right(truth, drawn_power=0.9)
+        subject.found = lambda drawn: (drawn[0], None)
+        return subject
+
+    def broken(truth: Any) -> Any:
+        raise ValueError("no")
+
+    kinds = [
+        select.Kind("ours", Right, 1, ours=True, limit={8: 9.0}),
+        select.Kind("wrong", wrong, 1),
+        select.Kind("broken", broken, 1),
+        select.Kind("small", Right, 1, most=100, why="it is small"),
+        select.Kind("huge", Right, 1e12),
+        select.Kind("inexact", inexact, 1),
+    ]
+    sizes = select.Sizes((1000,), (8,), seconds=1e-4, draws=1 << 14)
+    out = tmp_path / "rows.jsonl"
+    left = select.Left(session(out))
+    select.run(session(out), left, kinds, sizes, yardstick="ours")
+    rows = rows_of(out)
+    for row in rows:
+        check_row(row)
+    assert [(row["variant"], row["workload"], row.get("limit")) for row in rows] == [
+        (variant, operation, 9.0 if (variant, operation) == ("ours", "cycle") else None)
+        for operation in peers.OPERATIONS
+        for variant in ("ours", "inexact")
+    ]
+    assert ["bias" in row["parameters"] for row in rows] == [False, True] * 3
+    assert "inexact *" in capsys.readouterr().out
+    reasons = "\n".join(left.reasons)
+    for reason in (
+        "inexact (*): inexact, 1,000 items: ",
+        "left out: wrong, 1,000 items: priorities: draws are not in proportion",
+        "broken, 1,000 items: ValueError: no",
+        "small, 1,000 items: it is small",
+        "huge, 1,000 items: it needs about 1000000 GB of memory",
+    ):
+        assert reason in reasons
+    kinds[1] = select.Kind("wrong", wrong, 1, ours=True)
+    with pytest.raises(harness.Incorrect, match="wrong, 1,000 items: priorities: draws"):
+        select.run(session(out), left, kinds, sizes, yardstick="ours")
+    assert rows_of(out) == rows
+
+
+# Peers -----------------------------------------------------------------------------------------------
+
+_FAKES = {
+    "cpprb.py": """
+        import numpy as np
+        print("a library that prints")
+        class PrioritizedReplayBuffer:
+            def __init__(self, size, columns, alpha, eps):
+                self.leaves, self.alpha, self.n = np.zeros(size), alpha, 0
+                self.random = np.random.default_rng(0)
+            def add(self, x, priorities):
+                self.leaves[self.n : self.n + len(x)] = priorities.astype(float) ** self.alpha
+                self.n += len(x)
+            def sample(self, batch, beta):
+                i = self.random.choice(len(self.leaves), batch, p=self.leaves / self.leaves.sum())
+                return {"indexes": i.astype(np.uint64), "x": i[:, None].astype(np.int32)}
+            def update_priorities(self, i, priorities):
+                if len(i) == 13:
+                    raise RuntimeError("thirteen")
+                self.leaves[i.astype(int)] = priorities.astype(float) ** self.alpha
+    """,
+    "cpprb-11.0.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: cpprb\nVersion: 11.0.0\n",
+}
+
+
+@pytest.fixture
+def interpreter(tmp_path: Path) -> Path:
+    """A python that has a stand-in of a peer: isolated, as the benchmark starts it, it sees no PYTHONPATH."""
+    site = tmp_path / "site"
+    for name, text in _FAKES.items():
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        lines = text.strip("\n").splitlines()
+        indent = len(lines[0]) - len(lines[0].lstrip())
+        (site / name).write_text("\n".join(line[indent:] for line in lines) + "\n", encoding="utf-8")
+    script = tmp_path / "python"
+    start = f"import runpy, sys; sys.path.insert(0, {str(site)!r}); sys.argv = sys.argv[1:]; " + (
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    script.write_text(f'#!/bin/sh\nshift\nexec "{sys.executable}" -I -c "{start}" "$@"\n', encoding="utf-8")
+    script.chmod(0o755)
+    return script
+
+
+@pytest.fixture
+def cpprb(interpreter: Path) -> Iterator[Any]:
+    process = subjects.PeerProcess(interpreter, "cpprb", 1, patience=60.0)
+    yield process
+    process.close()
+
+
+def test_a_peer_is_checked_and_measured_in_its_own_interpreter(cpprb: Any, tmp_path: Path) -> None:
+    assert cpprb.about["versions"]["cpprb"] == "11.0.0"
+    assert cpprb.about["note"] is None
+    truth = subjects.Truth(500, 2)
+    peer = subjects.Peer(cpprb, "cpprb", truth)
+    look(peer, truth)
+    for operation in peers.OPERATIONS:
+        assert peer.measure(operation, 16, 3) > 0
+
+    out = tmp_path / "rows.jsonl"
+    kinds = [
+        select.Kind("ours, tree", subjects.TreeSubject, 1, ours=True),
+        select.Kind(
+            "cpprb",
+            lambda truth: subjects.Peer(cpprb, "cpprb", truth),
+            1,
+            parameters={"peer": cpprb.about},
+        ),
+    ]
+    sizes = select.Sizes((500, 600), (8,), seconds=1e-4, draws=1 << 14)
+    select.run(session(out), select.Left(session(out)), kinds, sizes, yardstick="ours, tree")
+    rows = rows_of(out)
+    assert len(rows) == 2 * 2 * 3
+    for row in rows:
+        check_row(row)
+    assert rows[1]["parameters"]["peer"]["versions"]["cpprb"] == "11.0.0"
+
+
+def test_a_peer_that_fails_says_why(cpprb: Any) -> None:
+    with pytest.raises(subjects.PeerFailed, match="RuntimeError: build comes first"):
+        cpprb.ask("draw", batch=1, times=1)
+    peer = subjects.Peer(cpprb, "cpprb", subjects.Truth(500, 2))
+    with pytest.raises(subjects.PeerFailed, match="RuntimeError: thirteen"):
+        peer.update((np.arange(13), None), np.ones(13))
+    cpprb._process.kill()
+    cpprb._process.wait()
+    with pytest.raises(subjects.PeerFailed, match="it has ended"):
+        peer.draw(3)
+
+
+def test_a_peer_that_is_not_there_says_why(interpreter: Path, tmp_path: Path) -> None:
+    with pytest.raises(subjects.PeerFailed, match=r"ModuleNotFoundError: .*tianshou"):
+        subjects.PeerProcess(interpreter, "Tianshou tree", 1)
+    with pytest.raises(subjects.PeerFailed, match="No such file"):
+        subjects.PeerProcess(tmp_path / "none", "cpprb", 1)
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\necho sleepy >&2\nexec sleep 20\n", encoding="utf-8")
+    slow.chmod(0o755)
+    with pytest.raises(subjects.PeerFailed, match="took 0 s: sleepy"):
+        subjects.PeerProcess(slow, "cpprb", 1, patience=0.3)
+
+
+def test_the_worker_imports_nothing_of_this_project() -> None:
+    code = (
+        "import sys, runpy; runpy.run_path(sys.argv[1]); "
+        "print([n for n in sys.modules if n.split('.')[0] in ('gear_loader', 'benchmarks', 'torch')])"
+    )
+    command = [sys.executable, "-I", "-c", code, peers.__file__]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# The picture -----------------------------------------------------------------------------------------
+
+
+def test_the_picture_shows_the_last_of_equal_rows(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot = importlib.import_module("benchmarks.select_plot")
+
+    def line(variant: str, items: int, batch: int, seconds: float, **options: Any) -> str:
+        parameters = {"items": items, "batch": batch, "operation": "cycle"}
+        quantiles = {"p10": seconds, "p50": seconds, "p90": 2 * seconds}
+        row = {"experiment": "select", "workload": "cycle", "device": "cpu", "variant": variant}
+        return json.dumps({**row, "parameters": parameters, "seconds": quantiles, **options})
+
+    lines = [
+        line("ours, tree", 10**6, 1024, 1e-4, limit=4e-5),
+        line("ours, tree", 10**6, 1024, 2e-4, limit=4e-5),
+        line("ours, tree", 10**7, 1024, 3e-4),
+        line("ours, tree", 10**6, 32, 1e-5),
+        line("cpprb", 10**6, 1024, 9e-4),
+        json.dumps({"experiment": "collect", "workload": "W1"}),
+        line("cpprb", 10**6, 1024, 8e-4, workload="draw"),
+    ]
+    rows = plot.cycles(lines)
+    assert [row["seconds"]["p50"] for row in rows] == [2e-4, 3e-4, 1e-5, 9e-4]
+    plot.draw(rows, tmp_path / "new" / "picture.png")
+    assert (tmp_path / "new" / "picture.png").stat().st_size > 10_000
+
+
+# The GPU side, rehearsed -----------------------------------------------------------------------------
+
+
+class Rehearsal:
+    """An engine that is no GPU: kernels run on the CPU in Triton's interpreter, one after another."""
+
+    device = torch.device("cpu")
+
+    def timed(self, work: Callable[[], None]) -> float:
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
+
+    def queue(self, launches: Sequence[Callable[[], None]]) -> Callable[[], None]:
+        def replay() -> None:
+            for launch in launches:
+                launch()
+
+        return replay
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.mark.slow
+@needs_no_gpu
+def test_the_gpu_side_measures_what_it_should(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    select_gpu = importlib.import_module("benchmarks.select_gpu")
+    assert select_gpu.LIMITS == {1024: 40e-6}
+    monkeypatch.setattr(select_gpu, "LIMITS", {32: 40e-6})
+    kinds = select_gpu.kinds(Rehearsal(), launches=2)
+    assert [kind.limit for kind in kinds[:3]] == [{32: 40e-6}, {32: 40e-6}, {}]
+    sizes = select.Sizes((1500,), (32,), seconds=1e-9, draws=1 << 9)
+    out = tmp_path / "rows.jsonl"
+    made = session(out, repeats=1)
+    left = select.Left(made)
+    select.run(made, left, kinds, sizes, yardstick=select_gpu.YARDSTICK)
+    assert left.reasons == []
+    rows = rows_of(out)
+    for row in rows:
+        check_row(row)
+    assert {row["variant"] for row in rows} == {kind.name for kind in kinds}
+    limits = {(row["variant"], row["workload"], row["rows"]) for row in rows if "limit" in row}
+    assert limits == {("ours, graph", "cycle", 32), ("ours, eager", "cycle", 32)}
+    assert "at most" in capsys.readouterr().out
+
+
+@needs_no_gpu
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("draw", "draws the same items at each replay"),
+        ("update", "items do not weigh what they were given"),
+    ],
+)
+def test_a_graph_that_does_something_else_is_found(
+    fault: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    select_gpu = importlib.import_module("benchmarks.select_gpu")
+    engine = Rehearsal()
+    tree = select_gpu.DeviceTree(subjects.Truth(300, 1), engine)
+    graph = select_gpu.Graph(engine, tree, 2)
+    assert graph.measure("cycle", 8, 3) > 0
+    if fault == "draw":
+        tree._step = torch.zeros(1, dtype=torch.int64)  # another counter than the kernel's
+    else:
+        monkeypatch.setattr(select_gpu.priority, "update", lambda *arguments, **options: None)
+    with pytest.raises(harness.Incorrect, match=message):
+        graph.measure("draw" if fault == "draw" else "cycle", 16, 3)

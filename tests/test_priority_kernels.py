@@ -1,0 +1,707 @@
+"""The kernels of the sum tree, under Triton's interpreter, and their torch twins: the same to the last bit."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from priority_common import (
+    CAPACITIES,
+    LARGEST_UNIFORM,
+    PHILOX,
+    POISON,
+    bits,
+    check_consistent,
+    copy_of,
+    counters,
+    descend_twin,
+    extreme_uniforms,
+    levels_of,
+    outputs,
+    priorities,
+    rounding_traps,
+    same_bits,
+    same_tree,
+    signed,
+    tree_of,
+    two_words,
+    uniforms_to,
+)
+
+from gear_loader.kernels import priority_reference as reference
+from gear_loader.kernels.sum_tree import (
+    BAD_POSITION,
+    DISTINCT_MISSING,
+    EMPTY_DRAWS,
+    FANOUT,
+    GONE,
+    LOWEST_LEAF,
+    NOWHERE,
+    UNSET,
+    SumTree,
+)
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+from gear_loader.kernels import priority  # noqa: E402
+
+if torch.cuda.is_available():
+    pytest.skip("the kernels are compiled here", allow_module_level=True)
+
+BOTH = pytest.mark.parametrize("run", [priority, reference], ids=["kernel", "twin"])
+DRAWS = pytest.mark.parametrize("distinct", [False, True], ids=["draw", "distinct"])
+LARGEST = torch.finfo(torch.float32).max
+
+# Update options beside the two that follow from the values.
+WEIGHTS: dict[str, dict[str, float]] = {
+    "plain": {},
+    "eps": {"eps": 0.01},
+    "alpha": {"alpha": 0.6},
+    "both": {"alpha": 0.4, "eps": 1e-6},
+    "uniform": {"alpha": 0.0, "eps": 0.5},
+    "floor": {"floor": 3e7},
+    "all": {"alpha": 1.3, "eps": 0.25, "floor": 3e7},
+}
+
+
+def random_update(
+    capacity: int, count: int, seed: int, *, unset: bool = False, outside: float = 0.15
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Items, some of them several times and some negative, and their values."""
+    random = np.random.default_rng(seed)
+    items = random.integers(0, capacity, count)
+    items[random.random(count) < outside] = -1 - seed
+    values = priorities(count, seed + 1)
+    if unset:
+        values = np.where(random.random(count) < 0.3, np.float32(UNSET), values)
+        values = np.where(random.random(count) < 0.2, np.float32(GONE), values)
+    return torch.from_numpy(items), torch.from_numpy(values.astype(np.float32))
+
+
+def check_update(
+    tree: SumTree, items: torch.Tensor, values: torch.Tensor, **options: Any
+) -> tuple[SumTree, SumTree]:
+    """Run both on copies of the tree; arguments are left as they were. The trees that came out."""
+    found, expected = copy_of(tree), copy_of(tree)
+    before = items.clone(), values.clone()
+    priority.update(found, items, values, **options)
+    reference.update(expected, items, values, **options)
+    same_bits(items, before[0], "items")
+    same_bits(values, before[1], "values")
+    same_tree(found, expected)
+    return found, expected
+
+
+@pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many programs each launch of an update had; the interpreter, which runs them in turn, gets at most 3."""
+    programs: list[int] = []
+    launch = priority._launch_update
+
+    def launch_few(
+        tree: SumTree, items: Any, values: Any, first: int, last: int, most: int, **rest: Any
+    ) -> None:
+        programs.append(min(most, 3))
+        launch(tree, items, values, first, last, programs[-1], **rest)
+
+    monkeypatch.setattr(priority, "_launch_update", launch_few)
+    return programs
+
+
+# ---------------------------------------------------------------- random numbers
+
+
+@triton.jit
+def uniform_kernel(p_random, p_rows, p_out, level, N: tl.constexpr):
+    i_row = tl.load(p_rows + tl.arange(0, N)).to(tl.uint32)
+    b_uniform = priority.uniform(tl.load(p_random), tl.load(p_random + 1), i_row, level)
+    tl.store(p_out + tl.arange(0, N), b_uniform)
+
+
+@triton.jit
+def choose_kernel(p_children, p_uniforms, p_out, N: tl.constexpr, LEAVES: tl.constexpr):
+    i_row = tl.arange(0, N)
+    b_children = tl.load(p_children + i_row[:, None] * 32 + tl.arange(0, 32)[None, :])
+    i_child = priority._choose(b_children, tl.load(p_uniforms + i_row), LEAVES)
+    tl.store(p_out + i_row, i_child.to(tl.int64))
+
+
+def kernel_uniforms(random: torch.Tensor, rows: torch.Tensor, level: int) -> torch.Tensor:
+    out = torch.full((len(rows),), torch.nan, dtype=torch.float64)
+    uniform_kernel[(1,)](random, rows, out, level, N=len(rows))
+    return out
+
+
+def descend_kernel(tree: SumTree, us: np.ndarray) -> np.ndarray:
+    """Items that the kernel's own way through a node chooses for the uniforms us[level], float64 [depth + 1, n]."""
+    count = us.shape[1]
+    size = triton.next_power_of_2(count)
+    uniforms = torch.zeros(len(us), size, dtype=torch.float64)
+    uniforms[:, :count] = torch.from_numpy(us)
+    nodes = torch.zeros(size, dtype=torch.int64)
+    for level in range(tree.depth, -1, -1):
+        values = tree.level(level, tree.sums) if level else tree.leaves.double()
+        children, chosen = values.view(-1, FANOUT)[nodes], torch.full((size,), POISON)
+        choose_kernel[(1,)](children, uniforms[level], chosen, N=size, LEAVES=level == 0)
+        nodes = nodes * FANOUT + chosen
+    return nodes[:count].numpy()
+
+
+@pytest.mark.parametrize("run", [kernel_uniforms, reference.uniforms], ids=["kernel", "twin"])
+@pytest.mark.parametrize(("counter", "key", "words"), PHILOX)
+def test_random_numbers_are_philox(
+    run: Callable[..., torch.Tensor], counter: tuple[int, ...], key: tuple[int, ...], words: tuple[int, ...]
+) -> None:
+    if run is kernel_uniforms and counter[1] >= 2**30:
+        pytest.skip("a level is an int32, of which no tree has so many")
+    random, rows = counters(signed(*key), signed(*counter[2:])), torch.tensor([counter[0]])
+    for half in range(2):
+        uniform = run(random, rows, 2 * counter[1] + half)
+        assert uniform.dtype == torch.float64
+        assert uniform.tolist() == [two_words(*words[2 * half : 2 * half + 2])]
+
+
+@pytest.mark.parametrize("step", [1, -1, 2**32, 2**63 - 1, -(2**63)])
+@pytest.mark.parametrize("key", [0, -1, -(2**63), 0x0123456789ABCDEF])
+def test_random_numbers_of_kernel_and_twin_are_the_same(key: int, step: int) -> None:
+    rows = torch.tensor([0, 1, 2, 3, 2**16, 2**31 - 1, 2**31, 2**32 - 1])
+    for level in range(7):
+        random = counters(key, step)
+        same_bits(kernel_uniforms(random, rows, level), reference.uniforms(random, rows, level))
+
+
+def test_random_numbers_differ_by_row_level_key_and_step() -> None:
+    rows, words = torch.arange(64), (0, 1, 2**32, -1, -(2**63))
+    drawn = torch.cat(
+        [
+            reference.uniforms(counters(key, step), rows, level)
+            for key, step, level in itertools.product(words, words, range(6))
+        ]
+    )
+    assert len(drawn.unique()) == len(drawn) == 5 * 5 * 6 * 64
+    assert float(drawn.min()) >= 0
+    assert float(drawn.max()) <= LARGEST_UNIFORM
+
+
+# ---------------------------------------------------------------- build
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+def test_build(capacity: int) -> None:
+    expected = tree_of(priorities(capacity, seed=capacity))
+    found = SumTree(capacity)
+    found.leaves.copy_(expected.leaves)
+    for nodes in (found.sums, found.mins, found.maxs):
+        for level, (_, count) in enumerate(found.shape, start=1):
+            found.level(level, nodes)[:count] = POISON
+    priority.build(found)
+    same_tree(found, expected)
+
+
+def test_build_sums_in_the_order_that_is_promised() -> None:
+    leaves = priorities(1025, seed=3)
+    tree = SumTree(1025)
+    tree.leaves[:1025] = torch.from_numpy(leaves)
+    priority.build(tree)
+    row = [float(leaf) for leaf in tree.leaves.tolist()]
+    blocks = []
+    for first in range(0, 33 * 32, 32):
+        part = row[first : first + 32]
+        while len(part) > 1:
+            half = len(part) // 2
+            part = [part[i] + part[i + half] for i in range(half)]
+        blocks += part
+    assert tree.level(1, tree.sums).tolist() == blocks + [0.0] * 31
+    part = blocks[:32]
+    while len(part) > 1:
+        part = [part[i] + part[i + 1] for i in range(0, len(part), 2)]
+    assert tree.level(2, tree.sums).tolist() == [*part, blocks[32]] + [0.0] * 30
+    assert float(tree.total()) == part[0] + blocks[32]
+    positive = leaves[leaves > 0]
+    assert float(tree.minimum()) == positive.min()
+    assert float(tree.level(2, tree.maxs).max()) == positive.max()
+
+
+# ---------------------------------------------------------------- update
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+def test_updates(capacity: int) -> None:
+    # Several in a row on one tree: each begins with what the last one left.
+    tree = tree_of(priorities(capacity, seed=7))
+    for seed, (count, options) in enumerate(
+        zip((1, 31, 257, 300, 5, 64, 700), WEIGHTS.values(), strict=True)
+    ):
+        unset = seed % 2 == 1
+        items, values = random_update(capacity, count, seed, unset=unset)
+        tree, _ = check_update(tree, items, values, unset=unset, **options)
+    check_consistent(tree)
+
+
+@pytest.mark.parametrize("count", [256, 257, 513])
+@pytest.mark.parametrize("options", WEIGHTS.values(), ids=WEIGHTS)
+def test_updates_across_the_edges_of_tiles(count: int, options: dict[str, float]) -> None:
+    unset = count % 2 == 0
+    items, values = random_update(2000, count, count, unset=unset)
+    found, _ = check_update(tree_of(priorities(2000, seed=1)), items, values, unset=unset, **options)
+    check_consistent(found)
+
+
+@BOTH
+def test_an_update_by_hand(run: Any) -> None:
+    tree = tree_of(np.array([1, 2, 3, 4], dtype=np.float32))
+    items = torch.tensor([2, -1, 0, 2, -(2**63), 3])
+    values = torch.tensor([9.0, 50.0, 0.0, 0.5, 70.0, 4.0])
+    run.update(tree, items, values, alpha=2.0)
+    assert tree.leaves[:5].tolist() == [0, 2, 0.25, 16, 0]
+    assert float(tree.total()) == 18.25
+    assert float(tree.minimum()) == 0.25
+    # Rows that were left out do not raise the maximum; the row that another one overrode does.
+    assert float(tree.maximum) == 9
+    run.update(tree, torch.tensor([0]), torch.tensor([3.0]), alpha=0.5, eps=1.0)
+    assert tree.leaves[:5].tolist() == [2, 2, 0.25, 16, 0]
+    assert tree.status.tolist() == [NOWHERE, 0, 0, 0]
+
+
+@BOTH
+def test_first_values_by_hand(run: Any) -> None:
+    tree = tree_of(np.full(8, 5, dtype=np.float32))
+    run.update(tree, torch.arange(3), torch.tensor([UNSET, GONE, 7.0]), unset=True, eps=1.0)
+    assert tree.leaves[:4].tolist() == [2, 0, 8, 5]  # the maximum is 1 before
+    assert float(tree.maximum) == 7
+    run.update(tree, torch.arange(3), torch.tensor([UNSET, UNSET, GONE]), unset=True, floor=20.0)
+    assert tree.leaves[:4].tolist() == [20, 20, 0, 5]
+    assert float(tree.maximum) == 20
+    run.update(tree, torch.tensor([0]), torch.tensor([1.0]), floor=3.0)
+    assert float(tree.maximum) == 20
+    # What would be too large is the largest there is.
+    run.update(tree, torch.arange(2), torch.tensor([1e38, UNSET]), unset=True, alpha=2.0, floor=1e30)
+    assert tree.leaves[:2].tolist() == [LARGEST, LARGEST]
+    assert tree.status.tolist() == [NOWHERE, 0, 0, 0]
+
+
+@pytest.mark.parametrize("alone", [4096, 0], ids=["one-launch", "a-launch-a-phase"])
+def test_a_new_item_gets_the_maximum_from_before_its_update(
+    alone: int, few_programs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The large value is in the first tile; rows of later ones must not see it yet.
+    monkeypatch.setattr(priority, "ALONE", alone)
+    values = torch.full((1000,), UNSET)
+    values[3] = 100.0
+    found, _ = check_update(SumTree(1000), torch.arange(1000), values, unset=True)
+    assert found.leaves[:1000].unique().tolist() == [1, 100]
+    assert float(found.maximum) == 100
+
+
+@BOTH
+def test_tiny_priorities_stay_drawable_and_zero_stays_zero(run: Any) -> None:
+    tree = SumTree(40)
+    values = torch.tensor([1e-45, 1e-38, LOWEST_LEAF, 1e-30, 0.0, 1e-20])
+    run.update(tree, torch.arange(6), values)
+    assert tree.leaves[:6].tolist() == [LOWEST_LEAF, LOWEST_LEAF, LOWEST_LEAF, *values[3:].tolist()]
+    run.update(tree, torch.arange(6), values, alpha=4.0)
+    assert tree.leaves[:6].tolist() == [LOWEST_LEAF] * 4 + [0.0, LOWEST_LEAF]
+    run.update(tree, torch.arange(6), values, alpha=0.0)
+    assert tree.leaves[:6].tolist() == [1, 1, 1, 1, 0, 1]
+
+
+@pytest.mark.parametrize("options", [{}, {"alpha": 0.7, "eps": 0.1}], ids=["plain", "weighed"])
+def test_of_equal_items_the_last_wins(options: dict[str, float]) -> None:
+    # Every item again and again, across tiles; the order of values is arbitrary.
+    random = np.random.default_rng(5)
+    items = torch.from_numpy(random.integers(0, 40, 1500))
+    values = torch.from_numpy(priorities(1500, seed=9))
+    found, _ = check_update(SumTree(64), items, values, **options)
+    weights = reference.weigh(values, **{"alpha": 1.0, "eps": 0.0, **_rounded(options)}).float()
+    last = dict(zip(items.tolist(), weights.tolist(), strict=True))
+    assert {i: float(found.leaves[i]) for i in range(40)} == last
+    again, _ = check_update(SumTree(64), items, values, **options)
+    same_tree(again, found)
+
+
+def _rounded(options: dict[str, float]) -> dict[str, float]:
+    return {name: float(np.float32(value)) for name, value in options.items()}
+
+
+def test_a_zero_can_be_the_last() -> None:
+    items, values = torch.tensor([3, 3, 5, 5]), torch.tensor([8.0, 0.0, 0.0, 8.0])
+    found, _ = check_update(tree_of(np.ones(33, dtype=np.float32)), items, values)
+    assert found.leaves[[3, 5]].tolist() == [0, 8]
+    assert float(found.total()) == 39
+
+
+@pytest.mark.parametrize(
+    ("capacity", "count"), [(33, 65), (33, 1500), (1025, 400), (1025, 1500), (33000, 400)]
+)
+def test_many_programs_do_as_one_does(
+    capacity: int, count: int, few_programs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = tree_of(priorities(capacity, seed=2))
+    items, values = random_update(capacity, count, seed=4)
+    alone, _ = check_update(tree, items, values, eps=0.5)
+    assert few_programs == [1]
+    monkeypatch.setattr(priority, "ALONE", 64)
+    few_programs.clear()
+    many, _ = check_update(tree, items, values, eps=0.5)
+    assert few_programs[:3] == [3, 3, 3]
+    same_tree(many, alone)
+    monkeypatch.setattr(priority, "MOST_CLAIMS", 300)
+    few_programs.clear()
+    parts, _ = check_update(tree, items, values, eps=0.5)
+    assert len(few_programs) >= 4 * -(-count // 300)
+    same_tree(parts, alone)
+    check_consistent(parts)
+
+
+@BOTH
+def test_an_update_of_nothing(run: Any) -> None:
+    nothing = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
+    tree = tree_of(priorities(100))
+    before = copy_of(tree)
+    run.update(tree, *nothing)
+    run.update(tree, torch.full((300,), -1), torch.full((300,), 5.0))
+    same_tree(tree, before)
+
+
+@BOTH
+def test_the_floor_counts_without_rows_that_count(run: Any) -> None:
+    tree = tree_of(priorities(100))
+    run.update(tree, torch.tensor([-1]), torch.tensor([5.0]), floor=3.0)
+    assert float(tree.maximum) == 3
+
+
+def test_random_updates_are_the_same() -> None:
+    tree = SumTree(1500)
+    random = np.random.default_rng(17)
+    for seed in range(25):
+        count, unset = int(random.integers(1, 400)), bool(random.integers(2))
+        options = list(WEIGHTS.values())[int(random.integers(len(WEIGHTS)))]
+        items, values = random_update(1500, count, 100 + seed, unset=unset)
+        tree, _ = check_update(tree, items, values, unset=unset, **options)
+    check_consistent(tree)
+
+
+# ---------------------------------------------------------------- refusals
+
+BAD: dict[str, tuple[float, dict[str, float]]] = {
+    "nan": (float("nan"), {}),
+    "infinite": (float("inf"), {}),
+    "minus-infinite": (float("-inf"), {}),
+    "negative": (-1e-30, {}),
+    "unset-is-negative": (UNSET, {}),
+    "gone-is-negative": (GONE, {}),
+    "negative-but-for-eps": (-0.5, {"eps": 1.0}),
+    "overflow-by-alpha": (1e30, {"alpha": 2.0}),
+    "overflow-by-eps": (3.4e38, {"eps": 1e37}),
+    "nan-with-alpha": (float("nan"), {"alpha": 0.5}),
+    "negative-with-alpha": (-3.0, {"alpha": 2.0}),
+    "infinite-with-alpha-zero": (float("inf"), {"alpha": 0.0}),
+    "nan-with-alpha-zero": (float("nan"), {"alpha": 0.0}),
+}
+
+
+@BOTH
+@pytest.mark.parametrize(("value", "options"), BAD.values(), ids=BAD)
+@pytest.mark.parametrize("position", [0, 299])
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, where a GPU makes a NaN
+def test_a_bad_value_refuses_the_update(
+    run: Any, value: float, options: dict[str, float], position: int
+) -> None:
+    tree = tree_of(priorities(500, seed=8))
+    items, values = random_update(500, 401, seed=6, outside=0)
+    values.clamp_(max=1e3)
+    before = copy_of(tree)
+    values[position] = value
+    values[position + 1 :: 50] = value  # later ones are not what is noted
+    run.update(tree, items, values, floor=100.0, **options)
+    assert tree.status.tolist() == [position, 0, 0, 0]
+    before.status[BAD_POSITION] = position
+    same_tree(tree, before)
+
+
+@BOTH
+@pytest.mark.parametrize("alone", [4096, 16])
+def test_after_a_refusal_all_updates_are_refused(
+    run: Any, alone: int, few_programs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(priority, "ALONE", alone)
+    tree = tree_of(priorities(500, seed=8))
+    items, values = random_update(500, 600, seed=6, outside=0)
+    values[400] = -1
+    run.update(tree, items, values)
+    before = copy_of(tree)
+    for bad, noted in ((None, 400), (10, 10), (500, 10)):  # the lowest of all
+        good = values.abs()
+        if bad is not None:
+            good[bad] = torch.nan
+        run.update(tree, items, good)
+        before.status[BAD_POSITION] = noted
+        same_tree(tree, before)
+    tree.status[BAD_POSITION] = NOWHERE
+    run.update(tree, items, values.abs())
+    assert tree.status.tolist() == [NOWHERE, 0, 0, 0]
+    assert not torch.equal(tree.leaves, before.leaves)
+    check_consistent(tree)
+
+
+@BOTH
+def test_a_bad_value_of_a_row_that_is_left_out_is_not_looked_at(run: Any) -> None:
+    tree = SumTree(10)
+    items, values = torch.tensor([-1, 2, -5]), torch.tensor([float("nan"), 3.0, -8.0])
+    run.update(tree, items, values)
+    assert tree.leaves[:3].tolist() == [0, 0, 3]
+    assert tree.status.tolist() == [NOWHERE, 0, 0, 0]
+
+
+@BOTH
+def test_first_values_are_set_while_a_refusal_is_noted(run: Any) -> None:
+    tree = SumTree(10)
+    run.update(tree, torch.tensor([1]), torch.tensor([-3.0]))
+    run.update(tree, torch.tensor([1, 2]), torch.tensor([UNSET, 4.0]), unset=True)
+    assert tree.leaves[:3].tolist() == [0, 1, 4]
+    assert tree.status.tolist() == [0, 0, 0, 0]
+
+
+@BOTH
+def test_the_largest_float_is_a_priority(run: Any) -> None:
+    tree = SumTree(70)
+    run.update(tree, torch.arange(70), torch.full((70,), LARGEST))
+    assert tree.status.tolist() == [NOWHERE, 0, 0, 0]
+    assert float(tree.total()) == 70 * LARGEST
+    assert float(tree.maximum) == float(tree.minimum()) == LARGEST
+
+
+# ---------------------------------------------------------------- arguments
+
+GOOD_UPDATE: dict[str, Any] = {"items": torch.zeros(4, dtype=torch.int64), "values": torch.ones(4)}
+GOOD_DRAW: dict[str, Any] = {
+    "random": torch.zeros(2, dtype=torch.int64),
+    "items": torch.zeros(4, dtype=torch.int64),
+    "values": torch.zeros(4),
+}
+BAD_ROWS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "items-dtype": ({"items": torch.zeros(4, dtype=torch.int32)}, TypeError, "items is torch.int32"),
+    "values-dtype": ({"values": torch.zeros(4, dtype=torch.float64)}, TypeError, "values is torch.float64"),
+    "values-count": ({"values": torch.zeros(5)}, TypeError, r"values is torch.float32 \[5\]"),
+    "values-shape": ({"values": torch.zeros(4, 1)}, TypeError, r"values is torch.float32 \[4, 1\]"),
+    "items-strided": ({"items": torch.zeros(8, dtype=torch.int64)[::2]}, TypeError, "contiguous"),
+    "values-strided": ({"values": torch.zeros(8)[::2]}, TypeError, "contiguous"),
+    "items-device": (
+        {"items": torch.zeros(4, dtype=torch.int64, device="meta")},
+        ValueError,
+        "items is on meta",
+    ),
+    "values-device": ({"values": torch.zeros(4, device="meta")}, ValueError, "values is on meta"),
+}
+BAD_WEIGHTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    f"{name}-{value}": ({name: value}, ValueError, "not negative")
+    for name in ("alpha", "eps")
+    for value in (-0.5, float("inf"), float("nan"))
+}
+BAD_RANDOM: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "random-dtype": ({"random": torch.zeros(2, dtype=torch.int32)}, TypeError, "random is torch.int32"),
+    "random-count": ({"random": torch.zeros(1, dtype=torch.int64)}, TypeError, "random is"),
+}
+
+
+@pytest.mark.parametrize(("change", "error", "message"), [*BAD_ROWS.values(), *BAD_WEIGHTS.values()])
+def test_arguments_of_an_update_are_checked(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    tree = tree_of(priorities(40))
+    before = copy_of(tree)
+    with pytest.raises(error, match=message):
+        priority.update(tree, **{**GOOD_UPDATE, **change})
+    same_tree(tree, before)
+
+
+@DRAWS
+@pytest.mark.parametrize(("change", "error", "message"), [*BAD_ROWS.values(), *BAD_RANDOM.values()])
+def test_arguments_of_a_draw_are_checked(
+    distinct: bool, change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    tree = tree_of(priorities(40))
+    before = copy_of(tree)
+    draw = priority.draw_distinct if distinct else priority.draw
+    with pytest.raises(error, match=message):
+        draw(tree, **{**GOOD_DRAW, **change})
+    same_tree(tree, before)
+
+
+# ---------------------------------------------------------------- draw
+
+
+def check_draw(tree: SumTree, count: int, key: int, step: int, *, distinct: bool) -> torch.Tensor:
+    """Both draw the same from copies of the tree, which stay as they were but for their status. The items."""
+    name = "draw_distinct" if distinct else "draw"
+    results = []
+    for run in (priority, reference):
+        drawn, (items, values), random = copy_of(tree), outputs(count), counters(key, step)
+        getattr(run, name)(drawn, random, items, values)
+        assert random.tolist() == [key, step]
+        results.append((items, values, drawn))
+    (found, leaves, after), (items, values, expected) = results
+    same_bits(found, items, "items")
+    same_bits(leaves, values, "values")
+    same_tree(after, expected)
+    for part in ("leaves", "sums", "mins", "maxs", "maximum"):
+        same_bits(getattr(after, part), getattr(tree, part), part)
+    there = found >= 0
+    assert torch.equal(leaves[there], tree.leaves[found[there]])
+    assert bool((leaves[there] > 0).all())
+    assert bool((found < tree.capacity).all())
+    assert found[~there].tolist() == [-1] * int((~there).sum())
+    assert leaves[~there].tolist() == [0] * int((~there).sum())
+    if distinct:
+        assert len(found[there].unique()) == int(there.sum())
+    return found
+
+
+@DRAWS
+@pytest.mark.parametrize("capacity", CAPACITIES)
+def test_draws(capacity: int, distinct: bool) -> None:
+    leaves = priorities(capacity, seed=capacity)
+    leaves[capacity // 2] = 1  # a tree of one item is not empty
+    tree = tree_of(leaves)
+    positive = int((leaves > 0).sum())
+    for step, count in enumerate((1, 9, 33)):
+        items = check_draw(tree, count, capacity, step, distinct=distinct)
+        assert int((items >= 0).sum()) == (min(count, positive) if distinct else count)
+
+
+@DRAWS
+@pytest.mark.parametrize("orders", [0, 12, 60])
+def test_draws_of_all_sizes_of_priorities(
+    orders: float, distinct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(priority.DRAW, "ROWS", 128)  # fewer programs to run in turn
+    tree = tree_of(priorities(1025, seed=4, orders=orders, zeros=0.5))
+    for step in range(2):
+        check_draw(tree, 70 if distinct else 600, 3, step, distinct=distinct)
+
+
+@DRAWS
+@pytest.mark.parametrize("key", [-1, -(2**63), 2**63 - 1, 2**32])
+@pytest.mark.parametrize("step", [-1, -(2**63), 2**63 - 1])
+def test_counters_at_their_extremes(key: int, step: int, distinct: bool) -> None:
+    tree = tree_of(priorities(32, seed=4))
+    items = check_draw(tree, 20 - 4 * distinct, key, step, distinct=distinct)
+    others = check_draw(tree, 20 - 4 * distinct, key ^ (1 << 40), step, distinct=distinct)
+    assert not torch.equal(items, others)
+
+
+@DRAWS
+@BOTH
+def test_more_random_words_than_two_are_not_looked_at(run: Any, distinct: bool) -> None:
+    tree, name = tree_of(priorities(1000, seed=4)), "draw_distinct" if distinct else "draw"
+    drawn = []
+    for random in (torch.tensor([5, 6]), torch.tensor([5, 6, 7])):
+        items, values = outputs(30)
+        getattr(run, name)(tree, random, items, values)
+        drawn.append(items.tolist())
+    assert drawn[0] == drawn[1]
+
+
+@DRAWS
+@pytest.mark.parametrize("capacity", [1, 33, 1025])
+def test_an_empty_tree_draws_nothing_and_counts_it(capacity: int, distinct: bool) -> None:
+    tree = SumTree(capacity)
+    for run, times in itertools.product((priority, reference), (1, 2)):
+        drawn, name = copy_of(tree), "draw_distinct" if distinct else "draw"
+        for _ in range(times):
+            items, values = outputs(20)
+            getattr(run, name)(drawn, counters(0, 0), items, values)
+            assert items.tolist() == [-1] * 20
+            assert values.tolist() == [0] * 20
+        assert int(drawn.status[EMPTY_DRAWS]) == times
+        assert int(drawn.status[DISTINCT_MISSING]) == (20 * times if distinct else 0)
+        assert int(drawn.status[BAD_POSITION]) == NOWHERE
+        assert float(drawn.total()) == 0
+
+
+@DRAWS
+@BOTH
+def test_a_draw_of_no_rows_does_nothing(run: Any, distinct: bool) -> None:
+    for tree in (tree_of(priorities(100)), SumTree(100)):
+        before = copy_of(tree)
+        items, values = outputs(0)
+        (run.draw_distinct if distinct else run.draw)(tree, counters(0, 0), items, values)
+        same_tree(tree, before)
+
+
+@pytest.mark.parametrize("count", [5, 6, 65, 130])
+def test_too_few_items_for_a_distinct_draw(count: int) -> None:
+    leaves = np.zeros(1000, dtype=np.float32)
+    positive = [0, 31, 32, 700, 999]
+    leaves[positive] = [1e-6, 1, 1e6, 3, 1e-3]
+    tree = tree_of(leaves)
+    items = check_draw(tree, count, 2, 9, distinct=True)
+    assert sorted(items[:5].tolist()) == positive
+    assert items[5:].tolist() == [-1] * (count - 5)
+    items, values = outputs(count)
+    priority.draw_distinct(tree, counters(2, 9), items, values)
+    assert tree.status.tolist() == [NOWHERE, 0, count - 5, 0]
+
+
+@pytest.mark.parametrize("capacity", [31, 65, 200])
+def test_a_distinct_draw_of_everything_draws_everything(capacity: int) -> None:
+    # Many turns: at the end little is left beside much that was drawn.
+    tree = tree_of(priorities(capacity, seed=capacity, zeros=0))
+    items = check_draw(tree, capacity, 1, 1, distinct=True)
+    assert sorted(items.tolist()) == list(range(capacity))
+
+
+@pytest.mark.parametrize("heavy", [0, 15, 63])
+def test_the_first_of_a_distinct_draw_is_the_first_of_a_draw(heavy: int) -> None:
+    leaves = np.ones(64, dtype=np.float32)
+    leaves[heavy] = 1e6
+    tree = tree_of(leaves)
+    for step in range(3):
+        first = check_draw(tree, 1, 0, step, distinct=False)
+        assert int(check_draw(tree, 30, 0, step, distinct=True)[0]) == int(first)
+
+
+# ---------------------------------------------------------------- ways through the tree
+
+
+@pytest.mark.parametrize("walk", [descend_kernel, descend_twin], ids=["kernel", "twin"])
+@pytest.mark.parametrize("capacity", [32, 33, 1025])
+def test_every_positive_item_can_be_drawn(walk: Callable[..., Any], capacity: int) -> None:
+    leaves = priorities(capacity, seed=capacity)
+    items = np.flatnonzero(leaves)
+    us = uniforms_to(levels_of(leaves), items)
+    assert float(us.min()) >= 0
+    assert float(us.max()) <= LARGEST_UNIFORM
+    assert walk(tree_of(leaves), us).tolist() == items.tolist()
+
+
+@pytest.mark.parametrize("walk", [descend_kernel, descend_twin], ids=["kernel", "twin"])
+@pytest.mark.parametrize("capacity", [1, 32, 33, 1025])
+def test_extreme_uniforms_never_draw_zero(walk: Callable[..., Any], capacity: int) -> None:
+    for place in sorted({0, 15, 16, 30, 31, 32, capacity // 2, capacity - 1}):
+        if place < capacity:
+            leaves = np.zeros(capacity, dtype=np.float32)
+            leaves[place] = 1e-6 * (place + 1)
+            tree = tree_of(leaves)
+            assert set(walk(tree, extreme_uniforms(tree.depth + 1)).tolist()) == {place}
+
+
+@pytest.mark.parametrize("walk", [descend_kernel, descend_twin], ids=["kernel", "twin"])
+@pytest.mark.parametrize("leaves", rounding_traps().values(), ids=rounding_traps())
+def test_rounding_never_leads_to_zero(walk: Callable[..., Any], leaves: np.ndarray) -> None:
+    tree = tree_of(leaves)
+    items = walk(tree, extreme_uniforms(tree.depth + 1))
+    assert set(items.tolist()) <= set(np.flatnonzero(leaves).tolist())
+
+
+def test_the_comparison_sees_a_single_bit() -> None:
+    one, other = tree_of(priorities(100)), tree_of(priorities(100))
+    same_tree(one, other)
+    bits(other.sums)[2] ^= 1
+    with pytest.raises(AssertionError, match="sums: 1 differ, the first at 2"):
+        same_tree(one, other)
