@@ -25,6 +25,7 @@ __all__ = [
     "CumsumNumpy",
     "CumsumTorch",
     "DatasetSubject",
+    "ExtremesSubject",
     "Multinomial",
     "Peer",
     "PeerFailed",
@@ -177,10 +178,11 @@ class TreeSubject(Subject):
     """`HostTree`: what the CPU path draws with and sets leaves in."""
 
     item_bytes = 6
+    extremes = False
 
     def __init__(self, truth: Truth) -> None:
         self.items = truth.items
-        self._tree = HostTree(truth.items)
+        self._tree = HostTree(truth.items, extremes=self.extremes)
         self._tree.leaves[: truth.items] = truth.priorities
         self._tree.build()
         self._step = 0
@@ -197,6 +199,12 @@ class TreeSubject(Subject):
 
     def chosen(self, items: np.ndarray) -> Any:
         return items, None
+
+
+class ExtremesSubject(TreeSubject):
+    """With minima and maxima."""
+
+    extremes = True
 
 
 class DatasetSubject(Subject):

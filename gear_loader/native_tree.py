@@ -8,7 +8,8 @@ leaves instead of every fifth: then all draws of a batch go down a level togethe
     ...       down to one node, the root
 
 All sums lie in one array; `offsets[i]` is where level i + 1 begins, levels are padded to an even number of nodes.
-Minima and maxima lie as in the wide tree: only every fifth level has them. Together that takes 0.76 bytes an item.
+Minima and maxima, where they are kept, lie as in the wide tree: only every fifth level has them. Together that takes 0.76
+bytes an item, 0.5 without them.
 
 Arrays in, arrays changed; the callers have checked everything. Indices are unsigned, or else numba would look for
 negative ones, and mixing both would make them floating-point numbers.
@@ -188,22 +189,22 @@ if AVAILABLE:
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
     def _block(leaves, sums, mins, maxs, block, partial) -> None:  # type: ignore[no-untyped-def]
-        low, high = np.float32(np.inf), np.float32(0)
         first = block * _BLOCK
         for j in range(16):
             k = first + uint64(j)
-            a, b = leaves[k], leaves[k + uint64(16)]
-            partial[j] = np.float64(a) + np.float64(b)
-        for j in range(32):
-            a = leaves[first + uint64(j)]
-            high = max(high, a)
-            low = min(low, a if a > 0 else np.float32(np.inf))
+            partial[j] = np.float64(leaves[k]) + np.float64(leaves[k + uint64(16)])
         for width in (8, 4, 2, 1):
             for j in range(width):
                 partial[j] += partial[j + width]
         sums[block] = partial[0]
-        mins[block] = low
-        maxs[block] = high
+        if len(mins) > 0:
+            low, high = np.float32(np.inf), np.float32(0)
+            for j in range(32):
+                a = leaves[first + uint64(j)]
+                high = max(high, a)
+                low = min(low, a if a > 0 else np.float32(np.inf))
+            mins[block] = low
+            maxs[block] = high
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
     def _extremes(mins, maxs, to, source, node) -> None:  # type: ignore[no-untyped-def]
@@ -221,7 +222,6 @@ if AVAILABLE:
     ) -> None:
         """Compute all nodes above some blocks anew: `nodes` (uint64 [n], used up), or all of them."""
         partial = np.empty(16)
-        base = uint64(leaves.ctypes.data)
         touched = len(nodes)
         count = num_blocks
         if everything or count <= touched:
@@ -230,14 +230,11 @@ if AVAILABLE:
                 _block(leaves, sums, mins, maxs, uint64(i), partial)
         else:
             for i in range(touched):
-                _prefetch(base + nodes[i] * uint64(128))
-                _prefetch(base + nodes[i] * uint64(128) + uint64(64))
-            for i in range(touched):
                 _block(leaves, sums, mins, maxs, nodes[i], partial)
         for level in range(2, len(offsets) + 1):
             below, here = uint64(offsets[level - 2]), uint64(offsets[level - 1])
             count = (count + 1) // 2
-            wide = level % 5 == 1 and level // 5 < len(wide_offsets)
+            wide = len(mins) > 0 and level % 5 == 1 and level // 5 < len(wide_offsets)
             if everything or count <= touched:
                 everything = True
                 for i in range(count):
@@ -263,7 +260,8 @@ if AVAILABLE:
         base = uint64(leaves.ctypes.data)
         for i in range(count):
             nodes[i] = uint64(items[i]) >> uint64(5)
-            _prefetch(base + uint64(items[i]) * uint64(4))
+            _prefetch(base + nodes[i] * uint64(128))
+            _prefetch(base + nodes[i] * uint64(128) + uint64(64))
         for i in range(count):
             leaves[uint64(items[i])] = values[i]
         _refresh(leaves, sums, mins, maxs, offsets, wide_offsets, num_blocks, nodes, False)

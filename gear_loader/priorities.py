@@ -70,7 +70,9 @@ class PrioritySelection(Selection):
         self._mutex = threading.Lock()
 
     def _make_tree(self, capacity: int) -> None:
-        self._tree = HostTree(capacity)
+        selector = self.job.selector
+        batch_only = isinstance(selector, Prioritized) and selector.normalize == "batch"
+        self._tree = HostTree(capacity, extremes=not batch_only)
 
     @property
     def num_stale(self) -> int:

@@ -21,13 +21,15 @@ class HostTree:
 
     Args:
         capacity: items, 1 to 2**31 - 1.
+        extremes: keep what `minimum` and `top` need, which makes updates slower.
 
     Attributes:
         leaves: float32 [at least `capacity`]; who writes into it calls `build`.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, *, extremes: bool = True) -> None:
         self.capacity = capacity
+        self.extremes = extremes
         self._twin: SumTree | None = None
         self._scratch: tuple[Array, ...] | None = None
         if not native.require():
@@ -53,6 +55,7 @@ class HostTree:
                 break
             count = -(-count // FANOUT)
         self._wide_offsets = np.array(wide, dtype=np.int64)
+        place = place if extremes else 0
         self._mins = np.full(place, np.inf, dtype=np.float32)
         self._maxs = np.zeros(place, dtype=np.float32)
         self._nodes = (self._sums, self._mins, self._maxs, self._offsets, self._wide_offsets, self._blocks)
@@ -73,7 +76,8 @@ class HostTree:
 
     @property
     def minimum(self) -> float:
-        """The smallest leaf that is not 0; infinite if there is none."""
+        """The smallest leaf that is not 0; infinite if there is none. Needs `extremes`."""
+        assert self.extremes
         if self._twin is not None:
             return float(self._twin.minimum())
         return float(self._mins[self._wide_offsets[-1] :].min())
@@ -150,7 +154,11 @@ class HostTree:
         return int(np.count_nonzero(items >= 0))
 
     def top(self, count: int, *, largest: bool = True) -> tuple[Array, Array]:
-        """The items with the largest (or smallest positive) leaves, the best first; see `SumTree.top`."""
+        """The items with the largest (or smallest positive) leaves, the best first; see `SumTree.top`.
+
+        Needs `extremes`.
+        """
+        assert self.extremes
         if self._twin is not None:
             items, leaves = self._twin.top(count, largest=largest)
         else:

@@ -109,7 +109,14 @@ def test_it_measures_names_what_is_left_out_and_can_be_plotted(tmp_path: Path) -
     assert {(row["parameters"]["items"], row["parameters"]["batch"]) for row in rows} == {
         (items, batch) for items in (500, 3000) for batch in (8, 64)
     }
-    names = {"ours, tree", "ours, dataset", "torch.multinomial", "cumsum, torch", "cumsum, numpy"}
+    names = {
+        "ours, tree",
+        "ours, with extremes",
+        "ours, dataset",
+        "torch.multinomial",
+        "cumsum, torch",
+        "cumsum, numpy",
+    }
     assert {row["variant"] for row in rows} - set(peers.PEERS) == names
     for name in set(peers.PEERS) - {row["variant"] for row in rows}:
         assert f"left out: {name}: {sys.executable}: " in done.stdout
