@@ -8,6 +8,7 @@ says what was received, what was expected and what to do.
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "GearError",
     "LockTimeoutError",
     "PriorityError",
@@ -64,3 +65,10 @@ class LockTimeoutError(GearError, TimeoutError):
 
 class SourceError(GearError, ValueError):
     """A data source is damaged or does not fit; nothing was added."""
+
+
+class CheckpointError(GearError, OSError):
+    """A checkpoint that cannot be written, or that is damaged, of another version or of another schema.
+
+    What was to be written did not change the checkpoint that was there before; what was to be loaded left no table.
+    """
