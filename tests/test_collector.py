@@ -496,7 +496,7 @@ def test_the_zero_copy_path(table: Table, fake_stream: list[Any], batch_size: in
     host = torch.full((5, batch_size), -1), torch.zeros(batch_size, blocks, dtype=torch.int32)
     mirror = torch.empty_like(host[0]), torch.empty_like(host[1])
     filled, released = FakeEvent(), FakeEvent()
-    gpu: Any = GpuSide(host, mirror, None, filled, released)
+    gpu: Any = GpuSide(host, mirror, None, None, filled, released)
     buffers.gpu = gpu
     for i, key in enumerate(("index", "anchor", "generation")):
         buffers.batch[key] = mirror[0][i]
@@ -514,7 +514,7 @@ def test_the_staged_path(table: Table, fake_stream: list[Any]) -> None:
     gatherer = collector(table, windows, 6)
     buffers, staging = gatherer.buffers(), gatherer.buffers()
     filled, released = FakeEvent(), FakeEvent()
-    buffers.gpu = GpuSide(None, None, staging, filled, released)
+    buffers.gpu = GpuSide(None, None, None, staging, filled, released)
     for count in (6, 2):
         fake_stream.clear()
         filled.calls.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 import gear_loader as gear
+from gear_loader.collector import Collector, GpuSide
 from gear_loader.device_priorities import DevicePrioritySelection
 from gear_loader.errors import PriorityError, SchemaError, StaleIndexError, TableEmptyError
 from gear_loader.priorities import ANCHORS, LEAVES, PrioritySelection, draw_key
@@ -258,3 +260,59 @@ def test_wrong_tensors_are_refused_before_anything_is_queued(table: gear.Table) 
                 index, priority, generation=generation, anchor=anchor, stale="ignore", between=now
             )
     assert device.num_stale == 0
+
+
+# ---------------------------------------------------------------- from the draw to the gathered batch
+
+
+class Event:
+    """Stands for a CUDA event."""
+
+    def synchronize(self) -> None:
+        pass
+
+    def record(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+@pytest.mark.parametrize("unit", ["trajectory", "step"])
+def test_a_batch_is_gathered_from_what_the_kernels_drew(
+    table: gear.Table, name: str, unit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda: types.SimpleNamespace(wait_event=lambda event: None)
+    )
+    windows = {"value": gear.Window(12, -5)}
+    device, host = both(table, SELECTORS[name](unit))
+    made = [
+        Collector(table, windows, batch_size=BATCH, device=CPU, weighs=device.job.selector.weighs)
+        for _ in range(2)
+    ]
+    expected_buffers, buffers = (collector.buffers() for collector in made)
+    mirror: tuple[torch.Tensor, ...] = (
+        torch.full((5, BATCH), -7, dtype=torch.int64),
+        torch.full((BATCH, BLOCKS), -7, dtype=torch.int32),
+        torch.full((BATCH,), torch.nan),
+    )
+    random = torch.empty(3, dtype=torch.int64)
+    for i, key in enumerate(("index", "anchor", "generation")):
+        buffers.batch[key] = mirror[0][i]
+    if device.job.selector.weighs:
+        buffers.batch["priority_weight"] = mirror[2]
+    else:
+        mirror = mirror[:2]
+    event: Any = Event()
+    buffers.gpu = GpuSide(None, mirror, random, None, event, event)
+    for step in range(2):
+        for value in (buffers.batch["value"], expected_buffers.batch["value"]):
+            value.fill_(torch.nan)
+        now_drawn = Draw(5, 0, step, 0, BATCH, 0, step)
+        for selection, collector, target in zip(
+            (device, host), made[::-1], (buffers, expected_buffers), strict=True
+        ):
+            ticket, count = selection.fill(collector, target, now_drawn, None)
+            table.end_read(ticket)
+            assert count == BATCH
+        for key, values in expected_buffers.batch.items():
+            torch.testing.assert_close(buffers.batch[key], values, rtol=1e-6, atol=0)
