@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -14,6 +13,7 @@ from gear_loader.collector import Batch, Buffers, Collector
 from gear_loader.device_priorities import DevicePrioritySelection
 from gear_loader.errors import PrivateTableError, SchemaError
 from gear_loader.index import Snapshot
+from gear_loader.options import at_least, device_of, integer, windows_of
 from gear_loader.prefetch import Pool, Prefetcher
 from gear_loader.priorities import PrioritySelection, needs_priorities
 from gear_loader.schema import Window
@@ -106,8 +106,8 @@ class ReplayDataset(IterableDataset[Batch]):
         world_size: int | None = None,
     ) -> None:
         self.table = table
-        self.batch_size = _positive("batch_size", batch_size)
-        self.windows = _windows(table, windows, columns)
+        self.batch_size = at_least("batch_size", batch_size)
+        self.windows = windows_of(table.schema, windows, columns)
         self.selector: Selector = Uniform() if selector is None else selector
         if anchor not in ("uniform", "first", "last"):
             raise SchemaError(f"anchor is {anchor!r}; expected 'uniform', 'first' or 'last'.")
@@ -116,13 +116,13 @@ class ReplayDataset(IterableDataset[Batch]):
                 f"anchor={anchor!r} goes with a selector of trajectories; {self.selector!r} chooses the steps itself."
             )
         self.anchor: Literal["uniform", "first", "last"] = anchor
-        self.seed = _integer("seed", seed)
-        self.device = _device(device)
-        self.prefetch = _positive("prefetch", prefetch, least=0)
-        self.keep = _positive("keep", keep)
+        self.seed = integer("seed", seed)
+        self.device = device_of(device)
+        self.prefetch = at_least("prefetch", prefetch, least=0)
+        self.keep = at_least("keep", keep)
         self.copy = copy
         if batches_per_epoch is not None and batches_per_epoch != math.inf:
-            batches_per_epoch = _positive("batches_per_epoch", batches_per_epoch, otherwise=" or math.inf")
+            batches_per_epoch = at_least("batches_per_epoch", batches_per_epoch, otherwise=" or math.inf")
         self.batches_per_epoch = batches_per_epoch
         self.drop_last = drop_last
         if subset is not None and not callable(subset):
@@ -130,7 +130,7 @@ class ReplayDataset(IterableDataset[Batch]):
                 f"subset is {subset!r}; expected a function of the sequence numbers (int64 [n])."
             )
         self.subset = subset
-        self.programs = None if programs is None else _positive("programs", programs)
+        self.programs = None if programs is None else at_least("programs", programs)
         if (rank is None) != (world_size is None) or (rank is not None and not 0 <= rank < (world_size or 0)):
             raise SchemaError(
                 f"rank {rank} of world_size {world_size}; expected both, with 0 <= rank < world_size."
@@ -227,7 +227,7 @@ class ReplayDataset(IterableDataset[Batch]):
         Raises:
             TableEmptyError: there is nothing to draw from.
         """
-        size = self.batch_size if batch_size is None else _positive("batch_size", batch_size)
+        size = self.batch_size if batch_size is None else at_least("batch_size", batch_size)
         if self._sampler is None or self._sampler[0] != size:
             if self._sampler is not None:
                 self._sampler[1].close()
@@ -485,7 +485,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration epoch number `epoch`, from its start. Without it epochs count up."""
-        epoch = _positive("epoch", epoch, least=0)
+        epoch = at_least("epoch", epoch, least=0)
         self._shared[_EPOCH], self._shared[_BEFORE] = epoch, 0
         self._position, self._restart = (epoch, 0, 0), None
         if isinstance(self._selection, PrioritySelection):
@@ -537,7 +537,7 @@ class ReplayDataset(IterableDataset[Batch]):
             raise SchemaError(
                 f"The state has the keys {sorted(state)}; missing: {missing}. Give what state_dict() returned."
             )
-        values = {key: _positive(f"{key!r} of the state", state[key], least=0) for key in _STATE}
+        values = {key: at_least(f"{key!r} of the state", state[key], least=0) for key in _STATE}
         mine = self._config()
         different = {
             key: (value, mine[key]) for key, value in state["config"].items() if mine.get(key) != value
@@ -578,64 +578,3 @@ class ReplayDataset(IterableDataset[Batch]):
             "anchor": self.anchor,
             "drop_last": self.drop_last,
         }
-
-
-def _integer(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise SchemaError(f"{name} is {value!r}; expected an integer.")
-    return int(value)
-
-
-def _positive(name: str, value: Any, least: int = 1, otherwise: str = "") -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise SchemaError(f"{name} is {value!r}; expected an integer of at least {least}{otherwise}.")
-    return int(value)
-
-
-def _device(device: str | torch.device) -> torch.device:
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        chosen = torch.device(device)
-    except (RuntimeError, TypeError):
-        chosen = None
-    if chosen is None or chosen.type not in ("cpu", "cuda"):
-        raise SchemaError(f"device is {device!r}; expected 'auto', 'cpu' or a CUDA device.")
-    if chosen.type == "cuda":
-        if not torch.cuda.is_available():
-            raise SchemaError(
-                f"device is {device!r}, but torch sees no CUDA device; use device='cpu' or 'auto'."
-            )
-        if chosen.index is None:
-            chosen = torch.device("cuda", torch.cuda.current_device())
-    return chosen
-
-
-def _windows(table: Table, windows: Any, columns: Sequence[str] | None) -> dict[str, Window]:
-    schema = table.schema
-    if isinstance(columns, str):
-        raise SchemaError(
-            f"columns is {columns!r}; expected a sequence of column names, for example [{columns!r}]."
-        )
-    if isinstance(windows, Window):
-        names = list(schema) if columns is None else list(columns)
-        chosen = dict.fromkeys(names, windows)
-    elif isinstance(windows, Mapping):
-        if columns is not None and set(columns) != set(windows):
-            raise SchemaError(
-                f"columns {list(columns)} and the windows' columns {list(windows)} differ; give one."
-            )
-        chosen = dict(windows)
-    else:
-        raise SchemaError(
-            f"windows is {windows!r}; expected a Window or a mapping of column names to Windows."
-        )
-    unknown = [name for name in chosen if name not in schema]
-    if unknown or not chosen:
-        raise SchemaError(
-            f"Columns {list(chosen)} were asked for; the table has {list(schema)}. Unknown: {unknown}."
-        )
-    for name, window in chosen.items():
-        if not isinstance(window, Window):
-            raise SchemaError(f"The window of column {name!r} is {window!r}; expected gear_loader.Window.")
-    return {name: chosen[name] for name in schema if name in chosen}

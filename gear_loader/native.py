@@ -262,20 +262,27 @@ if AVAILABLE:
         _copy(target + done, source + done, count - done)
 
     @compiled
-    def scatter(  # type: ignore[no-untyped-def]
-        base, stride, step_bytes, block_steps, ids, source, length
-    ) -> None:
-        """Copy a trajectory's steps into its blocks of one column.
+    def scatter(columns, block_steps, ids, addresses, lengths) -> None:  # type: ignore[no-untyped-def]
+        """Copy trajectories into their blocks.
 
         Args:
-            base: address of the column. stride: bytes from block to block. step_bytes: bytes of a step.
-            block_steps: steps of a block. ids: the trajectory's blocks, int32 [blocks].
-            source: address of the steps, contiguous. length: number of steps.
+            columns: int64 [C, 3]: address of the column, bytes from block to block, bytes of a step.
+            block_steps: steps of a block.
+            ids: int32, the trajectories' blocks, one trajectory after another.
+            addresses: int64 [n, C]: where the steps of each trajectory lie, contiguous.
+            lengths: int64 [n], in steps.
         """
-        block_bytes = block_steps * step_bytes
-        for i in range(len(ids)):
-            steps = min(block_steps, length - i * block_steps)
-            _copy(base + int64(ids[i]) * stride, source + i * block_bytes, steps * step_bytes)
+        first = 0
+        for i in range(len(lengths)):
+            blocks = (lengths[i] + block_steps - 1) // block_steps
+            for c in range(columns.shape[0]):
+                base, stride, step_bytes = columns[c, 0], columns[c, 1], columns[c, 2]
+                block_bytes = block_steps * step_bytes
+                for j in range(blocks):
+                    steps = min(block_steps, lengths[i] - j * block_steps)
+                    target = base + int64(ids[first + j]) * stride
+                    _copy(target, addresses[i, c] + j * block_bytes, steps * step_bytes)
+            first += blocks
 
     @njit(inline="always")
     def _window(begin, length, steps, pad):  # type: ignore[no-untyped-def]

@@ -8,8 +8,8 @@ leaves instead of every fifth: then all draws of a batch go down a level togethe
     ...       down to one node, the root
 
 All sums lie in one array; `offsets[i]` is where level i + 1 begins, levels are padded to an even number of nodes.
-Minima and maxima, where they are kept, lie as in the wide tree: only every fifth level has them. Together that takes 0.76
-bytes an item, 0.5 without them.
+Minima and maxima, where they are kept, lie as in the wide tree: only every fifth level has them. Together that takes
+0.76 bytes an item, 0.5 without them.
 
 Arrays in, arrays changed; the callers have checked everything. Indices are unsigned, or else numba would look for
 negative ones, and mixing both would make them floating-point numbers.

@@ -146,6 +146,10 @@ class Schema(Mapping[str, Column]):
                     "for example Column(torch.float32, (11,))."
                 )
         self._columns = dict(columns)
+        self._expected = {
+            name: (column.dtype, NUMPY_DTYPES.get(column.dtype), column.shape)
+            for name, column in columns.items()
+        }
 
     def __getitem__(self, name: str) -> Column:
         return self._columns[name]
@@ -174,6 +178,46 @@ class Schema(Mapping[str, Column]):
         return cls({name: Column(DTYPES[dtype], tuple(shape)) for name, dtype, shape in rows})
 
     # ---------------------------------------------------------------- rows
+
+    def locate(
+        self, rows: Mapping[str, Any], *, what: str = "the trajectory"
+    ) -> tuple[int, list[int], object]:
+        """Check one trajectory and return where its columns lie.
+
+        Args:
+            rows, what: as for `validate`.
+
+        Returns:
+            T; the address of each column's steps, contiguous bytes; and what has to be kept as long as these are used.
+
+        Raises:
+            SchemaError: as `validate`.
+        """
+        # What is as it should be is seen at a glance; everything else is looked at closely.
+        if type(rows) is dict and len(rows) == len(self._columns):
+            length, addresses = 0, []
+            for name, (dtype, array_dtype, shape) in self._expected.items():
+                value = rows.get(name)
+                if type(value) is np.ndarray:
+                    fits = value.dtype == array_dtype and array_dtype is not None and value.flags.c_contiguous
+                    address = value.__array_interface__["data"][0]
+                elif type(value) is torch.Tensor:
+                    fits = value.dtype is dtype and value.layout is torch.strided and value.is_cpu
+                    fits = fits and not value.is_nested and value.is_contiguous() and not value.is_neg()
+                    address = value.data_ptr() if fits else 0
+                else:
+                    break
+                if not fits or value.ndim == 0 or value.shape[1:] != shape:
+                    break
+                if length == 0:
+                    length = len(value)
+                if length == 0 or len(value) != length:
+                    break
+                addresses.append(address)
+            else:
+                return length, addresses, rows
+        length, arrays = self.validate(rows, what=what)
+        return length, [array.ctypes.data for array in arrays.values()], arrays
 
     def validate(
         self, rows: Mapping[str, Any], *, what: str = "the trajectory"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -35,9 +36,23 @@ from gear_loader.slots import (
 )
 from gear_loader.stats import TableStats
 
-__all__ = ["Table"]
+__all__ = ["Steps", "Table"]
 
 Trajectory = Mapping[str, Any]
+
+
+class Steps(NamedTuple):
+    """Steps to be stored.
+
+    Attributes:
+        addresses: int64 [n, C]: where each trajectory's steps of each column lie, contiguous.
+        lengths: int64 [n].
+        hold: what owns that memory.
+    """
+
+    addresses: Array
+    lengths: Array
+    hold: object
 
 
 class Table:
@@ -53,6 +68,9 @@ class Table:
     def __init__(self, region: Region, *, on_full: Literal["error", "evict_oldest"]) -> None:
         self._region = region
         self._index: Index | None = Index(region)
+        self._columns: Array = np.array(  # offset in the region, bytes from block to block, bytes of a step
+            [(c.offset, c.block_stride, c.step_bytes) for c in region.layout.columns.values()], dtype=np.int64
+        )
         self._reads: dict[int, Index] = {}  # open reads; they keep the index mapped when the table is closed
         self.schema: Schema = region.layout.schema
         """The columns, a mapping of name to `Column`."""
@@ -284,8 +302,9 @@ class Table:
             In each case nothing was changed, but for what was evicted before room was waited for in vain.
         """
         index = self._live()
-        length, arrays = self.schema.validate(trajectory)
-        return int(self._store(index, [(arrays, 0, length)], _check_priorities(priority, 1))[0])
+        length, addresses, hold = self.schema.locate(trajectory)
+        steps = Steps(np.array([addresses], dtype=np.int64), np.array([length], dtype=np.int64), hold)
+        return int(self._store(index, steps, _check_priorities(priority, 1))[0])
 
     def extend(
         self,
@@ -310,11 +329,11 @@ class Table:
             As `add`; the message names the first trajectory that does not fit. Nothing was changed.
         """
         index = self._live()
-        sources = self._stacked(trajectories, lengths) if lengths is not None else self._listed(trajectories)
-        priorities = _check_priorities(priority, len(sources))
-        return self._store(index, sources, priorities) if sources else np.empty(0, dtype=np.int64)
+        steps = self._stacked(trajectories, lengths) if lengths is not None else self._listed(trajectories)
+        priorities = _check_priorities(priority, len(steps.lengths))
+        return self._store(index, steps, priorities) if len(steps.lengths) else np.empty(0, dtype=np.int64)
 
-    def _listed(self, trajectories: Any) -> list[tuple[dict[str, Array], int, int]]:
+    def _listed(self, trajectories: Any) -> Steps:
         if isinstance(trajectories, Mapping):
             raise SchemaError(
                 "One mapping was received without lengths; expected an iterable of trajectories, or stacked arrays "
@@ -326,15 +345,21 @@ class Table:
             raise SchemaError(
                 f"A {type(trajectories).__name__} was received; expected an iterable of trajectories."
             ) from None
-        sources = []
+        lengths, addresses, holds = [], [], []
         for i, trajectory in enumerate(each):
-            length, arrays = self.schema.validate(trajectory, what=f"trajectory {i}")
+            what = f"trajectory {i}"
             if each is trajectories:
-                arrays = {name: array.copy() for name, array in arrays.items()}
-            sources.append((arrays, 0, length))
-        return sources
+                length, arrays = self.schema.validate(trajectory, what=what)
+                hold: Any = [array.copy() for array in arrays.values()]
+                places = [array.ctypes.data for array in hold]
+            else:
+                length, places, hold = self.schema.locate(trajectory, what=what)
+            lengths.append(length)
+            addresses.append(places)
+            holds.append(hold)
+        return Steps(np.array(addresses, dtype=np.int64), np.array(lengths, dtype=np.int64), holds)
 
-    def _stacked(self, stacked: Any, lengths: Any) -> list[tuple[dict[str, Array], int, int]]:
+    def _stacked(self, stacked: Any, lengths: Any) -> Steps:
         if not isinstance(stacked, Mapping):
             raise SchemaError(
                 f"With lengths a {type(stacked).__name__} was received; expected one mapping of stacked arrays "
@@ -350,7 +375,7 @@ class Table:
             )
         if len(counts) == 0:
             self.schema.validate_names(stacked, what="the stacked trajectories")
-            return []
+            return Steps(np.empty((0, len(self.schema)), dtype=np.int64), np.empty(0, dtype=np.int64), None)
         flat: dict[str, Any] = {}
         padded = None
         for name, value in stacked.items():
@@ -374,23 +399,16 @@ class Table:
             raise SchemaError(
                 f"lengths[{bad}] is {counts[bad]}; expected 1 to {padded}, the stacked arrays' T."
             )
-        return [(arrays, i * padded, int(count)) for i, count in enumerate(counts)]
+        bases = np.array([array.ctypes.data for array in arrays.values()], dtype=np.int64)
+        strides = np.array([padded * array.shape[1] for array in arrays.values()], dtype=np.int64)
+        addresses = bases + np.arange(len(counts))[:, None] * strides
+        return Steps(addresses, counts.astype(np.int64), arrays)
 
-    def _store(
-        self, index: Index, sources: list[tuple[dict[str, Array], int, int]], priorities: Array
-    ) -> Array:
-        lengths = np.array([length for _, _, length in sources], dtype=np.int64)
-        self._check_lengths(lengths)
-        slots, ids = index.begin(lengths, evict=self.on_full == "evict_oldest")
+    def _store(self, index: Index, steps: Steps, priorities: Array) -> Array:
+        self._check_lengths(steps.lengths)
+        slots, ids = index.begin(steps.lengths, evict=self.on_full == "evict_oldest")
         try:
-            first_block = 0
-            for (arrays, first, length), blocks in zip(
-                sources, index.blocks_of(lengths).tolist(), strict=True
-            ):
-                own = ids[first_block : first_block + blocks]
-                first_block += blocks
-                for name, array in arrays.items():
-                    self._write_column(name, own, array[first : first + length])
+            self._write(ids, steps)
             index.commit(slots, priorities)
         except BaseException as error:
             index.abort(slots, wait=not isinstance(error, LockTimeoutError))
@@ -407,24 +425,22 @@ class Table:
                 "Create it with a larger max_steps (and max_blocks, if given) or split the trajectory."
             )
 
-    def _write_column(self, name: str, ids: Array, rows: Array) -> None:
+    def _write(self, ids: Array, steps: Steps) -> None:
         layout = self._region.layout
-        column = layout.columns[name]
-        blocks = self._region.column(name)  # held, so that nothing is unmapped meanwhile
+        region = self._region.array("counters")  # held, so that nothing is unmapped meanwhile
+        start = region.ctypes.data - layout.arrays["counters"][0]
+        columns = self._columns + np.array([start, 0, 0])
         if native.require():
-            native.scatter(
-                blocks.ctypes.data,
-                column.block_stride,
-                column.step_bytes,
-                layout.block_steps,
-                ids,
-                rows.ctypes.data,
-                len(rows),
-            )
+            native.scatter(columns, layout.block_steps, ids, steps.addresses, steps.lengths)
             return
-        for i, block in enumerate(ids.tolist()):
-            piece = rows[i * layout.block_steps : (i + 1) * layout.block_steps].reshape(-1)
-            blocks[block, : len(piece)] = piece
+        first = 0
+        for length, addresses in zip(steps.lengths.tolist(), steps.addresses.tolist(), strict=True):
+            for (base, stride, step_bytes), address in zip(columns.tolist(), addresses, strict=True):
+                for i in range(0, length, layout.block_steps):
+                    target = base + int(ids[first + i // layout.block_steps]) * stride
+                    count = min(layout.block_steps, length - i) * step_bytes
+                    ctypes.memmove(target, address + i * step_bytes, count)
+            first += -(-length // layout.block_steps)
 
     # ---------------------------------------------------------------- reading and removing
 

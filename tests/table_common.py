@@ -15,6 +15,7 @@ import torch
 import gear_loader as gear
 from gear_loader import index as index_module
 from gear_loader.index import Index
+from gear_loader.table import Steps
 
 COLUMNS = {
     "number": gear.Column(torch.int64),
@@ -227,9 +228,8 @@ def bury(table: gear.Table) -> None:
 
 def write(table: gear.Table, ids: np.ndarray, number: int, length: int) -> None:
     """The data of a trajectory into its blocks, as `Table.add` does between begin and commit."""
-    _, arrays = table.schema.validate(rows(number, length))
-    for name, array in arrays.items():
-        table._write_column(name, np.array(ids), array)
+    length, addresses, hold = table.schema.locate(rows(number, length))
+    table._write(np.array(ids), Steps(np.array([addresses]), np.array([length], dtype=np.int64), hold))
 
 
 def store(table: gear.Table, index: Index, numbers: list[int], lengths: list[int], *, evict: bool) -> None:

@@ -188,19 +188,28 @@ def test_streamed_pieces(step_bytes: int, shift: int) -> None:
 )
 def test_scatter(length: int, block_steps: int, step_bytes: int, spare: int, shift: int, seed: int) -> None:
     random = np.random.default_rng(seed)
-    used = -(-length // block_steps)
-    stride = -(-block_steps * step_bytes // LINE) * LINE + spare * LINE
-    blocks = host_memory((used + 2) * stride + 2 * GUARD).fill_(FOREIGN).numpy()
-    column = blocks[GUARD:-GUARD].reshape(used + 2, stride)
-    ids = random.permutation(used + 2)[:used].astype(np.int32)
-    source = random.integers(0, 256, shift + length * step_bytes, dtype=np.uint8)[shift:]
-    native.scatter(column.ctypes.data, stride, step_bytes, block_steps, ids, source.ctypes.data, length)
-    expected = np.full_like(blocks, FOREIGN)
-    for i, block in enumerate(ids.tolist()):
-        piece = source[i * block_steps * step_bytes : (i + 1) * block_steps * step_bytes]
-        start = GUARD + block * stride
-        expected[start : start + len(piece)] = piece
-    assert np.array_equal(blocks, expected)
+    lengths = np.array([length, 1, length // 2 + 1], dtype=np.int64)
+    sizes = (step_bytes, 1)  # bytes of a step of each column
+    used = -(-lengths // block_steps)
+    ids = random.permutation(used.sum() + 2)[: used.sum()].astype(np.int32)
+    columns, memories, sources = [], [], []
+    for size in sizes:
+        stride = -(-block_steps * size // LINE) * LINE + spare * LINE
+        memory = host_memory((used.sum() + 2) * stride + 2 * GUARD).fill_(FOREIGN).numpy()
+        columns.append((memory[GUARD:].ctypes.data, stride, size))
+        memories.append(memory)
+        sources.append([random.integers(0, 256, shift + n * size, dtype=np.uint8)[shift:] for n in lengths])
+    addresses = np.array([[part[i].ctypes.data for part in sources] for i in range(3)], dtype=np.int64)
+    native.scatter(np.array(columns, dtype=np.int64), block_steps, ids, addresses, lengths)
+    for (_, stride, size), memory, parts in zip(columns, memories, sources, strict=True):
+        expected = np.full_like(memory, FOREIGN)
+        block = iter(ids.tolist())
+        for part in parts:
+            for first in range(0, len(part), block_steps * size):
+                piece = part[first : first + block_steps * size]
+                start = GUARD + next(block) * stride
+                expected[start : start + len(piece)] = piece
+        assert np.array_equal(memory, expected)
 
 
 def test_scatter_beyond_2_31_bytes() -> None:
@@ -211,7 +220,9 @@ def test_scatter_beyond_2_31_bytes() -> None:
     ids = store.block_ids[start : start + 3].numpy()
     assert (ids.astype(np.int64) * source.stride(0) > 2**31).sum() >= 2
     new = np.ascontiguousarray(~row)
-    native.scatter(source.data_ptr(), source.stride(0), 96, 21, ids, new.ctypes.data, len(row))
+    columns = np.array([(source.data_ptr(), source.stride(0), 96)], dtype=np.int64)
+    addresses, lengths = np.array([[new.ctypes.data]]), np.array([len(row)], dtype=np.int64)
+    native.scatter(columns, 21, ids, addresses, lengths)
     for i, block in enumerate(ids.tolist()):
         piece = new[i * 21 : (i + 1) * 21].reshape(-1)
         assert np.array_equal(source[block, : len(piece)].numpy(), piece)

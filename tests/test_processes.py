@@ -711,15 +711,14 @@ def test_a_writer_stopped_before_it_has_finished() -> None:
 
 def _write_and_wait(voice: Voice, name: str) -> None:
     table = gear.Table.attach(name)
-    genuine = table._write_column
+    genuine = table._write
 
-    def write_column(column: str, *args: Any) -> None:
-        genuine(column, *args)
-        if column == "step":
-            voice.say("half written")
-            voice.hear()
+    def write(*args: Any) -> None:
+        genuine(*args)
+        voice.say("not yet committed")
+        voice.hear()
 
-    table._write_column = write_column  # type: ignore[method-assign]
+    table._write = write  # type: ignore[method-assign]
     table.add(rows(9, 21))
 
 
