@@ -20,7 +20,7 @@ import numpy as np
 
 from gear_loader.region import Region
 
-__all__ = ["FREE", "READING", "READY", "RETIRED", "UNSET", "WRITING", "Array", "Slots"]
+__all__ = ["FREE", "IDENTITY", "READING", "READY", "RETIRED", "UNSET", "WRITING", "Array", "Slots"]
 
 FREE, WRITING, READY, RETIRED = range(4)
 Array = np.ndarray[Any, Any]
@@ -53,6 +53,9 @@ Array = np.ndarray[Any, Any]
     MOVING,  # 1 + the half to which the block tables are being moved, 0 for none
     NUM_TOUCHED,  # entries ever written to the ring `touched`
 ) = range(25)
+IDENTITY = slice(60, 64)
+"""Places in `counters` that belong to checkpoints: a random name for the table; the save that it was loaded from, or 0;
+and for a private table the process that got the name, since a forked child has a table of its own from then on."""
 PID, START, READING = range(3)  # columns of `readers`
 UNSET = -1.0
 """The priority of a trajectory that was added without one."""

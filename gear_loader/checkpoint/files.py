@@ -1,0 +1,354 @@
+"""Columns' files, written and read at the speed of the disk: pieces of some MiB, one on its way while the next is made.
+
+Each file is read or written once from its beginning to its end, and its checksum computed in the same pass. Files are
+written past the page cache where the file system can do so: what is written is not read again soon, and would only
+push out what is.
+"""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import stat
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from gear_loader import native
+from gear_loader.checkpoint.manifest import REMEDY, FileRecord
+from gear_loader.errors import CheckpointError
+from gear_loader.kernels.plan import BASE, LENGTH, OUT, STEP_BYTES, WIDTH
+from gear_loader.slots import Array
+
+__all__ = ["Pipeline", "Rows", "check_size", "copy_pieces", "sync_directory", "write_small"]
+
+PIECE_BYTES = 8 << 20
+BUFFERS = 4
+"""So many pieces are under way: with two, thread and caller wait for each other's waking up on a busy machine."""
+
+_SECTOR = 4096
+_LONGEST_HEADER = 1 << 16
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+# Copying between blocks and rows ---------------------------------------------------------------------
+
+
+class Rows:
+    """Trajectories that lie in a file one after another (perhaps with gaps), and in blocks in memory.
+
+    Args:
+        first: int64 [n], ascending: the first row of each.
+        lengths: int64 [n].
+        block_steps: steps of a block.
+    """
+
+    def __init__(self, first: Array, lengths: Array, block_steps: int) -> None:
+        self.first, self.ends = first, first + lengths
+        self.block_steps = block_steps
+
+    def pieces(self, begin: int, end: int) -> tuple[Array, Array, Array, Array, Array]:
+        """The runs of steps within one block each that make up the rows `begin` to `end` - 1.
+
+        Returns:
+            All int64 [pieces]: which trajectory, which of its blocks, the first step inside the block, the number
+            of steps, and the first row, counted from `begin`.
+        """
+        low = int(np.searchsorted(self.ends, begin, side="right"))
+        high = int(np.searchsorted(self.first, end, side="left"))
+        which = np.arange(low, high)
+        start = np.maximum(begin, self.first[which]) - self.first[which]
+        stop = np.minimum(end, self.ends[which]) - self.first[which]
+        block = start // self.block_steps
+        count = (stop - 1) // self.block_steps - block + 1
+        before = np.cumsum(count) - count
+        which, block = np.repeat(which, count), np.repeat(block - before, count) + np.arange(count.sum())
+        start, stop = np.repeat(start, count), np.repeat(stop, count)
+        inside = np.maximum(start - block * self.block_steps, 0)
+        step = block * self.block_steps + inside
+        steps = np.minimum(stop, (block + 1) * self.block_steps) - step
+        return which, block, inside, steps, self.first[which] + step - begin
+
+
+_ZERO = np.zeros(1, dtype=np.int64)
+_ZERO_ID = np.zeros(1, dtype=np.int32)
+
+
+def copy_pieces(targets: Array, sources: Array, counts: Array) -> None:
+    """Copy ``counts[i]`` bytes from address ``sources[i]`` to ``targets[i]``, for every i; all int64 [pieces].
+
+    The compiled gather does it, for which each piece is a column of its own: a window over one trajectory of one
+    block, in steps of one byte.
+    """
+    if len(counts) == 0:
+        return
+    if not native.require():
+        for target, source, count in zip(targets.tolist(), sources.tolist(), counts.tolist(), strict=True):
+            ctypes.memmove(target, source, count)
+        return
+    columns = np.zeros((len(counts), WIDTH), dtype=np.int64)
+    columns[:, BASE], columns[:, OUT], columns[:, LENGTH] = sources, targets, counts
+    columns[:, STEP_BYTES] = 1
+    steps = int(counts.max())
+    extent = np.array([[steps, 0]], dtype=np.int64)
+    native.gather(columns, _ZERO, _ZERO, extent, _ZERO_ID, steps, 0, 1)
+
+
+# Files -----------------------------------------------------------------------------------------------
+
+
+def sync_directory(path: str) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with _named(path):
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_small(path: str, data: bytes) -> FileRecord:
+    """Write and sync a file that fits into memory."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        with _named(path):
+            _write_all(fd, memoryview(data))
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+    return FileRecord(len(data), xxhash.xxh3_128_hexdigest(data))
+
+
+def check_size(path: str, expected: int) -> None:
+    """Check that there is a file of this size.
+
+    Raises:
+        CheckpointError: there is none, or it is shorter or longer.
+    """
+    try:
+        info = os.stat(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} is missing or cannot be read: {error}. {REMEDY}") from error
+    if not stat.S_ISREG(info.st_mode) or info.st_size != expected:
+        raise CheckpointError(
+            f"{path} has {info.st_size:,} bytes; expected a file of {expected:,}: it was cut or changed. {REMEDY}"
+        )
+
+
+@contextlib.contextmanager
+def _named(path: str) -> Iterator[None]:
+    """Put the file's name into what goes wrong with it."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or path
+        raise
+
+
+def _write_all(fd: int, view: memoryview) -> None:
+    """Write a piece at the file's position; from where it ends within a sector, the page cache is used."""
+    while len(view):
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        direct = flags & _O_DIRECT
+        whole = len(view) // _SECTOR * _SECTOR if direct else len(view)
+        if direct and whole == 0:
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~_O_DIRECT)
+            continue
+        try:
+            done = os.write(fd, view[:whole])
+        except OSError as error:
+            if not direct or error.errno != errno.EINVAL:
+                raise
+            done = 0  # a file system with larger sectors
+        if direct and (done == 0 or done % _SECTOR):
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~_O_DIRECT)
+        elif done == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        view = view[done:]
+
+
+def _open_new(path: str) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_EXCL | _O_DIRECT, 0o666)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not _O_DIRECT:
+            raise
+    return os.open(
+        path, flags | os.O_TRUNC, 0o666
+    )  # without O_DIRECT; some file systems made the file before
+
+
+class Pipeline:
+    """Some buffers, and a thread that reads or writes them while the caller works on another one.
+
+    Args:
+        step_bytes: the largest number of bytes of a step that there will be.
+        advance: called with the number of bytes done, again and again.
+    """
+
+    def __init__(self, step_bytes: int, advance: Callable[[int], None]) -> None:
+        self._advance = advance
+        # Room for a piece, and before it for the header or for the step of which the piece before had a part.
+        self._before = -(-max(step_bytes, _LONGEST_HEADER) // _SECTOR) * _SECTOR
+        size = self._before + PIECE_BYTES
+        self._memory = [mmap.mmap(-1, size) for _ in range(BUFFERS)]  # whole pages, for O_DIRECT
+        self._views = [memoryview(memory) for memory in self._memory]
+        self._arrays = [np.frombuffer(memory, dtype=np.uint8) for memory in self._memory]
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="gear-loader-checkpoint")
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._thread.shutdown()
+
+    def write(
+        self, path: str, header: bytes, steps: int, step_bytes: int, fill: Callable[[Array, int, int], None]
+    ) -> FileRecord:
+        """Write a column's file and sync it.
+
+        Args:
+            header: what comes before the first step, a multiple of 4096 bytes.
+            fill: called with an array uint8 ``[(end - begin) * step_bytes]``, `begin` and `end`: put steps there.
+        """
+        checksum = xxhash.xxh3_128()
+        work: list[concurrent.futures.Future[None] | None] = [None] * BUFFERS
+        fd = _open_new(path)
+        try:
+            held, done, turn = header, 0, 0
+            while done < steps:
+                buffer = self._arrays[turn]
+                _wait(work, turn)
+                buffer[: len(held)] = np.frombuffer(held, dtype=np.uint8)
+                count = min(steps - done, max(1, (len(buffer) - len(held)) // step_bytes))
+                filled = len(held) + count * step_bytes
+                fill(buffer[len(held) : filled], done, done + count)
+                checksum.update(self._views[turn][0 if done == 0 else len(held) : filled])
+                done += count
+                whole = filled if done == steps else filled // _SECTOR * _SECTOR
+                work[turn] = self._thread.submit(_write_piece, fd, path, self._views[turn][:whole])
+                held = buffer[whole:filled].tobytes()
+                self._advance(count * step_bytes)
+                turn = (turn + 1) % BUFFERS
+            for turn in range(BUFFERS):
+                _wait(work, turn)
+            with _named(path):
+                os.fsync(fd)
+        finally:
+            concurrent.futures.wait(
+                [future for future in work if future]
+            )  # the descriptor is theirs until then
+            os.close(fd)
+        return FileRecord(len(header) + steps * step_bytes, checksum.hexdigest())
+
+    def read(
+        self,
+        path: str,
+        record: FileRecord,
+        header: bytes,
+        step_bytes: int,
+        take: Callable[[Array, int, int], None],
+    ) -> None:
+        """Read a column's file and check every byte of it.
+
+        Args:
+            take: called with an array uint8 ``[(end - begin) * step_bytes]``, `begin` and `end`: steps of the file, of
+                which it is not known yet whether they are sound.
+
+        Raises:
+            CheckpointError: the file is missing, cut, longer, or its header or checksum is wrong.
+        """
+        check_size(path, record.bytes)
+        checksum = xxhash.xxh3_128()
+        starts = range(0, record.bytes, PIECE_BYTES)
+        ahead: collections.deque[concurrent.futures.Future[int]] = collections.deque()
+        with _opened(path) as fd:
+
+            def fetch(piece: int) -> None:
+                if piece < len(starts):
+                    count = min(PIECE_BYTES, record.bytes - starts[piece])
+                    view = self._views[piece % BUFFERS][self._before : self._before + count]
+                    ahead.append(self._thread.submit(_read_piece, fd, path, view, starts[piece]))
+
+            try:
+                for piece in range(BUFFERS - 1):
+                    fetch(piece)
+                held, done = b"", 0
+                for piece, begin in enumerate(starts):
+                    count = ahead.popleft().result()
+                    fetch(piece + BUFFERS - 1)
+                    turn = piece % BUFFERS
+                    low, high = self._before, self._before + count
+                    checksum.update(self._views[turn][low:high])
+                    if begin == 0:
+                        found = self._views[turn][low : low + len(header)].tobytes()
+                        if found != header:
+                            raise CheckpointError(
+                                f"{path} has the header {found.strip()!r}; expected {header.strip()!r}. {REMEDY}"
+                            )
+                        low += len(header)
+                    self._arrays[turn][low - len(held) : low] = np.frombuffer(held, dtype=np.uint8)
+                    low -= len(held)
+                    steps = (high - low) // step_bytes
+                    if steps:
+                        take(self._arrays[turn][low : low + steps * step_bytes], done, done + steps)
+                    held = self._views[turn][low + steps * step_bytes : high].tobytes()
+                    done += steps
+                    self._advance(steps * step_bytes)
+            except OSError as error:
+                if isinstance(error, CheckpointError):
+                    raise
+                raise CheckpointError(f"{path} cannot be read: {error}. {REMEDY}") from error
+            finally:
+                for future in ahead:
+                    future.cancel()
+                concurrent.futures.wait(ahead)  # the descriptor is theirs until then
+        if checksum.hexdigest() != record.xxh128:
+            raise CheckpointError(
+                f"{path} is damaged: its checksum is {checksum.hexdigest()}, expected {record.xxh128}. {REMEDY}"
+            )
+
+
+def _wait(work: list[concurrent.futures.Future[None] | None], turn: int) -> None:
+    future = work[turn]
+    if future is not None:
+        future.result()
+
+
+def _write_piece(fd: int, path: str, view: memoryview) -> None:
+    with _named(path):
+        _write_all(fd, view)
+
+
+def _read_piece(fd: int, path: str, view: memoryview, begin: int) -> int:
+    done = 0
+    while done < len(view):
+        count = os.preadv(fd, [view[done:]], begin + done)
+        if count == 0:
+            raise CheckpointError(f"{path} was cut to {begin + done:,} bytes while it was read. {REMEDY}")
+        done += count
+    return done
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[int]:
+    """Open a file that will be read once, from its beginning to its end."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. {REMEDY}") from error
+    try:
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        yield fd
+    finally:
+        os.close(fd)

@@ -1,0 +1,457 @@
+"""Writing a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from gear_loader.checkpoint.files import (
+    Pipeline,
+    Rows,
+    check_size,
+    copy_pieces,
+    sync_directory,
+    write_small,
+)
+from gear_loader.checkpoint.manifest import (
+    INDEX_NAME,
+    LOCK_NAME,
+    MANIFEST_NAME,
+    SEGMENTS_NAME,
+    Entries,
+    FileRecord,
+    Manifest,
+    Segment,
+    column_file,
+    index_file,
+    npy_header,
+    read_entries,
+    read_manifest,
+    segment_folder,
+)
+from gear_loader.checkpoint.progress import progress_bar
+from gear_loader.errors import CheckpointError, GearError
+from gear_loader.index import Index
+from gear_loader.lock import process_start
+from gear_loader.notice import notice
+from gear_loader.slots import IDENTITY, READY, Array
+from gear_loader.table import Table
+
+__all__ = ["descended", "save"]
+
+# While a trajectory is being copied, nothing that was retired meanwhile can be used again, so a writer of a full table
+# waits. Saving is therefore done in rounds: what there is to write is written piece by piece, each under a ticket of
+# its own, and what has been evicted before its turn came is left out; then what has been added meanwhile is written;
+# until so little is left that the last round can be written under one ticket. That moment is the cut.
+HOLD_BYTES = 128 << 20
+"""What is written under one ticket, the cut's."""
+MAX_ROUNDS = 6
+"""If writers are as fast as the disk the rest never gets small: the last round is then written under one ticket."""
+
+MAX_SEGMENTS = 16
+"""With more, the smallest are written anew as one, until half as many are left."""
+
+_PART = ".part"
+_SEGMENT_NAME = re.compile(r"[0-9]{6,12}")
+
+
+def save(table: Table, path: str | os.PathLike[str], *, progress: bool = False) -> None:
+    """Bring the checkpoint in directory `path` up to date with a table. See `Table.save`."""
+    index = table._live()
+    directory = os.path.abspath(os.fspath(path))
+    with _reporting(directory):
+        _check_directory(directory)
+        os.makedirs(directory, exist_ok=True)
+        with _lock(directory):
+            old = _previous(directory)
+            _Save(table, index, directory, old).run(progress)
+
+
+@contextlib.contextmanager
+def _reporting(directory: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, GearError):
+            raise
+        where = error.filename or directory
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            remedy = "Free some space there, or save to another disk."
+        else:
+            remedy = "Make the directory writable, or save to another one."
+        raise CheckpointError(
+            f"{where} cannot be written: {error.strerror or error}. The checkpoint in {directory} is as it was before. "
+            f"{remedy}"
+        ) from error
+
+
+def _check_directory(directory: str) -> None:
+    """Refuse to write into a directory that holds anything but a checkpoint, or the rest of a first save."""
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return
+    except NotADirectoryError as error:
+        raise CheckpointError(
+            f"{directory} is a file; expected a directory or a path where one can be made. Choose another path."
+        ) from error
+    if MANIFEST_NAME in names or not names:
+        return
+    known = (LOCK_NAME, SEGMENTS_NAME, MANIFEST_NAME + _PART)
+    other = [
+        name for name in names if name not in known and not INDEX_NAME.fullmatch(name.removesuffix(_PART))
+    ]
+    if other or LOCK_NAME not in names:
+        raise CheckpointError(
+            f"{directory} holds {sorted(names)[0]!r} and no {MANIFEST_NAME}: it is no checkpoint, and nothing was "
+            "written. Choose an empty directory or a new one."
+        )
+
+
+@contextlib.contextmanager
+def _lock(directory: str) -> Iterator[None]:
+    path = os.path.join(directory, LOCK_NAME)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckpointError(
+                f"{path} is locked: another save into this directory is going on. Wait for it, or save elsewhere."
+            ) from error
+        yield
+    finally:
+        os.close(fd)
+
+
+def _previous(directory: str) -> Manifest | None:
+    """The manifest there is; removes what it does not name."""
+    manifest = read_manifest(directory) if os.path.lexists(os.path.join(directory, MANIFEST_NAME)) else None
+    sync_directory(directory)  # who wrote it may have died before; it must be durable before others go
+    _sweep(directory, manifest)
+    return manifest
+
+
+def _sweep(directory: str, manifest: Manifest | None) -> None:
+    """Remove files of earlier and of unfinished saves. What cannot be removed is left to the next save."""
+    keep = {segment_folder(segment.number) for segment in manifest.segments} if manifest else set()
+    index = index_file(manifest.saves) if manifest else ""
+    for name in os.listdir(directory):
+        base = name.removesuffix(_PART)
+        if name == MANIFEST_NAME + _PART or (INDEX_NAME.fullmatch(base) and name != index):
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(directory, name))
+    with contextlib.suppress(OSError):
+        for name in os.listdir(os.path.join(directory, SEGMENTS_NAME)):
+            if _SEGMENT_NAME.fullmatch(name.removesuffix(_PART)) and f"{SEGMENTS_NAME}/{name}" not in keep:
+                shutil.rmtree(os.path.join(directory, SEGMENTS_NAME, name), ignore_errors=True)
+
+
+# Identity --------------------------------------------------------------------------------------------
+
+
+def _identity(table: Table, index: Index) -> tuple[str, str]:
+    """The table's name and the save it was loaded from, 16 hexadecimal digits each."""
+    here = _process(table)
+    with table.region.lock:
+        name, parent, pid, start = index.counters[IDENTITY].tolist()
+        if name == 0 or (pid, start) not in ((0, 0), here):
+            name, parent = 1 + secrets.randbelow(2**63 - 1), 0
+            index.counters[IDENTITY] = name, parent, *here
+    return f"{name:016x}", f"{parent:016x}"
+
+
+def _process(table: Table) -> tuple[int, int]:
+    return (0, 0) if table.name is not None else (os.getpid(), process_start(os.getpid()))
+
+
+def descended(table: Table, index: Index, save: str) -> None:
+    """Note that a table has just been loaded from the save called `save`."""
+    with table.region.lock:
+        index.counters[IDENTITY] = 1 + secrets.randbelow(2**63 - 1), int(save, 16), *_process(table)
+
+
+# Saving ----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """The live trajectories at one moment, oldest first; all arrays [n]."""
+
+    slots: Array
+    sequences: Array
+    lengths: Array
+    priorities: Array
+    next_sequence: int
+
+    def take(self, chosen: Array) -> _Cut:
+        """Those where the boolean array `chosen` is True."""
+        slots, sequences = self.slots[chosen], self.sequences[chosen]
+        return _Cut(slots, sequences, self.lengths[chosen], self.priorities[chosen], self.next_sequence)
+
+
+def _cut(index: Index) -> tuple[int, _Cut]:
+    """Begin to read; the ticket, and what is live."""
+    ticket, changes = index.begin_changes(-1)
+    slots = changes.slots[changes.ready]
+    sequences, priorities = changes.sequences[changes.ready], changes.priorities[changes.ready]
+    order = np.argsort(sequences, kind="stable")
+    lengths = index.extent[slots, 0]
+    cut = _Cut(slots[order], sequences[order], lengths[order], priorities[order], changes.next_sequence)
+    return ticket, cut
+
+
+class _Save:
+    """One save: what is there already, what it adds, and the steps from one to the other."""
+
+    def __init__(self, table: Table, index: Index, directory: str, old: Manifest | None) -> None:
+        self.index, self.directory, self.old = index, directory, old
+        self.schema, self.layout = table.schema, table.region.layout
+        self.on_full = table.on_full
+        # Held, so that nothing is unmapped if the table is closed meanwhile.
+        self.columns = {name: table.region.column(name) for name in table.schema}
+        self.name, parent = _identity(table, index)
+        self.stored = _no_entries()
+        self.segments: dict[int, Segment] = {}
+        self.next_segment = old.next_segment if old else 1
+        if old is None:
+            return
+        if old.schema.to_json() != table.schema.to_json():
+            raise CheckpointError(
+                f"{os.path.join(directory, MANIFEST_NAME)} is of a table with the schema {old.schema}; this table has "
+                f"{table.schema}. Nothing was written. Choose another directory, or remove that checkpoint."
+            )
+        if old.table != self.name and old.save != parent:
+            notice(
+                f"checkpoint {directory} of {old.table}",
+                f"The checkpoint in {directory} is of another table; saving replaces it.",
+            )
+            return
+        self._reuse(old)
+
+    def _reuse(self, old: Manifest) -> None:
+        """Take what the previous save wrote, but for files that have been lost or cut since."""
+        try:
+            self.stored = read_entries(self.directory, old)
+        except CheckpointError as error:
+            notice(f"checkpoint {error}", f"{error} This table is saved anew as a whole.")
+            return
+        for segment in old.segments:
+            folder = os.path.join(self.directory, segment_folder(segment.number))
+            try:
+                for name, record in segment.files.items():
+                    check_size(os.path.join(folder, column_file(name)), record.bytes)
+            except CheckpointError as error:
+                notice(f"checkpoint {error}", f"{error} Its trajectories are saved anew.")
+            else:
+                self.segments[segment.number] = segment
+        self._forget_others()
+
+    def _forget_others(self) -> None:
+        """Entries whose segment is not to be used any more have to be written again."""
+        self.stored = self.stored.take(np.isin(self.stored.segment, list(self.segments)))
+
+    def run(self, progress: bool) -> None:
+        """Write everything; on failure the previous checkpoint is as it was."""
+        committing = False
+        with contextlib.ExitStack() as stack:
+            ticket, cut = _cut(self.index)
+            try:
+                self._choose_segments(cut)
+                fresh = cut.take(~self._is_stored(cut))
+                advance, extend = stack.enter_context(
+                    progress_bar("Saving", self._bytes(fresh), enabled=progress)
+                )
+                largest = max(column.step_bytes for column in self.schema.values())
+                pipeline = stack.enter_context(Pipeline(largest, advance))
+                os.makedirs(os.path.join(self.directory, SEGMENTS_NAME), exist_ok=True)
+                for turn in range(MAX_ROUNDS):
+                    if self._bytes(fresh) <= HOLD_BYTES or turn == MAX_ROUNDS - 1:
+                        self._write_segment(pipeline, fresh, held=True)
+                        break
+                    self.index.end_read(ticket)
+                    ticket = -1
+                    self._write_segment(pipeline, fresh, held=False)
+                    ticket, cut = _cut(self.index)
+                    fresh = cut.take(~self._is_stored(cut))
+                    extend(self._bytes(fresh))
+                if ticket >= 0:
+                    self.index.end_read(ticket)
+                    ticket = -1
+                data = self._finish(cut)
+                committing = True
+                self._commit(data)
+            except BaseException:
+                if ticket >= 0:
+                    self.index.end_read(ticket)
+                if not committing:  # else nobody knows which of the two manifests is there
+                    with contextlib.suppress(OSError):
+                        _sweep(self.directory, self.old)
+                raise
+        with contextlib.suppress(CheckpointError, OSError):
+            _sweep(self.directory, read_manifest(self.directory))
+
+    def _bytes(self, cut: _Cut) -> int:
+        return int(cut.lengths.sum()) * self.schema.step_bytes
+
+    # ---------------------------------------------------------------- what is there
+
+    def _places(self, cut: _Cut) -> Array:
+        """Where each trajectory is in `stored`, or -1; int64 [n]."""
+        place = np.searchsorted(self.stored.sequence, cut.sequences)
+        place[place == len(self.stored.sequence)] = 0
+        if not len(self.stored.sequence):
+            return np.full(len(cut.sequences), -1)
+        found = self.stored.sequence[place] == cut.sequences
+        return np.where(found & (self.stored.length[place] == cut.lengths), place, -1)
+
+    def _is_stored(self, cut: _Cut) -> Array:
+        found: Array = self._places(cut) >= 0
+        return found
+
+    def _live_steps(self, cut: _Cut) -> dict[int, int]:
+        """Segment number -> steps of live trajectories there."""
+        places = self._places(cut)
+        places = places[places >= 0]
+        live = dict.fromkeys(self.segments, 0)
+        numbers, inverse = np.unique(self.stored.segment[places], return_inverse=True)
+        steps = np.zeros(len(numbers), dtype=np.int64)
+        np.add.at(steps, inverse, self.stored.length[places])
+        live.update(zip(numbers.tolist(), steps.tolist(), strict=True))
+        return live
+
+    def _choose_segments(self, cut: _Cut) -> None:
+        """Keep the segments that are worth it: at least half of the steps live, and not too many of them."""
+        live = self._live_steps(cut)
+        self.segments = {
+            number: segment for number, segment in self.segments.items() if 2 * live[number] >= segment.steps
+        }
+        if len(self.segments) >= MAX_SEGMENTS:
+            by_size = sorted(self.segments, key=lambda number: self.segments[number].steps, reverse=True)
+            self.segments = {number: self.segments[number] for number in sorted(by_size[: MAX_SEGMENTS // 2])}
+        self._forget_others()
+
+    # ---------------------------------------------------------------- segments
+
+    def _write_segment(self, pipeline: Pipeline, fresh: _Cut, *, held: bool) -> None:
+        """Write trajectories as a new segment.
+
+        Args:
+            held: the caller holds the ticket of the cut. Otherwise some may be gone before their turn comes: what is
+                written in their place is never used.
+        """
+        if not len(fresh.slots):
+            return
+        number = self.next_segment
+        folder = os.path.join(self.directory, segment_folder(number))
+        ends = np.cumsum(fresh.lengths)
+        first, steps = ends - fresh.lengths, int(ends[-1])
+        rows = Rows(first, fresh.lengths, self.layout.block_steps)
+        os.mkdir(folder + _PART)
+        files = {}
+        for name, column in self.schema.items():
+            header = npy_header(column.dtype_name, steps, column.shape)
+            fill = self._filler(name, fresh, rows, held)
+            file = os.path.join(folder + _PART, column_file(name))
+            files[name] = pipeline.write(file, header, steps, column.step_bytes, fill)
+        sync_directory(folder + _PART)
+        os.rename(folder + _PART, folder)
+        self.next_segment += 1
+        self.segments[number] = Segment(number, steps, files)
+        count = len(fresh.slots)
+        written = Entries(
+            fresh.sequences, fresh.lengths, fresh.priorities, np.full(count, number, dtype=np.int64), first
+        )
+        everything = zip(self.stored.arrays().values(), written.arrays().values(), strict=True)
+        joined = Entries(*(np.concatenate(pair) for pair in everything))
+        self.stored = joined.take(np.argsort(joined.sequence, kind="stable"))
+
+    def _filler(self, name: str, fresh: _Cut, rows: Rows, held: bool) -> Callable[[Array, int, int], None]:
+        """A function that copies rows of the segment out of the blocks of one column."""
+        index, data = self.index, self.columns[name]
+        column = self.layout.columns[name]
+
+        def fill(buffer: Array, begin: int, end: int) -> None:
+            which, block, inside, steps, row = rows.pieces(begin, end)
+            ticket = -1 if held else index.begin_read()
+            try:
+                if not held:
+                    here = np.arange(which[0], which[-1] + 1)
+                    slots = fresh.slots[here]
+                    gone = (index.state[slots] != READY) | (index.sequence[slots] != fresh.sequences[here])
+                    if gone.any():
+                        buffer[:] = 0
+                        left = ~gone[which - which[0]]
+                        which, block, inside, steps, row = (
+                            array[left] for array in (which, block, inside, steps, row)
+                        )
+                place = index.extent[fresh.slots[which], 1] + block
+                ids = index.block_ids[place].astype(np.int64)
+                sources = data.ctypes.data + ids * column.block_stride + inside * column.step_bytes
+                targets = buffer.ctypes.data + row * column.step_bytes
+                copy_pieces(targets, sources, steps * column.step_bytes)
+            finally:
+                if ticket >= 0:
+                    index.end_read(ticket)
+
+        return fill
+
+    # ---------------------------------------------------------------- index and manifest
+
+    def _finish(self, cut: _Cut) -> bytes:
+        """Write the index; the manifest's bytes."""
+        import safetensors.numpy
+
+        entries = self.stored.take(self._places(cut))
+        # As they are now: a priority is all that another save may have known differently.
+        entries = dataclasses.replace(entries, priority=cut.priorities)
+        used = np.unique(entries.segment).tolist()
+        saves = self.old.saves + 1 if self.old else 1
+        path = os.path.join(self.directory, index_file(saves))
+        arrays = {key: np.ascontiguousarray(array) for key, array in entries.arrays().items()}
+        record: FileRecord = write_small(path + _PART, safetensors.numpy.save(arrays))
+        os.rename(path + _PART, path)
+        manifest = Manifest(
+            schema=self.schema,
+            save=f"{1 + secrets.randbelow(2**63 - 1):016x}",
+            table=self.name,
+            saves=saves,
+            next_segment=self.next_segment,
+            block_steps=self.layout.block_steps,
+            max_steps=self.layout.max_steps,
+            max_trajectories=self.layout.max_trajectories,
+            num_blocks=self.layout.num_blocks,
+            on_full=self.on_full,
+            next_sequence=cut.next_sequence,
+            num_trajectories=len(entries.sequence),
+            num_steps=int(entries.length.sum()),
+            index=record,
+            segments=tuple(self.segments[number] for number in used),
+        )
+        return manifest.to_bytes()
+
+    def _commit(self, data: bytes) -> None:
+        """Make what has been written durable, and then the checkpoint."""
+        path = os.path.join(self.directory, MANIFEST_NAME)
+        write_small(path + _PART, data)
+        sync_directory(os.path.join(self.directory, SEGMENTS_NAME))
+        sync_directory(self.directory)
+        os.replace(path + _PART, path)
+        sync_directory(self.directory)
+        with contextlib.suppress(OSError):  # the directory's own name, if it is new
+            sync_directory(os.path.dirname(self.directory))
+
+
+def _no_entries() -> Entries:
+    empty: Any = np.empty(0, dtype=np.int64)
+    return Entries(empty, empty, np.empty(0, dtype=np.float32), empty, empty)

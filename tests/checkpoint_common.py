@@ -1,0 +1,71 @@
+"""What the tests of checkpoints share: everything a checkpoint holds, and files as they are on the disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from table_common import COLUMNS, bits, number_of
+
+import gear_loader as gear
+from gear_loader.slots import NEXT_SEQUENCE
+
+SIZES: dict[str, Any] = {"max_steps": 400, "max_trajectories": 40, "block_steps": 4}
+
+
+def make(**options: Any) -> gear.Table:
+    """A private table of `COLUMNS`."""
+    return gear.Table.create(COLUMNS, **{**SIZES, **options})
+
+
+def contents(table: gear.Table) -> dict[str, Any]:
+    """Everything of a table that a checkpoint keeps."""
+    table.check_valid()
+    slots = table.indices()
+    layout = table.region.layout
+    return {
+        "schema": table.schema.to_json(),
+        "sizes": (layout.max_steps, layout.max_trajectories, layout.block_steps, layout.num_blocks),
+        "on_full": table.on_full,
+        "lengths": table.lengths().tolist(),
+        "sequences": table.region.array("sequence")[slots].tolist(),
+        "priorities": table.region.array("priority")[slots].tolist(),
+        "next_sequence": int(table.region.array("counters")[NEXT_SEQUENCE]),
+        "contents": [{name: bits(value) for name, value in table[int(slot)].items()} for slot in slots],
+    }
+
+
+def loaded(path: Path, **options: Any) -> dict[str, Any]:
+    """`contents` of the table that a checkpoint holds."""
+    with gear.Table.load(path, **options) as table:
+        return contents(table)
+
+
+def loaded_numbers(path: Path) -> list[int]:
+    """The numbers of all trajectories of a checkpoint of `COLUMNS`, each of which has to be whole."""
+    with gear.Table.load(path) as table:
+        return [number_of(table[int(slot)]) for slot in table.indices()]
+
+
+def files(path: Path) -> dict[str, tuple[int, int]]:
+    """Every file of a checkpoint but the lock: relative path -> (inode, time of the last change)."""
+    found = {}
+    for file in sorted(path.rglob("*")):
+        if file.is_file() and file.name != ".gear-loader.lock":
+            info = os.stat(file)
+            found[str(file.relative_to(path))] = (info.st_ino, info.st_mtime_ns)
+    return found
+
+
+def segments(path: Path) -> list[str]:
+    """Names of the segments there are."""
+    return sorted(entry.name for entry in (path / "segments").iterdir())
+
+
+def flip(path: Path, place: int, bit: int = 0) -> None:
+    """Change one bit of a file."""
+    data = np.fromfile(path, dtype=np.uint8)
+    data[place] ^= 1 << bit
+    path.write_bytes(data.tobytes())
