@@ -91,7 +91,7 @@ class PrioritySelection(Selection):
                 rows = self._restored(draw)
                 if rows is None:
                     rows = self._draw(draw)
-                if draw.epoch < SAMPLE_EPOCH:  # `sample` draws nothing ahead
+                if draw.epoch < SAMPLE_EPOCH:
                     self._history.append(((draw.epoch, draw.step), rows))
             except BaseException:
                 self.job.table.end_read(ticket)
@@ -175,7 +175,8 @@ class PrioritySelection(Selection):
         if selector.unit == "trajectory":
             steps = self._anchors(table.index_arrays()[0][slots, 0], draw)
         _, generation, sequence = table.slot_states()
-        return Rows(sequence[slots], slots, steps, generation[slots], weights)
+        remembered = slots if draw.epoch < SAMPLE_EPOCH else slots[:0]  # `sample` draws nothing ahead
+        return Rows(sequence[remembered], slots, steps, generation[slots], weights)
 
     def _anchors(self, lengths: Array, draw: Draw) -> Array:
         if self.job.anchor != "uniform":
@@ -241,9 +242,11 @@ class PrioritySelection(Selection):
         state, generation, sequence = table.slot_states()
         inside = (slots >= 0) & (slots < len(state))
         slots = np.where(inside, slots, 0)
-        known = inside & (state[slots] == READY) & (sequence[slots] < self._map.next_sequence)
-        if request.generations is not None:
+        known = inside & (state[slots] == READY)
+        if request.generations is not None:  # of what has been drawn, and is therefore known
             known &= generation[slots] == request.generations
+        else:
+            known &= sequence[slots] < self._map.next_sequence
         if self.job.subset is not None:
             known &= self.job.chosen(sequence[slots])
         items = self._map.items(slots, request.steps, *table.index_arrays())
