@@ -211,7 +211,7 @@ class Collector:
             self._collect_cpu(buffers, slots, anchors, generations, weights)
             return
         # What the last batch in these buffers was copied from is about to be written again. That batch has been
-        # delivered, so its copy has long finished, and this returns at once.
+        # delivered: this waits only if the host is ahead of the GPU by as many batches as there are buffers.
         gpu.filled.synchronize()
         if gpu.host is not None and gpu.mirror is not None:
             self._collect_zero_copy(buffers, gpu, gpu.host, gpu.mirror, slots, anchors, generations, weights)
@@ -239,6 +239,10 @@ class Collector:
         draw(gpu, gpu.mirror)
         self._launch(buffers, gpu.mirror, count)
         gpu.filled.record()
+
+    def use_on(self, stream: torch.cuda.Stream) -> None:
+        """Say that gathers will be queued on this stream: what they read is not given back before them."""
+        self._numbers.record_stream(stream)
 
     @property
     def reach(self) -> tuple[int, int]:

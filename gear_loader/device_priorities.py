@@ -46,6 +46,8 @@ class DevicePrioritySelection(PrioritySelection):
         self._last: Any = torch.cuda.Event() if self._cuda else None  # behind all that has been queued
         self._status = torch.tensor([NOWHERE, 0, 0, 0], pin_memory=self._cuda)  # copied after each call
         self._reported: Any = torch.cuda.Event() if self._cuda else None
+        self._streams: set[int] = set()  # where the tensors below have been used
+        self._leave()  # what comes on other streams comes after the tensors were made
 
     def _make_tree(self, capacity: int) -> None:
         from gear_loader.kernels.items import Index
@@ -73,8 +75,16 @@ class DevicePrioritySelection(PrioritySelection):
 
     def _enter(self) -> None:
         """What is queued from here on comes after all that was queued before, on whatever stream."""
-        if self._cuda:
-            torch.cuda.current_stream(self._device).wait_event(self._last)
+        if not self._cuda:
+            return
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(self._last)
+        if stream.cuda_stream not in self._streams:
+            # When this is dropped, its memory is not given to others before the stream has done with it.
+            self._streams.add(stream.cuda_stream)
+            for part in (*vars(self._wide).values(), *vars(self._index).values()):
+                if isinstance(part, torch.Tensor):
+                    part.record_stream(stream)
 
     def _leave(self) -> None:
         self._status.copy_(self._wide.status, non_blocking=True)
@@ -145,6 +155,9 @@ class DevicePrioritySelection(PrioritySelection):
                     )
                 self._leave()
             except BaseException:
+                if self._cuda:  # part of the work may have been queued, and reads the region
+                    torch.cuda.current_stream(self._device).synchronize()
+                self._leave()
                 self.job.table.end_read(ticket)
                 raise
         return ticket, draw.count
@@ -200,6 +213,7 @@ class DevicePrioritySelection(PrioritySelection):
     def _set(self, leaves: Leaves) -> None:
         from gear_loader.kernels import priority
 
+        self._enter()
         alpha, eps = self._exponent()
         generations = self.job.table.slot_states()[1][leaves.slots].astype(np.int32)
         known = np.where(leaves.added, generations, np.int32(0))
@@ -219,6 +233,7 @@ class DevicePrioritySelection(PrioritySelection):
             unset=True,
             floor=floor,
         )
+        self._leave()
 
     # ---------------------------------------------------------------- updating
 
@@ -248,6 +263,7 @@ class DevicePrioritySelection(PrioritySelection):
             ]
         else:
             check_names(anchor, unit)
+            # Copied: the update may run later than what the user does next with these tensors.
             parts = _tensors(index, priority, generation, anchor)
         with self._mutex:
             self._queue_update(*parts)
@@ -290,6 +306,7 @@ class DevicePrioritySelection(PrioritySelection):
     @property
     def num_stale(self) -> int:
         """Rows of updates that were left out because their trajectory was gone. Waits for the GPU."""
+        self._enter()
         return int(self._wide.status[STALE])
 
     # ---------------------------------------------------------------- state
@@ -358,6 +375,12 @@ def _tensors(
                 f"{name} is {part.dtype} {list(part.shape)}; expected {kind} [{'n' if count < 0 else count}], as many "
                 "as index has. Nothing was changed."
             )
-        dtype = torch.float32 if name == "priority" else torch.int64
-        parts.append(part.detach().to(dtype).contiguous())
+        part = part.detach()
+        narrow = part.to(torch.float32 if name == "priority" else torch.int64, copy=True)
+        if part.dtype == torch.float64:  # what is positive stays so, and what is negative
+            tiny = torch.finfo(torch.float32).tiny
+            narrow = torch.where(
+                (narrow == 0) & (part != 0), torch.copysign(narrow.new_full((), tiny), part), narrow
+            )
+        parts.append(narrow.float().contiguous() if name == "priority" else narrow.contiguous())
     return parts

@@ -44,7 +44,7 @@ def device_of(device: str | torch.device) -> torch.device:
                 f"device is {device!r}, but torch sees no CUDA device; use device='cpu' or 'auto'."
             )
         if chosen.index is None:
-            chosen = torch.device("cuda", torch.cuda.currentdevice_of())
+            chosen = torch.device("cuda", torch.cuda.current_device())
     return chosen
 
 

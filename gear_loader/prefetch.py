@@ -41,6 +41,7 @@ class Pool:
         self.releaser: _Releaser | None = None
         if collector.device.type == "cuda":
             self.stream = torch.cuda.Stream(collector.device)
+            collector.use_on(self.stream)
         if collector.zero_copy:
             self.releaser = _Releaser(collector)
             weakref.finalize(self, self.releaser.stop)

@@ -68,6 +68,7 @@ TYPES = {
     "eps": "fp32",
     "count": "i32",
     "depth": "i32",
+    "first_row": "i32",
     "first_phase": "i32",
     "last_phase": "i32",
     # items

@@ -316,3 +316,14 @@ def test_a_batch_is_gathered_from_what_the_kernels_drew(
             assert count == BATCH
         for key, values in expected_buffers.batch.items():
             torch.testing.assert_close(buffers.batch[key], values, rtol=1e-6, atol=0)
+
+
+def test_priorities_of_float64_beyond_float32_keep_their_sign(table: gear.Table) -> None:
+    device, host = both(table, gear.Prioritized(alpha=1.0))
+    rows = expected(host, Draw(0, 0, 0, 0, BATCH))
+    drawn(device, Draw(0, 0, 0, 0, BATCH))
+    update(device, rows, torch.full((BATCH,), 1e-300, dtype=torch.float64))
+    assert (device._wide.leaves[rows.slots] == torch.finfo(torch.float32).tiny).all()
+    update(device, rows, torch.full((BATCH,), -1e-300, dtype=torch.float64))
+    with pytest.raises(PriorityError, match=r"priority\[0\] of an earlier update_priority"):
+        device._raise_late()

@@ -705,3 +705,16 @@ def test_the_comparison_sees_a_single_bit() -> None:
     bits(other.sums)[2] ^= 1
     with pytest.raises(AssertionError, match="sums: 1 differ, the first at 2"):
         same_tree(one, other)
+
+
+def test_a_bad_position_is_that_in_the_whole_update(
+    few_programs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(priority, "ALONE", 0)
+    monkeypatch.setattr(priority, "MOST_CLAIMS", 16)
+    tree = SumTree(100)
+    values = torch.ones(60)
+    values[[41, 57]] = torch.nan
+    priority.update(tree, torch.arange(60), values)
+    assert tree.status[BAD_POSITION] == 41
+    assert not tree.leaves.any()

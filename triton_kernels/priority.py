@@ -204,7 +204,9 @@ def _leaf(b_value, alpha, eps, ALPHA_ONE: tl.constexpr):
     return tl.where(b_wide > 0, tl.maximum(b_wide, LOWEST_LEAF), 0.0)
 
 
-@triton.jit(do_not_specialize=["floor", "alpha", "eps", "batch", "depth", "first_phase", "last_phase"])
+@triton.jit(
+    do_not_specialize=["floor", "alpha", "eps", "batch", "first_row", "depth", "first_phase", "last_phase"]
+)
 def update_kernel(
     p_items,  # int64 [B], negative: leave out
     p_values,  # float32 [B]
@@ -219,6 +221,7 @@ def update_kernel(
     alpha,
     eps,
     batch,
+    first_row,  # number of the first of these rows in the whole update
     depth,
     first_phase,  # 0 check, 1 claim, 2 write, 3 raise the maximum, LEVELS and up: level 1 and up
     last_phase,
@@ -251,7 +254,9 @@ def update_kernel(
                     if not UNSET_ALLOWED:
                         b_leaf = _leaf(b_value, alpha, eps, ALPHA_ONE)
                         m_good = (b_value >= 0) & (b_value <= LARGEST_LEAF) & (b_leaf <= LARGEST_LEAF)
-                        first = tl.min(tl.where(m_row & ~m_good, i_row.to(tl.int64), NOWHERE), axis=0)
+                        first = tl.min(
+                            tl.where(m_row & ~m_good, first_row + i_row.to(tl.int64), NOWHERE), axis=0
+                        )
                         if first != NOWHERE:
                             tl.atomic_min(p_status + BAD_POSITION, first)
                 elif not refused:
@@ -459,8 +464,8 @@ def update(
     # Programs do not wait for each other, so every phase is a launch; the narrow levels go together.
     wide = levels + sum(nodes > ALONE for _, nodes in tree.shape)
     parts = list(zip(items.split(MOST_CLAIMS), values.split(MOST_CLAIMS), strict=True))
-    for part in parts:
-        launch(*part, 0, 1, 1024)
+    for i, part in enumerate(parts):
+        launch(*part, 0, 1, 1024, first_row=i * MOST_CLAIMS)
     for part in parts:
         launch(*part, 1, 2, 1024)
         launch(*part, 2, 3, 1024)
@@ -495,6 +500,7 @@ def _launch_update(
     programs: int,
     *,
     rows: int | None = None,
+    first_row: int = 0,
     alpha: float = 1.0,
     eps: float = 0.0,
     unset: bool = False,
@@ -517,6 +523,7 @@ def _launch_update(
             alpha,
             eps,
             len(items) if rows is None else rows,
+            first_row,
             tree.depth,
             first,
             last,
