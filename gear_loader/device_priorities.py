@@ -45,7 +45,6 @@ class DevicePrioritySelection(PrioritySelection):
         self._stream: Any = None  # where batches are filled, and updates are queued
         self._last: Any = torch.cuda.Event() if self._cuda else None  # behind all that has been queued
         self._status = torch.tensor([NOWHERE, 0, 0, 0], pin_memory=self._cuda)  # copied after each call
-        self._reported: Any = torch.cuda.Event() if self._cuda else None
         self._streams: set[int] = set()  # where the tensors below have been used
         self._leave()  # what comes on other streams comes after the tensors were made
 
@@ -89,16 +88,14 @@ class DevicePrioritySelection(PrioritySelection):
     def _leave(self) -> None:
         self._status.copy_(self._wide.status, non_blocking=True)
         if self._cuda:
-            stream = torch.cuda.current_stream(self._device)
-            self._last.record(stream)
-            self._reported.record(stream)
+            self._last.record(torch.cuda.current_stream(self._device))
 
     def _raise_late(self, *, wait: bool = False) -> None:
         """Raise what the GPU has found wrong by now."""
         if self._cuda:
             if wait:
-                self._reported.synchronize()
-            elif not self._reported.query():
+                self._last.synchronize()
+            elif not self._last.query():
                 return
         bad, empty, missing, _ = self._status.tolist()
         if bad == NOWHERE and not empty and not missing:
@@ -311,13 +308,9 @@ class DevicePrioritySelection(PrioritySelection):
 
     # ---------------------------------------------------------------- state
 
-    def _settle(self) -> None:
-        if self._cuda:
-            self._last.synchronize()
-            self._raise_late(wait=True)
-
     def _read(self, items: Array) -> Array:
-        self._settle()
+        if self._cuda:
+            self._raise_late(wait=True)
         leaves: Array = self._wide.leaves[self._upload(items)].cpu().numpy()
         return leaves
 

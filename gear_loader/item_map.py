@@ -17,7 +17,7 @@ from gear_loader.index import Changes
 from gear_loader.kernels.sum_tree import GONE
 from gear_loader.slots import Array
 
-__all__ = ["ItemMap", "Leaves"]
+__all__ = ["ItemMap", "Leaves", "ranges"]
 
 _GONE = np.float32(GONE)
 
@@ -107,8 +107,8 @@ class ItemMap:
         counts = -(-lengths // self.block_steps)
         ends = np.cumsum(counts)
         which = np.repeat(np.arange(len(slots)), counts)
-        number = np.arange(len(which)) - (ends - counts)[which]
-        blocks = block_ids[starts[which] + number].astype(np.int64)
+        number = ranges(np.zeros_like(counts), counts)
+        blocks = block_ids[ranges(starts, counts)].astype(np.int64)
         self.owner[blocks] = slots[which]
         self.number[blocks] = number
         self._next[blocks[:-1]] = blocks[1:]
@@ -122,9 +122,8 @@ class ItemMap:
         if not self.steps:
             return items, np.zeros_like(items)
         blocks, inside = np.divmod(items, self.block_steps)
-        return self.owner[blocks].astype(np.int64), self.number[blocks].astype(
-            np.int64
-        ) * self.block_steps + inside
+        steps = self.number[blocks].astype(np.int64) * self.block_steps + inside
+        return self.owner[blocks].astype(np.int64), steps
 
     def items(self, slots: Array, steps: Array, extent: Array, block_ids: Array) -> Array:
         """Items of steps (int64 [n]) of slots that are live; -1 where the map knows of no such step."""
@@ -142,6 +141,12 @@ class ItemMap:
         if not self.steps:
             return slots
         lengths = extent[slots, 0]
-        which = np.repeat(np.arange(len(slots)), lengths)
-        steps = np.arange(len(which)) - (np.cumsum(lengths) - lengths)[which]
-        return self.items(slots[which], steps, extent, block_ids)
+        steps = ranges(np.zeros_like(lengths), lengths)
+        return self.items(np.repeat(slots, lengths), steps, extent, block_ids)
+
+
+def ranges(starts: Array, counts: Array) -> Array:
+    """starts[0], starts[0] + 1, ... (counts[0] of them), starts[1], ...; all int64 [n]."""
+    before = np.cumsum(counts) - counts
+    places: Array = np.repeat(starts - before, counts) + np.arange(counts.sum())
+    return places

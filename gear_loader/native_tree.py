@@ -17,7 +17,6 @@ negative ones, and mixing both would make them floating-point numbers.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ import numpy as np
 from gear_loader.kernels.sum_tree import LOWEST_LEAF
 from gear_loader.native import AVAILABLE
 
-__all__ = ["build", "check_values", "draw", "draw_distinct", "uniforms", "update", "weigh"]
+__all__ = ["build", "draw", "draw_distinct", "uniforms", "update", "weigh"]
 
 if AVAILABLE:
     from llvmlite import ir
@@ -336,11 +335,3 @@ if AVAILABLE:
                 out[i] = max(value if alpha == 1.0 else value**alpha, LOWEST_LEAF)
             else:
                 out[i] = value
-
-    @compiled
-    def check_values(values) -> int:  # type: ignore[no-untyped-def]
-        """Position of the first of `values` (float64 [n]) that is not finite or negative; -1 if there is none."""
-        for i in range(len(values)):
-            if not 0 <= values[i] < math.inf:
-                return i
-        return -1

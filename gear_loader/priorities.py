@@ -14,7 +14,7 @@ import torch
 from gear_loader.collector import Buffers, Collector
 from gear_loader.errors import PriorityError, SchemaError, StaleIndexError
 from gear_loader.index import Changes, Snapshot
-from gear_loader.item_map import ItemMap, Leaves
+from gear_loader.item_map import ItemMap, Leaves, ranges
 from gear_loader.kernels.sum_tree import GONE
 from gear_loader.priority_tree import HostTree, uniforms, weigh
 from gear_loader.random import key
@@ -131,7 +131,7 @@ class PrioritySelection(Selection):
         priorities = np.where(leaves.priorities == UNSET, np.float32(self._maximum), leaves.priorities)
         gone = leaves.priorities == GONE
         priorities[gone] = 0
-        weighed = np.minimum(self._weigh(priorities), _LARGEST).astype(np.float32)
+        weighed = self._first_leaves(priorities)
         weighed[gone] = 0
         if len(leaves.items) > self._map.capacity // 8:
             self._tree.leaves[leaves.items] = weighed
@@ -142,6 +142,11 @@ class PrioritySelection(Selection):
     def _weigh(self, priorities: Array) -> Array:
         """What priorities (float32 [n]) weigh, float64 [n]."""
         return weigh(priorities, *self._exponent())
+
+    def _first_leaves(self, priorities: Array) -> Array:
+        """Leaves of new items, float32 [n]: what would be too large is made the largest."""
+        leaves: Array = np.minimum(self._weigh(priorities), _LARGEST).astype(np.float32)
+        return leaves
 
     def _exponent(self) -> tuple[float, float]:
         """alpha and eps, as float32 holds them: that is how kernels get them."""
@@ -338,14 +343,14 @@ class PrioritySelection(Selection):
         # What is new since begins as it would have begun then.
         new = self.job.table.priorities()[view.slots[~both]]
         maximum = max(maximum, float(new.max(initial=0)))
-        first = np.minimum(self._weigh(np.where(new == UNSET, np.float32(maximum), new)), _LARGEST)
+        first = self._first_leaves(np.where(new == UNSET, np.float32(maximum), new))
         steps = self.job.selector.unit == "step"
         old, added, places = view.take(both), view.take(~both), places[both]
         counts = lengths if steps else np.ones_like(lengths)
-        source = _ranges((np.cumsum(counts) - counts)[places], counts[places])
+        source = ranges((np.cumsum(counts) - counts)[places], counts[places])
         items = [self._map.all_items(part.slots, extent, block_ids) for part in (old, added)]
         repeats = added.lengths if steps else 1
-        values = (leaves[source], np.repeat(first.astype(np.float32), repeats))
+        values = (leaves[source], np.repeat(first, repeats))
         self._write(np.concatenate(items), np.concatenate(values))
         self._set_counters(maximum, num_stale)
 
@@ -376,13 +381,6 @@ def _find(known: Array, wanted: Array) -> tuple[Array, Array]:
     places[places == len(known)] = 0
     found = known[places] == wanted if len(known) else np.zeros(len(wanted), dtype=bool)
     return np.where(found, places, 0), found
-
-
-def _ranges(starts: Array, counts: Array) -> Array:
-    """starts[0], starts[0] + 1, ... (counts[0] of them), starts[1], ..."""
-    which = np.repeat(np.arange(len(starts)), counts)
-    ranges: Array = starts[which] + np.arange(len(which)) - (np.cumsum(counts) - counts)[which]
-    return ranges
 
 
 def _tensors(rows: Rows) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import torch
 from gear_loader import native, native_tree
 from gear_loader.errors import PriorityError
 from gear_loader.kernels import priority_reference as reference
-from gear_loader.kernels.sum_tree import FANOUT, SumTree, best
+from gear_loader.kernels.sum_tree import FANOUT, SumTree, best, wide_levels
 from gear_loader.slots import Array
 
 __all__ = ["HostTree", "uniforms", "weigh"]
@@ -47,14 +47,8 @@ class HostTree:
             count = -(-count // 2)
         self._offsets = np.array(offsets, dtype=np.int64)
         self._sums = np.zeros(place)
-        wide, count, place = [], self._blocks, 0
-        while True:
-            wide.append(place)
-            place += -(-count // FANOUT) * FANOUT
-            if count <= FANOUT:
-                break
-            count = -(-count // FANOUT)
-        self._wide_offsets = np.array(wide, dtype=np.int64)
+        wide, place = wide_levels(capacity)
+        self._wide_offsets = np.array([offset for offset, _ in wide], dtype=np.int64)
         place = place if extremes else 0
         self._mins = np.full(place, np.inf, dtype=np.float32)
         self._maxs = np.zeros(place, dtype=np.float32)

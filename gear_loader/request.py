@@ -6,10 +6,9 @@ import dataclasses
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
-from gear_loader import native, native_tree
 from gear_loader.errors import PriorityError, SchemaError
+from gear_loader.numbers import as_array, narrowed
 from gear_loader.slots import Array
 
 __all__ = ["Request", "check_names", "request"]
@@ -49,15 +48,12 @@ def request(
     )
     check_names(anchor, unit)
     steps = np.zeros(count, dtype=np.int64) if anchor is None else _array("anchor", anchor, "iu", count)
-    with np.errstate(over="ignore"):
-        narrow = values.astype(np.float32)
-    bad = first_bad(np.where(values < 0, values, narrow.astype(np.float64)))
+    narrow, bad = narrowed(values)
     if bad >= 0:
         raise PriorityError(
             f"priority[{bad}] is {values[bad]}; expected a finite number (as float32) that is not negative. "
             "Nothing was changed."
         )
-    narrow = np.where((narrow == 0) & (values > 0), np.finfo(np.float32).tiny, narrow)
     return Request(slots.astype(np.int64), steps.astype(np.int64), generations, narrow)
 
 
@@ -74,18 +70,8 @@ def check_names(anchor: Any, unit: Literal["trajectory", "step"]) -> None:
         )
 
 
-def first_bad(values: Array) -> int:
-    """Position of the first of `values` (float64 [n]) that is not finite or negative; -1 if there is none."""
-    if native.AVAILABLE:
-        return int(native_tree.check_values(values))
-    bad = np.flatnonzero(~((values >= 0) & (values < np.inf)))
-    return int(bad[0]) if len(bad) else -1
-
-
 def _array(name: str, value: Any, kinds: str, count: int | None = None) -> Array:
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    value = as_array(value)
     try:
         array = np.atleast_1d(np.asarray(value))
         fits = array.dtype.kind in kinds or array.size == 0

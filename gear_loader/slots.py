@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.region import Region
 
 __all__ = ["FREE", "IDENTITY", "READING", "READY", "RETIRED", "UNSET", "WRITING", "Array", "Slots"]
@@ -57,8 +58,6 @@ IDENTITY = slice(60, 64)
 """Places in `counters` that belong to checkpoints: a random name for the table; the save that it was loaded from, or 0;
 and for a private table the process that got the name, since a forked child has a table of its own from then on."""
 PID, START, READING = range(3)  # columns of `readers`
-UNSET = -1.0
-"""The priority of a trajectory that was added without one."""
 
 
 class Slots:

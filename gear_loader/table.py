@@ -22,6 +22,7 @@ from gear_loader.errors import (
 )
 from gear_loader.index import Changes, Index, Snapshot
 from gear_loader.layout import Layout
+from gear_loader.numbers import as_array, narrowed
 from gear_loader.region import Region
 from gear_loader.schema import Column, Schema
 from gear_loader.slots import (
@@ -611,9 +612,7 @@ def _check_on_full(on_full: str) -> None:
 def _check_priorities(priority: Any, count: int) -> Array:
     if priority is None:
         return np.full(count, UNSET, dtype=np.float32)
-    if isinstance(priority, torch.Tensor):
-        priority = priority.detach().cpu()
-        priority = (priority.float() if priority.dtype == torch.bfloat16 else priority).numpy()
+    priority = as_array(priority)
     try:
         values = np.asarray(priority)
         fits = values.dtype.kind in "biuf" or not values.size
@@ -624,13 +623,10 @@ def _check_priorities(priority: Any, count: int) -> Array:
     values = values.astype(np.float64)
     if values.ndim and values.shape != (count,):
         raise SchemaError(f"priority has shape {list(values.shape)}; expected one number or [{count}].")
-    with np.errstate(over="ignore"):
-        narrow = np.broadcast_to(values, (count,)).astype(np.float32)
-    bad = np.flatnonzero(~(np.isfinite(narrow) & (narrow >= 0)))
-    if len(bad):
-        value = np.broadcast_to(values, (count,))[bad[0]]
+    values = np.broadcast_to(values, (count,))
+    narrow, bad = narrowed(values)
+    if bad >= 0:
         raise SchemaError(
-            f"priority {value} of trajectory {bad[0]}; expected a finite number (as float32) that is not negative."
+            f"priority {values[bad]} of trajectory {bad}; expected a finite number (as float32) that is not negative."
         )
-    # What is positive stays so, and can be drawn.
-    return np.where((narrow == 0) & (values > 0), np.finfo(np.float32).tiny, narrow)
+    return narrow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -16,38 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks_common import ROOT, needs_no_gpu, rows_of, run
 
-for package in ("rich", "typer"):
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"the benchmarks need {package}", allow_module_level=True)
-
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:  # `pytest` alone does not put it there, `python -m pytest` does
-    sys.path.insert(0, str(ROOT))
 harness = importlib.import_module("benchmarks.harness")
 engine = importlib.import_module("benchmarks.engine")
 workloads = importlib.import_module("benchmarks.workloads")
-
-HAS_GPU = torch.cuda.is_available()
-needs_no_gpu = pytest.mark.skipif(HAS_GPU, reason="there is a GPU, for which the real thing runs")
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command line, on few threads and without this process's interpreter of kernels."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment.update(COLUMNS="200", TERM="dumb")
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks", *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def check_row(row: dict[str, Any]) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import time
@@ -17,35 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks_common import needs_no_gpu, rows_of, run
 
-for package in ("rich", "typer"):
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"the benchmarks need {package}", allow_module_level=True)
-
-ROOT = Path(__file__).resolve().parents[1]
-if str(ROOT) not in sys.path:  # `pytest` alone does not put it there, `python -m pytest` does
-    sys.path.insert(0, str(ROOT))
 harness = importlib.import_module("benchmarks.harness")
 peers = importlib.import_module("benchmarks.select_peers")
 select = importlib.import_module("benchmarks.select")
 subjects = importlib.import_module("benchmarks.select_subjects")
-
-HAS_GPU = torch.cuda.is_available()
-needs_no_gpu = pytest.mark.skipif(HAS_GPU, reason="there is a GPU, for which the real thing runs")
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command line, on few threads and without this process's interpreter of kernels."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment.update(COLUMNS="200", TERM="dumb")
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks", *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
 
 
 def call(*arguments: str) -> Any:
@@ -59,10 +35,6 @@ def call(*arguments: str) -> Any:
             return CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, arguments)
         finally:
             torch.set_num_threads(threads)
-
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def check_row(row: dict[str, Any]) -> None:

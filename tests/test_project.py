@@ -27,7 +27,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"kernels"}),
     frozenset({"errors", "notice", "stats"}),
     frozenset({"native", "schema"}),
-    frozenset({"layout", "lock", "native_tree", "options"}),
+    frozenset({"layout", "lock", "native_tree", "numbers", "options"}),
     frozenset({"region"}),
     frozenset({"slots"}),
     frozenset({"crew", "index", "priority_tree", "random"}),

@@ -190,6 +190,7 @@ BAD_PRIORITIES = [
     (torch.tensor(math.nan).bfloat16(), "priority nan of trajectory 0; expected a finite number"),
     (np.float64(-0.5), "priority -0.5 of trajectory 0; expected a finite number"),
     (np.complex64(1), "; expected a number"),
+    (-1e-300, "priority -1e-300 of trajectory 0; expected a finite number"),
 ]
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from gear_loader.kernels import sum_tree as _tree
-from gear_loader.kernels.priority import on_device, uniform
+from gear_loader.kernels.priority import check, on_device, uniform
 from gear_loader.kernels.sum_tree import SumTree
 
 __all__ = ["ANCHORS", "Index", "locate", "resolve", "weigh"]
@@ -135,7 +135,7 @@ def locate(
         raise ValueError("No anchor was given, but an item is a step.")
     for name, tensor in (("index", index), ("items", items), ("anchor", anchor), ("generation", generation)):
         if tensor is not None:
-            _check(name, tensor, torch.int64, (count,), tree.device)
+            check(name, tensor, torch.int64, (count,), tree.device)
     if count == 0:
         return
     dummy = known.known
@@ -253,11 +253,11 @@ def resolve(
         TypeError, ValueError: other shapes, dtypes or devices; nothing has been launched then.
     """
     count, device = len(items), known.known.device
-    _check("items", items, torch.int64, (count,), device)
+    check("items", items, torch.int64, (count,), device)
     size = rows.shape[-1]
-    _check("rows", rows, torch.int64, (5, max(size, count)), device)
-    _check("ids", ids, torch.int32, (size, ids.shape[-1]), device)
-    _check("random", random, torch.int64, (3,), random.device)
+    check("rows", rows, torch.int64, (5, max(size, count)), device)
+    check("ids", ids, torch.int32, (size, ids.shape[-1]), device)
+    check("random", random, torch.int64, (3,), random.device)
     if anchor not in ANCHORS or (anchor == "item") != (known.owner is not None):
         raise ValueError(f"anchor is {anchor!r}; expected one of {ANCHORS}, 'item' where an item is a step.")
     if count == 0:
@@ -330,22 +330,11 @@ def weigh(tree: SumTree, leaves: torch.Tensor, weights: torch.Tensor, *, beta: f
         TypeError, ValueError: other shapes, dtypes or devices; nothing has been launched then.
     """
     count = len(leaves)
-    _check("leaves", leaves, torch.float32, (count,), tree.device)
-    _check("weights", weights, torch.float32, (count,), tree.device)
+    check("leaves", leaves, torch.float32, (count,), tree.device)
+    check("weights", weights, torch.float32, (count,), tree.device)
     if count == 0:
         return
     programs = min(triton.cdiv(count, WEIGH["ROWS"]), 32)
     offset = tree.shape[-1][0]
     with on_device(tree.device):
         weigh_kernel[(programs,)](leaves, tree.mins, weights, offset, count, beta, TABLE=table, **WEIGH)
-
-
-def _check(
-    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
-) -> None:
-    if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-        raise TypeError(
-            f"{name} is {tensor.dtype} {list(tensor.shape)}; expected contiguous {dtype} {list(shape)}."
-        )
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}; expected {device}.")

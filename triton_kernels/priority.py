@@ -30,7 +30,7 @@ import triton.language as tl
 from gear_loader.kernels import sum_tree as _tree
 from gear_loader.kernels.sum_tree import SumTree
 
-__all__ = ["build", "draw", "draw_distinct", "on_device", "uniform", "update"]
+__all__ = ["build", "check", "draw", "draw_distinct", "on_device", "uniform", "update"]
 
 BAD_POSITION = tl.constexpr(_tree.BAD_POSITION)
 EMPTY_DRAWS = tl.constexpr(_tree.EMPTY_DRAWS)
@@ -395,10 +395,13 @@ def on_device(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, count: int, device: torch.device) -> None:
-    if tensor.dtype != dtype or tuple(tensor.shape) != (count,) or not tensor.is_contiguous():
+def check(
+    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+) -> None:
+    """Raise TypeError or ValueError unless a tensor is as a kernel expects it."""
+    if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
         raise TypeError(
-            f"{name} is {tensor.dtype} {list(tensor.shape)}; expected contiguous {dtype} [{count}]."
+            f"{name} is {tensor.dtype} {list(tensor.shape)}; expected contiguous {dtype} {list(shape)}."
         )
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}; expected {device}, as the tree.")
@@ -407,8 +410,8 @@ def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, count: int, devi
 def check_update(tree: SumTree, items: torch.Tensor, values: torch.Tensor, alpha: float, eps: float) -> int:
     """Raise TypeError or ValueError unless everything is as `update` expects it; the number of rows."""
     count = len(items)
-    _check("items", items, torch.int64, count, tree.device)
-    _check("values", values, torch.float32, count, tree.device)
+    check("items", items, torch.int64, (count,), tree.device)
+    check("values", values, torch.float32, (count,), tree.device)
     if not 0 <= alpha < float("inf") or not 0 <= eps < float("inf"):
         raise ValueError(f"alpha is {alpha} and eps {eps}; expected finite numbers that are not negative.")
     return count
@@ -421,8 +424,8 @@ def check_draw(tree: SumTree, random: torch.Tensor, items: torch.Tensor, values:
         raise TypeError(
             f"random is {random.dtype} {list(random.shape)}; expected contiguous torch.int64 [2]."
         )
-    _check("items", items, torch.int64, count, tree.device)
-    _check("values", values, torch.float32, count, tree.device)
+    check("items", items, torch.int64, (count,), tree.device)
+    check("values", values, torch.float32, (count,), tree.device)
     return count
 
 

@@ -34,6 +34,7 @@ __all__ = [
     "best",
     "leaf_sums",
     "node_sums",
+    "wide_levels",
 ]
 
 FANOUT = 32
@@ -74,14 +75,7 @@ class SumTree:
             raise ValueError(f"capacity is {capacity}; expected 1 to {2**31 - 1}.")
         self.capacity = capacity
         self.device = torch.device(device)
-        self.shape: list[tuple[int, int]] = []
-        count, offset = capacity, 0
-        while True:
-            count = -(-count // FANOUT)
-            self.shape.append((offset, count))
-            offset += -(-count // FANOUT) * FANOUT
-            if count <= FANOUT:
-                break
+        self.shape, offset = wide_levels(capacity)
         padded = self.shape[0][1] * FANOUT
         self.leaves = torch.zeros(padded, dtype=torch.float32, device=self.device)
         self.sums = torch.zeros(offset, dtype=torch.float64, device=self.device)
@@ -130,6 +124,17 @@ class SumTree:
         extremes = self.maxs if largest else self.mins
         levels = [self.leaves, *(self.level(level + 1, extremes) for level in range(self.depth))]
         return best(levels, count, largest=largest)
+
+
+def wide_levels(capacity: int) -> tuple[list[tuple[int, int]], int]:
+    """Where each level above the leaves begins and how many nodes it has, and the length of all, padded."""
+    shape: list[tuple[int, int]] = []
+    count, offset = capacity, 0
+    while not shape or count > FANOUT:
+        count = -(-count // FANOUT)
+        shape.append((offset, count))
+        offset += -(-count // FANOUT) * FANOUT
+    return shape, offset
 
 
 def best(levels: Sequence[torch.Tensor], count: int, *, largest: bool) -> tuple[torch.Tensor, torch.Tensor]:
