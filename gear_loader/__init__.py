@@ -6,15 +6,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from gear_loader import errors
-from gear_loader.dataset import ReplayDataset
-from gear_loader.schema import Column, Schema, Window
-from gear_loader.selectors import Fifo, Lifo, LinearSchedule, Prioritized, TopK, Uniform
-from gear_loader.stats import TableStats
-from gear_loader.table import Table
 
 if TYPE_CHECKING:
     from gear_loader import sources
     from gear_loader.datamodule import ReplayDataModule
+    from gear_loader.dataset import ReplayDataset
+    from gear_loader.schema import Column, Schema, Window
+    from gear_loader.selectors import Fifo, Lifo, LinearSchedule, Prioritized, TopK, Uniform
+    from gear_loader.stats import TableStats
+    from gear_loader.table import Table
 
 __all__ = [
     "Column",
@@ -34,14 +34,33 @@ __all__ = [
     "sources",
 ]
 
+# Loaded on first use: torch takes a second, of which the command line has no need, and some modules want packages
+# that the core does not.
+_MODULES = {
+    "Column": "schema",
+    "Fifo": "selectors",
+    "Lifo": "selectors",
+    "LinearSchedule": "selectors",
+    "Prioritized": "selectors",
+    "ReplayDataModule": "datamodule",
+    "ReplayDataset": "dataset",
+    "Schema": "schema",
+    "Table": "table",
+    "TableStats": "stats",
+    "TopK": "selectors",
+    "Uniform": "selectors",
+    "Window": "schema",
+}
+
 
 def __getattr__(name: str) -> Any:
-    # Loaded on first use: they need packages that the core does not.
-    if name == "ReplayDataModule":
-        return importlib.import_module("gear_loader.datamodule").ReplayDataModule
     if name == "sources":
         return importlib.import_module("gear_loader.sources")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"gear_loader.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

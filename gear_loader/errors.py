@@ -13,6 +13,7 @@ __all__ = [
     "LockTimeoutError",
     "PriorityError",
     "PrivateTableError",
+    "RateLimitError",
     "RegionError",
     "SchemaError",
     "SourceError",
@@ -61,6 +62,10 @@ class StaleIndexError(GearError, IndexError):
 
 class LockTimeoutError(GearError, TimeoutError):
     """A lock or a reader was waited for until the deadline."""
+
+
+class RateLimitError(GearError, TimeoutError):
+    """The table's rate limiter was waited for until the deadline; nothing was changed."""
 
 
 class SourceError(GearError, ValueError):

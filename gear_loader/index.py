@@ -1,57 +1,73 @@
 """The index of a table: takes slots and blocks, commits, retires, and knows who is reading or writing.
 
 What the index consists of, and how it survives a process that is killed in the middle of a change, is in
-`gear_loader.slots`. Here are the operations, each of which takes the lock.
+`gear_loader.slots`; the changes themselves are in `gear_loader.index_ops`. Here are the operations, each of which takes
+the lock, and what they do when something has to be waited for.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from types import TracebackType
+from typing import TypeVar
 
 import numpy as np
 
-from gear_loader import native
-from gear_loader.errors import GearError, LockTimeoutError, StaleIndexError, TableFullError
-from gear_loader.lock import process_start
-from gear_loader.region import Region
-from gear_loader.slots import (
+from gear_loader.errors import (
+    GearError,
+    LockTimeoutError,
+    RateLimitError,
+    StaleIndexError,
+    TableEmptyError,
+    TableFullError,
+)
+from gear_loader.index_ops import (
+    BUSY,
     DIRTY,
-    EPOCH,
+    DONE,
+    EVICT_LOWEST,
+    EVICT_OLDEST,
+    FIRST_SEQUENCE,
+    FLIP,
     FLIP_EPOCH,
-    HALF,
-    HEAD,
+    FULL,
     INITIALIZED,
-    MOVING,
-    NEWEST,
+    INSERT_WAIT,
     NEXT_SEQUENCE,
-    NUM_EVICTED,
     NUM_FREE_BLOCKS,
-    NUM_FREE_SLOTS,
     NUM_READY,
-    NUM_REMOVED,
-    NUM_RETIRED,
+    NUM_SAMPLED,
     NUM_STEPS,
     NUM_TOUCHED,
     NUM_WRITING,
-    OLDEST,
+    PID,
+    READ,
     READING,
     READY,
-    READY_BLOCKS,
-    RETIRED_BLOCKS,
-    RETIRED_FIRST,
-    VERSION,
+    REFUSE,
+    SAMPLE_WAIT,
+    SHORT,
+    START,
     WRITING,
-    WRITING_STEPS,
     Array,
-    Slots,
 )
+from gear_loader.lock import process_start
+from gear_loader.patience import Patience
+from gear_loader.region import Region
+from gear_loader.slots import Slots
+from gear_loader.snapshot import Log, Snapshot
 
-__all__ = ["Changes", "Index", "Snapshot"]
+__all__ = ["EVICT_LOWEST", "EVICT_OLDEST", "REFUSE", "Changes", "Index", "Snapshot"]
+
+_T = TypeVar("_T")
+_NO_SLOTS = np.empty(0, dtype=np.int64)
+_LIMITED = -1  # beside the answers of `make_room`
+_INLINE = 256 * 1024
+"""Bytes of data up to which they are copied while the lock is held: that takes less time than taking it twice."""
 
 
 @functools.cache
@@ -61,41 +77,10 @@ def _process(pid: int) -> tuple[int, int]:
 
 os.register_at_fork(after_in_child=_process.cache_clear)
 
-_NO_SLOTS = np.empty(0, dtype=np.int64)
-
 
 def _alive(pid: int, start: int) -> bool:
     # With the start time even for the own pid: in a container a restarted process often has its predecessor's.
     return (pid, start) == _process(os.getpid()) or (start != 0 and process_start(pid) == start)
-
-
-@dataclasses.dataclass(frozen=True)
-class Snapshot:
-    """The live trajectories at one version of the index, oldest first; all arrays int64 [n]."""
-
-    version: int
-    slots: Array
-    lengths: Array
-    generations: Array
-    sequences: Array
-
-    def __len__(self) -> int:
-        return len(self.slots)
-
-    @functools.cached_property
-    def ends(self) -> Array:
-        """Running sum of the lengths: step number i of the whole table lies in the first trajectory with end > i."""
-        return np.cumsum(self.lengths)
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of all trajectories together."""
-        return int(self.ends[-1]) if len(self.slots) else 0
-
-    def take(self, chosen: Array) -> Snapshot:
-        """The snapshot of the trajectories where the boolean array `chosen` is True."""
-        arrays = (self.slots, self.lengths, self.generations, self.sequences)
-        return Snapshot(self.version, *(array[chosen] for array in arrays))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,86 +108,132 @@ class Changes:
 
 
 class Index(Slots):
-    """Mutations and snapshots of a region's index. Every method takes the lock itself unless its name starts with _."""
+    """Mutations and snapshots of a region's index. Every method takes the lock itself unless its name starts with _.
+
+    Attributes:
+        timeout: seconds that room, or the rate limiter, is waited for; None for as long as for the lock.
+    """
 
     def __init__(self, region: Region) -> None:
         super().__init__(region)
         self._lock = region.lock
-        self._snapshot: Snapshot | None = None
+        self._log = Log()
         self._writers_checked = time.monotonic()
+        self._max_age = None if self.rules.max_age is None else int(self.rules.max_age * 1e9)
+        self.timeout: float | None = None
 
     # ---------------------------------------------------------------- lock
 
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        with self._lock:
-            if self.counters[DIRTY] or not self.counters[INITIALIZED]:
-                self._rebuild()
-            yield
+    def _locked(self) -> _Locked:
+        return _Locked(self)
+
+    def _patience(self) -> Patience:
+        return Patience(self._lock.timeout if self.timeout is None else self.timeout)
 
     # ---------------------------------------------------------------- writing
 
-    def begin(self, lengths: Array, *, evict: bool) -> tuple[Array, Array]:
+    def begin(self, lengths: Array, *, evict: int = REFUSE, wait: bool = False) -> tuple[Array, Array]:
         """Take slots and blocks for trajectories of these lengths; they stay invisible until `commit`.
 
         Args:
             lengths: int64 [n].
-            evict: make room by retiring the oldest trajectories.
+            evict: what to retire to make room: REFUSE, EVICT_OLDEST or EVICT_LOWEST.
+            wait: for somebody else to make room.
 
         Returns:
             The slots, int64 [n], and the blocks of all of them, one trajectory after another, int32 [blocks].
 
         Raises:
-            TableFullError: no room and `evict` is False, or there can never be so much; nothing was changed.
+            TableFullError: no room, and neither `evict` nor `wait`, or waited for in vain; or there can never be so
+                much. Nothing was changed.
             LockTimeoutError: readers, or with `evict` unfinished writes, kept the room busy until the deadline.
                 What was evicted for it stays so.
         """
-        deadline = time.monotonic() + self._lock.timeout
-        pause = 50e-6
-        while True:
-            with self._locked():
-                self._reclaim_writers(every=1.0)
-                if self._make_room(lengths, evict):
-                    return self._allocate(lengths)
-                busy = sorted({pid for pid, _ in self._active_readers()})
-                writing = sorted({int(pid) for pid in self.owner[self.state == WRITING, 0]})
-            if time.monotonic() > deadline:
-                raise LockTimeoutError(
-                    f"Room for {len(lengths)} trajectories was waited for {self._lock.timeout:g} s: what is to be "
-                    f"reused is still being read by the processes {busy} or written by {writing}. They may be "
-                    "stopped, or hold a batch too long."
-                )
-            time.sleep(pause)
-            pause = min(pause * 2, 1e-3)
+        lengths = np.ascontiguousarray(lengths, dtype=np.int64)
+        blocks = int(self.blocks_of(lengths).sum())
+        slots, ids = np.empty(len(lengths), dtype=np.int64), np.empty(blocks, dtype=np.int32)
+        if len(lengths):
+            self._obtain(
+                (len(lengths), blocks, int(lengths.sum())),
+                lambda: self._ops.begin(self._where, lengths, int(evict), *_process(os.getpid()), slots, ids),
+                evict=evict,
+                wait=wait,
+            )
+        return slots, ids
+
+    def store(
+        self,
+        columns: Array,
+        lengths: Array,
+        addresses: Array,
+        priorities: Array,
+        *,
+        evict: int,
+        wait: bool,
+        step_bytes: int,
+    ) -> Array | None:
+        """`begin`, copying and `commit` at once, where that is the faster way.
+
+        Args:
+            columns, lengths, addresses: as for `gear_loader.native.scatter`; priorities: float32 [n].
+            step_bytes: bytes of a step over all columns.
+
+        Returns:
+            The slots, int64 [n]; None if it has to be done in three steps.
+
+        Raises:
+            As `begin`.
+        """
+        if not hasattr(self._ops, "store") or self.rules.rate_limiter is not None:
+            return None
+        steps = int(lengths.sum())
+        if steps * step_bytes > _INLINE:
+            return None
+        blocks = int(self.blocks_of(lengths).sum())
+        slots, ids = np.empty(len(lengths), dtype=np.int64), np.empty(blocks, dtype=np.int32)
+        here = _process(os.getpid())
+        self._obtain(
+            (len(lengths), blocks, steps),
+            lambda: self._ops.store(
+                self._where,
+                columns,
+                lengths,
+                addresses,
+                priorities,
+                time.monotonic_ns(),
+                int(evict),
+                *here,
+                slots,
+                ids,
+            ),
+            evict=evict,
+            wait=wait,
+        )
+        return slots
 
     def commit(self, slots: Array, priorities: Array, *, sequences: Array | None = None) -> None:
-        """Make written slots visible, in the given order.
+        """Make written slots visible, in the given order, when the rate limiter allows it.
 
         Args:
             slots: int64 [n] from `begin`.
             priorities: float32 [n].
             sequences: int64 [n], ascending, none below the table's next one: the sequence numbers, if not the next ones
-                (a table that is restored keeps those that it had).
+                (a table that is restored keeps those that it had). The rate limiter is not asked.
+
+        Raises:
+            RateLimitError: it did not allow it until the deadline. The slots are still there, and invisible.
         """
-        counters, count = self.counters, len(slots)
-        if count == 0:
+        if len(slots) == 0:
             return
-        with self._locked(), self._mutation():
-            if sequences is None:
-                sequences = counters[NEXT_SEQUENCE] + np.arange(count)
-            self.sequence[slots] = sequences
-            counters[NEXT_SEQUENCE] = sequences[-1] + 1
-            self.priority[slots] = priorities
-            self._append(slots)
-            self._touch(slots)
-            self.state[slots] = READY
-            steps = int(self.extent[slots, 0].sum())
-            counters[NUM_WRITING] -= count
-            counters[WRITING_STEPS] -= steps
-            counters[NUM_READY] += count
-            counters[NUM_STEPS] += steps
-            counters[READY_BLOCKS] += int(self.blocks_of(self.extent[slots, 0]).sum())
-            counters[VERSION] += 1
+        slots = np.ascontiguousarray(slots, dtype=np.int64)
+        priorities = np.ascontiguousarray(priorities, dtype=np.float32)
+        if sequences is not None:
+            with self._locked():
+                self._ops.commit_as(self._where, slots, sequences, priorities, time.monotonic_ns())
+            return
+        self._when_insertable(
+            len(slots), lambda: self._ops.commit(self._where, slots, priorities, time.monotonic_ns())
+        )
 
     def abort(self, slots: Array, *, wait: bool = True) -> None:
         """Give back slots from `begin` that will not be committed; what was committed stays.
@@ -214,12 +245,96 @@ class Index(Slots):
         """
         if wait:
             try:
-                with self._locked(), self._mutation():
-                    self._abort(slots[self.state[slots] == WRITING])
+                with self._locked():
+                    self._ops.abort(self._where, np.ascontiguousarray(slots, dtype=np.int64))
                 return
             except LockTimeoutError:
                 pass
-        self.owner[slots] = 0
+        self.owner[slots, PID] = 0
+        self.owner[slots, START] = 0
+
+    # ---------------------------------------------------------------- trajectories that grow
+
+    def grow(
+        self, slot: int, length: int, run: Array, *, most: int, evict: int = REFUSE, wait: bool = False
+    ) -> tuple[int, Array]:
+        """More room for a slot that is being written.
+
+        Args:
+            slot: from `begin`.
+            length: steps that it must hold, more than it does.
+            run: int64 [2], zeros at first: what `index_ops.grow` keeps.
+            most: steps that it may hold from now on, if that costs nobody anything.
+            evict, wait: as for `begin`.
+
+        Returns:
+            The steps that it holds now, and the new blocks, int32 [n].
+
+        Raises:
+            As `begin`.
+        """
+        before = int(self.extent[slot, 0])
+        have = int(self.blocks_of(before))
+        ids = np.empty(int(self.blocks_of(max(length, most))) - have, dtype=np.int32)
+        held = length
+
+        def attempt() -> int:
+            nonlocal held
+            full = -(-length // self.block_steps) * self.block_steps  # the last block is taken anyway
+            for held, policy in ((most, REFUSE), (full, evict), (length, evict)):
+                if held >= length:
+                    answer: int = self._ops.grow(self._where, slot, held, policy, run, ids)
+                    if answer in (DONE, FLIP):
+                        return answer
+            return answer
+
+        needed = (0, int(self.blocks_of(length)) - have, length - before)
+        self._obtain(needed, attempt, evict=evict, wait=wait, last=slot)
+        return held, ids[: int(self.blocks_of(held)) - have]
+
+    def finish(self, slot: int, length: int, priority: float) -> None:
+        """Commit a slot that was given room for more than the `length` steps that it has.
+
+        Raises:
+            RateLimitError: as `commit`.
+        """
+        slots, priorities = np.array([slot], dtype=np.int64), np.array([priority], dtype=np.float32)
+        self._when_insertable(
+            1, lambda: self._ops.finish(self._where, slots, length, priorities, time.monotonic_ns())
+        )
+
+    def roll(
+        self, slot: int, length: int, shared: int, priority: float, *, evict: int = REFUSE, wait: bool = False
+    ) -> int:
+        """Commit `length` steps of a slot that is being written, and go on in another one with its last blocks.
+
+        Args:
+            shared: the first of its blocks that the next one has too.
+
+        Returns:
+            The slot to go on in.
+
+        Raises:
+            As `begin` and `commit`; then nothing was committed.
+        """
+        slots, priorities = np.array([slot, -1], dtype=np.int64), np.array([priority], dtype=np.float32)
+
+        def attempt() -> int:
+            answer: int = self._ops.roll(
+                self._where,
+                slots,
+                length,
+                shared,
+                priorities,
+                time.monotonic_ns(),
+                int(evict),
+                *_process(os.getpid()),
+            )
+            return answer
+
+        needed = (1, 0, length - shared * self.block_steps)
+        self._obtain(needed, attempt, evict=evict, wait=wait, last=slot, inserts=1)
+        return int(slots[1])
 
     # ---------------------------------------------------------------- removal
 
@@ -229,17 +344,23 @@ class Index(Slots):
         Raises:
             StaleIndexError: a slot that holds no live trajectory, or the same slot twice.
         """
+        slots = np.ascontiguousarray(slots, dtype=np.int64)
         with self._locked():
             self._check_live(slots)
             if len(np.unique(slots)) != len(slots):
                 raise StaleIndexError(
                     f"Indices {slots.tolist()} name a trajectory twice; expected distinct ones."
                 )
-            with self._mutation():
-                for slot in slots.tolist():
-                    self._retire(slot)
-                self.counters[NUM_REMOVED] += len(slots)
-                self._reclaim()
+            self._ops.remove(self._where, slots)
+
+    def set_priorities(self, slots: Array, generations: Array, priorities: Array) -> None:
+        """Write new priorities of trajectories that are still there.
+
+        Args:
+            slots, generations: int64 [n]; a generation of -1 stands for any. priorities: float32 [n].
+        """
+        with self._locked():
+            self._ops.set_priorities(self._where, slots, generations, priorities)
 
     def _check_live(self, slots: Array) -> None:
         inside = (slots >= 0) & (slots < self.num_slots)
@@ -265,50 +386,72 @@ class Index(Slots):
         with self._locked():
             return self._begin_read()
 
-    def begin_snapshot(self) -> tuple[int, Snapshot]:
-        """`begin_read` and a snapshot that belongs to it."""
-        with self._locked():
-            return self._begin_read(), self._take_snapshot()
+    def begin_snapshot(self, samples: int = 0) -> tuple[int, Snapshot]:
+        """`begin_read` and a snapshot that belongs to it.
 
-    def begin_changes(self, since: int) -> tuple[int, Changes]:
+        Args:
+            samples: rows that are about to be drawn: the rate limiter is asked, and waited for.
+
+        Raises:
+            RateLimitError: it did not allow it until the deadline.
+        """
+        return self._when_samplable(samples, lambda: (self._begin_read(), self._log.snapshot(self)))
+
+    def begin_changes(self, since: int, samples: int = 0) -> tuple[int, Changes]:
         """`begin_read` and what has happened since an earlier call.
 
         Args:
             since: `position` of the earlier call's changes; -1 for everything.
+            samples: as for `begin_snapshot`.
         """
-        with self._locked():
-            position = int(self.counters[NUM_TOUCHED])
-            count = position - since
-            everything = since < 0 or count > self.num_slots
-            if everything:
-                slots = np.arange(self.num_slots)
-            elif count == 0:
-                slots = _NO_SLOTS
-            else:
-                slots = np.unique(self.touched[np.arange(since, position) % self.num_slots]).astype(np.int64)
-            ready = self.state[slots] == READY
-            return self._begin_read(), Changes(
-                position,
-                int(self.counters[NEXT_SEQUENCE]),
-                int(self.counters[NUM_READY]),
-                everything,
-                slots,
-                ready,
-                self.sequence[slots],
-                self.priority[slots],
-            )
+        return self._when_samplable(samples, lambda: (self._begin_read(), self._changes(since)))
 
-    def ends(self, count: int, *, newest: bool) -> tuple[int, Array]:
-        """`begin_read`, and the oldest (or newest) `count` slots in order, or all if there are fewer."""
-        with self._locked():
-            slots = np.empty(min(count, int(self.counters[NUM_READY])), dtype=np.int64)
-            slot, side = int(self.counters[NEWEST if newest else OLDEST]) - 1, 0 if newest else 1
-            if native.require():
-                native.walk(self.links, slot, side, slots)
-            else:
-                for i in range(len(slots)):
-                    slots[i], slot = slot, int(self.links[slot, side])
+    def _changes(self, since: int) -> Changes:
+        position = int(self.counters[NUM_TOUCHED])
+        slots = self._touched_since(since)
+        everything = slots is None
+        if slots is None:
+            slots = np.arange(self.num_slots)
+        return Changes(
+            position,
+            int(self.counters[NEXT_SEQUENCE]),
+            int(self.counters[NUM_READY]),
+            everything,
+            slots,
+            self.state[slots] == READY,
+            self.sequence[slots],
+            self.priority[slots],
+        )
+
+    def _touched_since(self, since: int) -> Array | None:
+        """The slots that were touched since a position, each once; None if that is not known any more."""
+        position = int(self.counters[NUM_TOUCHED])
+        count = position - since
+        if since < 0 or count > self.num_slots:
+            return None
+        if count == 0:
+            return _NO_SLOTS
+        return np.unique(self.touched[np.arange(since, position) % self.num_slots]).astype(np.int64)
+
+    def begin_ends(
+        self, count: int, *, newest: bool, samples: int = 0, all_of_them: bool = False
+    ) -> tuple[int, Array]:
+        """`begin_read`, and the oldest (or newest) `count` slots in order, or all if there are fewer.
+
+        Args:
+            samples: as for `begin_snapshot`.
+            all_of_them: wait until there are so many, as for the rate limiter.
+        """
+
+        def look() -> tuple[int, Array] | None:
+            there = int(self.counters[NUM_READY])
+            if all_of_them and there < count:
+                return None
+            slots = np.empty(min(count, there), dtype=np.int64)
+            self._ops.walk(self._where, newest, slots)
             return self._begin_read(), slots
+
+        return self._when_samplable(samples, look)
 
     def begin_read_of(self, slot: int) -> int:
         """`begin_read`, having checked that `slot` is live.
@@ -328,83 +471,182 @@ class Index(Slots):
     def snapshot(self) -> Snapshot:
         """The live trajectories now, oldest first."""
         with self._locked():
-            return self._take_snapshot()
+            self._expire()
+            return self._log.snapshot(self)
+
+    def count_samples(self, slots: Array, generations: Array) -> Array:
+        """Count that these rows are drawn, and retire trajectories that have been drawn often enough.
+
+        Args:
+            slots, generations: int64 [n].
+
+        Returns:
+            int64 [n]: how often each has been drawn by now; 0 for rows whose trajectory is gone or used up.
+        """
+        times = np.empty(len(slots), dtype=np.int64)
+        with self._locked():
+            limit = self.rules.max_times_sampled or 0
+            self._ops.count_samples(self._where, slots, generations, limit, times)
+        return times
 
     def _begin_read(self) -> int:
-        free = np.flatnonzero(self.readers[:, READING] == 0)
-        if len(free) == 0:
+        here = _process(os.getpid())
+        ticket = int(self._ops.begin_read(self._where, *here))
+        if ticket < 0:
             self._drop_dead_readers()
-            free = np.flatnonzero(self.readers[:, READING] == 0)
-            if len(free) == 0:
+            ticket = int(self._ops.begin_read(self._where, *here))
+            if ticket < 0:
                 raise GearError(
                     f"{len(self.readers)} batches are being read at once, which is the limit. "
                     "Let fewer processes read the same table, or lower prefetch."
                 )
-        ticket = int(free[0])
-        self.readers[ticket, :READING] = _process(os.getpid())
-        self.readers[ticket, READING] = self.counters[EPOCH]
         return ticket
 
-    def _take_snapshot(self) -> Snapshot:
-        version = int(self.counters[VERSION])
-        if self._snapshot is None or self._snapshot.version != version:
-            slots = np.flatnonzero(self.state == READY)
-            slots = slots[np.argsort(self.sequence[slots], kind="stable")]
-            self._snapshot = Snapshot(
-                version, slots, self.extent[slots, 0], self.generation[slots], self.sequence[slots]
-            )
-        return self._snapshot
+    # ---------------------------------------------------------------- the rate limiter, and age
+
+    def _expire(self) -> None:
+        if self._max_age is not None:
+            self._ops.expire(self._where, time.monotonic_ns() - self._max_age)
+
+    def _counts(self) -> dict[str, int]:
+        counters = self.counters
+        return {
+            "size": int(counters[NUM_READY]),
+            "inserted": int(counters[NEXT_SEQUENCE] - counters[FIRST_SEQUENCE]),
+            "sampled": int(counters[NUM_SAMPLED]),
+        }
+
+    def _when_samplable(self, count: int, look: Callable[[], _T | None]) -> _T:
+        """What `look` returns under the lock, once `count` rows may be drawn and it does not return None."""
+        limiter = self.rules.rate_limiter if count else None
+        patience: Patience | None = None
+        while True:
+            with self._locked():
+                self._expire()
+                if limiter is None or limiter.may_sample(count, **self._counts()):
+                    found = look()
+                    if found is not None:
+                        if count:
+                            self.counters[NUM_SAMPLED] += count
+                        if patience is not None:
+                            self.counters[SAMPLE_WAIT] += patience.waited
+                        return found
+                counts = self._counts()
+            patience = patience or self._patience()
+            if not patience.sleep():
+                if limiter is None:
+                    raise TableEmptyError(
+                        f"{count} trajectories were waited for {patience.timeout:g} s; the table holds "
+                        f"{counts['size']}. Is somebody adding to it?"
+                    )
+                raise RateLimitError(
+                    f"Waited {patience.timeout:g} s in vain. {limiter.explain('sample', count, **counts)}"
+                )
+
+    def _may_insert(self, count: int) -> bool:
+        limiter = self.rules.rate_limiter
+        return limiter is None or limiter.may_insert(count, **self._counts())
+
+    def _refuse_insert(self, count: int, patience: Patience) -> RateLimitError:
+        limiter = self.rules.rate_limiter
+        assert limiter is not None
+        return RateLimitError(
+            f"Waited {patience.timeout:g} s in vain. {limiter.explain('insert', count, **self._counts())}"
+        )
+
+    def _when_insertable(self, count: int, change: Callable[[], object]) -> None:
+        patience: Patience | None = None
+        while True:
+            with self._locked():
+                self._expire()
+                if self._may_insert(count):
+                    change()
+                    if patience is not None:
+                        self.counters[INSERT_WAIT] += patience.waited
+                    return
+            patience = patience or self._patience()
+            if not patience.sleep():
+                raise self._refuse_insert(count, patience)
 
     # ---------------------------------------------------------------- room
 
-    def _make_room(self, lengths: Array, evict: bool) -> bool:
+    def _obtain(
+        self,
+        needed: tuple[int, int, int],
+        attempt: Callable[[], int],
+        *,
+        evict: int,
+        wait: bool,
+        last: int = -1,
+        inserts: int = 0,
+    ) -> None:
+        """Try to get room until it is there, doing what helps.
+
+        Args:
+            needed: slots, blocks and steps.
+            attempt: tries it under the lock; what `index_ops.make_room` returns.
+            last: the slot that is to grow.
+            inserts: trajectories that `attempt` commits: the rate limiter has to allow it.
+        """
+        patience: Patience | None = None
+        while True:
+            with self._locked():
+                self._expire()
+                self._reclaim_writers(every=1.0)
+                answer = attempt() if not inserts or self._may_insert(inserts) else _LIMITED
+                while answer != DONE and self._help(answer, needed, evict, last):
+                    answer = attempt()
+                if answer == DONE:
+                    if patience is not None:
+                        self.counters[INSERT_WAIT] += patience.waited
+                    return
+                if answer == FULL or (answer == SHORT and not wait):
+                    raise TableFullError(self._full_message(*needed, evict, wait))
+                message = (
+                    self._full_message(*needed, evict, wait) if answer == SHORT else self._busy_message()
+                )
+            patience = patience or self._patience()
+            if not patience.sleep():
+                waited = f"{patience.timeout:g} s"
+                if answer == SHORT:
+                    raise TableFullError(f"Waited {waited} in vain. {message}")
+                if answer == _LIMITED:
+                    raise self._refuse_insert(inserts, patience)
+                raise LockTimeoutError(
+                    f"Room for {needed[0]} trajectories was waited for {waited}: {message}"
+                )
+
+    def _help(self, answer: int, needed: tuple[int, int, int], evict: int, last: int) -> bool:
+        """Do what may bring room; whether anything was done."""
+        if answer == FLIP:
+            return self._flip(needed[1], evict, last)
+        if answer == READ:
+            return self._drop_dead_readers()
+        return answer in (SHORT, FULL, BUSY) and self._reclaim_writers(every=0.0)
+
+    def _flip(self, blocks: int, evict: int, last: int) -> bool:
+        """Move the live block tables to the other half; False while a reader may still use that half."""
         counters = self.counters
-        slots, steps = len(lengths), int(lengths.sum())
-        blocks = int(self.blocks_of(lengths).sum())
-
-        def missing() -> bool:
-            return bool(
-                counters[NUM_FREE_SLOTS] + counters[NUM_RETIRED] < slots
-                or counters[NUM_FREE_BLOCKS] + counters[RETIRED_BLOCKS] < blocks
-                or counters[NUM_STEPS] + counters[WRITING_STEPS] + steps > self.max_steps
-            )
-
-        if missing():
-            self._reclaim_writers(every=0.0)
-        if missing():
-            largest = slots <= self.num_slots and blocks <= self.num_blocks and steps <= self.max_steps
-            if not (evict and largest):
-                raise TableFullError(self._full_message(slots, blocks, steps, evict))
-            attainable = (
-                counters[NUM_FREE_SLOTS] + counters[NUM_RETIRED] + counters[NUM_READY] >= slots
-                and counters[NUM_FREE_BLOCKS] + counters[RETIRED_BLOCKS] + counters[READY_BLOCKS] >= blocks
-                and counters[WRITING_STEPS] + steps <= self.max_steps
-            )
-            if not attainable:
-                # Unfinished writes hold it. Their trajectories can be evicted once they are there.
-                return False
-            with self._mutation():
-                while missing():
-                    self._retire(int(counters[OLDEST]) - 1)
-                    counters[NUM_EVICTED] += 1
-        if counters[NUM_RETIRED]:
-            with self._mutation():
-                self._reclaim()
-        if counters[NUM_FREE_SLOTS] < slots or counters[NUM_FREE_BLOCKS] < blocks:
+        if self._oldest_reader() <= counters[FLIP_EPOCH]:
             self._drop_dead_readers()
-            with self._mutation():
-                self._reclaim()
-            if counters[NUM_FREE_SLOTS] < slots or counters[NUM_FREE_BLOCKS] < blocks:
+            if self._oldest_reader() <= counters[FLIP_EPOCH]:
                 return False
-        if counters[HEAD + counters[HALF]] + blocks > self.half_size:
-            return self._flip()
+        total = self._pieces(last)[4]
+        if total + blocks > self.half_size and evict != REFUSE and counters[NUM_READY]:
+            # Block tables of streams may be there more than once: then they are more than there are blocks.
+            self._ops.evict_one(self._where, int(evict))
+            self._ops.reclaim(self._where)
+            total = self._pieces(last)[4]
+        if total > self.half_size:
+            return False
+        self._move(last)
         return True
 
-    def _full_message(self, slots: int, blocks: int, steps: int, evict: bool) -> str:
+    def _full_message(self, slots: int, blocks: int, steps: int, evict: int, wait: bool) -> str:
         counters = self.counters
         remedy = (
             "Add fewer at a time, or create the table larger."
-            if evict
+            if evict or wait
             else "Create the table larger, remove trajectories, or create it with on_full='evict_oldest'."
         )
         writing = int(counters[NUM_WRITING])
@@ -416,78 +658,30 @@ class Index(Slots):
             f"{self.num_blocks - int(counters[NUM_FREE_BLOCKS]):,} of {self.num_blocks:,} blocks. {remedy}"
         )
 
-    def _allocate(self, lengths: Array) -> tuple[Array, Array]:
-        counters, count = self.counters, len(lengths)
-        if count == 0:
-            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
-        blocks = self.blocks_of(lengths)
-        total = int(blocks.sum())
-        with self._mutation():
-            top = int(counters[NUM_FREE_SLOTS])
-            slots = self.free_slots[top - count : top][::-1].astype(np.int64)
-            counters[NUM_FREE_SLOTS] = top - count
-            top = int(counters[NUM_FREE_BLOCKS])
-            ids = self.free_blocks[top - total : top][::-1].copy()
-            counters[NUM_FREE_BLOCKS] = top - total
-            half = int(counters[HALF])
-            start = half * self.half_size + int(counters[HEAD + half])
-            self.block_ids[start : start + total] = ids
-            counters[HEAD + half] += total
-            self.extent[slots, 0] = lengths
-            self.extent[slots, 1] = start + np.cumsum(blocks) - blocks
-            self.generation[slots] += 1
-            self.owner[slots] = _process(os.getpid())
-            self.state[slots] = WRITING
-            counters[NUM_WRITING] += count
-            counters[WRITING_STEPS] += int(lengths.sum())
-        return slots, ids
-
-    def _flip(self) -> bool:
-        """Move the live block tables to the other half; False while a reader may still use that half."""
-        counters = self.counters
-        if self._oldest_reader() <= counters[FLIP_EPOCH]:
-            self._drop_dead_readers()
-            if self._oldest_reader() <= counters[FLIP_EPOCH]:
-                return False
-        half = 1 - int(counters[HALF])
-        with self._mutation():
-            slots, offsets, total = self._packed()
-            blocks = self.blocks_of(self.extent[slots, 0])
-            source = np.repeat(self.extent[slots, 1] - offsets, blocks) + np.arange(total)
-            target = half * self.half_size
-            self.block_ids[target : target + total] = self.block_ids[source]
-            # Readers see the new places one by one. If this process dies between, both halves are in use; so from
-            # here on whoever takes the lock next finishes the move.
-            counters[MOVING] = 1 + half
-            self._finish_flip()
-        return True
-
-    # ---------------------------------------------------------------- slots
-
-    def _reclaim(self) -> None:
-        """Free the retired slots that no reader can still see."""
-        counters = self.counters
-        oldest = self._oldest_reader()
-        while counters[NUM_RETIRED]:
-            slot = int(self.retired[counters[RETIRED_FIRST]])
-            if self.epoch[slot] >= oldest:
-                break
-            counters[RETIRED_FIRST] = (counters[RETIRED_FIRST] + 1) % self.num_slots
-            counters[NUM_RETIRED] -= 1
-            counters[RETIRED_BLOCKS] -= self._free(slot)
+    def _busy_message(self) -> str:
+        busy = sorted({pid for pid, _ in self._active_readers()})
+        writing = sorted({int(pid) for pid in self.owner[self.state == WRITING, PID]})
+        return (
+            f"what is to be reused is still being read by the processes {busy} or written by {writing}. They may be "
+            "stopped, or hold a batch too long."
+        )
 
     # ---------------------------------------------------------------- processes that died
 
-    def _reclaim_writers(self, *, every: float) -> None:
+    def _reclaim_writers(self, *, every: float) -> bool:
+        """Take back what dead writers had, if that was not looked for in the last `every` seconds."""
+        if self.counters[NUM_WRITING] == 0:
+            return False
         now = time.monotonic()
-        if self.counters[NUM_WRITING] == 0 or now < self._writers_checked + every:
-            return
+        if now < self._writers_checked + every:
+            return False
         self._writers_checked = now
         writing = np.flatnonzero(self.state == WRITING)
-        dead = [slot for slot in writing.tolist() if not _alive(*self.owner[slot].tolist())]
+        owners = [(slot, self.owner[slot].tolist()) for slot in writing.tolist()]
+        dead = [slot for slot, owner in owners if not _alive(*owner)]
         if dead:
-            with self._mutation():
-                self._abort(np.array(dead))
+            self._ops.abort(self._where, np.array(dead, dtype=np.int64))
+        return bool(dead)
 
     def _active_readers(self) -> list[tuple[int, int]]:
         active = np.flatnonzero(self.readers[:, READING])
@@ -498,10 +692,16 @@ class Index(Slots):
         epochs = epochs[epochs > 0]
         return int(epochs.min()) if len(epochs) else int(np.iinfo(np.int64).max)
 
-    def _drop_dead_readers(self) -> None:
-        for ticket in np.flatnonzero(self.readers[:, READING]).tolist():
-            if not _alive(*self.readers[ticket, :READING].tolist()):
-                self.readers[ticket, READING] = 0
+    def _drop_dead_readers(self) -> bool:
+        """Forget the readers that have died; whether there were any."""
+        tickets = np.flatnonzero(self.readers[:, READING]).tolist()
+        dead = [ticket for ticket in tickets if not _alive(*self.readers[ticket, :READING].tolist())]
+        for ticket in dead:
+            self.readers[ticket, READING] = 0
+        return bool(dead)
+
+    def _reclaim(self) -> None:
+        self._ops.reclaim(self._where)
 
     def check_valid(self) -> None:
         """Compare everything derived with the slots.
@@ -511,3 +711,27 @@ class Index(Slots):
         """
         with self._locked():
             self._check()
+
+
+class _Locked:
+    """Context manager: the lock is held, and the index is whole."""
+
+    __slots__ = ("_index",)
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+
+    def __enter__(self) -> None:
+        index = self._index
+        index._lock.__enter__()
+        try:
+            if index.counters[DIRTY] or not index.counters[INITIALIZED]:
+                index._rebuild()
+        except BaseException:
+            index._lock.__exit__(None, None, None)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._index._lock.__exit__(kind, value, trace)

@@ -15,9 +15,9 @@ import numpy as np
 
 from gear_loader.index import Changes
 from gear_loader.kernels.sum_tree import GONE
-from gear_loader.slots import Array
+from gear_loader.slots import Array, ranges
 
-__all__ = ["ItemMap", "Leaves", "ranges"]
+__all__ = ["ItemMap", "Leaves"]
 
 _GONE = np.float32(GONE)
 
@@ -143,10 +143,3 @@ class ItemMap:
         lengths = extent[slots, 0]
         steps = ranges(np.zeros_like(lengths), lengths)
         return self.items(np.repeat(slots, lengths), steps, extent, block_ids)
-
-
-def ranges(starts: Array, counts: Array) -> Array:
-    """starts[0], starts[0] + 1, ... (counts[0] of them), starts[1], ...; all int64 [n]."""
-    before = np.cumsum(counts) - counts
-    places: Array = np.repeat(starts - before, counts) + np.arange(counts.sum())
-    return places

@@ -9,20 +9,27 @@
                     sequence   int64 [T]                  number of the trajectory in order of commitment
                     epoch      int64 [T]                  when the slot was retired
                     owner      int64 [T, 2]               pid and start time of the slot's writer
-                    priority   float32 [T]                as given when it was added, -1 if none was
+                    stream     int32 [T]                  which stream of steps it was cut from, 0 for none
+                    created    int64 [T]                  when it was committed, in nanoseconds of the machine's clock
+                    moved      uint32 [T]                 where in the other half the block table is being moved to
+                    priority   float32 [T]                as given last, -1 if none was
+                    sampled    int32 [T]                  how often it has been drawn, where that is counted
                     state      int32 [T]                  FREE, WRITING, READY, RETIRED
                     links      int32 [T, 2]               older and newer neighbour in order of commitment
                     block_ids  int32 [2, H]               block tables: a trajectory's blocks, one after another
                     free_slots, retired  int32 [T]        stack; ring in order of retirement
                     touched    int32 [T]                  ring of the slots that were committed or retired last
                     free_blocks          int32 [N]        stack
+                    uses                 int32 [N, 2]     trajectories that use a block: live ones, all
+                    lowest               float32 [G]      a bound for the priorities of each group of slots
     next page       column 0   [N blocks, block_stride B] block_steps steps, then padding to a multiple of 128 B
                     column 1   ...
                     tail       128 B, then up to a whole page
 
-T is `max_trajectories`, N the number of blocks. Every array starts on a multiple of 128 B. Because a column's
-base and its block stride are such multiples, a 128-byte line never holds bytes of two blocks, and reading whole
-lines around a step never leaves the region: that is what lets the GPU kernel read nothing but whole lines.
+T is `max_trajectories`, N the number of blocks, G the number of groups of slots, about the root of T. Every array starts
+on a multiple of 128 B. Because a column's base and its block stride are such multiples, a 128-byte line never holds
+bytes of two blocks, and reading whole lines around a step never leaves the region: that is what lets the GPU kernel
+read nothing but whole lines.
 """
 
 from __future__ import annotations
@@ -37,6 +44,7 @@ from typing import Any
 import numpy as np
 
 from gear_loader.errors import RegionError, SchemaError
+from gear_loader.rules import Rules
 from gear_loader.schema import Schema
 
 __all__ = ["FORMAT_VERSION", "HEADER_LIMIT", "LINE", "MAX_READERS", "ColumnLayout", "Layout", "round_up"]
@@ -44,7 +52,7 @@ __all__ = ["FORMAT_VERSION", "HEADER_LIMIT", "LINE", "MAX_READERS", "ColumnLayou
 LINE = 128
 """Bytes of one line: the unit in which a GPU reads host memory, and the alignment of everything."""
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 HEADER_LIMIT = 1 << 20
 """Most bytes of preamble and JSON."""
 MAX_READERS = 256
@@ -73,18 +81,29 @@ class Layout:
     Attributes:
         arrays: name -> (offset, dtype, shape) of the index.
         columns: name -> `ColumnLayout`.
+        group: slots of a group.
+        rules: what else is stored with the table.
         region_bytes: size of the whole region, a multiple of the page size.
         index_bytes: bytes before the first column.
     """
 
     def __init__(
-        self, schema: Schema, *, max_steps: int, max_trajectories: int, block_steps: int, num_blocks: int
+        self,
+        schema: Schema,
+        *,
+        max_steps: int,
+        max_trajectories: int,
+        block_steps: int,
+        num_blocks: int,
+        rules: Rules | None = None,
     ) -> None:
         self.schema = schema
         self.max_steps = max_steps
         self.max_trajectories = max_trajectories
         self.block_steps = block_steps
         self.num_blocks = num_blocks
+        self.rules = Rules() if rules is None else rules
+        self.group = 1 << ((max_trajectories - 1).bit_length() + 1) // 2
         self.half = num_blocks + (num_blocks + 1) // 2
         self.header = self._header()
 
@@ -97,7 +116,11 @@ class Layout:
             ("sequence", np.int64, (slots,)),
             ("epoch", np.int64, (slots,)),
             ("owner", np.int64, (slots, 2)),
+            ("stream", np.int32, (slots,)),
+            ("created", np.int64, (slots,)),
+            ("moved", np.uint32, (slots,)),
             ("priority", np.float32, (slots,)),
+            ("sampled", np.int32, (slots,)),
             ("state", np.int32, (slots,)),
             ("links", np.int32, (slots, 2)),
             ("block_ids", np.int32, (2, self.half)),
@@ -105,6 +128,8 @@ class Layout:
             ("retired", np.int32, (slots,)),
             ("touched", np.int32, (slots,)),
             ("free_blocks", np.int32, (blocks,)),
+            ("uses", np.int32, (blocks, 2)),
+            ("lowest", np.float32, (-(-slots // self.group),)),
         ]
         offset = round_up(len(self.header), LINE)
         self.arrays: dict[str, tuple[int, np.dtype[Any], tuple[int, ...]]] = {}
@@ -127,7 +152,7 @@ class Layout:
     @property
     def slot_bytes(self) -> int:
         """Bytes of the index that belong to one slot."""
-        other = ("counters", "readers", "block_ids", "free_blocks")
+        other = ("counters", "readers", "block_ids", "free_blocks", "uses", "lowest")
         arrays = [array for name, array in self.arrays.items() if name not in other]
         return sum(dtype.itemsize * int(np.prod(shape[1:])) for _, dtype, shape in arrays)
 
@@ -143,6 +168,7 @@ class Layout:
             "max_trajectories": self.max_trajectories,
             "block_steps": self.block_steps,
             "num_blocks": self.num_blocks,
+            "rules": self.rules.to_json(),
         }
         header = bytes(64) + json.dumps(fields, separators=(",", ":")).encode()
         if len(header) > HEADER_LIMIT:
@@ -186,7 +212,7 @@ class Layout:
         try:
             fields = json.loads(body)
             schema = Schema.from_json(fields.pop("schema"))
-            layout = cls(schema, **fields)
+            layout = cls(schema, rules=Rules.from_json(fields.pop("rules")), **fields)
         except Exception as error:
             raise RegionError(
                 f"{name} has a damaged header ({error}). Remove it and create the table anew."

@@ -32,6 +32,7 @@ __all__ = [
     "AVAILABLE",
     "ROWS",
     "STATE",
+    "append",
     "finish",
     "gather",
     "post",
@@ -39,7 +40,6 @@ __all__ = [
     "resolve",
     "scatter",
     "serve",
-    "walk",
 ]
 
 _Array = np.ndarray[Any, Any]
@@ -284,6 +284,26 @@ if AVAILABLE:
                     _copy(target, addresses[i, c] + j * block_bytes, steps * step_bytes)
             first += blocks
 
+    @compiled
+    def append(columns, block_steps, ids, first, addresses, count) -> None:  # type: ignore[no-untyped-def]
+        """Copy steps into blocks of one trajectory, from step `first` on.
+
+        Args:
+            columns, block_steps: as for `scatter`. ids: int32, the trajectory's blocks.
+            addresses: int64 [C]: where the steps of each column lie, contiguous.
+            count: of steps.
+        """
+        for c in range(columns.shape[0]):
+            base, stride, step_bytes = columns[c, 0], columns[c, 1], columns[c, 2]
+            done = 0
+            while done < count:
+                block = (first + done) // block_steps
+                inside = first + done - block * block_steps
+                steps = min(block_steps - inside, count - done)
+                target = base + int64(ids[block]) * stride + inside * step_bytes
+                _copy(target, addresses[c] + done * step_bytes, steps * step_bytes)
+                done += steps
+
     @njit(inline="always")
     def _window(begin, length, steps, pad):  # type: ignore[no-untyped-def]
         """First step of a window that exists, number of steps that do, and the padding before them."""
@@ -382,13 +402,6 @@ if AVAILABLE:
             for i in range(high - low + 1):
                 out_ids[b, i] = block_ids[row + low + i]
 
-    @compiled
-    def walk(links, slot, side, slots) -> None:  # type: ignore[no-untyped-def]
-        """Fill `slots` (int64 [n]) with a slot and those that follow it in column `side` of `links` (int32 [T, 2])."""
-        for i in range(len(slots)):
-            slots[i] = slot
-            slot = links[slot, side]
-
     # The crew's loops: see `gear_loader.crew`.
 
     @compiled
@@ -455,4 +468,4 @@ if AVAILABLE:
             pause()
 
 else:  # pragma: no cover - depends on the environment
-    scatter = gather = resolve = serve = post = finish = None
+    scatter = append = gather = resolve = serve = post = finish = None

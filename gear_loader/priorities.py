@@ -14,14 +14,14 @@ import torch
 from gear_loader.collector import Buffers, Collector
 from gear_loader.errors import PriorityError, SchemaError, StaleIndexError
 from gear_loader.index import Changes, Snapshot
-from gear_loader.item_map import ItemMap, Leaves, ranges
+from gear_loader.item_map import ItemMap, Leaves
 from gear_loader.kernels.sum_tree import GONE
 from gear_loader.priority_tree import HostTree, uniforms, weigh
 from gear_loader.random import key
 from gear_loader.request import Request, request
 from gear_loader.selection import Job, Selection
 from gear_loader.selectors import SAMPLE_EPOCH, Draw, Prioritized, Selector, TopK, anchors
-from gear_loader.slots import READY, UNSET, Array
+from gear_loader.slots import READY, UNSET, Array, ranges
 
 __all__ = ["ANCHORS", "LEAVES", "PrioritySelection", "Rows", "draw_key", "needs_priorities"]
 

@@ -5,44 +5,29 @@ from __future__ import annotations
 import collections
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
-import re
 import stat
-import threading
+import time
 import warnings
 import weakref
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
+from gear_loader import names
 from gear_loader.errors import RegionError, TableClosedError
 from gear_loader.layout import HEADER_LIMIT, Layout, round_up
 from gear_loader.lock import IndexLock
+from gear_loader.names import guarded, region_path
 from gear_loader.notice import notice
 
 __all__ = ["Region", "region_path"]
 
-_DIRECTORY = "/dev/shm"
-_PREFIX = "gear-loader."
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 _REGISTER_CHUNK = 1 << 36  # one cudaHostRegister call of 512 GiB fails, 64 GiB at a time works
-
-
-def region_path(name: str) -> str:
-    """The file of the region called `name`.
-
-    Raises:
-        RegionError: a name that cannot be one.
-    """
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise RegionError(
-            f"Table name {name!r} was received; expected 1 to 128 letters, digits, '_', '.', '-', "
-            "not starting with '.' or '-'."
-        )
-    return os.path.join(_DIRECTORY, _PREFIX + name)
+_ATTACH_TIMEOUT = 10.0  # seconds; who removes or looks at a region needs milliseconds
 
 
 def _size(count: int) -> str:
@@ -56,7 +41,6 @@ class _Mapping:
     """
 
     registry: ClassVar[dict[tuple[int, int], _Mapping]] = {}
-    guard: ClassVar[threading.Lock] = threading.Lock()
     released: ClassVar[collections.deque[_Mapping | None]] = collections.deque()
 
     def __init__(self, memory: mmap.mmap, name: str, fd: int | None, key: tuple[int, int] | None) -> None:
@@ -75,18 +59,19 @@ class _Mapping:
     def make(cls, path: str, name: str, layout: Layout) -> _Mapping:
         """A new file of zeros with its header. It has no name, and goes with this process, until it is complete."""
         memory = None
-        fd = os.open(_DIRECTORY, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+        fd = os.open(names.DIRECTORY, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, layout.region_bytes)
             os.pwrite(fd, layout.preamble().ljust(64, b"\0") + layout.header[64:], 0)
             memory = mmap.mmap(fd, layout.region_bytes, flags=mmap.MAP_SHARED)
+            fcntl.flock(fd, fcntl.LOCK_SH)  # in use: see `gear_loader.names`
             info = os.fstat(fd)
             mapping = cls(memory, name, fd, (info.st_dev, info.st_ino))
-            with cls.guarded():
+            with guarded():
                 # What /proc/self/fd shows is a symbolic link; only with a directory does os.link() follow it. An
                 # absolute path makes no use of the directory.
                 os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
-                cls.registry[info.st_dev, info.st_ino] = mapping
+                mapping.remember()
             return mapping
         except BaseException:
             if memory is not None:
@@ -95,9 +80,9 @@ class _Mapping:
             raise
 
     @classmethod
-    def open(cls, path: str, name: str) -> tuple[_Mapping, Layout]:
-        """The mapping of the file at `path`, which this process may have already."""
-        with cls.guarded():
+    def open(cls, path: str, name: str) -> tuple[_Mapping, Layout] | None:
+        """The mapping of the file at `path`, which this process may have already; None: try again in a moment."""
+        with guarded():
             info = os.stat(path, follow_symlinks=False)
             if not stat.S_ISREG(info.st_mode):
                 raise RegionError(f"{name} is not a regular file. Choose another name or remove it.")
@@ -113,6 +98,9 @@ class _Mapping:
                 mapping.forget()
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
+                if not names.hold(fd, path):
+                    os.close(fd)
+                    return None
                 info = os.fstat(fd)
                 layout = Layout.read(os.pread(fd, HEADER_LIMIT, 0), info.st_size, name)
                 memory = mmap.mmap(fd, layout.region_bytes, flags=mmap.MAP_SHARED)
@@ -121,20 +109,17 @@ class _Mapping:
                 raise
             # Another file may have taken the place since os.stat(), but none that this process has: those that it
             # made are linked under the guard.
-            key = (info.st_dev, info.st_ino)
-            assert key not in cls.registry
-            cls.registry[key] = cls(memory, name, fd, key)
-            return cls.registry[key], layout
+            mapping = cls(memory, name, fd, (info.st_dev, info.st_ino))
+            mapping.remember()
+            return mapping, layout
 
-    @classmethod
-    @contextlib.contextmanager
-    def guarded(cls) -> Iterator[None]:
-        """Hold the guard; afterwards do what `release` had to leave undone meanwhile."""
-        try:
-            with cls.guard:
-                yield
-        finally:
-            cls.sweep()
+    def remember(self) -> None:
+        """Enter the file's mapping; the caller holds the guard."""
+        assert self.key is not None
+        assert self.key not in self.registry
+        assert self.fd is not None
+        self.registry[self.key] = self
+        names.descriptors[self.key] = self.fd
 
     def release(self) -> None:
         """One user less. May come from the garbage collector, in the middle of anything: waits for nothing."""
@@ -144,7 +129,7 @@ class _Mapping:
     @classmethod
     def sweep(cls) -> None:
         # If the guard is taken, its holder comes here after letting it go.
-        while cls.released and cls.guard.acquire(blocking=False):
+        while cls.released and names.guard.acquire(blocking=False):
             try:
                 while cls.released:
                     mapping = cls.released.popleft()
@@ -156,7 +141,7 @@ class _Mapping:
                     if mapping.mapped() is None:
                         mapping.forget()
             finally:
-                cls.guard.release()
+                names.guard.release()
 
     def unmap(self) -> None:
         """Unregister and unmap, the last user having gone; the caller holds the guard."""
@@ -190,6 +175,7 @@ class _Mapping:
         self.left = None
         if self.key is not None:
             self.registry.pop(self.key, None)
+            names.descriptors.pop(self.key, None)
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
@@ -221,12 +207,12 @@ class _Mapping:
 
     @classmethod
     def after_fork(cls) -> None:
-        cls.guard = threading.Lock()
         for mapping in cls.registry.values():
             mapping.pinned, mapping.registered = None, []  # CUDA's registrations stay with the parent
 
 
 os.register_at_fork(after_in_child=_Mapping.after_fork)
+names.afterwards.append(_Mapping.sweep)
 
 
 class Region:
@@ -273,7 +259,7 @@ class Region:
         path = region_path(name)
         if os.path.lexists(path):
             raise RegionError(_exists(name))
-        free = os.statvfs(_DIRECTORY)
+        free = os.statvfs(names.DIRECTORY)
         if layout.region_bytes > free.f_bavail * free.f_frsize:
             raise RegionError(_too_large(layout.region_bytes))
         try:
@@ -283,7 +269,7 @@ class Region:
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise RegionError(_too_large(layout.region_bytes)) from error
-            raise RegionError(f"Table {name!r} cannot be made in {_DIRECTORY}: {error}.") from error
+            raise RegionError(f"Table {name!r} cannot be made in {names.DIRECTORY}: {error}.") from error
         return cls(mapping, layout, name)
 
     @classmethod
@@ -291,24 +277,28 @@ class Region:
         """Map an existing region.
 
         Raises:
-            RegionError: there is none of that name, or the file is no table of this version.
+            RegionError: there is none of that name, the file is no table of this version, or somebody keeps it locked.
         """
         path = region_path(name)
+        deadline = time.monotonic() + _ATTACH_TIMEOUT
         try:
-            mapping, layout = _Mapping.open(path, f"Table {name!r} ({path})")
+            while (opened := _Mapping.open(path, f"Table {name!r} ({path})")) is None:
+                if time.monotonic() > deadline:
+                    raise RegionError(
+                        f"Table {name!r} has been locked for over {_ATTACH_TIMEOUT:g} s, as by somebody who is "
+                        f"removing it. That process may be stopped; `fuser {path}` names it."
+                    )
+                time.sleep(1e-3)
         except FileNotFoundError as error:
-            here = sorted(
-                entry[len(_PREFIX) :] for entry in os.listdir(_DIRECTORY) if entry.startswith(_PREFIX)
-            )
             raise RegionError(
-                f"There is no table named {name!r}; tables on this machine: {here or 'none'}. "
+                f"There is no table named {name!r}; tables on this machine: {names.region_names() or 'none'}. "
                 f"Create it with Table.create(..., name={name!r})."
             ) from error
         except RegionError:
             raise
         except OSError as error:
             raise RegionError(f"Table {name!r} cannot be attached: {error}.") from error
-        return cls(mapping, layout, name)
+        return cls(*opened, name)
 
     def unlink(self) -> None:
         """Remove a region's name. Who has it mapped keeps it; the memory goes with the last of them.
@@ -374,7 +364,7 @@ class Region:
                 )
                 return False
             base = self._view().ctypes.data
-            with _Mapping.guarded():
+            with guarded():
                 if self._mapping.pinned is None:
                     total = round_up(self.layout.region_bytes, mmap.PAGESIZE)
                     self._mapping.pinned = self._mapping.register(base, total)
@@ -394,12 +384,12 @@ def _exists(name: str) -> str:
 
 
 def _too_large(count: int) -> str:
-    free = os.statvfs(_DIRECTORY)
+    free = os.statvfs(names.DIRECTORY)
     return (
-        f"A named table of {_size(count)} does not fit into {_DIRECTORY}, which has "
+        f"A named table of {_size(count)} does not fit into {names.DIRECTORY}, which has "
         f"{_size(free.f_bavail * free.f_frsize)} free. Lower max_steps, max_trajectories or max_blocks, remove "
-        "tables that are no longer used, or enlarge it (in Docker: --shm-size; else: mount -o "
-        f"remount,size=... {_DIRECTORY})."
+        "tables that are no longer used (`gear-loader ls` and `gear-loader rm`), or enlarge it (in Docker: "
+        f"--shm-size; else: mount -o remount,size=... {names.DIRECTORY})."
     )
 
 

@@ -27,7 +27,6 @@ __all__ = [
     "Uniform",
     "anchors",
     "replacements",
-    "steps_of",
 ]
 
 _ITEMS, _ANCHORS, _REPLACED = range(3)  # streams of random numbers
@@ -102,7 +101,7 @@ class SnapshotSelector(Selector):
     def select(self, snapshot: Snapshot, draw: Draw) -> tuple[Array, Array | None]:
         """Positions in the snapshot, int64 [count], and the steps chosen within them if the unit is a step."""
         items = self._items(self.num_items(snapshot), draw)
-        return (items, None) if self.unit == "trajectory" else steps_of(snapshot, items)
+        return (items, None) if self.unit == "trajectory" else snapshot.locate(items)
 
     def _items(self, size: int, draw: Draw) -> Array:
         raise NotImplementedError
@@ -286,12 +285,6 @@ def _finite(value: Any) -> bool:
 # ---------------------------------------------------------------- from a snapshot
 
 
-def steps_of(snapshot: Snapshot, items: Array) -> tuple[Array, Array]:
-    """Step number i of the whole snapshot: the position of its trajectory, the step within it."""
-    positions = np.searchsorted(snapshot.ends, items, side="right")
-    return positions, items - (snapshot.ends[positions] - snapshot.lengths[positions])
-
-
 def anchors(kind: Literal["uniform", "first", "last"], lengths: Array, draw: Draw) -> Array:
     """The anchor step of each chosen trajectory, int64 [count], for lengths int64 [count]."""
     if kind == "first":
@@ -305,4 +298,4 @@ def replacements(unit: Unit, snapshot: Snapshot, draw: Draw) -> tuple[Array, Arr
     """Random items, as `select` returns them, for those that are no longer there."""
     if unit == "trajectory":
         return draw.integers(_REPLACED, len(snapshot)), None
-    return steps_of(snapshot, draw.integers(_REPLACED, snapshot.num_steps))
+    return snapshot.locate(draw.integers(_REPLACED, snapshot.num_steps))

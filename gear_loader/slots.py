@@ -1,13 +1,17 @@
 """The slots of a table's index, and everything that follows from them.
 
 The slots are the truth: state, extent (length and place in `block_ids`), generation, sequence, epoch, owner,
-priority. Everything else (free lists, links, ring, counts) is derived from them. A mutation marks the index dirty
-while it works; whoever takes the lock and finds it dirty, because a process was killed in the middle, derives it
-all anew. That is why a slot's state is always written last.
+priority, and when and how often they were added and drawn. Everything else (free lists, links, ring, counts, uses of
+blocks) is derived from them. A mutation marks the index dirty while it works; whoever takes the lock and finds it
+dirty, because a process was killed in the middle, derives it all anew. That is why a slot's state is always written
+last. The mutations are in `gear_loader.index_ops`; here is what derives.
 
 Block tables grow in one half of `block_ids`; when it is full, the live ones are copied to the other half. The half
 that was left stays as it was until the next such move, so a reader that still uses it is not disturbed. A writer
 gets its block ids when it gets its slots, and looks at no block table.
+
+The trajectories that a writer cuts from one stream of steps share the blocks of the steps that they have in common:
+then their block tables are parts of one, and stay so when they are moved.
 """
 
 from __future__ import annotations
@@ -18,60 +22,71 @@ from typing import Any
 
 import numpy as np
 
-from gear_loader.kernels.sum_tree import UNSET
+from gear_loader import index_ops
+from gear_loader.index_ops import (
+    ALL,
+    COMMITTING,
+    DIRTY,
+    EPOCH,
+    FLIP_EPOCH,
+    FREE,
+    HALF,
+    HEAD,
+    INITIALIZED,
+    LIVE,
+    MARKED,
+    MOVING,
+    NEWEST,
+    NEXT_SEQUENCE,
+    NUM_EXPIRED,
+    NUM_FREE_BLOCKS,
+    NUM_FREE_SLOTS,
+    NUM_READY,
+    NUM_REMOVED,
+    NUM_RETIRED,
+    NUM_STEPS,
+    NUM_TOUCHED,
+    NUM_WRITING,
+    OLDEST,
+    PID,
+    READING,
+    READY,
+    REMOVING,
+    RETIRED,
+    RETIRED_BLOCKS,
+    RETIRED_FIRST,
+    RUNS,
+    UNSET,
+    VERSION,
+    WRITING,
+    WRITING_BLOCKS,
+    WRITING_STEPS,
+    Array,
+    View,
+)
 from gear_loader.region import Region
 
-__all__ = ["FREE", "IDENTITY", "READING", "READY", "RETIRED", "UNSET", "WRITING", "Array", "Slots"]
+__all__ = ["FREE", "IDENTITY", "READING", "READY", "RETIRED", "UNSET", "WRITING", "Array", "Slots", "ranges"]
 
-FREE, WRITING, READY, RETIRED = range(4)
-Array = np.ndarray[Any, Any]
-
-# Places in `counters`. OLDEST and NEWEST hold slot + 1, 0 for none, so that zeros describe an empty table.
-(
-    EPOCH,
-    VERSION,
-    NUM_READY,
-    NUM_STEPS,
-    READY_BLOCKS,
-    NUM_WRITING,
-    WRITING_STEPS,
-    NUM_FREE_SLOTS,
-    NUM_FREE_BLOCKS,
-    NEXT_SEQUENCE,
-    HALF,
-    HEAD,  # two entries, one a half
-    _HEAD_1,
-    FLIP_EPOCH,
-    OLDEST,
-    NEWEST,
-    RETIRED_FIRST,
-    NUM_RETIRED,
-    RETIRED_BLOCKS,
-    DIRTY,
-    INITIALIZED,
-    NUM_EVICTED,
-    NUM_REMOVED,
-    MOVING,  # 1 + the half to which the block tables are being moved, 0 for none
-    NUM_TOUCHED,  # entries ever written to the ring `touched`
-) = range(25)
 IDENTITY = slice(60, 64)
 """Places in `counters` that belong to checkpoints: a random name for the table; the save that it was loaded from, or 0;
 and for a private table the process that got the name, since a forked child has a table of its own from then on."""
-PID, START, READING = range(3)  # columns of `readers`
 
 
 class Slots:
-    """The index's arrays as views, and the changes that the operations of `Index` are made of.
+    """The index's arrays as views, and what can be derived from them.
 
     Whoever calls a method holds the lock.
     """
 
     def __init__(self, region: Region) -> None:
         layout = region.layout
+        self.rules = layout.rules
         self.block_steps = layout.block_steps
         self.max_steps = layout.max_steps
         self.num_slots = layout.max_trajectories
         self.num_blocks = layout.num_blocks
+        self.half_size = layout.half
         self.counters: Array = region.array("counters")
         self.readers: Array = region.array("readers")
         self.extent: Array = region.array("extent")
@@ -79,15 +94,28 @@ class Slots:
         self.sequence: Array = region.array("sequence")
         self.epoch: Array = region.array("epoch")
         self.owner: Array = region.array("owner")
+        self.stream: Array = region.array("stream")
+        self.created: Array = region.array("created")
+        self.moved: Array = region.array("moved")
         self.priority: Array = region.array("priority")
+        self.sampled: Array = region.array("sampled")
         self.state: Array = region.array("state")
         self.links: Array = region.array("links")
         self.block_ids: Array = region.array("block_ids").reshape(-1)
-        self.half_size = layout.half
         self.free_slots: Array = region.array("free_slots")
         self.retired: Array = region.array("retired")
         self.touched: Array = region.array("touched")
         self.free_blocks: Array = region.array("free_blocks")
+        self.uses: Array = region.array("uses")
+        self.lowest: Array = region.array("lowest")
+        self.group = layout.group
+        self.operate(compiled=index_ops.COMPILED is not None)
+
+    def operate(self, *, compiled: bool) -> None:
+        """Use the compiled operations, or those in Python (on the arrays that are attributes now)."""
+        self._view = View(*(getattr(self, name) for name in View._fields))
+        self._ops: Any = index_ops.COMPILED if compiled else index_ops.PLAIN
+        self._where: Any = index_ops.places_of(self._view) if compiled else self._view
 
     @contextlib.contextmanager
     def _mutation(self) -> Iterator[None]:
@@ -105,82 +133,60 @@ class Slots:
         length, start = self.extent[slot].tolist()
         return self.block_ids[start : start + self.blocks_of(length)].copy()
 
-    # ---------------------------------------------------------------- changes
+    # ---------------------------------------------------------------- moving the block tables
 
-    def _append(self, slots: Array) -> None:
-        counters = self.counters
-        newest = int(counters[NEWEST]) - 1
-        self.links[slots, 0] = np.concatenate(([newest], slots[:-1]))
-        self.links[slots, 1] = np.concatenate((slots[1:], [-1]))
-        if newest >= 0:
-            self.links[newest, 1] = slots[0]
-        else:
-            counters[OLDEST] = slots[0] + 1
-        counters[NEWEST] = slots[-1] + 1
+    def _pieces(self, last: int) -> tuple[Array, Array, Array, Array, int]:
+        """What the block tables of the slots in use consist of, when those that overlap are taken together.
 
-    def _touch(self, slots: Array) -> None:
-        counters, count = self.counters, len(slots)
-        self.touched[(counters[NUM_TOUCHED] + np.arange(count)) % self.num_slots] = slots
-        counters[NUM_TOUCHED] += count
+        Args:
+            last: the slot whose piece comes last; -1 for any.
 
-    def _retire(self, slot: int) -> None:
-        counters = self.counters
-        older, newer = self.links[slot].tolist()
-        if older >= 0:
-            self.links[older, 1] = newer
-        else:
-            counters[OLDEST] = newer + 1
-        if newer >= 0:
-            self.links[newer, 0] = older
-        else:
-            counters[NEWEST] = older + 1
-        length = int(self.extent[slot, 0])
-        blocks = self.blocks_of(length)
-        self.epoch[slot] = counters[EPOCH]
-        self.state[slot] = RETIRED
-        self.retired[(counters[RETIRED_FIRST] + counters[NUM_RETIRED]) % self.num_slots] = slot
-        self.touched[counters[NUM_TOUCHED] % self.num_slots] = slot
-        counters[NUM_TOUCHED] += 1
-        counters[EPOCH] += 1
-        counters[VERSION] += 1
-        counters[NUM_RETIRED] += 1
-        counters[RETIRED_BLOCKS] += blocks
-        counters[READY_BLOCKS] -= blocks
-        counters[NUM_READY] -= 1
-        counters[NUM_STEPS] -= length
-
-    def _free(self, slot: int) -> int:
-        counters = self.counters
-        ids = self.row(slot)
-        self.state[slot] = FREE
-        top = int(counters[NUM_FREE_BLOCKS])
-        self.free_blocks[top : top + len(ids)] = ids[::-1]
-        counters[NUM_FREE_BLOCKS] = top + len(ids)
-        self.free_slots[counters[NUM_FREE_SLOTS]] = slot
-        counters[NUM_FREE_SLOTS] += 1
-        return len(ids)
-
-    def _abort(self, slots: Array) -> None:
-        for slot in slots.tolist():
-            self.counters[WRITING_STEPS] -= self.extent[slot, 0]
-            self.counters[NUM_WRITING] -= 1
-            self._free(slot)
-
-    def _packed(self) -> tuple[Array, Array, int]:
-        """Slots in use, where their block tables begin when packed one after another, and the length of it all."""
+        Returns:
+            The slots in use; where their block tables begin when the pieces are packed one after another; where the
+            pieces begin and how long they are; and the length of it all.
+        """
         slots = np.flatnonzero(self.state != FREE)
-        ends = np.cumsum(self.blocks_of(self.extent[slots, 0]))
-        return slots, ends - self.blocks_of(self.extent[slots, 0]), int(ends[-1]) if len(slots) else 0
+        slots = slots[np.argsort(self.extent[slots, 1], kind="stable")]
+        starts = self.extent[slots, 1]
+        ends = np.maximum.accumulate(starts + self.blocks_of(self.extent[slots, 0]))
+        new = np.ones(len(slots), dtype=bool)
+        new[1:] = starts[1:] >= ends[:-1]
+        piece = np.cumsum(new) - 1
+        firsts = np.flatnonzero(new)
+        begins = starts[firsts]
+        lengths = ends[np.append(firsts[1:], len(slots)) - 1] - begins if len(slots) else begins
+        order = np.arange(len(firsts))
+        if last >= 0:
+            order = np.argsort(order == piece[slots == last][0], kind="stable")
+        offsets = np.empty(len(firsts), dtype=np.int64)
+        offsets[order] = np.cumsum(lengths[order]) - lengths[order]
+        places = offsets[piece] + starts - begins[piece] if len(slots) else starts
+        return slots, places, begins[order], lengths[order], int(lengths.sum())
 
-    def _finish_flip(self) -> None:
+    def _move(self, last: int) -> None:
+        """Move the block tables in use to the other half; the block table of `last` will end where there is room."""
+        half = 1 - int(self.counters[HALF])
+        with self._mutation():
+            slots, places, begins, lengths, total = self._pieces(last)
+            target = half * self.half_size
+            self.block_ids[target : target + total] = self.block_ids[ranges(begins, lengths)]
+            self.moved[slots] = places
+            # Readers see the new places one by one. If this process dies between, both halves are in use; so from
+            # here on whoever takes the lock next finishes the move.
+            self.counters[MOVING] = 1 + half
+            self._finish_move()
+
+    def _finish_move(self) -> None:
         counters = self.counters
         half = int(counters[MOVING]) - 1
-        slots, offsets, total = self._packed()
-        self.extent[slots, 1] = half * self.half_size + offsets
-        counters[HEAD + half] = total
+        slots = np.flatnonzero(self.state != FREE)
+        self.extent[slots, 1] = half * self.half_size + self.moved[slots].astype(np.int64)
+        ends = self.extent[slots, 1] + self.blocks_of(self.extent[slots, 0])
+        counters[HEAD + half] = int(ends.max(initial=half * self.half_size)) - half * self.half_size
         counters[HEAD + 1 - half] = 0
         counters[FLIP_EPOCH] = counters[EPOCH]
         counters[EPOCH] += 1
+        counters[RUNS] += 1
         counters[HALF] = half
         counters[MOVING] = 0
 
@@ -191,44 +197,70 @@ class Slots:
         lengths, starts = self.extent[:, 0], self.extent[:, 1]
         used = np.flatnonzero(self.state != FREE)
         blocks = self.blocks_of(lengths)
-        rows = [self.block_ids[starts[s] : starts[s] + blocks[s]] for s in used.tolist()]
-        taken = np.concatenate(rows) if rows else np.empty(0, dtype=np.int32)
+        uses = np.zeros((self.num_blocks, 2), dtype=np.int32)
+        for column, slots in ((ALL, used), (LIVE, used[self.state[used] != RETIRED])):
+            taken = self.block_ids[ranges(starts[slots], blocks[slots])]
+            uses[:, column] = np.bincount(taken, minlength=self.num_blocks)
         ready = np.flatnonzero(self.state == READY)
         ready = ready[np.argsort(self.sequence[ready], kind="stable")]
         retired = np.flatnonzero(self.state == RETIRED)
         retired = retired[np.argsort(self.epoch[retired], kind="stable")]
         writing = np.flatnonzero(self.state == WRITING)
-        ends = [0, 0]
-        for slot in used.tolist():
-            half, place = divmod(int(starts[slot]), self.half_size)
-            ends[half] = max(ends[half], place + int(blocks[slot]))
-        free = np.ones(self.num_blocks, dtype=bool)
-        free[taken] = False
+        half = starts[used] // self.half_size
+        ends = starts[used] - half * self.half_size + blocks[used]
+        free = uses[:, ALL] == 0
         return {
-            "taken": taken,
+            "uses": uses,
             "ready": ready,
             "retired": retired,
             "free_slots": np.flatnonzero(self.state == FREE),
             "free_blocks": np.flatnonzero(free),
-            "ends": ends,
+            "ends": [int(ends[half == side].max(initial=0)) for side in (0, 1)],
             "counts": {
                 NUM_READY: len(ready),
                 NUM_STEPS: int(lengths[ready].sum()),
-                READY_BLOCKS: int(blocks[ready].sum()),
                 NUM_WRITING: len(writing),
                 WRITING_STEPS: int(lengths[writing].sum()),
+                WRITING_BLOCKS: int(blocks[writing].sum()),
                 NUM_RETIRED: len(retired),
-                RETIRED_BLOCKS: int(blocks[retired].sum()),
+                RETIRED_BLOCKS: int((~free & (uses[:, LIVE] == 0)).sum()),
                 NUM_FREE_SLOTS: int((self.state == FREE).sum()),
                 NUM_FREE_BLOCKS: int(free.sum()),
             },
         }
 
+    def _complete(self) -> None:
+        """Finish, or undo, what was to happen to several slots at once."""
+        counters = self.counters
+        if counters[MOVING]:
+            self._finish_move()
+        writing = np.flatnonzero(self.state == WRITING)
+        if counters[COMMITTING]:
+            done = writing[self.sequence[writing] >= counters[COMMITTING] - 1]
+            self.state[done] = READY
+            counters[COMMITTING] = 0
+        self.sequence[np.flatnonzero(self.state == WRITING)] = -1
+        marked = np.flatnonzero(self.owner[:, PID] == MARKED)
+        leaving = marked[self.state[marked] == READY] if counters[REMOVING] else marked[:0]
+        counters[NUM_REMOVED] += len(leaving)
+        times = self.rules.max_times_sampled
+        if times is not None:
+            used_up = np.flatnonzero((self.state == READY) & (self.sampled >= times))
+            used_up = np.setdiff1d(used_up, leaving)
+            counters[NUM_EXPIRED] += len(used_up)
+            leaving = np.concatenate((leaving, used_up))
+        if len(leaving):
+            retired = self.epoch[np.flatnonzero(self.state == RETIRED)].max(initial=0)
+            counters[EPOCH] = max(int(counters[EPOCH]), int(retired) + 1)
+            self.epoch[leaving] = counters[EPOCH] + np.arange(len(leaving))
+            self.state[leaving] = RETIRED
+        self.owner[marked, PID] = 0
+        counters[REMOVING] = 0
+
     def _rebuild(self) -> None:
         counters = self.counters
         counters[DIRTY] = 1
-        if counters[MOVING]:
-            self._finish_flip()
+        self._complete()
         derived = self._derive()
         for place, value in derived["counts"].items():
             counters[place] = value
@@ -236,57 +268,92 @@ class Slots:
         self.free_slots[: len(derived["free_slots"])] = derived["free_slots"][::-1]
         self.free_blocks[: len(derived["free_blocks"])] = derived["free_blocks"][::-1]
         self.retired[: len(derived["retired"])] = derived["retired"]
+        self.uses[:] = derived["uses"]
+        self.lowest[:] = -np.inf  # no bound: looked up when it is needed
         counters[RETIRED_FIRST] = 0
-        counters[OLDEST] = counters[NEWEST] = 0
-        if len(derived["ready"]):
-            self._append(derived["ready"])
-            counters[NEXT_SEQUENCE] = max(counters[NEXT_SEQUENCE], self.sequence[derived["ready"][-1]] + 1)
+        ready = derived["ready"]
+        counters[OLDEST] = ready[0] + 1 if len(ready) else 0
+        counters[NEWEST] = ready[-1] + 1 if len(ready) else 0
+        if len(ready):
+            self.links[ready, 0] = np.append(-1, ready[:-1])
+            self.links[ready, 1] = np.append(ready[1:], -1)
+            counters[NEXT_SEQUENCE] = max(counters[NEXT_SEQUENCE], self.sequence[ready[-1]] + 1)
         counters[HEAD : HEAD + 2] = derived["ends"]
         used = np.flatnonzero(self.state == RETIRED)
         last = int(self.epoch[used].max()) if len(used) else 0
         counters[EPOCH] = max(counters[EPOCH], last, 0) + 1
         counters[VERSION] += 1
+        counters[RUNS] += 1
         counters[NUM_TOUCHED] += self.num_slots + 1  # whoever follows the ring has to look at every slot
         counters[INITIALIZED] = 1
         counters[DIRTY] = 0
 
     def _check(self) -> None:
         """Raise AssertionError unless everything derived agrees with the slots."""
-        derived, counters = self._derive(), self.counters
-        taken = derived["taken"]
-        assert len(np.unique(taken)) == len(taken), "a block belongs to two trajectories"
+        counters = self.counters
+        used = np.flatnonzero(self.state != FREE)
+        lengths, starts = self.extent[used, 0], self.extent[used, 1]
+        taken = self.block_ids[ranges(starts, self.blocks_of(lengths))]
         assert ((taken >= 0) & (taken < self.num_blocks)).all(), "a block id is out of range"
+        self._check_sharing(taken, np.repeat(self.stream[used], self.blocks_of(lengths)))
+        derived = self._derive()
         for place, value in derived["counts"].items():
             assert counters[place] == value, f"counter {place} is {counters[place]}, expected {value}"
         for name in ("free_slots", "free_blocks"):
             count = len(derived[name])
             found = np.sort(getattr(self, name)[:count])
             assert (found == derived[name]).all(), f"{name} does not hold exactly what is free"
+        assert (self.uses == derived["uses"]).all(), "the uses of a block are counted wrong"
         ring = (counters[RETIRED_FIRST] + np.arange(counters[NUM_RETIRED])) % self.num_slots
         assert (self.retired[ring] == derived["retired"]).all(), "the ring of retired slots is out of order"
-        order: list[int] = []
-        slot = int(counters[OLDEST]) - 1
-        while slot >= 0 and len(order) <= self.num_slots:
-            order.append(slot)
-            slot = int(self.links[slot, 1])
-        assert order == derived["ready"].tolist(), "the links do not lead through the trajectories in order"
-        older = [-1, *order[:-1]]
-        assert self.links[order, 0].tolist() == older[: len(order)], "the links back are wrong"
-        assert int(counters[NEWEST]) - 1 == (order[-1] if order else -1), "the newest trajectory is wrong"
+        self._check_order(derived["ready"])
         half = int(counters[HALF])
         assert derived["ends"][1 - half] == 0, "a block table lies in the half that was left"
         assert derived["ends"][half] <= counters[HEAD + half] <= self.half_size, (
             "a block table lies beyond the head"
         )
-        lengths = self.extent[np.flatnonzero(self.state != FREE), 0]
         assert (lengths >= 1).all(), "a trajectory has no steps"
         assert lengths.max(initial=0) <= self.max_steps, "a trajectory has more than max_steps steps"
         steps = counters[NUM_STEPS] + counters[WRITING_STEPS]
         assert steps <= self.max_steps, f"{steps} steps are more than max_steps"
-        sequences = self.sequence[derived["ready"]]
+        assert not counters[COMMITTING], "a commit was left half done"
+        assert not counters[REMOVING], "a removal was left half done"
+        assert (self.readers[:, READING] <= counters[EPOCH]).all(), "a reader announced an epoch to come"
+
+    def _check_sharing(self, blocks: Array, streams: Array) -> None:
+        """Only trajectories that are cut from one stream share blocks (int [n], of trajectories of these streams)."""
+        shared = np.bincount(blocks, minlength=self.num_blocks)[blocks] > 1
+        blocks, streams = blocks[shared], streams[shared]
+        least, largest = np.full(self.num_blocks, 2**63 - 1), np.zeros(self.num_blocks, dtype=np.int64)
+        np.minimum.at(least, blocks, streams)
+        np.maximum.at(largest, blocks, streams)
+        alike = (least[blocks] == largest[blocks]) & (streams > 0)
+        assert alike.all(), "a block belongs to two trajectories"
+
+    def _check_order(self, ready: Array) -> None:
+        counters = self.counters
+        order: list[int] = []
+        slot = int(counters[OLDEST]) - 1
+        while slot >= 0 and len(order) <= self.num_slots:
+            order.append(slot)
+            slot = int(self.links[slot, 1])
+        assert order == ready.tolist(), "the links do not lead through the trajectories in order"
+        older = [-1, *order[:-1]]
+        assert self.links[order, 0].tolist() == older[: len(order)], "the links back are wrong"
+        assert int(counters[NEWEST]) - 1 == (order[-1] if order else -1), "the newest trajectory is wrong"
+        sequences = self.sequence[ready]
         assert len(np.unique(sequences)) == len(order), "a sequence number is used twice"
         assert counters[NEXT_SEQUENCE] > sequences.max(initial=-1), "a sequence number comes again"
-        priorities = self.priority[derived["ready"]]
+        priorities = self.priority[ready]
         given = priorities[priorities != UNSET]
         assert (np.isfinite(given) & (given >= 0)).all(), "a priority is negative or not finite"
-        assert (self.readers[:, READING] <= counters[EPOCH]).all(), "a reader announced an epoch to come"
+        least = np.full(len(self.lowest), np.inf)
+        np.minimum.at(least, ready // self.group, np.where(priorities == UNSET, np.inf, priorities))
+        assert (self.lowest <= least).all(), "a priority is lower than the bound of its group"
+
+
+def ranges(starts: Array, counts: Array) -> Array:
+    """starts[0], starts[0] + 1, ... (counts[0] of them), starts[1], ...; all int64 [n]."""
+    before = np.cumsum(counts) - counts
+    places: Array = np.repeat(starts - before, counts) + np.arange(counts.sum())
+    return places

@@ -7,7 +7,7 @@ import importlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -20,26 +20,34 @@ from gear_loader.errors import (
     StaleIndexError,
     TableClosedError,
 )
-from gear_loader.index import Changes, Index, Snapshot
-from gear_loader.layout import Layout
-from gear_loader.numbers import as_array, narrowed
-from gear_loader.region import Region
-from gear_loader.schema import Column, Schema
-from gear_loader.slots import (
-    NUM_EVICTED,
+from gear_loader.index import EVICT_LOWEST, EVICT_OLDEST, REFUSE, Changes, Index, Snapshot
+from gear_loader.index_ops import (
     NUM_FREE_BLOCKS,
-    NUM_FREE_SLOTS,
     NUM_READY,
     NUM_STEPS,
     NUM_TOUCHED,
     UNSET,
+    WRITING_STEPS,
     Array,
 )
-from gear_loader.stats import TableStats
+from gear_loader.layout import Layout
+from gear_loader.limiters import RateLimiter
+from gear_loader.numbers import as_array, narrowed
+from gear_loader.region import Region
+from gear_loader.rules import OnFull, Rules, check_on_full, check_seconds
+from gear_loader.schema import Column, Schema
+from gear_loader.stats import TableStats, stats_of
+from gear_loader.writer import Writer
 
 __all__ = ["Steps", "Table"]
 
 Trajectory = Mapping[str, Any]
+_POLICIES: dict[str, tuple[int, bool]] = {  # what `Index.begin` is told
+    "error": (REFUSE, False),
+    "evict_oldest": (EVICT_OLDEST, False),
+    "evict_lowest_priority": (EVICT_LOWEST, False),
+    "wait": (REFUSE, True),
+}
 
 
 class Steps(NamedTuple):
@@ -66,19 +74,30 @@ class Table:
     Nothing here waits for a GPU, but for `add` and `extend` of CUDA tensors, which copies them to the host.
     """
 
-    def __init__(self, region: Region, *, on_full: Literal["error", "evict_oldest"]) -> None:
+    def __init__(
+        self, region: Region, *, on_full: OnFull | None = None, timeout: float | None = None
+    ) -> None:
         self._region = region
         self._index: Index | None = Index(region)
-        self._columns: Array = np.array(  # offset in the region, bytes from block to block, bytes of a step
-            [(c.offset, c.block_stride, c.step_bytes) for c in region.layout.columns.values()], dtype=np.int64
+        self._index.timeout = timeout
+        layout = region.layout
+        start = self._index.counters.ctypes.data - layout.arrays["counters"][0]
+        self._columns: Array = np.array(
+            [(start + c.offset, c.block_stride, c.step_bytes) for c in layout.columns.values()],
+            dtype=np.int64,
         )
+        self._step_bytes = layout.schema.step_bytes
+        self.longest: int = min(layout.max_steps, layout.num_blocks * layout.block_steps)
+        """Steps of the longest trajectory that the table can hold."""
         self._reads: dict[int, Index] = {}  # open reads; they keep the index mapped when the table is closed
         self.schema: Schema = region.layout.schema
         """The columns, a mapping of name to `Column`."""
         self.name: str | None = region.name
         """The name that other processes attach by, or None."""
-        self.on_full: Literal["error", "evict_oldest"] = on_full
-        """What `add` and `extend` do when there is no room."""
+        self.rules: Rules = region.layout.rules
+        """What was given to `create`: the policy, the rate limiter, and what is removed by itself."""
+        self.on_full: OnFull = on_full or self.rules.on_full
+        """What those who add through this handle do when there is no room."""
 
     # ---------------------------------------------------------------- create, attach, close
 
@@ -92,7 +111,11 @@ class Table:
         block_steps: int = 64,
         max_blocks: int | None = None,
         name: str | None = None,
-        on_full: Literal["error", "evict_oldest"] = "error",
+        on_full: OnFull = "error",
+        rate_limiter: RateLimiter | None = None,
+        max_times_sampled: int | None = None,
+        max_age: float | None = None,
+        timeout: float | None = None,
     ) -> Table:
         """Create an empty table.
 
@@ -108,7 +131,16 @@ class Table:
                 and less memory is reserved.
             name: under which other processes attach. The table then outlives this process, until `unlink`.
                 Without a name it is private memory, of which the system gives pages only as they are written.
-            on_full: ``"error"`` raises `TableFullError`; ``"evict_oldest"`` drops the oldest trajectories.
+            on_full: what those who add do when there is no room, unless they say otherwise: ``"error"`` raises
+                `TableFullError`; ``"evict_oldest"`` drops the oldest trajectories; ``"evict_lowest_priority"`` those
+                with the lowest priority (as given last, to `add` or to `ReplayDataset.update_priority`; those that
+                have none yet go last); ``"wait"`` waits for others to make room.
+            rate_limiter: how fast it may be written and sampled in relation to each other: `MinSize`,
+                `SampleToInsertRatio` or `Queue`. By default as fast as anybody likes.
+            max_times_sampled: a trajectory is removed when it has been drawn so often. By default never.
+            max_age: seconds after which a trajectory is removed. By default never.
+            timeout: seconds that calls through this handle wait, for room and for the rate limiter, until they raise
+                an error; 60 by default.
 
         Raises:
             SchemaError: sizes or columns that make no sense.
@@ -121,7 +153,13 @@ class Table:
         for key, value in sizes.items():
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value < 2**37:
                 raise SchemaError(f"{key} is {value!r}; expected an integer from 1 to {2**37 - 1:,}.")
-        _check_on_full(on_full)
+        rules = Rules(on_full, rate_limiter, max_times_sampled, max_age)
+        if rate_limiter is not None and rate_limiter.min_size > max_trajectories:
+            raise SchemaError(
+                f"{rate_limiter!r} waits for more trajectories than the table can hold, max_trajectories="
+                f"{max_trajectories:,}. Make one of them smaller or the other larger."
+            )
+        timeout = None if timeout is None else check_seconds("timeout", timeout)
         max_steps, max_trajectories, block_steps = int(max_steps), int(max_trajectories), int(block_steps)
         if max_blocks is None:
             most = min(max_steps, max_trajectories)
@@ -137,22 +175,27 @@ class Table:
             max_trajectories=max_trajectories,
             block_steps=block_steps,
             num_blocks=int(max_blocks),
+            rules=rules,
         )
-        return cls(Region.create(layout, name), on_full=on_full)
+        return cls(Region.create(layout, name), timeout=timeout)
 
     @classmethod
-    def attach(cls, name: str, *, on_full: Literal["error", "evict_oldest"] = "error") -> Table:
+    def attach(cls, name: str, *, on_full: OnFull | None = None, timeout: float | None = None) -> Table:
         """Attach to the table called `name` on this machine.
 
         Args:
             name: as given to `create`.
-            on_full: what `add` and `extend` of this handle do when there is no room.
+            on_full: what those who add through this handle do when there is no room; by default what was given to
+                `create`.
+            timeout: as for `create`.
 
         Raises:
             RegionError: there is none, or the file is no table, or one of another format version.
         """
-        _check_on_full(on_full)
-        return cls(Region.attach(name), on_full=on_full)
+        if on_full is not None:
+            check_on_full(on_full)
+        timeout = None if timeout is None else check_seconds("timeout", timeout)
+        return cls(Region.attach(name), on_full=on_full, timeout=timeout)
 
     @staticmethod
     def required_blocks(lengths: Iterable[int] | Array, block_steps: int) -> int:
@@ -207,7 +250,7 @@ class Table:
         max_trajectories: int | None = None,
         block_steps: int | None = None,
         max_blocks: int | None = None,
-        on_full: Literal["error", "evict_oldest"] | None = None,
+        on_full: OnFull | None = None,
         progress: bool = False,
     ) -> Table:
         """Create a table with the contents of a checkpoint: trajectories, order, sequence numbers, priorities.
@@ -221,7 +264,8 @@ class Table:
             name: the name of the table, as for `create`; None makes a private one.
             max_steps, max_trajectories, block_steps, max_blocks: as for `create`; by default those of the table that
                 was saved. If one of the first three is given, `max_blocks` is computed as in `create`.
-            on_full: as for `create`; by default that of the table that was saved.
+            on_full: as for `create`; by default that of the table that was saved. The rate limiter, `max_times_sampled`
+                and `max_age` are those of the table that was saved.
             progress: show a progress bar if standard error is a terminal and `rich` is installed.
 
         Raises:
@@ -275,7 +319,7 @@ class Table:
                 "A private table cannot be sent to another process. Create it with a name, "
                 "Table.create(..., name='replay'), and it travels as a handle."
             )
-        return _attach, (self.name, self.on_full)
+        return _attach, (self.name, self.on_full, self._live().timeout)
 
     def __repr__(self) -> str:
         if self._index is None:
@@ -298,7 +342,8 @@ class Table:
 
         Raises:
             SchemaError: the trajectory or the priority does not fit.
-            TableFullError: there is no room and `on_full` is ``"error"``.
+            TableFullError: there is no room and `on_full` is ``"error"``, or it was waited for too long.
+            RateLimitError: the rate limiter was waited for too long.
             LockTimeoutError: the lock, or room in use by readers or unfinished writes, was waited for too long.
             In each case nothing was changed, but for what was evicted before room was waited for in vain.
         """
@@ -306,6 +351,18 @@ class Table:
         length, addresses, hold = self.schema.locate(trajectory)
         steps = Steps(np.array([addresses], dtype=np.int64), np.array([length], dtype=np.int64), hold)
         return int(self._store(index, steps, _check_priorities(priority, 1))[0])
+
+    def writer(self, *, chunk_steps: int | None = None, overlap_steps: int = 0) -> Writer:
+        """A writer that adds a trajectory step by step; see `Writer`.
+
+        Args:
+            chunk_steps: cut what is written into trajectories of so many steps.
+            overlap_steps: steps that such a trajectory has in common with the one before.
+
+        Raises:
+            SchemaError: sizes that make no sense.
+        """
+        return Writer(self, chunk_steps=chunk_steps, overlap_steps=overlap_steps)
 
     def extend(
         self,
@@ -407,7 +464,22 @@ class Table:
 
     def _store(self, index: Index, steps: Steps, priorities: Array) -> Array:
         self._check_lengths(steps.lengths)
-        slots, ids = index.begin(steps.lengths, evict=self.on_full == "evict_oldest")
+        limiter = self.rules.rate_limiter
+        if limiter is not None:
+            limiter.check_insert(len(steps.lengths))
+        evict, wait = self.policy
+        stored = index.store(
+            self.column_addresses(),
+            steps.lengths,
+            steps.addresses,
+            priorities,
+            evict=evict,
+            wait=wait,
+            step_bytes=self._step_bytes,
+        )
+        if stored is not None:
+            return stored
+        slots, ids = index.begin(steps.lengths, evict=evict, wait=wait)
         try:
             self._write(ids, steps)
             index.commit(slots, priorities)
@@ -416,21 +488,33 @@ class Table:
             raise
         return slots
 
+    @property
+    def policy(self) -> tuple[int, bool]:
+        """`on_full`, as `Index.begin` is told."""
+        return _POLICIES[self.on_full]
+
     def _check_lengths(self, lengths: Array) -> None:
-        layout = self._region.layout
-        longest = min(layout.max_steps, layout.num_blocks * layout.block_steps)
-        if len(lengths) and lengths.max() > longest:
+        if len(lengths) and lengths.max() > self.longest:
             bad = int(lengths.argmax())
             raise SchemaError(
-                f"Trajectory {bad} has {lengths[bad]:,} steps; this table holds at most {longest:,}. "
+                f"Trajectory {bad} has {lengths[bad]:,} steps; this table holds at most {self.longest:,}. "
                 "Create it with a larger max_steps (and max_blocks, if given) or split the trajectory."
             )
 
+    def free_steps(self) -> int:
+        """Steps for which there is room without evicting anything, roughly. Takes no lock."""
+        counters, layout = self._live().counters, self._region.layout
+        steps = layout.max_steps - int(counters[NUM_STEPS] + counters[WRITING_STEPS])
+        return max(0, min(steps, int(counters[NUM_FREE_BLOCKS]) * layout.block_steps))
+
+    def column_addresses(self) -> Array:
+        """int64 [C, 3]: address of the column, bytes from block to block, bytes of a step."""
+        return self._columns
+
     def _write(self, ids: Array, steps: Steps) -> None:
         layout = self._region.layout
-        region = self._region.array("counters")  # held, so that nothing is unmapped meanwhile
-        start = region.ctypes.data - layout.arrays["counters"][0]
-        columns = self._columns + np.array([start, 0, 0])
+        self._live()
+        columns = self.column_addresses()
         if native.require():
             native.scatter(columns, layout.block_steps, ids, steps.addresses, steps.lengths)
             return
@@ -503,29 +587,8 @@ class Table:
         self._live().remove(slots.astype(np.int64))
 
     def stats(self) -> TableStats:
-        """Counts and bytes; see `TableStats`."""
-        index, layout = self._live(), self._region.layout
-        snapshot = index.snapshot()
-        counters = index.counters
-        slots_in_use = layout.max_trajectories - int(counters[NUM_FREE_SLOTS])
-        blocks = layout.num_blocks - int(counters[NUM_FREE_BLOCKS])
-        longest = int(snapshot.lengths.max()) if len(snapshot) else 0
-        per_block = (
-            layout.block_bytes + 2 * 4
-        )  # its data, its entry in a block table, its place in the free stack
-        first = layout.arrays["extent"][0]
-        return TableStats(
-            num_trajectories=len(snapshot),
-            num_steps=snapshot.num_steps,
-            payload_bytes=snapshot.num_steps * self.schema.step_bytes,
-            resident_bytes=first + slots_in_use * layout.slot_bytes + blocks * per_block,
-            reserved_bytes=layout.region_bytes,
-            fixed_row_bytes=len(snapshot) * longest * self.schema.step_bytes,
-            blocks_in_use=blocks,
-            num_blocks=layout.num_blocks,
-            block_steps=layout.block_steps,
-            num_evicted=int(counters[NUM_EVICTED]),
-        )
+        """Counts, bytes and rates; see `TableStats`."""
+        return stats_of(self._live(), self._region.layout)
 
     def check_valid(self) -> None:
         """Check that the index does not contradict itself; for tests and after a crash.
@@ -561,24 +624,26 @@ class Table:
         """What `begin_changes` would return as the position now. Takes no lock."""
         return int(self._live().counters[NUM_TOUCHED])
 
-    def begin_snapshot(self) -> tuple[int, Snapshot]:
+    def begin_snapshot(self, samples: int = 0) -> tuple[int, Snapshot]:
         """Start reading: a ticket that keeps all blocks alive, and the trajectories there are. See `Index`."""
         index = self._live()
-        ticket, snapshot = index.begin_snapshot()
+        ticket, snapshot = index.begin_snapshot(samples)
         self._reads[ticket] = index
         return ticket, snapshot
 
-    def begin_changes(self, since: int) -> tuple[int, Changes]:
+    def begin_changes(self, since: int, samples: int = 0) -> tuple[int, Changes]:
         """Start reading: a ticket, and what has happened since. See `Index`."""
         index = self._live()
-        ticket, changes = index.begin_changes(since)
+        ticket, changes = index.begin_changes(since, samples)
         self._reads[ticket] = index
         return ticket, changes
 
-    def begin_ends(self, count: int, *, newest: bool) -> tuple[int, Array]:
-        """Start reading: a ticket, and the oldest or newest slots. See `Index.ends`."""
+    def begin_ends(
+        self, count: int, *, newest: bool, samples: int = 0, all_of_them: bool = False
+    ) -> tuple[int, Array]:
+        """Start reading: a ticket, and the oldest or newest slots. See `Index`."""
         index = self._live()
-        ticket, slots = index.ends(count, newest=newest)
+        ticket, slots = index.begin_ends(count, newest=newest, samples=samples, all_of_them=all_of_them)
         self._reads[ticket] = index
         return ticket, slots
 
@@ -600,13 +665,8 @@ class Table:
         return self._index
 
 
-def _attach(name: str, on_full: Literal["error", "evict_oldest"]) -> Table:
-    return Table.attach(name, on_full=on_full)
-
-
-def _check_on_full(on_full: str) -> None:
-    if on_full not in ("error", "evict_oldest"):
-        raise SchemaError(f"on_full is {on_full!r}; expected 'error' or 'evict_oldest'.")
+def _attach(name: str, on_full: OnFull, timeout: float | None) -> Table:
+    return Table.attach(name, on_full=on_full, timeout=timeout)
 
 
 def _check_priorities(priority: Any, count: int) -> Array:

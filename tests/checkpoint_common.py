@@ -10,7 +10,7 @@ import numpy as np
 from table_common import COLUMNS, bits, number_of
 
 import gear_loader as gear
-from gear_loader.slots import NEXT_SEQUENCE
+from gear_loader.index_ops import NEXT_SEQUENCE
 
 SIZES: dict[str, Any] = {"max_steps": 400, "max_trajectories": 40, "block_steps": 4}
 

@@ -191,6 +191,12 @@ _ARRAYS = [
     "retired",
     "touched",
     "free_blocks",
+    "stream",
+    "created",
+    "moved",
+    "sampled",
+    "uses",
+    "lowest",
 ]
 _dead = itertools.count(2**30)  # ids that no process has
 
@@ -207,6 +213,7 @@ def mortal(
     for name in _ARRAYS:
         setattr(index, name, getattr(index, name).view(Fragile))
     index.state.whole = True  # type: ignore[attr-defined]
+    index.operate(compiled=False)
     Fragile.stores_left, Fragile.torn = stores, torn
     genuine = index_module._process
     identity = (next(_dead), 1)
@@ -230,6 +237,11 @@ def write(table: gear.Table, ids: np.ndarray, number: int, length: int) -> None:
     """The data of a trajectory into its blocks, as `Table.add` does between begin and commit."""
     length, addresses, hold = table.schema.locate(rows(number, length))
     table._write(np.array(ids), Steps(np.array([addresses]), np.array([length], dtype=np.int64), hold))
+
+
+def in_three_steps(table: gear.Table) -> None:
+    """From now on what is added takes slots, copies and commits one after another, however small it is."""
+    table._live().store = lambda *_args, **_options: None  # type: ignore[method-assign]
 
 
 def store(table: gear.Table, index: Index, numbers: list[int], lengths: list[int], *, evict: bool) -> None:

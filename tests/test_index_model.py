@@ -13,10 +13,9 @@ import pytest
 from table_common import COLUMNS, Died, Reading, bury, mortal, number_of, numbers_of, rows, store, write
 
 import gear_loader as gear
-from gear_loader import index as index_module
 from gear_loader.errors import LockTimeoutError, StaleIndexError, TableFullError
 from gear_loader.index import Changes, Index
-from gear_loader.slots import DIRTY, FREE, HALF, NUM_TOUCHED, READY
+from gear_loader.index_ops import DIRTY, FREE, HALF, HEAD, NUM_TOUCHED, READY
 
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")
@@ -549,7 +548,7 @@ def _worn(table: gear.Table) -> None:
     table.extend([rows(1, 9), rows(2, 7)])
     layout, counters = table.region.layout, table._live().counters
     half = int(counters[HALF])
-    while counters[index_module.HEAD + half] + 3 <= layout.half:
+    while counters[HEAD + half] + 3 <= layout.half:
         table.remove(table.add(rows(99, 7)))
     assert int(counters[HALF]) == half
 
@@ -560,7 +559,7 @@ def _worn_twice(table: gear.Table) -> None:
     table.remove(table.add(rows(98, 7)))
     layout, counters = table.region.layout, table._live().counters
     assert counters[HALF] == 1
-    while counters[index_module.HEAD + 1] + 3 <= layout.half:
+    while counters[HEAD + 1] + 3 <= layout.half:
         table.remove(table.add(rows(99, 7)))
 
 

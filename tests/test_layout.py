@@ -107,7 +107,11 @@ def test_index_arrays() -> None:
         "sequence": (np.int64, (16,)),
         "epoch": (np.int64, (16,)),
         "owner": (np.int64, (16, 2)),
+        "stream": (np.int32, (16,)),
+        "created": (np.int64, (16,)),
+        "moved": (np.uint32, (16,)),
         "priority": (np.float32, (16,)),
+        "sampled": (np.int32, (16,)),
         "state": (np.int32, (16,)),
         "links": (np.int32, (16, 2)),
         "block_ids": (np.int32, (2, 93)),
@@ -115,6 +119,8 @@ def test_index_arrays() -> None:
         "retired": (np.int32, (16,)),
         "touched": (np.int32, (16,)),
         "free_blocks": (np.int32, (62,)),
+        "uses": (np.int32, (62, 2)),
+        "lowest": (np.float32, (4,)),
     }
     assert {name: (dtype, shape) for name, (_, dtype, shape) in layout.arrays.items()} == expected
     per_slot = sum(
@@ -235,6 +241,7 @@ def test_the_header_is_json_that_needs_no_library() -> None:
         "max_trajectories": 16,
         "block_steps": 4,
         "num_blocks": 62,
+        "rules": {"on_full": "error", "rate_limiter": None, "max_times_sampled": None, "max_age": None},
     }
 
 

@@ -27,7 +27,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"kernels"}),
     frozenset({"errors", "notice", "stats"}),
     frozenset({"native", "schema"}),
-    frozenset({"layout", "lock", "native_tree", "numbers", "options"}),
+    frozenset({"layout", "limiters", "lock", "names", "native_tree", "numbers", "options"}),
     frozenset({"region"}),
     frozenset({"slots"}),
     frozenset({"crew", "index", "priority_tree", "random"}),
@@ -39,7 +39,8 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"dataset"}),
     frozenset({"datamodule"}),
     frozenset({FRONT_DOOR}),
-    frozenset({"__main__", "cli"}),
+    frozenset({"cli"}),
+    frozenset({"__main__"}),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -19,12 +19,12 @@ STEP = sum(column.step_bytes for column in COLUMNS.values())
 
 
 def expected_resident(table: gear.Table, slots: int, blocks: int) -> int:
-    """Header, counters and readers; for each slot its entries; for each block its data and two entries."""
+    """Header, counters and readers; for each slot its entries; for each block its data and four entries."""
     layout = table.region.layout
     padded = sum(
         math.ceil(layout.block_steps * column.step_bytes / LINE) * LINE for column in table.schema.values()
     )
-    return layout.arrays["extent"][0] + slots * layout.slot_bytes + blocks * (padded + 8)
+    return layout.arrays["extent"][0] + slots * layout.slot_bytes + blocks * (padded + 16)
 
 
 def test_an_empty_table() -> None:
@@ -129,19 +129,27 @@ def test_the_summary_is_readable() -> None:
         num_blocks=20_000,
         block_steps=64,
         num_evicted=7,
+        num_expired=3,
+        num_inserted=2000,
+        num_sampled=70_000,
+        num_writing=2,
+        insert_wait=1.25,
+        sample_wait=0.5,
     )
     lines = str(stats).splitlines()
     assert [line.split() for line in lines] == [
         ["trajectories", "1,234"],
         ["steps", "567,890"],
         ["blocks", "in", "use", "9,000", "of", "20,000,", "64", "steps", "each"],
-        ["evicted", "7"],
+        ["added", "2,000,", "1.2", "s", "waited"],
+        ["drawn", "70,000,", "0.5", "s", "waited"],
+        ["evicted", "7,", "expired", "3"],
         ["payload", "1,000,000", "B"],
         ["resident", "1,050,000", "B", "1.050", "x", "payload"],
         ["fixed", "rows", "2,345,678", "B", "2.346", "x", "payload"],
         ["reserved", "4,000,000", "B", "4.000", "x", "payload"],
     ]
-    figures = {0: "1,234", 1: "567,890", 2: "9,000", 5: "1,050,000", 6: "2,345,678"}
+    figures = {0: "1,234", 1: "567,890", 2: "9,000", 7: "1,050,000", 8: "2,345,678"}
     ends = {lines[i].index(figure) + len(figure) for i, figure in figures.items()}
     assert len(ends) == 1, "the figures are aligned"
 

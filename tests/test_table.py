@@ -16,7 +16,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from table_common import COLUMNS, DTYPES, bits, fresh_name, named, number_of, numbers_of, random_values, rows
+from table_common import (
+    COLUMNS,
+    DTYPES,
+    bits,
+    fresh_name,
+    in_three_steps,
+    named,
+    number_of,
+    numbers_of,
+    random_values,
+    rows,
+)
 
 import gear_loader as gear
 from gear_loader import native
@@ -305,6 +316,7 @@ def test_a_write_that_fails_gives_everything_back(
         raise error("interrupted")
 
     monkeypatch.setattr(owner, target, fail)
+    in_three_steps(table)
     with pytest.raises(error, match="interrupted"):
         table.extend([rows(2, 30), rows(3, 9), rows(4, 1)])
     monkeypatch.undo()
@@ -746,6 +758,7 @@ def test_closing_while_another_thread_writes() -> None:
             except BaseException as error:
                 errors.append(error)
 
+        in_three_steps(table)
         table._write = slow.__get__(table)  # type: ignore[method-assign]
         thread = threading.Thread(target=work)
         thread.start()

@@ -23,9 +23,9 @@ from gear_loader.checkpoint.manifest import (
 from gear_loader.checkpoint.progress import progress_bar
 from gear_loader.checkpoint.writing import descended
 from gear_loader.errors import CheckpointError
+from gear_loader.index_ops import NEXT_SEQUENCE, Array
 from gear_loader.layout import ColumnLayout
 from gear_loader.schema import Column, Schema
-from gear_loader.slots import NEXT_SEQUENCE, Array
 from gear_loader.table import Table
 
 __all__ = ["load"]

@@ -1,0 +1,487 @@
+"""Rate limiters: when trajectories may be added and batches be drawn, so that actors and learner keep in step.
+
+The semantics are those of Reverb's rate limiters (Cassirer et al., 2021, https://arxiv.org/abs/2102.04736). A limiter
+is arithmetic on three counts, which the table keeps: `size`, trajectories that are there; `inserted` and `sampled`,
+trajectories added and rows drawn since the table was made. With
+
+    balance = inserted * samples_per_insert - sampled
+
+a row may be drawn while ``size >= min_size`` and the balance after it is at least `min_diff`; a trajectory may be
+added while the balance after it is at most `max_diff`, and always while ``size < min_size``. Several at once are
+allowed if they would be allowed one after another with nothing in between.
+
+**Exact.** A balance is a multiple of 1 / q, where p / q is `samples_per_insert` as a fraction in lowest terms, and is
+compared in whole numbers of these units: nothing is rounded, however large the counts are, and nothing accumulates. A
+number stands for the fraction of a denominator up to a million that has the same float (0.1 is 1/10, 1 / 3 is 1/3),
+otherwise for the decimal that it prints as.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+from numbers import Integral, Real
+from typing import Any, ClassVar, Literal
+
+from gear_loader.errors import SchemaError
+
+__all__ = ["MinSize", "Queue", "RateLimiter", "SampleToInsertRatio"]
+
+_FIELDS = ("samples_per_insert", "min_size", "min_diff", "max_diff")
+
+
+@dataclasses.dataclass(frozen=True)
+class RateLimiter:
+    """Bounds on how far adding may run ahead of sampling, and sampling ahead of adding.
+
+    `MinSize`, `SampleToInsertRatio` and `Queue` are what users choose from; this is what they have in common.
+
+    Attributes:
+        samples_per_insert: rows that are drawn for each trajectory that is added.
+        min_size: trajectories that must be there before anything is drawn.
+        min_diff, max_diff: bounds of the balance ``inserted * samples_per_insert - sampled``; they may be infinite.
+
+    Raises:
+        SchemaError: a value that is none, or bounds between which even single rows and trajectories could block each
+            other for ever.
+    """
+
+    samples_per_insert: float
+    min_size: int
+    min_diff: float
+    max_diff: float
+    # In units of 1 / _row: what a row takes from the balance, what a trajectory gives, the bounds (None: infinite).
+    _row: int = dataclasses.field(init=False, repr=False, compare=False)
+    _trajectory: int = dataclasses.field(init=False, repr=False, compare=False)
+    _least: int | None = dataclasses.field(init=False, repr=False, compare=False)
+    _most: int | None = dataclasses.field(init=False, repr=False, compare=False)
+
+    _loosen: ClassVar[str] = "set min_diff and max_diff further apart"
+
+    def __post_init__(self) -> None:
+        ratio = _ratio("samples_per_insert", self.samples_per_insert)
+        low = _bound("min_diff", self.min_diff, never=math.inf)
+        high = _bound("max_diff", self.max_diff, never=-math.inf)
+        gain = _fraction(ratio)
+        unit = gain.denominator
+        settled: dict[str, Any] = {
+            "samples_per_insert": ratio,
+            "min_size": _count("min_size", self.min_size),
+            "min_diff": low,
+            "max_diff": high,
+            "_row": unit,
+            "_trajectory": gain.numerator,
+            "_least": None if math.isinf(low) else math.ceil(_fraction(low) * unit),
+            "_most": None if math.isinf(high) else math.floor(_fraction(high) * unit),
+        }
+        for name, value in settled.items():
+            object.__setattr__(self, name, value)
+        safe = self._safe_batch(1)
+        if safe is not None and safe < 1:
+            raise SchemaError(
+                f"min_diff is {low!r} and max_diff is {high!r}; between them there is no room for a row and a "
+                "trajectory, so that both could wait for ever. "
+                f"Set them at least {_show(1 + gain)} (1 + samples_per_insert) apart."
+            )
+
+    # ---------------------------------------------------------------- what a table asks
+
+    def may_insert(self, count: int, *, size: int, inserted: int, sampled: int) -> bool:
+        """Whether `count` (at least 1) more trajectories may be added at once."""
+        if size + count <= self.min_size or self._most is None:
+            return True
+        # int(): a counter may be a numpy integer, whose products overflow.
+        return int(inserted + count) * self._trajectory - int(sampled) * self._row <= self._most
+
+    def may_sample(self, count: int, *, size: int, inserted: int, sampled: int) -> bool:
+        """Whether a batch of `count` (at least 1) rows may be drawn at once."""
+        if size < self.min_size:
+            return False
+        if self._least is None:
+            return True
+        return int(inserted) * self._trajectory - int(sampled + count) * self._row >= self._least
+
+    def explain(
+        self, what: Literal["insert", "sample"], count: int, *, size: int, inserted: int, sampled: int
+    ) -> str:
+        """Why `count` trajectories or rows were waited for in vain, with all counts, and what to do: for an error."""
+        size, inserted, sampled = int(size), int(inserted), int(sampled)
+        counts = {"size": size, "inserted": inserted, "sampled": sampled}
+        balance = inserted * self._trajectory - sampled * self._row
+        if what == "insert":
+            asked = _many(count, "trajectory", "trajectories") + " be added"
+            if self.may_insert(count, **counts):
+                reason = "it would let it now. Try again, with a longer timeout"
+            else:
+                assert self._most is not None
+                excess = balance + count * self._trajectory - self._most
+                rows = _many(-(-excess // self._row), "more row", "more rows")
+                reason = f"it waits for {rows} to be sampled"
+                if size < self.min_size:
+                    free = self.min_size - size
+                    reason += (
+                        f", but nothing is sampled below min_size {self.min_size}. "
+                        f"Add at most {free} at once, which needs no waiting"
+                    )
+                else:
+                    reason += (
+                        ". Sample (in another thread or process, or before adding more: is the learner still there?), "
+                        f"or {self._looser(count, 1)}"
+                    )
+        else:
+            asked = _many(count, "row", "rows") + " be sampled"
+            if self.may_sample(count, **counts):
+                reason = "it would let it now. Try again, with a longer timeout"
+            else:
+                missing = max(self.min_size - size, 0)
+                if self._least is not None:
+                    short = self._least + count * self._row - balance
+                    missing = max(missing, -(-short // self._trajectory))
+                more = _many(missing, "more trajectory", "more trajectories")
+                reason = f"it waits for {more} to be added. Add them (are the actors still there?)"
+                if size < self.min_size:
+                    reason += ", or lower min_size" if self.min_size > 1 else ""
+                else:
+                    reason += f", draw smaller batches, or {self._looser(1, count)}"
+        return (
+            f"{self!r} did not let {asked}: {reason}. Counts: size {size} (min_size {self.min_size}), "
+            f"inserted {inserted}, sampled {sampled}, inserted * {_show(self.samples_per_insert)} - sampled = "
+            f"{_show(Fraction(balance, self._row))}, allowed from {_show(self.min_diff)} to {_show(self.max_diff)}."
+        )
+
+    # ---------------------------------------------------------------- who could block whom for ever
+
+    def check_batch(self, count: int, *, added: int = 1) -> None:
+        """Refuse a batch of `count` rows if sampler and inserter could block each other for ever.
+
+        `added` is how many trajectories are added at once.
+
+        Below min_size a single trajectory may always be added. From min_size on, neither side can move exactly if
+
+            max_diff - added * samples_per_insert  <  balance  <  min_diff + count
+
+        Balances are multiples of 1 / q, and if rows and trajectories also come singly, each multiple from min_diff to
+        max_diff does come up. Let the inserter add one whenever it may, and the sampler draw a row only where the
+        inserter has to wait: from then on the balance after each trajectory is in (max_diff - 1, max_diff]. It goes
+        through all remainders modulo 1, and from each of them single rows lead to all lower balances of that remainder,
+        down to min_diff. (Or both get stuck on the way, which is such a balance too.) So the batch is safe if and only
+        if no multiple of 1 / q lies in that interval: in units of 1 / q, with the bounds rounded inwards, if
+
+            min_diff + count  <=  max_diff - added * samples_per_insert + 1
+
+        With ``added=1`` it is safe whatever is removed meanwhile; `check_insert` has the rest. A batch that can never
+        be drawn, because no balance gets as high as ``min_diff + count``, is a case of one that is not safe.
+
+        Raises:
+            SchemaError: the batch is not safe, or `count` or `added` is no integer of at least 1.
+        """
+        count, added = _count("The number of rows of a batch", count), _count("added", added)
+        safe = self._safe_batch(added)
+        if safe is None or count <= safe:
+            return
+        if safe < 1:
+            at_most = f"Adding {_trajectories(added)} at once, no batch is safe. Add fewer at once"
+        else:
+            at_most = f"Draw at most {_many(safe, 'row', 'rows')} at once"
+        raise SchemaError(
+            f"A batch of {_many(count, 'row', 'rows')} does not fit {self!r}: sampling and adding "
+            f"{_trajectories(added)} at once could wait for each other for ever. {at_most}, or "
+            f"{self._enough(added, count)}."
+        )
+
+    def check_insert(self, count: int, *, batch: int = 1) -> None:
+        """Refuse to add `count` trajectories at once if inserter and sampler could block each other for ever.
+
+        `batch` is how many rows are drawn at once.
+
+        The condition of `check_batch`, and one more for ``count > 1``: trajectories that go beyond min_size are not
+        free, and as long as they are not there nothing is sampled. When one is missing, that is a standstill exactly if
+        ``(min_size - 1 + count) * samples_per_insert > max_diff``.
+
+        That is about the way up to min_size. If trajectories are removed later, so that the size falls below min_size
+        with a balance near max_diff, no ``count > 1`` is safe unless max_diff is infinite: then trajectories have to be
+        added up to min_size and no further, which is always allowed; `explain` says so.
+
+        Raises:
+            SchemaError: it is not safe, or `count` or `batch` is no integer of at least 1.
+        """
+        count, batch = _count("The number of trajectories to add", count), _count("batch", batch)
+        safe = self._safe_insert(batch)
+        if safe is None or count <= safe:
+            return
+        if safe < 1:
+            at_most = (
+                f"With batches of {_many(batch, 'row', 'rows')}, not even one is safe. Draw smaller batches"
+            )
+        else:
+            at_most = f"Add at most {safe} at once"
+        raise SchemaError(
+            f"{_trajectories(count)} at once do not fit {self!r}: adding them and sampling "
+            f"{_many(batch, 'row', 'rows')} at once could wait for each other for ever. {at_most}, or "
+            f"{self._enough(count, batch)}."
+        )
+
+    def _safe_batch(self, added: int) -> int | None:
+        """The largest batch that is safe; None if all are."""
+        if self._least is None or self._most is None:
+            return None
+        return (self._most - self._least + 1 - added * self._trajectory) // self._row
+
+    def _safe_insert(self, batch: int) -> int | None:
+        """How many trajectories may safely be added at once; None if any number."""
+        if self._most is None:
+            return None
+        safe = max(self._most // self._trajectory - self.min_size + 1, 1)
+        if self._least is None:
+            return safe
+        return min(safe, (self._most - self._least + 1 - batch * self._row) // self._trajectory)
+
+    def _bounds_for(self, count: int, batch: int) -> tuple[Fraction, Fraction]:
+        """How far apart the bounds must be, and how high the upper one, for what is asked for to be safe."""
+        ratio = Fraction(self._trajectory, self._row)
+        return batch + count * ratio, (self.min_size - 1 + count) * ratio if count > 1 else Fraction(0)
+
+    def _looser(self, count: int, batch: int) -> str:
+        """What to change in the limiter so that there is less waiting."""
+        safe = self._safe_insert(batch)
+        return self._loosen if safe is None or count <= safe else self._enough(count, batch)
+
+    def _enough(self, count: int, batch: int) -> str:
+        """What to change in the limiter so that this is safe."""
+        apart, high = self._bounds_for(count, batch)
+        at_least = f" and max_diff at least {_show(high)}" if high > self.max_diff else ""
+        return f"set min_diff and max_diff at least {_show(apart)} apart{at_least}"
+
+    # ---------------------------------------------------------------- stored in a table's header
+
+    def to_json(self) -> dict[str, Any]:
+        """Its class and fields as plain JSON; None for a bound that is infinite."""
+        fields: dict[str, Any] = {name: getattr(self, name) for name in _FIELDS}
+        for name in ("min_diff", "max_diff"):
+            if math.isinf(fields[name]):
+                fields[name] = None
+        return {"kind": type(self).__name__, **fields}
+
+    @classmethod
+    def from_json(cls, fields: Any) -> RateLimiter:
+        """The limiter that `to_json` described, of the same class.
+
+        Raises:
+            SchemaError: fields that `to_json` cannot have written, or of a limiter that is no `cls`.
+        """
+        if not isinstance(fields, Mapping) or set(fields) != {"kind", *_FIELDS}:
+            raise SchemaError(
+                f"A stored rate limiter is {fields!r}; expected a mapping of {['kind', *_FIELDS]}, from to_json()."
+            )
+        kinds = {kind.__name__: kind for kind in (RateLimiter, MinSize, SampleToInsertRatio, Queue)}
+        kind = kinds.get(fields["kind"]) if isinstance(fields["kind"], str) else None
+        if kind is None or not issubclass(kind, cls):
+            known = sorted(name for name, kind in kinds.items() if issubclass(kind, cls))
+            raise SchemaError(
+                f"A stored rate limiter is of kind {fields['kind']!r}; expected one of {known}. "
+                "Was it written by a newer version?"
+            )
+        plain = RateLimiter(
+            fields["samples_per_insert"],
+            fields["min_size"],
+            -math.inf if fields["min_diff"] is None else fields["min_diff"],
+            math.inf if fields["max_diff"] is None else fields["max_diff"],
+        )
+        made = kind._of(plain)
+        if any(getattr(made, name) != getattr(plain, name) for name in _FIELDS):
+            raise SchemaError(
+                f"A stored rate limiter is {dict(fields)}; no {kind.__name__} has these values."
+            )
+        return made
+
+    @classmethod
+    def _of(cls, plain: RateLimiter) -> RateLimiter:
+        """The limiter of this class that comes nearest to these fields."""
+        return plain
+
+
+class MinSize(RateLimiter):
+    """Nothing is sampled before `min_size` trajectories are there; nothing else is limited.
+
+    Raises:
+        SchemaError: `min_size` is no integer of at least 1.
+    """
+
+    def __init__(self, min_size: int) -> None:
+        super().__init__(1.0, min_size, -math.inf, math.inf)
+
+    def __repr__(self) -> str:
+        return f"MinSize(min_size={self.min_size})"
+
+    @classmethod
+    def _of(cls, plain: RateLimiter) -> RateLimiter:
+        return cls(plain.min_size)
+
+
+class SampleToInsertRatio(RateLimiter):
+    """About `ratio` rows are sampled for each trajectory that is added, once `min_size` are there.
+
+    Args:
+        ratio: rows drawn for each trajectory added, above 0. With batches of 256 rows and ratio 4, the learner draws a
+            batch for every 64 trajectories.
+        min_size: below it everything may be added and nothing be sampled, also when trajectories were removed since.
+        error_buffer: how far ``inserted * ratio - sampled`` may be from the ``min_size * ratio`` at which sampling
+            begins, either way, before adding or sampling has to wait; or its two bounds, ``(min_diff, max_diff)``. The
+            bounds are at least ``2 * max(1, ratio)`` apart, that is, one number is at least ``max(1, ratio)``; a batch
+            of B rows needs about ``(B + ratio) / 2`` (`check_batch`).
+
+    Where one thread both adds and samples, it must not wait for itself: `max_diff` below ``min_size * ratio``, for one,
+    has the adding wait for a batch as soon as `min_size` trajectories are there.
+
+    Raises:
+        SchemaError: another value, bounds too close to each other, or a lower bound that holds sampling up beyond
+            `min_size`.
+    """
+
+    _loosen = "give it a larger error_buffer"
+
+    def __init__(self, ratio: float, min_size: int, error_buffer: float | tuple[float, float]) -> None:
+        ratio = _ratio("ratio", ratio)
+        min_size = _count("min_size", min_size)
+        start = min_size * _fraction(ratio)
+        apart = 2 * max(Fraction(1), _fraction(ratio))
+        if isinstance(error_buffer, (tuple, list)):
+            if len(error_buffer) != 2:
+                raise SchemaError(
+                    f"error_buffer is {error_buffer!r}; expected a number or a pair (min_diff, max_diff)."
+                )
+            low = _bound("min_diff of error_buffer", error_buffer[0], never=math.inf)
+            high = _bound("max_diff of error_buffer", error_buffer[1], never=-math.inf)
+            if math.isfinite(low) and math.isfinite(high) and _fraction(high) - _fraction(low) < apart:
+                raise SchemaError(
+                    f"error_buffer is {error_buffer!r}; expected a min_diff and a max_diff at least {_show(apart)} "
+                    "(2 * max(1, ratio)) apart, so that a row and a trajectory fit between them."
+                )
+        else:
+            buffer = _number("error_buffer", error_buffer, "a number or a pair (min_diff, max_diff)")
+            if buffer < 0 or (math.isfinite(buffer) and _fraction(buffer) < apart / 2):
+                raise SchemaError(
+                    f"error_buffer is {error_buffer!r}; expected a number of at least {_show(apart / 2)} "
+                    "(max(1, ratio)), so that a row and a trajectory fit into it."
+                )
+            low, high = -math.inf, math.inf
+            if math.isfinite(buffer):
+                try:
+                    low, high = float(start - _fraction(buffer)), float(start + _fraction(buffer))
+                except OverflowError:
+                    raise SchemaError(
+                        f"error_buffer is {error_buffer!r}, which is too large with ratio {ratio!r} and min_size "
+                        f"{min_size}; use math.inf for no bounds."
+                    ) from None
+        if low > start:
+            raise SchemaError(
+                f"error_buffer is {error_buffer!r}; with a min_diff above min_size * ratio = {_show(start)}, nothing "
+                f"could be sampled when min_size = {min_size} trajectories are there. Lower min_diff or raise min_size."
+            )
+        super().__init__(ratio, min_size, low, high)
+
+    def __repr__(self) -> str:
+        start = self.min_size * _fraction(self.samples_per_insert)
+        buffer: float | tuple[float, float] = (self.min_diff, self.max_diff)
+        if math.isinf(self.min_diff) and math.isinf(self.max_diff):
+            buffer = math.inf
+        elif math.isfinite(self.min_diff) and math.isfinite(self.max_diff):
+            above = _fraction(self.max_diff) - start
+            if above == start - _fraction(self.min_diff):
+                buffer = float(above)
+        return f"SampleToInsertRatio(ratio={self.samples_per_insert}, min_size={self.min_size}, error_buffer={buffer})"
+
+    def _enough(self, count: int, batch: int) -> str:
+        apart, high = self._bounds_for(count, batch)
+        start = self.min_size * Fraction(self._trajectory, self._row)
+        return f"give it an error_buffer of at least {_show(max(apart / 2, high - start))}"
+
+    @classmethod
+    def _of(cls, plain: RateLimiter) -> RateLimiter:
+        return cls(plain.samples_per_insert, plain.min_size, (plain.min_diff, plain.max_diff))
+
+
+class Queue(RateLimiter):
+    """Each trajectory is sampled once, in order; `size` of them wait at most.
+
+    For a table that samples each trajectory at most once, with the selector `Fifo`. Adding waits while `size`
+    trajectories are there, sampling while there are fewer than the batch has rows: batches of up to `size` rows.
+
+    Raises:
+        SchemaError: `size` is no integer of at least 1.
+    """
+
+    _loosen = "give the queue a larger size"
+
+    def __init__(self, size: int) -> None:
+        super().__init__(1.0, 1, 0.0, _count("size", size))
+
+    def __repr__(self) -> str:
+        return f"Queue(size={int(self.max_diff)})"
+
+    def _enough(self, count: int, batch: int) -> str:
+        return f"give the queue a size of at least {count + batch - 1}"
+
+    @classmethod
+    def _of(cls, plain: RateLimiter) -> RateLimiter:
+        return cls(int(plain.max_diff) if math.isfinite(plain.max_diff) else 1)
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def _number(name: str, value: Any, expected: str) -> float:
+    """`value` as a float, infinite ones too; SchemaError if it is none."""
+    if isinstance(value, Real) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.nan
+        if not math.isnan(number):
+            return number
+    raise SchemaError(f"{name} is {value!r}; expected {expected}.")
+
+
+def _ratio(name: str, value: Any) -> float:
+    expected = "a finite number above 0, the rows to sample for each trajectory added"
+    ratio = _number(name, value, expected)
+    if not 0 < ratio < math.inf:
+        raise SchemaError(f"{name} is {value!r}; expected {expected}.")
+    return ratio
+
+
+def _bound(name: str, value: Any, *, never: float) -> float:
+    expected = f"a number, or {-never} for no bound"
+    bound = _number(name, value, expected)
+    if bound == never:
+        raise SchemaError(f"{name} is {value!r}; expected {expected}.")
+    return bound
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise SchemaError(f"{name} is {value!r}; expected an integer of at least 1.")
+    return int(value)
+
+
+def _fraction(value: float) -> Fraction:
+    """The fraction that a finite float stands for; it rounds to the same float."""
+    near = Fraction(value).limit_denominator()
+    return near if float(near) == value else Fraction(repr(value))
+
+
+def _show(value: float | Fraction) -> str:
+    try:
+        return f"{float(value):.15g}"
+    except OverflowError:
+        return "more than 1e308"
+
+
+def _many(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"
+
+
+def _trajectories(count: int) -> str:
+    return _many(count, "trajectory", "trajectories")
