@@ -11,25 +11,32 @@ if TYPE_CHECKING:
     from gear_loader import sources
     from gear_loader.datamodule import ReplayDataModule
     from gear_loader.dataset import ReplayDataset
+    from gear_loader.limiters import MinSize, Queue, RateLimiter, SampleToInsertRatio
     from gear_loader.schema import Column, Schema, Window
     from gear_loader.selectors import Fifo, Lifo, LinearSchedule, Prioritized, TopK, Uniform
     from gear_loader.stats import TableStats
     from gear_loader.table import Table
+    from gear_loader.writer import Writer
 
 __all__ = [
     "Column",
     "Fifo",
     "Lifo",
     "LinearSchedule",
+    "MinSize",
     "Prioritized",
+    "Queue",
+    "RateLimiter",
     "ReplayDataModule",
     "ReplayDataset",
+    "SampleToInsertRatio",
     "Schema",
     "Table",
     "TableStats",
     "TopK",
     "Uniform",
     "Window",
+    "Writer",
     "errors",
     "sources",
 ]
@@ -41,15 +48,20 @@ _MODULES = {
     "Fifo": "selectors",
     "Lifo": "selectors",
     "LinearSchedule": "selectors",
+    "MinSize": "limiters",
     "Prioritized": "selectors",
+    "Queue": "limiters",
+    "RateLimiter": "limiters",
     "ReplayDataModule": "datamodule",
     "ReplayDataset": "dataset",
+    "SampleToInsertRatio": "limiters",
     "Schema": "schema",
     "Table": "table",
     "TableStats": "stats",
     "TopK": "selectors",
     "Uniform": "selectors",
     "Window": "schema",
+    "Writer": "writer",
 }
 
 

@@ -16,11 +16,34 @@ from gear_loader.schema import Window
 from gear_loader.slots import Array
 from gear_loader.table import Table
 
-__all__ = ["Batch", "Buffers", "Collector"]
+__all__ = ["Batch", "Buffers", "Collector", "Drawn"]
 
 Batch = dict[str, Any]
 _PADS = {"keep": PAD_KEEP, "head": PAD_HEAD, "tail": PAD_TAIL}
 _ROW_KEYS = ("index", "anchor", "generation")
+_COUNTS, _NUMBERS = ("times_sampled", "age"), ("probability", "age_seconds")  # keys of ``sample_info``
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """Which rows a batch has, as the host drew them.
+
+    Attributes:
+        slots, anchors, generations: int64 [n].
+        weights: float32 [n], if batches carry them.
+        counts, numbers: int64 [2, n] and float32 [2, n], if batches carry ``sample_info``: its values, in the order
+            times sampled, age; probability, age in seconds.
+    """
+
+    slots: Array
+    anchors: Array
+    generations: Array
+    weights: Array | None = None
+    counts: Array | None = None
+    numbers: Array | None = None
+
+    def __len__(self) -> int:
+        return len(self.slots)
 
 
 @dataclasses.dataclass
@@ -29,8 +52,9 @@ class GpuSide:
 
     Attributes:
         host: pinned tensors that the host writes: int64 [5, B] of index, anchor, generation and the two numbers of
-            the extent; int32 [B, K] of the windows' block ids; float32 [B] of weights if batches carry them. None
-            where the GPU cannot read the region.
+            the extent; int32 [B, K] of the windows' block ids; float32 [B] of weights if batches carry them;
+            int64 [2, B] and float32 [2, B] of ``sample_info``, if they carry that. None where the GPU cannot read the
+            region.
         mirror: their copies on the device.
         random: pinned int64 [3]: key, counter, and key for anchors, of a draw on the GPU.
         staging: where the GPU cannot read the region: a batch in pinned memory, gathered on the CPU.
@@ -82,6 +106,7 @@ class Collector:
         device: where batches are wanted.
         programs: size of the kernel's grid, see `gear_loader.kernels.gather.gather`.
         weighs: whether batches carry ``priority_weight``.
+        informs: whether they carry ``sample_info``.
     """
 
     def __init__(
@@ -93,9 +118,11 @@ class Collector:
         device: torch.device,
         programs: int | None = None,
         weighs: bool = False,
+        informs: bool = False,
     ) -> None:
         self.table = table
         self.weighs = weighs
+        self.informs = informs
         self.windows = dict(windows)
         self.batch_size = batch_size
         self.device = device
@@ -135,7 +162,14 @@ class Collector:
             )
             if self.weighs:
                 host += (torch.empty(self.batch_size, dtype=torch.float32, pin_memory=True),)
+            if self.informs:
+                host += tuple(
+                    torch.empty(2, self.batch_size, dtype=dtype, pin_memory=True)
+                    for dtype in (torch.int64, torch.float32)
+                )
             mirror = tuple(part.to(self.device) for part in host)
+            if self.informs:
+                buffers.batch["sample_info"] = _named(mirror[-2], mirror[-1])
             for i, key in enumerate(_ROW_KEYS):
                 buffers.batch[key] = mirror[0][i]
             if self.weighs:
@@ -183,24 +217,18 @@ class Collector:
             batch[key] = empty(size, dtype=torch.int64)
         if self.weighs:
             batch["priority_weight"] = empty(size, dtype=torch.float32)
+        if self.informs:
+            counts = empty(2, size, dtype=torch.int64)
+            batch["sample_info"] = _named(counts, empty(2, size, dtype=torch.float32))
         return Buffers(batch, GatherPlan(columns, self._block_steps))
 
     # ---------------------------------------------------------------- collecting
 
-    def collect(
-        self,
-        buffers: Buffers,
-        slots: Array,
-        anchors: Array,
-        generations: Array,
-        *,
-        weights: Array | None = None,
-    ) -> None:
+    def collect(self, buffers: Buffers, rows: Drawn) -> None:
         """Fill the first rows of `buffers`; the caller holds a ticket of the table.
 
         Args:
-            slots, anchors, generations: int64 [n], n <= batch size.
-            weights: float32 [n], if batches carry them.
+            rows: no more than the batch size.
 
         On the CPU the rows are complete when this returns. On a GPU the work is queued on the current stream and
         `buffers.filled` is recorded after it; the host does not wait, but where the GPU cannot read the region it
@@ -208,17 +236,17 @@ class Collector:
         """
         gpu = buffers.gpu
         if gpu is None:
-            self._collect_cpu(buffers, slots, anchors, generations, weights)
+            self._collect_cpu(buffers, rows)
             return
         # What the last batch in these buffers was copied from is about to be written again. That batch has been
         # delivered: this waits only if the host is ahead of the GPU by as many batches as there are buffers.
         gpu.filled.synchronize()
         if gpu.host is not None and gpu.mirror is not None:
-            self._collect_zero_copy(buffers, gpu, gpu.host, gpu.mirror, slots, anchors, generations, weights)
+            self._collect_zero_copy(buffers, gpu, gpu.host, gpu.mirror, rows)
         elif gpu.staging is not None:
-            self._collect_cpu(gpu.staging, slots, anchors, generations, weights)
+            self._collect_cpu(gpu.staging, rows)
             torch.cuda.current_stream().wait_event(gpu.released)
-            _copy_batch(buffers.rows(len(slots)), gpu.staging.rows(len(slots)))
+            _copy_batch(buffers.rows(len(rows)), gpu.staging.rows(len(rows)))
         gpu.filled.record()
 
     def collect_drawn(
@@ -249,13 +277,15 @@ class Collector:
         """The first and last step, relative to the anchor, that any window covers."""
         return self._first, self._last
 
-    def _collect_cpu(
-        self, buffers: Buffers, slots: Array, anchors: Array, generations: Array, weights: Array | None
-    ) -> None:
-        count = len(slots)
-        if weights is not None:
-            buffers.batch["priority_weight"].numpy()[:count] = weights
-        for key, values in zip(_ROW_KEYS, (slots, anchors, generations), strict=True):
+    def _collect_cpu(self, buffers: Buffers, rows: Drawn) -> None:
+        count, slots, anchors = len(rows), rows.slots, rows.anchors
+        if rows.weights is not None:
+            buffers.batch["priority_weight"].numpy()[:count] = rows.weights
+        if rows.counts is not None and rows.numbers is not None:
+            info = buffers.batch["sample_info"]
+            for key, values in zip(_COUNTS + _NUMBERS, (*rows.counts, *rows.numbers), strict=True):
+                info[key].numpy()[:count] = values
+        for key, values in zip(_ROW_KEYS, (slots, anchors, rows.generations), strict=True):
             buffers.batch[key].numpy()[:count] = values
         if not native.require():
             extent, block_ids = torch.from_numpy(self._extent), torch.from_numpy(self._block_ids)
@@ -279,20 +309,20 @@ class Collector:
         gpu: GpuSide,
         host: tuple[torch.Tensor, ...],
         mirror: tuple[torch.Tensor, ...],
-        slots: Array,
-        anchors: Array,
-        generations: Array,
-        weights: Array | None,
+        drawn: Drawn,
     ) -> None:
         # Host memory is far from the kernel, so what it needs of the index goes along with the draw; only the
         # steps themselves are read across the bus.
-        count = len(slots)
+        count = len(drawn)
         rows, ids = host[0].numpy(), host[1].numpy()
-        for i, values in enumerate((slots, anchors, generations)):
+        for i, values in enumerate((drawn.slots, drawn.anchors, drawn.generations)):
             rows[i, :count] = values
-        self._resolve(slots, anchors, rows[3:].reshape(-1, 2)[:count], ids)
-        if weights is not None:
-            host[2].numpy()[:count] = weights
+        self._resolve(drawn.slots, drawn.anchors, rows[3:].reshape(-1, 2)[:count], ids)
+        if drawn.weights is not None:
+            host[2].numpy()[:count] = drawn.weights
+        if drawn.counts is not None and drawn.numbers is not None:
+            host[-2].numpy()[:, :count] = drawn.counts
+            host[-1].numpy()[:, :count] = drawn.numbers
         torch.cuda.current_stream().wait_event(gpu.released)
         for source, target in zip(host, mirror, strict=True):
             target.copy_(source, non_blocking=True)
@@ -334,6 +364,11 @@ class Collector:
         ids[: len(slots)] = self._block_ids[
             row[:, None] + np.minimum(low[:, None] + np.arange(width), high[:, None])
         ]
+
+
+def _named(counts: torch.Tensor, numbers: torch.Tensor) -> dict[str, torch.Tensor]:
+    """``sample_info`` of two tensors [2, B], integers and floats."""
+    return {**dict(zip(_COUNTS, counts, strict=True)), **dict(zip(_NUMBERS, numbers, strict=True))}
 
 
 def _copy_batch(target: Batch, source: Batch) -> None:

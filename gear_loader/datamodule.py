@@ -246,12 +246,14 @@ class ReplayDataModule(LightningDataModule):
             options["device"] = self.trainer.strategy.root_device
         if isinstance(options.get("device"), torch.device) and options["device"].type not in ("cpu", "cuda"):
             options["device"] = "cpu"  # another kind of accelerator: Lightning moves the batch there
-        options["subset"] = Split(self._val_fraction, seed=self._split_seed, second=second)
+        if self._val_fraction:
+            options["subset"] = Split(self._val_fraction, seed=self._split_seed, second=second)
         if not second:
             return ReplayDataset(self.table, **options)
         options.update(
             batch_size=self._val_batch_size, anchor="uniform", batches_per_epoch=None, drop_last=False
         )
+        options.update(sample_info=False, rate_limited=False)
         options["selector"] = Uniform(replacement=False, unit="step")
         return _ValidationDataset(self.table, **options)
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
@@ -13,6 +14,7 @@ from gear_loader.collector import Batch, Buffers, Collector
 from gear_loader.device_priorities import DevicePrioritySelection
 from gear_loader.errors import PrivateTableError, SchemaError
 from gear_loader.index import Snapshot
+from gear_loader.notice import notice
 from gear_loader.options import at_least, device_of, integer, windows_of
 from gear_loader.prefetch import Pool, Prefetcher
 from gear_loader.priorities import PrioritySelection, needs_priorities
@@ -42,6 +44,15 @@ class ReplayDataset(IterableDataset[Batch]):
     ``anchor``     int64 ``[B]``: the step that the windows are relative to
     ``generation`` int64 ``[B]``: tells whether the index has been given to another trajectory since
     ============== ==================================================================================
+
+    With a selector that weighs, also ``priority_weight``; with `sample_info`, a dict ``sample_info`` of
+
+    ================= ===============================================================================
+    ``times_sampled`` int64 ``[B]``: how often the trajectory has been drawn, this time included
+    ``age``           int64 ``[B]``: how many trajectories were added after it
+    ``age_seconds``   float32 ``[B]``: how long it has been there
+    ``probability``   float32 ``[B]``: with which the item was drawn
+    ================= ===============================================================================
 
     **How long a batch stays valid:** batches lie in a ring of recycled buffers. A batch is valid until `keep`
     more batches have been requested, from the same iterator or from the one after it (2 by default: the batch in
@@ -74,6 +85,9 @@ class ReplayDataset(IterableDataset[Batch]):
         drop_last: without replacement: leave out a last batch that is not full.
         subset: a function of the sequence numbers (int64 [n], the order of addition) to a boolean array: which
             trajectories belong to this dataset. `ReplayDataModule` splits train and validation so.
+        sample_info: let batches carry ``sample_info``. Times are counted by datasets that do, and by all if the table
+            has `max_times_sampled`; then, on a GPU, the host draws by priority.
+        rate_limited: wait for the table's rate limiter, and count for it. False for validation.
         programs: programs of the gather kernel's grid on a GPU; by default one a multiprocessor.
         rank, world_size: by default those of `torch.distributed` where it is initialised, else 0 of 1.
 
@@ -101,6 +115,8 @@ class ReplayDataset(IterableDataset[Batch]):
         batches_per_epoch: float | None = None,
         drop_last: bool = False,
         subset: Callable[[Array], Array] | None = None,
+        sample_info: bool = False,
+        rate_limited: bool = True,
         programs: int | None = None,
         rank: int | None = None,
         world_size: int | None = None,
@@ -130,6 +146,9 @@ class ReplayDataset(IterableDataset[Batch]):
                 f"subset is {subset!r}; expected a function of the sequence numbers (int64 [n])."
             )
         self.subset = subset
+        self.sample_info = sample_info
+        self.rate_limited = rate_limited and table.rules.rate_limiter is not None
+        self._check_rate(self.batch_size)
         self.programs = None if programs is None else at_least("programs", programs)
         if (rank is None) != (world_size is None) or (rank is not None and not 0 <= rank < (world_size or 0)):
             raise SchemaError(
@@ -196,6 +215,8 @@ class ReplayDataset(IterableDataset[Batch]):
         """The draws of this rank's batches `number`, number + every, ... of an epoch, and what they draw from if
         that is not what is there at the time."""
         rank, world = self._rank()
+        if self.rate_limited:
+            self.table.await_samplable(self.batch_size)  # before that there may be nothing
         view = self._selected().view()
         count = self._epoch_batches(view, world)
         turn, past = 0, self._past
@@ -228,6 +249,7 @@ class ReplayDataset(IterableDataset[Batch]):
             TableEmptyError: there is nothing to draw from.
         """
         size = self.batch_size if batch_size is None else at_least("batch_size", batch_size)
+        self._check_rate(size)
         if self._sampler is None or self._sampler[0] != size:
             if self._sampler is not None:
                 self._sampler[1].close()
@@ -251,6 +273,11 @@ class ReplayDataset(IterableDataset[Batch]):
         self._sampled_items += count
         return batch
 
+    def _check_rate(self, size: int) -> None:
+        limiter = self.table.rules.rate_limiter
+        if limiter is not None and self.rate_limited:
+            limiter.check_batch(size)
+
     # ---------------------------------------------------------------- one batch
 
     def _fill(self, prefetcher: Prefetcher, buffers: Buffers, draw: Draw, frozen: Snapshot | None) -> int:
@@ -261,17 +288,35 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def _selected(self) -> Selection:
         """The selector at work, in this process."""
-        job = Job(self.table, self.selector, self.anchor, self.subset)
+        job = Job(
+            self.table,
+            self.selector,
+            self.anchor,
+            self.subset,
+            limited=self.rate_limited,
+            informs=self.sample_info,
+        )
         if self._selection is None or self._selection.job != job:
             # A state may be taken before batches that were prefetched, and one that a trainer fetched ahead.
             history = self.prefetch + self.keep + 2
             if not needs_priorities(self.selector):
                 self._selection = SnapshotSelection(job)
-            elif self.device.type == "cuda" and self.table.region.pin():
+            elif self.device.type == "cuda" and self.table.region.pin() and not self._host_draws(job):
                 self._selection = DevicePrioritySelection(job, history=history, device=self.device)
             else:
                 self._selection = PrioritySelection(job, history=history)
         return self._selection
+
+    def _host_draws(self, job: Job) -> bool:
+        """Whether the host has to know, batch by batch, what was drawn or updated."""
+        if not job.counts and self.table.rules.on_full != "evict_lowest_priority":
+            return False
+        notice(
+            "host-draws",
+            f"{self.selector!r} is drawn on the host, because sample_info, max_times_sampled or "
+            "on_full='evict_lowest_priority' need to know what is drawn or updated: the GPU only gathers.",
+        )
+        return True
 
     # ---------------------------------------------------------------- priorities
 
@@ -298,6 +343,8 @@ class ReplayDataset(IterableDataset[Batch]):
             anchor: int [n], ``batch["anchor"]``: which steps; with ``unit="step"`` only.
             stale: what to do if a trajectory is gone: ``"ignore"`` leaves the row out and counts it (`num_stale`),
                 ``"error"`` changes nothing and raises.
+
+        A table that was created with ``on_full="evict_lowest_priority"`` gets them too, if items are trajectories.
 
         Batches that have been drawn ahead (`prefetch`) do not know of it; every batch that is asked for later does.
         Where the GPU draws, CUDA tensors stay there and nothing waits; then a bad value in them is found by the GPU,
@@ -340,6 +387,25 @@ class ReplayDataset(IterableDataset[Batch]):
         active = self._active
         if active is not None:
             active.settle()
+
+    def priority_quantiles(self, shares: Sequence[float]) -> list[float]:
+        """Quantiles of the positive priorities that are drawn by now, estimated from a part of them if they are many.
+
+        Args:
+            shares: from 0 (the smallest) to 1 (the largest).
+
+        Returns:
+            One number each, NaN if no priority is positive. On a GPU this waits for it.
+
+        Raises:
+            SchemaError: the selector does not go by priorities, or a share is none.
+        """
+        selection = self._by_priority("priority_quantiles")
+        values = np.asarray(shares, dtype=np.float64)
+        if values.ndim != 1 or not ((values >= 0) & (values <= 1)).all():
+            raise SchemaError(f"shares is {shares!r}; expected numbers from 0 to 1.")
+        found: list[float] = selection.quantiles(values).tolist()
+        return found
 
     @property
     def num_stale(self) -> int:
@@ -394,6 +460,7 @@ class ReplayDataset(IterableDataset[Batch]):
                 device=self.device,
                 programs=self.programs,
                 weighs=self.selector.weighs,
+                informs=self.sample_info,
             )
             pool = self._pools[size, shared] = Pool(collector, shared=shared)
         return Prefetcher(

@@ -130,18 +130,22 @@ class DevicePrioritySelection(PrioritySelection):
         self, collector: Collector, buffers: Buffers, draw: Draw, frozen: Snapshot | None
     ) -> tuple[int, int]:
         """See `Selection.fill`."""
+        if self.job.limited:
+            self.job.table.await_samplable(draw.count)  # without holding up updates
         with self._mutex:
             self._raise_late()
             if self._cuda:
                 self._stream = torch.cuda.current_stream(self._device)
             self._enter()
-            ticket = self._follow()
+            ticket = self._follow(self.job.samples(draw.count))
             try:
                 if len(self.job.table) == 0:
                     raise self.job.empty()
                 rows = self._restored(draw)
                 if rows is not None:
-                    collector.collect(buffers, rows.slots, rows.steps, rows.generations, weights=rows.weights)
+                    collector.collect(
+                        buffers, self.drawn(rows.slots, rows.steps, rows.generations, None, 1.0, rows.weights)
+                    )
                     weights = None if rows.weights is None else self._upload(rows.weights)
                     self._remember(
                         draw, self._upload(np.stack((rows.slots, rows.steps, rows.generations))), weights
@@ -216,7 +220,7 @@ class DevicePrioritySelection(PrioritySelection):
         known = np.where(leaves.added, generations, np.int32(0))
         self._index.known[self._upload(leaves.slots)] = self._upload(known)
         if self._index.owner is not None and self._index.number is not None:
-            blocks = leaves.items[:: self._map.block_steps] // self._map.block_steps
+            blocks = leaves.blocks
             places = self._upload(blocks)
             self._index.owner[places] = self._upload(self._map.owner[blocks])
             self._index.number[places] = self._upload(self._map.number[blocks])
@@ -307,6 +311,10 @@ class DevicePrioritySelection(PrioritySelection):
         return int(self._wide.status[STALE])
 
     # ---------------------------------------------------------------- state
+
+    def _some_leaves(self) -> Array:
+        leaves: Array = self._wide.leaves[:: self._every()].cpu().numpy()
+        return leaves
 
     def _read(self, items: Array) -> Array:
         if self._cuda:

@@ -395,7 +395,7 @@ class Index(Slots):
         Raises:
             RateLimitError: it did not allow it until the deadline.
         """
-        return self._when_samplable(samples, lambda: (self._begin_read(), self._log.snapshot(self)))
+        return self._when_samplable(samples, lambda: (self._begin_read(), self._snapshot()))
 
     def begin_changes(self, since: int, samples: int = 0) -> tuple[int, Changes]:
         """`begin_read` and what has happened since an earlier call.
@@ -433,25 +433,36 @@ class Index(Slots):
             return _NO_SLOTS
         return np.unique(self.touched[np.arange(since, position) % self.num_slots]).astype(np.int64)
 
-    def begin_ends(
-        self, count: int, *, newest: bool, samples: int = 0, all_of_them: bool = False
-    ) -> tuple[int, Array]:
+    def begin_ends(self, count: int, *, newest: bool, samples: int = 0) -> tuple[int, Array]:
         """`begin_read`, and the oldest (or newest) `count` slots in order, or all if there are fewer.
 
         Args:
             samples: as for `begin_snapshot`.
-            all_of_them: wait until there are so many, as for the rate limiter.
+        """
+        return self._when_samplable(samples, lambda: (self._begin_read(), self._ends(count, newest)))
+
+    def take_ends(self, count: int, *, newest: bool, samples: int = 0) -> tuple[int, Array, Array]:
+        """`begin_ends` and `count_samples` at once, so that nobody else takes the same; waits until there are so many.
+
+        Args:
+            samples: as for `begin_snapshot`.
+
+        Raises:
+            TableEmptyError: there were fewer until the deadline.
         """
 
-        def look() -> tuple[int, Array] | None:
-            there = int(self.counters[NUM_READY])
-            if all_of_them and there < count:
+        def look() -> tuple[int, Array, Array] | None:
+            if self.counters[NUM_READY] < count:
                 return None
-            slots = np.empty(min(count, there), dtype=np.int64)
-            self._ops.walk(self._where, newest, slots)
-            return self._begin_read(), slots
+            ticket, slots = self._begin_read(), self._ends(count, newest)
+            return ticket, slots, self._count_samples(slots, self.generation[slots])
 
         return self._when_samplable(samples, look)
+
+    def _ends(self, count: int, newest: bool) -> Array:
+        slots = np.empty(min(count, int(self.counters[NUM_READY])), dtype=np.int64)
+        self._ops.walk(self._where, newest, slots)
+        return slots
 
     def begin_read_of(self, slot: int) -> int:
         """`begin_read`, having checked that `slot` is live.
@@ -472,7 +483,7 @@ class Index(Slots):
         """The live trajectories now, oldest first."""
         with self._locked():
             self._expire()
-            return self._log.snapshot(self)
+            return self._snapshot()
 
     def count_samples(self, slots: Array, generations: Array) -> Array:
         """Count that these rows are drawn, and retire trajectories that have been drawn often enough.
@@ -483,11 +494,27 @@ class Index(Slots):
         Returns:
             int64 [n]: how often each has been drawn by now; 0 for rows whose trajectory is gone or used up.
         """
-        times = np.empty(len(slots), dtype=np.int64)
         with self._locked():
-            limit = self.rules.max_times_sampled or 0
-            self._ops.count_samples(self._where, slots, generations, limit, times)
+            return self._count_samples(
+                np.ascontiguousarray(slots, dtype=np.int64), np.ascontiguousarray(generations, dtype=np.int64)
+            )
+
+    def _count_samples(self, slots: Array, generations: Array) -> Array:
+        times = np.empty(len(slots), dtype=np.int64)
+        limit = self.rules.max_times_sampled or 0
+        self._ops.count_samples(self._where, slots, generations, limit, times)
         return times
+
+    def await_samplable(self, count: int) -> None:
+        """Wait until the rate limiter would let `count` rows be drawn.
+
+        Raises:
+            RateLimitError: it would not until the deadline.
+        """
+        self._when_samplable(count, lambda: True, drawn=False)
+
+    def _snapshot(self) -> Snapshot:
+        return self._log.snapshot(self._view, self._touched_since)
 
     def _begin_read(self) -> int:
         here = _process(os.getpid())
@@ -516,7 +543,7 @@ class Index(Slots):
             "sampled": int(counters[NUM_SAMPLED]),
         }
 
-    def _when_samplable(self, count: int, look: Callable[[], _T | None]) -> _T:
+    def _when_samplable(self, count: int, look: Callable[[], _T | None], *, drawn: bool = True) -> _T:
         """What `look` returns under the lock, once `count` rows may be drawn and it does not return None."""
         limiter = self.rules.rate_limiter if count else None
         patience: Patience | None = None
@@ -526,7 +553,7 @@ class Index(Slots):
                 if limiter is None or limiter.may_sample(count, **self._counts()):
                     found = look()
                     if found is not None:
-                        if count:
+                        if drawn:
                             self.counters[NUM_SAMPLED] += count
                         if patience is not None:
                             self.counters[SAMPLE_WAIT] += patience.waited

@@ -26,10 +26,10 @@
                     column 1   ...
                     tail       128 B, then up to a whole page
 
-T is `max_trajectories`, N the number of blocks, G the number of groups of slots, about the root of T. Every array starts
-on a multiple of 128 B. Because a column's base and its block stride are such multiples, a 128-byte line never holds
-bytes of two blocks, and reading whole lines around a step never leaves the region: that is what lets the GPU kernel
-read nothing but whole lines.
+T is `max_trajectories`, N the number of blocks, G the number of groups of slots, about the root of T. Every array
+starts on a multiple of 128 B. Because a column's base and its block stride are such multiples, a 128-byte line never
+holds bytes of two blocks, and reading whole lines around a step never leaves the region: that is what lets the GPU
+kernel read nothing but whole lines.
 """
 
 from __future__ import annotations

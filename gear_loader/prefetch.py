@@ -17,6 +17,7 @@ import torch
 from gear_loader.collector import Batch, Buffers, Collector
 from gear_loader.errors import LockTimeoutError
 from gear_loader.lock import LOCK_TIMEOUT
+from gear_loader.patience import Interrupted, interruptible
 
 __all__ = ["Pool", "Prefetcher"]
 
@@ -134,12 +135,15 @@ class Prefetcher:
         def work() -> None:
             try:
                 signal: BaseException | object = _STOP
-                for item in items:
-                    buffers = self._next_buffers()
-                    if buffers is None:
-                        break
-                    self._ready.append((buffers, self._run(fill, buffers, item)))
-                    signals.put(_BATCH)
+                with interruptible(self._stop.is_set):
+                    for item in items:
+                        buffers = self._next_buffers()
+                        if buffers is None:
+                            break
+                        self._ready.append((buffers, self._run(fill, buffers, item)))
+                        signals.put(_BATCH)
+            except Interrupted:
+                pass  # while it waited for others: nobody wants the batch any more
             except BaseException as error:
                 signal = error
             try:

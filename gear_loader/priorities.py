@@ -12,14 +12,14 @@ import numpy as np
 import torch
 
 from gear_loader.collector import Buffers, Collector
-from gear_loader.errors import PriorityError, SchemaError, StaleIndexError
+from gear_loader.errors import PriorityError, SchemaError, StaleIndexError, TableEmptyError
 from gear_loader.index import Changes, Snapshot
 from gear_loader.item_map import ItemMap, Leaves
 from gear_loader.kernels.sum_tree import GONE
 from gear_loader.priority_tree import HostTree, uniforms, weigh
 from gear_loader.random import key
 from gear_loader.request import Request, request
-from gear_loader.selection import Job, Selection
+from gear_loader.selection import REDRAWN, Job, Selection
 from gear_loader.selectors import SAMPLE_EPOCH, Draw, Prioritized, Selector, TopK, anchors
 from gear_loader.slots import READY, UNSET, Array, ranges
 
@@ -27,17 +27,27 @@ __all__ = ["ANCHORS", "LEAVES", "PrioritySelection", "Rows", "draw_key", "needs_
 
 LEAVES, ANCHORS = 3, 4  # streams of random numbers, beside those of `gear_loader.selectors`
 _LARGEST = float(np.finfo(np.float32).max)
+_MANY = 1 << 18  # leaves that are looked at for statistics
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """One batch as it was drawn; all arrays [n], `weights` None without."""
+    """One batch as it was drawn; all arrays [n].
+
+    Attributes:
+        sequences: of what may have to be drawn again after a restart; else empty.
+        weights: of a batch that is drawn again; None if they follow from the leaves, or there are none.
+        leaves: float32, of the items; None if they are not known.
+        likely: float64: with which probability each was drawn; None if it is not known, or nobody asks.
+    """
 
     sequences: Array
     slots: Array
     steps: Array
     generations: Array
     weights: Array | None
+    leaves: Array | None = None
+    likely: Array | None = None
 
 
 class PrioritySelection(Selection):
@@ -85,28 +95,49 @@ class PrioritySelection(Selection):
         self, collector: Collector, buffers: Buffers, draw: Draw, frozen: Snapshot | None
     ) -> tuple[int, int]:
         """See `Selection.fill`."""
+        if self.job.limited:
+            self.job.table.await_samplable(draw.count)  # without holding up updates
         with self._mutex:
-            ticket = self._follow()
+            ticket = self._follow(self.job.samples(draw.count))
             try:
-                rows = self._restored(draw)
-                if rows is None:
-                    rows = self._draw(draw)
+                rows = self._restored(draw) or self._draw(draw)
+                times = self.count_samples(
+                    rows.slots, rows.generations, lambda which, turn: self._redraw(draw, rows, which, turn)
+                )
+                if rows.leaves is not None and self.job.selector.weighs:
+                    rows = dataclasses.replace(rows, weights=self._importance(draw, rows.leaves))
+                likely = self._likely(rows) if self.job.informs else 1.0
                 if draw.epoch < SAMPLE_EPOCH:
-                    self._history.append(((draw.epoch, draw.step), rows))
+                    self._remember(draw, rows)
             except BaseException:
                 self.job.table.end_read(ticket)
                 raise
         try:
-            collector.collect(buffers, rows.slots, rows.steps, rows.generations, weights=rows.weights)
+            drawn = self.drawn(rows.slots, rows.steps, rows.generations, times, likely, rows.weights)
+            collector.collect(buffers, drawn)
         except BaseException:
             self.job.table.end_read(ticket)
             raise
         return ticket, len(rows.slots)
 
-    def _follow(self) -> int:
-        """Take in what has changed in the table, and return the ticket under which it stays."""
+    def _remember(self, draw: Draw, rows: Rows) -> None:
+        """Keep a batch that may have been drawn ahead when a state is taken."""
+        sequences = self.job.table.slot_states()[2][rows.slots]
+        self._history.append(
+            (
+                (draw.epoch, draw.step),
+                dataclasses.replace(rows, sequences=sequences, leaves=None, likely=None),
+            )
+        )
+
+    def _follow(self, samples: int = 0) -> int:
+        """Take in what has changed in the table, and return the ticket under which it stays.
+
+        Args:
+            samples: rows that are about to be drawn, for the rate limiter.
+        """
         table = self.job.table
-        ticket, changes = table.begin_changes(self._map.position)
+        ticket, changes = table.begin_changes(self._map.position, samples)
         try:
             if len(changes.slots):
                 self._take_in(changes)
@@ -155,9 +186,9 @@ class PrioritySelection(Selection):
             return 1.0, 0.0
         return float(np.float32(selector.alpha)), float(np.float32(selector.eps))
 
-    def _draw(self, draw: Draw) -> Rows:
+    def _draw(self, draw: Draw, streams: tuple[int, int] = (LEAVES, ANCHORS)) -> Rows:
         selector, table = self.job.selector, self.job.table
-        weights = None
+        leaves = None
         try:
             if isinstance(selector, TopK):
                 items = self._top(selector, draw.count)
@@ -165,28 +196,59 @@ class PrioritySelection(Selection):
                 assert isinstance(selector, Prioritized)
                 items, leaves = self._tree.draw(
                     draw.count,
-                    key=draw_key(draw, LEAVES),
+                    key=draw_key(draw, streams[0]),
                     step=draw.step,
                     distinct=not selector.replacement,
                 )
-                least = self._tree.minimum if selector.normalize == "table" else leaves.min()
-                ratio = np.float64(least) / leaves
-                weights = (ratio ** selector.beta_at(draw.number)).astype(np.float32)
         except PriorityError:
             if len(self.view()) == 0:
                 raise self.job.empty() from None
             raise
         slots, steps = self._map.locate(items)
         if selector.unit == "trajectory":
-            steps = self._anchors(table.index_arrays()[0][slots, 0], draw)
-        _, generation, sequence = table.slot_states()
-        remembered = slots if draw.epoch < SAMPLE_EPOCH else slots[:0]  # `sample` draws nothing ahead
-        return Rows(sequence[remembered], slots, steps, generation[slots], weights)
+            steps = self._anchors(table.index_arrays()[0][slots, 0], draw, streams[1])
+        likely = None if leaves is None or not self.job.informs else leaves / self._tree.total
+        return Rows(slots[:0], slots, steps, table.slot_states()[1][slots], None, leaves, likely)
 
-    def _anchors(self, lengths: Array, draw: Draw) -> Array:
+    def _importance(self, draw: Draw, leaves: Array) -> Array:
+        """Importance weights of drawn leaves, float32 [n]."""
+        selector = self.job.selector
+        assert isinstance(selector, Prioritized)
+        least = self._tree.minimum if selector.normalize == "table" else leaves.min()
+        weights: Array = ((np.float64(least) / leaves) ** selector.beta_at(draw.number)).astype(np.float32)
+        return weights
+
+    def _likely(self, rows: Rows) -> Array | float:
+        """The probability with which each row was drawn."""
+        if isinstance(self.job.selector, TopK):
+            return 1.0
+        if rows.likely is not None:
+            return rows.likely
+        # Drawn before a restart: as it would be now.
+        items = self._map.items(rows.slots, rows.steps, *self.job.table.index_arrays())
+        likely: Array = np.where(items >= 0, self._tree.leaves[items], 0) / self._tree.total
+        return likely
+
+    def _redraw(self, draw: Draw, rows: Rows, which: Array, turn: int) -> bool:
+        """Draw rows of these numbers anew; see `Selection.count_samples`."""
+        self._keep_up()
+        streams = (REDRAWN + 2 * turn, REDRAWN + 2 * turn + 1)
+        try:
+            again = self._draw(dataclasses.replace(draw, count=len(which)), streams)
+        except (PriorityError, TableEmptyError):
+            return False
+        rows.slots[which], rows.steps[which] = again.slots, again.steps
+        rows.generations[which] = again.generations
+        if rows.leaves is not None and again.leaves is not None:
+            rows.leaves[which] = again.leaves
+        if rows.likely is not None and again.likely is not None:
+            rows.likely[which] = again.likely
+        return True
+
+    def _anchors(self, lengths: Array, draw: Draw, stream: int) -> Array:
         if self.job.anchor != "uniform":
             return anchors(self.job.anchor, lengths, draw)
-        numbers = uniforms(len(lengths), key=draw_key(draw, ANCHORS), step=draw.step)
+        numbers = uniforms(len(lengths), key=draw_key(draw, stream), step=draw.step)
         steps: Array = np.minimum((numbers * lengths).astype(np.int64), lengths - 1)
         return steps
 
@@ -240,6 +302,12 @@ class PrioritySelection(Selection):
             self._num_stale += int(len(items) - known.sum())
             self._maximum = max(self._maximum, float(request.priorities[known].max(initial=0)))
             self._tree.update(items[known], weighed[known])
+            if not self._map.steps and self.job.table.rules.on_full == "evict_lowest_priority":
+                slots = request.slots[known]
+                generations = self.job.table.slot_states()[1][slots]
+                if request.generations is not None:
+                    generations = request.generations[known]
+                self.job.table.set_priorities(slots, generations, request.priorities[known])
 
     def _items(self, request: Request) -> Array:
         """Items of a request, -1 for those that are gone."""
@@ -272,6 +340,25 @@ class PrioritySelection(Selection):
             )
         narrow: Array = weighed.astype(np.float32)
         return narrow
+
+    def quantiles(self, shares: Array) -> Array:
+        """Quantiles of the priorities that are positive, float64 [n]; of a sample of them if they are many."""
+        with self._mutex:
+            self._keep_up()
+            leaves = self._some_leaves()
+        leaves = leaves[leaves > 0].astype(np.float64)
+        if len(leaves) == 0:
+            return np.full(len(shares), np.nan)
+        alpha, eps = self._exponent()
+        found: Array = np.quantile(leaves, shares)
+        return found ** (1 / alpha) - eps if alpha else found
+
+    def _some_leaves(self) -> Array:
+        leaves: Array = self._tree.leaves[:: self._every()].copy()
+        return leaves
+
+    def _every(self) -> int:
+        return -(-self._map.capacity // _MANY)
 
     # ---------------------------------------------------------------- state
 

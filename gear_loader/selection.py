@@ -8,16 +8,17 @@ from typing import Literal
 
 import numpy as np
 
-from gear_loader.collector import Buffers, Collector
+from gear_loader.collector import Buffers, Collector, Drawn
 from gear_loader.errors import SchemaError, TableEmptyError
 from gear_loader.index import Snapshot
-from gear_loader.selectors import Draw, Fifo, Selector, SnapshotSelector, anchors, replacements
-from gear_loader.slots import READY, Array
+from gear_loader.index_ops import READY, Array
+from gear_loader.selectors import Draw, Fifo, Selector, SnapshotSelector, Uniform, anchors, replacements
 from gear_loader.table import Table
 
-__all__ = ["Anchor", "Job", "Selection", "SnapshotSelection"]
+__all__ = ["REDRAWN", "Anchor", "Job", "Selection", "SnapshotSelection"]
 
 Anchor = Literal["uniform", "first", "last"]
+REDRAWN = 16  # streams of random numbers from here on are for rows that have to be drawn once more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +29,25 @@ class Job:
         table, selector: these.
         anchor: the step of a trajectory that windows are relative to, where the selector chooses trajectories.
         subset: a function of sequence numbers: which trajectories count. None for all.
+        limited: whether the table's rate limiter is asked.
+        informs: whether batches carry ``sample_info``.
     """
 
     table: Table
     selector: Selector
     anchor: Anchor
     subset: Callable[[Array], Array] | None
+    limited: bool = True
+    informs: bool = False
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is counted how often trajectories are drawn."""
+        return self.informs or self.table.rules.max_times_sampled is not None
+
+    def samples(self, count: int) -> int:
+        """`count`, if drawing so many rows counts for the rate limiter."""
+        return count if self.limited else 0
 
     def chosen(self, sequences: Array) -> Array:
         """Which of the trajectories with these sequence numbers count, bool [n].
@@ -90,6 +104,58 @@ class Selection:
         """
         raise NotImplementedError
 
+    def count_samples(
+        self, slots: Array, generations: Array, redraw: Callable[[Array, int], bool]
+    ) -> Array | None:
+        """Count that these rows are drawn; rows whose trajectories have been drawn too often are drawn once more.
+
+        Args:
+            slots, generations: int64 [n].
+            redraw: draws rows of these numbers anew, into `slots` and `generations` too; it is told how often that has
+                been done. False if there is nothing to draw from.
+
+        Returns:
+            int64 [n]: how often each has been drawn by now; None if nobody wants to know.
+
+        Raises:
+            TableEmptyError: there was nothing left to draw from until the deadline.
+        """
+        if not self.job.counts:
+            return None
+        table = self.job.table
+        times = table.count_samples(slots, generations)
+        if table.rules.max_times_sampled is None:
+            return times
+        patience, turn = table.patience, 0
+        while len(refused := np.flatnonzero(times == 0)):
+            if redraw(refused, turn):
+                times[refused] = table.count_samples(slots[refused], generations[refused])
+                turn += 1
+            elif not patience.sleep():
+                raise TableEmptyError(
+                    f"{len(refused)} of {len(slots)} rows were waited for {patience.timeout:g} s: every trajectory has "
+                    f"been drawn {table.rules.max_times_sampled} times (max_times_sampled) and is gone. Add "
+                    "trajectories, or draw smaller batches."
+                )
+        return times
+
+    def drawn(
+        self,
+        slots: Array,
+        steps: Array,
+        generations: Array,
+        times: Array | None,
+        probabilities: Array | float,
+        weights: Array | None = None,
+    ) -> Drawn:
+        """What the collector needs to know of a batch."""
+        if not self.job.informs or times is None:
+            return Drawn(slots, steps, generations, weights)
+        ages, nanoseconds = self.job.table.ages(slots, self.job.table.slot_states()[2][slots])
+        numbers = np.empty((2, len(slots)), dtype=np.float32)
+        numbers[0], numbers[1] = probabilities, nanoseconds / 1e9
+        return Drawn(slots, steps, generations, weights, np.stack((times, ages)), numbers)
+
 
 class SnapshotSelection(Selection):
     """Works from a list of what there is: for uniform selection and for order of age."""
@@ -102,7 +168,7 @@ class SnapshotSelection(Selection):
         assert isinstance(selector, SnapshotSelector)
         if isinstance(selector, Fifo) and frozen is None and self.job.subset is None:
             return self._fill_from_end(selector, collector, buffers, draw)
-        ticket, snapshot = self.job.table.begin_snapshot()
+        ticket, snapshot = self.job.table.begin_snapshot(self.job.samples(draw.count))
         try:
             view = self.view(snapshot)
             items = view if frozen is None else frozen
@@ -116,7 +182,10 @@ class SnapshotSelection(Selection):
                 steps = anchors(self.job.anchor, lengths, draw)
             if items.version != view.version:
                 self._replace_gone(view, draw, slots, steps, generations)
-            collector.collect(buffers, slots, steps, generations)
+            rows = (slots, steps, generations)
+            times = self.count_samples(slots, generations, lambda *which: self._redraw(draw, rows, *which))
+            likely = 1 / selector.num_items(items) if isinstance(selector, Uniform) else 1.0
+            collector.collect(buffers, self.drawn(*rows, times, likely))
         except BaseException:
             self.job.table.end_read(ticket)
             raise
@@ -126,8 +195,12 @@ class SnapshotSelection(Selection):
         self, selector: Fifo, collector: Collector, buffers: Buffers, draw: Draw
     ) -> tuple[int, int]:
         # Nothing is sorted: the oldest and the newest trajectories are linked.
-        table = self.job.table
-        ticket, slots = table.begin_ends(draw.count, newest=selector.newest)
+        table, samples = self.job.table, self.job.samples(draw.count)
+        times: Array | None = None
+        if table.rules.max_times_sampled is not None and selector.unit == "trajectory":
+            ticket, slots, times = table.take_ends(draw.count, newest=selector.newest, samples=samples)
+        else:
+            ticket, slots = table.begin_ends(draw.count, newest=selector.newest, samples=samples)
         try:
             if len(slots) == 0:
                 raise self.job.empty()
@@ -138,11 +211,31 @@ class SnapshotSelection(Selection):
             positions, steps = selector.select(part, draw)
             if steps is None:
                 steps = anchors(self.job.anchor, part.lengths[positions], draw)
-            collector.collect(buffers, part.slots[positions], steps, part.generations[positions])
+            rows = (part.slots[positions], steps, part.generations[positions])
+            if times is not None:
+                times = times[order][positions]
+            else:
+                times = self.count_samples(rows[0], rows[2], lambda *which: self._redraw(draw, rows, *which))
+            collector.collect(buffers, self.drawn(*rows, times, 1.0))
         except BaseException:
             table.end_read(ticket)
             raise
         return ticket, draw.count
+
+    def _redraw(self, draw: Draw, rows: tuple[Array, Array, Array], which: Array, turn: int) -> bool:
+        """Random rows, out of what is there now, instead of the rows of these numbers; see `count_samples`."""
+        view = self.view()
+        if len(view) == 0:
+            return False
+        again, stream = dataclasses.replace(draw, count=len(which)), REDRAWN + 2 * turn
+        if self.job.selector.unit == "step":
+            others, at = view.locate(again.integers(stream, view.num_steps))
+        else:
+            others = again.integers(stream, len(view))
+            at = anchors(self.job.anchor, view.lengths[others], again, stream + 1)
+        for part, values in zip(rows, (view.slots[others], at, view.generations[others]), strict=True):
+            part[which] = values
+        return True
 
     def _replace_gone(
         self, view: Snapshot, draw: Draw, slots: Array, steps: Array, generations: Array

@@ -285,13 +285,15 @@ def _finite(value: Any) -> bool:
 # ---------------------------------------------------------------- from a snapshot
 
 
-def anchors(kind: Literal["uniform", "first", "last"], lengths: Array, draw: Draw) -> Array:
+def anchors(
+    kind: Literal["uniform", "first", "last"], lengths: Array, draw: Draw, stream: int | None = None
+) -> Array:
     """The anchor step of each chosen trajectory, int64 [count], for lengths int64 [count]."""
     if kind == "first":
         return np.zeros(draw.count, dtype=np.int64)
     if kind == "last":
         return lengths - 1
-    return draw.integers(_ANCHORS, lengths)
+    return draw.integers(_ANCHORS if stream is None else stream, lengths)
 
 
 def replacements(unit: Unit, snapshot: Snapshot, draw: Draw) -> tuple[Array, Array | None]:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 
-from gear_loader.index_ops import NUM_READY, NUM_TOUCHED, READY, VERSION, Array
-
-if TYPE_CHECKING:
-    from gear_loader.index import Index
+from gear_loader.index_ops import NUM_READY, NUM_TOUCHED, READY, VERSION, Array, View
 
 __all__ = ["Log", "Snapshot"]
 
@@ -77,11 +74,15 @@ class Log:
         self._buffer: Array = np.empty((5, 0), dtype=np.int64)
         self._begin = self._end = 0
 
-    def snapshot(self, index: Index) -> Snapshot:
-        """The live trajectories now."""
+    def snapshot(self, index: View, touched_since: Callable[[int], Array | None]) -> Snapshot:
+        """The live trajectories now.
+
+        Args:
+            touched_since: the slots that were touched since a position, each once; None if that is not known any more.
+        """
         version = int(index.counters[VERSION])
         if self._snapshot is None or self._snapshot.version != version:
-            touched = index._touched_since(self._position)
+            touched = touched_since(self._position)
             many = touched is None or 4 * len(touched) > self._end - self._begin
             if touched is None or many or not self._follow(index, touched):
                 self._begin_anew(index)
@@ -89,13 +90,13 @@ class Log:
             self._snapshot = Snapshot(version, *self._buffer[:, self._begin : self._end])
         return self._snapshot
 
-    def _begin_anew(self, index: Index) -> None:
+    def _begin_anew(self, index: View) -> None:
         slots = np.flatnonzero(index.state == READY)
         slots = slots[np.argsort(index.sequence[slots], kind="stable")]
         self._make(np.empty((5, 0), dtype=np.int64), len(slots))
         self._append(index, slots)
 
-    def _follow(self, index: Index, touched: Array) -> bool:
+    def _follow(self, index: View, touched: Array) -> bool:
         """Take in what has happened to some slots; False if it would take as long as to begin anew."""
         rows = self._buffer[:, self._begin : self._end]
         last = rows[_SEQUENCE, -1] if rows.shape[1] else -1
@@ -126,7 +127,7 @@ class Log:
         np.cumsum(rows[_LENGTH], out=self._buffer[_END, :count])
         self._begin, self._end = 0, count
 
-    def _append(self, index: Index, slots: Array) -> None:
+    def _append(self, index: View, slots: Array) -> None:
         begin, end = self._end, self._end + len(slots)
         rows = self._buffer[:, begin:end]
         rows[_SLOT] = slots
@@ -139,7 +140,7 @@ class Log:
         self._end = end
 
 
-def _still_there(index: Index, rows: Array) -> Array:
+def _still_there(index: View, rows: Array) -> Array:
     slots = rows[_SLOT]
     kept: Array = (index.state[slots] == READY) & (index.generation[slots] == rows[_GENERATION])
     return kept

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, ClassVar, NamedTuple
@@ -22,6 +23,7 @@ from gear_loader.errors import (
 )
 from gear_loader.index import EVICT_LOWEST, EVICT_OLDEST, REFUSE, Changes, Index, Snapshot
 from gear_loader.index_ops import (
+    NEXT_SEQUENCE,
     NUM_FREE_BLOCKS,
     NUM_READY,
     NUM_STEPS,
@@ -33,6 +35,7 @@ from gear_loader.index_ops import (
 from gear_loader.layout import Layout
 from gear_loader.limiters import RateLimiter
 from gear_loader.numbers import as_array, narrowed
+from gear_loader.patience import Patience
 from gear_loader.region import Region
 from gear_loader.rules import OnFull, Rules, check_on_full, check_seconds
 from gear_loader.schema import Column, Schema
@@ -133,8 +136,8 @@ class Table:
                 Without a name it is private memory, of which the system gives pages only as they are written.
             on_full: what those who add do when there is no room, unless they say otherwise: ``"error"`` raises
                 `TableFullError`; ``"evict_oldest"`` drops the oldest trajectories; ``"evict_lowest_priority"`` those
-                with the lowest priority (as given last, to `add` or to `ReplayDataset.update_priority`; those that
-                have none yet go last); ``"wait"`` waits for others to make room.
+                with the lowest priority (as given last, to `add` or to `ReplayDataset.update_priority`; of equal ones
+                any, and those that have none yet go last); ``"wait"`` waits for others to make room.
             rate_limiter: how fast it may be written and sampled in relation to each other: `MinSize`,
                 `SampleToInsertRatio` or `Queue`. By default as fast as anybody likes.
             max_times_sampled: a trajectory is removed when it has been drawn so often. By default never.
@@ -638,14 +641,41 @@ class Table:
         self._reads[ticket] = index
         return ticket, changes
 
-    def begin_ends(
-        self, count: int, *, newest: bool, samples: int = 0, all_of_them: bool = False
-    ) -> tuple[int, Array]:
+    def begin_ends(self, count: int, *, newest: bool, samples: int = 0) -> tuple[int, Array]:
         """Start reading: a ticket, and the oldest or newest slots. See `Index`."""
         index = self._live()
-        ticket, slots = index.begin_ends(count, newest=newest, samples=samples, all_of_them=all_of_them)
+        ticket, slots = index.begin_ends(count, newest=newest, samples=samples)
         self._reads[ticket] = index
         return ticket, slots
+
+    def take_ends(self, count: int, *, newest: bool, samples: int = 0) -> tuple[int, Array, Array]:
+        """Start reading: a ticket, the oldest or newest slots, and how often they have been drawn. See `Index`."""
+        index = self._live()
+        ticket, slots, times = index.take_ends(count, newest=newest, samples=samples)
+        self._reads[ticket] = index
+        return ticket, slots, times
+
+    def count_samples(self, slots: Array, generations: Array) -> Array:
+        """Count that rows are drawn: how often each has been by now, 0 for those that are gone. See `Index`."""
+        return self._live().count_samples(slots, generations)
+
+    def await_samplable(self, count: int) -> None:
+        """Wait until the rate limiter would let so many rows be drawn. See `Index`."""
+        self._live().await_samplable(count)
+
+    def set_priorities(self, slots: Array, generations: Array, priorities: Array) -> None:
+        """Write new priorities of trajectories that are still there. See `Index`."""
+        self._live().set_priorities(slots, generations, priorities)
+
+    def ages(self, slots: Array, sequences: Array) -> tuple[Array, Array]:
+        """How old trajectories are, int64 [n] each: trajectories that came after, and nanoseconds."""
+        index = self._live()
+        return index.counters[NEXT_SEQUENCE] - 1 - sequences, time.monotonic_ns() - index.created[slots]
+
+    @property
+    def patience(self) -> Patience:
+        """A wait of this handle, beginning now."""
+        return self._live()._patience()
 
     def end_read(self, ticket: int) -> None:
         """Stop reading what `ticket` of one of these stands for; also after `close`, or others would wait."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -47,9 +48,9 @@ class Writer:
             writer.commit(priority=1.0)
 
     **Chunks.** With `chunk_steps` what is appended is one stream, of which every `chunk_steps` steps become a
-    trajectory as soon as they are there, each beginning `overlap_steps` before the end of the last one, as R2D2 stores its
-    sequences with their burn-in (Kapturowski et al., 2019). `commit` ends the stream: the steps that are in no chunk
-    yet become a last, shorter one, beginning `overlap_steps` earlier too. If ``chunk_steps - overlap_steps`` is a
+    trajectory as soon as they are there, each beginning `overlap_steps` before the end of the last one, as R2D2 stores
+    its sequences with their burn-in (Kapturowski et al., 2019). `commit` ends the stream: the steps that are in no
+    chunk yet become a last, shorter one, beginning `overlap_steps` earlier too. If ``chunk_steps - overlap_steps`` is a
     multiple of the table's `block_steps`, the steps that two chunks have in common are stored once; else they are
     copied.
 
@@ -71,6 +72,9 @@ class Writer:
                 f"overlap_steps < chunk_steps <= {table.longest:,}, the longest trajectory that the table holds."
             )
         self._cuts = chunk_steps is not None
+        self._shares = self._overlap > 0 and (self._chunk - self._overlap) % self._block_steps == 0
+        if self._overlap:
+            self._check_two_chunks()
         self.priority: float | None = None
         layout = table.region.layout
         self._columns = [
@@ -87,6 +91,18 @@ class Writer:
         self._steps = 0
         self._fresh = 0  # steps of it that no committed chunk has
         self._here = -1  # the block that the columns' views show
+
+    def _check_two_chunks(self) -> None:
+        """When a chunk is committed, the steps that it has in common with the next one count twice."""
+        layout = self._table.region.layout
+        chunk, overlap = self._chunk, self._overlap
+        blocks = -(-chunk // self._block_steps) + (0 if self._shares else -(-overlap // self._block_steps))
+        if layout.max_trajectories < 2 or chunk + overlap > layout.max_steps or blocks > layout.num_blocks:
+            raise SchemaError(
+                f"chunk_steps is {chunk:,} and overlap_steps {overlap:,}; expected that a chunk and the overlap fit "
+                f"into the table together, which holds at most {layout.max_trajectories:,} trajectories, "
+                f"{layout.max_steps:,} steps and {layout.num_blocks:,} blocks of {self._block_steps}."
+            )
 
     # ---------------------------------------------------------------- appending
 
@@ -114,10 +130,11 @@ class Writer:
         rows = columns if steps is None else {**steps, **columns}
         if len(rows) != len(self._columns):
             self._table.schema.validate_names(rows, what="the step")
-        self._check_process()
+        self._check_usable()
         place = self._steps
         if place >= self._held or place // self._block_steps != self._here:
             if self._is_single(rows):
+                self._check_step(rows)
                 self._make_room(1)
                 self._look_at(self._steps // self._block_steps)
             else:
@@ -133,9 +150,26 @@ class Writer:
                 if not self._is_single(rows):
                     return self._append_many(rows)
                 raise column.misfit(value)
-        self._steps += 1
-        self._fresh += 1
-        return self._cut() if self._steps == self._chunk and self._cuts else ()
+        return self._appended(1)
+
+    def _appended(self, count: int) -> tuple[int, ...]:
+        """So many steps more have been written; cut them off if they complete a chunk."""
+        self._steps += count
+        self._fresh += count
+        if self._steps < self._chunk or not self._cuts:
+            return ()
+        try:
+            return self._cut()
+        except GearError:
+            self._steps -= count
+            self._fresh -= count
+            raise
+
+    def _check_step(self, rows: Mapping[str, Any]) -> None:
+        """Refuse a step that does not fit, before room is made for it."""
+        for column in self._columns:
+            if not column.fits(rows[column.name]):
+                raise column.misfit(rows[column.name])
 
     def _is_single(self, rows: Mapping[str, Any]) -> bool:
         """Whether this is one step; several steps have one dimension more in every column."""
@@ -158,30 +192,25 @@ class Writer:
             count = min(length - done, self._chunk - self._steps)
             self._make_room(count)
             places = [address + done * size for address, size in zip(addresses, step_bytes, strict=True)]
-            self._copy_in(places, count)
-            self._steps += count
-            self._fresh += count
+            self._copy_in(places, self._ids, self._steps, count)
+            indices += self._appended(count)
             done += count
-            if self._steps == self._chunk and self._cuts:
-                indices += self._cut()
         del hold
         return indices
 
-    def _copy_in(self, addresses: list[int], count: int) -> None:
-        """Copy steps, contiguous in each column, behind those that are there."""
+    def _copy_in(self, addresses: list[int], blocks: list[int], first: int, count: int) -> None:
+        """Copy steps, contiguous in each column, into blocks of one trajectory, from its step `first` on."""
         columns = self._table.column_addresses()
         if native.require():
-            ids = np.array(self._ids, dtype=np.int32)
-            native.append(
-                columns, self._block_steps, ids, self._steps, np.array(addresses, dtype=np.int64), count
-            )
+            ids = np.array(blocks, dtype=np.int32)
+            native.append(columns, self._block_steps, ids, first, np.array(addresses, dtype=np.int64), count)
             return
         for (base, stride, size), address in zip(columns.tolist(), addresses, strict=True):
             done = 0
             while done < count:
-                block, inside = divmod(self._steps + done, self._block_steps)
+                block, inside = divmod(first + done, self._block_steps)
                 take = min(self._block_steps - inside, count - done)
-                target = base + self._ids[block] * stride + inside * size
+                target = base + blocks[block] * stride + inside * size
                 ctypes.memmove(target, address + done * size, take * size)
                 done += take
 
@@ -196,16 +225,7 @@ class Writer:
             return
         evict, wait = self._table.policy
         if not self._open:
-            first = min(max(needed, self._block_steps), self._chunk)
-            try:
-                slots, ids = self._index.begin(np.array([first]), evict=evict)
-            except (GearError, TimeoutError):
-                if first == needed and not wait:
-                    raise
-                first = needed
-                slots, ids = self._index.begin(np.array([first]), evict=evict, wait=wait)
-            self._open.append(int(slots[0]))
-            self._ids, self._held = ids.tolist(), first
+            self._ids, self._held = self._begin(needed)
             return
         free = self._table.free_steps() // _GENEROUS
         most = min(max(2 * self._held, needed), self._held + free, self._chunk)
@@ -214,6 +234,16 @@ class Writer:
         )
         self._ids += more.tolist()
         self._held = held
+
+    def _begin(self, needed: int) -> tuple[list[int], int]:
+        """A slot with room for `needed` steps or, if nobody has to give way for it, a whole block."""
+        evict, wait = self._table.policy
+        first = min(max(needed, self._block_steps), self._chunk)
+        if first > self._table.free_steps():
+            first = needed
+        slots, ids = self._index.begin(np.array([first]), evict=evict, wait=wait)
+        self._open.append(int(slots[0]))
+        return ids.tolist(), first
 
     def _look_at(self, block: int) -> None:
         for column in self._columns:
@@ -242,7 +272,8 @@ class Writer:
             RateLimitError, LockTimeoutError: waited for too long. What was appended is still there: try again, or
                 discard it.
         """
-        self._check_process()
+        self._check_usable()
+        checked = self._checked(priority)
         if not self._fresh:
             if self._last_chunk is not None:
                 index = self._last_chunk
@@ -250,8 +281,9 @@ class Writer:
                 return index
             raise SchemaError("Nothing has been appended since the last commit; append at least one step.")
         slot = self._open[0]
-        self._index.finish(slot, self._steps, self._checked(priority))
-        self._forget()
+        with self._all_or_nothing():
+            self._index.finish(slot, self._steps, checked)
+            self._forget()
         return slot
 
     def _cut(self) -> tuple[int, ...]:
@@ -259,24 +291,44 @@ class Writer:
         slot, evict, wait = self._open[0], *self._table.policy
         priority = self._checked(self.priority)
         stride = self._chunk - self._overlap
-        if self._overlap and stride % self._block_steps == 0:
-            shared = stride // self._block_steps
-            following = self._index.roll(slot, self._steps, shared, priority, evict=evict, wait=wait)
-            self._open[0] = following
-            self._run[0] = max(0, self._run[0] - shared)
-            self._ids = self._ids[shared:]
-            self._held -= stride
+        with self._all_or_nothing():
+            if self._shares:
+                shared = stride // self._block_steps
+                following = self._index.roll(slot, self._steps, shared, priority, evict=evict, wait=wait)
+                self._open[0] = following
+                self._run[0] = max(0, self._run[0] - shared)
+                self._ids = self._ids[shared:]
+                self._held -= stride
+            elif self._overlap:
+                rows = self._copy_out(stride, self._overlap)
+                ids, held = self._begin(self._overlap)
+                self._copy_in([array.ctypes.data for array in rows], ids, 0, self._overlap)
+                try:
+                    self._index.finish(slot, self._steps, priority)
+                except GearError:
+                    self._index.abort(np.array([self._open.pop()], dtype=np.int64))
+                    raise
+                del self._open[0]
+                self._ids, self._held = ids, held
+                self._run[:] = 0
+            else:
+                self._index.finish(slot, self._steps, priority)
+                self._forget()
             self._steps, self._fresh, self._here = self._overlap, 0, -1
-        else:
-            rows = self._copy_out(stride, self._overlap)
-            self._index.finish(slot, self._steps, priority)
-            self._forget()
-            if self._overlap:
-                self._make_room(self._overlap)
-                self._copy_in([array.ctypes.data for array in rows], self._overlap)
-                self._steps = self._overlap
-        self._last_chunk = slot
+            self._last_chunk = slot
         return (slot,)
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """If it is interrupted, nobody knows how far it came: then what has not been committed is dropped."""
+        try:
+            yield
+        except GearError:
+            raise
+        except BaseException:
+            self._index.abort(np.array(self._open, dtype=np.int64))
+            self._forget()
+            raise
 
     _last_chunk: int | None = None
 
@@ -295,7 +347,10 @@ class Writer:
     def _checked(self, priority: float | None) -> float:
         if priority is None:
             return UNSET
-        values = np.asarray(as_array(priority))
+        try:
+            values = np.asarray(as_array(priority))
+        except (TypeError, ValueError):
+            values = np.empty(0)
         if values.shape != () or values.dtype.kind not in "biuf":
             raise SchemaError(f"priority is {priority!r}; expected a number.")
         narrow, bad = narrowed(values.astype(np.float64).reshape(1))
@@ -322,6 +377,10 @@ class Writer:
         self._ids, self._held, self._steps, self._fresh, self._here = [], 0, 0, 0, -1
         self._run[:] = 0
         self._last_chunk = None
+
+    def _check_usable(self) -> None:
+        self._check_process()
+        self._table._live()
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -353,16 +412,28 @@ class _StepColumn:
         self._column = column
         self._dtype = NUMPY_DTYPES.get(column.dtype)
         self._kind = "" if self._dtype is None else self._dtype.kind
-        self._view: Array = np.empty(0)
+        self._largest = torch.finfo(column.dtype).max if column.dtype.is_floating_point else 0.0
+        self._spare = self._as_steps(np.empty(step_bytes, dtype=np.uint8), 1)
+        self._view = self._spare
+
+    def _as_steps(self, rows: Array, count: int) -> Array:
+        dtype = np.dtype(np.int16) if self._dtype is None else self._dtype
+        return rows.view(dtype).reshape(count, *self.shape)
 
     def look_at(self, block: int, block_steps: int) -> None:
-        rows = self.data[block, : block_steps * self.step_bytes]
-        dtype = np.dtype(np.int16) if self._dtype is None else self._dtype
-        self._view = rows.view(dtype).reshape(block_steps, *self.shape)
+        self._view = self._as_steps(self.data[block, : block_steps * self.step_bytes], block_steps)
+
+    def fits(self, value: Any) -> bool:
+        """Whether `put` would take a step's value."""
+        view, self._view = self._view, self._spare
+        try:
+            return self.put(0, value)
+        finally:
+            self._view = view
 
     def put(self, place: int, value: Any) -> bool:
         """Write a step's value; False, having written nothing, if it does not fit."""
-        if type(value) is np.ndarray:
+        if isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
             if value.dtype == self._dtype and value.shape == self.shape and self._dtype is not None:
                 self._view[place] = value
                 return True
@@ -381,20 +452,21 @@ class _StepColumn:
         return True
 
     def _put_number(self, place: int, value: Any) -> bool:
-        if self._dtype is None:
-            if not isinstance(value, (int, float)) or isinstance(value, bool):
-                return False
-            self._view[place] = torch.tensor(value, dtype=self._column.dtype).view(torch.int16).item()
-            return True
-        kind = self._kind
         if isinstance(value, (bool, np.bool_)):
-            fits = kind == "b"
-        elif isinstance(value, (int, np.integer)):
-            fits = kind == "f" or (kind in "iu" and self._in_range(int(value)))
+            fits = self._kind == "b"
+        elif isinstance(value, (int, np.integer, float, np.floating)):
+            number = value.item() if isinstance(value, np.generic) else value
+            if self._largest:
+                special = isinstance(number, float) and not math.isfinite(number)
+                fits = special or -self._largest <= number <= self._largest
+            else:
+                fits = self._kind in "iu" and isinstance(number, int) and self._in_range(number)
         else:
-            fits = kind == "f" and isinstance(value, (float, np.floating))
+            fits = False
         if fits:
-            self._view[place] = value
+            if self._dtype is None:
+                number = torch.tensor(float(number), dtype=self._column.dtype).view(torch.int16).item()
+            self._view[place] = number
         return fits
 
     def _in_range(self, value: int) -> bool:

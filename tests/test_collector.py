@@ -20,7 +20,7 @@ from gather_common import PADS, POISON, Array, Spec, windows_of
 
 from gear_loader import Column, Table, Window, crew, native
 from gear_loader import collector as collectors
-from gear_loader.collector import Batch, Buffers, Collector, GpuSide
+from gear_loader.collector import Batch, Buffers, Collector, Drawn, GpuSide
 from gear_loader.schema import DTYPES
 
 CPU = torch.device("cpu")
@@ -122,7 +122,7 @@ def check(table: Table, windows: dict[str, Window], batch: Batch, rows: tuple[Ar
 def collect(gatherer: Collector, rows: tuple[Array, Array, Array], buffers: Buffers | None = None) -> Batch:
     buffers = gatherer.buffers() if buffers is None else buffers
     poison(buffers.batch)
-    gatherer.collect(buffers, *rows)
+    gatherer.collect(buffers, Drawn(*rows))
     return buffers.rows(len(rows[0]))
 
 
@@ -204,7 +204,7 @@ def test_buffers_are_used_again(table: Table) -> None:
     places = [value.data_ptr() for value in tensors(buffers.batch)]
     for seed in range(5):
         rows = draw(table, 20 - seed, seed)
-        gatherer.collect(buffers, *rows)
+        gatherer.collect(buffers, Drawn(*rows))
         batch = buffers.rows(len(rows[0]))
         check(table, windows, batch, rows)
         assert [value.data_ptr() for value in tensors(batch)] == places
@@ -238,7 +238,7 @@ READS_ONE_COLUMN = """
 import ctypes, mmap, resource
 import numpy as np, torch
 import gear_loader as gear
-from gear_loader.collector import Collector
+from gear_loader.collector import Collector, Drawn
 
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 length = 4096
@@ -257,7 +257,7 @@ for name in ("a", "c"):
 collector = Collector(table, {"b": gear.Window(length, 0)}, batch_size=8, device=torch.device("cpu"))
 buffers = collector.buffers()
 numbers = np.arange(8)
-collector.collect(buffers, numbers, np.zeros(8, dtype=np.int64), np.ones(8, dtype=np.int64))
+collector.collect(buffers, Drawn(numbers, np.zeros(8, dtype=np.int64), np.ones(8, dtype=np.int64)))
 assert (buffers.batch["b"] == torch.arange(8)[:, None, None]).all()
 print("read one", flush=True)
 table[0]["a"]  # and this is what reading another one does
@@ -317,7 +317,7 @@ class Rows:
 
     def gather(self, first: int, last: int) -> None:
         rows = (part[first:last] for part in (self.slots, self.zeros, self.zeros))
-        self.collector.collect(self.buffers, *rows)
+        self.collector.collect(self.buffers, Drawn(*rows))
 
     def clear(self) -> None:
         self.view[:, [0, -1]] = 255
