@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from gear_loader.datamodule import ReplayDataModule
     from gear_loader.dataset import ReplayDataset
     from gear_loader.limiters import MinSize, Queue, RateLimiter, SampleToInsertRatio
+    from gear_loader.monitor import ReplayMonitor
     from gear_loader.schema import Column, Schema, Window
     from gear_loader.selectors import Fifo, Lifo, LinearSchedule, Prioritized, TopK, Uniform
     from gear_loader.stats import TableStats
@@ -29,6 +30,7 @@ __all__ = [
     "RateLimiter",
     "ReplayDataModule",
     "ReplayDataset",
+    "ReplayMonitor",
     "SampleToInsertRatio",
     "Schema",
     "Table",
@@ -54,6 +56,7 @@ _MODULES = {
     "RateLimiter": "limiters",
     "ReplayDataModule": "datamodule",
     "ReplayDataset": "dataset",
+    "ReplayMonitor": "monitor",
     "SampleToInsertRatio": "limiters",
     "Schema": "schema",
     "Table": "table",

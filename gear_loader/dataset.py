@@ -147,7 +147,7 @@ class ReplayDataset(IterableDataset[Batch]):
             )
         self.subset = subset
         self.sample_info = sample_info
-        self.rate_limited = rate_limited and table.rules.rate_limiter is not None
+        self.rate_limited = rate_limited
         self._check_rate(self.batch_size)
         self.programs = None if programs is None else at_least("programs", programs)
         if (rank is None) != (world_size is None) or (rank is not None and not 0 <= rank < (world_size or 0)):
@@ -215,7 +215,7 @@ class ReplayDataset(IterableDataset[Batch]):
         """The draws of this rank's batches `number`, number + every, ... of an epoch, and what they draw from if
         that is not what is there at the time."""
         rank, world = self._rank()
-        if self.rate_limited:
+        if self.rate_limited and self.table.rules.rate_limiter is not None:
             self.table.await_samplable(self.batch_size)  # before that there may be nothing
         view = self._selected().view()
         count = self._epoch_batches(view, world)

@@ -130,7 +130,7 @@ class DevicePrioritySelection(PrioritySelection):
         self, collector: Collector, buffers: Buffers, draw: Draw, frozen: Snapshot | None
     ) -> tuple[int, int]:
         """See `Selection.fill`."""
-        if self.job.limited:
+        if self.job.limited and self.job.table.rules.rate_limiter is not None:
             self.job.table.await_samplable(draw.count)  # without holding up updates
         with self._mutex:
             self._raise_late()

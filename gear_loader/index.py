@@ -211,14 +211,12 @@ class Index(Slots):
         )
         return slots
 
-    def commit(self, slots: Array, priorities: Array, *, sequences: Array | None = None) -> None:
+    def commit(self, slots: Array, priorities: Array) -> None:
         """Make written slots visible, in the given order, when the rate limiter allows it.
 
         Args:
             slots: int64 [n] from `begin`.
             priorities: float32 [n].
-            sequences: int64 [n], ascending, none below the table's next one: the sequence numbers, if not the next ones
-                (a table that is restored keeps those that it had). The rate limiter is not asked.
 
         Raises:
             RateLimitError: it did not allow it until the deadline. The slots are still there, and invisible.
@@ -227,13 +225,39 @@ class Index(Slots):
             return
         slots = np.ascontiguousarray(slots, dtype=np.int64)
         priorities = np.ascontiguousarray(priorities, dtype=np.float32)
-        if sequences is not None:
-            with self._locked():
-                self._ops.commit_as(self._where, slots, sequences, priorities, time.monotonic_ns())
-            return
         self._when_insertable(
             len(slots), lambda: self._ops.commit(self._where, slots, priorities, time.monotonic_ns())
         )
+
+    def commit_as(
+        self,
+        slots: Array,
+        priorities: Array,
+        sequences: Array,
+        *,
+        ages: Array,
+        times_sampled: Array,
+        next_sequence: int,
+        num_inserted: int,
+        num_sampled: int,
+    ) -> None:
+        """Make written slots visible, as they were in another table: its numbers, ages and counts.
+
+        Args:
+            slots: int64 [n] from `begin`. priorities: float32 [n].
+            sequences: int64 [n], ascending, none below the table's next one.
+            ages: int64 [n], nanoseconds, descending. times_sampled: int64 [n].
+            next_sequence, num_inserted, num_sampled: of the table as a whole.
+        """
+        with self._locked():
+            if len(slots):
+                created = time.monotonic_ns() - ages
+                self._ops.commit_as(self._where, slots, sequences, priorities, created, times_sampled)
+            counters = self.counters
+            # The newest trajectories may have been removed before; their numbers do not come again.
+            counters[NEXT_SEQUENCE] = max(int(counters[NEXT_SEQUENCE]), next_sequence)
+            counters[FIRST_SEQUENCE] = counters[NEXT_SEQUENCE] - num_inserted
+            counters[NUM_SAMPLED] = num_sampled
 
     def abort(self, slots: Array, *, wait: bool = True) -> None:
         """Give back slots from `begin` that will not be committed; what was committed stays.
@@ -550,7 +574,8 @@ class Index(Slots):
         while True:
             with self._locked():
                 self._expire()
-                if limiter is None or limiter.may_sample(count, **self._counts()):
+                used_up = count and self.rules.max_times_sampled is not None and not self.counters[NUM_READY]
+                if not used_up and (limiter is None or limiter.may_sample(count, **self._counts())):
                     found = look()
                     if found is not None:
                         if drawn:
@@ -561,7 +586,7 @@ class Index(Slots):
                 counts = self._counts()
             patience = patience or self._patience()
             if not patience.sleep():
-                if limiter is None:
+                if limiter is None or limiter.may_sample(count, **counts):
                     raise TableEmptyError(
                         f"{count} trajectories were waited for {patience.timeout:g} s; the table holds "
                         f"{counts['size']}. Is somebody adding to it?"

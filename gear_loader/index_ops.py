@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gear_loader.kernels.sum_tree import UNSET
+from gear_loader.kernels.sum_tree import UNSET as UNSET
 from gear_loader.native import AVAILABLE
 
 Array = np.ndarray[Any, Any]
@@ -226,12 +226,19 @@ def commit(v: Any, slots: Any, priorities: Any, now: Any) -> None:
 
 
 @register_jitable  # type: ignore[untyped-decorator]
-def commit_as(v: Any, slots: Any, sequences: Any, priorities: Any, now: Any) -> None:
-    """Make written slots visible, under sequence numbers of their own, ascending and none used before."""
+def commit_as(v: Any, slots: Any, sequences: Any, priorities: Any, created: Any, times: Any) -> None:
+    """Make written slots visible, under sequence numbers of their own, ascending and none used before.
+
+    Args:
+        created, times: int64 [n]: when they were created, ascending, and how often they have been drawn.
+    """
     begin_change(v)
     for i in range(len(slots)):
         v.sequence[slots[i]] = sequences[i]
-    publish(v, slots, priorities, now)
+    publish(v, slots, priorities, created[0])
+    for i in range(len(slots)):
+        v.created[slots[i]] = created[i]
+        v.sampled[slots[i]] = times[i]
     end_change(v)
 
 
@@ -737,7 +744,8 @@ COMPILED: Any = None
 
 def places_of(view: View) -> Array:
     """int64 [n]: where the arrays lie, and the sizes, for compiled operations. They have to be kept alive."""
-    addresses = [array.ctypes.data for array in view[: View._fields.index("block_steps")]]
+    arrays: tuple[Any, ...] = view[: View._fields.index("block_steps")]
+    addresses = [array.ctypes.data for array in arrays]
     sizes = [*view[len(addresses) :], len(view.readers), len(view.block_ids), len(view.lowest)]
     return np.array(addresses + sizes, dtype=np.int64)
 
@@ -782,8 +790,8 @@ if AVAILABLE:
         commit(_view(p), slots, priorities, now)
 
     @compiled
-    def _commit_as(p, slots, sequences, priorities, now):  # type: ignore[no-untyped-def]
-        commit_as(_view(p), slots, sequences, priorities, now)
+    def _commit_as(p, slots, sequences, priorities, created, times):  # type: ignore[no-untyped-def]
+        commit_as(_view(p), slots, sequences, priorities, created, times)
 
     @compiled
     def _abort(p, slots):  # type: ignore[no-untyped-def]

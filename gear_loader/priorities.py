@@ -95,12 +95,12 @@ class PrioritySelection(Selection):
         self, collector: Collector, buffers: Buffers, draw: Draw, frozen: Snapshot | None
     ) -> tuple[int, int]:
         """See `Selection.fill`."""
-        if self.job.limited:
+        if self.job.limited and self.job.table.rules.rate_limiter is not None:
             self.job.table.await_samplable(draw.count)  # without holding up updates
         with self._mutex:
             ticket = self._follow(self.job.samples(draw.count))
             try:
-                rows = self._restored(draw) or self._draw(draw)
+                rows = self._restored(draw) or self._draw_when_there(draw)
                 times = self.count_samples(
                     rows.slots, rows.generations, lambda which, turn: self._redraw(draw, rows, which, turn)
                 )
@@ -108,7 +108,7 @@ class PrioritySelection(Selection):
                     rows = dataclasses.replace(rows, weights=self._importance(draw, rows.leaves))
                 likely = self._likely(rows) if self.job.informs else 1.0
                 if draw.epoch < SAMPLE_EPOCH:
-                    self._remember(draw, rows)
+                    self._keep_rows(draw, rows)
             except BaseException:
                 self.job.table.end_read(ticket)
                 raise
@@ -120,7 +120,18 @@ class PrioritySelection(Selection):
             raise
         return ticket, len(rows.slots)
 
-    def _remember(self, draw: Draw, rows: Rows) -> None:
+    def _draw_when_there(self, draw: Draw) -> Rows:
+        """`_draw`; where trajectories are drawn only so often, too few are waited for."""
+        patience = self.job.table.patience
+        while True:
+            try:
+                return self._draw(draw)
+            except (PriorityError, TableEmptyError):
+                if self.job.table.rules.max_times_sampled is None or not patience.sleep():
+                    raise
+                self._keep_up()
+
+    def _keep_rows(self, draw: Draw, rows: Rows) -> None:
         """Keep a batch that may have been drawn ahead when a state is taken."""
         sequences = self.job.table.slot_states()[2][rows.slots]
         self._history.append(

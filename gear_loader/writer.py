@@ -167,6 +167,7 @@ class Writer:
 
     def _check_step(self, rows: Mapping[str, Any]) -> None:
         """Refuse a step that does not fit, before room is made for it."""
+        self._table.schema.validate_names(rows, what="the step")
         for column in self._columns:
             if not column.fits(rows[column.name]):
                 raise column.misfit(rows[column.name])
@@ -452,22 +453,22 @@ class _StepColumn:
         return True
 
     def _put_number(self, place: int, value: Any) -> bool:
-        if isinstance(value, (bool, np.bool_)):
+        number = value.item() if isinstance(value, np.generic) else value
+        if isinstance(number, bool):
             fits = self._kind == "b"
-        elif isinstance(value, (int, np.integer, float, np.floating)):
-            number = value.item() if isinstance(value, np.generic) else value
-            if self._largest:
-                special = isinstance(number, float) and not math.isfinite(number)
-                fits = special or -self._largest <= number <= self._largest
-            else:
-                fits = self._kind in "iu" and isinstance(number, int) and self._in_range(number)
-        else:
+        elif not isinstance(number, (int, float)):
             fits = False
-        if fits:
-            if self._dtype is None:
-                number = torch.tensor(float(number), dtype=self._column.dtype).view(torch.int16).item()
-            self._view[place] = number
-        return fits
+        elif self._largest:
+            special = isinstance(number, float) and not math.isfinite(number)
+            fits = special or -self._largest <= number <= self._largest
+        else:
+            fits = self._kind in "iu" and isinstance(number, int) and self._in_range(number)
+        if not fits:
+            return False
+        if self._dtype is None:
+            number = torch.tensor(float(number), dtype=self._column.dtype).view(torch.int16).item()
+        self._view[place] = number
+        return True
 
     def _in_range(self, value: int) -> bool:
         assert self._dtype is not None

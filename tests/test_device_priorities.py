@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -72,7 +73,10 @@ def drawn(selection: DevicePrioritySelection, draw: Draw) -> tuple[torch.Tensor,
 def expected(selection: PrioritySelection, draw: Draw) -> Any:
     ticket = selection._follow()
     try:
-        return selection._draw(draw)
+        rows = selection._draw(draw)
+        if rows.leaves is not None and selection.job.selector.weighs:
+            rows = dataclasses.replace(rows, weights=selection._importance(draw, rows.leaves))
+        return rows
     finally:
         selection.job.table.end_read(ticket)
 
@@ -111,6 +115,7 @@ def test_batches_are_those_of_the_cpu_while_the_table_changes(
 ) -> None:
     device, host = both(table, make(unit), anchor)
     random = np.random.default_rng(1)
+    writer = table.writer(chunk_steps=24, overlap_steps=16)  # whose trajectories share blocks
     extent, block_ids = table.index_arrays()
     for step in range(6):
         draw = Draw(3, 1, step, 0, BATCH, 0, step)
@@ -135,6 +140,7 @@ def test_batches_are_those_of_the_cpu_while_the_table_changes(
             update(selection, rows, priority, generations=generations)
         assert device.num_stale == host.num_stale == (step + 1) * 4
         add(table, random, 50 + step)
+        writer.append({"value": np.full((13, 2), 900 + step, np.float32)})
         if step == 3:
             table.remove(int(table.indices()[5]))
     states = [selection.state_dict() for selection in (device, host)]
