@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from benchmarks import collect, select, select_plot
+from benchmarks import collect, online, online_plot, select, select_plot
 
 app = typer.Typer(
     help="Benchmarks of Gear Loader.",
@@ -15,6 +15,8 @@ app = typer.Typer(
 app.command("collect")(collect.command)
 app.command("select")(select.command)
 app.command("select-plot")(select_plot.command)
+app.command("online")(online.command)
+app.command("online-plot")(online_plot.command)
 
 
 @app.callback()

@@ -44,7 +44,7 @@ from benchmarks.workloads import (
     expect,
     poison,
 )
-from gear_loader.collector import Collector
+from gear_loader.collector import Collector, Drawn
 
 __all__ = ["command", "cpu"]
 
@@ -297,7 +297,7 @@ def _collector(
         return slots[positions], rows.anchors.numpy(), generations[positions]
 
     def work(rows: tuple[Any, Any, Any]) -> None:
-        collector.collect(buffers, *rows)
+        collector.collect(buffers, Drawn(*rows))
 
     def check() -> None:
         rows = data.draw(batch)

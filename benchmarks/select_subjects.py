@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import subprocess
-import tempfile
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +10,9 @@ import numpy as np
 import torch
 
 import gear_loader as gear
-from benchmarks import select_peers
+from benchmarks import peer_process, select_peers
 from benchmarks.harness import Incorrect
+from benchmarks.peer_process import PeerFailed
 from benchmarks.select_peers import ALPHA, BETA, Subject, chunks, priorities, weighed
 from gear_loader.priority_tree import HostTree
 
@@ -366,11 +362,7 @@ class CumsumNumpy(Subject):
 # ---------------------------------------------------------------- peers
 
 
-class PeerFailed(Exception):
-    """Another interpreter could not do what it was told to; the message says why."""
-
-
-class PeerProcess:
+class PeerProcess(peer_process.PeerProcess):
     """A variant of `benchmarks.select_peers` in an interpreter of its own.
 
     Args:
@@ -379,82 +371,13 @@ class PeerProcess:
         threads: that it may use.
         patience: seconds that an answer may take.
 
-    Attributes:
-        about: what it said about itself: versions, and a note or None.
-
     Raises:
         PeerFailed: it could not be started, or lacks the package.
     """
 
     def __init__(self, python: Path, variant: str, threads: int, patience: float = 300.0) -> None:
-        self._patience = patience
-        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - closed by `close`
         command = [str(python), "-I", select_peers.__file__, variant, str(threads)]
-        try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                encoding="utf-8",
-            )
-        except OSError as error:
-            self._errors.close()
-            raise PeerFailed(f"{python}: {error.strerror}") from error
-        try:
-            self.about = self._answer()
-        except PeerFailed:
-            self.close()
-            raise
-
-    def ask(self, what: str, **arguments: Any) -> dict[str, Any]:
-        """Send a command and wait for the answer.
-
-        Raises:
-            PeerFailed: it could not do it, ended, or took too long.
-        """
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps({"do": what, **arguments}) + "\n")
-            self._process.stdin.flush()
-        except OSError as error:
-            raise PeerFailed(f"it has ended: {self._last_error()}") from error
-        return self._answer()
-
-    def close(self) -> None:
-        """End the process."""
-        if self._process.stdin is not None and not self._process.stdin.closed:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-        self._errors.close()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        late = threading.Timer(self._patience, self._process.kill)
-        late.start()
-        try:
-            line = self._process.stdout.readline()
-        finally:
-            late.cancel()
-        try:
-            answer = json.loads(line)
-        except ValueError:
-            raise PeerFailed(f"it has ended, or took {self._patience:.0f} s: {self._last_error()}") from None
-        if "error" in answer:
-            raise PeerFailed(" ".join(str(answer["error"]).split())[:200])
-        return dict(answer)
-
-    def _last_error(self) -> str:
-        self._errors.seek(0)
-        lines = self._errors.read().splitlines()
-        return lines[-1] if lines else "no message"
+        super().__init__(command, patience=patience)
 
 
 class Peer(Subject):

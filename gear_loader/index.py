@@ -8,11 +8,7 @@ the lock, and what they do when something has to be waited for.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import os
 import time
-from collections.abc import Callable
-from types import TracebackType
 from typing import TypeVar
 
 import numpy as np
@@ -20,67 +16,35 @@ import numpy as np
 from gear_loader.errors import (
     GearError,
     LockTimeoutError,
-    RateLimitError,
     StaleIndexError,
-    TableEmptyError,
-    TableFullError,
 )
 from gear_loader.index_ops import (
-    BUSY,
-    DIRTY,
     DONE,
     EVICT_LOWEST,
     EVICT_OLDEST,
     FIRST_SEQUENCE,
     FLIP,
-    FLIP_EPOCH,
-    FULL,
-    INITIALIZED,
-    INSERT_WAIT,
     NEXT_SEQUENCE,
-    NUM_FREE_BLOCKS,
     NUM_READY,
     NUM_SAMPLED,
-    NUM_STEPS,
     NUM_TOUCHED,
-    NUM_WRITING,
     PID,
-    READ,
     READING,
     READY,
     REFUSE,
-    SAMPLE_WAIT,
-    SHORT,
     START,
-    WRITING,
     Array,
 )
-from gear_loader.lock import process_start
-from gear_loader.patience import Patience
 from gear_loader.region import Region
-from gear_loader.slots import Slots
+from gear_loader.room import Room
 from gear_loader.snapshot import Log, Snapshot
 
 __all__ = ["EVICT_LOWEST", "EVICT_OLDEST", "REFUSE", "Changes", "Index", "Snapshot"]
 
 _T = TypeVar("_T")
 _NO_SLOTS = np.empty(0, dtype=np.int64)
-_LIMITED = -1  # beside the answers of `make_room`
 _INLINE = 256 * 1024
 """Bytes of data up to which they are copied while the lock is held: that takes less time than taking it twice."""
-
-
-@functools.cache
-def _process(pid: int) -> tuple[int, int]:
-    return pid, process_start(pid)
-
-
-os.register_at_fork(after_in_child=_process.cache_clear)
-
-
-def _alive(pid: int, start: int) -> bool:
-    # With the start time even for the own pid: in a container a restarted process often has its predecessor's.
-    return (pid, start) == _process(os.getpid()) or (start != 0 and process_start(pid) == start)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,28 +71,12 @@ class Changes:
     priorities: Array
 
 
-class Index(Slots):
-    """Mutations and snapshots of a region's index. Every method takes the lock itself unless its name starts with _.
-
-    Attributes:
-        timeout: seconds that room, or the rate limiter, is waited for; None for as long as for the lock.
-    """
+class Index(Room):
+    """Mutations and snapshots of a region's index. Every method takes the lock itself unless its name starts with _."""
 
     def __init__(self, region: Region) -> None:
         super().__init__(region)
-        self._lock = region.lock
         self._log = Log()
-        self._writers_checked = time.monotonic()
-        self._max_age = None if self.rules.max_age is None else int(self.rules.max_age * 1e9)
-        self.timeout: float | None = None
-
-    # ---------------------------------------------------------------- lock
-
-    def _locked(self) -> _Locked:
-        return _Locked(self)
-
-    def _patience(self) -> Patience:
-        return Patience(self._lock.timeout if self.timeout is None else self.timeout)
 
     # ---------------------------------------------------------------- writing
 
@@ -155,7 +103,7 @@ class Index(Slots):
         if len(lengths):
             self._obtain(
                 (len(lengths), blocks, int(lengths.sum())),
-                lambda: self._ops.begin(self._where, lengths, int(evict), *_process(os.getpid()), slots, ids),
+                lambda: self._ops.begin(self._where, lengths, int(evict), *self._here(), slots, ids),
                 evict=evict,
                 wait=wait,
             )
@@ -191,7 +139,7 @@ class Index(Slots):
             return None
         blocks = int(self.blocks_of(lengths).sum())
         slots, ids = np.empty(len(lengths), dtype=np.int64), np.empty(blocks, dtype=np.int32)
-        here = _process(os.getpid())
+        here = self._here()
         self._obtain(
             (len(lengths), blocks, steps),
             lambda: self._ops.store(
@@ -240,24 +188,30 @@ class Index(Slots):
         next_sequence: int,
         num_inserted: int,
         num_sampled: int,
-    ) -> None:
-        """Make written slots visible, as they were in another table: its numbers, ages and counts.
+    ) -> bool:
+        """Make written slots visible in an empty table, as they were in another one: its numbers, ages and counts.
 
         Args:
             slots: int64 [n] from `begin`. priorities: float32 [n].
             sequences: int64 [n], ascending, none below the table's next one.
             ages: int64 [n], nanoseconds, descending. times_sampled: int64 [n].
             next_sequence, num_inserted, num_sampled: of the table as a whole.
+
+        Returns:
+            False, having done nothing, if somebody has added to the table already.
         """
         with self._locked():
+            counters = self.counters
+            if counters[NEXT_SEQUENCE]:
+                return False
+            # The newest trajectories may have been removed before; their numbers do not come again.
+            counters[NEXT_SEQUENCE] = next_sequence
+            counters[FIRST_SEQUENCE] = next_sequence - num_inserted
+            counters[NUM_SAMPLED] = num_sampled
             if len(slots):
                 created = time.monotonic_ns() - ages
                 self._ops.commit_as(self._where, slots, sequences, priorities, created, times_sampled)
-            counters = self.counters
-            # The newest trajectories may have been removed before; their numbers do not come again.
-            counters[NEXT_SEQUENCE] = max(int(counters[NEXT_SEQUENCE]), next_sequence)
-            counters[FIRST_SEQUENCE] = counters[NEXT_SEQUENCE] - num_inserted
-            counters[NUM_SAMPLED] = num_sampled
+            return True
 
     def abort(self, slots: Array, *, wait: bool = True) -> None:
         """Give back slots from `begin` that will not be committed; what was committed stays.
@@ -299,17 +253,17 @@ class Index(Slots):
         """
         before = int(self.extent[slot, 0])
         have = int(self.blocks_of(before))
-        ids = np.empty(int(self.blocks_of(max(length, most))) - have, dtype=np.int32)
+        full = -(-length // self.block_steps) * self.block_steps  # the last block is taken anyway
+        most = max(most, full)
+        ids = np.empty(int(self.blocks_of(most)) - have, dtype=np.int32)
         held = length
 
         def attempt() -> int:
             nonlocal held
-            full = -(-length // self.block_steps) * self.block_steps  # the last block is taken anyway
             for held, policy in ((most, REFUSE), (full, evict), (length, evict)):
-                if held >= length:
-                    answer: int = self._ops.grow(self._where, slot, held, policy, run, ids)
-                    if answer in (DONE, FLIP):
-                        return answer
+                answer: int = self._ops.grow(self._where, slot, held, policy, run, ids)
+                if answer in (DONE, FLIP):
+                    break
             return answer
 
         needed = (0, int(self.blocks_of(length)) - have, length - before)
@@ -352,7 +306,7 @@ class Index(Slots):
                 priorities,
                 time.monotonic_ns(),
                 int(evict),
-                *_process(os.getpid()),
+                *self._here(),
             )
             return answer
 
@@ -383,8 +337,9 @@ class Index(Slots):
         Args:
             slots, generations: int64 [n]; a generation of -1 stands for any. priorities: float32 [n].
         """
+        rows = [np.ascontiguousarray(part, dtype=np.int64) for part in (slots, generations)]
         with self._locked():
-            self._ops.set_priorities(self._where, slots, generations, priorities)
+            self._ops.set_priorities(self._where, *rows, np.ascontiguousarray(priorities, dtype=np.float32))
 
     def _check_live(self, slots: Array) -> None:
         inside = (slots >= 0) & (slots < self.num_slots)
@@ -541,7 +496,7 @@ class Index(Slots):
         return self._log.snapshot(self._view, self._touched_since)
 
     def _begin_read(self) -> int:
-        here = _process(os.getpid())
+        here = self._here()
         ticket = int(self._ops.begin_read(self._where, *here))
         if ticket < 0:
             self._drop_dead_readers()
@@ -553,208 +508,6 @@ class Index(Slots):
                 )
         return ticket
 
-    # ---------------------------------------------------------------- the rate limiter, and age
-
-    def _expire(self) -> None:
-        if self._max_age is not None:
-            self._ops.expire(self._where, time.monotonic_ns() - self._max_age)
-
-    def _counts(self) -> dict[str, int]:
-        counters = self.counters
-        return {
-            "size": int(counters[NUM_READY]),
-            "inserted": int(counters[NEXT_SEQUENCE] - counters[FIRST_SEQUENCE]),
-            "sampled": int(counters[NUM_SAMPLED]),
-        }
-
-    def _when_samplable(self, count: int, look: Callable[[], _T | None], *, drawn: bool = True) -> _T:
-        """What `look` returns under the lock, once `count` rows may be drawn and it does not return None."""
-        limiter = self.rules.rate_limiter if count else None
-        patience: Patience | None = None
-        while True:
-            with self._locked():
-                self._expire()
-                used_up = count and self.rules.max_times_sampled is not None and not self.counters[NUM_READY]
-                if not used_up and (limiter is None or limiter.may_sample(count, **self._counts())):
-                    found = look()
-                    if found is not None:
-                        if drawn:
-                            self.counters[NUM_SAMPLED] += count
-                        if patience is not None:
-                            self.counters[SAMPLE_WAIT] += patience.waited
-                        return found
-                counts = self._counts()
-            patience = patience or self._patience()
-            if not patience.sleep():
-                if limiter is None or limiter.may_sample(count, **counts):
-                    raise TableEmptyError(
-                        f"{count} trajectories were waited for {patience.timeout:g} s; the table holds "
-                        f"{counts['size']}. Is somebody adding to it?"
-                    )
-                raise RateLimitError(
-                    f"Waited {patience.timeout:g} s in vain. {limiter.explain('sample', count, **counts)}"
-                )
-
-    def _may_insert(self, count: int) -> bool:
-        limiter = self.rules.rate_limiter
-        return limiter is None or limiter.may_insert(count, **self._counts())
-
-    def _refuse_insert(self, count: int, patience: Patience) -> RateLimitError:
-        limiter = self.rules.rate_limiter
-        assert limiter is not None
-        return RateLimitError(
-            f"Waited {patience.timeout:g} s in vain. {limiter.explain('insert', count, **self._counts())}"
-        )
-
-    def _when_insertable(self, count: int, change: Callable[[], object]) -> None:
-        patience: Patience | None = None
-        while True:
-            with self._locked():
-                self._expire()
-                if self._may_insert(count):
-                    change()
-                    if patience is not None:
-                        self.counters[INSERT_WAIT] += patience.waited
-                    return
-            patience = patience or self._patience()
-            if not patience.sleep():
-                raise self._refuse_insert(count, patience)
-
-    # ---------------------------------------------------------------- room
-
-    def _obtain(
-        self,
-        needed: tuple[int, int, int],
-        attempt: Callable[[], int],
-        *,
-        evict: int,
-        wait: bool,
-        last: int = -1,
-        inserts: int = 0,
-    ) -> None:
-        """Try to get room until it is there, doing what helps.
-
-        Args:
-            needed: slots, blocks and steps.
-            attempt: tries it under the lock; what `index_ops.make_room` returns.
-            last: the slot that is to grow.
-            inserts: trajectories that `attempt` commits: the rate limiter has to allow it.
-        """
-        patience: Patience | None = None
-        while True:
-            with self._locked():
-                self._expire()
-                self._reclaim_writers(every=1.0)
-                answer = attempt() if not inserts or self._may_insert(inserts) else _LIMITED
-                while answer != DONE and self._help(answer, needed, evict, last):
-                    answer = attempt()
-                if answer == DONE:
-                    if patience is not None:
-                        self.counters[INSERT_WAIT] += patience.waited
-                    return
-                if answer == FULL or (answer == SHORT and not wait):
-                    raise TableFullError(self._full_message(*needed, evict, wait))
-                message = (
-                    self._full_message(*needed, evict, wait) if answer == SHORT else self._busy_message()
-                )
-            patience = patience or self._patience()
-            if not patience.sleep():
-                waited = f"{patience.timeout:g} s"
-                if answer == SHORT:
-                    raise TableFullError(f"Waited {waited} in vain. {message}")
-                if answer == _LIMITED:
-                    raise self._refuse_insert(inserts, patience)
-                raise LockTimeoutError(
-                    f"Room for {needed[0]} trajectories was waited for {waited}: {message}"
-                )
-
-    def _help(self, answer: int, needed: tuple[int, int, int], evict: int, last: int) -> bool:
-        """Do what may bring room; whether anything was done."""
-        if answer == FLIP:
-            return self._flip(needed[1], evict, last)
-        if answer == READ:
-            return self._drop_dead_readers()
-        return answer in (SHORT, FULL, BUSY) and self._reclaim_writers(every=0.0)
-
-    def _flip(self, blocks: int, evict: int, last: int) -> bool:
-        """Move the live block tables to the other half; False while a reader may still use that half."""
-        counters = self.counters
-        if self._oldest_reader() <= counters[FLIP_EPOCH]:
-            self._drop_dead_readers()
-            if self._oldest_reader() <= counters[FLIP_EPOCH]:
-                return False
-        total = self._pieces(last)[4]
-        if total + blocks > self.half_size and evict != REFUSE and counters[NUM_READY]:
-            # Block tables of streams may be there more than once: then they are more than there are blocks.
-            self._ops.evict_one(self._where, int(evict))
-            self._ops.reclaim(self._where)
-            total = self._pieces(last)[4]
-        if total > self.half_size:
-            return False
-        self._move(last)
-        return True
-
-    def _full_message(self, slots: int, blocks: int, steps: int, evict: int, wait: bool) -> str:
-        counters = self.counters
-        remedy = (
-            "Add fewer at a time, or create the table larger."
-            if evict or wait
-            else "Create the table larger, remove trajectories, or create it with on_full='evict_oldest'."
-        )
-        writing = int(counters[NUM_WRITING])
-        unfinished = f" ({writing:,} more are being written)" if writing else ""
-        return (
-            f"The table is full: {slots} trajectories of {steps:,} steps ({blocks:,} blocks of {self.block_steps}) "
-            f"were to be added to {int(counters[NUM_READY]):,} of at most {self.num_slots:,} trajectories{unfinished}, "
-            f"{int(counters[NUM_STEPS]):,} of {self.max_steps:,} steps and "
-            f"{self.num_blocks - int(counters[NUM_FREE_BLOCKS]):,} of {self.num_blocks:,} blocks. {remedy}"
-        )
-
-    def _busy_message(self) -> str:
-        busy = sorted({pid for pid, _ in self._active_readers()})
-        writing = sorted({int(pid) for pid in self.owner[self.state == WRITING, PID]})
-        return (
-            f"what is to be reused is still being read by the processes {busy} or written by {writing}. They may be "
-            "stopped, or hold a batch too long."
-        )
-
-    # ---------------------------------------------------------------- processes that died
-
-    def _reclaim_writers(self, *, every: float) -> bool:
-        """Take back what dead writers had, if that was not looked for in the last `every` seconds."""
-        if self.counters[NUM_WRITING] == 0:
-            return False
-        now = time.monotonic()
-        if now < self._writers_checked + every:
-            return False
-        self._writers_checked = now
-        writing = np.flatnonzero(self.state == WRITING)
-        owners = [(slot, self.owner[slot].tolist()) for slot in writing.tolist()]
-        dead = [slot for slot, owner in owners if not _alive(*owner)]
-        if dead:
-            self._ops.abort(self._where, np.array(dead, dtype=np.int64))
-        return bool(dead)
-
-    def _active_readers(self) -> list[tuple[int, int]]:
-        active = np.flatnonzero(self.readers[:, READING])
-        return [(int(pid), int(start)) for pid, start in self.readers[active, :READING]]
-
-    def _oldest_reader(self) -> int:
-        epochs = self.readers[:, READING]
-        epochs = epochs[epochs > 0]
-        return int(epochs.min()) if len(epochs) else int(np.iinfo(np.int64).max)
-
-    def _drop_dead_readers(self) -> bool:
-        """Forget the readers that have died; whether there were any."""
-        tickets = np.flatnonzero(self.readers[:, READING]).tolist()
-        dead = [ticket for ticket in tickets if not _alive(*self.readers[ticket, :READING].tolist())]
-        for ticket in dead:
-            self.readers[ticket, READING] = 0
-        return bool(dead)
-
-    def _reclaim(self) -> None:
-        self._ops.reclaim(self._where)
-
     def check_valid(self) -> None:
         """Compare everything derived with the slots.
 
@@ -763,27 +516,3 @@ class Index(Slots):
         """
         with self._locked():
             self._check()
-
-
-class _Locked:
-    """Context manager: the lock is held, and the index is whole."""
-
-    __slots__ = ("_index",)
-
-    def __init__(self, index: Index) -> None:
-        self._index = index
-
-    def __enter__(self) -> None:
-        index = self._index
-        index._lock.__enter__()
-        try:
-            if index.counters[DIRTY] or not index.counters[INITIALIZED]:
-                index._rebuild()
-        except BaseException:
-            index._lock.__exit__(None, None, None)
-            raise
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._index._lock.__exit__(kind, value, trace)

@@ -63,6 +63,7 @@ assert UNSET == -1  # what is compiled in, and kept on disk
     INSERT_WAIT,  # nanoseconds that writers have waited, for room or for the rate limiter
     SAMPLE_WAIT,  # nanoseconds that readers have waited for the rate limiter
 ) = range(34)
+BELL = 56  # 8 bytes of `gear_loader.lock`
 PID, START, READING = range(3)  # columns of `readers`
 LIVE, ALL = range(2)  # columns of `uses`
 MARKED = -1
@@ -185,21 +186,25 @@ def bound(v: Any, slot: Any, priority: Any) -> None:
 
 
 @register_jitable  # type: ignore[untyped-decorator]
-def publish(v: Any, slots: Any, priorities: Any, now: Any) -> None:
-    """Make slots visible, whose sequence numbers, ascending, have been written."""
+def describe(v: Any, slot: Any, sequence: Any, priority: Any, created: Any, times: Any) -> None:
+    """Write what is known of a trajectory before it becomes visible."""
+    v.sequence[slot] = sequence
+    v.priority[slot] = priority
+    v.created[slot] = created
+    v.sampled[slot] = times
+    bound(v, slot, priority)
+
+
+@register_jitable  # type: ignore[untyped-decorator]
+def publish(v: Any, slots: Any) -> None:
+    """Make slots visible, which have been described with ascending sequence numbers."""
     counters, count = v.counters, len(slots)
-    for i in range(count):
-        slot = slots[i]
-        v.priority[slot] = priorities[i]
-        v.created[slot] = now
-        v.sampled[slot] = 0
-        bound(v, slot, priorities[i])
     fence()
     counters[COMMITTING] = 1 + v.sequence[slots[0]]
     fence()
     for i in range(count):
         v.state[slots[i]] = READY
-    counters[NEXT_SEQUENCE] = v.sequence[slots[count - 1]] + 1
+    counters[NEXT_SEQUENCE] = max(counters[NEXT_SEQUENCE], v.sequence[slots[count - 1]] + 1)
     for i in range(count):
         slot = slots[i]
         append(v, slot)
@@ -220,8 +225,8 @@ def commit(v: Any, slots: Any, priorities: Any, now: Any) -> None:
     """Make written slots visible, under the next sequence numbers."""
     begin_change(v)
     for i in range(len(slots)):
-        v.sequence[slots[i]] = v.counters[NEXT_SEQUENCE] + i
-    publish(v, slots, priorities, now)
+        describe(v, slots[i], v.counters[NEXT_SEQUENCE] + i, priorities[i], now, 0)
+    publish(v, slots)
     end_change(v)
 
 
@@ -234,11 +239,8 @@ def commit_as(v: Any, slots: Any, sequences: Any, priorities: Any, created: Any,
     """
     begin_change(v)
     for i in range(len(slots)):
-        v.sequence[slots[i]] = sequences[i]
-    publish(v, slots, priorities, created[0])
-    for i in range(len(slots)):
-        v.created[slots[i]] = created[i]
-        v.sampled[slots[i]] = times[i]
+        describe(v, slots[i], sequences[i], priorities[i], created[i], times[i])
+    publish(v, slots)
     end_change(v)
 
 
@@ -461,15 +463,6 @@ def make_room(v: Any, slots: Any, blocks: Any, steps: Any, evict: Any) -> Any:
 
 
 @register_jitable  # type: ignore[untyped-decorator]
-def evict_one(v: Any, evict: Any) -> None:
-    """Retire the trajectory that the policy gives up first; there is one."""
-    begin_change(v)
-    retire(v, lowest(v) if evict == EVICT_LOWEST else v.counters[OLDEST] - 1)
-    v.counters[NUM_EVICTED] += 1
-    end_change(v)
-
-
-@register_jitable  # type: ignore[untyped-decorator]
 def take_slot(v: Any, length: Any, start: Any, pid: Any, process_start: Any, stream: Any) -> Any:
     """A free slot becomes WRITING, with this extent; the caller sees to the blocks."""
     counters = v.counters
@@ -607,8 +600,8 @@ def finish(v: Any, slots: Any, length: Any, priorities: Any, now: Any) -> None:
     begin_change(v)
     if v.extent[slots[0], 0] != length:
         shorten(v, slots[0], length)
-    v.sequence[slots[0]] = v.counters[NEXT_SEQUENCE]
-    publish(v, slots, priorities, now)
+    describe(v, slots[0], v.counters[NEXT_SEQUENCE], priorities[0], now, 0)
+    publish(v, slots)
     end_change(v)
 
 
@@ -644,8 +637,8 @@ def roll(
         v.uses[v.block_ids[i], ALL] += 1
     slots[1] = following
     shorten(v, slot, length)
-    v.sequence[slot] = v.counters[NEXT_SEQUENCE]
-    publish(v, slots[:1], priorities, now)
+    describe(v, slot, v.counters[NEXT_SEQUENCE], priorities[0], now, 0)
+    publish(v, slots[:1])
     end_change(v)
     return DONE
 
@@ -733,7 +726,7 @@ def walk(v: Any, newest: Any, slots: Any) -> None:
 # ---------------------------------------------------------------- both ways to call them
 
 _OPERATIONS = (
-    *(commit, commit_as, abort, reclaim, remove, expire, evict_one, begin, grow, finish, roll),
+    *(commit, commit_as, abort, reclaim, remove, expire, begin, grow, finish, roll),
     *(begin_read, count_samples, set_priorities, walk),
 )
 PLAIN = types_module.SimpleNamespace(**{operation.__name__: operation for operation in _OPERATIONS})
@@ -808,10 +801,6 @@ if AVAILABLE:
     @compiled
     def _expire(p, before):  # type: ignore[no-untyped-def]
         expire(_view(p), before)
-
-    @compiled
-    def _evict_one(p, evict):  # type: ignore[no-untyped-def]
-        evict_one(_view(p), evict)
 
     @compiled
     def _begin(p, lengths, evict, pid, process_start, slots, ids):  # type: ignore[no-untyped-def]

@@ -8,9 +8,11 @@ region's file once and closes it with the last user.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
+import platform
 import threading
 import time
 import weakref
@@ -20,6 +22,15 @@ from gear_loader.errors import LockTimeoutError
 
 __all__ = ["LOCK_TIMEOUT", "IndexLock", "process_start"]
 
+_PAUSE = 1e-3  # seconds after which who waits looks again, whatever happens
+_PAUSE_SPEC = ctypes.byref((ctypes.c_long * 2)(0, int(_PAUSE * 1e9)))  # as a timespec
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())  # its number as a system call
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_syscall = ctypes.CDLL(None).syscall
+_syscall.argtypes = (
+    *(ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32),
+    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32),
+)
 LOCK_TIMEOUT = 60.0
 """Seconds after which waiting for the lock is given up: a mutation takes far less than a millisecond."""
 
@@ -37,6 +48,37 @@ def process_start(pid: int) -> int:
     return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
 
 
+def _try(fd: int) -> bool:
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            raise
+        return False
+    return True
+
+
+class _Bell:
+    """Wakes one of those who wait for a lock when it has been released: a futex.
+
+    Nothing depends on it but how long they sleep: who is not woken looks again after a while. So nobody minds that the
+    count of those who wait is not exact.
+    """
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+        self.rung = ctypes.c_uint32.from_address(address)
+        self.waiting = ctypes.c_int32.from_address(address + 4)
+
+    def wait(self, rung: int) -> None:
+        """Sleep until it is rung once more than `rung` times, or for a while."""
+        _syscall(_FUTEX, self._address, _FUTEX_WAIT, rung, _PAUSE_SPEC, None, 0)
+
+    def ring(self) -> None:
+        self.rung.value += 1
+        _syscall(_FUTEX, self._address, _FUTEX_WAKE, 1, None, None, 0)
+
+
 class IndexLock:
     """Context manager: the exclusive right to change a table's index. Not reentrant.
 
@@ -51,6 +93,7 @@ class IndexLock:
         self._name = name
         self._fd = fd
         self._mutex = threading.Lock()
+        self._bell: _Bell | None = None
         _locks.add(self)
 
     def __enter__(self) -> IndexLock:
@@ -74,28 +117,39 @@ class IndexLock:
         try:
             if self._fd is not None:
                 fcntl.lockf(self._fd, fcntl.LOCK_UN)
+                if self._bell is not None and self._bell.waiting.value:
+                    self._bell.ring()
         finally:
             self._mutex.release()
 
+    def hear(self, address: int | None) -> None:
+        """Use a bell: 8 bytes of the region at this address, zeros at first. None before they are unmapped."""
+        self._bell = None if address is None or _FUTEX is None else _Bell(address)
+
     def _lock_file(self, fd: int) -> None:
-        pause = 10e-6
-        deadline = 0.0
-        while True:
-            try:
-                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except OSError as error:
-                if error.errno not in (errno.EACCES, errno.EAGAIN):
-                    raise
-            now = time.monotonic()
-            deadline = deadline or now + self.timeout
-            if now > deadline:
-                raise LockTimeoutError(
-                    f"Another process has held the lock of {self._name} for over {self.timeout:g} s. "
-                    "It may be stopped; `fuser` on the file names the processes that use it."
-                )
-            time.sleep(pause)
-            pause = min(pause * 1.5, 1e-3)
+        if _try(fd):
+            return
+        bell = self._bell
+        if bell is not None:
+            bell.waiting.value += 1
+        try:
+            deadline = time.monotonic() + self.timeout
+            while True:
+                rung = 0 if bell is None else bell.rung.value
+                if _try(fd):
+                    return
+                if time.monotonic() > deadline:
+                    raise LockTimeoutError(
+                        f"Another process has held the lock of {self._name} for over {self.timeout:g} s. "
+                        "It may be stopped; `fuser` on the file names the processes that use it."
+                    )
+                if bell is None:
+                    time.sleep(_PAUSE)
+                else:
+                    bell.wait(rung)
+        finally:
+            if bell is not None:
+                bell.waiting.value = max(0, bell.waiting.value - 1)
 
     def _reset(self) -> None:
         self._mutex = threading.Lock()

@@ -87,7 +87,8 @@ class ReplayMonitor(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Look at the table for the first time, if there is anything to log to."""
-        if trainer.loggers and trainer.is_global_zero and not trainer.fast_dev_run:
+        tried_out = getattr(trainer, "fast_dev_run", False)
+        if trainer.loggers and trainer.is_global_zero and not tried_out:
             self._dataset = self._find(trainer)
             self._begin(monotonic(), self._dataset.table.stats())
 
@@ -120,8 +121,8 @@ class ReplayMonitor(Callback):
             found = getattr(getattr(trainer, "datamodule", None), "train_dataset", None)
         if not isinstance(found, ReplayDataset):
             raise SchemaError(
-                "ReplayMonitor found no dataset: the trainer has no data module whose train_dataset is a ReplayDataset. "
-                "Give it one, ReplayMonitor(dataset), or train from a ReplayDataModule."
+                "ReplayMonitor found no dataset: the trainer has no data module whose train_dataset is a "
+                "ReplayDataset. Give it one, ReplayMonitor(dataset), or train from a ReplayDataModule."
             )
         return found
 

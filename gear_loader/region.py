@@ -19,6 +19,7 @@ import torch
 
 from gear_loader import names
 from gear_loader.errors import RegionError, TableClosedError
+from gear_loader.index_ops import BELL
 from gear_loader.layout import HEADER_LIMIT, Layout, round_up
 from gear_loader.lock import IndexLock
 from gear_loader.names import guarded, region_path
@@ -149,6 +150,7 @@ class _Mapping:
             torch.cuda.synchronize()  # kernels may still be reading
             self.unregister()
         self.pinned = None
+        self.lock.hear(None)
         memory, self.memory = self.memory, None
         assert memory is not None
         try:
@@ -228,6 +230,8 @@ class Region:
         assert mapping.memory is not None
         self.bytes: np.ndarray[Any, Any] | None = np.frombuffer(mapping.memory, dtype=np.uint8)
         self._mapping = mapping
+        if mapping.fd is not None:
+            self.lock.hear(self.array("counters")[BELL:].ctypes.data)
         self._release = weakref.finalize(self, mapping.release)
         self._release.atexit = False
 

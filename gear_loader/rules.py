@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, Literal
 
 import numpy as np
@@ -14,6 +13,7 @@ from gear_loader.limiters import RateLimiter
 __all__ = ["OnFull", "Rules", "check_on_full", "check_seconds"]
 
 OnFull = Literal["error", "evict_oldest", "evict_lowest_priority", "wait"]
+_LONGEST = 9e9  # of which the nanoseconds fit into 64 bits
 _POLICIES = ("error", "evict_oldest", "evict_lowest_priority", "wait")
 
 
@@ -47,15 +47,20 @@ class Rules:
             isinstance(times, bool) or not isinstance(times, (int, np.integer)) or not 1 <= times < 2**31
         ):
             raise SchemaError(f"max_times_sampled is {times!r}; expected None or an integer of at least 1.")
+        else:
+            object.__setattr__(self, "max_times_sampled", None if times is None else int(times))
         if self.max_age is not None:
-            check_seconds("max_age", self.max_age)
+            object.__setattr__(self, "max_age", check_seconds("max_age", self.max_age))
 
     def to_json(self) -> dict[str, Any]:
         """What is stored with a table."""
         limiter = None if self.rate_limiter is None else self.rate_limiter.to_json()
-        times = None if self.max_times_sampled is None else int(self.max_times_sampled)
-        age = None if self.max_age is None else float(self.max_age)
-        return {"on_full": self.on_full, "rate_limiter": limiter, "max_times_sampled": times, "max_age": age}
+        return {
+            "on_full": self.on_full,
+            "rate_limiter": limiter,
+            "max_times_sampled": self.max_times_sampled,
+            "max_age": self.max_age,
+        }
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Rules:
@@ -73,8 +78,10 @@ def check_on_full(on_full: Any) -> None:
 
 
 def check_seconds(name: str, value: Any) -> float:
-    """`value` as a float; SchemaError unless it is a positive, finite number."""
+    """`value` as a float; SchemaError unless it is a positive number of seconds, of less than 290 years."""
     fits = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    if not fits or not 0 < value < math.inf:
-        raise SchemaError(f"{name} is {value!r}; expected a positive number of seconds.")
+    if not fits or not 0 < value < _LONGEST:
+        raise SchemaError(
+            f"{name} is {value!r}; expected a positive number of seconds, less than {_LONGEST:.0e}."
+        )
     return float(value)

@@ -11,7 +11,8 @@ that was left stays as it was until the next such move, so a reader that still u
 gets its block ids when it gets its slots, and looks at no block table.
 
 The trajectories that a writer cuts from one stream of steps share the blocks of the steps that they have in common:
-then their block tables are parts of one, and stay so when they are moved.
+then their block tables are parts of one, and stay so when they are moved. A stream that had to begin a new block table
+in its middle has some entries twice until then.
 """
 
 from __future__ import annotations
@@ -155,13 +156,48 @@ class Slots:
         firsts = np.flatnonzero(new)
         begins = starts[firsts]
         lengths = ends[np.append(firsts[1:], len(slots)) - 1] - begins if len(slots) else begins
-        order = np.arange(len(firsts))
+        chain, skipped, order = self._chains(slots[firsts], begins, lengths)
+        more = lengths - skipped[:, 1]
         if last >= 0:
-            order = np.argsort(order == piece[slots == last][0], kind="stable")
+            order = order[np.argsort(chain[order] == chain[piece[slots == last][0]], kind="stable")]
         offsets = np.empty(len(firsts), dtype=np.int64)
-        offsets[order] = np.cumsum(lengths[order]) - lengths[order]
-        places = offsets[piece] + starts - begins[piece] if len(slots) else starts
-        return slots, places, begins[order], lengths[order], int(lengths.sum())
+        offsets[order] = np.cumsum(more[order]) - more[order]
+        # Where a piece begins: where its chain does, and so far into it.
+        heads = offsets[chain]
+        places = (heads + skipped[:, 0] - begins)[piece] + starts if len(slots) else starts
+        return slots, places, (begins + skipped[:, 1])[order], more[order], int(more.sum())
+
+    def _chains(self, slots: Array, begins: Array, lengths: Array) -> tuple[Array, Array, Array]:
+        """Which pieces are parts of one sequence of blocks: a stream that had to begin a new block table in its middle.
+
+        Args:
+            slots: the first slot of each piece.
+
+        Returns:
+            For each piece the first piece of its sequence; int64 [n, 2]: how many of the sequence's blocks come before
+            the piece, and how many of the piece's own come in pieces before; and an order in which the pieces of a
+            sequence are neighbours.
+        """
+        count = len(begins)
+        chain, skipped = np.arange(count), np.zeros((count, 2), dtype=np.int64)
+        blocks = self.block_ids[ranges(begins, lengths)]
+        if len(blocks) == 0 or np.bincount(blocks).max() == 1:
+            return chain, skipped, np.arange(count)
+        # In the order of the steps: by sequence number, and what is being written comes last.
+        sequence = np.where(self.state[slots] == WRITING, np.int64(2**63 - 1), self.sequence[slots])
+        order = np.lexsort((sequence, self.stream[slots]))
+        places: dict[int, tuple[int, int]] = {}
+        sizes: dict[int, int] = {}
+        for i in order[self.stream[slots[order]] > 0].tolist():
+            row = self.block_ids[begins[i] : begins[i] + lengths[i]].tolist()
+            head, place = places.get(row[0], (i, 0))
+            before = sizes.get(head, 0)
+            chain[i], skipped[i] = head, (place, max(0, before - place))
+            assert before - place <= lengths[i]
+            for j in range(before - place, len(row)):
+                places[row[j]] = head, place + j
+            sizes[head] = place + len(row)
+        return chain, skipped, order
 
     def _move(self, last: int) -> None:
         """Move the block tables in use to the other half; the block table of `last` will end where there is room."""

@@ -217,20 +217,22 @@ class Table:
     # ---------------------------------------------------------------- checkpoints
 
     def save(self, path: str | os.PathLike[str], *, progress: bool = False) -> None:
-        """Save all trajectories into a directory that any tool can read; others may go on writing.
+        """Save all trajectories into a directory that any tool can read; others may go on writing and sampling.
 
-        What is saved is what the table held at one moment during the call. The directory holds one checkpoint: saving
+        What is saved is what the table held at one moment during the call: the trajectories with their priorities, how
+        often each has been drawn and how old it is, the rules that were given to `create`, and the counts by which a
+        rate limiter goes. What a writer has not committed is not in it. The directory holds one checkpoint: saving
         again writes the trajectories that are new (and those of old files of which less than half is in use), and
-        replaces the index. The previous checkpoint counts until the new one is complete and on the disk, whatever
-        happens in between. A checkpoint of the same schema but of another table is replaced as a whole; a table that
-        was loaded from the directory goes on with it.
+        replaces the index. Trajectories that share blocks are written whole, each for itself. The previous checkpoint
+        counts until the new one is complete and on the disk, whatever happens in between. A checkpoint of the same
+        schema but of another table is replaced as a whole; a table that was loaded from the directory goes on with it.
 
         Writers of a full table wait for the last part of the save, 128 MiB or less unless they are as fast as the
         disk.
 
         The columns are ``.npy`` files of whole trajectories one after another, the index is a safetensors file with
-        the sequence numbers, lengths, priorities and places, and ``manifest.json`` names every file with its size and
-        checksum (XXH128). `gear_loader.checkpoint` describes them.
+        the sequence numbers, lengths, priorities, times sampled, ages and places, and ``manifest.json`` has the rules
+        and counts, and names every file with its size and checksum (XXH128). `gear_loader.checkpoint` describes them.
 
         Args:
             path: a directory with a checkpoint, an empty one, or one that is made here.
@@ -256,17 +258,21 @@ class Table:
         on_full: OnFull | None = None,
         progress: bool = False,
     ) -> Table:
-        """Create a table with the contents of a checkpoint: trajectories, order, sequence numbers, priorities.
+        """Create a table that goes on where the one that was saved stood.
 
-        Indices and generations may differ from those of the table that was saved. Every byte that is used is checked
-        while it is read.
+        It has the trajectories in their order, with sequence numbers, priorities, times sampled and ages; the rules;
+        and the counts of the rate limiter, which lets as many rows be sampled and as many trajectories be added as it
+        did then. Time between the save and the end of this call makes nothing older. Indices and generations may
+        differ, and trajectories share no blocks until writers cut new ones. Every byte that is used is checked while
+        it is read.
 
         Args:
             path: the directory that `save` wrote.
             schema: if given, the columns that the checkpoint must have.
             name: the name of the table, as for `create`; None makes a private one.
             max_steps, max_trajectories, block_steps, max_blocks: as for `create`; by default those of the table that
-                was saved. If one of the first three is given, `max_blocks` is computed as in `create`.
+                was saved, and as many blocks more as it takes where trajectories shared some. If one of the first
+                three is given, `max_blocks` is computed as in `create`.
             on_full: as for `create`; by default that of the table that was saved. The rate limiter, `max_times_sampled`
                 and `max_age` are those of the table that was saved.
             progress: show a progress bar if standard error is a terminal and `rich` is installed.
@@ -503,6 +509,12 @@ class Table:
                 f"Trajectory {bad} has {lengths[bad]:,} steps; this table holds at most {self.longest:,}. "
                 "Create it with a larger max_steps (and max_blocks, if given) or split the trajectory."
             )
+
+    @property
+    def seconds_waited(self) -> float:
+        """Seconds that additions through this handle have waited so far, for room or for the rate limiter: the
+        backpressure that its writers feel. `stats()` tells it of all processes together."""
+        return self._live().waited / 1e9
 
     def free_steps(self) -> int:
         """Steps for which there is room without evicting anything, roughly. Takes no lock."""

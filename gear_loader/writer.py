@@ -9,7 +9,7 @@ import os
 import weakref
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -23,12 +23,32 @@ from gear_loader.schema import NUMPY_DTYPES, Column
 
 if TYPE_CHECKING:
     from gear_loader.index import Index
-    from gear_loader.table import Table
+    from gear_loader.region import Region
+    from gear_loader.schema import Schema
 
 __all__ = ["Writer"]
 
 _GENEROUS = 8
 """A trajectory gets room ahead of its steps while that leaves seven eighths of what is free to others."""
+
+
+class Target(Protocol):
+    """What a writer needs of a `gear_loader.Table`."""
+
+    schema: Schema
+    longest: int
+
+    @property
+    def region(self) -> Region: ...
+
+    @property
+    def policy(self) -> tuple[int, bool]: ...
+
+    def column_addresses(self) -> Array: ...
+
+    def free_steps(self) -> int: ...
+
+    def _live(self) -> Index: ...
 
 
 class Writer:
@@ -58,7 +78,7 @@ class Writer:
         priority: what a chunk begins with that is cut while appending; None for the table's running maximum.
     """
 
-    def __init__(self, table: Table, *, chunk_steps: int | None = None, overlap_steps: int = 0) -> None:
+    def __init__(self, table: Target, *, chunk_steps: int | None = None, overlap_steps: int = 0) -> None:
         self._table = table
         self._index = table._live()
         self._block_steps = table.region.layout.block_steps
@@ -347,7 +367,7 @@ class Writer:
 
     def _checked(self, priority: float | None) -> float:
         if priority is None:
-            return UNSET
+            return float(UNSET)
         try:
             values = np.asarray(as_array(priority))
         except (TypeError, ValueError):

@@ -16,7 +16,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from checkpoint_common import contents, files, loaded, loaded_numbers, make, segments
+from checkpoint_common import contents, draw, files, loaded, loaded_numbers, make, segments
 from table_common import COLUMNS, DTYPES, bits, fresh_name, named, number_of, numbers_of, random_values, rows
 
 import gear_loader as gear
@@ -466,6 +466,7 @@ def test_loading_while_somebody_saves(tmp_path: Path, monkeypatch: pytest.Monkey
 _ACTIONS = st.one_of(
     st.tuples(st.just("add"), st.integers(1, 30)),
     st.tuples(st.just("remove"), st.integers(0, 100)),
+    st.tuples(st.just("draw"), st.integers(1, 5)),
     st.tuples(st.just("save"), st.integers(0, 1)),
     st.tuples(st.just("load"), st.integers(0, 1)),
 )
@@ -477,28 +478,40 @@ def test_any_order_of_changes_saves_and_loads(
     tmp_path_factory: pytest.TempPathFactory, actions: list[tuple[str, int]]
 ) -> None:
     folders = [tmp_path_factory.mktemp("checkpoint") for _ in range(2)]
-    saved: dict[int, dict[int, int]] = {}
+    saved: dict[int, tuple[dict[int, int], dict[int, int], int, int]] = {}
     model: dict[int, int] = {}  # number -> length, oldest first
+    times: dict[int, int] = {}
+    inserted = sampled = 0
     numbers = itertools.count()
     table = make()
     for action, value in actions:
         if action == "add" and len(model) < 40 and sum(model.values()) + value <= 400:
             number = next(numbers)
             table.add(rows(number, value), priority=number)
-            model[number] = value
+            model[number], times[number] = value, 0
+            inserted += 1
         elif action == "remove" and model:
             place = value % len(model)
             table.remove(int(table.indices()[place]))
-            del model[list(model)[place]]
+            number = list(model)[place]
+            del model[number], times[number]
+        elif action == "draw" and value <= len(model):
+            draw(table, value)
+            sampled += value
+            for number in list(model)[:value]:
+                times[number] += 1
         elif action == "save":
             table.save(folders[value])
-            saved[value] = dict(model)
+            saved[value] = dict(model), dict(times), inserted, sampled
         elif action == "load" and value in saved:
             table.close()
             table = gear.Table.load(folders[value])
-            model = dict(saved[value])
+            model, times, inserted, sampled = saved[value]
+            model, times = dict(model), dict(times)
         assert numbers_of(table) == list(model)
-    for value, expected in saved.items():
+        assert contents(table)["times_sampled"] == list(times.values())
+        assert contents(table)["counts"] == (inserted, sampled)
+    for value, (expected, *_) in saved.items():
         with gear.Table.load(folders[value]) as copy:
             assert dict(zip(numbers_of(copy), copy.lengths().tolist(), strict=True)) == expected
             priorities = copy.region.array("priority")[copy.indices()]

@@ -28,7 +28,8 @@ from gear_loader.errors import CheckpointError, GearError, RegionError
 
 @pytest.fixture
 def table() -> Iterator[gear.Table]:
-    with make() as table:
+    limiter = gear.SampleToInsertRatio(2.0, min_size=3, error_buffer=1000)
+    with make(rate_limiter=limiter, max_times_sampled=5, max_age=1e6) as table:
         for number in range(6):
             table.add(rows(number, 10 + number), priority=float(number))
         yield table
@@ -176,9 +177,9 @@ def drop(*keys: Any) -> Callable[[Any], None]:
 
 
 def test_another_version(path: Path, table: gear.Table) -> None:
-    rewrite(path, put(2, "version"))
+    rewrite(path, put(3, "version"))
     expected = (
-        f"{path / 'manifest.json'} has checkpoint version 2; this version of Gear Loader reads and writes version 1. "
+        f"{path / 'manifest.json'} has checkpoint version 3; this version of Gear Loader reads and writes version 2. "
         "Use the one that wrote it, or choose another directory."
     )
     assert refused(path) == expected
@@ -219,6 +220,17 @@ def _outcome(path: Path) -> str | None:
 WRONG = [None, -1, 2**70, 1.5, True, "1", "", "../up", [], {}, [[]], [{}], {"x": 1}]
 
 
+OTHER_RULES: dict[tuple[str, ...], list[Any]] = {
+    ("rate_limiter",): [None],
+    ("rate_limiter", "samples_per_insert"): [1.5],
+    ("rate_limiter", "min_diff"): [None, -1, 1.5],
+    ("rate_limiter", "max_diff"): [None, -1, 2**70, 1.5],
+    ("max_times_sampled",): [None],
+    ("max_age",): [None, 1.5],
+}
+"""Which of `WRONG` are right, and where."""
+
+
 def places(value: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The way to every value inside of a parsed JSON."""
     if keys:
@@ -248,10 +260,13 @@ def test_every_field_of_the_manifest_is_checked(path: Path) -> None:
                 assert str(path) in message
                 assert REMEDY in message or "Use the one that" in message
             manifest.write_bytes(data)
-    # Scalar columns have the shape [] anyway, and whatever text the checksum was, `rewrite` has put the right one.
-    same = {("schema", i, 2) for i, column in enumerate(COLUMNS.values()) if column.shape == ()}
-    assert {keys for keys, _ in accepted} == same | {("checksum",)}
-    assert all(value == [] for keys, value in accepted if keys in same)
+    # Scalar columns have the shape [] anyway, whatever text the checksum was, `rewrite` has put the right one, and a
+    # table may have other rules.
+    right = [(("schema", i, 2), []) for i, column in enumerate(COLUMNS.values()) if column.shape == ()]
+    right += [(("rules", *keys), value) for keys, values in OTHER_RULES.items() for value in values]
+    found = [(keys, value) for keys, value in accepted if keys != ("checksum",)]
+    assert sorted(map(repr, found)) == sorted(map(repr, right))
+    assert len(accepted) > len(found)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +280,43 @@ def test_every_field_of_the_manifest_is_checked(path: Path) -> None:
         (put(2, "segments", 0, "number"), "expected 'segments/000002/number.npy'"),
         (put(10**6, "segments", 0, "steps"), "expected 8004096 bytes for 1,000,000 steps"),
         (put(1, "next_segment"), "expected an integer from 1 to 0"),
-        (put("drop_everything", "on_full"), "expected 'error' or 'evict_oldest'"),
+        (
+            put("drop_everything", "rules", "on_full"),
+            "at 'rules.on_full': it has 'drop_everything'; expected a rule of a table (on_full is 'drop_everything'; "
+            "expected 'error', 'evict_oldest', 'evict_lowest_priority' or 'wait'.)",
+        ),
+        (
+            drop("rules", "max_age"),
+            "at 'rules.max_age': it has ['max_times_sampled', 'on_full', 'rate_limiter']",
+        ),
+        (
+            put(1, "rules", "rate"),
+            "at 'rules': it has ['max_age', 'max_times_sampled', 'on_full', 'rate', 'rate_lim",
+        ),
+        (put(0, "rules", "max_times_sampled"), "at 'rules.max_times_sampled': it has 0; expected a rule"),
+        (put(2**31, "rules", "max_times_sampled"), "at 'rules.max_times_sampled': it has 2147483648"),
+        (put(float("nan"), "rules", "max_age"), "at 'rules.max_age': it has nan; expected a rule"),
+        (put(10**400, "rules", "max_age"), "at 'rules.max_age': it has 1000"),
+        (
+            put(1e10, "rules", "max_age"),
+            "at 'rules.max_age': it has 10000000000.0; expected a rule of a table",
+        ),
+        (
+            drop("rules", "rate_limiter", "kind"),
+            "at 'rules.rate_limiter': it has {'samples_per_insert': 2.0, 'min_s",
+        ),
+        (
+            put("Magic", "rules", "rate_limiter", "kind"),
+            "expected a rule of a table (A stored rate limiter is of kind",
+        ),
+        (put("Queue", "rules", "rate_limiter", "kind"), "no Queue has these values"),
+        (put(41, "rules", "rate_limiter", "min_size"), "expected a min_size of at most max_trajectories=40"),
+        (put(float("nan"), "rules", "rate_limiter", "max_diff"), "at 'rules.rate_limiter': it has {'kind'"),
+        (put(10**400, "rules", "rate_limiter", "min_diff"), "at 'rules.rate_limiter': it has {'kind'"),
+        (put(6, "num_inserted"), "at 'num_inserted': it has 6; expected an integer from 7 to 7"),
+        (put(8, "num_inserted"), "at 'num_inserted': it has 8; expected an integer from 7 to 7"),
+        (put(-1, "num_sampled"), "at 'num_sampled': it has -1; expected an integer from 0"),
+        (drop("num_sampled"), "at 'num_sampled': it has ['block_steps'"),
         (put(10**9, "max_steps"), ""),
         (put(6, "next_sequence"), "expected an integer from 7"),
         (put(3, "max_trajectories"), "at 'num_trajectories': it has 7; expected an integer from 0 to 3"),
@@ -309,6 +360,14 @@ def test_manifests_that_are_none(path: Path, data: bytes, table: gear.Table) -> 
         ("length", [11, 10, 12, 13, 14, 15, 30], "two trajectories of segment 1 overlap"),
         ("priority", [0, 1, 2, 3, 4, float("nan"), 1], "a priority is neither -1 nor finite"),
         ("priority", [0, 1, 2, 3, 4, -2, 1], "a priority is neither -1 nor finite"),
+        ("times_sampled", [0, 0, 0, 0, 0, 0, 5], "was drawn less than 0 or more than 4 times"),
+        ("times_sampled", [0, -1, 0, 0, 0, 0, 0], "was drawn less than 0 or more than 4 times"),
+        ("times_sampled", [0.0] * 7, "'times_sampled' is float64 [7]; expected int64 [7]"),
+        ("age", [6, 5, 4, 3, 2, 1, -1], "ages do not descend from"),
+        ("age", [6, 5, 4, 3, 2, 1, 2], "ages do not descend from"),
+        ("age", [6, 5, -(2**63), 3, 2, 1, 0], "ages do not descend from"),
+        ("age", [2**63 - 1, 5, 4, 3, 2, 1, 0], "ages do not descend from"),
+        ("age", [6, 5], "'age' is int64 [2]; expected int64 [7]"),
         ("segment", [1, 1, 1, 1, 1, 1, 3], "segment 3 does not exist"),
         ("segment", [1, 1, 1, 1, 1, 2, 2], "lies outside segment 2, which has 30 steps"),
         ("first", [0, 10, 21, 33, 46, 60, 1], "lies outside segment 2"),
@@ -320,6 +379,13 @@ def test_manifests_that_are_none(path: Path, data: bytes, table: gear.Table) -> 
     ],
 )
 def test_an_index_that_says_something_else(path: Path, name: str, value: list[Any], message: str) -> None:
+    _put_in_index(path, name, value)
+    found = refused(path)
+    assert message in found
+    assert str(path / "index.000002.safetensors") in found
+
+
+def _put_in_index(path: Path, name: str, value: list[Any]) -> None:
     import safetensors.numpy
 
     file = path / "index.000002.safetensors"
@@ -327,9 +393,6 @@ def test_an_index_that_says_something_else(path: Path, name: str, value: list[An
     arrays[name] = np.array(value, dtype=np.float32 if name == "priority" else None)
     safetensors.numpy.save_file(arrays, file)
     _sign_index(path)
-    found = refused(path)
-    assert message in found
-    assert str(file) in found
 
 
 def _sign_index(path: Path) -> None:
@@ -339,6 +402,18 @@ def _sign_index(path: Path) -> None:
         fields["index"].update(bytes=len(data), xxh128=xxhash.xxh3_128_hexdigest(data))
 
     rewrite(path, change)
+
+
+def test_a_table_without_a_limit_of_draws(path: Path) -> None:
+    """Times sampled count in 32 bits."""
+    rewrite(path, put(None, "rules", "max_times_sampled"))
+    file = path / "index.000002.safetensors"
+    for times, fits in ((2**31 - 1, True), (2**31, False)):
+        _put_in_index(path, "times_sampled", [times] + [0] * 6)
+        if fits:
+            assert loaded(path)["times_sampled"][0] == times
+        else:
+            assert f"{file} contradicts manifest.json: a trajectory was drawn" in refused(path)
 
 
 def test_an_index_that_is_none(path: Path) -> None:

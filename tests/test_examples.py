@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+import gear_loader as gear
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
@@ -31,3 +36,69 @@ def test_plain_pytorch(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_online_actors(tmp_path: Path) -> None:
+    command = [sys.executable, EXAMPLES / "online_actors.py", "--quick", "--out", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "takes its place" in done.stdout
+    events = b"".join(path.read_bytes() for path in tmp_path.glob("version_0/events*"))
+    for name in ("fill_steps", "insert_rate", "sample_rate", "sample_wait", "age_mean", "priority_q50"):
+        assert f"replay/{name}".encode() in events
+    assert (tmp_path / "version_0" / "weights.safetensors").is_file()
+
+
+def _children(pid: int) -> set[int]:
+    """Process ids of what `pid` has started and is still running."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+        except OSError:  # gone in the meantime
+            continue
+        if int(parent) == pid and state != "Z":
+            found.add(int(path.parent.name))
+    return found
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_online_actors_end_with_their_trainer(tmp_path: Path, how: signal.Signals) -> None:
+    command = [sys.executable, EXAMPLES / "online_actors.py", "--updates", "1200", "--out", tmp_path]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+    ) as trainer:
+        try:
+            assert trainer.stdout is not None
+            assert "updates, " in trainer.stdout.readline()
+            actors = _children(trainer.pid)
+            assert len(actors) >= 2
+            if how == signal.SIGINT:
+                os.killpg(trainer.pid, how)  # Ctrl-C reaches the actors too
+            else:
+                trainer.send_signal(how)
+            assert trainer.wait(timeout=60) == (1 if how == signal.SIGINT else -how)
+        finally:
+            trainer.kill()
+    deadline = time.monotonic() + 30
+    while any(map(_runs, actors)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(map(_runs, actors))
+    name = f"online-actors-{trainer.pid}"
+    if how == signal.SIGINT:
+        with pytest.raises(gear.errors.RegionError):
+            gear.Table.attach(name)
+    else:  # a new trainer finds all that was added
+        with gear.Table.attach(name) as table:
+            table.check_valid()
+            assert len(table) > 0
+            table.unlink()

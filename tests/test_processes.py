@@ -29,6 +29,7 @@ from table_common import (
     Reading,
     bury,
     fresh_name,
+    in_three_steps,
     mortal,
     named,
     number_of,
@@ -719,6 +720,7 @@ def _write_and_wait(voice: Voice, name: str) -> None:
         voice.hear()
 
     table._write = write  # type: ignore[method-assign]
+    in_three_steps(table)
     table.add(rows(9, 21))
 
 

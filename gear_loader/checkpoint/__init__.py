@@ -1,11 +1,15 @@
 """Tables on disk: a directory that any tool can read, always whole, and cheap to bring up to date.
 
-    manifest.json                  version, schema, sizes, and bytes and checksum of every file; see `.manifest`
-    index.<n>.safetensors          one entry a trajectory, oldest first: sequence, length, priority, segment, first
+    manifest.json                  version, schema, sizes, rules, counts, and bytes and checksum of every file; see
+                                   `.manifest`
+    index.<n>.safetensors          one entry a trajectory, oldest first: sequence, length, priority, times_sampled, age
+                                   (nanoseconds, when it was saved), segment, first
     segments/<number>/<column>.npy whole trajectories one after another, [steps, *shape] (bfloat16 as uint16)
     .gear-loader.lock              held by whoever saves
 
 Trajectory i is the rows ``first[i]`` to ``first[i] + length[i] - 1`` of every column in segment ``segment[i]``.
+
+Those that share blocks in memory are whole here, each for itself.
 
 Trajectories never change once they are committed, so a save writes those that the directory does not have yet as a new
 segment, a new index and a new manifest. Everything is written under names that no manifest mentions, and synced;

@@ -12,12 +12,13 @@ import os
 import re
 import stat
 import urllib.parse
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from gear_loader.errors import CheckpointError, SchemaError
+from gear_loader.rules import Rules
 from gear_loader.schema import DTYPES, Schema
 from gear_loader.slots import UNSET, Array
 
@@ -39,7 +40,7 @@ __all__ = [
     "segment_folder",
 ]
 
-VERSION = 1
+VERSION = 2
 FORMAT = "gear-loader checkpoint"
 MANIFEST_NAME = "manifest.json"
 SEGMENTS_NAME = "segments"
@@ -48,6 +49,8 @@ INDEX_NAME = re.compile(r"index\.([0-9]{6,12})\.safetensors")
 REMEDY = "Restore it from a copy, or load another checkpoint."
 _MANIFEST_LIMIT = 1 << 28
 _LIMIT = 2**37  # of the sizes, as in `Table.create`
+_LARGEST = 2**62  # of numbers that are counted up
+_LARGEST_TIMES = 2**31 - 1
 _NAME_LIMIT = 100
 _HEADER_MULTIPLE = 4096  # so that the data begin where a disk's sector does
 _HEX = re.compile(r"[0-9a-f]+")
@@ -115,6 +118,10 @@ class Manifest:
         save: random name of this save. table: random name of the table in memory that was saved.
         saves: how many saves the directory has seen; the index is called after it.
         next_segment: no segment has had this number or a higher one.
+        rules: what the table does when it is full, what it removes by itself, how fast it may be written and read.
+        next_sequence: no trajectory has had this number or a higher one.
+        num_inserted, num_sampled: trajectories added and rows drawn so far, as rate limiters count them.
+        num_trajectories, num_steps: what was there, and is in the index.
     """
 
     schema: Schema
@@ -126,8 +133,10 @@ class Manifest:
     max_steps: int
     max_trajectories: int
     num_blocks: int
-    on_full: Literal["error", "evict_oldest"]
+    rules: Rules
     next_sequence: int
+    num_inserted: int
+    num_sampled: int
     num_trajectories: int
     num_steps: int
     index: FileRecord
@@ -138,6 +147,7 @@ class Manifest:
         fields: dict[str, Any] = {"checksum": "0" * 32, "format": FORMAT, "version": VERSION}
         fields.update({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
         fields["schema"] = self.schema.to_json()
+        fields["rules"] = self.rules.to_json()
         fields["index"] = {"path": index_file(self.saves), **dataclasses.asdict(self.index)}
         fields["segments"] = [
             {
@@ -275,10 +285,10 @@ def _parse(fields: _Fields) -> Manifest:
             if records[name].bytes != size:
                 raise files.wrong(name, records[name].bytes, f"{size} bytes for {steps:,} steps")
         segments.append(Segment(number, steps, records))
-    on_full: Any = fields.choice("on_full", "error", "evict_oldest")
     max_steps = fields.integer("max_steps", 1, _LIMIT - 1)
     max_trajectories = fields.integer("max_trajectories", 1, 2**31 - 1)
     num_trajectories = fields.integer("num_trajectories", 0, max_trajectories)
+    next_sequence = fields.integer("next_sequence", num_trajectories, _LARGEST)
     return Manifest(
         schema=schema,
         save=fields.hexadecimal("save", 16),
@@ -289,13 +299,32 @@ def _parse(fields: _Fields) -> Manifest:
         max_steps=max_steps,
         max_trajectories=max_trajectories,
         num_blocks=fields.integer("num_blocks", 1, 2**31 - 1),
-        on_full=on_full,
-        next_sequence=fields.integer("next_sequence", num_trajectories, 2**62),
+        rules=_rules(fields, max_trajectories),
+        next_sequence=next_sequence,
+        num_inserted=fields.integer("num_inserted", num_trajectories, next_sequence),
+        num_sampled=fields.integer("num_sampled", 0, _LARGEST),
         num_trajectories=num_trajectories,
         num_steps=fields.integer("num_steps", num_trajectories, max_steps),
         index=fields.record("index", index_file(saves)),
         segments=tuple(segments),
     )
+
+
+def _rules(fields: _Fields, max_trajectories: int) -> Rules:
+    inner = _Fields(fields.get("rules"), fields.path, "rules")
+    known = list(Rules().to_json())
+    for key in known:
+        value = inner.get(key)
+        try:
+            rules = Rules.from_json({key: value})
+        except (SchemaError, ArithmeticError, LookupError, TypeError) as error:
+            raise inner.wrong(key, value, f"a rule of a table ({error})") from error
+        if rules.rate_limiter is not None and rules.rate_limiter.min_size > max_trajectories:
+            expected = f"a min_size of at most max_trajectories={max_trajectories:,}"
+            raise inner.wrong(key, value, expected)
+    if len(inner.value) != len(known):
+        raise inner.wrong("", sorted(inner.value), f"the fields {known}")
+    return Rules.from_json(inner.value)
 
 
 def _schema(fields: _Fields) -> Schema:
@@ -324,12 +353,16 @@ class Entries:
 
     Attributes:
         sequence: int64, number in order of commitment. length: int64, steps. priority: float32, -1 if none was given.
+        times_sampled: int64, how often it has been drawn, where that is counted.
+        age: int64, nanoseconds from when it was added to when it was saved; never less than a newer one's.
         segment: int64, number of the segment. first: int64, the first row there.
     """
 
     sequence: Array
     length: Array
     priority: Array
+    times_sampled: Array
+    age: Array
     segment: Array
     first: Array
 
@@ -405,6 +438,12 @@ def _problem(entries: Entries, manifest: Manifest) -> str | None:
     priority = entries.priority[entries.priority != UNSET]
     if not (np.isfinite(priority) & (priority >= 0)).all():
         return f"a priority is neither {UNSET:g} nor finite and at least 0"
+    times, age = entries.times_sampled, entries.age
+    most = (manifest.rules.max_times_sampled or _LARGEST_TIMES + 1) - 1
+    if times.min() < 0 or times.max() > most:
+        return f"a trajectory was drawn less than 0 or more than {most} times"
+    if age[0] > _LARGEST or age[-1] < 0 or (age[1:] > age[:-1]).any():
+        return f"ages do not descend from {_LARGEST} or less to 0 or more"
     steps = {segment.number: segment.steps for segment in manifest.segments}
     for number in np.unique(entries.segment).tolist():
         if number not in steps:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -23,8 +23,9 @@ from gear_loader.checkpoint.manifest import (
 from gear_loader.checkpoint.progress import progress_bar
 from gear_loader.checkpoint.writing import descended
 from gear_loader.errors import CheckpointError
-from gear_loader.index_ops import NEXT_SEQUENCE, Array
+from gear_loader.index_ops import Array
 from gear_loader.layout import ColumnLayout
+from gear_loader.rules import OnFull
 from gear_loader.schema import Column, Schema
 from gear_loader.table import Table
 
@@ -43,7 +44,7 @@ def load(
     max_trajectories: int | None,
     block_steps: int | None,
     max_blocks: int | None,
-    on_full: Literal["error", "evict_oldest"] | None,
+    on_full: OnFull | None,
     progress: bool,
 ) -> Table:
     """A table with the contents of the checkpoint in directory `path`. See `Table.load`."""
@@ -63,8 +64,7 @@ def load(
             "block_steps": block_steps,
             "max_blocks": max_blocks,
         }
-        if all(size is None for size in sizes.values()):
-            sizes["max_blocks"] = manifest.num_blocks
+        as_saved = all(size is None for size in sizes.values())
         for key in ("max_steps", "max_trajectories", "block_steps"):
             if sizes[key] is None:
                 sizes[key] = getattr(manifest, key)
@@ -73,7 +73,19 @@ def load(
             for segment in manifest.segments:
                 for column, record in segment.files.items():
                     check_size(_file(directory, segment.number, column), record.bytes)
-            table = kind.create(manifest.schema, **sizes, name=name, on_full=on_full or manifest.on_full)
+            if as_saved:
+                # What shared blocks in the table that was saved has blocks of its own now.
+                needed = kind.required_blocks(entries.length, manifest.block_steps)
+                sizes["max_blocks"] = max(manifest.num_blocks, needed)
+            table = kind.create(
+                manifest.schema,
+                **sizes,
+                name=name,
+                on_full=manifest.rules.on_full if on_full is None else on_full,
+                rate_limiter=manifest.rules.rate_limiter,
+                max_times_sampled=manifest.rules.max_times_sampled,
+                max_age=manifest.rules.max_age,
+            )
             try:
                 _fill(table, directory, manifest, entries, progress)
             except BaseException:
@@ -105,7 +117,7 @@ def _fill(table: Table, directory: str, manifest: Manifest, entries: Entries, pr
     index, layout = table._live(), table.region.layout
     blocks = index.blocks_of(entries.length)
     _check_room(table, directory, entries, int(blocks.sum()))
-    slots, ids = index.begin(entries.length, evict=False)
+    slots, ids = index.begin(entries.length)
     try:
         rows_of_ids = np.cumsum(blocks) - blocks
         largest = max(column.step_bytes for column in table.schema.values())
@@ -124,18 +136,24 @@ def _fill(table: Table, directory: str, manifest: Manifest, entries: Entries, pr
                     )
                     path = _file(directory, segment.number, name)
                     pipeline.read(path, segment.files[name], header, column.step_bytes, take)
-        if index.counters[NEXT_SEQUENCE]:
+        loaded = index.commit_as(
+            slots,
+            entries.priority,
+            entries.sequence,
+            ages=entries.age,
+            times_sampled=entries.times_sampled,
+            next_sequence=manifest.next_sequence,
+            num_inserted=manifest.num_inserted,
+            num_sampled=manifest.num_sampled,
+        )
+        if not loaded:
             raise CheckpointError(
                 f"Somebody has added to the table {table.name!r} while {directory} was loaded into it; nothing was "
                 "loaded. Let others attach when Table.load() has returned."
             )
-        index.commit(slots, entries.priority, sequences=entries.sequence)
     except BaseException:
         index.abort(slots)
         raise
-    with table.region.lock:
-        # The newest trajectories may have been removed before the save; their numbers do not come again.
-        index.counters[NEXT_SEQUENCE] = max(int(index.counters[NEXT_SEQUENCE]), manifest.next_sequence)
     descended(table, index, manifest.save)
 
 

@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -42,6 +43,7 @@ from gear_loader.checkpoint.manifest import (
 from gear_loader.checkpoint.progress import progress_bar
 from gear_loader.errors import CheckpointError, GearError
 from gear_loader.index import Index
+from gear_loader.index_ops import FIRST_SEQUENCE, NEXT_SEQUENCE, NUM_SAMPLED
 from gear_loader.lock import process_start
 from gear_loader.notice import notice
 from gear_loader.slots import IDENTITY, READY, Array
@@ -186,29 +188,47 @@ def descended(table: Table, index: Index, save: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """The live trajectories at one moment, oldest first; all arrays [n]."""
+    """The table at one moment: the live trajectories, oldest first, and what has been counted; all arrays [n]."""
 
     slots: Array
     sequences: Array
     lengths: Array
     priorities: Array
+    times_sampled: Array
+    ages: Array
     next_sequence: int
+    num_inserted: int
+    num_sampled: int
 
     def take(self, chosen: Array) -> _Cut:
-        """Those where the boolean array `chosen` is True."""
-        slots, sequences = self.slots[chosen], self.sequences[chosen]
-        return _Cut(slots, sequences, self.lengths[chosen], self.priorities[chosen], self.next_sequence)
+        """Those where the boolean array `chosen` is True, or that the integer array `chosen` names."""
+        arrays = ("slots", "sequences", "lengths", "priorities", "times_sampled", "ages")
+        return dataclasses.replace(self, **{name: getattr(self, name)[chosen] for name in arrays})
 
 
 def _cut(index: Index) -> tuple[int, _Cut]:
-    """Begin to read; the ticket, and what is live."""
-    ticket, changes = index.begin_changes(-1)
-    slots = changes.slots[changes.ready]
-    sequences, priorities = changes.sequences[changes.ready], changes.priorities[changes.ready]
-    order = np.argsort(sequences, kind="stable")
-    lengths = index.extent[slots, 0]
-    cut = _Cut(slots[order], sequences[order], lengths[order], priorities[order], changes.next_sequence)
-    return ticket, cut
+    """Begin to read; the ticket, and what is there."""
+    with index._locked():
+        now = time.monotonic_ns()  # before what is too old goes: nothing that stays is older than it may be
+        index._expire()
+        slots = np.flatnonzero(index.state == READY)
+        next_sequence = int(index.counters[NEXT_SEQUENCE])
+        cut = _Cut(
+            slots=slots,
+            sequences=index.sequence[slots],
+            lengths=index.extent[slots, 0],
+            priorities=index.priority[slots],
+            times_sampled=index.sampled[slots].astype(np.int64),
+            ages=now - index.created[slots],
+            next_sequence=next_sequence,
+            num_inserted=next_sequence - int(index.counters[FIRST_SEQUENCE]),
+            num_sampled=int(index.counters[NUM_SAMPLED]),
+        )
+        ticket = index._begin_read()
+    cut = cut.take(np.argsort(cut.sequences, kind="stable"))
+    # Where the clock went back, a trajectory is as old as its expiry has it: it goes after those before it.
+    ages = np.minimum.accumulate(np.maximum(cut.ages, 0))
+    return ticket, dataclasses.replace(cut, ages=ages)
 
 
 class _Save:
@@ -217,7 +237,7 @@ class _Save:
     def __init__(self, table: Table, index: Index, directory: str, old: Manifest | None) -> None:
         self.index, self.directory, self.old = index, directory, old
         self.schema, self.layout = table.schema, table.region.layout
-        self.on_full = table.on_full
+        self.rules = table.rules
         # Held, so that nothing is unmapped if the table is closed meanwhile.
         self.columns = {name: table.region.column(name) for name in table.schema}
         self.name, parent = _identity(table, index)
@@ -370,7 +390,13 @@ class _Save:
         self.segments[number] = Segment(number, steps, files)
         count = len(fresh.slots)
         written = Entries(
-            fresh.sequences, fresh.lengths, fresh.priorities, np.full(count, number, dtype=np.int64), first
+            sequence=fresh.sequences,
+            length=fresh.lengths,
+            priority=fresh.priorities,
+            times_sampled=fresh.times_sampled,
+            age=fresh.ages,
+            segment=np.full(count, number, dtype=np.int64),
+            first=first,
         )
         everything = zip(self.stored.arrays().values(), written.arrays().values(), strict=True)
         joined = Entries(*(np.concatenate(pair) for pair in everything))
@@ -413,8 +439,10 @@ class _Save:
         import safetensors.numpy
 
         entries = self.stored.take(self._places(cut))
-        # As they are now: a priority is all that another save may have known differently.
-        entries = dataclasses.replace(entries, priority=cut.priorities)
+        # As they are now: this is what changes while a trajectory stays as it is.
+        entries = dataclasses.replace(
+            entries, priority=cut.priorities, times_sampled=cut.times_sampled, age=cut.ages
+        )
         used = np.unique(entries.segment).tolist()
         saves = self.old.saves + 1 if self.old else 1
         path = os.path.join(self.directory, index_file(saves))
@@ -431,8 +459,10 @@ class _Save:
             max_steps=self.layout.max_steps,
             max_trajectories=self.layout.max_trajectories,
             num_blocks=self.layout.num_blocks,
-            on_full=self.on_full,
+            rules=self.rules,
             next_sequence=cut.next_sequence,
+            num_inserted=cut.num_inserted,
+            num_sampled=cut.num_sampled,
             num_trajectories=len(entries.sequence),
             num_steps=int(entries.length.sum()),
             index=record,
@@ -454,4 +484,4 @@ class _Save:
 
 def _no_entries() -> Entries:
     empty: Any = np.empty(0, dtype=np.int64)
-    return Entries(empty, empty, np.empty(0, dtype=np.float32), empty, empty)
+    return Entries(empty, empty, np.empty(0, dtype=np.float32), empty, empty, empty, empty)

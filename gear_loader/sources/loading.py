@@ -313,7 +313,7 @@ def _fill(table: Table, reader: EpisodeReader, lengths: np.ndarray, priority: fl
     in_memory = isinstance(reader, _Listed)
     pieces = [len(lengths)] if in_memory else _pieces(lengths, max(1, LOAD_BYTES // step_bytes))
     total = int(lengths.sum())
-    if len(pieces) > 1 and table.on_full == "evict_oldest":
+    if len(pieces) > 1 and table.on_full in ("evict_oldest", "evict_lowest_priority"):
         with progress_bar("Checking", total, "steps", enabled=progress) as advance:
             for episode, length in zip(_fitted_episodes(reader, table), lengths, strict=False):
                 del episode

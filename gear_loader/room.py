@@ -1,0 +1,318 @@
+"""Room for what is added, and waiting for it: the lock, readers and writers that died, the rate limiter.
+
+Whatever has to be waited for is waited for here, outside the lock, with a deadline.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TypeVar
+
+import numpy as np
+
+from gear_loader.errors import LockTimeoutError, RateLimitError, TableEmptyError, TableFullError
+from gear_loader.index_ops import (
+    BUSY,
+    DIRTY,
+    DONE,
+    FIRST_SEQUENCE,
+    FLIP,
+    FLIP_EPOCH,
+    FULL,
+    INITIALIZED,
+    INSERT_WAIT,
+    NEXT_SEQUENCE,
+    NUM_FREE_BLOCKS,
+    NUM_READY,
+    NUM_SAMPLED,
+    NUM_STEPS,
+    NUM_WRITING,
+    PID,
+    READ,
+    READING,
+    SAMPLE_WAIT,
+    SHORT,
+    WRITING,
+)
+from gear_loader.lock import process_start
+from gear_loader.patience import Patience
+from gear_loader.region import Region
+from gear_loader.slots import Slots
+
+__all__ = ["Room"]
+
+_T = TypeVar("_T")
+_LIMITED = -1  # beside the answers of `make_room`
+
+
+@functools.cache
+def _process(pid: int) -> tuple[int, int]:
+    return pid, process_start(pid)
+
+
+os.register_at_fork(after_in_child=_process.cache_clear)
+
+
+class Room(Slots):
+    """What the operations of an `Index` have in common.
+
+    Attributes:
+        timeout: seconds that room, or the rate limiter, is waited for; None for as long as for the lock.
+        waited: nanoseconds that additions have waited here so far.
+    """
+
+    def __init__(self, region: Region) -> None:
+        super().__init__(region)
+        self._lock = region.lock
+        self._writers_checked = time.monotonic()
+        self._max_age = None if self.rules.max_age is None else int(self.rules.max_age * 1e9)
+        self.timeout: float | None = None
+        self.waited = 0
+
+    # ---------------------------------------------------------------- lock
+
+    def _locked(self) -> _Locked:
+        return _Locked(self)
+
+    def _patience(self) -> Patience:
+        return Patience(self._lock.timeout if self.timeout is None else self.timeout)
+
+    # ---------------------------------------------------------------- the rate limiter, and age
+
+    def _expire(self) -> None:
+        if self._max_age is not None:
+            self._ops.expire(self._where, time.monotonic_ns() - self._max_age)
+
+    def _counts(self) -> dict[str, int]:
+        counters = self.counters
+        return {
+            "size": int(counters[NUM_READY]),
+            "inserted": int(counters[NEXT_SEQUENCE] - counters[FIRST_SEQUENCE]),
+            "sampled": int(counters[NUM_SAMPLED]),
+        }
+
+    def _when_samplable(self, count: int, look: Callable[[], _T | None], *, drawn: bool = True) -> _T:
+        """What `look` returns under the lock, once `count` rows may be drawn and it does not return None."""
+        limiter = self.rules.rate_limiter if count else None
+        patience: Patience | None = None
+        while True:
+            with self._locked():
+                self._expire()
+                used_up = count and self.rules.max_times_sampled is not None and not self.counters[NUM_READY]
+                if not used_up and (limiter is None or limiter.may_sample(count, **self._counts())):
+                    found = look()
+                    if found is not None:
+                        if drawn:
+                            self.counters[NUM_SAMPLED] += count
+                        if patience is not None:
+                            self.counters[SAMPLE_WAIT] += patience.waited
+                        return found
+                counts = self._counts()
+            patience = patience or self._patience()
+            if not patience.sleep():
+                with self._locked():
+                    self.counters[SAMPLE_WAIT] += patience.waited
+                if limiter is None or limiter.may_sample(count, **counts):
+                    raise TableEmptyError(
+                        f"{count} trajectories were waited for {patience.timeout:g} s; the table holds "
+                        f"{counts['size']}. Is somebody adding to it?"
+                    )
+                raise RateLimitError(
+                    f"Waited {patience.timeout:g} s in vain. {limiter.explain('sample', count, **counts)}"
+                )
+
+    def _may_insert(self, count: int) -> bool:
+        limiter = self.rules.rate_limiter
+        return limiter is None or limiter.may_insert(count, **self._counts())
+
+    def _refuse_insert(self, count: int, patience: Patience) -> RateLimitError:
+        limiter = self.rules.rate_limiter
+        assert limiter is not None
+        return RateLimitError(
+            f"Waited {patience.timeout:g} s in vain. {limiter.explain('insert', count, **self._counts())}"
+        )
+
+    def _when_insertable(self, count: int, change: Callable[[], object]) -> None:
+        patience: Patience | None = None
+        while True:
+            with self._locked():
+                self._expire()
+                if self._may_insert(count):
+                    change()
+                    if patience is not None:
+                        self._note_wait(patience)
+                    return
+            patience = patience or self._patience()
+            if not patience.sleep():
+                with self._locked():
+                    self._note_wait(patience)
+                    raise self._refuse_insert(count, patience)
+
+    # ---------------------------------------------------------------- room
+
+    def _obtain(
+        self,
+        needed: tuple[int, int, int],
+        attempt: Callable[[], int],
+        *,
+        evict: int,
+        wait: bool,
+        last: int = -1,
+        inserts: int = 0,
+    ) -> None:
+        """Try to get room until it is there, doing what helps.
+
+        Args:
+            needed: slots, blocks and steps.
+            attempt: tries it under the lock; what `index_ops.make_room` returns.
+            last: the slot that is to grow.
+            inserts: trajectories that `attempt` commits: the rate limiter has to allow it.
+        """
+        patience: Patience | None = None
+        while True:
+            with self._locked():
+                self._expire()
+                self._reclaim_writers(every=1.0)
+                answer = attempt() if not inserts or self._may_insert(inserts) else _LIMITED
+                while answer != DONE and self._help(answer, last):
+                    answer = attempt()
+                if answer == DONE:
+                    if patience is not None:
+                        self._note_wait(patience)
+                    return
+                if answer == FULL or (answer == SHORT and not wait):
+                    raise TableFullError(self._full_message(*needed, evict, wait))
+                message = (
+                    self._full_message(*needed, evict, wait) if answer == SHORT else self._busy_message()
+                )
+            patience = patience or self._patience()
+            if not patience.sleep():
+                with self._locked():
+                    self._note_wait(patience)
+                waited = f"{patience.timeout:g} s"
+                if answer == SHORT:
+                    raise TableFullError(f"Waited {waited} in vain. {message}")
+                if answer == _LIMITED:
+                    raise self._refuse_insert(inserts, patience)
+                raise LockTimeoutError(
+                    f"Room for {needed[0]} trajectories was waited for {waited}: {message}"
+                )
+
+    def _note_wait(self, patience: Patience) -> None:
+        self.waited += patience.waited
+        self.counters[INSERT_WAIT] += patience.waited
+
+    def _help(self, answer: int, last: int) -> bool:
+        """Do what may bring room; whether anything was done."""
+        if answer == FLIP:
+            return self._flip(last)
+        if answer == READ:
+            return self._drop_dead_readers()
+        return answer in (SHORT, FULL, BUSY) and self._reclaim_writers(every=0.0)
+
+    def _flip(self, last: int) -> bool:
+        """Move the live block tables to the other half; False while a reader may still use that half."""
+        counters = self.counters
+        if self._oldest_reader() <= counters[FLIP_EPOCH]:
+            self._drop_dead_readers()
+            if self._oldest_reader() <= counters[FLIP_EPOCH]:
+                return False
+        self._move(last)
+        return True
+
+    def _full_message(self, slots: int, blocks: int, steps: int, evict: int, wait: bool) -> str:
+        counters = self.counters
+        remedy = (
+            "Add fewer at a time, or create the table larger."
+            if evict or wait
+            else "Create the table larger, remove trajectories, or create it with on_full='evict_oldest'."
+        )
+        writing = int(counters[NUM_WRITING])
+        unfinished = f" ({writing:,} more are being written)" if writing else ""
+        return (
+            f"The table is full: {slots} trajectories of {steps:,} steps ({blocks:,} blocks of {self.block_steps}) "
+            f"were to be added to {int(counters[NUM_READY]):,} of at most {self.num_slots:,} trajectories{unfinished}, "
+            f"{int(counters[NUM_STEPS]):,} of {self.max_steps:,} steps and "
+            f"{self.num_blocks - int(counters[NUM_FREE_BLOCKS]):,} of {self.num_blocks:,} blocks. {remedy}"
+        )
+
+    def _busy_message(self) -> str:
+        busy = sorted({pid for pid, _ in self._active_readers()})
+        writing = sorted({int(pid) for pid in self.owner[self.state == WRITING, PID]})
+        return (
+            f"what is to be reused is still being read by the processes {busy} or written by {writing}. They may be "
+            "stopped, or hold a batch too long."
+        )
+
+    # ---------------------------------------------------------------- processes that died
+
+    def _here(self) -> tuple[int, int]:
+        """This process: its id, and when it started."""
+        return _process(os.getpid())
+
+    def _alive(self, pid: int, start: int) -> bool:
+        # With the start time even for the own pid: in a container a restarted process often has its predecessor's.
+        return (pid, start) == self._here() or (start != 0 and process_start(pid) == start)
+
+    def _reclaim_writers(self, *, every: float) -> bool:
+        """Take back what dead writers had, if that was not looked for in the last `every` seconds."""
+        if self.counters[NUM_WRITING] == 0:
+            return False
+        now = time.monotonic()
+        if now < self._writers_checked + every:
+            return False
+        self._writers_checked = now
+        writing = np.flatnonzero(self.state == WRITING)
+        owners = [(slot, self.owner[slot].tolist()) for slot in writing.tolist()]
+        dead = [slot for slot, owner in owners if not self._alive(*owner)]
+        if dead:
+            self._ops.abort(self._where, np.array(dead, dtype=np.int64))
+        return bool(dead)
+
+    def _active_readers(self) -> list[tuple[int, int]]:
+        active = np.flatnonzero(self.readers[:, READING])
+        return [(int(pid), int(start)) for pid, start in self.readers[active, :READING]]
+
+    def _oldest_reader(self) -> int:
+        epochs = self.readers[:, READING]
+        epochs = epochs[epochs > 0]
+        return int(epochs.min()) if len(epochs) else int(np.iinfo(np.int64).max)
+
+    def _drop_dead_readers(self) -> bool:
+        """Forget the readers that have died; whether there were any."""
+        tickets = np.flatnonzero(self.readers[:, READING]).tolist()
+        dead = [ticket for ticket in tickets if not self._alive(*self.readers[ticket, :READING].tolist())]
+        for ticket in dead:
+            self.readers[ticket, READING] = 0
+        return bool(dead)
+
+    def _reclaim(self) -> None:
+        self._ops.reclaim(self._where)
+
+
+class _Locked:
+    """Context manager: the lock is held, and the index is whole."""
+
+    __slots__ = ("_room",)
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+
+    def __enter__(self) -> None:
+        room = self._room
+        room._lock.__enter__()
+        try:
+            if room.counters[DIRTY] or not room.counters[INITIALIZED]:
+                room._rebuild()
+        except BaseException:
+            room._lock.__exit__(None, None, None)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._room._lock.__exit__(kind, value, trace)
