@@ -24,7 +24,9 @@ import numpy as np
 from gear_loader.kernels.sum_tree import LOWEST_LEAF
 from gear_loader.native import AVAILABLE
 
-__all__ = ["build", "draw", "draw_distinct", "uniforms", "update", "weigh"]
+__all__ = ["build", "draw", "draw_distinct", "known_rows", "uniforms", "update", "weigh"]
+
+READY = 2  # as in `gear_loader.index_ops`
 
 if AVAILABLE:
     from llvmlite import ir
@@ -323,6 +325,38 @@ if AVAILABLE:
             turn += 1
         update(leaves, sums, mins, maxs, offsets, wide_offsets, num_blocks, items[:filled], values[:filled])
         return filled
+
+    # ------------------------------------------------------------ rows
+
+    @compiled
+    def known_rows(  # type: ignore[no-untyped-def]
+        slots, wanted, priorities, weights, state, generation, sequence, next_sequence, items, leaves
+    ):
+        """The rows of an update whose trajectories are there.
+
+        Args:
+            slots: int64 [n]. wanted: int64 [n], their generations, or int64 [0] for any.
+            priorities, weights: float32 [n].
+            state, generation, sequence: of the index. next_sequence: trajectories with lower numbers are known.
+            items: int64 [n], and leaves: float32 [n]: the first ones are filled.
+
+        Returns:
+            How many there are; the largest of their priorities, or 0.
+        """
+        count, largest = 0, np.float32(0)
+        for i in range(len(slots)):
+            slot = slots[i]
+            if slot < 0 or slot >= len(state) or state[slot] != READY:
+                continue
+            if len(wanted):
+                if generation[slot] != wanted[i]:
+                    continue
+            elif sequence[slot] >= next_sequence:
+                continue
+            items[count], leaves[count] = slot, weights[i]
+            largest = max(largest, priorities[i])
+            count += 1
+        return count, largest
 
     # ------------------------------------------------------------ values
 

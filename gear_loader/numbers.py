@@ -24,10 +24,12 @@ def narrowed(values: Array) -> tuple[Array, int]:
     """Priorities as float32, and the position of the first that is none: NaN, infinite or negative; -1 for none.
 
     Args:
-        values: float64 [n].
+        values: float32 or float64 [n].
 
     What is positive stays so, and can be drawn; what is negative is found, however small.
     """
+    if values.dtype == np.float32 and len(values) and values.min() >= 0 and values.max() < np.inf:
+        return values, -1
     with np.errstate(over="ignore"):
         narrow = values.astype(np.float32)
     bad = np.flatnonzero(~(np.isfinite(narrow) & (values >= 0)))

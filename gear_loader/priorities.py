@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from gear_loader import native, native_tree
 from gear_loader.collector import Buffers, Collector
 from gear_loader.errors import PriorityError, SchemaError, StaleIndexError, TableEmptyError
 from gear_loader.index import Changes, Snapshot
@@ -26,6 +27,7 @@ from gear_loader.slots import READY, UNSET, Array, ranges
 __all__ = ["ANCHORS", "LEAVES", "PrioritySelection", "Rows", "draw_key", "needs_priorities"]
 
 LEAVES, ANCHORS = 3, 4  # streams of random numbers, beside those of `gear_loader.selectors`
+assert native_tree.READY == READY
 _LARGEST = float(np.finfo(np.float32).max)
 _MANY = 1 << 18  # leaves that are looked at for statistics
 
@@ -308,17 +310,35 @@ class PrioritySelection(Selection):
         """Set priorities; rows whose trajectory is gone are counted and left out."""
         with self._mutex:
             self._keep_up()  # what was added before this call can be updated by it
+            items, leaves, largest = self._known_rows(request, weighed)
+            self._num_stale += len(request.slots) - len(items)
+            self._maximum = max(self._maximum, largest)
+            self._tree.update(items, leaves)
+            if not self._map.steps and self.job.table.rules.on_full == "evict_lowest_priority":
+                generations = request.generations
+                if generations is None:
+                    generations = np.full(len(request.slots), -1)
+                self.job.table.set_priorities(request.slots, generations, request.priorities)
+
+    def _known_rows(self, request: Request, weighed: Array) -> tuple[Array, Array, float]:
+        """Items and leaves of the rows whose trajectories are there, and the largest of their priorities."""
+        if self._map.steps or self.job.subset is not None or not native.require():
             items = self._items(request)
             known = items >= 0
-            self._num_stale += int(len(items) - known.sum())
-            self._maximum = max(self._maximum, float(request.priorities[known].max(initial=0)))
-            self._tree.update(items[known], weighed[known])
-            if not self._map.steps and self.job.table.rules.on_full == "evict_lowest_priority":
-                slots = request.slots[known]
-                generations = self.job.table.slot_states()[1][slots]
-                if request.generations is not None:
-                    generations = request.generations[known]
-                self.job.table.set_priorities(slots, generations, request.priorities[known])
+            return items[known], weighed[known], float(request.priorities[known].max(initial=0))
+        wanted = request.slots[:0] if request.generations is None else request.generations
+        items, leaves = np.empty_like(request.slots), np.empty_like(weighed)
+        count, largest = native_tree.known_rows(
+            request.slots,
+            wanted,
+            request.priorities,
+            weighed,
+            *self.job.table.slot_states(),
+            self._map.next_sequence,
+            items,
+            leaves,
+        )
+        return items[:count], leaves[:count], float(largest)
 
     def _items(self, request: Request) -> Array:
         """Items of a request, -1 for those that are gone."""

@@ -42,10 +42,10 @@ def request(
     """
     slots = _array("index", index, "iu")
     count = len(slots)
-    values = _array("priority", priority, "fiub", count).astype(np.float64)
-    generations = (
-        None if generation is None else _array("generation", generation, "iu", count).astype(np.int64)
-    )
+    values = _array("priority", priority, "fiub", count)
+    if values.dtype != np.float32:
+        values = values.astype(np.float64)
+    generations = None if generation is None else _int64(_array("generation", generation, "iu", count))
     check_names(anchor, unit)
     steps = np.zeros(count, dtype=np.int64) if anchor is None else _array("anchor", anchor, "iu", count)
     narrow, bad = narrowed(values)
@@ -54,7 +54,12 @@ def request(
             f"priority[{bad}] is {values[bad]}; expected a finite number (as float32) that is not negative. "
             "Nothing was changed."
         )
-    return Request(slots.astype(np.int64), steps.astype(np.int64), generations, narrow)
+    return Request(_int64(slots), _int64(steps), generations, np.array(narrow))
+
+
+def _int64(values: Array) -> Array:
+    # A copy: it is used later, when the user may have written something else there.
+    return np.array(values, dtype=np.int64)
 
 
 def check_names(anchor: Any, unit: Literal["trajectory", "step"]) -> None:
