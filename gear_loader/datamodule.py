@@ -81,11 +81,12 @@ class ReplayDataLoader(DataLoader[Batch]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where training stands; see `ReplayDataset.state_dict`."""
-        return self._module._train_state()
+        state: dict[str, Any] = self._module.state_dict().get("train", {})
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `ReplayDataset.load_state_dict`."""
-        self._module._load_train_state(state)
+        self._module.load_state_dict({"train": state} if state else {})
 
 
 class _ValidationDataset(ReplayDataset):
@@ -111,7 +112,7 @@ class ReplayDataModule(LightningDataModule):
         val_batch_size: `batch_size` by default.
         split_seed: decides which trajectories those are.
         num_workers: of the `DataLoader`. 0 is the fast choice: batches are prefetched in the background anyway.
-        load_options: for a path: options of `gear_loader.sources.load`.
+        load_options: for a path: options of `gear_loader.sources.load`; for a name: of `Table.attach`.
         **options: the other options of `ReplayDataset`, for training. `device` is the trainer's by default.
 
     Attributes:
@@ -188,6 +189,7 @@ class ReplayDataModule(LightningDataModule):
         warnings.filterwarnings("ignore", message="Your `IterableDataset` has `__len__` defined")
         if not self._val_fraction:
             warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
+            warnings.filterwarnings("ignore", message="You passed in a `val_dataloader` but have no")
 
     def train_dataloader(self) -> ReplayDataLoader:
         """Batches for training: `ReplayDataset` in a `DataLoader`."""
@@ -237,7 +239,7 @@ class ReplayDataModule(LightningDataModule):
             from gear_loader import sources
 
             return sources.load(self._source, **self._load_options)
-        return Table.attach(self._source)
+        return Table.attach(self._source, **self._load_options)
 
     def _dataset(self, *, second: bool) -> ReplayDataset:
         assert self.table is not None

@@ -159,7 +159,7 @@ class DevicePrioritySelection(PrioritySelection):
                 if self._cuda:  # part of the work may have been queued, and reads the region
                     torch.cuda.current_stream(self._device).synchronize()
                 self._leave()
-                self.job.table.end_read(ticket)
+                self.give_up(ticket, draw)
                 raise
         return ticket, draw.count
 

@@ -434,9 +434,9 @@ class Index(Room):
             if self.counters[NUM_READY] < count:
                 return None
             ticket, slots = self._begin_read(), self._ends(count, newest)
-            return ticket, slots, self._count_samples(slots, self.generation[slots])
+            return ticket, slots, self._count_samples(slots, self.generation[slots], total=samples > 0)
 
-        return self._when_samplable(samples, look)
+        return self._when_samplable(samples, look, drawn=False)
 
     def _ends(self, count: int, newest: bool) -> Array:
         slots = np.empty(min(count, int(self.counters[NUM_READY])), dtype=np.int64)
@@ -478,11 +478,17 @@ class Index(Room):
                 np.ascontiguousarray(slots, dtype=np.int64), np.ascontiguousarray(generations, dtype=np.int64)
             )
 
-    def _count_samples(self, slots: Array, generations: Array) -> Array:
+    def _count_samples(self, slots: Array, generations: Array, *, total: bool = False) -> Array:
         times = np.empty(len(slots), dtype=np.int64)
         limit = self.rules.max_times_sampled or 0
-        self._ops.count_samples(self._where, slots, generations, limit, times)
+        self._ops.count_samples(self._where, slots, generations, limit, total, times)
         return times
+
+    def uncount_samples(self, count: int) -> None:
+        """Rows for which the rate limiter was asked were not drawn after all."""
+        if count:
+            with self._locked():
+                self.counters[NUM_SAMPLED] -= count
 
     def await_samplable(self, count: int) -> None:
         """Wait until the rate limiter would let `count` rows be drawn.

@@ -9,6 +9,7 @@ The slots are the truth (see `gear_loader.slots`). What makes a change of severa
 
     COMMITTING    1 + the first sequence number of the slots that are becoming READY
     REMOVING      the slots whose owner is `MARKED` are being retired
+    DRAWING       1 + the slot that is being counted as drawn; what its count and the count of all become then
 """
 
 from __future__ import annotations
@@ -56,13 +57,16 @@ assert UNSET == -1  # what is compiled in, and kept on disk
     NUM_TOUCHED,  # entries ever written to the ring `touched`
     COMMITTING,
     REMOVING,
+    DRAWING,
+    DRAWING_TIMES,
+    DRAWING_TOTAL,
     STREAMS,  # streams of steps ever cut into trajectories that share blocks
     RUNS,  # how often block tables have been packed: room behind one that was kept for growth is lost then
     FIRST_SEQUENCE,  # NEXT_SEQUENCE less the trajectories ever committed, as rate limiters count them
     NUM_SAMPLED,  # rows ever drawn
     INSERT_WAIT,  # nanoseconds that writers have waited, for room or for the rate limiter
     SAMPLE_WAIT,  # nanoseconds that readers have waited for the rate limiter
-) = range(34)
+) = range(37)
 BELL = 56  # 8 bytes of `gear_loader.lock`
 PID, START, READING = range(3)  # columns of `readers`
 LIVE, ALL = range(2)  # columns of `uses`
@@ -660,19 +664,21 @@ def begin_read(v: Any, pid: Any, process_start: Any) -> Any:
 
 
 @register_jitable  # type: ignore[untyped-decorator]
-def count_samples(v: Any, slots: Any, generations: Any, limit: Any, times: Any) -> Any:
+def count_samples(v: Any, slots: Any, generations: Any, limit: Any, total: Any, times: Any) -> Any:
     """Count that rows are drawn.
 
     Args:
         slots, generations: int64 [n]: the rows.
         limit: how often a trajectory may be drawn: with the last time it is retired. 0 for any number of times.
+        total: whether `NUM_SAMPLED` counts them too.
         times: int64 [n]: is filled with how often each has been drawn now, 0 for those that are gone or used up.
 
     Returns:
         How many were.
     """
     counted, used_up = 0, 0
-    if limit > 0:
+    counters = v.counters
+    if limit > 0 or total:
         begin_change(v)
     for i in range(len(slots)):
         slot = slots[i]
@@ -681,7 +687,18 @@ def count_samples(v: Any, slots: Any, generations: Any, limit: Any, times: Any) 
             continue
         if limit > 0 and v.sampled[slot] >= limit:
             continue
+        if total:
+            counters[DRAWING_TIMES] = v.sampled[slot] + 1
+            counters[DRAWING_TOTAL] = counters[NUM_SAMPLED] + 1
+            fence()
+            counters[DRAWING] = slot + 1
+            fence()
         v.sampled[slot] += 1
+        if total:
+            fence()
+            counters[NUM_SAMPLED] += 1
+            fence()
+            counters[DRAWING] = 0
         times[i] = v.sampled[slot]
         counted += 1
         used_up += limit > 0 and v.sampled[slot] == limit
@@ -690,8 +707,8 @@ def count_samples(v: Any, slots: Any, generations: Any, limit: Any, times: Any) 
             slot = slots[i]
             if times[i] == limit:
                 retire(v, slot)
-                v.counters[NUM_EXPIRED] += 1
-    if limit > 0:
+                counters[NUM_EXPIRED] += 1
+    if limit > 0 or total:
         end_change(v)
     return counted
 
@@ -823,8 +840,8 @@ if AVAILABLE:
         return begin_read(_view(p), pid, process_start)
 
     @compiled
-    def _count_samples(p, slots, generations, limit, times):  # type: ignore[no-untyped-def]
-        return count_samples(_view(p), slots, generations, limit, times)
+    def _count_samples(p, slots, generations, limit, total, times):  # type: ignore[no-untyped-def]
+        return count_samples(_view(p), slots, generations, limit, total, times)
 
     @compiled
     def _set_priorities(p, slots, generations, priorities):  # type: ignore[no-untyped-def]

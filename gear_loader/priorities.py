@@ -112,13 +112,13 @@ class PrioritySelection(Selection):
                 if draw.epoch < SAMPLE_EPOCH:
                     self._keep_rows(draw, rows)
             except BaseException:
-                self.job.table.end_read(ticket)
+                self.give_up(ticket, draw)
                 raise
         try:
             drawn = self.drawn(rows.slots, rows.steps, rows.generations, times, likely, rows.weights)
             collector.collect(buffers, drawn)
         except BaseException:
-            self.job.table.end_read(ticket)
+            self.give_up(ticket, draw)
             raise
         return ticket, len(rows.slots)
 

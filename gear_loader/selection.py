@@ -139,6 +139,11 @@ class Selection:
                 )
         return times
 
+    def give_up(self, ticket: int, draw: Draw) -> None:
+        """A draw has failed: it is not read, and it does not count."""
+        self.job.table.end_read(ticket)
+        self.job.table.uncount_samples(self.job.samples(draw.count))
+
     def drawn(
         self,
         slots: Array,
@@ -187,7 +192,7 @@ class SnapshotSelection(Selection):
             likely = 1 / selector.num_items(items) if isinstance(selector, Uniform) else 1.0
             collector.collect(buffers, self.drawn(*rows, times, likely))
         except BaseException:
-            self.job.table.end_read(ticket)
+            self.give_up(ticket, draw)
             raise
         return ticket, len(slots)
 
@@ -197,7 +202,8 @@ class SnapshotSelection(Selection):
         # Nothing is sorted: the oldest and the newest trajectories are linked.
         table, samples = self.job.table, self.job.samples(draw.count)
         times: Array | None = None
-        if table.rules.max_times_sampled is not None and selector.unit == "trajectory":
+        taken = table.rules.max_times_sampled is not None and selector.unit == "trajectory"
+        if taken:
             ticket, slots, times = table.take_ends(draw.count, newest=selector.newest, samples=samples)
         else:
             ticket, slots = table.begin_ends(draw.count, newest=selector.newest, samples=samples)
@@ -218,7 +224,10 @@ class SnapshotSelection(Selection):
                 times = self.count_samples(rows[0], rows[2], lambda *which: self._redraw(draw, rows, *which))
             collector.collect(buffers, self.drawn(*rows, times, 1.0))
         except BaseException:
-            table.end_read(ticket)
+            if taken:  # they are gone, and count
+                table.end_read(ticket)
+            else:
+                self.give_up(ticket, draw)
             raise
         return ticket, draw.count
 

@@ -28,6 +28,9 @@ from gear_loader.index_ops import (
     ALL,
     COMMITTING,
     DIRTY,
+    DRAWING,
+    DRAWING_TIMES,
+    DRAWING_TOTAL,
     EPOCH,
     FLIP_EPOCH,
     FREE,
@@ -45,6 +48,7 @@ from gear_loader.index_ops import (
     NUM_READY,
     NUM_REMOVED,
     NUM_RETIRED,
+    NUM_SAMPLED,
     NUM_STEPS,
     NUM_TOUCHED,
     NUM_WRITING,
@@ -276,6 +280,10 @@ class Slots:
             self.state[done] = READY
             counters[COMMITTING] = 0
         self.sequence[np.flatnonzero(self.state == WRITING)] = -1
+        if counters[DRAWING]:
+            if self.sampled[counters[DRAWING] - 1] == counters[DRAWING_TIMES]:
+                counters[NUM_SAMPLED] = counters[DRAWING_TOTAL]
+            counters[DRAWING] = 0
         marked = np.flatnonzero(self.owner[:, PID] == MARKED)
         leaving = marked[self.state[marked] == READY] if counters[REMOVING] else marked[:0]
         counters[NUM_REMOVED] += len(leaving)
@@ -354,6 +362,7 @@ class Slots:
         assert steps <= self.max_steps, f"{steps} steps are more than max_steps"
         assert not counters[COMMITTING], "a commit was left half done"
         assert not counters[REMOVING], "a removal was left half done"
+        assert not counters[DRAWING], "a draw was left half counted"
         assert (self.readers[:, READING] <= counters[EPOCH]).all(), "a reader announced an epoch to come"
 
     def _check_sharing(self, blocks: Array, streams: Array) -> None:

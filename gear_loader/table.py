@@ -671,6 +671,10 @@ class Table:
         """Count that rows are drawn: how often each has been by now, 0 for those that are gone. See `Index`."""
         return self._live().count_samples(slots, generations)
 
+    def uncount_samples(self, count: int) -> None:
+        """Rows for which the rate limiter was asked were not drawn after all. See `Index`."""
+        self._live().uncount_samples(count)
+
     def await_samplable(self, count: int) -> None:
         """Wait until the rate limiter would let so many rows be drawn. See `Index`."""
         self._live().await_samplable(count)

@@ -145,7 +145,8 @@ class Writer:
         Raises:
             SchemaError: a value does not fit, or the trajectory would become longer than the table can hold.
             TableFullError, RateLimitError, LockTimeoutError: as `Table.add`.
-            In each case nothing was appended, but of several steps with chunks those in the chunks before.
+            In each case nothing was appended, but of several steps with chunks those in the chunks before. Who has
+            waited in vain may call it again with the same step.
         """
         rows = columns if steps is None else {**steps, **columns}
         if len(rows) != len(self._columns):

@@ -615,3 +615,13 @@ def test_a_million_trajectories_are_split_in_no_time() -> None:
 def test_no_split() -> None:
     assert Split(0, seed=0, second=False)(np.arange(5)).tolist() == [True] * 5
     assert Split(0, seed=0, second=True)(np.arange(5)).tolist() == [False] * 5
+
+
+def test_a_checkpoint_after_fit_with_a_table_by_name(tmp_path: Path) -> None:
+    """By then the module has closed the table; the loader's state is the one that it had."""
+    with named_table("saved-after-fit") as table:
+        data = module(table.name, val_fraction=0, load_options={"timeout": 5})
+        fitted = trainer(max_epochs=1)
+        fitted.fit(Model(), data)
+        fitted.save_checkpoint(tmp_path / "last.ckpt")
+        assert data.table is None

@@ -264,6 +264,20 @@ def test_samples_and_insertions_keep_their_ratio(selector: gear.selectors.Select
         assert sampled > 200
 
 
+def test_a_draw_that_fails_does_not_count() -> None:
+    limiter = gear.SampleToInsertRatio(4, 1, error_buffer=50)
+    with table_of(rate_limiter=limiter) as table:
+        for i in range(5):
+            table.add(rows(i, 3), priority=0)
+        nothing = dataset_of(table, subset=lambda sequences: sequences < 0)
+        for data in (dataset_of(table, selector=gear.Prioritized()), nothing):
+            for _ in range(12):
+                with pytest.raises((PriorityError, TableEmptyError)):
+                    data.sample()
+        assert table.stats().num_sampled == 0
+        assert not table.region.array("readers")[:, 2].any()
+
+
 def test_batches_that_can_never_be_drawn_are_refused_at_once() -> None:
     with table_of(rate_limiter=gear.Queue(6)) as table:
         with pytest.raises(SchemaError, match="Queue"):
