@@ -219,6 +219,40 @@ class Schema(Mapping[str, Column]):
         length, arrays = self.validate(rows, what=what)
         return length, [array.ctypes.data for array in arrays.values()], arrays
 
+    def locate_stacked(self, rows: Mapping[str, Any], count: int) -> tuple[int, list[int], list[int]] | None:
+        """Where stacked trajectories lie, if that is seen at a glance.
+
+        Args:
+            rows: column name -> ``[count, T, *shape]``, contiguous, on the CPU, of exactly the column's dtype.
+
+        Returns:
+            T; the address of each column; the bytes from one trajectory to the next. None if it has to be looked at
+            closely.
+        """
+        if type(rows) is not dict or len(rows) != len(self._columns):
+            return None
+        padded, addresses, strides = -1, [], []
+        for name, (dtype, array_dtype, shape) in self._expected.items():
+            value = rows.get(name)
+            if type(value) is np.ndarray:
+                fits = value.dtype == array_dtype and array_dtype is not None and value.flags.c_contiguous
+            elif type(value) is torch.Tensor:
+                fits = value.dtype is dtype and value.layout is torch.strided and value.is_cpu
+                fits = fits and not value.is_nested and value.is_contiguous() and not value.is_neg()
+            else:
+                return None
+            if not fits or value.ndim != len(shape) + 2 or value.shape[2:] != shape:
+                return None
+            padded = value.shape[1] if padded < 0 else padded
+            if value.shape[:2] != (count, padded):
+                return None
+            if isinstance(value, torch.Tensor):
+                addresses.append(value.data_ptr())
+            else:
+                addresses.append(value.__array_interface__["data"][0])
+            strides.append(value.nbytes // max(count, 1))
+        return (padded, addresses, strides) if padded > 0 else None
+
     def validate(
         self, rows: Mapping[str, Any], *, what: str = "the trajectory"
     ) -> tuple[int, dict[str, np.ndarray]]:

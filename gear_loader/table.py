@@ -443,6 +443,26 @@ class Table:
         if len(counts) == 0:
             self.schema.validate_names(stacked, what="the stacked trajectories")
             return Steps(np.empty((0, len(self.schema)), dtype=np.int64), np.empty(0, dtype=np.int64), None)
+        located = self.schema.locate_stacked(stacked, len(counts))
+        padded, places, apart, hold = (
+            (*located, stacked) if located else self._looked_at(stacked, len(counts))
+        )
+        if counts.min() < 1 or counts.max() > padded:
+            bad = int(np.flatnonzero((counts < 1) | (counts > padded))[0])
+            raise SchemaError(
+                f"lengths[{bad}] is {counts[bad]}; expected 1 to {padded}, the stacked arrays' T."
+            )
+        addresses = np.array(places, dtype=np.int64) + np.arange(len(counts))[:, None] * np.array(apart)
+        return Steps(addresses, counts.astype(np.int64), hold)
+
+    def _looked_at(
+        self, stacked: Mapping[str, Any], count: int
+    ) -> tuple[int, list[int], list[int], dict[str, Array]]:
+        """As `Schema.locate_stacked`, of whatever can be stored; and what has to be kept as long as it is used.
+
+        Raises:
+            SchemaError: it cannot be.
+        """
         flat: dict[str, Any] = {}
         padded = None
         for name, value in stacked.items():
@@ -452,24 +472,17 @@ class Table:
                     "or a torch tensor [n, T, ...]."
                 )
             shape = list(value.shape)
-            if len(shape) < 2 or shape[0] != len(counts) or shape[1] != (padded := padded or shape[1]):
+            if len(shape) < 2 or shape[0] != count or shape[1] != (padded := padded or shape[1]):
                 raise SchemaError(
-                    f"Column {name!r} of the stacked trajectories has shape {shape}; expected [{len(counts)}, "
-                    f"{padded or 'T'}, ...] as lengths has {len(counts)} entries."
+                    f"Column {name!r} of the stacked trajectories has shape {shape}; expected [{count}, "
+                    f"{padded or 'T'}, ...] as lengths has {count} entries."
                 )
             strided = isinstance(value, np.ndarray) or value.layout == torch.strided
             flat[name] = value.reshape(shape[0] * shape[1], *shape[2:]) if strided else value
         _, arrays = self.schema.validate(flat, what="the stacked trajectories")
         assert padded is not None
-        if counts.min() < 1 or counts.max() > padded:
-            bad = int(np.flatnonzero((counts < 1) | (counts > padded))[0])
-            raise SchemaError(
-                f"lengths[{bad}] is {counts[bad]}; expected 1 to {padded}, the stacked arrays' T."
-            )
-        bases = np.array([array.ctypes.data for array in arrays.values()], dtype=np.int64)
-        strides = np.array([padded * array.shape[1] for array in arrays.values()], dtype=np.int64)
-        addresses = bases + np.arange(len(counts))[:, None] * strides
-        return Steps(addresses, counts.astype(np.int64), arrays)
+        places = [array.ctypes.data for array in arrays.values()]
+        return padded, places, [padded * array.shape[1] for array in arrays.values()], arrays
 
     def _store(self, index: Index, steps: Steps, priorities: Array) -> Array:
         self._check_lengths(steps.lengths)
