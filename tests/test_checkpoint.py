@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -356,7 +357,6 @@ def test_a_save_is_a_cut_through_what_others_do(
     """One writer adds 0, 1, 2, ..., the table keeps the newest: at any moment they are consecutive."""
     monkeypatch.setattr(writing, "HOLD_BYTES", hold)
     with make(on_full="evict_oldest", max_steps=800, max_trajectories=30) as table:
-        lengths = [1 + 37 * number % 40 for number in range(100_000)]
         stop = threading.Event()
         added = 0
         failures: list[BaseException] = []
@@ -365,13 +365,14 @@ def test_a_save_is_a_cut_through_what_others_do(
             nonlocal added
             try:
                 while not stop.is_set():
-                    table.add(rows(added, lengths[added]), priority=float(added))
+                    table.add(rows(added, 1 + 37 * added % 40), priority=float(added))
                     added += 1
+                    time.sleep(1e-4)  # or there is little left of the interpreter for the save
             except BaseException as error:
                 failures.append(error)
 
         for number in range(40):
-            table.add(rows(number, lengths[number]), priority=float(number))
+            table.add(rows(number, 1 + 37 * number % 40), priority=float(number))
         added = 40
         thread = threading.Thread(target=write)
         thread.start()

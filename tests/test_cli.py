@@ -740,7 +740,7 @@ def _yes(answer: Any) -> bool:
 @pytest.mark.slow
 def test_attach_races_with_rm(shelf: Path) -> None:
     """One of the two wins: a table that works and keeps its name, or an error and no table."""
-    rounds = 300
+    rounds = 120
 
     def attach(pipe: Any) -> None:
         rng = random.Random(0)

@@ -54,7 +54,7 @@ from gear_loader.errors import (
 from gear_loader.index_ops import NUM_EVICTED, NUM_REMOVED, READING
 from gear_loader.slots import FREE, WRITING
 
-SECONDS = float(os.environ.get("GEAR_LOADER_STRESS_SECONDS", "15"))
+SECONDS = float(os.environ.get("GEAR_LOADER_STRESS_SECONDS", "8"))
 pytestmark = [
     pytest.mark.skipif(index_ops.COMPILED is None, reason="numba cannot be imported"),
     pytest.mark.timeout(600 + 3 * SECONDS),
