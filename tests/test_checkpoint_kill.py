@@ -154,7 +154,7 @@ def test_killed_dozens_of_times(tmp_path: Path) -> None:
     """Each child loads what its predecessor left, and saves again and again until it is killed."""
     CONTEXT.set_forkserver_preload(["torch", "gear_loader", "gear_loader.checkpoint"])
     path, generator, last, awaited = tmp_path / "ck", random.Random(0), -1, 0
-    for turn in range(40):
+    for turn in range(24):
         pipe, theirs = CONTEXT.Pipe()
         child = CONTEXT.Process(target=_save_for_ever, args=(theirs, str(path), last + 1), daemon=True)
         child.start()
@@ -186,4 +186,4 @@ def test_killed_dozens_of_times(tmp_path: Path) -> None:
             "what was reported is there, and at most the save that was under way"
         )
         last = found[-1]
-    assert last + 1 >= awaited > 20
+    assert last + 1 >= awaited > 10

@@ -326,3 +326,54 @@ def test_a_bad_priority_is_raised_by_a_later_call(table: gear.Table) -> None:
     with pytest.raises(PriorityError, match=r"priority\[3\] of an earlier update_priority"):
         dataset.sample()
     dataset.sample()
+
+
+@pytest.mark.parametrize(
+    "selector",
+    [gear.Uniform(), gear.Prioritized(unit="step"), gear.Prioritized(replacement=False), gear.TopK()],
+    ids=repr,
+)
+def test_sample_info_is_that_of_the_cpu(table: gear.Table, selector: gear.selectors.Selector) -> None:
+    """Where it is asked for, the host draws and the GPU gathers."""
+    info: dict[str, list[Any]] = {}
+    for device in ("cpu", "cuda"):
+        table.region.array("sampled")[:] = 0
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".* is drawn on the host")
+            dataset = gear.ReplayDataset(
+                table,
+                batch_size=64,
+                windows=gear.Window(8),
+                selector=selector,
+                device=device,
+                sample_info=True,
+                copy=True,
+                batches_per_epoch=5,
+            )
+            info[device] = list(dataset)
+    for one, other in zip(info["cuda"], info["cpu"], strict=True):
+        for key, values in other["sample_info"].items():
+            assert one["sample_info"][key].is_cuda
+            if key != "age_seconds":
+                assert torch.equal(one["sample_info"][key].cpu(), values), key
+        assert torch.equal(one["index"].cpu(), other["index"])
+        assert torch.equal(one["value"].cpu(), other["value"])
+
+
+def test_trajectories_that_share_blocks(table: gear.Table) -> None:
+    writer = table.writer(chunk_steps=48, overlap_steps=32)
+    dataset = gear.ReplayDataset(
+        table, batch_size=64, windows=gear.Window(1), selector=gear.Prioritized(unit="step"), device="cuda"
+    )
+    for number in range(1000, 1030):
+        steps = np.arange(13)
+        writer.append(
+            {
+                "value": np.full((13, *table.schema["value"].shape), number, np.float32),
+                "step": (number * 1000 + steps).astype(np.int64),
+            }
+        )
+        batch = dataset.sample()
+        assert torch.equal((batch["step"][:, 0] // 1000).float(), batch["value"][:, 0].flatten(1)[:, 0])
+        dataset.update_priority(batch, torch.rand(64, device="cuda"))
+    table.check_valid()
