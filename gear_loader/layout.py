@@ -44,6 +44,7 @@ from typing import Any
 import numpy as np
 
 from gear_loader.errors import RegionError, SchemaError
+from gear_loader.names import MAGIC
 from gear_loader.rules import Rules
 from gear_loader.schema import Schema
 
@@ -56,7 +57,6 @@ FORMAT_VERSION = 3
 HEADER_LIMIT = 1 << 20
 """Most bytes of preamble and JSON."""
 MAX_READERS = 256
-_MAGIC = b"GEARLDR\0"
 _PREAMBLE = struct.Struct("<8sIIQ")
 _CHECKSUM = struct.Struct("<I")
 
@@ -158,7 +158,7 @@ class Layout:
 
     def preamble(self) -> bytes:
         """The first 28 bytes of the region."""
-        fields = _PREAMBLE.pack(_MAGIC, FORMAT_VERSION, len(self.header) - 64, self.region_bytes)
+        fields = _PREAMBLE.pack(MAGIC, FORMAT_VERSION, len(self.header) - 64, self.region_bytes)
         return fields + _CHECKSUM.pack(zlib.crc32(fields + self.header[64:]))
 
     def _header(self) -> bytes:
@@ -190,9 +190,9 @@ class Layout:
         Raises:
             RegionError: it is no table, one of another format version, or damaged.
         """
-        if len(head) < 64 or head[:8] != _MAGIC:
+        if len(head) < 64 or head[:8] != MAGIC:
             raise RegionError(
-                f"{name} is not a Gear Loader table: it starts with {bytes(head[:8])!r}, expected {_MAGIC!r}. "
+                f"{name} is not a Gear Loader table: it starts with {bytes(head[:8])!r}, expected {MAGIC!r}. "
                 "Choose another name or remove the file."
             )
         _, version, json_bytes, region_bytes = _PREAMBLE.unpack(head[: _PREAMBLE.size])

@@ -6,6 +6,7 @@ threads copy at once. Where numba cannot be imported, `AVAILABLE` is False and t
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 from typing import Any
@@ -32,7 +33,7 @@ __all__ = [
     "AVAILABLE",
     "ROWS",
     "STATE",
-    "append",
+    "append_steps",
     "finish",
     "gather",
     "post",
@@ -73,6 +74,31 @@ def require() -> bool:
             f"numba cannot be imported ({REASON}): the CPU path runs on plain torch, which is slower.",
         )
     return AVAILABLE
+
+
+def append_steps(
+    columns: _Array, block_steps: int, ids: _Array, first: int, addresses: _Array, count: int
+) -> None:
+    """Copy steps into blocks of one trajectory, from step `first` on: `append`, or the same in Python.
+
+    Args:
+        columns: int64 [C, 3]: address of the column, bytes from block to block, bytes of a step.
+        block_steps: steps of a block.
+        ids: int32, the trajectory's blocks.
+        addresses: int64 [C]: where the steps of each column lie, contiguous.
+        count: of steps.
+    """
+    if require():
+        append(columns, block_steps, ids, first, addresses, count)
+        return
+    for (base, stride, size), address in zip(columns.tolist(), addresses.tolist(), strict=True):
+        done = 0
+        while done < count:
+            block, inside = divmod(first + done, block_steps)
+            take = min(block_steps - inside, count - done)
+            target = base + int(ids[block]) * stride + inside * size
+            ctypes.memmove(target, address + done * size, take * size)
+            done += take
 
 
 # The mailbox of a crew (`gear_loader.crew`), int64:
@@ -286,13 +312,7 @@ if AVAILABLE:
 
     @compiled
     def append(columns, block_steps, ids, first, addresses, count) -> None:  # type: ignore[no-untyped-def]
-        """Copy steps into blocks of one trajectory, from step `first` on.
-
-        Args:
-            columns, block_steps: as for `scatter`. ids: int32, the trajectory's blocks.
-            addresses: int64 [C]: where the steps of each column lie, contiguous.
-            count: of steps.
-        """
+        """Copy steps into blocks of one trajectory; see `append_steps`."""
         for c in range(columns.shape[0]):
             base, stride, step_bytes = columns[c, 0], columns[c, 1], columns[c, 2]
             done = 0

@@ -124,12 +124,14 @@ class PrioritySelection(Selection):
 
     def _draw_when_there(self, draw: Draw) -> Rows:
         """`_draw`; where trajectories are drawn only so often, too few are waited for."""
+        if self.job.table.rules.max_times_sampled is None:
+            return self._draw(draw)
         patience = self.job.table.patience
         while True:
             try:
                 return self._draw(draw)
             except (PriorityError, TableEmptyError):
-                if self.job.table.rules.max_times_sampled is None or not patience.sleep():
+                if not patience.sleep():
                     raise
                 self._keep_up()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import os
 import time
@@ -547,13 +546,12 @@ class Table:
             native.scatter(columns, layout.block_steps, ids, steps.addresses, steps.lengths)
             return
         first = 0
-        for length, addresses in zip(steps.lengths.tolist(), steps.addresses.tolist(), strict=True):
-            for (base, stride, step_bytes), address in zip(columns.tolist(), addresses, strict=True):
-                for i in range(0, length, layout.block_steps):
-                    target = base + int(ids[first + i // layout.block_steps]) * stride
-                    count = min(layout.block_steps, length - i) * step_bytes
-                    ctypes.memmove(target, address + i * step_bytes, count)
-            first += -(-length // layout.block_steps)
+        for length, addresses in zip(steps.lengths.tolist(), steps.addresses, strict=True):
+            blocks = -(-length // layout.block_steps)
+            native.append_steps(
+                columns, layout.block_steps, ids[first : first + blocks], 0, addresses, length
+            )
+            first += blocks
 
     # ---------------------------------------------------------------- reading and removing
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import os
 import weakref
@@ -222,19 +221,14 @@ class Writer:
 
     def _copy_in(self, addresses: list[int], blocks: list[int], first: int, count: int) -> None:
         """Copy steps, contiguous in each column, into blocks of one trajectory, from its step `first` on."""
-        columns = self._table.column_addresses()
-        if native.require():
-            ids = np.array(blocks, dtype=np.int32)
-            native.append(columns, self._block_steps, ids, first, np.array(addresses, dtype=np.int64), count)
-            return
-        for (base, stride, size), address in zip(columns.tolist(), addresses, strict=True):
-            done = 0
-            while done < count:
-                block, inside = divmod(first + done, self._block_steps)
-                take = min(self._block_steps - inside, count - done)
-                target = base + blocks[block] * stride + inside * size
-                ctypes.memmove(target, address + done * size, take * size)
-                done += take
+        native.append_steps(
+            self._table.column_addresses(),
+            self._block_steps,
+            np.array(blocks, dtype=np.int32),
+            first,
+            np.array(addresses, dtype=np.int64),
+            count,
+        )
 
     # ---------------------------------------------------------------- room
 

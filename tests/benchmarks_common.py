@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -37,6 +38,19 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=240,
     )
+
+
+def call(*arguments: str) -> Any:
+    """The command line in this process, which is quicker."""
+    from typer.testing import CliRunner
+
+    app = importlib.import_module("benchmarks.__main__").app
+    threads = torch.get_num_threads()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            return CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, arguments)
+        finally:
+            torch.set_num_threads(threads)
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:

@@ -592,7 +592,7 @@ def serve(fd: int, parent: int, module: str) -> NoReturn:
 
         def work(fds: list[int] = fds, given: list[Any] = given) -> None:
             control.close()
-            _work(Connection(fds[0]), *given)
+            answer(Connection(fds[0]), *given)
 
         pid = fork(work)
         os.close(fds[0])
@@ -641,7 +641,7 @@ def _load_compiled() -> None:
                 dataset.update_priority(batch, torch.ones(4))
 
 
-def _work(pipe: Connection, target: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def answer(pipe: Connection, target: Callable[..., Any], args: tuple[Any, ...]) -> None:
     try:
         value = target(Voice(pipe), *args)
     except BaseException:

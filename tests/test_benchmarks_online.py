@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks_common import ROOT, rows_of, run
+from benchmarks_common import ROOT, call, rows_of, run
 
 import gear_loader as gear
 
@@ -38,18 +38,6 @@ SMALL = workloads.Workload(
     anchor="first",
 )
 SPEC = subjects.specify(SMALL, batch=4, seed=5)
-
-
-def call(*arguments: str) -> Any:
-    """The command line in this process, which is quicker."""
-    from typer.testing import CliRunner
-
-    app = importlib.import_module("benchmarks.__main__").app
-    threads = torch.get_num_threads()
-    try:
-        return CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, arguments)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def left_in_memory() -> set[str]:

@@ -16,25 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks_common import needs_no_gpu, rows_of, run
+from benchmarks_common import call, needs_no_gpu, rows_of, run
 
 harness = importlib.import_module("benchmarks.harness")
 peers = importlib.import_module("benchmarks.select_peers")
 select = importlib.import_module("benchmarks.select")
 subjects = importlib.import_module("benchmarks.select_subjects")
-
-
-def call(*arguments: str) -> Any:
-    """The command line in this process, which is quicker."""
-    from typer.testing import CliRunner
-
-    app = importlib.import_module("benchmarks.__main__").app
-    threads = torch.get_num_threads()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            return CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, arguments)
-        finally:
-            torch.set_num_threads(threads)
 
 
 def check_row(row: dict[str, Any]) -> None:

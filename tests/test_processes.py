@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from concurrency_common import Voice, answer
 from table_common import (
     COLUMNS,
     Fragile,
@@ -116,26 +117,7 @@ class Child:
 def _run(pipe: Connection, target: Callable[..., Any], args: tuple[Any, ...], compiled: bool) -> None:
     if not compiled:
         native.AVAILABLE = False
-    try:
-        value = target(Voice(pipe), *args)
-    except BaseException:
-        pipe.send(("failed", traceback.format_exc()))
-    else:
-        pipe.send(("said", value))
-
-
-class Voice:
-    """The child's end of the pipe."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-
-    def say(self, value: Any = None) -> None:
-        self._pipe.send(("said", value))
-
-    def hear(self) -> Any:
-        assert self._pipe.poll(PATIENCE)
-        return self._pipe.recv()
+    answer(pipe, target, args)
 
 
 @pytest.fixture
