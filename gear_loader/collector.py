@@ -16,7 +16,7 @@ from gear_loader.schema import Window
 from gear_loader.slots import Array
 from gear_loader.table import Table
 
-__all__ = ["Batch", "Buffers", "Collector", "Drawn"]
+__all__ = ["Batch", "Buffers", "Collector", "Drawn", "reach_of", "resolve"]
 
 Batch = dict[str, Any]
 _PADS = {"keep": PAD_KEEP, "head": PAD_HEAD, "tail": PAD_TAIL}
@@ -136,8 +136,13 @@ class Collector:
         self._row_bytes = sum(
             table.schema[name].step_bytes * window.length for name, window in windows.items()
         )
-        self._first = min(window.offset for window in windows.values())
-        self._last = max(window.offset + window.length - 1 for window in windows.values())
+        self._first, self._last = reach_of(windows)
+        self.waits = False
+        """Whether `collect` may wait for others, so that it is not to be called by who trains."""
+
+    def end_read(self, ticket: Any) -> None:
+        """Give back what was read under, when the gather has finished."""
+        self.table.end_read(ticket)
 
     # ---------------------------------------------------------------- buffers
 
@@ -317,7 +322,7 @@ class Collector:
         rows, ids = host[0].numpy(), host[1].numpy()
         for i, values in enumerate((drawn.slots, drawn.anchors, drawn.generations)):
             rows[i, :count] = values
-        self._resolve(drawn.slots, drawn.anchors, rows[3:].reshape(-1, 2)[:count], ids)
+        resolve(self.table, drawn.slots, drawn.anchors, self.reach, rows[3:].reshape(-1, 2)[:count], ids)
         if drawn.weights is not None:
             host[2].numpy()[:count] = drawn.weights
         if drawn.counts is not None and drawn.numbers is not None:
@@ -341,29 +346,37 @@ class Collector:
             programs=self.programs,
         )
 
-    def _resolve(self, slots: Array, anchors: Array, extent: Array, ids: Array) -> None:
-        if native.require():
-            native.resolve(
-                slots,
-                anchors,
-                self._extent,
-                self._block_ids,
-                self._block_steps,
-                self._first,
-                self._last,
-                extent,
-                ids,
-            )
-            return
-        steps, row = self._extent[slots, 0], self._extent[slots, 1]
-        low = np.clip(anchors + self._first, 0, steps - 1) // self._block_steps
-        high = np.clip(anchors + self._last, 0, steps - 1) // self._block_steps
-        width = ids.shape[1]
-        extent[:, 0] = steps
-        extent[:, 1] = np.arange(len(slots)) * width - low
-        ids[: len(slots)] = self._block_ids[
-            row[:, None] + np.minimum(low[:, None] + np.arange(width), high[:, None])
-        ]
+
+def reach_of(windows: Mapping[str, Window]) -> tuple[int, int]:
+    """The first and last step, relative to the anchor, that any of the windows covers."""
+    first = min(window.offset for window in windows.values())
+    return first, max(window.offset + window.length - 1 for window in windows.values())
+
+
+def resolve(
+    table: Table, slots: Array, anchors: Array, reach: tuple[int, int], extent: Array, ids: Array
+) -> None:
+    """Copy what the windows of a batch need of a table's index.
+
+    Args:
+        slots, anchors: int64 [B].
+        reach: the first and last step, relative to the anchor, that any column's window covers.
+        extent: int64 [B, 2], filled with lengths in steps, and the places in `ids` where the block tables of the
+            trajectories would start; `ids` holds the blocks of the windows only, so this may be negative.
+        ids: int32 [B, K], filled with the windows' blocks.
+    """
+    lengths, block_ids = table.index_arrays()
+    block_steps = table.region.layout.block_steps
+    if native.require():
+        native.resolve(slots, anchors, lengths, block_ids, block_steps, *reach, extent, ids)
+        return
+    steps, row = lengths[slots, 0], lengths[slots, 1]
+    low = np.clip(anchors + reach[0], 0, steps - 1) // block_steps
+    high = np.clip(anchors + reach[1], 0, steps - 1) // block_steps
+    width = ids.shape[1]
+    extent[:, 0] = steps
+    extent[:, 1] = np.arange(len(slots)) * width - low
+    ids[: len(slots)] = block_ids[row[:, None] + np.minimum(low[:, None] + np.arange(width), high[:, None])]
 
 
 def _named(counts: torch.Tensor, numbers: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -59,8 +59,9 @@ class _Crew:
         ids: Array,
         steps: int,
         stream: bool,
+        rows: Array | None = None,
     ) -> bool:
-        """Gather all rows in so many chunks; False, and nothing done, while another thread has the crew at work."""
+        """Gather all entries in so many chunks; False, and nothing done, while another thread has the crew at work."""
         if not self._turn.acquire(blocking=False):
             return False
         try:
@@ -72,6 +73,7 @@ class _Crew:
                 anchors.ctypes.data,
             )
             job += (extent.ctypes.data, len(extent), ids.ctypes.data, len(ids), steps, stream)
+            job += (0 if rows is None else rows.ctypes.data,)
             self._mailbox[native.ROWS : native.ROWS + len(job)] = job
             asleep = native.post(self._base, self._members, chunks)
             try:
@@ -91,20 +93,28 @@ def _crew(pid: int, members: int) -> _Crew:
 
 
 def gather(
-    columns: Array, slots: Array, anchors: Array, extent: Array, ids: Array, block_steps: int, row_bytes: int
+    columns: Array,
+    slots: Array,
+    anchors: Array,
+    extent: Array,
+    ids: Array,
+    block_steps: int,
+    row_bytes: int,
+    rows: Array | None = None,
 ) -> None:
-    """`gear_loader.native.gather` of all rows, by as many threads as torch uses (at most `MAX_THREADS`).
+    """`gear_loader.native.gather` of all entries, by as many threads as torch uses (at most `MAX_THREADS`).
 
     Args:
         columns, slots, anchors, extent, ids, block_steps: see there; all contiguous.
         row_bytes: bytes of one row of the batch, to decide how many chunks are worth it.
+        rows: int64 [n], contiguous, distinct: the row of the batch that each entry fills; None: one after another.
     """
-    rows = len(slots)
-    stream = rows * row_bytes >= _STREAM_BYTES  # about what a core's own cache does not hold
+    count = len(slots)
+    stream = count * row_bytes >= _STREAM_BYTES  # about what a core's own cache does not hold
     threads = min(torch.get_num_threads(), MAX_THREADS)
-    chunks = min(rows, rows * row_bytes // _CHUNK_BYTES, 16 * threads)
+    chunks = min(count, count * row_bytes // _CHUNK_BYTES, 16 * threads)
     if threads > 1 and chunks > 1:
         crew = _crew(os.getpid(), threads - 1)
-        if crew.gather(chunks, columns, slots, anchors, extent, ids, block_steps, stream):
+        if crew.gather(chunks, columns, slots, anchors, extent, ids, block_steps, stream, rows):
             return
-    native.gather(columns, slots, anchors, extent, ids, block_steps, 0, rows, stream)
+    native.gather(columns, slots, anchors, extent, ids, block_steps, 0, count, stream, rows)

@@ -36,6 +36,7 @@ __all__ = [
     "append_steps",
     "finish",
     "gather",
+    "place",
     "post",
     "require",
     "resolve",
@@ -128,7 +129,8 @@ _TICKET, _DONE, _JOB, STATE = 0, 8, 16, 32
     _NUM_IDS,
     _STEPS,
     _STREAM,
-) = range(_JOB, _JOB + 11)
+    _PLACES,  # address of the rows of the batch that are filled, or 0
+) = range(_JOB, _JOB + 12)
 _AWAKE, ASLEEP = 0, 1
 
 if AVAILABLE:
@@ -356,14 +358,15 @@ if AVAILABLE:
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
     def _gather_rows(  # type: ignore[no-untyped-def]
-        columns, slots, anchors, extent, block_ids, block_steps, first, last, stream
+        columns, slots, anchors, extent, block_ids, block_steps, first, last, stream, rows, chosen
     ) -> None:
         for b in range(first, last):
             steps, row = extent[slots[b], 0], extent[slots[b], 1]
+            target = rows[b] if chosen else b
             for c in range(columns.shape[0]):
                 step_bytes, length = columns[c, STEP_BYTES], columns[c, LENGTH]
                 low, count, head = _window(anchors[b] + columns[c, OFFSET], length, steps, columns[c, PAD])
-                out = columns[c, OUT] + b * length * step_bytes
+                out = columns[c, OUT] + target * length * step_bytes
                 if head > 0:
                     _fill(out, 0, head * step_bytes)
                 out += head * step_bytes
@@ -374,29 +377,68 @@ if AVAILABLE:
                     _fill(out + count * step_bytes, 0, tail * step_bytes)
                 mask = columns[c, MASK]
                 if mask != 0:
-                    mask += b * length
+                    mask += target * length
                     _fill(mask, 0, head)
                     _fill(mask + head, 1, count)
                     _fill(mask + head + count, 0, tail)
         if stream:
             _fence()
 
+    @njit(inline="always")  # type: ignore[untyped-decorator]
+    def _gather_part(  # type: ignore[no-untyped-def]
+        columns, slots, anchors, extent, block_ids, block_steps, first, last, stream, rows, chosen
+    ) -> None:
+        # Two loops: deciding inside costs W2 a tenth of its speed.
+        if stream:
+            _gather_rows(
+                columns, slots, anchors, extent, block_ids, block_steps, first, last, True, rows, chosen
+            )
+        else:
+            _gather_rows(
+                columns, slots, anchors, extent, block_ids, block_steps, first, last, False, rows, chosen
+            )
+
     @compiled
     def gather(  # type: ignore[no-untyped-def]
-        columns, slots, anchors, extent, block_ids, block_steps, first, last, stream=False
+        columns, slots, anchors, extent, block_ids, block_steps, first, last, stream=False, rows=None
     ) -> None:
-        """Fill rows `first` to `last - 1` of a batch: steps, padding and masks of every column.
+        """Fill rows of a batch from entries `first` to `last - 1`: steps, padding and masks of every column.
 
         Args:
             columns: int64 [C, WIDTH], one row a column, as `gear_loader.kernels.plan` lays it out.
-            slots, anchors: int64 [B]. extent: int64 [T, 2]. block_ids: int32 [H]. block_steps: int.
+            slots, anchors: int64 [n]. extent: int64 [T, 2]. block_ids: int32 [H]. block_steps: int.
             stream: write large pieces past the caches: faster where the batch does not fit into them.
+            rows: int64 [n]: entry b fills row ``rows[b]`` of the batch; None: row b.
         """
-        # Two loops: deciding inside costs W2 a tenth of its speed.
-        if stream:
-            _gather_rows(columns, slots, anchors, extent, block_ids, block_steps, first, last, True)
+        # What is not used is given as an array of the right type.
+        if rows is None:
+            _gather_part(
+                columns, slots, anchors, extent, block_ids, block_steps, first, last, stream, slots, False
+            )
         else:
-            _gather_rows(columns, slots, anchors, extent, block_ids, block_steps, first, last, False)
+            _gather_part(
+                columns, slots, anchors, extent, block_ids, block_steps, first, last, stream, rows, True
+            )
+
+    @compiled
+    def place(pieces, rows, stream=False) -> None:  # type: ignore[no-untyped-def]
+        """Copy rows that lie one after another to rows of a batch.
+
+        Args:
+            pieces: int64 [P, 3]: address of the rows, address of row 0 of the output, bytes of a row.
+            rows: int64 [n]: row b of each piece goes to row ``rows[b]`` of its output.
+            stream: as for `gather`.
+        """
+        for p in range(pieces.shape[0]):
+            source, out, row_bytes = pieces[p, 0], pieces[p, 1], pieces[p, 2]
+            if row_bytes >= _LARGE:
+                for b in range(len(rows)):
+                    _copy_large(out + rows[b] * row_bytes, source + b * row_bytes, row_bytes, stream)
+            else:
+                for b in range(len(rows)):
+                    _copy(out + rows[b] * row_bytes, source + b * row_bytes, row_bytes)
+        if stream:
+            _fence()
 
     @compiled
     def resolve(  # type: ignore[no-untyped-def]
@@ -437,17 +479,18 @@ if AVAILABLE:
                 continue
             found = True
             rows = mailbox[ROWS]
-            gather(
-                carray(pointer(mailbox[_COLUMNS]), (mailbox[_NUM_COLUMNS], WIDTH), np.int64),
-                carray(pointer(mailbox[_SLOTS]), (rows,), np.int64),
-                carray(pointer(mailbox[_ANCHORS]), (rows,), np.int64),
-                carray(pointer(mailbox[_EXTENT]), (mailbox[_NUM_SLOTS], 2), np.int64),
-                carray(pointer(mailbox[_IDS]), (mailbox[_NUM_IDS],), np.int32),
-                mailbox[_STEPS],
-                rows * chunk // chunks,
-                rows * (chunk + 1) // chunks,
-                mailbox[_STREAM] != 0,
-            )
+            columns = carray(pointer(mailbox[_COLUMNS]), (mailbox[_NUM_COLUMNS], WIDTH), np.int64)
+            slots = carray(pointer(mailbox[_SLOTS]), (rows,), np.int64)
+            anchors = carray(pointer(mailbox[_ANCHORS]), (rows,), np.int64)
+            extent = carray(pointer(mailbox[_EXTENT]), (mailbox[_NUM_SLOTS], 2), np.int64)
+            ids = carray(pointer(mailbox[_IDS]), (mailbox[_NUM_IDS],), np.int32)
+            steps, stream = mailbox[_STEPS], mailbox[_STREAM] != 0
+            first, last = rows * chunk // chunks, rows * (chunk + 1) // chunks
+            if mailbox[_PLACES] != 0:
+                places = carray(pointer(mailbox[_PLACES]), (rows,), np.int64)
+                gather(columns, slots, anchors, extent, ids, steps, first, last, stream, places)
+            else:
+                gather(columns, slots, anchors, extent, ids, steps, first, last, stream, None)
             atomic_add(base + 8 * _DONE, 1)
 
     @compiled
@@ -488,4 +531,4 @@ if AVAILABLE:
             pause()
 
 else:  # pragma: no cover - depends on the environment
-    scatter = append = gather = resolve = serve = post = finish = None
+    scatter = append = gather = place = resolve = serve = post = finish = None

@@ -33,7 +33,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gear_loader.kernels import gather, items, priority
+from gear_loader.kernels import gather, items, place, priority
 
 ARCHITECTURES = (80, 90, 100)
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -50,6 +50,10 @@ TYPES = {
     "batch": "i32",
     "num_tiles": "i32",
     "block_steps": "i32",
+    # place
+    "p_pieces": "*i64",
+    "p_staging": "*i32",
+    "num_pieces": "i32",
     # priority
     "p_items": "*i64",
     "p_values": "*fp32",
@@ -107,13 +111,14 @@ class Variant:
 VARIANTS = [
     *(
         Variant(
-            f"gather_{word}",
+            f"gather_{word}{'_rows' * chosen}",
             gather.gather_kernel,
-            {"WORD": word, "TILE": gather.TILE, "ENTRIES": gather.ENTRIES},
+            {"WORD": word, "CHOSEN": chosen, "TILE": gather.TILE, "ENTRIES": gather.ENTRIES},
             gather.LAUNCH[word],
         )
-        for word in (16, 4, 1)
+        for word, chosen in itertools.product((16, 4, 1), (False, True))
     ),
+    Variant("place", place.place_kernel, {}, place.LAUNCH),
     Variant("priority_draw", priority.draw_kernel, {}, priority.DRAW),
     *(
         Variant(
@@ -142,9 +147,10 @@ _MEMORY = re.compile(r"\b(?:LDG|STG|LDL|STL|LD|ST)(?:\.[A-Z0-9_]+)*(?=\s)")
 
 # In Triton's own code: the shape that threads form over a tile, and the load that uses it.
 _LAYOUT = re.compile(
-    r"^(#\w+) = #ttg\.blocked<\{sizePerThread = \[\d+, (\d+)\], threadsPerWarp = \[\d+, (\d+)\]", re.M
+    r"^(#\w+) = #ttg\.blocked<\{sizePerThread = \[(?:\d+, )?(\d+)\], threadsPerWarp = \[(?:\d+, )?(\d+)\]",
+    re.M,
 )
-_LINES = re.compile(r"= tt\.load .*evict_first : tensor<\d+x32x!tt\.ptr<i32>, (#\w+)>")
+_LINES = re.compile(r"= tt\.load .*evict_first : tensor<\d+(?:x32)?x!tt\.ptr<i32>, (#\w+)>")
 
 
 def _side_by_side(code: str) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gear_loader.collector import Collector
+from gear_loader.collector import resolve
 from gear_loader.kernels.plan import LINE, PAD_HEAD, PAD_KEEP, PAD_TAIL, GatherColumn, GatherPlan
 
 POISON = 77
@@ -121,18 +121,16 @@ class Store:
         """What the collector hands to a GPU instead of slots and index: row numbers and the windows' own blocks."""
         first = min(spec.offset for spec in specs)
         last = max(spec.offset + spec.length - 1 for spec in specs)
+        layout = types.SimpleNamespace(block_steps=self.block_steps)
         stub: Any = types.SimpleNamespace(
-            _extent=self.extent.numpy(),
-            _block_ids=self.block_ids.numpy(),
-            _block_steps=self.block_steps,
-            _first=first,
-            _last=last,
+            region=types.SimpleNamespace(layout=layout),
+            index_arrays=lambda: (self.extent.numpy(), self.block_ids.numpy()),
         )
         extent = torch.full((len(slots), 2), -(2**40), dtype=torch.int64)
         ids = torch.full(
             (batch, (last - first) // self.block_steps + 2), int(self.block_ids[0]), dtype=torch.int32
         )
-        Collector._resolve(stub, slots.numpy(), anchors.numpy(), extent.numpy(), ids.numpy())
+        resolve(stub, slots.numpy(), anchors.numpy(), (first, last), extent.numpy(), ids.numpy())
         return torch.arange(len(slots)), extent, ids.view(-1)
 
 
@@ -180,15 +178,18 @@ class Outputs:
         ]
         return GatherPlan(columns, store.block_steps)
 
-    def check(self, expected: list[tuple[Array, Array]]) -> None:
+    def check(self, expected: list[tuple[Array, Array]], rows: torch.Tensor | None = None) -> None:
         """Compare with what `windows_of` says, to the byte; rows that were not asked for and guards are untouched."""
         for spec, out, mask, (steps, exists) in zip(self.specs, self.outs, self.masks, expected, strict=True):
-            count = len(steps)
-            _same(out[:count].cpu().numpy(), steps, f"{spec}: steps")
-            assert (out[count:] == POISON).all(), f"{spec}: rows beyond {count} were written"
+            filled = torch.arange(len(steps)) if rows is None else rows
+            others = torch.from_numpy(np.setdiff1d(np.arange(self.batch), filled.numpy()))
+            _same(out[filled].cpu().numpy(), steps, f"{spec}: steps")
+            assert (out[others] == POISON).all(), f"{spec}: rows beyond {len(steps)} were written"
             if mask is not None:
-                _same(mask[:count].view(torch.uint8).cpu().numpy(), exists.view(np.uint8), f"{spec}: mask")
-                assert (mask[count:] == self.mask).all(), f"{spec}: mask rows beyond {count} were written"
+                _same(mask[filled].view(torch.uint8).cpu().numpy(), exists.view(np.uint8), f"{spec}: mask")
+                assert (mask[others] == self.mask).all(), (
+                    f"{spec}: mask rows beyond {len(steps)} were written"
+                )
         inside = [*self.outs, *(mask for mask in self.masks if mask is not None)]
         for memory, part in zip(self._memory, inside, strict=True):
             begin = part.data_ptr() - memory.data_ptr()
@@ -237,9 +238,10 @@ def check_gather(
     mask: bool = False,
     compact: bool = False,
     device: str = "cpu",
+    rows: torch.Tensor | None = None,
     **options: Any,
 ) -> GatherPlan:
-    """Run a gather into poisoned outputs and compare every byte; returns the plan."""
+    """Run a gather into poisoned outputs, into `rows` of them, and compare every byte; returns the plan."""
     batch = len(slots) if batch is None else batch
     outputs = Outputs(specs, batch, mask=mask, device=device)
     plan = outputs.plan(store)
@@ -247,11 +249,45 @@ def check_gather(
     if compact:
         assert isinstance(store, Store)
         numbers, extent, ids = (part.to(device) for part in store.compact(specs, slots, anchors, batch))
+    if rows is not None:
+        options["rows"] = rows.to(device)
     gather(plan, numbers.to(device), anchors.to(device), extent, ids, **options)
     outputs.check(
-        [windows_of(rows, spec, slots, anchors) for rows, spec in zip(store.rows, specs, strict=True)]
+        [windows_of(steps, spec, slots, anchors) for steps, spec in zip(store.rows, specs, strict=True)], rows
     )
     return plan
+
+
+def choose(count: int, batch: int, seed: int = 0) -> torch.Tensor:
+    """Distinct rows of a batch, in random order."""
+    return torch.from_numpy(np.random.default_rng(seed).permutation(batch)[:count])
+
+
+def check_two_tables(gather: Gather, *, memory: Memory = host_memory, device: str = "cpu") -> None:
+    """Fill a batch from two tables of other blocks and strides, each with its own rows, and compare every byte."""
+    sizes, batch = (16, 12, 3), 11
+    specs = [Spec(16, 9, -4), Spec(12, 30, -29, PAD_HEAD), Spec(3, 9, -4, PAD_TAIL, mask=False)]
+    stores = [
+        Store(sizes, [5, 40], 9, seed=1, memory=memory),
+        Store(sizes, [1, 6, 77], 32, seed=2, spare_lines=2, memory=memory),
+    ]
+    outputs = Outputs(specs, batch, device=device)
+    plan = outputs.plan(stores[0])
+    plans = [plan, plan.of_source(stores[1].sources, stores[1].block_steps)]
+    order = choose(batch - 2, batch)
+    expected: list[list[tuple[Array, Array]]] = []
+    for store, each, rows in zip(stores, plans, order.split([5, 4]), strict=True):
+        slots, anchors = store.draw(len(rows))
+        given = [part.to(device) for part in (slots, anchors)]
+        gather(each, *given, store.extent, store.block_ids, rows=rows.to(device))
+        expected.append(
+            [windows_of(s, spec, slots, anchors) for s, spec in zip(store.rows, specs, strict=True)]
+        )
+    both = [
+        tuple(np.concatenate(parts) for parts in zip(*pair, strict=True))
+        for pair in zip(*expected, strict=True)
+    ]
+    outputs.check([(steps, exists) for steps, exists in both], order)
 
 
 def reserve(size: int) -> Array:

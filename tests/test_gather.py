@@ -18,6 +18,8 @@ from gather_common import (
     Spec,
     Store,
     check_gather,
+    check_two_tables,
+    choose,
     host_memory,
     windows_of,
 )
@@ -144,6 +146,23 @@ def test_no_rows(run: Gather) -> None:
 
 
 @BOTH
+@pytest.mark.parametrize("sizes", [(16, 48), (8, 3)], ids=["aligned", "mixed"])
+@pytest.mark.parametrize(("batch", "count"), [(7, 7), (9, 1), (40, 7), (3, 0)])
+def test_chosen_rows(run: Gather, sizes: tuple[int, int], batch: int, count: int) -> None:
+    store = Store(sizes, [1, 6, 20, 33], 7, seed=batch)
+    slots, anchors = store.draw(count, seed=count)
+    specs = [Spec(sizes[0], 5, -2), Spec(sizes[1], 63, -40, PAD_HEAD)]
+    rows = choose(count, batch, seed=count)
+    for compact in (False, True):
+        check_gather(run, store, specs, slots, anchors, batch=batch, rows=rows, compact=compact)
+
+
+@BOTH
+def test_a_batch_from_two_tables(run: Gather) -> None:
+    check_two_tables(run)
+
+
+@BOTH
 @pytest.mark.parametrize("poison", [False, True])
 def test_columns_with_and_without_masks(run: Gather, poison: bool) -> None:
     # Windows of different lengths in one launch; every subset of them with masks.
@@ -236,13 +255,15 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         for size in sizes
     ]
     count = draw(st.integers(1, 5))
+    batch = count + draw(st.integers(0, 2))
     return {
         "store": Store(
             sizes, lengths, block_steps, seed=draw(st.integers(0, 99)), spare_lines=draw(st.integers(0, 1))
         ),
         "specs": specs,
-        "rows": (count, draw(st.integers(0, 99))),
-        "batch": count + draw(st.integers(0, 2)),
+        "draw": (count, draw(st.integers(0, 99))),
+        "batch": batch,
+        "rows": choose(count, batch, draw(st.integers(0, 9))) if draw(st.booleans()) else None,
         "mask": draw(st.booleans()),
         "compact": draw(st.booleans()),
         "programs": draw(st.integers(1, 9)),
@@ -252,7 +273,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
 @hypothesis.settings(max_examples=80)
 @hypothesis.given(cases())
 def test_random_shapes(case: dict[str, Any]) -> None:
-    count, seed = case.pop("rows")
+    count, seed = case.pop("draw")
     store, specs = case.pop("store"), case.pop("specs")
     slots, anchors = store.draw(count, seed)
     check_gather(gather, store, specs, slots, anchors, **case)
@@ -433,6 +454,16 @@ def test_plans_that_are_refused() -> None:
         GatherPlan([column()], 0)
 
 
+def test_sources_that_are_refused() -> None:
+    plan = GatherPlan([column(), column()], 2)
+    with pytest.raises(ValueError, match="1 sources were given; expected 2, one a column"):
+        plan.of_source([host_memory(512).view(4, 128)], 2)
+    with pytest.raises(ValueError, match="source has stride 100 and address"):
+        plan.of_source([host_memory(512).view(4, 128), host_memory(400).view(4, 100)], 2)
+    with pytest.raises(ValueError, match="17 steps of 8 bytes do not fit into blocks of 128 bytes"):
+        plan.of_source([column.source for column in plan.columns], 17)
+
+
 def test_launches_of_a_plan() -> None:
     """Columns go together by the words that their steps are made of; masks with the first launch."""
     mask = torch.zeros(2, 3, dtype=torch.bool)
@@ -486,6 +517,26 @@ def test_launches_of_a_plan() -> None:
             {"slots": torch.zeros(1, dtype=torch.int64)},
             ValueError,
             "1 slots and 2 anchors; expected as many of both, at most 2",
+        ),
+        (
+            {"rows": torch.zeros(2, dtype=torch.int32)},
+            TypeError,
+            r"rows is torch.int32 \[2\]; expected contiguous int64",
+        ),
+        (
+            {"rows": torch.zeros(4, dtype=torch.int64)[::2]},
+            TypeError,
+            r"rows is torch.int64 \[2\]; expected contiguous int64",
+        ),
+        (
+            {"rows": torch.zeros(2, dtype=torch.int64, device="meta")},
+            ValueError,
+            "rows is on meta; expected cpu",
+        ),
+        (
+            {"rows": torch.zeros(1, dtype=torch.int64)},
+            ValueError,
+            "1 rows and 2 slots; expected as many of both",
         ),
         (
             {"slots": torch.zeros(3, dtype=torch.int64), "anchors": torch.zeros(3, dtype=torch.int64)},

@@ -22,6 +22,8 @@ from gather_common import (
     Spec,
     Store,
     check_gather,
+    check_two_tables,
+    choose,
     pinned_memory,
 )
 from torch.utils.data import DataLoader
@@ -117,6 +119,22 @@ def test_batches_and_program_counts(batch: int) -> None:
     for count, programs in itertools.product({batch, batch // 2, 0}, (1, 2, 132, 5000, None)):
         slots, anchors = store.draw(count, seed=count)
         check_gather(gather, store, specs, slots, anchors, batch=batch, device=DEVICE, programs=programs)
+
+
+@pytest.mark.parametrize("sizes", GROUPS, ids=["aligned", "mixed"])
+@pytest.mark.parametrize(("batch", "count"), [(1, 1), (64, 7), (1000, 1000), (64, 0)])
+def test_chosen_rows(sizes: tuple[int, ...], batch: int, count: int) -> None:
+    store = Store(sizes, [1, 6, 20, 33, 200], 7, seed=batch, memory=pinned_memory)
+    specs = [Spec(size, 20 + i, -10 * (i % 3), PADS[i % 3]) for i, size in enumerate(sizes)]
+    slots, anchors = store.draw(count, seed=count)
+    rows = choose(count, batch, seed=count)
+    for compact in (False, True):
+        options: dict[str, Any] = {"batch": batch, "rows": rows, "compact": compact, "device": DEVICE}
+        check_gather(gather, store, specs, slots, anchors, **options)
+
+
+def test_a_batch_from_two_tables() -> None:
+    check_two_tables(gather, memory=pinned_memory, device=DEVICE)
 
 
 @pytest.mark.parametrize("shift", [1, 2, 4, 8, 16])

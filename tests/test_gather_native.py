@@ -22,6 +22,8 @@ from gather_common import (
     Spec,
     Store,
     check_gather,
+    check_two_tables,
+    choose,
     host_memory,
 )
 
@@ -43,12 +45,14 @@ def gather(
     extent: torch.Tensor,
     block_ids: torch.Tensor,
     *,
+    rows: torch.Tensor | None = None,
     parts: int = 1,
     stream: bool = False,
 ) -> None:
     """The compiled loop with the signature of the kernels, the rows in so many parts."""
-    count = plan.check_rows(slots, anchors)
-    rows = (
+    count = plan.check_rows(slots, anchors, rows)
+    chosen = None if rows is None else rows.numpy()
+    given = (
         plan.table.numpy(),
         slots.numpy(),
         anchors.numpy(),
@@ -57,7 +61,7 @@ def gather(
         plan.block_steps,
     )
     for i in range(parts):
-        native.gather(*rows, count * i // parts, count * (i + 1) // parts, stream)
+        native.gather(*given, count * i // parts, count * (i + 1) // parts, stream, chosen)
 
 
 def crewed(
@@ -67,10 +71,11 @@ def crewed(
     extent: torch.Tensor,
     block_ids: torch.Tensor,
     *,
+    rows: torch.Tensor | None = None,
     row_bytes: int = 1 << 20,
 ) -> None:
     """The same by a crew of three; `row_bytes` decides in how many chunks."""
-    plan.check_rows(slots, anchors)
+    plan.check_rows(slots, anchors, rows)
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -82,6 +87,7 @@ def crewed(
             block_ids.numpy(),
             plan.block_steps,
             row_bytes,
+            None if rows is None else rows.numpy(),
         )
     finally:
         torch.set_num_threads(threads)
@@ -132,20 +138,28 @@ def cases(draw: st.DrawFn) -> tuple[Store, list[Spec], int, int, int]:
 
 
 @hypothesis.settings(max_examples=60)
-@hypothesis.given(cases(), st.booleans(), st.integers(1, 4), st.booleans())
-def test_random_shapes(case: tuple[Any, ...], mask: bool, parts: int, stream: bool) -> None:
+@hypothesis.given(cases(), st.booleans(), st.integers(1, 4), st.booleans(), st.booleans())
+def test_random_shapes(case: tuple[Any, ...], mask: bool, parts: int, stream: bool, chosen: bool) -> None:
     store, specs, count, batch, seed = case
     slots, anchors = store.draw(count, seed)
-    check_gather(gather, store, specs, slots, anchors, batch=batch, mask=mask, parts=parts, stream=stream)
-    check_gather(reference.gather, store, specs, slots, anchors, batch=batch, mask=mask)
+    options: dict[str, Any] = {"batch": batch, "mask": mask}
+    options["rows"] = choose(count, batch, seed) if chosen else None
+    check_gather(gather, store, specs, slots, anchors, parts=parts, stream=stream, **options)
+    check_gather(reference.gather, store, specs, slots, anchors, **options)
 
 
-@hypothesis.settings(max_examples=50)
-@hypothesis.given(cases(), st.sampled_from([1, 1 << 14, 1 << 17, 1 << 20, 1 << 24]))
-def test_random_shapes_by_a_crew(case: tuple[Any, ...], row_bytes: int) -> None:
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(cases(), st.sampled_from([1, 1 << 14, 1 << 17, 1 << 20, 1 << 24]), st.booleans())
+def test_random_shapes_by_a_crew(case: tuple[Any, ...], row_bytes: int, chosen: bool) -> None:
     store, specs, count, batch, seed = case
     slots, anchors = store.draw(count, seed)
-    check_gather(crewed, store, specs, slots, anchors, batch=batch, row_bytes=row_bytes)
+    rows = choose(count, batch, seed) if chosen else None
+    check_gather(crewed, store, specs, slots, anchors, batch=batch, row_bytes=row_bytes, rows=rows)
+
+
+@pytest.mark.parametrize("run", [gather, crewed], ids=["one thread", "a crew"])
+def test_a_batch_from_two_tables(run: Any) -> None:
+    check_two_tables(run)
 
 
 def test_far_windows() -> None:
@@ -295,7 +309,7 @@ def without_numba(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(native, "AVAILABLE", False)
     patch.setattr(native, "REASON", "a test says so")
-    for name in ("gather", "scatter", "resolve"):
+    for name in ("gather", "place", "scatter", "resolve"):
         patch.setattr(native, name, compiled)
     patch.setattr(notice, "_seen", {})
 

@@ -69,7 +69,18 @@ def _window(p_slots, p_anchors, p_extent, i_row, m_row, offset, length, pad):
 
 @triton.jit
 def _write_mask(
-    p_slots, p_anchors, p_extent, i_tile, batch, a_out, offset, length, pad, ENTRIES: tl.constexpr
+    p_slots,
+    p_anchors,
+    p_extent,
+    p_rows,
+    i_tile,
+    batch,
+    a_out,
+    offset,
+    length,
+    pad,
+    CHOSEN: tl.constexpr,
+    ENTRIES: tl.constexpr,
 ):
     """One tile of a mask: its entries, one after another over the rows of the batch."""
     i_entry = i_tile * ENTRIES + tl.arange(0, ENTRIES)
@@ -78,7 +89,10 @@ def _write_mask(
     _, count, head, _ = _window(p_slots, p_anchors, p_extent, i_row, m_row, offset, length, pad)
     i_step = i_entry - i_row * length - head
     b_mask = ((i_step >= 0) & (i_step < count)).to(tl.int8)
-    tl.store(a_out.to(tl.pointer_type(tl.int8)) + i_entry, b_mask, mask=m_row)
+    o_entry = i_entry
+    if CHOSEN:
+        o_entry = tl.load(p_rows + i_row, mask=m_row, other=0) * length + (i_entry - i_row * length)
+    tl.store(a_out.to(tl.pointer_type(tl.int8)) + o_entry, b_mask, mask=m_row)
 
 
 # Nothing is specialised on values: a last batch that is smaller, or of one row, must not compile anew in mid-epoch,
@@ -90,6 +104,7 @@ def _write_mask(
         "p_anchors",
         "p_extent",
         "p_block_ids",
+        "p_rows",
         "num_columns",
         "batch",
         "num_tiles",
@@ -102,11 +117,13 @@ def gather_kernel(
     p_anchors,  # int64 [B]
     p_extent,  # int64 [T, 2] in host memory
     p_block_ids,  # int32 [H] in host memory
+    p_rows,  # int64 [B] if CHOSEN
     num_columns,
     batch,
     num_tiles,
     block_steps,
     WORD: tl.constexpr,  # bytes of which steps are whole multiples: 16, 4 or 1
+    CHOSEN: tl.constexpr,  # whether entry b goes to row p_rows[b] of the outputs, or to row b
     TILE: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
@@ -134,7 +151,20 @@ def gather_kernel(
         a_out = tl.load(p_column + OUT)
 
         if lines == 0:
-            _write_mask(p_slots, p_anchors, p_extent, i_first, batch, a_out, offset, length, pad, ENTRIES)
+            _write_mask(
+                p_slots,
+                p_anchors,
+                p_extent,
+                p_rows,
+                i_first,
+                batch,
+                a_out,
+                offset,
+                length,
+                pad,
+                CHOSEN,
+                ENTRIES,
+            )
         else:
             stride = tl.load(p_column + STRIDE).to(tl.int32)
             step_bytes = tl.load(p_column + STEP_BYTES).to(tl.int32)
@@ -161,7 +191,11 @@ def gather_kernel(
             start = -o_steps
             end = tl.where(m_line, tl.minimum(block_bytes - o_inside, count * step_bytes - o_steps), 0)
             row_bytes = length * step_bytes
-            o_row = i_row.to(tl.int64) * row_bytes
+            if CHOSEN:
+                i_out = tl.load(p_rows + i_row, mask=m_row, other=0)
+            else:
+                i_out = i_row.to(tl.int64)
+            o_row = i_out * row_bytes
             o_out = o_row + head * step_bytes + o_steps
             # Bytes of the output's line of the same number that are padding: before `from`, from `to` to `stop`.
             pad_from = head * step_bytes - i_line * 128
@@ -217,9 +251,10 @@ def gather(
     extent: torch.Tensor,
     block_ids: torch.Tensor,
     *,
+    rows: torch.Tensor | None = None,
     programs: int | None = None,
 ) -> None:
-    """Fill the plan's outputs and masks with the windows of the given rows, on its device's current stream.
+    """Fill rows of the plan's outputs and masks with windows of trajectories, on its device's current stream.
 
     Args:
         plan: the columns; their sources and `extent` and `block_ids` lie in memory that the device can read.
@@ -227,15 +262,19 @@ def gather(
         anchors: int64 [n]: the steps that the windows are relative to.
         extent: int64 [T, 2]: slot -> length in steps, first entry in `block_ids`.
         block_ids: int32 [H]: block tables, a trajectory's blocks one after another.
+        rows: int64 [n] on the plan's device, distinct: window b goes to row ``rows[b]`` of the outputs and masks; by
+            default to row b. Their values are taken as they are: one that is no row of the batch is written to
+            memory that is not the batch's, as a wrong slot is read from.
         programs: programs of the grid, each of which takes tile after tile; by default one a multiprocessor. A
             few are enough for the bandwidth of the bus and leave the GPU to others.
 
-    Does not wait for the GPU. Rows n and up of the outputs stay as they are.
+    Does not wait for the GPU. The other rows of the outputs stay as they are. So a batch is gathered from several
+    tables by a launch for each, into its own rows (see `GatherPlan.of_source`).
 
     Raises:
         TypeError, ValueError: arguments of another dtype, shape or device; nothing has been launched then.
     """
-    count = plan.check_rows(slots, anchors)
+    count = plan.check_rows(slots, anchors, rows)
     if extent.dtype != torch.int64 or extent.shape[1:] != (2,) or not extent.is_contiguous():
         raise TypeError(
             f"extent is {extent.dtype} {list(extent.shape)}; expected contiguous torch.int64 [T, 2]."
@@ -260,11 +299,13 @@ def gather(
                 anchors,
                 extent,
                 block_ids,
+                slots if rows is None else rows,
                 len(table),
                 count,
                 tiles,
                 plan.block_steps,
                 WORD=word,
+                CHOSEN=rows is not None,
                 TILE=TILE,
                 ENTRIES=ENTRIES,
                 **LAUNCH[word],

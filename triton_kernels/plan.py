@@ -1,4 +1,4 @@
-"""What to gather: the columns of a batch as one table of addresses and sizes, built once for a set of buffers."""
+"""What to gather, and what to place: a batch as a table of addresses and sizes, built once for a set of buffers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,16 @@ __all__ = [
     "PAD_HEAD",
     "PAD_KEEP",
     "PAD_TAIL",
+    "PLACE_OUT",
+    "PLACE_ROW_BYTES",
+    "PLACE_WIDTH",
+    "PLACE_WORD",
     "STEP_BYTES",
     "STRIDE",
     "WIDTH",
     "GatherColumn",
     "GatherPlan",
+    "PlacePlan",
 ]
 
 LINE = 128
@@ -126,6 +131,13 @@ class GatherColumn:
         return -(-span // LINE)
 
 
+def _check_numbers(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.dtype != torch.int64 or tensor.ndim != 1 or not tensor.is_contiguous():
+        raise TypeError(f"{name} is {tensor.dtype} {list(tensor.shape)}; expected contiguous int64 [n].")
+    if tensor.device != device:
+        raise ValueError(f"{name} is on {tensor.device}; expected {device}, where the outputs are.")
+
+
 class GatherPlan:
     """The columns of a batch, checked, as rows of an int64 table on the CPU and on the gathering device.
 
@@ -208,19 +220,134 @@ class GatherPlan:
         ]
         return sum(-(-size // each) for size, each in sizes)
 
-    def check_rows(self, slots: torch.Tensor, anchors: torch.Tensor) -> int:
+    def of_source(self, sources: Sequence[torch.Tensor], block_steps: int) -> GatherPlan:
+        """The plan that gathers the same windows of another table into the same outputs and masks.
+
+        Args:
+            sources: of each column, uint8 [blocks, stride]; see `GatherColumn.source`.
+            block_steps: steps of a block of that table.
+
+        Costs as much as a plan: made once for a set of buffers and a table.
+
+        Raises:
+            TypeError, ValueError: as many sources as columns were not given, or one does not fit its column.
+        """
+        if len(sources) != len(self.columns):
+            raise ValueError(
+                f"{len(sources)} sources were given; expected {len(self.columns)}, one a column."
+            )
+        columns = zip(self.columns, sources, strict=True)
+        return GatherPlan(
+            [dataclasses.replace(column, source=source) for column, source in columns], block_steps
+        )
+
+    def check_rows(self, slots: torch.Tensor, anchors: torch.Tensor, rows: torch.Tensor | None = None) -> int:
         """Check the rows to gather and return their number, which may be less than the batch size."""
-        for name, tensor in (("slots", slots), ("anchors", anchors)):
-            if tensor.dtype != torch.int64 or tensor.ndim != 1 or not tensor.is_contiguous():
-                raise TypeError(
-                    f"{name} is {tensor.dtype} {list(tensor.shape)}; expected contiguous int64 [n]."
-                )
-            if tensor.device != self.device:
-                raise ValueError(
-                    f"{name} is on {tensor.device}; expected {self.device}, where the outputs are."
-                )
+        given = {"slots": slots, "anchors": anchors}
+        if rows is not None:
+            given["rows"] = rows
+        for name, tensor in given.items():
+            _check_numbers(name, tensor, self.device)
+        if rows is not None and len(rows) != len(slots):
+            raise ValueError(f"{len(rows)} rows and {len(slots)} slots; expected as many of both.")
         if len(slots) != len(anchors) or len(slots) > self.batch_size:
             raise ValueError(
                 f"{len(slots)} slots and {len(anchors)} anchors; expected as many of both, at most {self.batch_size}."
             )
         return len(slots)
+
+
+# One row of a placing plan's table: int64 [PLACE_WIDTH].
+PLACE_OUT = 0  # address of the output [batch, row bytes]
+PLACE_ROW_BYTES = 1
+PLACE_WORD = 2  # bytes of which rows are whole multiples, and the address too: 16, 4 or 1
+PLACE_WIDTH = 3
+
+
+class PlacePlan:
+    """Where rows go that lie in staging memory: the outputs, checked, as a table on the CPU and on the placing device.
+
+    The staging memory of n rows, each piece from the next multiple of 128 bytes on::
+
+        rows 0 to n - 1 of outs[0] | padding | rows 0 to n - 1 of outs[1] | padding | ...
+
+    Args:
+        outs: at least one uint8 [B, row_bytes], contiguous, all with the same batch size and device.
+
+    Attributes:
+        table: int64 [P, PLACE_WIDTH] on the CPU; `device_table` the same on the placing device.
+
+    Raises:
+        TypeError, ValueError: an output that the kernel could not handle.
+    """
+
+    def __init__(self, outs: Sequence[torch.Tensor]) -> None:
+        if not outs:
+            raise ValueError("No outputs were given; expected at least one.")
+        for out in outs:
+            if out.dtype != torch.uint8 or out.ndim != 2 or not out.is_contiguous():
+                raise TypeError(
+                    f"out is {out.dtype} {list(out.shape)}; expected contiguous uint8 [B, row bytes]."
+                )
+            # What the kernel counts in int32: bytes of a row and of a tile behind it.
+            if not 1 <= out.shape[1] < 2**31 - 2**13:
+                raise ValueError(
+                    f"out is {list(out.shape)}; expected rows of 1 to less than 2**31 - 2**13 bytes."
+                )
+        first = outs[0]
+        if any(len(out) != len(first) or out.device != first.device for out in outs):
+            raise ValueError("The outputs differ in batch size or device; expected the same for all.")
+        self.outs = tuple(outs)
+        self.batch_size = len(first)
+        self.device = first.device
+        self.table = torch.tensor([self._row(out) for out in outs], dtype=torch.int64)
+        self.device_table = self.table.to(self.device)
+
+    @staticmethod
+    def _row(out: torch.Tensor) -> list[int]:
+        row = [0] * PLACE_WIDTH
+        row[PLACE_OUT], row[PLACE_ROW_BYTES] = out.data_ptr(), out.shape[1]
+        row[PLACE_WORD] = next(
+            word for word in (16, 4, 1) if not out.data_ptr() % word and not out.shape[1] % word
+        )
+        return row
+
+    def offsets(self, count: int) -> list[int]:
+        """Where the pieces of so many rows begin in staging memory, in bytes."""
+        offsets, end = [], 0
+        for out in self.outs:
+            offsets.append(end)
+            end += -(-count * out.shape[1] // LINE) * LINE
+        return offsets
+
+    def size(self, count: int) -> int:
+        """Bytes of staging memory that the pieces of so many rows take, a multiple of 128."""
+        return sum(-(-count * out.shape[1] // LINE) * LINE for out in self.outs)
+
+    def pieces(self, staging: torch.Tensor, count: int) -> torch.Tensor:
+        """int64 [P, 3] on the CPU: what `gear_loader.native.place` takes to place so many rows."""
+        first = staging.data_ptr()
+        return torch.tensor(
+            [
+                [first + offset, out.data_ptr(), out.shape[1]]
+                for offset, out in zip(self.offsets(count), self.outs, strict=True)
+            ],
+            dtype=torch.int64,
+        )
+
+    def check_rows(self, staging: torch.Tensor, rows: torch.Tensor) -> int:
+        """Check what is to be placed and return the number of rows, which may be less than the batch size."""
+        _check_numbers("rows", rows, self.device)
+        if staging.dtype != torch.uint8 or staging.ndim != 1 or not staging.is_contiguous():
+            raise TypeError(
+                f"staging is {staging.dtype} {list(staging.shape)}; expected contiguous uint8 [bytes]."
+            )
+        count = len(rows)
+        if count > self.batch_size:
+            raise ValueError(f"{count} rows; expected at most {self.batch_size}, the batch size.")
+        if len(staging) < self.size(count) or (count and staging.data_ptr() % LINE):
+            raise ValueError(
+                f"staging has {len(staging):,} bytes at {staging.data_ptr():#x}; expected at least "
+                f"{self.size(count):,} for {count} rows, at a multiple of {LINE}."
+            )
+        return count

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from gear_loader.kernels.plan import PAD_HEAD, PAD_KEEP, GatherPlan
+from gear_loader.kernels.plan import PAD_HEAD, PAD_KEEP, GatherPlan, PlacePlan
 
-__all__ = ["gather"]
+__all__ = ["gather", "place"]
 
 
 def gather(
@@ -16,10 +16,11 @@ def gather(
     extent: torch.Tensor,
     block_ids: torch.Tensor,
     *,
+    rows: torch.Tensor | None = None,
     programs: int | None = None,
 ) -> None:
     """Fill the plan's outputs and masks; see `gear_loader.kernels.gather.gather`. `programs` is not used."""
-    count = plan.check_rows(slots, anchors)
+    count = plan.check_rows(slots, anchors, rows)
     steps, row = extent[slots].unbind(1)  # [B], [B]
     for column in plan.columns:
         length = column.out.shape[1]
@@ -43,8 +44,16 @@ def gather(
         steps_of = source.as_strided(
             (source.shape[0], plan.block_steps, column.step_bytes), (source.stride(0), column.step_bytes, 1)
         )
-        out = column.out[:count]
-        out.copy_(steps_of[block, step % plan.block_steps])
-        out.masked_fill_(~mask[:, :, None], 0)
+        windows = steps_of[block, step % plan.block_steps].masked_fill_(~mask[:, :, None], 0)
+        into: slice | torch.Tensor = slice(count) if rows is None else rows
+        column.out[into] = windows
         if column.mask is not None:
-            column.mask[:count] = mask
+            column.mask[into] = mask
+
+
+def place(plan: PlacePlan, staging: torch.Tensor, rows: torch.Tensor, *, programs: int | None = None) -> None:
+    """Copy rows out of staging memory; see `gear_loader.kernels.place.place`. `programs` is not used."""
+    count = plan.check_rows(staging, rows)
+    for out, offset in zip(plan.outs, plan.offsets(count), strict=True):
+        piece = staging[offset : offset + count * out.shape[1]].view(count, out.shape[1])
+        out[rows] = piece.to(plan.device)

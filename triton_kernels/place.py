@@ -1,0 +1,173 @@
+"""Copy rows that lie one after another in staging memory to chosen rows of a batch, all pieces in one launch.
+
+Rows that came from another node lie in pinned host memory, a piece for each column and mask (`PlacePlan` draws it). The
+work is cut into tiles of 128-byte lines of the *source*: a program takes a tile at a time, reads its lines whole, finds
+which row each word belongs to, and writes it to the row where that goes. So host memory is only ever read in whole,
+aligned lines, whatever the size of a row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from gear_loader.kernels import plan as _plan
+from gear_loader.kernels.plan import LINE, PlacePlan
+
+__all__ = ["place"]
+
+OUT = tl.constexpr(_plan.PLACE_OUT)
+ROW_BYTES = tl.constexpr(_plan.PLACE_ROW_BYTES)
+WORD = tl.constexpr(_plan.PLACE_WORD)
+WIDTH = tl.constexpr(_plan.PLACE_WIDTH)
+
+LAUNCH: dict[str, Any] = {"TILE": 32, "num_warps": 4}
+"""Lines of a tile, 4 KiB in flight a program, and launch options."""
+
+
+@triton.jit
+def _target(p_rows, i_first, o_first, o_byte, m_byte, row_bytes):
+    """Where bytes of a tile go, from the start of the output: int64, in bytes.
+
+    `o_byte` counts from the tile's start, which lies `o_first` bytes into row `i_first` of the piece.
+    """
+    o_byte += o_first
+    i_row = o_byte // row_bytes
+    i_out = tl.load(p_rows + i_first + i_row, mask=m_byte, other=0)
+    return i_out * row_bytes + (o_byte - i_row * row_bytes)
+
+
+@triton.jit
+def _place_16(p_source, p_rows, a_out, i_first, o_first, left, row_bytes, TILE: tl.constexpr):
+    """One tile of a piece whose rows are whole 16-byte words."""
+    i_part = tl.arange(0, 4)[None, :]  # words of 4 bytes within one of 16
+    o_word = tl.arange(0, TILE * 8) * 4
+    m_word = o_word * 4 < left
+    o_out = _target(p_rows, i_first, o_first, o_word * 4, m_word, row_bytes) // 16 * 4
+    # Both addresses are multiples of 16, the plan sees to it; this shows the compiler.
+    p_source = tl.multiple_of(p_source.to(tl.int64).to(tl.pointer_type(tl.int32)), 16)
+    p_out = tl.multiple_of(a_out.to(tl.pointer_type(tl.int32)), 16)
+    b_words = tl.load(  # [TILE * 8, 4]
+        p_source + o_word[:, None] + i_part, mask=m_word[:, None], other=0, eviction_policy="evict_first"
+    )
+    tl.store(p_out + o_out[:, None] + i_part, b_words, mask=m_word[:, None])
+
+
+@triton.jit
+def _place_4(p_source, p_rows, a_out, i_first, o_first, left, row_bytes, TILE: tl.constexpr):
+    """One tile of a piece whose rows are whole 4-byte words."""
+    o_word = tl.arange(0, TILE * 32)
+    m_word = o_word * 4 < left
+    o_out = _target(p_rows, i_first, o_first, o_word * 4, m_word, row_bytes) // 4
+    b_words = tl.load(p_source + o_word, mask=m_word, other=0, eviction_policy="evict_first")  # [TILE * 32]
+    tl.store(a_out.to(tl.pointer_type(tl.int32)) + o_out, b_words, mask=m_word)
+
+
+@triton.jit
+def _place_1(p_source, p_rows, a_out, i_first, o_first, left, row_bytes, TILE: tl.constexpr):
+    """One tile of any other piece: read in words of 4 bytes all the same, because pieces are padded to lines."""
+    o_word = tl.arange(0, TILE * 32)
+    m_word = o_word * 4 < left
+    b_words = tl.load(p_source + o_word, mask=m_word, other=0, eviction_policy="evict_first")  # [TILE * 32]
+    for k in tl.static_range(4):
+        o_byte = o_word * 4 + k
+        m_byte = o_byte < left
+        o_out = _target(p_rows, i_first, o_first, o_byte, m_byte, row_bytes)
+        tl.store(a_out.to(tl.pointer_type(tl.int8)) + o_out, (b_words >> (8 * k)).to(tl.int8), mask=m_byte)
+
+
+# Nothing is specialised on values, see `gather_kernel`.
+@triton.jit(do_not_specialize=["p_pieces", "p_staging", "p_rows", "num_pieces", "count", "num_tiles"])
+def place_kernel(
+    p_pieces,  # int64 [P, WIDTH]
+    p_staging,  # int32 in host memory
+    p_rows,  # int64 [n]
+    num_pieces,
+    count,
+    num_tiles,
+    TILE: tl.constexpr,
+):
+    # Positions within a row or a tile fit into int32 (the plan sees to it); those within a piece and rows of the
+    # batch are int64.
+    for i_tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        # Which piece this tile belongs to, where that piece begins, and which tile of it it is.
+        i_piece = 0
+        i_first = 0
+        o_tile = 0
+        o_piece = tl.zeros([], dtype=tl.int64)  # in lines
+        o_line = tl.zeros([], dtype=tl.int64)
+        for i in range(num_pieces):
+            m_here = i_tile >= o_tile
+            i_piece = tl.where(m_here, i, i_piece)
+            i_first = tl.where(m_here, o_tile, i_first)
+            o_piece = tl.where(m_here, o_line, o_piece)
+            lines = (count * tl.load(p_pieces + i * WIDTH + ROW_BYTES) + 127) // 128
+            o_tile += ((lines + TILE - 1) // TILE).to(tl.int32)
+            o_line += lines
+        p_piece = p_pieces + i_piece * WIDTH
+        a_out = tl.load(p_piece + OUT)
+        row_bytes = tl.load(p_piece + ROW_BYTES)
+        word = tl.load(p_piece + WORD)
+
+        # The tile begins `o_first` bytes into row `i_row` of the piece, of which `left` bytes are left.
+        o_byte = tl.cast(i_tile - i_first, tl.int64) * (TILE * 128)
+        left = tl.minimum(count * row_bytes - o_byte, TILE * 128).to(tl.int32)
+        i_row = o_byte // row_bytes
+        o_first = (o_byte - i_row * row_bytes).to(tl.int32)
+        row_bytes = row_bytes.to(tl.int32)
+        p_source = p_staging + (o_piece * 32 + o_byte // 128 * 32)
+
+        if word == 16:
+            _place_16(p_source, p_rows, a_out, i_row, o_first, left, row_bytes, TILE)
+        elif word == 4:
+            _place_4(p_source, p_rows, a_out, i_row, o_first, left, row_bytes, TILE)
+        else:
+            _place_1(p_source, p_rows, a_out, i_row, o_first, left, row_bytes, TILE)
+
+
+def place(plan: PlacePlan, staging: torch.Tensor, rows: torch.Tensor, *, programs: int | None = None) -> None:
+    """Copy rows out of staging memory to rows of the plan's outputs, on its device's current stream.
+
+    Args:
+        plan: the outputs.
+        staging: uint8 [at least ``plan.size(n)``] in memory that the device can read, from a multiple of 128 bytes
+            on: the pieces of n rows as `PlacePlan` draws them.
+        rows: int64 [n] on the plan's device, distinct, n <= batch size: row b of each piece goes to row ``rows[b]`` of
+            its output. Their values are taken as they are: one that is no row of the batch is written elsewhere.
+        programs: as for `gear_loader.kernels.gather.gather`.
+
+    Does not wait for the GPU, so `staging` must stay as it is until the kernel has run. The other rows of the outputs
+    stay as they are.
+
+    Raises:
+        TypeError, ValueError: arguments of another dtype, shape or device, staging memory that is too small, begins
+            elsewhere or is not pinned; nothing has been launched then.
+    """
+    count = plan.check_rows(staging, rows)
+    if programs is not None and programs < 1:
+        raise ValueError(f"programs is {programs}; expected at least 1.")
+    if count == 0:
+        return
+    cuda = plan.device.type == "cuda"
+    if cuda and not (staging.is_cuda or staging.is_pinned()):
+        raise ValueError(
+            "staging is in memory that the GPU cannot read; expected pinned memory or the GPU's own."
+        )
+    if programs is None:
+        programs = torch.cuda.get_device_properties(plan.device).multi_processor_count if cuda else 4
+    tile = LAUNCH["TILE"] * LINE
+    tiles = sum(-(-count * out.shape[1] // tile) for out in plan.outs)
+    with torch.cuda.device(plan.device) if cuda else contextlib.nullcontext():
+        place_kernel[(min(programs, tiles),)](
+            plan.device_table,
+            staging[: plan.size(count)].view(torch.int32),
+            rows,
+            len(plan.outs),
+            count,
+            tiles,
+            **LAUNCH,
+        )
