@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from gear_loader import errors
 
 if TYPE_CHECKING:
-    from gear_loader import sources
+    from gear_loader import distributed, sources
     from gear_loader.datamodule import ReplayDataModule
     from gear_loader.dataset import ReplayDataset
     from gear_loader.limiters import MinSize, Queue, RateLimiter, SampleToInsertRatio
@@ -39,6 +39,7 @@ __all__ = [
     "Uniform",
     "Window",
     "Writer",
+    "distributed",
     "errors",
     "sources",
 ]
@@ -69,8 +70,8 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "sources":
-        return importlib.import_module("gear_loader.sources")
+    if name in ("distributed", "sources"):
+        return importlib.import_module(f"gear_loader.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"gear_loader.{_MODULES[name]}"), name)

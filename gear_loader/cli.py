@@ -266,3 +266,134 @@ def _path(name: str) -> str:
 def _shown(name: str) -> str:
     """A name of whatever bytes on one line."""
     return name if name and name.isascii() and name.isprintable() else ascii(name)
+
+
+# ---------------------------------------------------------------- serve
+
+
+@app.command("serve")
+def serve_tables(
+    tables: Annotated[list[str], typer.Argument(metavar="NAME...", help="Tables of this machine.")],
+    carriers: Annotated[
+        list[str] | None,
+        typer.Option("--carrier", help="socket or ucx; may be given twice. [default: socket]"),
+    ] = None,
+    listen: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0 is any that is free.")
+    ] = "127.0.0.1:0",
+    secret_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="The secret that requesters must know. [default: $GEAR_LOADER_SECRET]"
+        ),
+    ] = None,
+    one_sided: Annotated[
+        bool,
+        typer.Option(
+            "--one-sided", help="Let NIXL readers read the tables' memory by themselves: closed fabrics only."
+        ),
+    ] = False,
+    parent: Annotated[int | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Serve windows of tables to other nodes, and store what they send. Prints its addresses as one JSON line."""
+    # Here, because they load torch.
+    from gear_loader.errors import GearError
+    from gear_loader.transport.serving import read_parent, run_server
+
+    host, colon, port = listen.rpartition(":")
+    if not colon or not port.isdecimal() or int(port) > 65535 or not host.strip("[]"):
+        raise typer.BadParameter(
+            f"--listen {listen} was received; expected HOST:PORT, such as 127.0.0.1:5555."
+        )
+    chosen = list(dict.fromkeys(carriers or ["socket"]))
+    if int(port) and len(chosen) > 1:
+        raise typer.BadParameter("Several carriers cannot listen at one port: give port 0, or one carrier.")
+    try:
+        secret = read_parent(parent) if parent is not None else _secret(secret_file)
+        listens = [(name, host.strip("[]"), int(port)) for name in chosen]
+        run_server(tables, listens, secret, parent=parent, one_sided=one_sided)
+    except (GearError, OSError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+
+
+def _secret(path: str | None) -> bytes:
+    """The secret of a server that is started by hand."""
+    if path is None:
+        secret = os.environb.get(b"GEAR_LOADER_SECRET", b"")
+    else:
+        with open(path, "rb") as file:
+            secret = file.read(1 << 16)
+    secret = secret.strip()
+    if not secret:
+        raise typer.BadParameter(
+            f"{'GEAR_LOADER_SECRET' if path is None else path} holds no secret; give --secret-file a file with one, "
+            "such as `openssl rand -hex 32` prints, and the same to all nodes."
+        )
+    return secret
+
+
+# ---------------------------------------------------------------- doctor
+
+
+@app.command("doctor")
+def diagnose(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show what moves rows between nodes here, whether InfiniBand is possible, and every slow path with its remedy."""
+    from gear_loader.transport.doctor import report
+
+    found = report()
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    else:
+        _print_report(found)
+
+
+def _print_report(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=10_000)
+    carriers = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("CARRIER", "VERSION", "DEVICES", "INFINIBAND", "STATE"):
+        carriers.add_column(title, overflow="fold")
+    for name, carrier in found["carriers"].items():
+        inside = f" (UCX {carrier['ucx']})" if carrier.get("ucx") else ""
+        cells = (
+            name,
+            f"{carrier['version'] or '-'}{inside}",
+            ", ".join(f"{device} ({kind})" for device, kind in carrier["devices"]) or "-",
+            "possible" if carrier["infiniband"]["possible"] else "no",
+            carrier["problem"] or "works",
+        )
+        carriers.add_row(*(Text(cell) for cell in cells))
+    console.print(carriers)
+    for line in _findings(found):
+        console.print(Text(line), soft_wrap=True)
+    for slow in found["slow"]:
+        console.print(Text(f"Slow: {slow['what']}, because {slow['why']}."), style="yellow", soft_wrap=True)
+        console.print(Text(f"  What to do: {slow['remedy'].rstrip('.')}."), soft_wrap=True)
+
+
+def _findings(found: dict[str, Any]) -> list[str]:
+    """The rest of the report, a line each."""
+    memory, cuda, adapters = found["memory"], found["cuda"], found["infiniband"]["adapters"]
+    limit = memory["locked_limit"]
+    pinning = {True: ", memory can be pinned", False: ", memory cannot be pinned", None: ""}[
+        cuda.get("pinning")
+    ]
+    lines = [
+        f"Machine: {found['machine']['cores']} cores, Python {found['machine']['python']}, "
+        f"{found['machine']['system']}",
+        f"InfiniBand adapters: {', '.join(adapters) or 'none'}",
+        f"Memory that may be locked: {'all' if limit is None else _size(limit)}; /dev/shm: "
+        f"{_size(memory['shm_free'])} of {_size(memory['shm_bytes'])} free",
+        f"CUDA: {', '.join(cuda.get('devices') or ()) or 'no device'}{pinning}; torch {cuda.get('torch', 'unknown')}",
+        f"Triton: {found['triton'].get('version') or found['triton']['problem']}; "
+        f"numba: {found['numba'].get('version') or found['numba']['problem']}",
+    ]
+    return lines + [f"Set: {key}={value}" for key, value in found["environment"].items()]

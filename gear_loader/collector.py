@@ -16,7 +16,7 @@ from gear_loader.schema import Window
 from gear_loader.slots import Array
 from gear_loader.table import Table
 
-__all__ = ["Batch", "Buffers", "Collector", "Drawn", "reach_of", "resolve"]
+__all__ = ["Batch", "Buffers", "Collector", "Drawn", "copy_batch", "reach_of", "resolve"]
 
 Batch = dict[str, Any]
 _PADS = {"keep": PAD_KEEP, "head": PAD_HEAD, "tail": PAD_TAIL}
@@ -251,7 +251,7 @@ class Collector:
         elif gpu.staging is not None:
             self._collect_cpu(gpu.staging, rows)
             torch.cuda.current_stream().wait_event(gpu.released)
-            _copy_batch(buffers.rows(len(rows)), gpu.staging.rows(len(rows)))
+            copy_batch(buffers.rows(len(rows)), gpu.staging.rows(len(rows)))
         gpu.filled.record()
 
     def collect_drawn(
@@ -384,9 +384,10 @@ def _named(counts: torch.Tensor, numbers: torch.Tensor) -> dict[str, torch.Tenso
     return {**dict(zip(_COUNTS, counts, strict=True)), **dict(zip(_NUMBERS, numbers, strict=True))}
 
 
-def _copy_batch(target: Batch, source: Batch) -> None:
+def copy_batch(target: Batch, source: Batch) -> None:
+    """Copy all tensors of a batch, without waiting."""
     for key, value in source.items():
         if isinstance(value, dict):
-            _copy_batch(target[key], value)
+            copy_batch(target[key], value)
         else:
             target[key].copy_(value, non_blocking=True)

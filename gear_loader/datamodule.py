@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from gear_loader.collector import Batch
 from gear_loader.dataset import ReplayDataset
+from gear_loader.distributed.shards import Shards
 from gear_loader.errors import SchemaError, SourceError
 from gear_loader.random import hashed
 from gear_loader.schema import Window
@@ -103,34 +104,47 @@ class ReplayDataModule(LightningDataModule):
     Batches are those of `ReplayDataset`. Its state goes into Lightning's checkpoints: a run that is stopped in the
     middle of an epoch and resumed from its checkpoint sees the batches that it would have seen.
 
+    Under ``strategy="ddp"`` every rank makes its own `Shards`, once there is a process group; so give a function::
+
+        def shards():
+            rank = torch.distributed.get_rank()
+            return Shards(Table.attach(f"replay-{rank}"))
+
+        Trainer(strategy="ddp", devices=2).fit(model, ReplayDataModule(shards, batch_size=..., windows=...))
+
+    Every rank gets its slice of each batch. The checkpoint, which Lightning saves on rank 0, holds the state of all.
+
     Args:
-        table: a `Table`; or the name of one, to attach to; or the path of a D4RL-style file (.hdf5, .h5), which each
-            process loads into a private table.
+        table: a `Table`, or `Shards`; or the name of a table, to attach to; or the path of a D4RL-style file (.hdf5,
+            .h5), which each process loads into a private table; or a function without arguments that returns a `Table`
+            or `Shards`, which each process calls in `setup`, and closes in `teardown`.
         batch_size, windows: as for `ReplayDataset`.
         val_fraction: share of the trajectories that is set aside for validation, which passes over all of their
-            steps once, in the same order each time. 0 for no validation.
-        val_batch_size: `batch_size` by default.
+            steps once, in the same order each time; over `Shards` once on all ranks together. 0 for no validation.
+        val_batch_size: `batch_size` by default. As that, of each rank.
         split_seed: decides which trajectories those are.
         num_workers: of the `DataLoader`. 0 is the fast choice: batches are prefetched in the background anyway.
         load_options: for a path: options of `gear_loader.sources.load`; for a name: of `Table.attach`.
         **options: the other options of `ReplayDataset`, for training. `device` is the trainer's by default.
 
     Attributes:
-        table: the table, from `setup` on.
+        table: the table, of `Shards` this rank's, from `setup` on.
+        shards: the `Shards`, if that is what was given, from `setup` on.
         train_dataset, val_dataset: the datasets, from `setup` on.
 
     Raises:
-        SchemaError: options that make no sense.
+        SchemaError: options that make no sense; in `setup`: `Shards` that were made before the process group.
         SourceError, RegionError: in `prepare_data` or `setup`: the file or the table is not there.
     """
 
     table: Table | None
+    shards: Shards | None
     train_dataset: ReplayDataset | None
     val_dataset: ReplayDataset | None
 
     def __init__(
         self,
-        table: Table | str | os.PathLike[str],
+        table: Table | Shards | str | os.PathLike[str] | Callable[[], Table | Shards],
         *,
         batch_size: int,
         windows: Window | Mapping[str, Window],
@@ -150,7 +164,7 @@ class ReplayDataModule(LightningDataModule):
             raise SchemaError(
                 "subset was given; ReplayDataModule sets it. Use val_fraction, or ReplayDataset."
             )
-        self._source = table if isinstance(table, Table) else os.fspath(table)
+        self._source = table if isinstance(table, (Table, Shards)) or callable(table) else os.fspath(table)
         self._options = {"batch_size": batch_size, "windows": windows, **options}
         self._val_fraction = val_fraction
         self._val_batch_size = batch_size if val_batch_size is None else val_batch_size
@@ -161,6 +175,7 @@ class ReplayDataModule(LightningDataModule):
         # Where the running iteration of the training loader began: epoch, step, the trainer's count of batches then.
         self._start: tuple[int, int, int] | None = None
         self.table = None
+        self.shards = None
         self.train_dataset = None
         self.val_dataset = None
 
@@ -176,7 +191,7 @@ class ReplayDataModule(LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Open the table and make the datasets; idempotent."""
         if self.table is None:
-            self.table = self._open()
+            self._take(self._open())
         if self.train_dataset is None:
             self.train_dataset = self._dataset(second=False)
             self.val_dataset = self._dataset(second=True) if self._val_fraction else None
@@ -197,13 +212,17 @@ class ReplayDataModule(LightningDataModule):
         return ReplayDataLoader(self, self.train_dataset, num_workers=self._num_workers)
 
     def val_dataloader(self) -> list[DataLoader[Batch]]:
-        """The steps of the trajectories set aside, each once; no loader where `val_fraction` is 0."""
+        """The steps of the trajectories set aside, each once; no loader where `val_fraction` is 0.
+
+        Over `Shards` each rank gets its slice of every batch. Slices differ by a row at most; should the last batch have
+        fewer rows than there are ranks, some of its rows come on several.
+        """
         if self.val_dataset is None:
             return []
         return [DataLoader(self.val_dataset, batch_size=None, num_workers=self._num_workers)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training stands: integers only."""
+        """Where training stands; see `ReplayDataset.state_dict`. Over `Shards` all ranks call it at the same time."""
         if self.train_dataset is None:
             return {} if self._restored is None else {"train": dict(self._restored)}
         return {"train": self._train_state()}
@@ -219,30 +238,62 @@ class ReplayDataModule(LightningDataModule):
             self._load_train_state(state)
 
     def teardown(self, stage: str | None = None) -> None:
-        """Close the table if it was opened here."""
-        if self.table is not None and self.table is not self._source:
-            if self.train_dataset is not None:
-                self._restored = self._train_state()
-            self.train_dataset = self.val_dataset = None
-            self.table.close()
-            self.table = None
+        """Close what was opened here. A named table stays until somebody removes it."""
+        if self.table is None or isinstance(self._source, (Table, Shards)):
+            return
+        if self.train_dataset is not None:
+            self._restored = self._train_state()
+        self.train_dataset = self.val_dataset = None
+        if self.shards is not None:
+            self.shards.close()
+        self.table.close()
+        self.table = self.shards = None
 
     # ---------------------------------------------------------------- parts
 
     def _is_path(self) -> bool:
         return isinstance(self._source, str) and self._source.endswith(_FILES)
 
-    def _open(self) -> Table:
-        if isinstance(self._source, Table):
+    def _open(self) -> Table | Shards:
+        if isinstance(self._source, (Table, Shards)):
             return self._source
+        if callable(self._source):
+            return self._source()
         if self._is_path():
             from gear_loader import sources
 
             return sources.load(self._source, **self._load_options)
         return Table.attach(self._source, **self._load_options)
 
+    def _take(self, opened: Table | Shards) -> None:
+        """Look at what `_open` has returned before it is used."""
+        if isinstance(opened, Shards):
+            self._check_shards(opened)
+            self.table, self.shards = opened.table, opened
+        elif isinstance(opened, Table):
+            self.table = opened
+        else:
+            raise SchemaError(
+                f"The function that was given as table returned {opened!r}; expected a Table or Shards."
+            )
+
+    def _check_shards(self, shards: Shards) -> None:
+        if self._num_workers:
+            raise SchemaError(
+                f"num_workers is {self._num_workers}, but a DataLoader worker cannot draw from Shards: it is no rank. "
+                "Use num_workers=0: batches are prefetched in the background anyway."
+            )
+        ranks = torch.distributed.get_world_size() if _distributed() else 1
+        if ranks > 1 and not shards.members:
+            raise SchemaError(
+                f"The Shards were made before torch.distributed was initialised, so they know {shards.num_shards} "
+                f"shards of this process only; {ranks} processes train. Give ReplayDataModule a function that makes "
+                "them: it is called in setup, when the process group exists."
+            )
+
     def _dataset(self, *, second: bool) -> ReplayDataset:
-        assert self.table is not None
+        source = self.table if self.shards is None else self.shards
+        assert source is not None
         options = dict(self._options)
         if options.get("device", "auto") == "auto" and self.trainer is not None:
             options["device"] = self.trainer.strategy.root_device
@@ -251,19 +302,19 @@ class ReplayDataModule(LightningDataModule):
         if self._val_fraction:
             options["subset"] = Split(self._val_fraction, seed=self._split_seed, second=second)
         if not second:
-            return ReplayDataset(self.table, **options)
+            return ReplayDataset(source, **options)
         options.update(
             batch_size=self._val_batch_size, anchor="uniform", batches_per_epoch=None, drop_last=False
         )
-        options.update(sample_info=False, rate_limited=False)
+        options.update(sample_info=False, rate_limited=False, scope="global")
         options["selector"] = Uniform(replacement=False, unit="step")
-        return _ValidationDataset(self.table, **options)
+        return _ValidationDataset(source, **options)
 
     def _note_start(self) -> None:
         """The training loader begins to iterate: remember where, and what the trainer counts by then."""
         assert self.train_dataset is not None
-        state = self.train_dataset.state_dict()
-        self._start = (state["epoch"], state["step"], self._processed())
+        epoch, _, step = self.train_dataset._position
+        self._start = (epoch, step, self._processed())
 
     def _processed(self) -> int:
         """Batches of the running epoch that the trainer has used."""
@@ -290,3 +341,7 @@ class ReplayDataModule(LightningDataModule):
         assert self.train_dataset is not None
         self.train_dataset.load_state_dict(state)
         self._start = None
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

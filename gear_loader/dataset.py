@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -10,14 +11,20 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from gear_loader.collector import Batch, Buffers, Collector
+from gear_loader.collector import Batch, Buffers, Collector, reach_of
 from gear_loader.device_priorities import DevicePrioritySelection
+from gear_loader.distributed.collector import ShardCollector
+from gear_loader.distributed.device_collector import DeviceShardCollector
+from gear_loader.distributed.exchange import Solo
+from gear_loader.distributed.global_selection import GlobalSelection
+from gear_loader.distributed.local_selection import LocalPrioritySelection, gathered, meet, own_part
+from gear_loader.distributed.shards import Shards
 from gear_loader.errors import PrivateTableError, SchemaError
-from gear_loader.index import Snapshot
 from gear_loader.notice import notice
 from gear_loader.options import at_least, device_of, integer, windows_of
 from gear_loader.prefetch import Pool, Prefetcher
 from gear_loader.priorities import PrioritySelection, needs_priorities
+from gear_loader.random import key
 from gear_loader.schema import Window
 from gear_loader.selection import Job, Selection, SnapshotSelection
 from gear_loader.selectors import SAMPLE_EPOCH, Draw, Selector, Uniform
@@ -29,6 +36,7 @@ __all__ = ["ReplayDataset"]
 _MAX_WORKERS = 1024
 _EPOCH, _BEFORE, _ROUND, _KEY, _ROUND_EPOCH, _ROUND_BEFORE, _JOINED = range(7)  # places in `_shared`
 _ANY = -1
+_LOCAL = 0x6C6F6361  # stream of random numbers
 _STATE = ("epoch", "before", "step", "past", "workers", "samples", "sampled_items")
 
 
@@ -45,7 +53,8 @@ class ReplayDataset(IterableDataset[Batch]):
     ``generation`` int64 ``[B]``: tells whether the index has been given to another trajectory since
     ============== ==================================================================================
 
-    With a selector that weighs, also ``priority_weight``; with `sample_info`, a dict ``sample_info`` of
+    Drawn over `Shards`, also ``shard``, int64 ``[B]``: whose index that is. With a selector that weighs, also
+    ``priority_weight``; with `sample_info`, a dict ``sample_info`` of
 
     ================= ===============================================================================
     ``times_sampled`` int64 ``[B]``: how often the trajectory has been drawn, this time included
@@ -67,8 +76,9 @@ class ReplayDataset(IterableDataset[Batch]):
     ranks. `batches_per_epoch` makes it the same.
 
     Args:
-        table: where from. `DataLoader` workers attach to it by name, so it needs one for them.
-        batch_size: rows of a batch.
+        table: where from: a `Table`, to which `DataLoader` workers attach by name, so that it needs one for them; or
+            `Shards`, the tables of all ranks as one.
+        batch_size: rows of a batch, on each rank.
         windows: one `Window` for all columns, or a mapping of column name to window; columns that the mapping does
             not name are not read.
         columns: with one window: the columns to read (all by default).
@@ -89,6 +99,10 @@ class ReplayDataset(IterableDataset[Batch]):
             has `max_times_sampled`; then, on a GPU, the host draws by priority.
         rate_limited: wait for the table's rate limiter, and count for it. False for validation.
         programs: programs of the gather kernel's grid on a GPU; by default one a multiprocessor.
+        scope: of `Shards`: ``"global"`` draws each batch over all shards, the same on every rank, of which each gets
+            its slice (those of a `world_size` times larger batch in one process); ``"local"`` draws from this rank's
+            shard alone, without a word to the others but at the start of an iteration, and corrects importance weights
+            for the shard's share of all priorities as it was then.
         rank, world_size: by default those of `torch.distributed` where it is initialised, else 0 of 1.
 
     On a GPU nothing waits for the host from the draw to the batch; the consumer's stream waits for the side stream
@@ -100,7 +114,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def __init__(
         self,
-        table: Table,
+        table: Table | Shards,
         *,
         batch_size: int,
         windows: Window | Mapping[str, Window],
@@ -118,10 +132,13 @@ class ReplayDataset(IterableDataset[Batch]):
         sample_info: bool = False,
         rate_limited: bool = True,
         programs: int | None = None,
+        scope: Literal["global", "local"] = "global",
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
-        self.table = table
+        self.shards = table if isinstance(table, Shards) else None
+        self.table: Table = table.table if isinstance(table, Shards) else table
+        table = self.table
         self.batch_size = at_least("batch_size", batch_size)
         self.windows = windows_of(table.schema, windows, columns)
         self.selector: Selector = Uniform() if selector is None else selector
@@ -155,6 +172,10 @@ class ReplayDataset(IterableDataset[Batch]):
                 f"rank {rank} of world_size {world_size}; expected both, with 0 <= rank < world_size."
             )
         self._shard = None if rank is None or world_size is None else (rank, world_size)
+        if scope not in ("global", "local"):
+            raise SchemaError(f"scope is {scope!r}; expected 'global' or 'local'.")
+        self.scope: Literal["global", "local"] = scope
+        self._exchange = self._meet()
         # Where iteration stands here: the epoch, the batches of it that had been delivered before DataLoader workers
         # shared out the rest (0 in the main process), and the batches that this process has delivered since.
         self._position = (0, 0, 0)
@@ -168,6 +189,28 @@ class ReplayDataset(IterableDataset[Batch]):
         self._active: Prefetcher | None = None  # that of the running iteration
         self._past, self._open = 0, 0  # batches of the iterations before this one, and of this one
 
+    # ---------------------------------------------------------------- shards
+
+    def _meet(self) -> Solo | None:
+        """What this dataset tells those of other ranks through."""
+        if self.shards is None:
+            return None
+        if self._shard is not None or self.sample_info:
+            raise SchemaError(
+                "rank, world_size or sample_info was given with Shards, which know their ranks, and do not tell "
+                "sample_info. Leave them out."
+            )
+        return self.shards.new_exchange()
+
+    @property
+    def _everywhere(self) -> bool:
+        """Whether batches are drawn over all shards."""
+        return self.shards is not None and self.scope == "global"
+
+    def _drawn_at_once(self, size: int) -> int:
+        """Rows that are drawn for a batch of `size`: those of all slices."""
+        return size * self.shards.num_slices if self.shards is not None and self._everywhere else size
+
     # ---------------------------------------------------------------- iteration
 
     def __len__(self) -> int:
@@ -176,7 +219,7 @@ class ReplayDataset(IterableDataset[Batch]):
         Raises:
             TypeError: the dataset is endless.
         """
-        count = self._epoch_batches(self._selected().view(), self._rank()[1])
+        count = self._epoch_batches(self._selected().last_look(), self._rank()[1])
         if count == math.inf:
             raise TypeError("This ReplayDataset has no length: batches_per_epoch is math.inf.")
         return int(count)
@@ -211,27 +254,35 @@ class ReplayDataset(IterableDataset[Batch]):
                 self._active = None
             prefetcher.close()
 
-    def _draws(self, epoch: int, number: int, every: int) -> Iterator[tuple[Draw, Snapshot | None]]:
+    def _draws(self, epoch: int, number: int, every: int) -> Iterator[tuple[Draw, Any]]:
         """The draws of this rank's batches `number`, number + every, ... of an epoch, and what they draw from if
         that is not what is there at the time."""
         rank, world = self._rank()
         if self.rate_limited and self.table.rules.rate_limiter is not None:
             self.table.await_samplable(self.batch_size)  # before that there may be nothing
-        view = self._selected().view()
+        view = self._selected().look()
         count = self._epoch_batches(view, world)
+        if self._exchange is not None and not self._everywhere:
+            count = meet(self._exchange, self._selected(), count, fresh=number == 0)
+        seed, size = self._draw_seed(), self._drawn_at_once(self.batch_size)
         turn, past = 0, self._past
         while number < count:
             batch = number * world + rank  # its number over all ranks
             if not self.selector.passes:
-                yield Draw(self.seed, epoch, batch, 0, self.batch_size, number=past + number), None
+                yield Draw(seed, epoch, batch, 0, size, number=past + number), None
             else:
                 if batch // self._pass_batches(view) != turn:  # one more pass, over what is there by now
-                    view = self._selected().view()
+                    view = self._selected().look()
                 turn, place = divmod(batch, self._pass_batches(view))
-                first = place * self.batch_size
-                rows = min(self.batch_size, self.selector.num_items(view) - first)
-                yield Draw(self.seed, epoch, batch, first, rows, turn, past + number), view
+                first = place * size
+                rows = min(size, self.selector.num_items(view) - first)
+                yield Draw(seed, epoch, batch, first, rows, turn, past + number), view
             number += every
+
+    def _draw_seed(self) -> int:
+        """Shards that are drawn from each for itself have different random numbers."""
+        shard = 0 if self.shards is None or self._everywhere else self.shards.place.data
+        return self.seed if shard == 0 else key(seed=self.seed, stream=_LOCAL, epoch=shard)
 
     def sample(self, batch_size: int | None = None) -> Batch:
         """One batch, for loops of one's own. Prepared when asked for; on a GPU without waiting for it.
@@ -257,17 +308,22 @@ class ReplayDataset(IterableDataset[Batch]):
                     del self._pools[self._sampler[0], False]
             self._sampler = (size, self._prefetcher(size, prefetch=0, shared=False))
         prefetcher = self._sampler[1]
+        if self._everywhere and self._active is not None:
+            raise SchemaError(
+                "sample() was called during an iteration; over Shards all ranks must draw in the same order, so end "
+                "one before the other, or make a second ReplayDataset."
+            )
         if needs_priorities(self.selector):
             self._settle()  # updates that wait for a batch being prefetched come before this one
         rank, world = self._rank()
         number = self._samples * world + rank
-        epoch, turn, first, count, view = SAMPLE_EPOCH, 0, 0, size, None
+        epoch, turn, first, count, view = SAMPLE_EPOCH, 0, 0, self._drawn_at_once(size), None
         if self.selector.passes:
-            view = self._selected().view()
+            view = self._selected().look()
             items = self.selector.num_items(view)
             turn, first = divmod(self._sampled_items, max(items, 1))
-            epoch, count = SAMPLE_EPOCH + 1 + rank, min(size, items - first)
-        draw = Draw(self.seed, epoch, number, first, count, turn, self._samples)
+            epoch, count = SAMPLE_EPOCH + 1 + rank, min(count, items - first)
+        draw = Draw(self._draw_seed(), epoch, number, first, count, turn, self._samples)
         batch = prefetcher.one(lambda buffers, item: self._fill(prefetcher, buffers, item, view), draw)
         self._samples += 1
         self._sampled_items += count
@@ -280,7 +336,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
     # ---------------------------------------------------------------- one batch
 
-    def _fill(self, prefetcher: Prefetcher, buffers: Buffers, draw: Draw, frozen: Snapshot | None) -> int:
+    def _fill(self, prefetcher: Prefetcher, buffers: Buffers, draw: Draw, frozen: Any) -> int:
         """Draw a batch and gather it into `buffers`; `frozen` are the items of an epoch that is a pass over them."""
         ticket, count = self._selected().fill(prefetcher.collector, buffers, draw, frozen)
         prefetcher.release(buffers, ticket)
@@ -299,13 +355,23 @@ class ReplayDataset(IterableDataset[Batch]):
         if self._selection is None or self._selection.job != job:
             # A state may be taken before batches that were prefetched, and one that a trainer fetched ahead.
             history = self.prefetch + self.keep + 2
-            if not needs_priorities(self.selector):
+            if self.shards is not None and self._exchange is not None and self._everywhere:
+                self._selection = GlobalSelection(
+                    job, self.shards, self._exchange, history=history, reach=self._reach(self.shards)
+                )
+            elif not needs_priorities(self.selector):
                 self._selection = SnapshotSelection(job)
+            elif self.shards is not None:
+                self._selection = LocalPrioritySelection(job, history=history)
             elif self.device.type == "cuda" and self.table.region.pin() and not self._host_draws(job):
                 self._selection = DevicePrioritySelection(job, history=history, device=self.device)
             else:
                 self._selection = PrioritySelection(job, history=history)
         return self._selection
+
+    def _reach(self, shards: Shards) -> tuple[int, int] | None:
+        """The steps that windows cover, where those who draw must know it."""
+        return reach_of(self.windows) if shards.transport == "nixl" and shards.remote else None
 
     def _host_draws(self, job: Job) -> bool:
         """Whether the host has to know, batch by batch, what was drawn or updated."""
@@ -327,6 +393,7 @@ class ReplayDataset(IterableDataset[Batch]):
         *,
         generation: torch.Tensor | Array | None = None,
         anchor: torch.Tensor | Array | None = None,
+        shard: torch.Tensor | Array | None = None,
         stale: Literal["ignore", "error"] = "ignore",
     ) -> None:
         """Give trajectories, or with ``unit="step"`` steps, new priorities, as their errors after training suggest.
@@ -341,6 +408,8 @@ class ReplayDataset(IterableDataset[Batch]):
             generation: int [n], ``batch["generation"]``: then a row whose trajectory is gone is not taken for its
                 successor in the same place.
             anchor: int [n], ``batch["anchor"]``: which steps; with ``unit="step"`` only.
+            shard: int [n], ``batch["shard"]``: whose rows they are, where batches are drawn over all `Shards`. Owners
+                learn of them with the next batch, and draw by them from the second after that on.
             stale: what to do if a trajectory is gone: ``"ignore"`` leaves the row out and counts it (`num_stale`),
                 ``"error"`` changes nothing and raises.
 
@@ -359,22 +428,32 @@ class ReplayDataset(IterableDataset[Batch]):
         if stale not in ("ignore", "error"):
             raise SchemaError(f"stale is {stale!r}; expected 'ignore' or 'error'.")
         if isinstance(index, Mapping):
-            index, generation, anchor = self._names(index, generation, anchor)
-        selection.update_priority(
-            index, priority, generation=generation, anchor=anchor, stale=stale, between=self._between
-        )
+            index, generation, anchor, shard = self._names(index, generation, anchor, shard)
+        names = {"generation": generation, "anchor": anchor}
+        if isinstance(selection, GlobalSelection):
+            selection.update_priority(
+                index, priority, **names, shard=shard, stale=stale, between=self._between
+            )
+            return
+        if shard is not None:
+            raise SchemaError(
+                "shard was received, but this dataset draws from one table; leave it out. Nothing was changed."
+            )
+        selection.update_priority(index, priority, **names, stale=stale, between=self._between)
 
-    def _names(self, batch: Batch, generation: Any, anchor: Any) -> tuple[Any, Any, Any]:
-        """index, generation and anchor of a batch's rows."""
+    def _names(self, batch: Batch, generation: Any, anchor: Any, shard: Any) -> tuple[Any, Any, Any, Any]:
+        """index, generation, anchor and shard of a batch's rows."""
         wanted = ("index", "generation") + (("anchor",) if self.selector.unit == "step" else ())
+        wanted += ("shard",) if self._everywhere else ()
         missing = [name for name in wanted if name not in batch]
-        if missing or generation is not None or anchor is not None:
+        if missing or not generation is anchor is shard is None:
             raise SchemaError(
                 f"A mapping with the keys {list(batch)} was received as index"
                 f"{f', in which {missing} is missing' if missing else ', together with generation or anchor'}; "
                 "expected a whole batch alone, or batch['index'] with generation and anchor. Nothing was changed."
             )
-        return batch["index"], batch["generation"], batch.get("anchor") if "anchor" in wanted else None
+        anchor, shard = (batch[name] if name in wanted else None for name in ("anchor", "shard"))
+        return batch["index"], batch["generation"], anchor, shard
 
     def _between(self, call: Callable[[], object]) -> None:
         active = self._active
@@ -387,6 +466,65 @@ class ReplayDataset(IterableDataset[Batch]):
         active = self._active
         if active is not None:
             active.settle()
+
+    def rebalance(
+        self,
+        *,
+        by: Literal["steps", "mass"] = "steps",
+        max_bytes: int = 64 << 20,
+        tolerance: float = 0.05,
+    ) -> dict[str, Any]:
+        """Move trajectories between the `Shards` until these are about equal. All ranks call it at the same point.
+
+        The newest trajectories of the fullest shards are copied to the emptiest, as far as there is room, and removed
+        from where they were when they are there: in a pipeline in all stages. They keep their ids, their priorities
+        and what `update_priority` has taught of them; new priorities for batches from before follow them. Trajectories
+        that share steps with others stay. Whoever is killed meanwhile leaves a trajectory in two shards at worst, and
+        the next call removes one of them. To a table's own policy, such as eviction of the oldest, those that came are
+        new. A pass without replacement that is under way draws others in place of those that moved.
+
+        Args:
+            by: what is to be equal: ``"steps"``, or ``"mass"``: what is drawn from, the sum of priorities (or how many
+                items there are, if the selector does not go by priorities).
+            max_bytes: most that is moved by this call, over all shards; call it again for more. 0 moves nothing, but
+                removes what others left.
+            tolerance: nothing moves while no shard is further from the mean than this fraction of it.
+
+        Returns:
+            "moved": how many trajectories; "steps", "bytes": of them; "before", "after": float64 [S], the shards'
+            steps or masses; "leftovers": copies that were removed because somebody had been killed. The same on every
+            rank.
+
+        Raises:
+            SchemaError: other options, or a dataset that does not draw over all Shards, or has a `subset` (which goes
+                by the order in which each table was written).
+            RankError: another rank has failed; nothing was lost.
+        """
+        if by not in ("steps", "mass"):
+            raise SchemaError(f"by is {by!r}; expected 'steps' or 'mass'.")
+        max_bytes = at_least("max_bytes", max_bytes, least=0)
+        if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 <= tolerance < 1:
+            raise SchemaError(f"tolerance is {tolerance!r}; expected a number from 0 to below 1.")
+        if not self._everywhere or self.subset is not None:
+            raise SchemaError(
+                "rebalance was called, but this dataset has a subset, or does not draw over all Shards; make one with "
+                "Shards, scope='global' and without subset."
+            )
+        selection = self._selected()
+        assert isinstance(selection, GlobalSelection)
+        answers: queue.SimpleQueue[dict[str, Any] | BaseException] = queue.SimpleQueue()
+
+        def call() -> None:
+            try:
+                answers.put(selection.rebalance(by=by, max_bytes=max_bytes, tolerance=float(tolerance)))
+            except BaseException as error:
+                answers.put(error)
+
+        self._between(call)
+        answer = answers.get()  # all that it waits for has a deadline
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
 
     def priority_quantiles(self, shares: Sequence[float]) -> list[float]:
         """Quantiles of the positive priorities that are drawn by now, estimated from a part of them if they are many.
@@ -412,9 +550,25 @@ class ReplayDataset(IterableDataset[Batch]):
         """Rows that `update_priority` has left out so far, because their trajectory was gone."""
         return self._by_priority("num_stale").num_stale
 
-    def _by_priority(self, what: str) -> PrioritySelection:
+    @property
+    def num_lost(self) -> int:
+        """Rows of `Shards` that were drawn anew so far because their node did not answer (``on_failure="redraw"``)."""
+        return sum(c.num_lost for c in self._shard_collectors())
+
+    @property
+    def num_gone(self) -> int:
+        """Rows of `Shards` that were drawn anew so far because they were evicted between their draw and their read."""
+        return sum(c.num_gone for c in self._shard_collectors())
+
+    def _shard_collectors(self) -> list[ShardCollector]:
+        collectors = [pool.collector for pool in self._pools.values()]
+        return [collector for collector in collectors if isinstance(collector, ShardCollector)]
+
+    def _by_priority(self, what: str) -> PrioritySelection | GlobalSelection:
         selection = self._selected()
-        if not isinstance(selection, PrioritySelection):
+        if not isinstance(selection, (PrioritySelection, GlobalSelection)) or not needs_priorities(
+            self.selector
+        ):
             raise SchemaError(
                 f"{what} was called, but {self.selector!r} does not go by priorities; use gear_loader.Prioritized "
                 "or gear_loader.TopK."
@@ -423,25 +577,27 @@ class ReplayDataset(IterableDataset[Batch]):
 
     # ---------------------------------------------------------------- sizes
 
-    def _pass_batches(self, view: Snapshot) -> int:
+    def _pass_batches(self, view: Any) -> int:
         """Batches of one pass over all items, on all ranks together."""
-        items = self.selector.num_items(view)
+        items, size = self.selector.num_items(view), self._drawn_at_once(self.batch_size)
         if items == 0:
             raise self._selected().job.empty()
         if self.drop_last and self.selector.passes:
-            if items < self.batch_size:
+            if items < size:
                 raise SchemaError(
-                    f"drop_last leaves no batch: {items} items are fewer than batch_size {self.batch_size}."
+                    f"drop_last leaves no batch: {items} items are fewer than a batch's {size}."
                 )
-            return items // self.batch_size
-        return -(-items // self.batch_size)
+            return items // size
+        return -(-items // size)
 
-    def _epoch_batches(self, view: Snapshot, world: int) -> float:
+    def _epoch_batches(self, view: Any, world: int) -> float:
         if self.batches_per_epoch is not None:
             return self.batches_per_epoch
         return -(-self._pass_batches(view) // world)
 
     def _rank(self) -> tuple[int, int]:
+        if self.shards is not None:  # a batch is drawn by all ranks together, or each has its own shard
+            return 0, 1
         if self._shard is not None:
             return self._shard
         if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -453,27 +609,37 @@ class ReplayDataset(IterableDataset[Batch]):
     def _prefetcher(self, size: int, *, prefetch: int, shared: bool) -> Prefetcher:
         pool = self._pools.get((size, shared))
         if pool is None:
-            collector = Collector(
-                self.table,
-                self.windows,
-                batch_size=size,
-                device=self.device,
-                programs=self.programs,
-                weighs=self.selector.weighs,
-                informs=self.sample_info,
-            )
+            collector = self._collector(size)
             pool = self._pools[size, shared] = Pool(collector, shared=shared)
         return Prefetcher(
             pool,
             prefetch=prefetch,
             keep=self.keep,
             fresh=self.copy or shared,
-            complete=needs_priorities(self.selector),
+            complete=needs_priorities(self.selector) or self._everywhere,
         )
+
+    def _collector(self, size: int) -> Collector:
+        options: dict[str, Any] = {
+            "batch_size": size,
+            "device": self.device,
+            "programs": self.programs,
+            "weighs": self.selector.weighs,
+        }
+        if self.shards is not None and self._everywhere:
+            zero_copy = self.device.type == "cuda" and self.shards.pin()
+            kind = DeviceShardCollector if zero_copy else ShardCollector
+            return kind(self.shards, self.windows, **options)
+        return Collector(self.table, self.windows, informs=self.sample_info, **options)
 
     def _check_worker(self, number: int, in_worker: bool) -> None:
         if not in_worker:
             return
+        if self.shards is not None:
+            raise SchemaError(
+                "A DataLoader worker cannot draw from Shards: it is no rank. Use num_workers=0 (batches are prefetched "
+                "in the background anyway)."
+            )
         if needs_priorities(self.selector):
             raise SchemaError(
                 f"A DataLoader worker cannot draw for {self.selector!r}: update_priority would not reach it. Use "
@@ -555,7 +721,7 @@ class ReplayDataset(IterableDataset[Batch]):
         epoch = at_least("epoch", epoch, least=0)
         self._shared[_EPOCH], self._shared[_BEFORE] = epoch, 0
         self._position, self._restart = (epoch, 0, 0), None
-        if isinstance(self._selection, PrioritySelection):
+        if isinstance(self._selection, (PrioritySelection, GlobalSelection)):
             self._selection.forget_pending()
 
     def state_dict(self) -> dict[str, Any]:
@@ -582,7 +748,10 @@ class ReplayDataset(IterableDataset[Batch]):
         }
         if info is None and needs_priorities(self.selector):
             self._settle()
-            state["priorities"] = self._by_priority("state_dict").state_dict()
+            priorities = self._by_priority("state_dict").state_dict()
+            if self._exchange is not None and not self._everywhere:
+                priorities = gathered(self._exchange, priorities)
+            state["priorities"] = priorities
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -626,7 +795,10 @@ class ReplayDataset(IterableDataset[Batch]):
                 raise SchemaError(
                     "The state holds no priorities; give what state_dict() of the main process returned."
                 )
-            self._by_priority("load_state_dict").load_state_dict(state["priorities"])
+            priorities = state["priorities"]
+            if self._exchange is not None and not self._everywhere:
+                priorities = own_part(self._exchange, priorities)
+            self._by_priority("load_state_dict").load_state_dict(priorities)
         epoch, before, step = values["epoch"], values["before"], values["step"]
         self._past, self._open = values["past"], 0
         if info is None:

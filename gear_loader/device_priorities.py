@@ -15,7 +15,7 @@ from gear_loader.errors import PriorityError, SchemaError
 from gear_loader.index import Snapshot
 from gear_loader.item_map import Leaves
 from gear_loader.kernels.sum_tree import BAD_POSITION, DISTINCT_MISSING, EMPTY_DRAWS, NOWHERE, STALE, SumTree
-from gear_loader.priorities import ANCHORS, LEAVES, PrioritySelection, draw_key
+from gear_loader.priorities import ANCHORS, LEAVES, PrioritySelection, checked_weights, draw_key
 from gear_loader.request import check_names, request
 from gear_loader.selection import Job
 from gear_loader.selectors import SAMPLE_EPOCH, Draw, Prioritized, TopK
@@ -254,7 +254,7 @@ class DevicePrioritySelection(PrioritySelection):
         given = [index, priority, generation, anchor]
         if stale == "error" or not all(part is None or self._is_here(part) for part in given):
             new = request(index, priority, generation=generation, anchor=anchor, unit=unit)
-            self._checked_weights(new.priorities)
+            checked_weights(self.job.selector, new.priorities)
             if stale == "error":
                 self._check_live(new)
             steps = new.steps if unit == "step" else None

@@ -10,9 +10,12 @@ from __future__ import annotations
 __all__ = [
     "CheckpointError",
     "GearError",
+    "HandshakeError",
     "LockTimeoutError",
+    "PeerTimeoutError",
     "PriorityError",
     "PrivateTableError",
+    "RankError",
     "RateLimitError",
     "RegionError",
     "SchemaError",
@@ -21,6 +24,7 @@ __all__ = [
     "TableClosedError",
     "TableEmptyError",
     "TableFullError",
+    "TransportError",
 ]
 
 
@@ -77,3 +81,19 @@ class CheckpointError(GearError, OSError):
 
     What was to be written did not change the checkpoint that was there before; what was to be loaded left no table.
     """
+
+
+class TransportError(GearError, ConnectionError):
+    """Another node did not give what it was asked for; the message names it, what was asked, and what to do."""
+
+
+class HandshakeError(TransportError):
+    """Another node was refused, or refuses this one: another version, schema or secret. Both sides are named."""
+
+
+class PeerTimeoutError(TransportError, TimeoutError):
+    """Another node was waited for until the deadline."""
+
+
+class RankError(GearError, RuntimeError):
+    """Another rank has failed, or was waited for until the deadline; the message names it."""

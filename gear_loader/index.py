@@ -16,8 +16,10 @@ import numpy as np
 from gear_loader.errors import (
     GearError,
     LockTimeoutError,
+    SchemaError,
     StaleIndexError,
 )
+from gear_loader.ids import check_origin_free, check_unused, first_free, following, origin_of
 from gear_loader.index_ops import (
     DONE,
     EVICT_LOWEST,
@@ -28,6 +30,7 @@ from gear_loader.index_ops import (
     NUM_READY,
     NUM_SAMPLED,
     NUM_TOUCHED,
+    ORIGIN,
     PID,
     READING,
     READY,
@@ -80,18 +83,22 @@ class Index(Room):
 
     # ---------------------------------------------------------------- writing
 
-    def begin(self, lengths: Array, *, evict: int = REFUSE, wait: bool = False) -> tuple[Array, Array]:
+    def begin(
+        self, lengths: Array, *, evict: int = REFUSE, wait: bool = False, ids: Array | None = None
+    ) -> tuple[Array, Array]:
         """Take slots and blocks for trajectories of these lengths; they stay invisible until `commit`.
 
         Args:
             lengths: int64 [n].
             evict: what to retire to make room: REFUSE, EVICT_OLDEST or EVICT_LOWEST.
             wait: for somebody else to make room.
+            ids: int64 [n], the global ids that they bring with them, each once; -1 for those that bring none.
 
         Returns:
             The slots, int64 [n], and the blocks of all of them, one trajectory after another, int32 [blocks].
 
         Raises:
+            SchemaError: a trajectory that is here already has one of `ids`. Nothing was changed.
             TableFullError: no room, and neither `evict` nor `wait`, or waited for in vain; or there can never be so
                 much. Nothing was changed.
             LockTimeoutError: readers, or with `evict` unfinished writes, kept the room busy until the deadline.
@@ -99,15 +106,52 @@ class Index(Room):
         """
         lengths = np.ascontiguousarray(lengths, dtype=np.int64)
         blocks = int(self.blocks_of(lengths).sum())
-        slots, ids = np.empty(len(lengths), dtype=np.int64), np.empty(blocks, dtype=np.int32)
+        slots, taken = np.empty(len(lengths), dtype=np.int64), np.empty(blocks, dtype=np.int32)
+
+        def attempt() -> int:
+            if ids is not None:
+                self._check_unused(ids)
+            answer: int = self._ops.begin(self._where, lengths, int(evict), *self._here(), slots, taken)
+            if ids is not None and answer == DONE:
+                above = following(ids, origin_of(self._view) or 0)
+                self._ops.raise_numbering(self._where, above)
+                self.ident[slots] = ids
+            return answer
+
         if len(lengths):
-            self._obtain(
-                (len(lengths), blocks, int(lengths.sum())),
-                lambda: self._ops.begin(self._where, lengths, int(evict), *self._here(), slots, ids),
-                evict=evict,
-                wait=wait,
+            self._obtain((len(lengths), blocks, int(lengths.sum())), attempt, evict=evict, wait=wait)
+        return slots, taken
+
+    def _check_unused(self, ids: Array) -> None:
+        given = ids[ids >= 0]
+        writing = check_unused(self._view, given)
+        if len(writing):
+            self._reclaim_writers(every=0.0)  # perhaps they are only what a dead process left
+            writing = check_unused(self._view, given)
+        if len(writing):
+            raise SchemaError(
+                f"The id {int(self.ident[writing[0]])} is that of a trajectory that is being stored by process "
+                f"{int(self.owner[writing[0], PID])}; expected one that is not. Store each trajectory once."
             )
-        return slots, ids
+
+    def set_origin(self, shard: int) -> None:
+        """Become shard `shard`, for good.
+
+        Raises:
+            SchemaError: it is another one already, or an id would be that of two trajectories. Nothing was changed.
+        """
+        with self._locked():
+            known = origin_of(self._view)
+            if known is not None:
+                if known != shard:
+                    raise SchemaError(
+                        f"The table is shard {known} and was to become shard {shard}; its number is set once, "
+                        f"because ids hold it. Use {known}, or create another table for shard {shard}."
+                    )
+                return
+            check_origin_free(self._view, shard)
+            self._ops.raise_numbering(self._where, first_free(self._view, shard))
+            self.counters[ORIGIN] = 1 + shard
 
     def store(
         self,
@@ -185,6 +229,8 @@ class Index(Room):
         *,
         ages: Array,
         times_sampled: Array,
+        ids: Array,
+        origin: int | None,
         next_sequence: int,
         num_inserted: int,
         num_sampled: int,
@@ -195,7 +241,8 @@ class Index(Room):
             slots: int64 [n] from `begin`. priorities: float32 [n].
             sequences: int64 [n], ascending, none below the table's next one.
             ages: int64 [n], nanoseconds, descending. times_sampled: int64 [n].
-            next_sequence, num_inserted, num_sampled: of the table as a whole.
+            ids: int64 [n], what they were stored with, -1 for none.
+            origin, next_sequence, num_inserted, num_sampled: of the table as a whole.
 
         Returns:
             False, having done nothing, if somebody has added to the table already.
@@ -208,7 +255,9 @@ class Index(Room):
             counters[NEXT_SEQUENCE] = next_sequence
             counters[FIRST_SEQUENCE] = next_sequence - num_inserted
             counters[NUM_SAMPLED] = num_sampled
+            counters[ORIGIN] = 0 if origin is None else 1 + origin
             if len(slots):
+                self.ident[slots] = ids
                 created = time.monotonic_ns() - ages
                 self._ops.commit_as(self._where, slots, sequences, priorities, created, times_sampled)
             return True

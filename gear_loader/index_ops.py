@@ -10,6 +10,8 @@ The slots are the truth (see `gear_loader.slots`). What makes a change of severa
     COMMITTING    1 + the first sequence number of the slots that are becoming READY
     REMOVING      the slots whose owner is `MARKED` are being retired
     DRAWING       1 + the slot that is being counted as drawn; what its count and the count of all become then
+    LEAVING       1 + the slot that is being retired; where that is counted, and what the count becomes then
+    RAISING       what `NEXT_SEQUENCE` is being raised to; what `FIRST_SEQUENCE` becomes then
 """
 
 from __future__ import annotations
@@ -66,7 +68,13 @@ assert UNSET == -1  # what is compiled in, and kept on disk
     NUM_SAMPLED,  # rows ever drawn
     INSERT_WAIT,  # nanoseconds that writers have waited, for room or for the rate limiter
     SAMPLE_WAIT,  # nanoseconds that readers have waited for the rate limiter
-) = range(37)
+    ORIGIN,  # 1 + the table's shard number, 0 if it has none
+    RAISING,
+    RAISING_FIRST,
+    LEAVING,
+    LEAVING_COUNT,
+    LEAVING_TOTAL,
+) = range(43)
 BELL = 56  # 8 bytes of `gear_loader.lock`
 PID, START, READING = range(3)  # columns of `readers`
 LIVE, ALL = range(2)  # columns of `uses`
@@ -101,6 +109,7 @@ class View(NamedTuple):
     free_blocks: Any
     uses: Any
     lowest: Any
+    ident: Any
     block_steps: int
     max_steps: int
     num_slots: int
@@ -249,6 +258,24 @@ def commit_as(v: Any, slots: Any, sequences: Any, priorities: Any, created: Any,
 
 
 @register_jitable  # type: ignore[untyped-decorator]
+def raise_numbering(v: Any, following: Any) -> None:
+    """The next trajectory gets this number or a higher one; as many count as added as before."""
+    counters = v.counters
+    if following <= counters[NEXT_SEQUENCE]:
+        return
+    begin_change(v)
+    counters[RAISING_FIRST] = counters[FIRST_SEQUENCE] + following - counters[NEXT_SEQUENCE]
+    fence()
+    counters[RAISING] = following
+    fence()
+    counters[FIRST_SEQUENCE] = counters[RAISING_FIRST]
+    counters[NEXT_SEQUENCE] = following
+    fence()
+    counters[RAISING] = 0
+    end_change(v)
+
+
+@register_jitable  # type: ignore[untyped-decorator]
 def unlink(v: Any, slot: Any) -> None:
     """Take a slot out of the order of age."""
     counters = v.counters
@@ -264,13 +291,25 @@ def unlink(v: Any, slot: Any) -> None:
 
 
 @register_jitable  # type: ignore[untyped-decorator]
-def retire(v: Any, slot: Any) -> None:
-    """Nobody finds a trajectory from now on; who has found it may go on reading."""
+def retire(v: Any, slot: Any, count: Any) -> None:
+    """Nobody finds a trajectory from now on; who has found it may go on reading.
+
+    Args:
+        count: the place in `counters` of those that went for the same reason.
+    """
     counters = v.counters
     unlink(v, slot)
     v.epoch[slot] = counters[EPOCH]
+    counters[LEAVING_COUNT] = count
+    counters[LEAVING_TOTAL] = counters[count] + 1
+    fence()
+    counters[LEAVING] = slot + 1
     fence()
     v.state[slot] = RETIRED
+    fence()
+    counters[count] += 1
+    fence()
+    counters[LEAVING] = 0
     v.retired[(counters[RETIRED_FIRST] + counters[NUM_RETIRED]) % v.num_slots] = slot
     touch(v, slot)
     counters[EPOCH] += 1
@@ -371,9 +410,8 @@ def remove(v: Any, slots: Any) -> None:
     v.counters[REMOVING] = 1
     fence()
     for i in range(len(slots)):
-        retire(v, slots[i])
+        retire(v, slots[i], NUM_REMOVED)
         v.owner[slots[i], PID] = 0
-        v.counters[NUM_REMOVED] += 1
     fence()
     v.counters[REMOVING] = 0
     end_change(v)
@@ -388,8 +426,7 @@ def expire(v: Any, before: Any) -> None:
         return
     begin_change(v)
     while counters[OLDEST] > 0 and v.created[counters[OLDEST] - 1] < before:
-        retire(v, counters[OLDEST] - 1)
-        counters[NUM_EXPIRED] += 1
+        retire(v, counters[OLDEST] - 1, NUM_EXPIRED)
     end_change(v)
 
 
@@ -455,8 +492,7 @@ def make_room(v: Any, slots: Any, blocks: Any, steps: Any, evict: Any) -> Any:
             return BUSY
         begin_change(v)
         while missing(v, slots, blocks, steps) and counters[NUM_READY] > 0:
-            retire(v, lowest(v) if evict == EVICT_LOWEST else counters[OLDEST] - 1)
-            counters[NUM_EVICTED] += 1
+            retire(v, lowest(v) if evict == EVICT_LOWEST else counters[OLDEST] - 1, NUM_EVICTED)
         end_change(v)
     reclaim(v)
     if counters[NUM_FREE_SLOTS] < slots or counters[NUM_FREE_BLOCKS] < blocks:
@@ -476,6 +512,7 @@ def take_slot(v: Any, length: Any, start: Any, pid: Any, process_start: Any, str
     v.extent[slot, 1] = start
     v.generation[slot] += 1
     v.sequence[slot] = -1
+    v.ident[slot] = -1
     v.owner[slot, PID] = pid
     v.owner[slot, START] = process_start
     v.stream[slot] = stream
@@ -706,8 +743,7 @@ def count_samples(v: Any, slots: Any, generations: Any, limit: Any, total: Any, 
         for i in range(len(slots)):
             slot = slots[i]
             if times[i] == limit:
-                retire(v, slot)
-                counters[NUM_EXPIRED] += 1
+                retire(v, slot, NUM_EXPIRED)
     if limit > 0 or total:
         end_change(v)
     return counted
@@ -743,7 +779,7 @@ def walk(v: Any, newest: Any, slots: Any) -> None:
 # ---------------------------------------------------------------- both ways to call them
 
 _OPERATIONS = (
-    *(commit, commit_as, abort, reclaim, remove, expire, begin, grow, finish, roll),
+    *(commit, commit_as, raise_numbering, abort, reclaim, remove, expire, begin, grow, finish, roll),
     *(begin_read, count_samples, set_priorities, walk),
 )
 PLAIN = types_module.SimpleNamespace(**{operation.__name__: operation for operation in _OPERATIONS})
@@ -765,10 +801,10 @@ if AVAILABLE:
 
     @register_jitable  # type: ignore[untyped-decorator]
     def _view(p: Any) -> Any:
-        slots, blocks = p[22], p[23]
+        slots, blocks = p[23], p[24]
         return View(
             carray(pointer(p[0]), (64,), np.int64),
-            carray(pointer(p[1]), (p[26], 4), np.int64),
+            carray(pointer(p[1]), (p[27], 4), np.int64),
             carray(pointer(p[2]), (slots, 2), np.int64),
             carray(pointer(p[3]), (slots,), np.int64),
             carray(pointer(p[4]), (slots,), np.int64),
@@ -780,19 +816,20 @@ if AVAILABLE:
             carray(pointer(p[10]), (slots,), np.int32),
             carray(pointer(p[11]), (slots,), np.int32),
             carray(pointer(p[12]), (slots, 2), np.int32),
-            carray(pointer(p[13]), (p[27],), np.int32),
+            carray(pointer(p[13]), (p[28],), np.int32),
             carray(pointer(p[14]), (slots,), np.int32),
             carray(pointer(p[15]), (slots,), np.int32),
             carray(pointer(p[16]), (slots,), np.int32),
             carray(pointer(p[17]), (blocks,), np.int32),
             carray(pointer(p[18]), (blocks, 2), np.int32),
-            carray(pointer(p[19]), (p[28],), np.float32),
-            p[20],
+            carray(pointer(p[19]), (p[29],), np.float32),
+            carray(pointer(p[20]), (slots,), np.int64),
             p[21],
+            p[22],
             slots,
             blocks,
-            p[24],
             p[25],
+            p[26],
         )
 
     @compiled
@@ -802,6 +839,10 @@ if AVAILABLE:
     @compiled
     def _commit_as(p, slots, sequences, priorities, created, times):  # type: ignore[no-untyped-def]
         commit_as(_view(p), slots, sequences, priorities, created, times)
+
+    @compiled
+    def _raise_numbering(p, following):  # type: ignore[no-untyped-def]
+        raise_numbering(_view(p), following)
 
     @compiled
     def _abort(p, slots):  # type: ignore[no-untyped-def]

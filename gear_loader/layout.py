@@ -7,6 +7,7 @@
                     extent     int64 [T, 2]               slot -> length in steps, first entry in block_ids
                     generation int64 [T]                  how often the slot has been given out
                     sequence   int64 [T]                  number of the trajectory in order of commitment
+                    ident      int64 [T]                  global id that it was stored with, -1 for none
                     epoch      int64 [T]                  when the slot was retired
                     owner      int64 [T, 2]               pid and start time of the slot's writer
                     stream     int32 [T]                  which stream of steps it was cut from, 0 for none
@@ -53,7 +54,7 @@ __all__ = ["FORMAT_VERSION", "HEADER_LIMIT", "LINE", "MAX_READERS", "ColumnLayou
 LINE = 128
 """Bytes of one line: the unit in which a GPU reads host memory, and the alignment of everything."""
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 HEADER_LIMIT = 1 << 20
 """Most bytes of preamble and JSON."""
 MAX_READERS = 256
@@ -114,6 +115,7 @@ class Layout:
             ("extent", np.int64, (slots, 2)),
             ("generation", np.int64, (slots,)),
             ("sequence", np.int64, (slots,)),
+            ("ident", np.int64, (slots,)),
             ("epoch", np.int64, (slots,)),
             ("owner", np.int64, (slots, 2)),
             ("stream", np.int32, (slots,)),

@@ -10,7 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -100,7 +100,7 @@ class Prefetcher:
         if self._prefetch == 0:
             for item in items:
                 yield self.one(fill, item)
-        elif self._releaser is not None:
+        elif self._releaser is not None and not self.collector.waits:
             yield from self._ahead_on_stream(fill, items)
         else:
             yield from self._ahead_in_thread(fill, items)
@@ -264,10 +264,10 @@ class Prefetcher:
 
     # ---------------------------------------------------------------- tickets and the end
 
-    def release(self, buffers: Buffers, ticket: int) -> None:
+    def release(self, buffers: Buffers, ticket: Any) -> None:
         """The gather that reads under `ticket` has been done, or queued on a GPU: give the ticket back after it."""
         if self._releaser is None or buffers.gpu is None:
-            self.collector.table.end_read(ticket)
+            self.collector.end_read(ticket)
         else:
             self._releaser.put(buffers.gpu.filled, ticket)
 
@@ -291,12 +291,12 @@ class _Releaser:
     """Gives tickets back when the GPU has finished reading, however long the consumer sleeps meanwhile."""
 
     def __init__(self, collector: Collector) -> None:
-        self._table = collector.table
-        self._queue: queue.SimpleQueue[tuple[torch.cuda.Event, int] | None] = queue.SimpleQueue()
+        self._collector = collector
+        self._queue: queue.SimpleQueue[tuple[torch.cuda.Event, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="gear-loader-release", daemon=True)
         self._thread.start()
 
-    def put(self, event: torch.cuda.Event, ticket: int) -> None:
+    def put(self, event: torch.cuda.Event, ticket: Any) -> None:
         self._queue.put((event, ticket))
 
     def stop(self) -> None:
@@ -311,7 +311,7 @@ class _Releaser:
             event, ticket = entry
             with contextlib.suppress(RuntimeError):  # a broken CUDA context reads nothing any more
                 event.synchronize()
-            self._table.end_read(ticket)
+            self._collector.end_read(ticket)
 
 
 def _record(batch: Batch, stream: torch.cuda.Stream) -> None:

@@ -24,7 +24,16 @@ from gear_loader.selection import REDRAWN, Job, Selection
 from gear_loader.selectors import SAMPLE_EPOCH, Draw, Prioritized, Selector, TopK, anchors
 from gear_loader.slots import READY, UNSET, Array, ranges
 
-__all__ = ["ANCHORS", "LEAVES", "PrioritySelection", "Rows", "draw_key", "needs_priorities"]
+__all__ = [
+    "ANCHORS",
+    "LEAVES",
+    "PrioritySelection",
+    "Rows",
+    "checked_weights",
+    "draw_key",
+    "exponent",
+    "needs_priorities",
+]
 
 LEAVES, ANCHORS = 3, 4  # streams of random numbers, beside those of `gear_loader.selectors`
 assert native_tree.READY == READY
@@ -195,11 +204,7 @@ class PrioritySelection(Selection):
         return leaves
 
     def _exponent(self) -> tuple[float, float]:
-        """alpha and eps, as float32 holds them: that is how kernels get them."""
-        selector = self.job.selector
-        if not isinstance(selector, Prioritized):
-            return 1.0, 0.0
-        return float(np.float32(selector.alpha)), float(np.float32(selector.eps))
+        return exponent(self.job.selector)
 
     def _draw(self, draw: Draw, streams: tuple[int, int] = (LEAVES, ANCHORS)) -> Rows:
         selector, table = self.job.selector, self.job.table
@@ -291,7 +296,7 @@ class PrioritySelection(Selection):
     ) -> None:
         """See `ReplayDataset.update_priority`; `between` calls a function between two batches."""
         new = request(index, priority, generation=generation, anchor=anchor, unit=self.job.selector.unit)
-        weighed = self._checked_weights(new.priorities)
+        weighed = checked_weights(self.job.selector, new.priorities)
         if stale == "error":
             self._check_live(new)
         between(lambda: self._update(new, weighed))
@@ -357,22 +362,6 @@ class PrioritySelection(Selection):
             known &= self.job.chosen(sequence[slots])
         items = self._map.items(slots, request.steps, *table.index_arrays())
         return np.where(known, items, -1)
-
-    def _checked_weights(self, priorities: Array) -> Array:
-        """What priorities (float32 [n]) weigh, as float32.
-
-        Raises:
-            PriorityError: one weighs more than float32 holds.
-        """
-        weighed = self._weigh(priorities)
-        bad = np.flatnonzero(weighed > _LARGEST)
-        if len(bad):
-            raise PriorityError(
-                f"priority[{bad[0]}] is {priorities[bad[0]]}, which {self.job.selector!r} raises beyond float32's "
-                "range; expected a smaller one, or use a smaller alpha. Nothing was changed."
-            )
-        narrow: Array = weighed.astype(np.float32)
-        return narrow
 
     def quantiles(self, shares: Array) -> Array:
         """Quantiles of the priorities that are positive, float64 [n]; of a sample of them if they are many."""
@@ -488,6 +477,30 @@ class PrioritySelection(Selection):
         if not found.all() or (rows.steps >= view.lengths[places]).any() or len(places) != draw.count:
             return None
         return dataclasses.replace(rows, slots=view.slots[places], generations=view.generations[places])
+
+
+def exponent(selector: Selector) -> tuple[float, float]:
+    """alpha and eps, as float32 holds them: that is how kernels get them."""
+    if not isinstance(selector, Prioritized):
+        return 1.0, 0.0
+    return float(np.float32(selector.alpha)), float(np.float32(selector.eps))
+
+
+def checked_weights(selector: Selector, priorities: Array) -> Array:
+    """What priorities (float32 [n]) weigh, as float32.
+
+    Raises:
+        PriorityError: one weighs more than float32 holds.
+    """
+    weighed = weigh(priorities, *exponent(selector))
+    bad = np.flatnonzero(weighed > _LARGEST)
+    if len(bad):
+        raise PriorityError(
+            f"priority[{bad[0]}] is {priorities[bad[0]]}, which {selector!r} raises beyond float32's "
+            "range; expected a smaller one, or use a smaller alpha. Nothing was changed."
+        )
+    narrow: Array = weighed.astype(np.float32)
+    return narrow
 
 
 def draw_key(draw: Draw, stream: int) -> int:

@@ -108,6 +108,23 @@ class HostTree:
         Raises:
             PriorityError: no leaf is positive, or with `distinct` fewer than `count` are.
         """
+        items, leaves, found = self._drawn(count, key, step, distinct)
+        if found < count:
+            raise PriorityError(
+                f"{count} items were to be drawn, but only {found} have a positive priority. Draw fewer, draw with "
+                "replacement, or set priorities (Prioritized(eps=...) keeps them all positive)."
+                if found
+                else "Every priority is zero: there is nothing to draw. Set some with update_priority, add "
+                "trajectories with a positive priority, or use Prioritized(eps=...), which keeps them all positive."
+            )
+        return items, leaves
+
+    def draw_some(self, count: int, *, key: int, step: int) -> tuple[Array, Array]:
+        """`draw` with `distinct`, but of all items that there are, if they are fewer; in the order of drawing."""
+        items, leaves, found = self._drawn(count, key, step, distinct=True)
+        return items[:found], leaves[:found]
+
+    def _drawn(self, count: int, key: int, step: int, distinct: bool) -> tuple[Array, Array, int]:
         items, leaves = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.float32)
         if self._twin is not None:
             found = self._draw_twin(self._twin, items, leaves, key, step, distinct)
@@ -118,15 +135,7 @@ class HostTree:
             else:
                 drawn = native_tree.draw(self.leaves, self._sums, self._offsets, *rest)
                 found = count if drawn else 0
-        if found < count:
-            raise PriorityError(
-                f"{count} items were to be drawn, but only {found} have a positive priority. Draw fewer, draw with "
-                "replacement, or set priorities (Prioritized(eps=...) keeps them all positive)."
-                if found
-                else "Every priority is zero: there is nothing to draw. Set some with update_priority, add "
-                "trajectories with a positive priority, or use Prioritized(eps=...), which keeps them all positive."
-            )
-        return items, leaves
+        return items, leaves, int(found)
 
     def _room(self, count: int) -> tuple[Array, ...]:
         # Kept: fresh memory of this size costs as much as the draw.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -91,16 +91,22 @@ class Selection:
             self._seen = (snapshot, snapshot.take(self.job.chosen(snapshot.sequences)))
         return self._seen[1]
 
-    def fill(
-        self, collector: Collector, buffers: Buffers, draw: Draw, frozen: Snapshot | None
-    ) -> tuple[int, int]:
+    def look(self) -> Any:
+        """What there is now, for an epoch to begin with: it has a length, and `num_steps`."""
+        return self.view()
+
+    def last_look(self) -> Any:
+        """`look`, for whoever only wants to know how much there is."""
+        return self.view()
+
+    def fill(self, collector: Collector, buffers: Buffers, draw: Draw, frozen: Any) -> tuple[Any, int]:
         """Draw a batch and gather it.
 
         Args:
-            frozen: what to draw from, if not from what is there.
+            frozen: what to draw from, if not from what is there: what `look` returned.
 
         Returns:
-            The ticket under which the table is read, which the caller gives back when the gather is done; the rows.
+            The ticket under which is read, for `Collector.end_read` when the gather is done; the rows.
         """
         raise NotImplementedError
 

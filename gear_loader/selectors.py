@@ -100,10 +100,11 @@ class SnapshotSelector(Selector):
 
     def select(self, snapshot: Snapshot, draw: Draw) -> tuple[Array, Array | None]:
         """Positions in the snapshot, int64 [count], and the steps chosen within them if the unit is a step."""
-        items = self._items(self.num_items(snapshot), draw)
+        items = self.items(self.num_items(snapshot), draw)
         return (items, None) if self.unit == "trajectory" else snapshot.locate(items)
 
-    def _items(self, size: int, draw: Draw) -> Array:
+    def items(self, size: int, draw: Draw) -> Array:
+        """The numbers, out of 0 to size - 1, of the items that a draw takes, int64 [count]."""
         raise NotImplementedError
 
 
@@ -121,7 +122,8 @@ class Uniform(SnapshotSelector):
         SchemaError: another value.
     """
 
-    def _items(self, size: int, draw: Draw) -> Array:
+    def items(self, size: int, draw: Draw) -> Array:
+        """See `SnapshotSelector.items`."""
         if self.replacement:
             return draw.integers(_ITEMS, size)
         places = np.arange(draw.first, draw.first + draw.count)
@@ -142,7 +144,8 @@ class Fifo(SnapshotSelector):
 
     newest = False
 
-    def _items(self, size: int, draw: Draw) -> Array:
+    def items(self, size: int, draw: Draw) -> Array:
+        """See `SnapshotSelector.items`."""
         items = np.arange(draw.first, draw.first + draw.count) % size
         return size - 1 - items if self.newest else items
 

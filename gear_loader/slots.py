@@ -1,6 +1,6 @@
 """The slots of a table's index, and everything that follows from them.
 
-The slots are the truth: state, extent (length and place in `block_ids`), generation, sequence, epoch, owner,
+The slots are the truth: state, extent (length and place in `block_ids`), generation, sequence, id, epoch, owner,
 priority, and when and how often they were added and drawn. Everything else (free lists, links, ring, counts, uses of
 blocks) is derived from them. A mutation marks the index dirty while it works; whoever takes the lock and finds it
 dirty, because a process was killed in the middle, derives it all anew. That is why a slot's state is always written
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from gear_loader import index_ops
+from gear_loader.ids import first_free, ids_of, origin_of
 from gear_loader.index_ops import (
     ALL,
     COMMITTING,
@@ -32,11 +33,15 @@ from gear_loader.index_ops import (
     DRAWING_TIMES,
     DRAWING_TOTAL,
     EPOCH,
+    FIRST_SEQUENCE,
     FLIP_EPOCH,
     FREE,
     HALF,
     HEAD,
     INITIALIZED,
+    LEAVING,
+    LEAVING_COUNT,
+    LEAVING_TOTAL,
     LIVE,
     MARKED,
     MOVING,
@@ -54,6 +59,8 @@ from gear_loader.index_ops import (
     NUM_WRITING,
     OLDEST,
     PID,
+    RAISING,
+    RAISING_FIRST,
     READING,
     READY,
     REMOVING,
@@ -97,6 +104,7 @@ class Slots:
         self.extent: Array = region.array("extent")
         self.generation: Array = region.array("generation")
         self.sequence: Array = region.array("sequence")
+        self.ident: Array = region.array("ident")
         self.epoch: Array = region.array("epoch")
         self.owner: Array = region.array("owner")
         self.stream: Array = region.array("stream")
@@ -280,10 +288,18 @@ class Slots:
             self.state[done] = READY
             counters[COMMITTING] = 0
         self.sequence[np.flatnonzero(self.state == WRITING)] = -1
+        if counters[RAISING]:
+            counters[FIRST_SEQUENCE] = counters[RAISING_FIRST]
+            counters[NEXT_SEQUENCE] = counters[RAISING]
+            counters[RAISING] = 0
         if counters[DRAWING]:
             if self.sampled[counters[DRAWING] - 1] == counters[DRAWING_TIMES]:
                 counters[NUM_SAMPLED] = counters[DRAWING_TOTAL]
             counters[DRAWING] = 0
+        if counters[LEAVING]:
+            if self.state[counters[LEAVING] - 1] == RETIRED:
+                counters[counters[LEAVING_COUNT]] = counters[LEAVING_TOTAL]
+            counters[LEAVING] = 0
         marked = np.flatnonzero(self.owner[:, PID] == MARKED)
         leaving = marked[self.state[marked] == READY] if counters[REMOVING] else marked[:0]
         counters[NUM_REMOVED] += len(leaving)
@@ -363,6 +379,8 @@ class Slots:
         assert not counters[COMMITTING], "a commit was left half done"
         assert not counters[REMOVING], "a removal was left half done"
         assert not counters[DRAWING], "a draw was left half counted"
+        assert not counters[LEAVING], "a trajectory was left half retired"
+        assert not counters[RAISING], "the numbering was left half raised"
         assert (self.readers[:, READING] <= counters[EPOCH]).all(), "a reader announced an epoch to come"
 
     def _check_sharing(self, blocks: Array, streams: Array) -> None:
@@ -389,6 +407,12 @@ class Slots:
         sequences = self.sequence[ready]
         assert len(np.unique(sequences)) == len(order), "a sequence number is used twice"
         assert counters[NEXT_SEQUENCE] > sequences.max(initial=-1), "a sequence number comes again"
+        ids = ids_of(self._view, ready)
+        assert (self.ident[ready] >= -1).all(), "an id is negative"
+        assert len(np.unique(ids)) == len(ids), "an id is used twice"
+        assert counters[NEXT_SEQUENCE] >= first_free(self._view, origin_of(self._view) or 0), (
+            "an id comes again"
+        )
         priorities = self.priority[ready]
         given = priorities[priorities != UNSET]
         assert (np.isfinite(given) & (given >= 0)).all(), "a priority is negative or not finite"

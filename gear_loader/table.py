@@ -20,6 +20,7 @@ from gear_loader.errors import (
     StaleIndexError,
     TableClosedError,
 )
+from gear_loader.ids import check_ids, check_origin, ids_of, origin_of
 from gear_loader.index import EVICT_LOWEST, EVICT_OLDEST, REFUSE, Changes, Index, Snapshot
 from gear_loader.index_ops import (
     NEXT_SEQUENCE,
@@ -218,20 +219,22 @@ class Table:
     def save(self, path: str | os.PathLike[str], *, progress: bool = False) -> None:
         """Save all trajectories into a directory that any tool can read; others may go on writing and sampling.
 
-        What is saved is what the table held at one moment during the call: the trajectories with their priorities, how
-        often each has been drawn and how old it is, the rules that were given to `create`, and the counts by which a
-        rate limiter goes. What a writer has not committed is not in it. The directory holds one checkpoint: saving
-        again writes the trajectories that are new (and those of old files of which less than half is in use), and
-        replaces the index. Trajectories that share blocks are written whole, each for itself. The previous checkpoint
-        counts until the new one is complete and on the disk, whatever happens in between. A checkpoint of the same
-        schema but of another table is replaced as a whole; a table that was loaded from the directory goes on with it.
+        What is saved is what the table held at one moment during the call: the trajectories with their ids and
+        priorities, how often each has been drawn and how old it is, the rules that were given to `create`, and the
+        counts by which a rate limiter goes. What a writer has not committed is not in it. The directory holds one
+        checkpoint: saving again writes the trajectories that are new (and those of old files of which less than half
+        is in use), and replaces the index. Trajectories that share blocks are written whole, each for itself. The
+        previous checkpoint counts until the new one is complete and on the disk, whatever happens in between. A
+        checkpoint of the same schema but of another table is replaced as a whole; a table that was loaded from the
+        directory goes on with it.
 
         Writers of a full table wait for the last part of the save, 128 MiB or less unless they are as fast as the
         disk.
 
         The columns are ``.npy`` files of whole trajectories one after another, the index is a safetensors file with
-        the sequence numbers, lengths, priorities, times sampled, ages and places, and ``manifest.json`` has the rules
-        and counts, and names every file with its size and checksum (XXH128). `gear_loader.checkpoint` describes them.
+        the sequence numbers, lengths, priorities, times sampled, ages, ids and places, and ``manifest.json`` has the
+        rules and counts, and names every file with its size and checksum (XXH128). `gear_loader.checkpoint` describes
+        them.
 
         Args:
             path: a directory with a checkpoint, an empty one, or one that is made here.
@@ -259,11 +262,11 @@ class Table:
     ) -> Table:
         """Create a table that goes on where the one that was saved stood.
 
-        It has the trajectories in their order, with sequence numbers, priorities, times sampled and ages; the rules;
-        and the counts of the rate limiter, which lets as many rows be sampled and as many trajectories be added as it
-        did then. Time between the save and the end of this call makes nothing older. Indices and generations may
-        differ, and trajectories share no blocks until writers cut new ones. Every byte that is used is checked while
-        it is read.
+        It has the trajectories in their order, with ids, sequence numbers, priorities, times sampled and ages; the
+        shard number; the rules; and the counts of the rate limiter, which lets as many rows be sampled and as many
+        trajectories be added as it did then. Time between the save and the end of this call makes nothing older.
+        Indices and generations may differ, and trajectories share no blocks until writers cut new ones. Every byte
+        that is used is checked while it is read.
 
         Args:
             path: the directory that `save` wrote.
@@ -399,6 +402,37 @@ class Table:
         priorities = _check_priorities(priority, len(steps.lengths))
         return self._store(index, steps, priorities) if len(steps.lengths) else np.empty(0, dtype=np.int64)
 
+    def extend_as(
+        self,
+        trajectories: Iterable[Trajectory] | Trajectory,
+        *,
+        ids: Sequence[int] | Array | torch.Tensor,
+        priority: float | Sequence[float] | Array | torch.Tensor | None = None,
+        lengths: Sequence[int] | Array | torch.Tensor | None = None,
+    ) -> Array:
+        """As `extend`, of trajectories that bring global ids with them: moved from another table, or copies.
+
+        The table's own numbering goes on above the ids of its own origin.
+
+        Args:
+            trajectories, priority, lengths: as for `extend`.
+            ids: int64 [n], from 0 to 2**62 - 1, or -1 where the table gives an id.
+
+        Returns:
+            Their indices, int64 [n].
+
+        Raises:
+            SchemaError: an id that is none, that is given twice, or that a trajectory of the table has already.
+            As `extend`. Nothing was changed.
+        """
+        index = self._live()
+        steps = self._stacked(trajectories, lengths) if lengths is not None else self._listed(trajectories)
+        priorities = _check_priorities(priority, len(steps.lengths))
+        given = check_ids(ids, len(steps.lengths))
+        if not len(given):
+            return np.empty(0, dtype=np.int64)
+        return self._store(index, steps, priorities, given if (given >= 0).any() else None)
+
     def _listed(self, trajectories: Any) -> Steps:
         if isinstance(trajectories, Mapping):
             raise SchemaError(
@@ -483,24 +517,25 @@ class Table:
         places = [array.ctypes.data for array in arrays.values()]
         return padded, places, [padded * array.shape[1] for array in arrays.values()], arrays
 
-    def _store(self, index: Index, steps: Steps, priorities: Array) -> Array:
+    def _store(self, index: Index, steps: Steps, priorities: Array, given: Array | None = None) -> Array:
         self._check_lengths(steps.lengths)
         limiter = self.rules.rate_limiter
         if limiter is not None:
             limiter.check_insert(len(steps.lengths))
         evict, wait = self.policy
-        stored = index.store(
-            self.column_addresses(),
-            steps.lengths,
-            steps.addresses,
-            priorities,
-            evict=evict,
-            wait=wait,
-            step_bytes=self._step_bytes,
-        )
-        if stored is not None:
-            return stored
-        slots, ids = index.begin(steps.lengths, evict=evict, wait=wait)
+        if given is None:
+            stored = index.store(
+                self.column_addresses(),
+                steps.lengths,
+                steps.addresses,
+                priorities,
+                evict=evict,
+                wait=wait,
+                step_bytes=self._step_bytes,
+            )
+            if stored is not None:
+                return stored
+        slots, ids = index.begin(steps.lengths, evict=evict, wait=wait, ids=given)
         try:
             self._write(ids, steps)
             index.commit(slots, priorities)
@@ -601,6 +636,34 @@ class Table:
         """Their lengths in steps, in the same order, int64 [n]."""
         return self._live().snapshot().lengths.copy()
 
+    @property
+    def origin(self) -> int | None:
+        """The table's shard number, the lower 16 bits of the ids that it gives; None (as 0) where none was set."""
+        return origin_of(self._live()._view)
+
+    def set_origin(self, shard: int) -> None:
+        """Make this table shard `shard` of several, once and for all processes, before others know its ids.
+
+        Args:
+            shard: 0 to 65,535; no other table has the same. Again with the same number it does nothing.
+
+        Raises:
+            SchemaError: it is no such number, the table has another one, or an id would be that of two trajectories.
+                Nothing was changed.
+        """
+        self._live().set_origin(check_origin(shard))
+
+    def ids(self, slots: Array) -> Array:
+        """The global ids of trajectories, ``sequence << 16 | origin`` unless they were stored with one. Takes no lock.
+
+        Args:
+            slots: int64 [n], indices of live trajectories (of others the answer means nothing).
+
+        Returns:
+            int64 [n].
+        """
+        return ids_of(self._live()._view, slots)
+
     def remove(self, index: int | Sequence[int] | Array) -> None:
         """Remove one trajectory or several, all or none.
 
@@ -649,6 +712,13 @@ class Table:
     def position(self) -> int:
         """What `begin_changes` would return as the position now. Takes no lock."""
         return int(self._live().counters[NUM_TOUCHED])
+
+    def begin_read(self) -> int:
+        """Start reading: a ticket that keeps all blocks alive that are in use now. See `Index`."""
+        index = self._live()
+        ticket = index.begin_read()
+        self._reads[ticket] = index
+        return ticket
 
     def begin_snapshot(self, samples: int = 0) -> tuple[int, Snapshot]:
         """Start reading: a ticket that keeps all blocks alive, and the trajectories there are. See `Index`."""

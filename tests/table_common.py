@@ -180,6 +180,7 @@ _ARRAYS = [
     "extent",
     "generation",
     "sequence",
+    "ident",
     "epoch",
     "owner",
     "priority",

@@ -177,9 +177,9 @@ def drop(*keys: Any) -> Callable[[Any], None]:
 
 
 def test_another_version(path: Path, table: gear.Table) -> None:
-    rewrite(path, put(3, "version"))
+    rewrite(path, put(4, "version"))
     expected = (
-        f"{path / 'manifest.json'} has checkpoint version 3; this version of Gear Loader reads and writes version 2. "
+        f"{path / 'manifest.json'} has checkpoint version 4; this version of Gear Loader reads versions 2 and 3. "
         "Use the one that wrote it, or choose another directory."
     )
     assert refused(path) == expected
@@ -260,10 +260,11 @@ def test_every_field_of_the_manifest_is_checked(path: Path) -> None:
                 assert str(path) in message
                 assert REMEDY in message or "Use the one that" in message
             manifest.write_bytes(data)
-    # Scalar columns have the shape [] anyway, whatever text the checksum was, `rewrite` has put the right one, and a
-    # table may have other rules.
+    # Scalar columns have the shape [] anyway, whatever text the checksum was, `rewrite` has put the right one, a table
+    # may have other rules, and this one is no shard.
     right = [(("schema", i, 2), []) for i, column in enumerate(COLUMNS.values()) if column.shape == ()]
     right += [(("rules", *keys), value) for keys, values in OTHER_RULES.items() for value in values]
+    right.append((("origin",), None))
     found = [(keys, value) for keys, value in accepted if keys != ("checksum",)]
     assert sorted(map(repr, found)) == sorted(map(repr, right))
     assert len(accepted) > len(found)
@@ -363,10 +364,15 @@ def test_manifests_that_are_none(path: Path, data: bytes, table: gear.Table) -> 
         ("times_sampled", [0, 0, 0, 0, 0, 0, 5], "was drawn less than 0 or more than 4 times"),
         ("times_sampled", [0, -1, 0, 0, 0, 0, 0], "was drawn less than 0 or more than 4 times"),
         ("times_sampled", [0.0] * 7, "'times_sampled' is float64 [7]; expected int64 [7]"),
-        ("age", [6, 5, 4, 3, 2, 1, -1], "ages do not descend from"),
-        ("age", [6, 5, 4, 3, 2, 1, 2], "ages do not descend from"),
-        ("age", [6, 5, -(2**63), 3, 2, 1, 0], "ages do not descend from"),
-        ("age", [2**63 - 1, 5, 4, 3, 2, 1, 0], "ages do not descend from"),
+        ("age", [6, 5, 4, 3, 2, 1, -1], "an age is not between 0 and"),
+        ("age", [6, 5, -(2**63), 3, 2, 1, 0], "an age is not between 0 and"),
+        ("age", [2**63 - 1, 5, 4, 3, 2, 1, 0], "an age is not between 0 and"),
+        ("ident", [-1, -1, -1, -2, -1, -1, -1], "an id is neither -1 nor between 0 and"),
+        ("ident", [-1, 2**62, -1, -1, -1, -1, -1], "an id is neither -1 nor between 0 and"),
+        ("ident", [77, -1, 77, -1, -1, -1, -1], "two trajectories have the same id"),
+        ("ident", [-1, -1, 1 << 16, -1, -1, -1, -1], "two trajectories have the same id"),
+        ("ident", [2**61, -1, -1, -1, -1, -1, -1], "an id of the table's own origin has a number above"),
+        ("ident", [0.0] * 7, "'ident' is float64 [7]; expected int64 [7]"),
         ("age", [6, 5], "'age' is int64 [2]; expected int64 [7]"),
         ("segment", [1, 1, 1, 1, 1, 1, 3], "segment 3 does not exist"),
         ("segment", [1, 1, 1, 1, 1, 2, 2], "lies outside segment 2, which has 30 steps"),

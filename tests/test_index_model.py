@@ -15,7 +15,7 @@ from table_common import COLUMNS, Died, Reading, bury, mortal, number_of, number
 import gear_loader as gear
 from gear_loader.errors import LockTimeoutError, StaleIndexError, TableFullError
 from gear_loader.index import Changes, Index
-from gear_loader.index_ops import DIRTY, FREE, HALF, HEAD, NUM_TOUCHED, READY
+from gear_loader.index_ops import DIRTY, FREE, HALF, HEAD, NUM_REMOVED, NUM_TOUCHED, READY
 
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")
@@ -635,6 +635,10 @@ def survive(scene: Scene, stores: int, *, torn: bool, again: int | None = None) 
         follower.look()
         after = numbers_of(table)
         kept = [number for number in after if number in before]
+        if again is None:
+            counters, stats = table._live().counters, table.stats()
+            gone = stats.num_evicted + stats.num_expired + int(counters[NUM_REMOVED])
+            assert stats.num_inserted - gone == len(after), "whoever leaves is counted once"
         assert kept == [number for number in before if number in kept], "the order changed"
         assert set(before) - set(kept) <= set(scene.may_lose), "a trajectory is missing"
         assert after[len(kept) :] in ([], list(scene.new)), "a part of an addition shows"

@@ -105,6 +105,7 @@ def test_index_arrays() -> None:
         "extent": (np.int64, (16, 2)),
         "generation": (np.int64, (16,)),
         "sequence": (np.int64, (16,)),
+        "ident": (np.int64, (16,)),
         "epoch": (np.int64, (16,)),
         "owner": (np.int64, (16, 2)),
         "stream": (np.int32, (16,)),

@@ -3,11 +3,14 @@
     manifest.json                  version, schema, sizes, rules, counts, and bytes and checksum of every file; see
                                    `.manifest`
     index.<n>.safetensors          one entry a trajectory, oldest first: sequence, length, priority, times_sampled, age
-                                   (nanoseconds, when it was saved), segment, first
+                                   (nanoseconds, when it was saved), ident (the global id that it brought, or -1),
+                                   segment, first
     segments/<number>/<column>.npy whole trajectories one after another, [steps, *shape] (bfloat16 as uint16)
     .gear-loader.lock              held by whoever saves
 
 Trajectory i is the rows ``first[i]`` to ``first[i] + length[i] - 1`` of every column in segment ``segment[i]``.
+
+Besides the checksum of each file the manifest has one of every 4 MiB, for who reads a part (`.runs`).
 
 Those that share blocks in memory are whole here, each for itself.
 
@@ -15,6 +18,8 @@ Trajectories never change once they are committed, so a save writes those that t
 segment, a new index and a new manifest. Everything is written under names that no manifest mentions, and synced;
 replacing the manifest is what makes it the checkpoint, and only then goes what the new manifest does not name. Whoever
 is killed before leaves the previous checkpoint and some files that the next save removes.
+
+Checkpoints of several tables, one a rank, are described in `.shards`.
 """
 
 from __future__ import annotations

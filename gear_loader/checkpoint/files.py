@@ -28,7 +28,16 @@ from gear_loader.errors import CheckpointError
 from gear_loader.kernels.plan import BASE, LENGTH, OUT, STEP_BYTES, WIDTH
 from gear_loader.slots import Array
 
-__all__ = ["Pipeline", "Rows", "check_size", "copy_pieces", "sync_directory", "write_small"]
+__all__ = [
+    "Pipeline",
+    "Rows",
+    "check_size",
+    "copy_pieces",
+    "opened",
+    "read_piece",
+    "sync_directory",
+    "write_small",
+]
 
 PIECE_BYTES = 8 << 20
 BUFFERS = 4
@@ -187,6 +196,35 @@ def _open_new(path: str) -> int:
     )  # without O_DIRECT; some file systems made the file before
 
 
+class _Checksum:
+    """Of a whole file, and of each chunk of it."""
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self._whole, self._chunk = xxhash.xxh3_128(), xxhash.xxh3_64()
+        self._size, self._left = chunk_bytes, chunk_bytes
+        self._chunks: list[str] = []
+
+    def update(self, view: memoryview) -> None:
+        self._whole.update(view)
+        while len(view):
+            part = view[: self._left]
+            self._chunk.update(part)
+            self._left -= len(part)
+            view = view[len(part) :]
+            if self._left == 0:
+                self._end_chunk()
+
+    def _end_chunk(self) -> None:
+        self._chunks.append(self._chunk.hexdigest())
+        self._chunk, self._left = xxhash.xxh3_64(), self._size
+
+    def digests(self) -> tuple[str, str]:
+        """As `FileRecord` has them."""
+        if self._left < self._size:
+            self._end_chunk()
+        return self._whole.hexdigest(), "".join(self._chunks)
+
+
 class Pipeline:
     """Some buffers, and a thread that reads or writes them while the caller works on another one.
 
@@ -212,15 +250,23 @@ class Pipeline:
         self._thread.shutdown()
 
     def write(
-        self, path: str, header: bytes, steps: int, step_bytes: int, fill: Callable[[Array, int, int], None]
+        self,
+        path: str,
+        header: bytes,
+        steps: int,
+        step_bytes: int,
+        fill: Callable[[Array, int, int], None],
+        *,
+        chunk_bytes: int,
     ) -> FileRecord:
         """Write a column's file and sync it.
 
         Args:
             header: what comes before the first step, a multiple of 4096 bytes.
+            chunk_bytes: so many bytes have a checksum of their own.
             fill: called with an array uint8 ``[(end - begin) * step_bytes]``, `begin` and `end`: put steps there.
         """
-        checksum = xxhash.xxh3_128()
+        checksum = _Checksum(chunk_bytes)
         work: list[concurrent.futures.Future[None] | None] = [None] * BUFFERS
         fd = _open_new(path)
         try:
@@ -248,7 +294,7 @@ class Pipeline:
                 [future for future in work if future]
             )  # the descriptor is theirs until then
             os.close(fd)
-        return FileRecord(len(header) + steps * step_bytes, checksum.hexdigest())
+        return FileRecord(len(header) + steps * step_bytes, *checksum.digests())
 
     def read(
         self,
@@ -271,13 +317,13 @@ class Pipeline:
         checksum = xxhash.xxh3_128()
         starts = range(0, record.bytes, PIECE_BYTES)
         ahead: collections.deque[concurrent.futures.Future[int]] = collections.deque()
-        with _opened(path) as fd:
+        with opened(path) as fd:
 
             def fetch(piece: int) -> None:
                 if piece < len(starts):
                     count = min(PIECE_BYTES, record.bytes - starts[piece])
                     view = self._views[piece % BUFFERS][self._before : self._before + count]
-                    ahead.append(self._thread.submit(_read_piece, fd, path, view, starts[piece]))
+                    ahead.append(self._thread.submit(read_piece, fd, path, view, starts[piece]))
 
             try:
                 for piece in range(BUFFERS - 1):
@@ -329,7 +375,12 @@ def _write_piece(fd: int, path: str, view: memoryview) -> None:
         _write_all(fd, view)
 
 
-def _read_piece(fd: int, path: str, view: memoryview, begin: int) -> int:
+def read_piece(fd: int, path: str, view: memoryview, begin: int) -> int:
+    """Fill a buffer from byte `begin` of a file on; its size.
+
+    Raises:
+        CheckpointError: the file ends before.
+    """
     done = 0
     while done < len(view):
         count = os.preadv(fd, [view[done:]], begin + done)
@@ -340,7 +391,7 @@ def _read_piece(fd: int, path: str, view: memoryview, begin: int) -> int:
 
 
 @contextlib.contextmanager
-def _opened(path: str) -> Iterator[int]:
+def opened(path: str) -> Iterator[int]:
     """Open a file that will be read once, from its beginning to its end."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

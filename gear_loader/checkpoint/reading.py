@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from gear_loader.checkpoint.entries import Entries, read_entries
 from gear_loader.checkpoint.files import Pipeline, Rows, check_size, copy_pieces
 from gear_loader.checkpoint.manifest import (
     MANIFEST_NAME,
-    Entries,
     Manifest,
+    Segment,
     column_file,
     npy_header,
-    read_entries,
     read_manifest,
     segment_folder,
 )
 from gear_loader.checkpoint.progress import progress_bar
+from gear_loader.checkpoint.runs import read_runs
 from gear_loader.checkpoint.writing import descended
 from gear_loader.errors import CheckpointError
 from gear_loader.index_ops import Array
@@ -29,9 +31,11 @@ from gear_loader.rules import OnFull
 from gear_loader.schema import Column, Schema
 from gear_loader.table import Table
 
-__all__ = ["load"]
+__all__ = ["Contents", "Part", "check_files", "contents_of", "fill", "load"]
 
 _ATTEMPTS = 10
+_WHOLE = 2
+"""A file of which less than one part in so many is wanted is read in chunks."""
 
 
 def load(
@@ -70,9 +74,7 @@ def load(
                 sizes[key] = getattr(manifest, key)
         try:
             entries = read_entries(directory, manifest)
-            for segment in manifest.segments:
-                for column, record in segment.files.items():
-                    check_size(_file(directory, segment.number, column), record.bytes)
+            check_files(directory, manifest)
             if as_saved:
                 # What shared blocks in the table that was saved has blocks of its own now.
                 needed = kind.required_blocks(entries.length, manifest.block_steps)
@@ -87,7 +89,9 @@ def load(
                 max_age=manifest.rules.max_age,
             )
             try:
-                _fill(table, directory, manifest, entries, progress)
+                part = Part(directory, manifest, entries, np.arange(len(entries.length)))
+                fill(table, directory, [part], contents_of(manifest, entries), progress=progress)
+                descended(table, table._live(), manifest.save)
             except BaseException:
                 table.close()
                 if name is not None:
@@ -108,66 +112,180 @@ def _replaced(directory: str, manifest: Manifest) -> bool:
         return False
 
 
+def check_files(directory: str, manifest: Manifest) -> None:
+    """Check that every file of the segments is there, and as long as it should be.
+
+    Raises:
+        CheckpointError: one is not.
+    """
+    for segment in manifest.segments:
+        for column, record in segment.files.items():
+            check_size(_file(directory, segment.number, column), record.bytes)
+
+
 def _file(directory: str, segment: int, column: str) -> str:
     return os.path.join(directory, segment_folder(segment), column_file(column))
 
 
-def _fill(table: Table, directory: str, manifest: Manifest, entries: Entries, progress: bool) -> None:
-    """Read everything into the blocks of an empty table; it becomes visible when all of it has proved sound."""
-    index, layout = table._live(), table.region.layout
-    blocks = index.blocks_of(entries.length)
-    _check_room(table, directory, entries, int(blocks.sum()))
-    slots, ids = index.begin(entries.length)
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Trajectories of a checkpoint that go into a table.
+
+    Attributes:
+        entries: those of them that are wanted, [n].
+        places: int64 [n]: which of the new table's trajectories each of them is, counted from the oldest.
+    """
+
+    directory: str
+    manifest: Manifest
+    entries: Entries
+    places: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """What a new table is to hold, oldest first; all arrays [n]. See `Entries` and `Manifest`."""
+
+    sequence: Array
+    length: Array
+    priority: Array
+    times_sampled: Array
+    age: Array
+    ident: Array
+    origin: int | None
+    next_sequence: int
+    num_inserted: int
+    num_sampled: int
+
+
+def contents_of(manifest: Manifest, entries: Entries) -> Contents:
+    """What the table held that was saved."""
+    names = ("sequence", "length", "priority", "times_sampled", "age", "ident")
+    counts = ("origin", "next_sequence", "num_inserted", "num_sampled")
+    return Contents(
+        **{name: getattr(entries, name) for name in names},
+        **{name: getattr(manifest, name) for name in counts},
+    )
+
+
+def fill(table: Table, where: str, parts: Sequence[Part], contents: Contents, *, progress: bool) -> None:
+    """Read everything into the blocks of an empty table; it becomes visible when all of it has proved sound.
+
+    Args:
+        where: how errors call what is loaded.
+        parts: together they have every trajectory of `contents` once.
+
+    Raises:
+        CheckpointError: a file is damaged, or somebody has added to the table meanwhile.
+    """
+    index = table._live()
+    blocks = index.blocks_of(contents.length)
+    _check_room(table, where, contents.length, int(blocks.sum()))
+    slots, ids = index.begin(contents.length)
     try:
-        rows_of_ids = np.cumsum(blocks) - blocks
+        first_ids = np.cumsum(blocks) - blocks
         largest = max(column.step_bytes for column in table.schema.values())
-        total = sum(segment.steps for segment in manifest.segments) * table.schema.step_bytes
+        wanted = [_Wanted.of(part, segment) for part in parts for segment in part.manifest.segments]
+        total = sum(one.steps for one in wanted) * table.schema.step_bytes
         with contextlib.ExitStack() as stack:
             advance, _ = stack.enter_context(progress_bar("Loading", total, enabled=progress))
             pipeline = stack.enter_context(Pipeline(largest, advance))
-            for segment in manifest.segments:
-                here = np.flatnonzero(entries.segment == segment.number)
-                here = here[np.argsort(entries.first[here], kind="stable")]
-                rows = Rows(entries.first[here], entries.length[here], layout.block_steps)
-                for name, column in table.schema.items():
-                    header = npy_header(column.dtype_name, segment.steps, column.shape)
-                    take = _taker(
-                        table.region.column(name), layout.columns[name], rows, rows_of_ids[here], ids
-                    )
-                    path = _file(directory, segment.number, name)
-                    pipeline.read(path, segment.files[name], header, column.step_bytes, take)
+            for one in wanted:
+                one.read(table, pipeline, first_ids, ids, advance)
         loaded = index.commit_as(
             slots,
-            entries.priority,
-            entries.sequence,
-            ages=entries.age,
-            times_sampled=entries.times_sampled,
-            next_sequence=manifest.next_sequence,
-            num_inserted=manifest.num_inserted,
-            num_sampled=manifest.num_sampled,
+            contents.priority,
+            contents.sequence,
+            ages=contents.age,
+            times_sampled=contents.times_sampled,
+            ids=contents.ident,
+            origin=contents.origin,
+            next_sequence=contents.next_sequence,
+            num_inserted=contents.num_inserted,
+            num_sampled=contents.num_sampled,
         )
         if not loaded:
             raise CheckpointError(
-                f"Somebody has added to the table {table.name!r} while {directory} was loaded into it; nothing was "
-                "loaded. Let others attach when Table.load() has returned."
+                f"Somebody has added to the table {table.name!r} while {where} was loaded into it; nothing was "
+                "loaded. Let others attach when the load has returned."
             )
     except BaseException:
         index.abort(slots)
         raise
-    descended(table, index, manifest.save)
 
 
-def _check_room(table: Table, directory: str, entries: Entries, blocks: int) -> None:
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """What is wanted of one segment.
+
+    Attributes:
+        which: int64 [n], the entries of the part that lie there, in the order of their rows.
+        runs: int64 [runs, 2], their rows.
+        whole: whether whole files are read, because most of them is wanted.
+        steps: those that are read.
+    """
+
+    part: Part
+    segment: Segment
+    which: Array
+    runs: Array
+    whole: bool
+    steps: int
+
+    @staticmethod
+    def of(part: Part, segment: Segment) -> _Wanted:
+        which = np.flatnonzero(part.entries.segment == segment.number)
+        which = which[np.argsort(part.entries.first[which], kind="stable")]
+        runs = _runs(part.entries.first[which], part.entries.length[which])
+        steps = int((runs[:, 1] - runs[:, 0]).sum())
+        whole = steps > 0 and (not segment.chunk_bytes or _WHOLE * steps >= segment.steps)
+        return _Wanted(part, segment, which, runs, whole, segment.steps if whole else steps)
+
+    def read(
+        self, table: Table, pipeline: Pipeline, first_ids: Array, ids: Array, advance: Callable[[int], None]
+    ) -> None:
+        """Read the files, or the chunks of them in which it lies.
+
+        Args:
+            first_ids: int64 [trajectories], where the blocks of each of the new table's begin in `ids`.
+        """
+        if self.steps == 0:
+            return
+        segment, entries, layout = self.segment, self.part.entries, table.region.layout
+        rows = Rows(entries.first[self.which], entries.length[self.which], layout.block_steps)
+        places = first_ids[self.part.places[self.which]]
+        for name, column in table.schema.items():
+            header = npy_header(column.dtype_name, segment.steps, column.shape)
+            take = _taker(table.region.column(name), layout.columns[name], rows, places, ids)
+            path, record = _file(self.part.directory, segment.number, name), segment.files[name]
+            if self.whole:
+                pipeline.read(path, record, header, column.step_bytes, take)
+                continue
+            read_runs(path, record, segment.chunk_bytes, len(header), column.step_bytes, self.runs, take)
+            advance(self.steps * column.step_bytes)
+
+
+def _runs(first: Array, lengths: Array) -> Array:
+    """The rows of trajectories, int64 [runs, 2]: those that lie one behind another as one run."""
+    if not len(first):
+        return np.empty((0, 2), dtype=np.int64)
+    ends = first + lengths
+    heads = np.flatnonzero(np.append(True, first[1:] != ends[:-1]))
+    tails = np.append(heads[1:], len(first)) - 1
+    return np.stack((first[heads], ends[tails]), axis=1)
+
+
+def _check_room(table: Table, where: str, lengths: Array, blocks: int) -> None:
     layout = table.region.layout
     needed = {
-        "max_trajectories": (len(entries.length), layout.max_trajectories),
-        "max_steps": (int(entries.length.sum()), layout.max_steps),
+        "max_trajectories": (len(lengths), layout.max_trajectories),
+        "max_steps": (int(lengths.sum()), layout.max_steps),
         "max_blocks": (blocks, layout.num_blocks),
     }
     for key, (count, room) in needed.items():
         if count > room:
             raise CheckpointError(
-                f"{directory} needs {key}={count:,} (with blocks of {layout.block_steps} steps); {room:,} was given. "
+                f"{where} needs {key}={count:,} (with blocks of {layout.block_steps} steps); {room:,} was given. "
                 "Load it with larger sizes, or with those that were saved."
             )
 

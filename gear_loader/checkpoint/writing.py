@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from gear_loader.checkpoint import manifest as manifest_module
+from gear_loader.checkpoint.entries import Entries, read_entries
 from gear_loader.checkpoint.files import (
     Pipeline,
     Rows,
@@ -29,19 +31,18 @@ from gear_loader.checkpoint.manifest import (
     LOCK_NAME,
     MANIFEST_NAME,
     SEGMENTS_NAME,
-    Entries,
     FileRecord,
     Manifest,
     Segment,
     column_file,
     index_file,
     npy_header,
-    read_entries,
     read_manifest,
     segment_folder,
 )
 from gear_loader.checkpoint.progress import progress_bar
 from gear_loader.errors import CheckpointError, GearError
+from gear_loader.ids import origin_of
 from gear_loader.index import Index
 from gear_loader.index_ops import FIRST_SEQUENCE, NEXT_SEQUENCE, NUM_SAMPLED
 from gear_loader.lock import process_start
@@ -49,7 +50,7 @@ from gear_loader.notice import notice
 from gear_loader.slots import IDENTITY, READY, Array
 from gear_loader.table import Table
 
-__all__ = ["descended", "save"]
+__all__ = ["descended", "identity", "locked", "reporting", "save"]
 
 # While a trajectory is being copied, nothing that was retired meanwhile can be used again, so a writer of a full table
 # waits. Saving is therefore done in rounds: what there is to write is written piece by piece, each under a ticket of
@@ -71,16 +72,17 @@ def save(table: Table, path: str | os.PathLike[str], *, progress: bool = False) 
     """Bring the checkpoint in directory `path` up to date with a table. See `Table.save`."""
     index = table._live()
     directory = os.path.abspath(os.fspath(path))
-    with _reporting(directory):
+    with reporting(directory):
         _check_directory(directory)
         os.makedirs(directory, exist_ok=True)
-        with _lock(directory):
+        with locked(directory):
             old = _previous(directory)
             _Save(table, index, directory, old).run(progress)
 
 
 @contextlib.contextmanager
-def _reporting(directory: str) -> Iterator[None]:
+def reporting(directory: str) -> Iterator[None]:
+    """What the system refuses becomes an error that says what to do."""
     try:
         yield
     except OSError as error:
@@ -121,7 +123,8 @@ def _check_directory(directory: str) -> None:
 
 
 @contextlib.contextmanager
-def _lock(directory: str) -> Iterator[None]:
+def locked(directory: str) -> Iterator[None]:
+    """Nobody else saves into this directory meanwhile."""
     path = os.path.join(directory, LOCK_NAME)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
@@ -162,7 +165,7 @@ def _sweep(directory: str, manifest: Manifest | None) -> None:
 # Identity --------------------------------------------------------------------------------------------
 
 
-def _identity(table: Table, index: Index) -> tuple[str, str]:
+def identity(table: Table, index: Index) -> tuple[str, str]:
     """The table's name and the save it was loaded from, 16 hexadecimal digits each."""
     here = _process(table)
     with table.region.lock:
@@ -196,13 +199,15 @@ class _Cut:
     priorities: Array
     times_sampled: Array
     ages: Array
+    idents: Array
+    origin: int | None
     next_sequence: int
     num_inserted: int
     num_sampled: int
 
     def take(self, chosen: Array) -> _Cut:
         """Those where the boolean array `chosen` is True, or that the integer array `chosen` names."""
-        arrays = ("slots", "sequences", "lengths", "priorities", "times_sampled", "ages")
+        arrays = ("slots", "sequences", "lengths", "priorities", "times_sampled", "ages", "idents")
         return dataclasses.replace(self, **{name: getattr(self, name)[chosen] for name in arrays})
 
 
@@ -219,16 +224,15 @@ def _cut(index: Index) -> tuple[int, _Cut]:
             lengths=index.extent[slots, 0],
             priorities=index.priority[slots],
             times_sampled=index.sampled[slots].astype(np.int64),
-            ages=now - index.created[slots],
+            ages=np.maximum(now - index.created[slots], 0),
+            idents=index.ident[slots],
+            origin=origin_of(index._view),
             next_sequence=next_sequence,
             num_inserted=next_sequence - int(index.counters[FIRST_SEQUENCE]),
             num_sampled=int(index.counters[NUM_SAMPLED]),
         )
         ticket = index._begin_read()
-    cut = cut.take(np.argsort(cut.sequences, kind="stable"))
-    # Where the clock went back, a trajectory is as old as its expiry has it: it goes after those before it.
-    ages = np.minimum.accumulate(np.maximum(cut.ages, 0))
-    return ticket, dataclasses.replace(cut, ages=ages)
+    return ticket, cut.take(np.argsort(cut.sequences, kind="stable"))
 
 
 class _Save:
@@ -240,7 +244,7 @@ class _Save:
         self.rules = table.rules
         # Held, so that nothing is unmapped if the table is closed meanwhile.
         self.columns = {name: table.region.column(name) for name in table.schema}
-        self.name, parent = _identity(table, index)
+        self.name, parent = identity(table, index)
         self.stored = _no_entries()
         self.segments: dict[int, Segment] = {}
         self.next_segment = old.next_segment if old else 1
@@ -383,11 +387,13 @@ class _Save:
             header = npy_header(column.dtype_name, steps, column.shape)
             fill = self._filler(name, fresh, rows, held)
             file = os.path.join(folder + _PART, column_file(name))
-            files[name] = pipeline.write(file, header, steps, column.step_bytes, fill)
+            files[name] = pipeline.write(
+                file, header, steps, column.step_bytes, fill, chunk_bytes=manifest_module.CHUNK_BYTES
+            )
         sync_directory(folder + _PART)
         os.rename(folder + _PART, folder)
         self.next_segment += 1
-        self.segments[number] = Segment(number, steps, files)
+        self.segments[number] = Segment(number, steps, files, manifest_module.CHUNK_BYTES)
         count = len(fresh.slots)
         written = Entries(
             sequence=fresh.sequences,
@@ -395,6 +401,7 @@ class _Save:
             priority=fresh.priorities,
             times_sampled=fresh.times_sampled,
             age=fresh.ages,
+            ident=fresh.idents,
             segment=np.full(count, number, dtype=np.int64),
             first=first,
         )
@@ -441,7 +448,11 @@ class _Save:
         entries = self.stored.take(self._places(cut))
         # As they are now: this is what changes while a trajectory stays as it is.
         entries = dataclasses.replace(
-            entries, priority=cut.priorities, times_sampled=cut.times_sampled, age=cut.ages
+            entries,
+            priority=cut.priorities,
+            times_sampled=cut.times_sampled,
+            age=cut.ages,
+            ident=cut.idents,
         )
         used = np.unique(entries.segment).tolist()
         saves = self.old.saves + 1 if self.old else 1
@@ -460,6 +471,7 @@ class _Save:
             max_trajectories=self.layout.max_trajectories,
             num_blocks=self.layout.num_blocks,
             rules=self.rules,
+            origin=cut.origin,
             next_sequence=cut.next_sequence,
             num_inserted=cut.num_inserted,
             num_sampled=cut.num_sampled,
@@ -484,4 +496,4 @@ class _Save:
 
 def _no_entries() -> Entries:
     empty: Any = np.empty(0, dtype=np.int64)
-    return Entries(empty, empty, np.empty(0, dtype=np.float32), empty, empty, empty, empty)
+    return Entries(empty, empty, np.empty(0, dtype=np.float32), empty, empty, empty, empty, empty)

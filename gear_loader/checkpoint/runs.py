@@ -1,0 +1,78 @@
+"""Parts of columns' files: read by the chunk, each of which has a checksum of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import xxhash
+
+from gear_loader.checkpoint.files import check_size, opened, read_piece
+from gear_loader.checkpoint.manifest import REMEDY, FileRecord
+from gear_loader.errors import CheckpointError
+from gear_loader.slots import Array
+
+__all__ = ["read_runs"]
+
+
+def read_runs(
+    path: str,
+    record: FileRecord,
+    chunk_bytes: int,
+    header_bytes: int,
+    step_bytes: int,
+    runs: Array,
+    take: Callable[[Array, int, int], None],
+) -> None:
+    """Read some steps of a column's file, and check the chunks in which they lie.
+
+    Args:
+        runs: int64 [n, 2]: the first step of each run and the one behind its last, ascending.
+        take: as for `Pipeline.read`; what it is given has been checked, and may have steps between the runs.
+
+    Raises:
+        CheckpointError: the file is missing, cut, longer, or one of the chunks is damaged.
+    """
+    check_size(path, record.bytes)
+    memory = bytearray(step_bytes + min(chunk_bytes, record.bytes))
+    buffer = np.frombuffer(memory, dtype=np.uint8)
+    with opened(path) as fd:
+        for begin, end in _joined(runs, chunk_bytes, header_bytes, step_bytes):
+            low, high = header_bytes + begin * step_bytes, header_bytes + end * step_bytes
+            held, done = 0, begin
+            for chunk in range(low // chunk_bytes, (high - 1) // chunk_bytes + 1):
+                start = chunk * chunk_bytes
+                view = memoryview(memory)[step_bytes : step_bytes + min(chunk_bytes, record.bytes - start)]
+                _read_chunk(fd, path, record, chunk, start, view)
+                first = step_bytes + (low - start if low > start else -held)
+                last = step_bytes + min(len(view), high - start)
+                steps = (last - first) // step_bytes
+                if steps:
+                    take(buffer[first : first + steps * step_bytes], done, done + steps)
+                done += steps
+                held = last - first - steps * step_bytes
+                buffer[step_bytes - held : step_bytes] = buffer[last - held : last].copy()
+
+
+def _joined(runs: Array, chunk_bytes: int, header_bytes: int, step_bytes: int) -> list[tuple[int, int]]:
+    """The runs, those that have a chunk in common as one."""
+    first = (header_bytes + runs[:, 0] * step_bytes) // chunk_bytes
+    last = (header_bytes + runs[:, 1] * step_bytes - 1) // chunk_bytes
+    heads = np.flatnonzero(np.append(True, first[1:] > last[:-1]))
+    tails = np.append(heads[1:], len(runs)) - 1
+    return list(zip(runs[heads, 0].tolist(), runs[tails, 1].tolist(), strict=True))
+
+
+def _read_chunk(fd: int, path: str, record: FileRecord, chunk: int, start: int, view: memoryview) -> None:
+    try:
+        read_piece(fd, path, view, start)
+    except OSError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path} cannot be read: {error}. {REMEDY}") from error
+    found, expected = xxhash.xxh3_64_hexdigest(view), record.chunks[16 * chunk : 16 * chunk + 16]
+    if found != expected:
+        raise CheckpointError(
+            f"{path} is damaged: the checksum of the {len(view):,} bytes from {start:,} on is {found}, expected "
+            f"{expected}. {REMEDY}"
+        )

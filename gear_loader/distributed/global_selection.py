@@ -1,0 +1,670 @@
+"""A selector at work on all shards as if they were one table: every rank computes the same batch and gets its slice."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from gear_loader.collector import Buffers, Collector, resolve
+from gear_loader.distributed import state
+from gear_loader.distributed.collector import ShardCollector, ShardRows
+from gear_loader.distributed.drawing import Merge, PassView, merged, merges, nothing, scattered
+from gear_loader.distributed.engine import PriorityEngine, SnapshotEngine, records_of
+from gear_loader.distributed.exchange import Solo
+from gear_loader.distributed.id_map import IdMap
+from gear_loader.distributed.post import Forwarding, Letter, Outbox, as_bytes
+from gear_loader.distributed.rebalance import Rebalance
+from gear_loader.distributed.records import NAME, PUBLISHED, UPDATE, record_dtype, slice_rows
+from gear_loader.distributed.shards import Shards
+from gear_loader.distributed.state import Remembered
+from gear_loader.errors import PriorityError, SchemaError, StaleIndexError
+from gear_loader.index import Snapshot
+from gear_loader.numbers import as_array
+from gear_loader.priorities import checked_weights, needs_priorities
+from gear_loader.request import Request, request
+from gear_loader.selection import Job, Selection
+from gear_loader.selectors import SAMPLE_EPOCH, Draw, Fifo, Prioritized
+from gear_loader.slots import Array
+from gear_loader.table import Table
+
+__all__ = ["GlobalSelection"]
+
+_MORE = 32  # candidates that a shard brings beyond what is expected of it
+
+
+class GlobalSelection(Selection):
+    """Draws over all shards, exactly, with one exchange a batch.
+
+    A batch's exchange carries the rows of the batch to the ranks that get them, new priorities to the owners of their
+    rows, and what each shard has to offer for the next batch. So a batch is drawn from what there was at the exchange
+    before, and new priorities that are given before batch n is drawn are known from batch n + 2 on.
+
+    All ranks call `look`, `fill`, `state_dict` and `load_state_dict` alike.
+
+    Args:
+        job: of the selector; its table is this rank's.
+        shards: all of them.
+        exchange: of this selection alone.
+        history: batches whose rows are remembered for `state_dict`.
+        reach: first and last step, relative to the anchor, that any window covers, where rows are read one-sidedly:
+            then their blocks travel with them. None elsewhere.
+    """
+
+    def __init__(
+        self, job: Job, shards: Shards, exchange: Solo, *, history: int, reach: tuple[int, int] | None
+    ) -> None:
+        super().__init__(job)
+        self.shards = shards
+        self.exchange = exchange
+        self.by_priority = needs_priorities(job.selector)
+        self._history: collections.deque[tuple[tuple[int, int], Remembered]] = collections.deque(
+            maxlen=history
+        )
+        self._pending: dict[tuple[int, int], Remembered] = {}
+        make: Any = PriorityEngine if self.by_priority else SnapshotEngine
+        self.engines: dict[int, Any] = {
+            shard: make(dataclasses.replace(job, table=table, limited=False), shard)
+            for shard, table in shards.own.items()
+        }
+        self._reach = reach
+        blocks = 0
+        if reach is not None:
+            blocks = max((reach[1] - reach[0]) // steps + 2 for steps in shards.block_steps.values())
+        self._dtype = record_dtype(blocks)
+        self._maps: dict[int, IdMap] = {}
+        self._outbox = Outbox(shards.leads, exchange.size)
+        self._received: list[Array] = []  # updates that count after a later draw
+        self._clock = 0  # draws so far
+        self._published: Array | None = None
+        self._lost: Array = np.zeros(shards.num_shards, dtype=bool)
+        self._forwarding = Forwarding()
+        self._names: Array | None = None  # of a later stage's rows: slots and generations in stage 0
+        self._brought: Array | None = None  # rows that shards had in the last batch that was merged
+        self._view: PassView | None = None
+        self._looks = 0
+
+    # ---------------------------------------------------------------- what there is
+
+    def look(self) -> PassView:
+        """What there is now in all shards."""
+        own = tuple(Selection(engine.job).view() for engine in self.engines.values())
+        counts = [np.array([len(view), view.num_steps], dtype=np.int64) for view in own]
+        everyone = np.stack(self._of_all(counts))
+        order = None
+        if isinstance(self.job.selector, Fifo) and self.job.selector.passes:
+            order = self._order(own)
+        self._looks += 1
+        self._view = PassView(self._looks, everyone[:, 0], everyone[:, 1], tuple(self.engines), own, order)
+        return self._view
+
+    @property
+    def offers(self) -> Array | None:
+        """What each shard has offered last, `PUBLISHED` [S]; another array with each exchange."""
+        return self._published
+
+    def last_look(self) -> PassView:
+        """What there was at the last `look`."""
+        return self.look() if self._view is None else self._view
+
+    def _order(self, own: Sequence[Snapshot]) -> Snapshot:
+        """All trajectories by their ids."""
+        pairs = [
+            np.concatenate((engine.job.table.ids(view.slots), view.lengths))
+            for engine, view in zip(self.engines.values(), own, strict=True)
+        ]
+        parts = [part.reshape(2, -1) for part in self._of_all(pairs)]
+        ids, lengths = np.concatenate(parts, axis=1)
+        sizes = [part.shape[1] for part in parts]
+        shards = np.repeat(np.arange(len(parts)), sizes)
+        places = np.concatenate([np.arange(size) for size in sizes])
+        order = np.argsort(ids, kind="stable")
+        return Snapshot(0, places[order], lengths[order], shards[order], ids[order])
+
+    def _of_all(self, own: list[Array]) -> list[Array]:
+        """An array of each own shard, made known to all: one of each shard."""
+        if self.exchange.size == 1:
+            return own
+        everyone = self.exchange.share_array(own[0] if own else np.empty(0, dtype=np.int64))
+        return [everyone[rank] for rank in self.shards.leads]
+
+    # ---------------------------------------------------------------- one batch
+
+    def fill(self, collector: Collector, buffers: Buffers, draw: Draw, frozen: Any) -> tuple[Any, int]:
+        """See `Selection.fill`. The ticket is one for `ShardCollector.end_read`."""
+        assert isinstance(collector, ShardCollector)
+        shards, records, weigh = self._drawn(draw, frozen)
+        names = self._names
+        if self.by_priority and draw.epoch < SAMPLE_EPOCH:
+            weights = None if weigh is None else weigh(records["leaf"])
+            self._history.append(
+                ((draw.epoch, draw.step), Remembered(draw.count, records[["id", "step"]], weights))
+            )
+        rows = ShardRows(shards, records, weigh, self._spare(draw), names)
+        return collector.collect_rows(buffers, rows), len(rows)
+
+    def _drawn(
+        self, draw: Draw, view: PassView | None
+    ) -> tuple[Array, Array, Callable[[Array], Array] | None]:
+        """Shards and records of this rank's rows; and what makes weights of leaves."""
+        published = self._known_offers()
+        restored = self._restored(draw)
+        if restored is not None:
+            return restored
+        for _ in range(2):  # new priorities may be on their way: to their owners, and into the trees
+            if published["mass"][~self._lost].sum() > 0:
+                break
+            self._clock += 2
+            self._published = None
+            published = self._known_offers()
+        masses = np.where(self._lost, 0.0, published["mass"])
+        if not masses.sum() > 0:
+            self._published = None  # looked at anew the next time
+            raise nothing(self.job.selector, len(self.look()))
+        draw_rows = self._merge if merges(self.job.selector) else self._scatter
+        fallen, rows, records, least = draw_rows(draw, masses, view)
+        self._clock += 1
+        if self.shards.num_stages > 1:
+            rows, records = self._of_stage(fallen, rows, records)
+        mine = self._slice(len(fallen))
+        selector = self.job.selector
+        if isinstance(selector, Prioritized) and selector.normalize == "table":
+            least = float(published["least"].min())
+        return fallen[mine], records[np.searchsorted(rows, mine)], self._weigher(draw, least)
+
+    def _slice(self, count: int, data: int | None = None) -> Array:
+        data = self.shards.place.data if data is None else data
+        return slice_rows(count, self.shards.num_slices, data)
+
+    # ---------------------------------------------------------------- the exchange
+
+    def _known_offers(self) -> Array:
+        """What all shards have offered for this draw."""
+        if self._published is None:
+            offers, failure = self._try(lambda: self._offers(self._clock - 1))
+            self._swap(0, lambda *_: 0, lambda _: self._none, offers, failure)
+        assert self._published is not None
+        return self._published
+
+    @property
+    def _none(self) -> Array:
+        return np.empty(0, dtype=self._dtype)
+
+    @staticmethod
+    def _try(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
+        """What a call returns, or its error, which the other ranks have to be told first."""
+        try:
+            return call(), None
+        except Exception as error:
+            return np.empty(0, dtype=PUBLISHED), error
+
+    def _offers(self, clock: int) -> Array:
+        """Make the updates that were sent before draw number `clock`, and see what there is now."""
+        self._apply(clock)
+        offers = [engine.publish() for engine in self.engines.values()]
+        return np.concatenate(offers) if offers else np.empty(0, dtype=PUBLISHED)
+
+    def _shards_of(self, rank: int) -> list[int]:
+        """The shards for which a rank answers."""
+        return [shard for shard, lead in enumerate(self.shards.leads) if lead == rank]
+
+    def _swap(
+        self,
+        count: int,
+        told: Callable[[int, int], int],
+        records_for: Callable[[int], Array],
+        offers: Array,
+        failure: Exception | None,
+    ) -> list[Letter]:
+        """One exchange: what each rank has sent this one.
+
+        Args:
+            count: rows of the batch, all slices together.
+            told: how many records of a shard a rank is told of (rank, shard): all ranks know that.
+            records_for: what this rank tells another one.
+            offers: of this rank's shards.
+            failure: why it can do neither.
+        """
+        num_shards, me = self.shards.num_shards, self.exchange.rank
+        owned = [self._shards_of(rank) for rank in range(self.exchange.size)]
+        room = self._outbox.room(count // self.shards.num_slices)
+
+        def size(source: int, target: int) -> tuple[int, int]:
+            rows = sum(told(target, shard) for shard in owned[source])
+            return rows, Letter.size_of(num_shards, len(owned[source]), rows, self._dtype, room)
+
+        ins = [size(rank, me) for rank in range(len(owned))]
+        if failure is None:
+            updates, waiting = self._outbox.take(room), self._outbox.waiting
+            lost = np.isin(np.arange(num_shards), self.shards.lost())
+            parts = []
+            for rank, some in enumerate(updates):
+                some["when"] = self._clock
+                parts.append(Letter(waiting, lost, offers, records_for(rank), some).pack(room))
+        else:
+            parts = [np.zeros(size(me, rank)[1], dtype=np.uint8) for rank in range(len(owned))]
+        answers = self.exchange.swap(parts, [bytes_in for _, bytes_in in ins], failure)
+        letters = [
+            Letter.unpack(answer, num_shards, len(shards), rows, self._dtype)
+            for answer, shards, (rows, _) in zip(answers, owned, ins, strict=True)
+        ]
+        order = np.argsort([shard for shards in owned for shard in shards], kind="stable")
+        self._published = np.concatenate([letter.published for letter in letters])[order]
+        self._lost = np.logical_or.reduce([letter.lost for letter in letters])
+        self._outbox.most = max(letter.waiting for letter in letters)
+        self._received += [letter.updates for letter in letters if len(letter.updates)]
+        return letters
+
+    # ---------------------------------------------------------------- rows that fall to shards
+
+    def _scatter(self, draw: Draw, masses: Array, view: PassView | None) -> tuple[Array, Array, Array, float]:
+        """Shards of all rows of the batch; which rows this rank was told of, and their records; the least leaf."""
+        fallen, items = scattered(self.job.selector, draw, masses, view)
+
+        def resolve() -> tuple[dict[int, tuple[Array, Array]], Array]:
+            found = {}
+            for number, (shard, engine) in enumerate(self.engines.items()):
+                rows = np.flatnonzero(fallen == shard)
+                if view is None:
+                    records = engine.resolve(draw, rows, None if items is None else items[rows])
+                else:
+                    assert items is not None
+                    records = engine.resolve_in(view.own[number], draw, rows, items[rows])
+                found[shard] = (rows, self._with_blocks(engine.job.table, records))
+            offers = self._offers(self._clock)
+            for offer, (_, records) in zip(offers, found.values(), strict=True):
+                offer["batch_least"] = records["leaf"].min(initial=np.inf)
+            return found, offers
+
+        answer, failure = self._try(resolve)
+        found, offers = answer if failure is None else ({}, answer)
+        return (fallen, *self._deal(fallen, found, offers, failure))
+
+    def _deal(
+        self,
+        fallen: Array,
+        found: dict[int, tuple[Array, Array]],
+        offers: Array,
+        failure: Exception | None,
+    ) -> tuple[Array, Array, float]:
+        """Tell each rank of its rows; which rows this one was told of, their records, and the least leaf of all.
+
+        Args:
+            fallen: int64 [n]: the shard of each row. found: shard -> rows and records, of this rank's shards.
+        """
+
+        def wanted(rank: int, shard: int) -> Array:
+            place = self.shards.places[rank]
+            if place.stage:  # all of its own shard: it looks them up for its stage
+                return np.flatnonzero(fallen == shard) if place.data == shard else fallen[:0]
+            rows = self._slice(len(fallen), place.data)
+            mine: Array = rows[fallen[rows] == shard]
+            return mine
+
+        def records_for(rank: int) -> Array:
+            parts = [
+                records[np.searchsorted(rows, wanted(rank, shard))]
+                for shard, (rows, records) in found.items()
+            ]
+            return np.concatenate(parts) if parts else self._none
+
+        letters = self._swap(
+            len(fallen), lambda rank, shard: len(wanted(rank, shard)), records_for, offers, failure
+        )
+        me = self.exchange.rank
+        rows = np.concatenate(
+            [wanted(me, shard) for rank in range(len(letters)) for shard in self._shards_of(rank)]
+        )
+        records = np.concatenate([letter.records for letter in letters])
+        order = np.argsort(rows, kind="stable")
+        assert self._published is not None
+        return rows[order], records[order], float(self._published["batch_least"].min())
+
+    # ---------------------------------------------------------------- candidates
+
+    def _merge(self, draw: Draw, masses: Array, view: PassView | None) -> tuple[Array, Array, Array, float]:
+        """As `_scatter`, of selectors that take the first ones of what all shards bring."""
+
+        def candidates() -> tuple[list[Array], Array]:
+            own = [
+                self._with_blocks(engine.job.table, engine.candidates(draw, draw.count)[0])
+                for engine in self.engines.values()
+            ]
+            return own, self._offers(self._clock)
+
+        answer, failure = self._try(candidates)
+        own, offers = answer if failure is None else ([], answer)
+        count, num_shards = draw.count, self.shards.num_shards
+        likely = np.full(num_shards, count / num_shards) if self._brought is None else self._brought
+        asked = np.minimum(np.ceil(1.5 * likely).astype(np.int64) + _MORE, count)
+        asked[masses == 0] = 0
+        sent = np.zeros_like(asked)
+        brought = [self._none] * num_shards
+        while True:
+            for shard, part in self._bring(count, own, sent, asked, offers, failure).items():
+                brought[shard] = np.concatenate((brought[shard], part))
+            merge = merged(self.job.selector, count, brought, asked >= count)
+            if not merge.more.any():
+                break
+            sent, asked = asked, np.where(merge.more, np.minimum(2 * asked, count), asked)
+        self._brought = np.bincount(merge.shards, minlength=num_shards).astype(np.float64)
+        return self._in_turn(draw, merge)
+
+    def _bring(
+        self,
+        count: int,
+        own: list[Array],
+        sent: Array,
+        asked: Array,
+        offers: Array,
+        failure: Exception | None,
+    ) -> dict[int, Array]:
+        """Candidates number `sent` to `asked` - 1 of each shard, made known to all."""
+        sizes = asked - sent
+
+        def records_for(_: int) -> Array:
+            parts = [
+                _padded(records[sent[shard] : asked[shard]], int(sizes[shard]))
+                for shard, records in zip(self.engines, own, strict=True)
+            ]
+            return np.concatenate(parts) if parts else self._none
+
+        letters = self._swap(count, lambda _, shard: int(sizes[shard]), records_for, offers, failure)
+        found: dict[int, Array] = {}
+        for rank, letter in enumerate(letters):
+            shards = self._shards_of(rank)
+            ends = np.cumsum([sizes[shard] for shard in shards])[:-1]
+            found.update(zip(shards, np.split(letter.records, ends), strict=False))
+        return found
+
+    def _in_turn(self, draw: Draw, merge: Merge) -> tuple[Array, Array, Array, float]:
+        found = len(merge.shards)
+        if found == 0:
+            raise nothing(self.job.selector, len(self.look()))
+        if found < draw.count and isinstance(self.job.selector, Prioritized):
+            raise PriorityError(
+                f"{draw.count} items were to be drawn, but only {found} in all shards have a positive priority. Draw "
+                "fewer, draw with replacement, or set priorities (Prioritized(eps=...) keeps them all positive)."
+            )
+        rows = np.arange(draw.count)
+        records = merge.records[rows % found]
+        return merge.shards[rows % found], rows, records, float(records["leaf"].min())
+
+    # ---------------------------------------------------------------- stages
+
+    def _of_stage(self, fallen: Array, rows: Array, records: Array) -> tuple[Array, Array]:
+        """Rows and records of this rank's slice, as they are in the tables of its own stage.
+
+        Stage 0 has drawn them; in the other stages the rank of each shard looks the trajectories up by their ids.
+        """
+        shards, me = self.shards, self.exchange.rank
+        dtype = np.dtype([("record", self._dtype), ("name", NAME)])
+
+        def wanted(source: int, target: int) -> Array:
+            one, other = shards.places[source], shards.places[target]
+            if one.stage == 0 or one.stage != other.stage:
+                return fallen[:0]
+            mine = self._slice(len(fallen), other.data)
+            told: Array = mine[fallen[mine] == one.data]
+            return told
+
+        found, failure = self._try(lambda: self._looked_up(fallen, rows, records))
+        parts = []
+        for rank in range(self.exchange.size):
+            which = wanted(me, rank)
+            if failure is None and len(which):
+                own = np.flatnonzero(fallen == shards.place.data)
+                parts.append(as_bytes(found[np.searchsorted(own, which)]))
+            else:
+                parts.append(np.zeros(len(which) * dtype.itemsize, dtype=np.uint8))
+        told = [wanted(rank, me) for rank in range(self.exchange.size)]
+        answers = self.exchange.swap(parts, [len(which) * dtype.itemsize for which in told], failure)
+        if shards.place.stage == 0:
+            return rows, records
+        rows = np.concatenate(told)
+        order = np.argsort(rows, kind="stable")
+        known = np.concatenate([part.view(dtype) for part in answers])[order]
+        places = np.searchsorted(rows[order], self._slice(len(fallen)))
+        self._names = known["name"][places]
+        return rows[order], known["record"].copy()
+
+    def _looked_up(self, fallen: Array, rows: Array, records: Array) -> Array:
+        """The rows of this rank's shard as they are in its own table, which is not that of stage 0."""
+        place, table = self.shards.place, self.shards.table
+        dtype = np.dtype([("record", self._dtype), ("name", NAME)])
+        if place.stage == 0:
+            return np.empty(0, dtype=dtype)
+        own: Array = records[np.searchsorted(rows, np.flatnonzero(fallen == place.data))].copy()
+        slots = self.slots_of(place.data, own["id"])
+        missing = np.flatnonzero(slots < 0)
+        if len(missing):
+            raise StaleIndexError(
+                f"{len(missing)} of {len(own)} trajectories that stage 0 has drawn are not in the table of stage "
+                f"{place.stage}, shard {place.data}; the first has id {own['id'][missing[0]]}. Store trajectories "
+                "through Placement, in tables with the same limits, and remove nothing from one alone."
+            )
+        found: Array = np.empty(len(own), dtype=dtype)
+        for name in NAME.names or ():
+            found["name"][name] = own[name]
+        own["slot"], own["generation"] = slots, table.slot_states()[1][slots]
+        found["record"] = self._with_blocks(table, own)
+        return found
+
+    def slots_of(self, shard: int, ids: Array) -> Array:
+        """Slots of trajectories of a shard whose table is in this process, int64 [n]; -1 for those that are gone."""
+        if shard not in self._maps:
+            self._maps[shard] = IdMap(self.shards.own.get(shard, self.shards.table))
+        return self._maps[shard].slots(ids)
+
+    # ---------------------------------------------------------------- moves between shards
+
+    def rebalance(self, **options: Any) -> dict[str, Any]:
+        """See `Rebalance`: between two draws, on all ranks at the same time."""
+        try:
+            return Rebalance(self, **options).run()
+        finally:
+            self._published = None  # looked at anew the next time
+
+    def forward(self, moves: Array) -> None:
+        """Some trajectories have moved, `MOVE` [n]: their updates follow them."""
+        self._forwarding.learn(moves)
+        self._send_all()
+        held = np.concatenate([np.empty(0, dtype=UPDATE), *self._received])
+        told = self.exchange.share_array(self._forwarding.readdress(held))
+        owned = [part[np.isin(part["shard"], list(self.engines))] for part in told]
+        self._received = [part for part in owned if len(part)]
+
+    # ---------------------------------------------------------------- parts of a batch
+
+    def _with_blocks(self, table: Table, records: Array) -> Array:
+        """Records, with the blocks of their windows where those are read one-sidedly."""
+        if self._reach is None:
+            return records
+        full: Array = np.zeros(len(records), dtype=self._dtype)
+        for name in records.dtype.names or ():
+            full[name] = records[name]
+        width = full["blocks"].shape[1]
+        extent, ids = np.empty((len(full), 2), dtype=np.int64), np.zeros((len(full), width), dtype=np.int32)
+        resolve(table, full["slot"].copy(), full["step"].copy(), self._reach, extent, ids)
+        full["steps"], full["blocks"] = extent[:, 0], ids
+        full["low"] = np.arange(len(full)) * width - extent[:, 1]
+        return full
+
+    def _weigher(self, draw: Draw, least: float) -> Callable[[Array], Array] | None:
+        selector = self.job.selector
+        if not isinstance(selector, Prioritized):
+            return None
+        beta = selector.beta_at(draw.number)
+
+        def weigh(leaves: Array) -> Array:
+            weights: Array = (np.minimum(least / leaves, 1.0) ** beta).astype(np.float32)
+            return weights
+
+        return weigh
+
+    def _spare(self, draw: Draw) -> Callable[[int, int], tuple[Array, int]] | None:
+        if self.shards.num_stages > 1:
+            return None
+        shard, engine = next(iter(self.engines.items()))
+        return lambda count, turn: (engine.spare(draw, count, turn), shard)
+
+    # ---------------------------------------------------------------- updates
+
+    def update_priority(
+        self,
+        index: Any,
+        priority: Any,
+        *,
+        generation: Any,
+        anchor: Any,
+        shard: Any,
+        stale: Literal["ignore", "error"],
+        between: Callable[[Callable[[], object]], None],
+    ) -> None:
+        """See `ReplayDataset.update_priority`; `between` calls a function between two batches."""
+        if stale == "error":
+            raise SchemaError(
+                "stale='error' was given; with Shards a row's owner, which alone knows whether it is gone, learns of "
+                "its priority later. Use 'ignore', and see num_stale."
+            )
+        new = request(index, priority, generation=generation, anchor=anchor, unit=self.job.selector.unit)
+        checked_weights(self.job.selector, new.priorities)
+        updates: Array = np.zeros(len(new.slots), dtype=UPDATE)
+        updates["shard"] = self._checked_shards(shard, len(new.slots))
+        updates["slot"], updates["step"], updates["priority"] = new.slots, new.steps, new.priorities
+        updates["generation"] = -1 if new.generations is None else new.generations
+        between(lambda: self._outbox.put(self._forwarding.readdress(updates)))
+
+    def _checked_shards(self, shard: Any, count: int) -> Array:
+        if shard is None and self.shards.num_shards == 1:
+            return np.zeros(count, dtype=np.int64)
+        values = None if shard is None else np.asarray(as_array(shard))
+        if values is None or values.dtype.kind not in "iu" or values.shape != (count,):
+            got = "none" if values is None else f"{values.dtype} {list(values.shape)}"
+            raise SchemaError(
+                f"shard is {got}; expected integers [{count}] beside index: give the whole batch, or "
+                "shard=batch['shard']. Nothing was changed."
+            )
+        if count and not (values.min() >= 0 and values.max() < self.shards.num_shards):
+            raise SchemaError(
+                f"shard has {values.min()} to {values.max()}; expected 0 to {self.shards.num_shards - 1}. Nothing was "
+                "changed."
+            )
+        return values.astype(np.int64)
+
+    # ---------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Priorities in all shards by the trajectories' ids, counters, the rows of the last batches, and new priorities
+        that are on their way. Every rank gets the same."""
+        self._send_all()
+        kept = state.of_engines(self.engines, self._received, self._clock)
+        mine = [(*key, some) for key, some in self._history] if self.shards.place.stage == 0 else []
+        mine += [(*key, some) for key, some in self._pending.items()] if self.exchange.rank == 0 else []
+        return state.joined(self.exchange, kept, mine)
+
+    def _send_all(self) -> None:
+        """Bring all updates that wait to their owners; they count when they would have counted."""
+        waiting = np.concatenate(self._outbox.take(self._outbox.waiting))
+        waiting["when"] = self._clock
+        for part in self.exchange.share_array(waiting):
+            owned = part[np.isin(part["shard"], list(self.engines))]
+            if len(owned):
+                self._received.append(owned)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned, for the trajectories that are still there, in whichever shard.
+
+        Raises:
+            SchemaError: it is no such state; nothing was changed.
+        """
+        checked = state.checked(saved, self.job.selector)
+        for shard, engine in self.engines.items():
+            engine.load_state_dict(checked.part_of(engine))
+            self._received = [] if shard == next(iter(self.engines)) else self._received
+            self._received.append(checked.updates_for(engine, shard, self.slots_of))
+        self._outbox = Outbox(self.shards.leads, self.exchange.size)
+        self._history.clear()
+        self._pending = dict(checked.recent)
+        self._clock = 0
+        self._published = None
+
+    def forget_pending(self) -> None:
+        """Draw anew what a loaded state would have repeated."""
+        self._pending.clear()
+
+    def _restored(self, draw: Draw) -> tuple[Array, Array, Callable[[Array], Array] | None] | None:
+        """A batch that had been drawn before the state was taken, if all of its trajectories are still there."""
+        some = self._pending.pop((draw.epoch, draw.step), None)
+        if some is None or some.count != draw.count or len(some.rows) != draw.count:
+            return None
+        ids, steps = some.rows["id"], some.rows["step"]
+        slots = {shard: self.slots_of(shard, ids) for shard in self.engines}
+        for shard, places in list(slots.items()):
+            lengths = self.shards.own[shard].index_arrays()[0][places, 0]
+            slots[shard] = np.where((places >= 0) & (steps < lengths), places, -1)
+        everyone = np.stack(self._of_all(list(slots.values())))
+        if not (everyone >= 0).any(axis=0).all():
+            return None
+        fallen = (everyone >= 0).argmax(axis=0)
+        found = {}
+        for shard, engine in self.engines.items():
+            rows = np.flatnonzero(fallen == shard)
+            table = engine.job.table
+            made = records_of(table, slots[shard][rows], steps[rows])
+            found[shard] = (rows, self._with_blocks(table, made))
+        offers = [engine.publish() for engine in self.engines.values()]
+        offer = np.concatenate(offers) if offers else np.empty(0, dtype=PUBLISHED)
+        rows, records, _ = self._deal(fallen, found, offer, None)
+        if self.shards.num_stages > 1:
+            rows, records = self._of_stage(fallen, rows, records)
+        mine = self._slice(draw.count)
+        weights = None if some.weights is None else some.weights[mine]
+        weigh = None if weights is None else lambda _: weights
+        return fallen[mine], records[np.searchsorted(rows, mine)], weigh
+
+    def _apply(self, clock: int) -> None:
+        """Make the updates of this rank's shards that were sent before draw number `clock`, in the order of sending."""
+        due = [part[part["when"] < clock] for part in self._received]
+        self._received = [part[part["when"] >= clock] for part in self._received]
+        self._received = [part for part in self._received if len(part)]
+        if not due:
+            return
+        updates = np.concatenate(due)
+        for shard, engine in self.engines.items():
+            mine = updates[updates["shard"] == shard]
+            changes = np.flatnonzero(np.diff(mine["generation"] < 0)) + 1
+            for part in np.split(mine, changes):
+                if len(part):
+                    engine.update(_as_request(part))
+
+    @property
+    def num_stale(self) -> int:
+        """Rows of updates for this rank's shards that were left out because their trajectory was gone."""
+        return sum(engine.num_stale for engine in self.engines.values())
+
+    def quantiles(self, shares: Array) -> Array:
+        """Quantiles of the priorities in this rank's first shard."""
+        engines = list(self.engines.values())
+        if not engines:
+            return np.full(len(shares), np.nan)
+        found: Array = engines[0].quantiles(shares)
+        return found
+
+
+def _as_request(updates: Array) -> Request:
+    slots, steps, generations = (
+        np.ascontiguousarray(updates[name]) for name in ("slot", "step", "generation")
+    )
+    some = None if generations[0] < 0 else generations
+    return Request(slots, steps, some, np.ascontiguousarray(updates["priority"]))
+
+
+def _padded(records: Array, size: int) -> Array:
+    """Records, and as many empty ones as are missing."""
+    padding: Array = np.zeros(size - len(records), dtype=records.dtype)
+    padding["id"] = -1
+    return np.concatenate((records, padding))

@@ -1,0 +1,29 @@
+"""Rows of other nodes: a protocol of requests and replies, and what carries it.
+
+with start_server(["replay-0"], secret=secret) as server:                      # on the node that has the table
+    ...
+peer = Peer("socket://10.0.0.2:5555", secret=secret, timeout=30.0, name="node b")   # on another
+status = peer.fetch(spec, slots, anchors, generations, out).result()
+"""
+
+from gear_loader.transport.channel import Address, Carrier, Channel, Listener, carrier
+from gear_loader.transport.client import Peer
+from gear_loader.transport.server import Server
+from gear_loader.transport.serving import ServerProcess, start_server
+from gear_loader.transport.spec import Piece, WindowSpec
+from gear_loader.transport.wire import Limits
+
+__all__ = [
+    "Address",
+    "Carrier",
+    "Channel",
+    "Limits",
+    "Listener",
+    "Peer",
+    "Piece",
+    "Server",
+    "ServerProcess",
+    "WindowSpec",
+    "carrier",
+    "start_server",
+]

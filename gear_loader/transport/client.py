@@ -1,0 +1,249 @@
+"""A peer: the server of another node, as those who need its rows see it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import numpy as np
+
+from gear_loader.errors import SchemaError, TransportError
+from gear_loader.schema import Schema
+from gear_loader.transport.channel import Address
+from gear_loader.transport.handshake import check_secret
+from gear_loader.transport.link import Link, Request
+from gear_loader.transport.loop import EventLoop, event_loop
+from gear_loader.transport.spec import WindowSpec
+from gear_loader.transport.wire import Fields, Kind, Limits, Store, pack_text
+
+__all__ = ["Peer"]
+
+Array = np.ndarray[Any, Any]
+_T = TypeVar("_T")
+
+
+class Peer:
+    """One server.
+
+    Threads may use it at the same time, and any number of requests may be under way. It connects when it is first
+    asked, and again after a failure, asking `address` anew: a server that was restarted elsewhere is found. It does not
+    survive a fork: make another in the child.
+
+    Every future ends within `timeout` seconds, with a result or with one of
+
+    - HandshakeError: a server of another version, library, schema or secret; both sides are named.
+    - PeerTimeoutError: no answer until the deadline. The connection is given up, and with it all that was asked over
+      it.
+    - TransportError: anything else. What the server itself reported is its cause (``__cause__``), such as a
+      `TableFullError` of a store.
+
+    The messages name the peer, its address, what was asked, and what to do. A store that failed without an answer may
+    have been made all the same.
+
+    Args:
+        address: such as "socket://10.0.0.2:5555"; or what returns it, called in a thread whenever it connects.
+        secret: the server's.
+        timeout: seconds.
+        name: how errors call it, such as "node b".
+
+    Raises:
+        TransportError: an address that is none. HandshakeError: a secret that is none. SchemaError: another timeout.
+    """
+
+    def __init__(self, address: str | Callable[[], str], *, secret: bytes, timeout: float, name: str) -> None:
+        if not isinstance(timeout, (int, float)) or not 0 < timeout < 1e6:
+            raise SchemaError(f"timeout is {timeout!r}; expected a positive number of seconds.")
+        if isinstance(address, str):
+            Address.parse(address)
+        self.name = name
+        self._address = address
+        self._secret = check_secret(secret)
+        self._timeout = float(timeout)
+        self._pid = os.getpid()
+        self._guard = threading.Lock()
+        self._loop: EventLoop | None = None
+        self._link: Link | None = None
+        self._closed = False
+
+    # ---------------------------------------------------------------- requests
+
+    def fetch(
+        self, spec: WindowSpec, slots: Array, anchors: Array, generations: Array, out: Array
+    ) -> Future[Array]:
+        """Windows of rows.
+
+        Args:
+            spec: which windows of which table; the same object for as long as it is the same.
+            slots, anchors, generations: int64 [n] each.
+            out: uint8 [reply_bytes(n) or more], contiguous; may be pinned memory. Until the future has its result
+                nobody else uses it. After an error the carrier may still write into it: never use it again; a reference
+                is kept here until the connection is gone.
+
+        Returns:
+            A future of the status, uint8 [n], a view of `out`; see `WindowSpec`.
+
+        Raises:
+            SchemaError: arguments of other dtypes or sizes. TransportError: the peer was closed, or made before a fork.
+        """
+        n = len(slots)
+        for name, values in (("slots", slots), ("anchors", anchors), ("generations", generations)):
+            if not isinstance(values, np.ndarray) or values.dtype != np.int64 or values.shape != (n,):
+                raise SchemaError(f"{name} is {_shape(values)}; expected int64 [{n}].")
+        size, status = spec.reply_bytes(n), spec.data_bytes(n)
+        if (
+            not isinstance(out, np.ndarray)
+            or out.dtype != np.uint8
+            or out.ndim != 1
+            or not out.flags.c_contiguous
+        ):
+            raise SchemaError(f"out is {_shape(out)}; expected contiguous uint8 [{size} or more].")
+        if len(out) < size or not out.flags.writeable:
+            raise SchemaError(
+                f"out has {len(out):,} bytes{'' if out.flags.writeable else ' that cannot be written'}; expected "
+                f"{size:,} writable ones for {n:,} rows."
+            )
+        data = out[:size]
+        small = np.empty(8 + 24 * n, dtype=np.uint8)
+        small[:8].view(np.uint32)[:] = 0, n
+        rows = small[8:].view(np.int64)
+        rows[:n], rows[n : 2 * n], rows[2 * n :] = slots, anchors, generations
+
+        def check(limits: Limits) -> str | None:
+            if n > limits.rows or size > limits.reply_bytes:
+                return (
+                    f"the server sends at most {limits.rows:,} rows and {limits.reply_bytes:,} bytes at a time: ask "
+                    "for fewer rows at once"
+                )
+            return None
+
+        return self._ask(
+            Request(
+                kind=Kind.FETCH,
+                small=small,
+                answer=Kind.REPLY,
+                finish=lambda _: data[status : status + n],
+                what=f"{n:,} rows ({size:,} bytes) of table {spec.table!r}",
+                spec=spec,
+                out=data,
+                check=check,
+            )
+        )
+
+    def store(
+        self,
+        table: str,
+        schema: Schema,
+        trajectories: list[Mapping[str, Array]],
+        priorities: Array,
+        ids: Array,
+    ) -> Future[Array]:
+        """Add trajectories to a table of the peer, all or none.
+
+        Args:
+            schema: the table's.
+            trajectories: column name -> array or tensor [T, *shape].
+            priorities: float32 [n], `gear_loader.index_ops.UNSET` where there is none.
+            ids: int64 [n], -1 where the table numbers it itself.
+
+        Returns:
+            A future of their slots, int64 [n].
+
+        Raises:
+            SchemaError: trajectories that do not fit. TransportError: the peer was closed, or made before a fork.
+        """
+        n = len(trajectories)
+        for name, values, dtype in (("priorities", priorities, np.float32), ("ids", ids, np.int64)):
+            if not isinstance(values, np.ndarray) or values.dtype != dtype or values.shape != (n,):
+                raise SchemaError(f"{name} is {_shape(values)}; expected {np.dtype(dtype).name} [{n}].")
+        located = [schema.validate(each, what=f"trajectory {i}") for i, each in enumerate(trajectories)]
+        lengths = np.array([length for length, _ in located], dtype=np.int64)
+        request = Store(table, schema, lengths, ids, priorities)
+        data = np.zeros(request.bulk_bytes, dtype=np.uint8)
+        for name, (at, _) in zip(schema, request.columns, strict=True):
+            for _, arrays in located:
+                part = arrays[name].reshape(-1)
+                data[at : at + len(part)] = part
+                at += len(part)
+
+        def check(limits: Limits) -> str | None:
+            if n > limits.rows or len(data) > limits.store_bytes:
+                return (
+                    f"the server takes at most {limits.rows:,} trajectories and {limits.store_bytes:,} bytes at a "
+                    "time: store fewer at once"
+                )
+            return None
+
+        def finish(small: memoryview) -> Array:
+            fields = Fields(small, Kind.STORED.name)
+            slots = fields.array(n, "<i8", "slots")
+            fields.end()
+            return slots.astype(np.int64)
+
+        return self._ask(
+            Request(
+                kind=Kind.STORE,
+                small=request.pack(),
+                answer=Kind.STORED,
+                finish=finish,
+                what=f"{n:,} trajectories ({len(data):,} bytes) to be stored into table {table!r}",
+                bulk=data,
+                small_bytes=8 * n,
+                check=check,
+            )
+        )
+
+    def metadata(self, name: str, table: str) -> Future[bytes]:
+        """What the server tells of a table under this name; see `Server.metadata`."""
+        return self._ask(
+            Request(
+                kind=Kind.METADATA,
+                small=pack_text(name) + pack_text(table),
+                answer=Kind.DESCRIBED,
+                finish=bytes,
+                what=f"{name!r} of table {table!r}",
+            )
+        )
+
+    # ---------------------------------------------------------------- the link
+
+    def _ask(self, request: Request[_T]) -> Future[_T]:
+        with self._guard:
+            self._check()
+            if self._link is None or self._loop is None:
+                self._loop = event_loop()
+                self._link = Link(self.name, self._address, self._secret, self._timeout, self._loop.loop)
+            link, loop = self._link, self._loop
+        request.future.set_running_or_notify_cancel()  # nobody cancels what is already on its way
+        try:
+            loop.soon(link.ask, request)
+        except RuntimeError:
+            raise TransportError(f"{self.name} was asked while this process was ending.") from None
+        return request.future
+
+    def _check(self) -> None:
+        if self._pid != os.getpid():
+            raise TransportError(
+                f"This peer ({self.name}) was made in process {self._pid} and is used in {os.getpid()}: connections do "
+                "not survive a fork. Make a Peer in each process, or start processes with 'spawn'."
+            )
+        if self._closed:
+            raise TransportError(f"The peer {self.name} has been closed; make another one.")
+
+    def close(self) -> None:
+        """Give up all that is under way, and disconnect; idempotent. Not from the loop's own thread."""
+        if self._pid != os.getpid():
+            return
+        with self._guard:
+            self._closed = True
+            link, loop, self._link = self._link, self._loop, None
+        if link is not None and loop is not None:
+            loop.run(link.close())
+
+
+def _shape(values: object) -> str:
+    if isinstance(values, np.ndarray):
+        return f"{values.dtype} {list(values.shape)}"
+    return f"a {type(values).__name__}"

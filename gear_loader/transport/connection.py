@@ -1,0 +1,309 @@
+"""One connection of a server: reads requests one after another, and answers them."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gear_loader.errors import GearError, LockTimeoutError, TransportError
+from gear_loader.transport.channel import Channel, as_bytes
+from gear_loader.transport.spec import ALIGNMENT, MAX_SPEC_BYTES, WindowSpec
+from gear_loader.transport.tables import Opened
+from gear_loader.transport.wire import (
+    HEADER,
+    Fields,
+    Header,
+    Kind,
+    Limits,
+    ProtocolError,
+    Store,
+    check,
+    pack_error,
+)
+
+if TYPE_CHECKING:
+    from gear_loader.transport.server import Server
+
+__all__ = ["Connection"]
+
+Array = np.ndarray[Any, Any]
+
+_AT_ONCE = 1 << 18  # bytes up to which a reply is gathered in the loop: handing it to a thread takes longer
+_STORES = 2  # that a connection may have going on at a time
+_MOST_NAME = 128
+_FETCH = struct.Struct("<II")
+
+
+class Connection:
+    """A requester that has proven itself.
+
+    Replies are gathered into two buffers in turn: while one is being sent, the next request is gathered.
+
+    Attributes:
+        receiving_since, sending_since: when it began to receive the rest of a message, or to send one, of `loop.time`;
+            None while it does not.
+    """
+
+    def __init__(self, channel: Channel, server: Server) -> None:
+        self._channel = channel
+        self._server = server
+        self._limits: Limits = server.limits
+        self._loop = asyncio.get_running_loop()
+        self._opened: dict[int, Opened | GearError] = {}
+        self._head = memoryview(bytearray(HEADER))
+        self._small = np.empty(1 << 12, dtype=np.uint8)
+        self._staging = [_buffer(0), _buffer(0)]
+        self._turn = 0
+        self._sending = asyncio.Lock()
+        self._reply: asyncio.Task[None] | None = None  # a large one that is being sent
+        self._reply_turn = 0  # and its buffer
+        self._stores: set[asyncio.Task[None]] = set()
+        self.receiving_since: float | None = None
+        self.sending_since: float | None = None
+        limits = self._limits
+        self._allowed = {
+            Kind.OPEN: (4 + MAX_SPEC_BYTES, 0),
+            Kind.FETCH: (8 + 24 * limits.rows, 0),
+            Kind.STORE: (Store.most(limits), limits.store_bytes),
+            Kind.METADATA: (4 + 2 * _MOST_NAME, 0),
+            Kind.BYE: (0, 0),
+        }
+
+    async def run(self) -> None:
+        """Serve until the requester leaves.
+
+        Raises:
+            ProtocolError: it broke the protocol. ConnectionError: it is gone.
+        """
+        try:
+            while await self._serve_one():
+                pass
+            if self._reply is not None:
+                await self._reply
+            if self._stores:
+                await asyncio.wait(self._stores)
+        finally:
+            await self._clean_up()
+
+    async def _clean_up(self) -> None:
+        tasks = [*self._stores, *([self._reply] if self._reply is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._opened.clear()
+        self._staging.clear()
+
+    def release(self) -> None:
+        """Let go of tables that have lost their names."""
+        for opened in self._opened.values():
+            if isinstance(opened, Opened):
+                opened.release()
+
+    def is_stuck(self, now: float) -> bool:
+        """Whether the requester has left it in the middle of a message for too long."""
+        since = [each for each in (self.receiving_since, self.sending_since) if each is not None]
+        return bool(since) and now - min(since) > self._limits.patience
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a message was begun and not finished: nothing can follow it."""
+        return self.sending_since is not None
+
+    # ---------------------------------------------------------------- one request
+
+    async def _serve_one(self) -> bool:
+        channel = self._channel
+        await channel.recv_into(self._head)
+        header = Header.parse(self._head)
+        check(header, self._allowed, "after the handshake")
+        self.receiving_since = self._loop.time()
+        small = self._room(header.small)
+        if header.small:
+            await channel.recv_into(small)
+        if header.kind is Kind.FETCH:
+            self.receiving_since = None
+            await self._fetch(header.request, small)
+        elif header.kind is Kind.STORE:
+            await self._begin_store(header, small)
+        else:
+            self.receiving_since = None
+            if header.kind is Kind.BYE:
+                return False
+            if header.kind is Kind.OPEN:
+                await self._open(header.request, small)
+            else:
+                await self._describe(header.request, small)
+        return True
+
+    def _room(self, size: int) -> Array:
+        """Memory for a small part; that of the last one."""
+        if size > len(self._small):
+            self._small = np.empty(1 << (size - 1).bit_length(), dtype=np.uint8)
+        return self._small[:size]
+
+    async def _open(self, request: int, small: Array) -> None:
+        fields = Fields(small, Kind.OPEN.name)
+        number = fields.number(4, "number")
+        if number >= self._limits.specs:
+            raise ProtocolError(
+                f"number of a message OPEN is {number}; expected less than {self._limits.specs}."
+            )
+        try:
+            spec = WindowSpec.from_bytes(bytes(fields.rest()))
+            opened = await self._server.gatherers.run(lambda: Opened(spec, self._server.shelf))
+        except (GearError, OSError) as error:
+            self._opened[number] = error if isinstance(error, GearError) else TransportError(str(error))
+            await self._send(Kind.ERROR, request, pack_error(error))
+            return
+        self._opened[number] = opened
+        await self._send(Kind.OPENED, request, number.to_bytes(4, "little"))
+
+    async def _describe(self, request: int, small: Array) -> None:
+        fields = Fields(small, Kind.METADATA.name)
+        name, table = fields.text("name", _MOST_NAME), fields.text("table", _MOST_NAME)
+        fields.end()
+        call = self._server.metadata.get(name)
+        try:
+            self._server.shelf.check(table)
+            if call is None:
+                raise TransportError(
+                    f"This server has nothing called {name[:40]!r} to tell; it has "
+                    f"{', '.join(sorted(self._server.metadata)) or 'nothing'}. Start it with that carrier."
+                )
+            found = call
+            answer = await self._server.gatherers.run(lambda: found(table))
+        except Exception as error:
+            await self._fail(request, error, f"telling {name[:40]!r} of {table!r}")
+            return
+        await self._send(Kind.DESCRIBED, request, b"", memoryview(answer))
+
+    async def _fail(self, request: int, error: Exception, what: str) -> None:
+        """Tell the requester of an error, and the log of one that is ours."""
+        if not isinstance(error, (GearError, OSError)):
+            self._server.log.error("%s failed: %s", what, error, exc_info=error)
+        await self._send(Kind.ERROR, request, pack_error(error))
+
+    async def _send(
+        self, kind: Kind, request: int, small: bytes, bulk: memoryview | Array | None = None
+    ) -> None:
+        size = 0 if bulk is None else bulk.nbytes
+        parts = [memoryview(Header(kind, request, len(small), size).pack())]
+        if small:
+            parts.append(memoryview(small))
+        async with self._sending:
+            self.sending_since = self._loop.time()
+            if bulk is not None and size:
+                await self._channel.send(*parts, bulk)
+            else:
+                await self._channel.send(*parts)
+            self.sending_since = None
+
+    # ---------------------------------------------------------------- fetching
+
+    async def _fetch(self, request: int, small: Array) -> None:
+        if len(small) < _FETCH.size:
+            raise ProtocolError(f"A message FETCH has {len(small)} bytes; expected at least {_FETCH.size}.")
+        number, n = _FETCH.unpack_from(as_bytes(small))
+        if n > self._limits.rows or len(small) != _FETCH.size + 24 * n:
+            raise ProtocolError(
+                f"A message FETCH of {len(small):,} bytes has n {n:,}; expected at most {self._limits.rows:,}, and "
+                f"{_FETCH.size} + 24 n bytes."
+            )
+        opened = self._opened.get(number)
+        if opened is None:
+            raise ProtocolError(f"A message FETCH asks for the spec {number}, which was not opened.")
+        rows = small[_FETCH.size :].view(np.int64).reshape(3, n)
+        try:
+            if isinstance(opened, GearError):
+                raise opened
+            out = await self._gather(opened, rows)
+        except Exception as error:
+            await self._fail(request, error, "a fetch")
+            return
+        if len(out) <= _AT_ONCE:
+            await self._send(Kind.REPLY, request, b"", out)
+            return
+        if self._reply is not None:
+            await self._reply
+        self._reply, self._reply_turn = (
+            asyncio.ensure_future(self._send(Kind.REPLY, request, b"", out)),
+            self._turn,
+        )
+
+    async def _gather(self, opened: Opened, rows: Array) -> Array:
+        """The reply, in the buffer whose turn it is."""
+        slots, anchors, generations = rows
+        n = len(slots)
+        size = opened.spec.reply_bytes(n)
+        if size > self._limits.reply_bytes:
+            raise TransportError(
+                f"{n:,} rows of {opened.spec.row_bytes:,} bytes make a reply of {size:,}; this server sends at most "
+                f"{self._limits.reply_bytes:,} at a time. Ask for fewer rows."
+            )
+        out = await self._buffer(size)
+        held = opened.held()
+        if size <= _AT_ONCE and not held.is_dirty:
+            try:
+                opened.read(held, slots, anchors, generations, out, at_once=True)
+                return out
+            except LockTimeoutError:
+                pass
+        await self._server.gatherers.run(
+            lambda: opened.read(held, slots, anchors, generations, out, at_once=False)
+        )
+        return out
+
+    async def _buffer(self, size: int) -> Array:
+        self._turn = 1 - self._turn
+        if self._reply is not None and self._turn == self._reply_turn:
+            await self._reply
+        buffer = self._staging[self._turn]
+        if size > len(buffer):
+            buffer = self._staging[self._turn] = _buffer(
+                min(1 << (size - 1).bit_length(), self._limits.reply_bytes)
+            )
+        return buffer[:size]
+
+    # ---------------------------------------------------------------- storing
+
+    async def _begin_store(self, header: Header, small: Array) -> None:
+        request = Store.parse(small.copy(), header.bulk, self._limits)
+        while len(self._stores) >= _STORES:
+            self.receiving_since = None  # it is not the requester who is waited for
+            await asyncio.wait(self._stores, return_when=asyncio.FIRST_COMPLETED)
+            self.receiving_since = self._loop.time()
+        data = _buffer(header.bulk)
+        if header.bulk:
+            await self._channel.recv_into(data)
+        self.receiving_since = None
+        task = asyncio.ensure_future(self._store(header.request, request, data))
+        self._stores.add(task)
+        task.add_done_callback(self._stored)
+
+    def _stored(self, task: asyncio.Task[None]) -> None:
+        self._stores.discard(task)
+        if not task.cancelled():
+            task.exception()  # the connection is gone, and the reading side knows
+
+    async def _store(self, request: int, store: Store, data: Array) -> None:
+        server = self._server
+
+        def work() -> Array:
+            return server.shelf.get(store.table).store(store, data)
+
+        try:
+            slots = await server.writers.run(work)
+        except Exception as error:
+            await self._fail(request, error, f"storing into {store.table!r}")
+            return
+        await self._send(Kind.STORED, request, slots.astype("<i8").tobytes())
+
+
+def _buffer(size: int) -> Array:
+    """Memory, aligned."""
+    memory = np.empty(size + ALIGNMENT, dtype=np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size]

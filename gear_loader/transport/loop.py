@@ -1,0 +1,92 @@
+"""The one event loop of a process: a daemon thread in which all connections live."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+__all__ = ["EventLoop", "event_loop"]
+
+_T = TypeVar("_T")
+_guard = threading.Lock()
+_current: EventLoop | None = None
+
+
+class EventLoop:
+    """A thread that runs an asyncio loop. After a fork the child has none: `event_loop` starts another.
+
+    Attributes:
+        pid: of the process that it runs in.
+    """
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="gear-loader-transport", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
+
+    def soon(self, call: Callable[..., object], *args: object) -> None:
+        """Call something in the loop's thread, and do not wait for it.
+
+        Raises:
+            RuntimeError: the process is about to end.
+        """
+        self.loop.call_soon_threadsafe(call, *args)
+
+    def start(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Run a coroutine in the loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def run(self, work: Coroutine[Any, Any, _T], timeout: float | None = None) -> _T:
+        """Run a coroutine in the loop and wait for it; not from the loop's own thread.
+
+        Raises:
+            TimeoutError: after so many seconds; it is cancelled.
+        """
+        future = self.start(work)
+        try:
+            return future.result(timeout)
+        except BaseException:
+            future.cancel()
+            raise
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the caller is in the loop's thread."""
+        return threading.current_thread() is self._thread
+
+    def stop(self) -> None:
+        """End the thread; at the end of the process."""
+        if self.pid != os.getpid() or self.loop.is_closed():
+            return
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(2.0)
+        if not self._thread.is_alive():
+            self.loop.close()
+
+
+def event_loop() -> EventLoop:
+    """This process's loop, started when first asked for."""
+    global _current
+    with _guard:
+        if _current is None or _current.pid != os.getpid():
+            _current = EventLoop()
+            atexit.register(_current.stop)
+        return _current
+
+
+def _after_fork() -> None:
+    global _guard
+    _guard = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,220 @@
+"""NIXL agents, and what an owner tells a reader of its memory.
+
+The owner's description of one table, little endian; texts and bytes have their length before them:
+
+    magic        8 B     b"GEARNIXL"
+    version      u16
+    agent        u16, name of the owner's agent, unique in every start of a process
+    connection   u32, what NIXL needs to connect to it
+    schema       u32, JSON as `Schema.to_json`
+    numbers      10 x u64, see `_NUMBERS`
+    columns      u64 x 3 a column: offset in the region, bytes from block to block, bytes of a step
+
+NIXL's own serialization of descriptors is pickle and is not used; what it makes of `connection` is checked by NIXL.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import json
+import logging
+import os
+import struct
+from typing import Any
+
+import numpy as np
+
+from gear_loader.errors import TransportError
+from gear_loader.schema import Schema
+from gear_loader.transport.spec import read_schema
+from gear_loader.transport.ucx_library import speaking_softly
+
+__all__ = ["Description", "installed", "new_agent", "register", "version"]
+
+_MAGIC, _VERSION = b"GEARNIXL", 1
+_NUMBERS = (
+    "base",  # address of the region in the owner
+    "region_bytes",
+    "block_steps",
+    "num_blocks",
+    "num_slots",
+    "max_steps",
+    "generation",  # offset of the array in the region
+    "state",
+    "word",  # address of 8 bytes that hold `value` while this is the table of that name
+    "value",
+)
+_MAX_CONNECTION, _MAX_SCHEMA, _MAX_NAME = 1 << 20, 1 << 20, 256
+_LARGEST = 1 << 56
+_PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
+
+
+def installed() -> str | None:
+    """The package that NIXL comes in here, or None."""
+    return next((name for name in _PACKAGES if importlib.util.find_spec(name) is not None), None)
+
+
+def version() -> str | None:
+    """Name and version of the package that is installed."""
+    import importlib.metadata
+
+    package = installed()
+    if package is None:
+        return None
+    try:
+        return f"{package.replace('_', '-')} {importlib.metadata.version(package.replace('_', '-'))}"
+    except importlib.metadata.PackageNotFoundError:
+        return package
+
+
+def new_agent(name: str, *, loopback: bool) -> Any:
+    """An agent with the UCX backend and without a thread of its own, which would take a whole core.
+
+    Args:
+        loopback: keep its sockets to the loopback device, unless the user has set UCX_NET_DEVICES.
+
+    Raises:
+        TransportError: NIXL is not installed, or cannot start.
+    """
+    package = installed()
+    if package is None:
+        raise TransportError(
+            "NIXL is not installed: pip install 'gear-loader[nixl]'. `gear-loader doctor` shows what else there is."
+        )
+    try:
+        api = importlib.import_module(f"{package}._api")
+        if "NIXL_LOG_LEVEL" not in os.environ:
+            logging.getLogger("nixl").setLevel(
+                logging.WARNING
+            )  # it writes every agent's start to standard output
+        config = api.nixl_agent_config(
+            enable_prog_thread=False, backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+        )
+        # NIXL hands no settings on to UCX, which reads its environment when the backend is made.
+        with speaking_softly(**({"UCX_NET_DEVICES": "lo"} if loopback else {})):
+            agent = api.nixl_agent(name, config)
+            agent.create_backend("UCX")
+    except TransportError:
+        raise
+    except Exception as error:
+        raise TransportError(
+            f"NIXL cannot start: {error or type(error).__name__}. `gear-loader doctor` shows what it finds; UCX_TLS "
+            "and UCX_NET_DEVICES may name what is not there."
+        ) from error
+    return agent
+
+
+def register(agent: Any, address: int, count: int) -> Any:
+    """Register memory; what `deregister_memory` takes.
+
+    Raises:
+        TransportError: it is refused.
+    """
+    try:
+        return agent.register_memory(np.array([[address, count, 0]], dtype=np.uint64), "DRAM")
+    except Exception as error:
+        raise TransportError(
+            f"NIXL cannot register {count:,} bytes ({error or type(error).__name__}). Over InfiniBand all of it is "
+            "locked: raise the limit (ulimit -l unlimited)."
+        ) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """One table in an owner's memory.
+
+    Attributes:
+        agent: name of the owner's agent. connection: NIXL's metadata of it.
+        schema: the columns. columns: (offset, block stride, step bytes) of each.
+        numbers: what `_NUMBERS` lists, by name.
+    """
+
+    agent: str
+    connection: bytes
+    schema: Schema
+    columns: tuple[tuple[int, int, int], ...]
+    numbers: dict[str, int]
+
+    def to_bytes(self) -> bytes:
+        """As it is sent."""
+        agent, schema = self.agent.encode(), json.dumps(self.schema.to_json(), separators=(",", ":")).encode()
+        return b"".join(
+            (
+                _MAGIC,
+                struct.pack("<HH", _VERSION, len(agent)),
+                agent,
+                struct.pack("<I", len(self.connection)),
+                self.connection,
+                struct.pack("<I", len(schema)),
+                schema,
+                struct.pack(f"<{len(_NUMBERS)}Q", *(self.numbers[name] for name in _NUMBERS)),
+                *(struct.pack("<3Q", *column) for column in self.columns),
+            )
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Description:
+        """The inverse of `to_bytes`.
+
+        Raises:
+            TransportError: it is none, of another version, or contradicts itself.
+        """
+        try:
+            return cls._read(bytes(data))
+        except (struct.error, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+            raise _damaged(str(error)) from None
+
+    @classmethod
+    def _read(cls, data: bytes) -> Description:
+        place = 0
+
+        def take(count: int, most: int = _LARGEST) -> bytes:
+            nonlocal place
+            if count > most or place + count > len(data):
+                raise _damaged(f"a field of {count:,} bytes at byte {place:,}")
+            place += count
+            return data[place - count : place]
+
+        def number(form: str) -> int:
+            return int(struct.unpack(form, take(struct.calcsize(form)))[0])
+
+        if take(8) != _MAGIC:
+            raise _damaged(f"it begins with {data[:8]!r}")
+        found = number("<H")
+        if found != _VERSION:
+            raise TransportError(
+                f"The owner describes its memory in version {found}; expected {_VERSION}. Use the same version of "
+                "Gear Loader on both sides."
+            )
+        agent = take(number("<H"), _MAX_NAME).decode()
+        connection = take(number("<I"), _MAX_CONNECTION)
+        schema = read_schema(json.loads(take(number("<I"), _MAX_SCHEMA)))
+        numbers = {name: number("<Q") for name in _NUMBERS}
+        columns = tuple((number("<Q"), number("<Q"), number("<Q")) for _ in schema)
+        if place != len(data):
+            raise _damaged(f"{len(data) - place:,} bytes too many")
+        described = cls(agent, connection, schema, columns, numbers)
+        described._check()
+        return described
+
+    def _check(self) -> None:
+        """Every column and array lies in the region."""
+        numbers = self.numbers
+        slots, blocks, steps = numbers["num_slots"], numbers["num_blocks"], numbers["block_steps"]
+        limit = numbers["region_bytes"]
+        ends = [numbers["generation"] + 8 * slots, numbers["state"] + 4 * slots]
+        for column, (offset, stride, step_bytes) in zip(self.schema.values(), self.columns, strict=True):
+            if step_bytes != column.step_bytes or step_bytes * steps > stride:
+                raise _damaged(f"blocks of {stride:,} bytes, steps of {step_bytes:,}")
+            ends.append(offset + stride * blocks)
+        sizes = (slots, blocks, steps, numbers["max_steps"], numbers["base"], numbers["word"])
+        if max(ends) > limit or numbers["base"] + limit > 1 << 63 or min(sizes) < 1 or max(sizes) > 1 << 62:
+            raise _damaged(f"a region of {limit:,} bytes that holds {max(ends):,}")
+
+
+def _damaged(what: str) -> TransportError:
+    return TransportError(
+        f"What the owner says of its memory makes no sense: {what}. Use the same version of Gear Loader on both sides."
+    )

@@ -1,0 +1,196 @@
+"""Which bytes of an owner's region the windows of a batch are: a list of pieces, in one compiled pass over the rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gear_loader import native
+from gear_loader.errors import SchemaError, TransportError
+from gear_loader.kernels.plan import PAD_HEAD, PAD_KEEP, PAD_TAIL
+from gear_loader.transport.nixl_agent import Description
+from gear_loader.transport.spec import WindowSpec
+
+__all__ = ["Rows", "columns_of", "pieces_of"]
+
+_Array = np.ndarray[Any, Any]
+_PADS = {"keep": PAD_KEEP, "head": PAD_HEAD, "tail": PAD_TAIL}
+assert (PAD_KEEP, PAD_HEAD) == (0, 1)  # what is compiled in, and kept on disk
+
+OFFSET, STRIDE, STEP_BYTES, OUT, LENGTH, FIRST, PAD = range(7)
+"""One row a column, int64: offset in the region, bytes from block to block, bytes of a step; offset in the reply;
+steps, offset and padding of the window. Of a mask the first three are 0, 0, 1."""
+
+
+def _walk(  # type: ignore[no-untyped-def]
+    columns, anchors, extent, ids, block_steps, num_blocks, base, out, out_base, remote, local
+) -> int:
+    """Write paddings and masks into `out`, and the pieces to be read into `remote` and `local`.
+
+    Returns:
+        The number of pieces; or -1 - b if row b has a block that does not exist.
+    """
+    count = 0
+    width = ids.shape[1]
+    for c in range(columns.shape[0]):
+        stride, size = columns[c, STRIDE], columns[c, STEP_BYTES]
+        length, pad = columns[c, LENGTH], columns[c, PAD]
+        for b in range(len(anchors)):
+            steps = extent[b, 0]
+            first = extent[b, 1] - b * width  # the place of block 0 in row b of `ids`
+            begin = anchors[b] + columns[c, FIRST]
+            low = min(max(begin, 0), steps)
+            real = max(min(begin + length, steps), low) - low
+            head = 0
+            if pad == PAD_HEAD:
+                head = length - real
+            elif pad == PAD_KEEP:
+                head = low - begin if real > 0 else length
+            target = columns[c, OUT] + b * length * size
+            out[target : target + head * size] = 0
+            target += head * size
+            out[target + real * size : target + (length - head) * size] = 0
+            if stride == 0:
+                out[target : target + real] = 1
+                continue
+            step, end = low, low + real
+            while step < end:
+                block = step // block_steps
+                inside = step - block * block_steps
+                take = min(block_steps - inside, end - step)
+                place = first + block
+                if place < 0 or place >= width or ids[b, place] < 0 or ids[b, place] >= num_blocks:
+                    return -1 - b
+                source = base + columns[c, OFFSET] + np.int64(ids[b, place]) * stride + inside * size
+                where, many = out_base + target, take * size
+                if (
+                    count > 0
+                    and remote[count - 1, 0] + remote[count - 1, 1] == source
+                    and local[count - 1, 0] + local[count - 1, 1] == where
+                ):
+                    for each in (remote, local):
+                        each[count - 1, 1] += many
+                        each[count - 1, 3] += many
+                else:
+                    remote[count, 0], local[count, 0] = source, where
+                    for each in (remote, local):
+                        each[count, 1], each[count, 2], each[count, 3], each[count, 4] = many, 0, many, 1
+                    count += 1
+                target += many
+                step += take
+    return count
+
+
+if native.AVAILABLE:
+    _walk = native.compiled(_walk)
+
+
+class Rows:
+    """The rows of one fetch, copied, so that the caller may use his arrays again.
+
+    Args:
+        slots, anchors, generations: int64 [n].
+        extent: int64 [n, 2]: length in steps, and the place in `block_ids` where the trajectory's block table would
+            begin (it holds the blocks of the windows only), as `gear_loader.native.resolve` writes them.
+        block_ids: int32 [n, K], the windows' blocks.
+
+    Raises:
+        SchemaError: shapes or dtypes that do not fit.
+    """
+
+    def __init__(
+        self, slots: _Array, anchors: _Array, generations: _Array, extent: _Array, block_ids: _Array
+    ) -> None:
+        count = len(slots)
+        given = {"slots": slots, "anchors": anchors, "generations": generations, "extent": extent}
+        for name, array in given.items():
+            shape = (count, 2) if name == "extent" else (count,)
+            if array.dtype != np.int64 or array.shape != shape:
+                raise SchemaError(
+                    f"{name} is {array.dtype} {list(array.shape)}; expected int64 {list(shape)}."
+                )
+        if block_ids.dtype != np.int32 or block_ids.ndim != 2 or len(block_ids) != count:
+            raise SchemaError(
+                f"block_ids is {block_ids.dtype} {list(block_ids.shape)}; expected int32 [{count}, K]."
+            )
+        self.slots, self.anchors, self.generations = slots.copy(), anchors.copy(), generations.copy()
+        self.extent, self.block_ids = extent.copy(), block_ids.copy()
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+def columns_of(spec: WindowSpec, described: Description, count: int) -> _Array:
+    """What `_walk` needs of columns and masks, int64 [C, 7].
+
+    Raises:
+        TransportError: the owner's columns are others than the reader's.
+    """
+    if spec.schema.to_json() != described.schema.to_json():
+        raise TransportError(
+            f"Table {spec.table!r} has the columns {described.schema.to_json()} at its owner; expected "
+            f"{spec.schema.to_json()}."
+        )
+    places = dict(zip(described.schema, described.columns, strict=True))
+    table = []
+    for piece in spec.pieces(count):
+        window = spec.windows[piece.name]
+        where = places[piece.name] if piece.kind == "column" else (0, 0, 1)
+        table.append((*where, piece.offset, window.length, window.offset, _PADS[window.pad]))
+    return np.array(table, dtype=np.int64)
+
+
+def pieces_of(spec: WindowSpec, described: Description, rows: Rows, out: _Array) -> tuple[_Array, _Array]:
+    """What has to be read from where, and where it goes; paddings and masks are written here.
+
+    Args:
+        out: uint8, at least `spec.reply_bytes(n)`.
+
+    Returns:
+        The owner's side and this one, each int64 [p, 5]: address, bytes, 0, bytes, 1.
+
+    Raises:
+        TransportError: a slot, length or block that the table cannot have, or other columns. Nothing is addressed that
+            does not belong to the table's columns.
+    """
+    numbers, count = described.numbers, len(rows)
+    columns = columns_of(spec, described, count)
+    slots, lengths = rows.slots, rows.extent[:, 0]
+    wrong = (slots < 0) | (slots >= numbers["num_slots"])
+    wrong |= (lengths < 1) | (lengths > numbers["max_steps"])
+    wrong |= np.abs(rows.anchors) >= 2**40
+    if wrong.any():
+        raise _wrong(spec, rows, int(np.argmax(wrong)), numbers)
+    block_steps = numbers["block_steps"]
+    of_steps = columns[columns[:, STRIDE] > 0]
+    longest = np.minimum(of_steps[:, LENGTH], numbers["max_steps"])
+    most = count * int(((longest - 1) // block_steps + 2).sum())
+    remote, local = np.empty((most, 5), dtype=np.int64), np.empty((most, 5), dtype=np.int64)
+    found = int(
+        _walk(
+            columns,
+            rows.anchors,
+            rows.extent,
+            rows.block_ids,
+            block_steps,
+            numbers["num_blocks"],
+            numbers["base"],
+            out,
+            out.ctypes.data,
+            remote,
+            local,
+        )
+    )
+    if found < 0:
+        raise _wrong(spec, rows, -1 - found, numbers)
+    return remote[:found], local[:found]
+
+
+def _wrong(spec: WindowSpec, rows: Rows, row: int, numbers: dict[str, int]) -> TransportError:
+    return TransportError(
+        f"Row {row} of {len(rows)} of table {spec.table!r} has slot {rows.slots[row]}, anchor {rows.anchors[row]}, "
+        f"extent {rows.extent[row].tolist()} and blocks {rows.block_ids[row].tolist()}; expected slots below "
+        f"{numbers['num_slots']:,}, lengths of 1 to {numbers['max_steps']:,} and blocks below "
+        f"{numbers['num_blocks']:,} for every step of its windows. Nothing was read."
+    )

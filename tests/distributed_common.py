@@ -1,0 +1,122 @@
+"""Several ranks as processes of this machine, over gloo."""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import gear_loader as gear
+
+SCHEMA = {
+    "obs": gear.Column(torch.float32, (3,)),
+    "act": gear.Column(torch.int64),
+    "flag": gear.Column(torch.uint8, (5,)),
+}
+
+
+def trajectory(number: int, length: int) -> dict[str, np.ndarray[Any, Any]]:
+    """One whose every value tells its number and step."""
+    steps = np.arange(length)
+    return {
+        "obs": (number + steps[:, None] / 64 + np.zeros(3)).astype(np.float32),
+        "act": number * 1000 + steps,
+        "flag": ((number + steps[:, None]) % 251 + np.zeros(5)).astype(np.uint8),
+    }
+
+
+def check_batch(batch: dict[str, Any], windows: gear.Window) -> None:
+    """Every row is a window of one trajectory, where its mask and anchor say."""
+    mask, anchor = batch["mask"], batch["anchor"]
+    steps = anchor[:, None] + windows.offset + torch.arange(windows.length)
+    numbers = batch["act"] // 1000
+    for row in range(len(anchor)):
+        there = mask[row]
+        assert there.any()
+        number = numbers[row][there][0]
+        assert torch.equal(batch["act"][row][there], number * 1000 + steps[row][there])
+        assert not batch["act"][row][~there].any()
+        expected = number + steps[row][there][:, None] / 64 + torch.zeros(3)
+        assert torch.equal(batch["obs"][row][there], expected.float())
+        assert torch.equal(
+            batch["flag"][row][there], ((number + steps[row][there][:, None]) % 251 + torch.zeros(5)).byte()
+        )
+
+
+def filled(name: str | None, shard: int, counts: list[int], **options: Any) -> gear.Table:
+    """A shard's table, in which trajectory number 100 * shard + i is the i-th."""
+    options = {"max_steps": 4000, "max_trajectories": 100, "block_steps": 8} | options
+    table = gear.Table.create(SCHEMA, name=name, **options)
+    for i in range(counts[shard]):
+        number = 100 * shard + i
+        table.add(trajectory(number, number * 7 % 23 + 1), priority=number % 5 + 0.5)
+    return table
+
+
+def run_ranks(
+    world: int, work: Callable[..., Any], *args: Any, timeout: float = 120.0, dies: tuple[int, ...] = ()
+) -> list[Any]:
+    """Call ``work(rank, world, *args)`` in as many processes that have a process group, and return what they return.
+
+    Args:
+        dies: ranks that are expected to be killed; they return None.
+    """
+    context = mp.get_context("spawn")
+    end = time.monotonic() + timeout
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(world)]
+        processes = [
+            context.Process(target=_run, args=(rank, world, folder, pipes[rank][1], work, args))
+            for rank in range(world)
+        ]
+        answers: dict[int, Any] = {}
+        try:
+            for process, (_, writer) in zip(processes, pipes, strict=True):
+                process.start()
+                writer.close()
+            for rank, (reader, _) in enumerate(pipes):
+                assert reader.poll(max(0.0, end - time.monotonic())), f"rank {rank}: nothing in {timeout} s"
+                try:
+                    error, answers[rank] = reader.recv()
+                except EOFError:  # it was killed
+                    assert rank in dies, f"rank {rank} ended without a result"
+                    error, answers[rank] = None, None
+                assert error is None, f"rank {rank}:\n{error}"
+                if answers[rank] is not None:
+                    answers[rank] = torch.load(io.BytesIO(answers[rank]), weights_only=False)
+            for process in processes:
+                process.join(max(0.0, end - time.monotonic()))
+        finally:
+            for process, (reader, _) in zip(processes, pipes, strict=True):
+                if process.is_alive():
+                    process.kill()
+                process.join()
+                process.close()
+                reader.close()
+    return [answers[rank] for rank in range(world)]
+
+
+def _run(rank: int, world: int, folder: str, pipe: Any, work: Callable[..., Any], args: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.FileStore(str(Path(folder) / "store"), world)
+    try:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        value = work(rank, world, *args)
+        answer = io.BytesIO()
+        torch.save(value, answer)  # tensors by value: their process ends
+        pipe.send((None, answer.getvalue()))
+        dist.destroy_process_group()
+    except BaseException:
+        pipe.send((traceback.format_exc(), None))
+        raise

@@ -1,0 +1,95 @@
+"""Whatever bytes come: a message is read, or an error of the transport is raised. For atheris:
+
+pip install atheris
+python tests/fuzz/fuzz_wire.py -max_total_time=300
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from gear_loader.errors import GearError, TransportError
+
+_watched: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+if __name__ == "__main__":
+    import atheris
+
+    _watched = atheris.instrument_imports(include=["gear_loader.transport"])
+
+with _watched:
+    from gear_loader.transport.channel import Address
+    from gear_loader.transport.spec import WindowSpec
+    from gear_loader.transport.wire import HEADER, Fields, Header, Limits, Store, read_error
+
+LIMITS = Limits(rows=1000, store_bytes=1 << 20)
+
+
+def parse_header(data: bytes) -> None:
+    """A header is 64 bytes."""
+    header = Header.parse(memoryview(data[:HEADER].ljust(HEADER, b"\0")))
+    assert header.pack() == data[:HEADER]
+
+
+def parse_spec(data: bytes) -> None:
+    """A spec that is read can be written and laid out."""
+    spec = WindowSpec.from_bytes(data)
+    assert WindowSpec.from_bytes(spec.to_bytes()).reply_bytes(3) == spec.reply_bytes(3)
+
+
+def parse_store(data: bytes) -> None:
+    """A store that is read fits its bulk part."""
+    bulk = int.from_bytes(data[:3], "little")
+    store = Store.parse(data[3:], bulk, LIMITS)
+    assert sum(size for _, size in store.columns) <= bulk
+    assert all(at + size <= bulk for at, size in store.columns)
+
+
+def parse_error(data: bytes) -> None:
+    """What a server says becomes one of our errors."""
+    assert isinstance(read_error(data), GearError)
+
+
+def parse_fields(data: bytes) -> None:
+    """Fields never reach beyond their message."""
+    fields = Fields(data, "TEST")
+    while True:
+        size = fields.number(1, "size")
+        if size % 3 == 0:
+            assert len(fields.text("text", size).encode()) <= size
+        elif size % 3 == 1:
+            assert len(fields.array(size, "<i8", "array")) == size
+        else:
+            assert len(fields.raw(size, "raw")) == size
+
+
+def parse_address(data: bytes) -> None:
+    """An address that is read is written the same."""
+    address = Address.parse(data.decode("utf-8", "replace"))
+    assert Address.parse(str(address)) == address
+
+
+TARGETS: tuple[Callable[[bytes], None], ...] = (
+    parse_header,
+    parse_spec,
+    parse_store,
+    parse_error,
+    parse_fields,
+    parse_address,
+)
+
+
+def one_input(data: bytes) -> None:
+    """Run the target that the first byte chooses."""
+    if data:
+        try:
+            TARGETS[data[0] % len(TARGETS)](data[1:])
+        except TransportError:
+            return
+
+
+if __name__ == "__main__":
+    atheris.Setup(sys.argv, one_input)
+    atheris.Fuzz()

@@ -1,0 +1,176 @@
+"""A rank that fails, stops or goes another way gives all others an error that names it, within the deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from distributed_common import filled, run_ranks
+from test_global_selection import COUNTS, shards_of
+
+import gear_loader as gear
+from gear_loader.distributed import Shards
+from gear_loader.distributed.exchange import Exchange
+
+TIMEOUT = 3.0
+
+
+def broken_rank(rank: int, world: int, how: str) -> Any:
+    table = filled(f"gear-failing-{os.getppid()}-{rank}", rank, COUNTS)
+    shards = Shards(table, timeout=TIMEOUT)
+    table.unlink()
+    data = gear.ReplayDataset(shards, batch_size=8, windows=gear.Window(2), batches_per_epoch=50, prefetch=0)
+    began = None
+    try:
+        for number, _ in enumerate(data):
+            began = time.monotonic()
+            if rank == 1 and number == 3:
+                if how == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                elif how == "stopped":
+                    threading.Thread(target=_wake_up, args=(os.getpid(),), daemon=True).start()
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                else:
+                    table.close()
+        return "nothing happened", 0.0
+    except gear.errors.GearError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - (began or 0)
+
+
+def _wake_up(pid: int) -> None:
+    """Nobody else does it, if this test fails."""
+    time.sleep(30)
+    os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped", "closed"])
+def test_the_others_learn_who_it_was(how: str) -> None:
+    gone = how in ("killed", "stopped")
+    with stopped_are_killed() if how == "stopped" else contextlib.nullcontext():
+        answers = run_ranks(3, broken_rank, how, dies=(1,) if gone else ())
+    for rank in (0, 2):
+        message, seconds = answers[rank]
+        assert message.startswith("RankError: Rank 1 "), message
+        assert (
+            seconds < TIMEOUT + 7
+        )  # the deadline, and the time in which those that are left find each other
+        if how == "stopped":
+            assert "was waited for" in message
+        if how == "closed":
+            assert "could not do its part of a batch: TableClosedError" in message
+    if how == "closed":
+        assert answers[1][0].startswith("TableClosedError")
+
+
+@contextlib.contextmanager
+def stopped_are_killed() -> Any:
+    """Kill this process's children once they have been stopped for longer than the others wait."""
+    over = threading.Event()
+
+    def look() -> None:
+        stopped_at: dict[int, float] = {}
+        while not over.wait(0.2):
+            for pid in children():
+                now = time.monotonic()
+                if state_of(pid) == "T" and now - stopped_at.setdefault(pid, now) > TIMEOUT + 7:
+                    os.kill(pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def children() -> list[int]:
+    with open(f"/proc/{os.getpid()}/task/{os.getpid()}/children") as file:
+        return [int(pid) for pid in file.read().split()]
+
+
+def state_of(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return ""
+
+
+def diverging_rank(rank: int, world: int) -> list[str]:
+    found = []
+    with shards_of(rank, COUNTS) as shards:
+        exchange = shards.new_exchange()
+        assert isinstance(exchange, Exchange)
+        empty = torch.zeros(0, dtype=torch.uint8).numpy()
+        exchange._number += rank == 1
+        with pytest.raises(gear.errors.RankError) as caught:
+            exchange.swap([empty] * world, [0] * world)
+        found.append(str(caught.value))
+        with pytest.raises(gear.errors.RankError) as caught:  # for good
+            exchange.swap([empty] * world, [0] * world)
+        found.append(str(caught.value))
+        # What one cannot do fails on all, who then go on together.
+        other = shards.new_exchange()
+        failure = ValueError("no disk") if rank == 1 else None
+        with pytest.raises(ValueError if rank == 1 else gear.errors.RankError) as failed:
+            other.swap([empty] * world, [0] * world, failure)
+        found.append(str(failed.value))
+        assert [len(part) for part in other.swap([empty] * world, [0] * world)] == [0] * world
+    return found
+
+
+def test_ranks_out_of_step_are_told_and_failures_of_one_are_shared() -> None:
+    answers = run_ranks(2, diverging_rank)
+    assert (
+        "Rank 1 is at exchange 1, this rank at 0: the ranks have asked for different numbers" in answers[0][0]
+    )
+    assert "Rank 0 is at exchange 0, this rank at 1" in answers[1][0]
+    assert answers[0][1] == answers[0][0]
+    assert answers[0][2] == "Rank 1 could not do its part of a batch: ValueError: no disk"
+    assert answers[1][2] == "no disk"
+
+
+def meeting_rank(rank: int, world: int, parent: int) -> list[str]:
+    found = []
+
+    def refused(table: gear.Table, **options: Any) -> None:
+        with pytest.raises(gear.errors.GearError) as caught:
+            Shards(table, timeout=20, **options)
+        found.append(f"{type(caught.value).__name__}: {caught.value}")
+
+    name = f"gear-meeting-{parent}-{rank}"
+    refused(filled(None if rank == 1 else name, rank, COUNTS))
+    other = {"x": gear.Column(torch.float32)}
+    table = (
+        gear.Table.attach(name)
+        if rank == 0
+        else gear.Table.create(other, name=name, max_steps=10, max_trajectories=2)
+    )
+    refused(table)
+    table.unlink()
+    table.close()
+    table = filled(name, rank, COUNTS)
+    refused(table, transport=("socket", "ucx")[rank])
+    table.unlink()
+    same = filled(name, 0, COUNTS)
+    same.set_origin(7)
+    refused(same)
+    same.unlink()
+    return found
+
+
+def test_what_does_not_fit_together_is_refused_on_all_ranks() -> None:
+    answers = run_ranks(2, meeting_rank, os.getpid())
+    assert answers[0][0].startswith("RankError: Rank 1 could not join: This rank's table is private")
+    assert answers[1][0].startswith("PrivateTableError")
+    for answer in answers:
+        assert "expected the same in all tables of a pipeline stage" in answer[1]
+        assert "has transport=" in answer[2]
+        assert "are both shard 7" in answer[3]

@@ -1,0 +1,249 @@
+"""What the tests of the transport share: a server in this process, raw connections to it, what a reply must hold."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from table_common import bits
+
+import gear_loader as gear
+from gear_loader.collector import Collector, Drawn
+from gear_loader.schema import Window
+from gear_loader.transport import Limits, Peer, Server, WindowSpec
+from gear_loader.transport.channel import Address
+from gear_loader.transport.handshake import introduce
+from gear_loader.transport.loop import event_loop
+from gear_loader.transport.wire import HEADER, Header, Kind
+
+SECRET = b"the secret of the tests"
+PATIENCE = 60.0  # seconds for what takes milliseconds
+WINDOWS = {
+    "number": Window(3),
+    "step": Window(5, offset=-2, pad="head"),
+    "length": Window(3),
+    "value": Window(5, offset=-2, pad="head"),
+    "check": Window(4, offset=1, pad="tail"),
+}
+"""Of the columns of `table_common.COLUMNS`."""
+
+
+class Serving:
+    """A server in this process's loop."""
+
+    def __init__(
+        self, *tables: str, limits: Limits | None = None, secret: bytes = SECRET, **options: Any
+    ) -> None:
+        self.loop = event_loop()
+        self.secret = secret
+        self.server = Server(tables, secret, limits=limits, **options)
+        self.address: str = self.loop.run(self.server.listen("socket"), PATIENCE)
+        self.peers: list[Peer] = []
+
+    def peer(self, **options: Any) -> Peer:
+        """A peer that is closed with the server."""
+        given = {"secret": self.secret, "timeout": PATIENCE, "name": "node b", **options}
+        self.peers.append(Peer(given.pop("address", self.address), **given))
+        return self.peers[-1]
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.close()
+        self.loop.run(self.server.close(), PATIENCE)
+
+    def raw(self) -> Raw:
+        """A plain connection that has proven nothing."""
+        return Raw(self.address)
+
+    def proven(self) -> Raw:
+        """A plain connection after the handshake."""
+        raw = Raw(self.address)
+        raw.introduce(self.secret)
+        return raw
+
+
+@contextlib.contextmanager
+def serving(*tables: str, **options: Any) -> Iterator[Serving]:
+    """A server of these tables that is closed at the end."""
+    server = Serving(*tables, **options)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+class Raw:
+    """A plain socket that speaks, or does not speak, the protocol."""
+
+    def __init__(self, address: str) -> None:
+        parts = Address.parse(address)
+        self.socket = socket.create_connection((parts.host, parts.port), timeout=PATIENCE)
+
+    def introduce(self, secret: bytes) -> None:
+        """The handshake, by a coroutine of its own loop on the same socket."""
+        from gear_loader.transport.socket_channel import SocketChannel
+
+        async def work() -> None:
+            channel = SocketChannel(self.socket)
+            await introduce(channel, secret, Address("socket", "127.0.0.1", 1), peer="the server")
+            asyncio.get_running_loop().remove_reader(self.socket)
+
+        asyncio.run(work())
+        self.socket.settimeout(PATIENCE)
+
+    def send(self, kind: Kind, small: bytes = b"", bulk: bytes = b"", request: int = 1) -> None:
+        self.socket.sendall(Header(kind, request, len(small), len(bulk)).pack() + small + bulk)
+
+    def receive(self) -> tuple[Header, bytes, bytes]:
+        header = Header.parse(memoryview(self._exactly(HEADER)))
+        return header, self._exactly(header.small), self._exactly(header.bulk)
+
+    def text(self) -> str:
+        """What the server says when it refuses; then it has closed."""
+        header, small, _ = self.receive()
+        assert header.kind is Kind.REFUSE
+        assert self.is_closed()
+        return small[2:].decode()
+
+    def error(self) -> str:
+        """What the server answers to a request that it cannot serve."""
+        header, small, _ = self.receive()
+        assert header.kind is Kind.ERROR
+        return small[4:].decode()
+
+    def is_closed(self) -> bool:
+        """Whether the other side closes, waiting for it."""
+        try:
+            return self.socket.recv(1) == b""
+        except ConnectionResetError:
+            return True
+
+    def _exactly(self, count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            part = self.socket.recv(count - len(data))
+            assert part, "the server closed"
+            data += part
+        return data
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def __enter__(self) -> Raw:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_message(spec: WindowSpec, number: int = 0) -> bytes:
+    """The small part of OPEN."""
+    return number.to_bytes(4, "little") + spec.to_bytes()
+
+
+def fetch_message(rows: Any, number: int = 0, n: int | None = None) -> bytes:
+    """The small part of FETCH; rows: int64 [3, n]."""
+    rows = np.asarray(rows, dtype=np.int64).reshape(3, -1)
+    return struct.pack("<II", number, rows.shape[1] if n is None else n) + rows.tobytes()
+
+
+def poisoned(spec: WindowSpec, n: int) -> np.ndarray[Any, Any]:
+    """Memory for a reply that nobody has filled."""
+    return np.full(spec.reply_bytes(n), 0xA5, dtype=np.uint8)
+
+
+def expected(
+    table: gear.Table,
+    windows: Mapping[str, Window],
+    slots: Any,
+    anchors: Any,
+    generations: Any,
+    gone: Any = (),
+) -> tuple[dict[str, bytes], list[int]]:
+    """The bytes of each piece as a collector gathers them, zeros for rows that are gone; and the status."""
+    slots, anchors, generations = (np.asarray(each, dtype=np.int64) for each in (slots, anchors, generations))
+    n = len(slots)
+    windows = {name: windows[name] for name in table.schema if name in windows}
+    collector = Collector(table, windows, batch_size=max(n, 1), device=torch.device("cpu"))
+    buffers = collector.buffers()
+    there = [i for i in range(n) if i not in set(gone)]
+    safe = slots.copy()
+    if n and there:
+        safe[list(gone)] = slots[there[0]]
+    batch = {}
+    if there:
+        collector.collect(buffers, Drawn(safe, anchors, generations))
+        batch = buffers.rows(n)
+    found = {}
+    masks: dict[Window, str] = {}
+    for name, window in windows.items():
+        masks.setdefault(window, name)
+        values = batch[name] if there else torch.zeros(n, window.length, *table.schema[name].shape)
+        if gone and there:
+            values[list(gone)] = 0
+        found[f"column {name}"] = (
+            bits(values) if there else bytes(n * window.length * table.schema[name].step_bytes)
+        )
+    for window, name in masks.items():
+        mask = (
+            (batch["mask"] if len(masks) == 1 else batch["mask"][name])
+            if there
+            else torch.zeros(n, window.length)
+        )
+        if gone and there:
+            mask[list(gone)] = False
+        found[f"mask {name}"] = bits(mask) if there else bytes(n * window.length)
+    return found, [int(i in set(gone)) for i in range(n)]
+
+
+def pieces_of(spec: WindowSpec, out: np.ndarray[Any, Any], n: int) -> dict[str, bytes]:
+    """The bytes of each piece of a reply; fails where what lies between them is not zero."""
+    found, end = {}, 0
+    for piece in spec.pieces(n):
+        assert piece.offset % 128 == 0
+        assert not out[end : piece.offset].any()
+        end = piece.offset + n * piece.row_bytes
+        found[f"{piece.kind} {piece.name}"] = out[piece.offset : end].tobytes()
+    assert not out[end : spec.data_bytes(n)].any()
+    assert not out[spec.data_bytes(n) + n : spec.reply_bytes(n)].any()
+    return found
+
+
+def generations_of(table: gear.Table, slots: Any) -> np.ndarray[Any, Any]:
+    """Of the trajectories that are there now, int64 [n]."""
+    return table.slot_states()[1][np.asarray(slots, dtype=np.int64)].copy()
+
+
+def check_fetch(
+    peer: Peer, table: gear.Table, spec: WindowSpec, slots: Any, anchors: Any, gone: Any = ()
+) -> None:
+    """Fetch and compare every byte."""
+    slots, anchors = np.asarray(slots, dtype=np.int64), np.asarray(anchors, dtype=np.int64)
+    inside = np.clip(slots, 0, len(table.slot_states()[1]) - 1)
+    generations = generations_of(table, inside)
+    out = poisoned(spec, len(slots))
+    status = peer.fetch(spec, slots, anchors, generations, out).result(PATIENCE)
+    wanted, states = expected(table, spec.windows, slots, anchors, generations, gone)
+    assert status.tolist() == states
+    assert pieces_of(spec, out, len(slots)) == wanted
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait until something holds, which it does soon."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def open_files() -> int:
+    """Descriptors of this process."""
+    return len(os.listdir("/proc/self/fd"))
