@@ -214,8 +214,8 @@ class ReplayDataModule(LightningDataModule):
     def val_dataloader(self) -> list[DataLoader[Batch]]:
         """The steps of the trajectories set aside, each once; no loader where `val_fraction` is 0.
 
-        Over `Shards` each rank gets its slice of every batch. Slices differ by a row at most; should the last batch have
-        fewer rows than there are ranks, some of its rows come on several.
+        Over `Shards` each rank gets its slice of every batch. Slices differ by a row at most; if the last batch has
+        fewer rows than there are ranks, some of them come on several.
         """
         if self.val_dataset is None:
             return []

@@ -584,8 +584,9 @@ class ReplayDataset(IterableDataset[Batch]):
             raise self._selected().job.empty()
         if self.drop_last and self.selector.passes:
             if items < size:
+                ranks = "" if size == self.batch_size else f" on {size // self.batch_size} ranks"
                 raise SchemaError(
-                    f"drop_last leaves no batch: {items} items are fewer than a batch's {size}."
+                    f"drop_last leaves no batch: {items} items are fewer than batch_size {self.batch_size}{ranks}."
                 )
             return items // size
         return -(-items // size)

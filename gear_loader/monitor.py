@@ -81,7 +81,10 @@ class ReplayMonitor(Callback):
         self._every = at_least("every_n_steps", every_n_steps)
         self._shares = shares
         self._prefix = prefix
-        self._dataset: ReplayDataset | None = None  # while training, in the process that logs
+        self._dataset: ReplayDataset | None = (
+            None  # while training, in a process that logs or has a part in it
+        )
+        self._rows = 0  # of this rank's batches
 
     # ---------------------------------------------------------------- Lightning's hooks
 

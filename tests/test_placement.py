@@ -186,7 +186,9 @@ def placing_rank(rank: int, world: int) -> dict[str, Any]:
             shards.exchange.barrier()
             by_space, by_mass = Placement(shards, "free_space"), Placement(shards, "priority_mass")
             if rank == 0:
-                found["space"] = by_space.extend([trajectory(9000 + i, 3) for i in range(30)])[0]
+                found["space"] = by_space.extend([trajectory(9000 + i, 3) for i in range(30)], priority=2.0)[
+                    0
+                ]
                 found["mass"] = by_mass.extend([trajectory(9100 + i, 3) for i in range(30)], priority=1.0)[0]
             shards.exchange.barrier()
             if rank == 1:

@@ -6,12 +6,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gear_loader.distributed.elastic import load, save
     from gear_loader.distributed.placement import Placement
     from gear_loader.distributed.shards import Shards
 
-__all__ = ["Placement", "Shards"]
+__all__ = ["Placement", "Shards", "load", "save"]
 
-_MODULES = {"Placement": "placement", "Shards": "shards"}
+_MODULES = {"Placement": "placement", "Shards": "shards", "load": "elastic", "save": "elastic"}
 
 
 def __getattr__(name: str) -> Any:

@@ -158,25 +158,24 @@ class ShardCollector(Collector):
         if buffers.gpu is not None and isinstance(buffers.gpu.staging, ShardBuffers):
             buffers = buffers.gpu.staging
         parts: list[tuple[int, Part]] = []
-        pending: list[Array] = []
-        for shard in np.unique(rows.shards).tolist():
+        near, missing = [], []
+        lost = self.shards.lost() if self.shards.on_failure == "redraw" else []
+        for shard, which in self._by_shard(rows, np.arange(len(rows))):
             source = self.shards.source(shard)
-            if isinstance(source, RemoteShard):
-                which = np.flatnonzero(rows.shards == shard)
+            if not isinstance(source, RemoteShard):
+                near.append(which)
+            elif shard in lost:  # not waited for again so soon
+                self.num_lost += len(which)
+                missing.append(which)
+            else:
                 started = source.start(self.windows, which, rows.records[which], self._staging)
                 parts += [(shard, part) for part in started]
         # Rows of this node, while the others are under way.
-        local = self._alive(rows, np.flatnonzero(~np.isin(rows.shards, self._remote(parts))), tickets)
-        self._gather(buffers, rows, local)
-        lost = self._place(buffers, rows, parts)
-        if len(lost):
-            pending.append(lost)
-            self._gather(buffers, rows, self._instead(rows, lost, tickets, 0))
+        self._gather(buffers, rows, self._alive(rows, _joined(near), tickets))
+        left = _joined([*missing, self._place(buffers, parts)])
+        if len(left):
+            self._gather(buffers, rows, self._instead(rows, left, tickets))
         self._write_names(buffers, rows)
-
-    @staticmethod
-    def _remote(parts: list[tuple[int, Part]]) -> list[int]:
-        return sorted({shard for shard, _ in parts})
 
     def _alive(self, rows: ShardRows, which: Array, tickets: dict[int, int]) -> Array:
         """Take tickets for rows of this node's shards; those that are gone get others in their place."""
@@ -186,7 +185,7 @@ class ShardCollector(Collector):
         ]
         if gone and len(missing := np.concatenate(gone)):
             self.num_gone += len(missing)
-            self._instead(rows, missing, tickets, 0)
+            self._instead(rows, missing, tickets)
         return which
 
     def _check(self, shard: int, records: Array, tickets: dict[int, int]) -> Array:
@@ -204,7 +203,7 @@ class ShardCollector(Collector):
         assert table is not None
         return table
 
-    def _instead(self, rows: ShardRows, which: Array, tickets: dict[int, int], turn: int) -> Array:
+    def _instead(self, rows: ShardRows, which: Array, tickets: dict[int, int]) -> Array:
         """Rows of this rank's own shard in place of some that cannot be had; which they are, int64 [n]."""
         if rows.spare is None:
             raise StaleIndexError(
@@ -213,8 +212,8 @@ class ShardCollector(Collector):
                 "trajectories between batches only."
             )
         left = which
-        for attempt in range(turn, turn + _TURNS):
-            records, shard = rows.spare(len(left), attempt)
+        for turn in range(_TURNS):
+            records, shard = rows.spare(len(left), turn)
             for name in records.dtype.names or ():
                 rows.records[name][left] = records[name]
             rows.shards[left] = shard
@@ -268,7 +267,7 @@ class ShardCollector(Collector):
 
     # ---------------------------------------------------------------- rows of other nodes
 
-    def _place(self, buffers: ShardBuffers, rows: ShardRows, parts: list[tuple[int, Part]]) -> Array:
+    def _place(self, buffers: ShardBuffers, parts: list[tuple[int, Part]]) -> Array:
         """Put what has arrived into its rows; those that did not come: int64 [n]."""
         missing = []
         failure: TransportError | None = None
@@ -289,7 +288,7 @@ class ShardCollector(Collector):
                 missing.append(part.rows[gone])
         if failure is not None and self.shards.on_failure == "raise":
             raise failure
-        return np.concatenate(missing) if missing else np.empty(0, dtype=np.int64)
+        return _joined(missing)
 
     def _place_part(self, buffers: ShardBuffers, part: Part) -> None:
         """Put a part in its place, and see to it that its memory is given back."""
@@ -341,6 +340,11 @@ class ShardCollector(Collector):
         """See `Collector.end_read`: of all the shards that were read."""
         for shard, ticket in tickets.items():
             self._table(shard).end_read(ticket)
+
+
+def _joined(parts: list[Array]) -> Array:
+    """Row numbers, one list of them after another."""
+    return np.concatenate([np.empty(0, dtype=np.int64), *parts])
 
 
 def _arrived(part: Part, end: float) -> tuple[Part, Array]:

@@ -237,6 +237,7 @@ class GlobalSelection(Selection):
             return rows, Letter.size_of(num_shards, len(owned[source]), rows, self._dtype, room)
 
         ins = [size(rank, me) for rank in range(len(owned))]
+        updates: list[Array] = []
         if failure is None:
             updates, waiting = self._outbox.take(room), self._outbox.waiting
             lost = np.isin(np.arange(num_shards), self.shards.lost())
@@ -246,7 +247,12 @@ class GlobalSelection(Selection):
                 parts.append(Letter(waiting, lost, offers, records_for(rank), some).pack(room))
         else:
             parts = [np.zeros(size(me, rank)[1], dtype=np.uint8) for rank in range(len(owned))]
-        answers = self.exchange.swap(parts, [bytes_in for _, bytes_in in ins], failure)
+        try:
+            answers = self.exchange.swap(parts, [bytes_in for _, bytes_in in ins], failure)
+        except BaseException:
+            self._published = None  # looked at anew, should there be a next time
+            self._outbox.put_back(updates)
+            raise
         letters = [
             Letter.unpack(answer, num_shards, len(shards), rows, self._dtype)
             for answer, shards, (rows, _) in zip(answers, owned, ins, strict=True)
@@ -627,13 +633,14 @@ class GlobalSelection(Selection):
         return fallen[mine], records[np.searchsorted(rows, mine)], weigh
 
     def _apply(self, clock: int) -> None:
-        """Make the updates of this rank's shards that were sent before draw number `clock`, in the order of sending."""
+        """Make the updates of this rank's shards that were sent before draw number `clock`, in the order of giving."""
         due = [part[part["when"] < clock] for part in self._received]
         self._received = [part[part["when"] >= clock] for part in self._received]
         self._received = [part for part in self._received if len(part)]
         if not due:
             return
-        updates = np.concatenate(due)
+        updates = np.concatenate(due)  # a message may hold those of several batches
+        updates = updates[np.argsort(updates["turn"], kind="stable")]
         for shard, engine in self.engines.items():
             mine = updates[updates["shard"] == shard]
             changes = np.flatnonzero(np.diff(mine["generation"] < 0)) + 1

@@ -34,14 +34,22 @@ class Outbox:
     def __init__(self, leads: Sequence[int], size: int) -> None:
         self._leads: Array = np.array(leads, dtype=np.int64)
         self._waiting: list[list[Array]] = [[] for _ in range(size)]
+        self._turn = 1
         self.most = 0
         """The largest number of updates that was left over for one rank, of all ranks, at the last exchange."""
 
     def put(self, updates: Array) -> None:
         """Let some more wait."""
+        updates["turn"] = self._turn
+        self._turn += 1
         owners = self._leads[updates["shard"]]
         for rank in np.unique(owners).tolist():
             self._waiting[rank].append(updates[owners == rank])
+
+    def put_back(self, taken: Sequence[Array]) -> None:
+        """What `take` returned was not sent."""
+        for rank, updates in enumerate(taken):
+            self._waiting[rank].insert(0, updates)
 
     @property
     def waiting(self) -> int:

@@ -30,7 +30,7 @@ UPDATE = np.dtype(
         ("generation", "<i8"),  # -1: whatever is there
         ("when", "<i8"),  # draws after which it counts
         ("priority", "<f4"),
-        ("padding", "<f4"),
+        ("turn", "<i4"),  # which call of its rank gave it: of all ranks' the last counts
     ]
 )
 """A new priority for a row that another rank owns."""

@@ -74,6 +74,7 @@ def of_engines(engines: Mapping[int, Any], received: Sequence[Array], clock: int
         maximum, stale = max(maximum, kept["maximum"]), stale + kept["num_stale"]
         updates = np.concatenate([np.empty(0, dtype=UPDATE), *received])
         updates = updates[updates["shard"] == shard]
+        updates = updates[np.argsort(updates["turn"], kind="stable")]
         state, generation, _ = engine.job.table.slot_states()
         slots = updates["slot"]
         inside = (slots >= 0) & (slots < len(state))

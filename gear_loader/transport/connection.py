@@ -31,7 +31,7 @@ __all__ = ["Connection"]
 
 Array = np.ndarray[Any, Any]
 
-_AT_ONCE = 1 << 18  # bytes up to which a reply is gathered in the loop: handing it to a thread takes longer
+_AT_ONCE = 1 << 21  # bytes up to which a reply is gathered in the loop: handing it to a thread takes longer
 _STORES = 2  # that a connection may have going on at a time
 _MOST_NAME = 128
 _FETCH = struct.Struct("<II")

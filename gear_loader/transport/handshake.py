@@ -133,9 +133,11 @@ async def introduce(channel: Channel, secret: bytes, address: Address, *, peer: 
             f"{peer} does not know the secret. Give the same one to both sides; nothing was sent to it."
         )
     try:
-        return Limits(rows, reply, store, specs)
+        limits = Limits(rows, reply, store, specs)
     except ValueError as error:
         raise HandshakeError(f"{peer} told limits that make no sense: {error}") from None
+    await channel.secured()
+    return limits
 
 
 async def _expect(channel: Channel, kind: Kind, most: int, peer: str) -> tuple[Kind, memoryview]:

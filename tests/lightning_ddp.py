@@ -1,0 +1,174 @@
+"""Trains under Lightning with ``strategy="ddp"``: the script that Lightning starts again for each rank.
+
+    python tests/lightning_ddp.py FOLDER NAME
+
+Rank r leaves FOLDER/rank-r.pt, what `train` has returned there.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from distributed_common import filled
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+import gear_loader as gear
+from gear_loader.distributed import Shards
+
+COUNTS = [30, 12]
+BATCHES, EPOCHS, ROWS = 5, 2, 16  # batches of an epoch, rows of a batch on all ranks together
+RUNS: dict[str, tuple[gear.selectors.Selector, dict[str, Any]]] = {
+    "prioritized": (gear.Prioritized(alpha=0.7, beta=0.5), {}),
+    "prioritized steps": (gear.Prioritized(unit="step", normalize="table"), {"prefetch": 0}),
+    "uniform pass": (gear.Uniform(replacement=False), {"batches_per_epoch": None}),  # of 3 batches
+}
+STEPS = {"prioritized": (3, 7), "prioritized steps": (4,), "uniform pass": (2, 4)}
+"""After which steps the runs are resumed: in the middle of an epoch."""
+Rows = list[tuple[int, ...]]
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+
+
+class Model(lightning.LightningModule):
+    """Notes the rows that it is shown and its losses, and gives new priorities that a row's name decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = torch.nn.Linear(3, 1)
+        self.seen: list[Rows] = []
+        self.weights: list[list[float]] = []
+        self.losses: list[float] = []
+        self.validated: list[list[Rows]] = []
+        self.val_losses: list[float] = []
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        observation = batch["obs"] / 100
+        error = (self.layer(observation)[..., 0] - observation.square().sum(dim=-1)).square() * batch["mask"]
+        return error.sum(dim=1)  # [B]
+
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        self.seen.append(rows_of(batch))
+        loss = self.loss(batch)
+        dataset = self.trainer.datamodule.train_dataset
+        if "priority_weight" in batch:
+            self.weights.append(batch["priority_weight"].tolist())
+            loss = loss * batch["priority_weight"]
+            sums = batch["index"] * 7 + batch["anchor"] * 3 + batch["shard"] * 5 + self.global_step
+            dataset.update_priority(batch, (sums % 11 + 0.25).float())
+        self.losses.append(float(loss.detach().mean()))
+        return loss.mean()
+
+    def on_validation_epoch_start(self) -> None:
+        self.validated.append([])
+
+    def validation_step(self, batch: Any, number: int) -> None:
+        self.validated[-1].append(rows_of(batch))
+        self.log("val_loss", self.loss(batch).mean(), batch_size=len(batch["index"]), sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.val_losses.append(float(self.trainer.callback_metrics.get("val_loss", 0.0)))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.005)
+
+
+def rows_of(batch: Any) -> Rows:
+    """What the rows of a batch are, and a value of each that tells whether it is what its name says."""
+    names = torch.stack([batch["shard"], batch["index"], batch["anchor"], batch["act"][:, 0]], dim=1)
+    return [tuple(row) for row in names.tolist()]
+
+
+def module(source: Any, run: str, ranks: int) -> gear.ReplayDataModule:
+    selector, options = RUNS[run]
+    options = {"batches_per_epoch": BATCHES, **options}
+    return gear.ReplayDataModule(
+        source,
+        batch_size=ROWS // ranks,
+        windows=gear.Window(3),
+        val_fraction=0.2,
+        selector=selector,
+        seed=7,
+        **options,
+    )
+
+
+def fit(data: gear.ReplayDataModule, folder: Path | None, ckpt_path: Path | None, **options: Any) -> Model:
+    """Train, with a checkpoint in `folder` after every step."""
+    model = Model()
+    every = [ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)]
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=EPOCHS,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=folder is not None,
+        callbacks=every if folder is not None else [],
+        **options,
+    )
+    trainer.fit(model, data, ckpt_path=ckpt_path)
+    assert data.table is None or not callable(data._source)  # closed
+    return model
+
+
+def train(source: Callable[[], Any], folder: Path, ranks: int, **options: Any) -> Any:
+    """All runs, and each resumed: what the models have noted."""
+    found: dict[str, Any] = {}
+    for run in RUNS:
+        checkpoints = folder / run.replace(" ", "-") / str(ranks)
+        found[run] = noted(fit(module(source, run, ranks), checkpoints, None, **options))
+        for step in STEPS[run]:
+            again = fit(module(source, run, ranks), None, checkpoints / f"step={step}.ckpt", **options)
+            found[run, step] = noted(again)
+    return found
+
+
+def noted(model: Model) -> dict[str, Any]:
+    names = ("seen", "weights", "losses", "validated", "val_losses")
+    return {name: getattr(model, name) for name in names} | {"state": model.state_dict()}
+
+
+def main() -> None:
+    folder, name = Path(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for message in IGNORED:
+            warnings.filterwarnings("ignore", message=message)
+        made: list[gear.Table] = []
+
+        def source() -> Shards:
+            rank = torch.distributed.get_rank()
+            if not made:
+                made.append(filled(f"{name}-{rank}", rank, COUNTS))
+            return Shards(gear.Table.attach(f"{name}-{rank}"), timeout=60, transport="socket")
+
+        try:
+            found = train(source, folder, 2, strategy="ddp", devices=2)
+        finally:
+            for table in made:
+                table.unlink()
+    torch.save(found, folder / f"rank-{torch.distributed.get_rank()}.pt")
+    torch.distributed.destroy_process_group()
+
+
+IGNORED = (
+    # Lightning imports and calls what torch has deprecated meanwhile.
+    ".*LeafSpec.*",
+    ".*isinstance\\(treespec, LeafSpec\\).*",
+    # Runs are resumed without the callback that saved the checkpoint.
+    "Be aware that when using `ckpt_path`, callbacks used to create",
+    "GPU available but not used",
+)
+
+if __name__ == "__main__":
+    main()
