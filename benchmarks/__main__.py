@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import typer
 
-from benchmarks import collect, multi_server, multi_server_plot, online, online_plot, select, select_plot
+from benchmarks import (
+    collect,
+    multi_server,
+    multi_server_plot,
+    online,
+    online_plot,
+    scaling_simulation,
+    select,
+    select_plot,
+)
 
 app = typer.Typer(
     help="Benchmarks of Gear Loader.",
@@ -19,6 +28,7 @@ app.command("online")(online.command)
 app.command("online-plot")(online_plot.command)
 app.command("multi-server")(multi_server.command)
 app.command("multi-server-plot")(multi_server_plot.command)
+app.command("scaling")(scaling_simulation.command)
 
 
 @app.callback()

@@ -15,10 +15,11 @@ select     batches of rows of 4 bytes: what it costs to draw over 1 to 8 shards,
 ========== ===========================================================================================================
 
 The yardstick of the first three (``bare``) moves the same bytes over the same carrier in as many pieces, and nothing
-else: `benchmarks.multi_server_bare`. Rows of the rank's own node are one copy there. That of selection is the collective
-alone, with the bytes of the last batch. UCX and NIXL are kept to TCP (``--ucx-tls``): nodes that are processes of one
-machine would find shared memory between them, which nodes do not have. Everything is checked to the byte before it is
-timed. Plots: ``python -m benchmarks multi-server-plot``.
+else: `benchmarks.multi_server_bare`. Rows of the rank's own node are one copy there. That of selection is the
+collective alone, with the bytes of the last batch. UCX and NIXL are kept to TCP (``--ucx-tls``): nodes that are
+processes of one machine would find shared memory between them, which nodes do not have. A process that NIXL reads from
+looks often for a second after a read, ours and the bare one alike, also while the other one is measured. Everything is
+checked to the byte before it is timed. Plots: ``python -m benchmarks multi-server-plot``.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import torch
 import typer
 from rich.markup import escape
 
-from benchmarks import machine, multi_server_bare
+from benchmarks import multi_server_bare
 from benchmarks.harness import RESULTS, Deadline, Incorrect, Result, Session, grid, quantiles
 from benchmarks.multi_server_nodes import NodesFailed, namespaces, processes
 from benchmarks.multi_server_parts import SELECTORS, Setting, exchanging, fetching, selecting
@@ -58,21 +59,20 @@ def command(
     quick: Annotated[
         bool, typer.Option("--quick", help="Small sizes, to see that it works; not for figures.")
     ] = False,
-    parts: Annotated[str, typer.Option(help="Which: collect, batches, transport, select; all by default.")] = (
-        ",".join(PARTS)
-    ),
+    parts: Annotated[
+        str, typer.Option(help="Which: collect, batches, transport, select; all by default.")
+    ] = (",".join(PARTS)),
     nodes: Annotated[str | None, typer.Option(help="Numbers of nodes: 1,2,3 by default.")] = None,
     carriers: Annotated[
         str, typer.Option(help="Which: socket, ucx, nixl; all that are installed by default.")
     ] = ",".join(multi_server_bare.CARRIERS),
-    network: Annotated[
-        Network, typer.Option(help="processes; or namespaces, as root.")
-    ] = Network.processes,
+    network: Annotated[Network, typer.Option(help="processes; or namespaces, as root.")] = Network.processes,
     bandwidth: Annotated[
         float | None, typer.Option(min=0.001, help="Of namespaces: Gbit/s that each node sends at most.")
     ] = None,
     latency: Annotated[
-        float | None, typer.Option(min=0.1, help="Of namespaces: microseconds that each node's packets are late.")
+        float | None,
+        typer.Option(min=0.1, help="Of namespaces: microseconds that each node's packets are late."),
     ] = None,
     batches: Annotated[str | None, typer.Option(help="Rows of a rank's batch: 32,256 by default.")] = None,
     local: Annotated[
@@ -93,7 +93,9 @@ def command(
     chosen = _some_of(parts, PARTS, "--parts")
     wanted = _some_of(carriers, multi_server_bare.CARRIERS, "--carriers")
     if network is Network.processes and (bandwidth is not None or latency is not None):
-        raise typer.BadParameter("processes share one loopback; use --network namespaces.", param_hint="--network")
+        raise typer.BadParameter(
+            "processes share one loopback; use --network namespaces.", param_hint="--network"
+        )
     counts = _numbers(nodes, "--nodes", 1, 16) or ((1, 2) if quick else (1, 2, 3))
     parameters: dict[str, Any] = {"network": network.value, "ucx_tls": ucx_tls}
     parameters |= {"bandwidth_gbit": bandwidth, "latency_us": latency}
@@ -217,7 +219,9 @@ def run(
 _SHAPE = {"bandwidth": "bandwidth_gbit", "latency": "latency_us"}
 
 
-def _comparisons(setting: Setting, parts: Sequence[str], counts: Sequence[int], carriers: Sequence[str]) -> int:
+def _comparisons(
+    setting: Setting, parts: Sequence[str], counts: Sequence[int], carriers: Sequence[str]
+) -> int:
     """How many there will be."""
     total, each = 0, len(setting.workloads) * len(setting.batches)
     for carrier in carriers:
@@ -256,7 +260,9 @@ def _show(session: Session, results: Sequence[Result]) -> None:
         cells += [f"{result.gb_per_s:.2f}"] if speed else []
         cells.append(f"{result.ratio(comparison.yardstick):.2f}")
         keys = ("sent_bytes", "received_bytes", "exchanges")
-        cells += [f"{result.extras[key]:,.4g}" if key in result.extras else "–" for key in keys] if told else []
+        cells += (
+            [f"{result.extras[key]:,.4g}" if key in result.extras else "–" for key in keys] if told else []
+        )
         table.add_row(escape(result.variant.name), *cells)
     session.console.print(table)
 
@@ -266,11 +272,14 @@ def _show_summary(session: Session) -> None:
     results = [
         result
         for result in session.results
-        if result.comparison.parameters.get("part") in ("collect", "batches") and result.variant.name == "ours"
+        if result.comparison.parameters.get("part") in ("collect", "batches")
+        and result.variant.name == "ours"
     ]
     if not results:
         return
-    shares = sorted({r.comparison.parameters["local_fraction"] for r in _of(results, "collect")}, reverse=True)
+    shares = sorted(
+        {r.comparison.parameters["local_fraction"] for r in _of(results, "collect")}, reverse=True
+    )
     table = grid("Batches: GB/s a rank (× bare) by the share of rows of the own node")
     for head in ("workload", "batch", "nodes", "carrier"):
         table.add_column(head, no_wrap=True)

@@ -87,7 +87,7 @@ class Bare(abc.ABC):
     """
 
     def __init__(self, addresses: Sequence[tuple[str, int]]) -> None:
-        self.sockets = [socket.create_connection(tuple(each), timeout=60) for each in addresses]
+        self.sockets = [socket.create_connection((host, port), timeout=60) for host, port in addresses]
         for each in self.sockets:
             each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             each.settimeout(None)
@@ -204,7 +204,7 @@ class SocketBare(Bare):
 
 
 def _serve_sockets(listening: socket.socket) -> None:
-    data = memoryview(memory())
+    data = memory().data
 
     def answer(connection: socket.socket) -> None:
         with contextlib.suppress(OSError), connection:
@@ -251,7 +251,7 @@ class _Worker:
         self.worker.init_blocking_progress_mode()
         self.poll = select.poll()
         self.poll.register(self.worker.epoll_file_descriptor, select.POLLIN)
-        self._looks = _LOOKS
+        self._looks, self._nap = _LOOKS, _BUSY
 
     @property
     def address(self) -> bytes:
@@ -270,13 +270,16 @@ class _Worker:
     def drive(self, anything: bool) -> None:
         """Let UCX go on; sleep where there has been nothing to do for a while."""
         if self.worker.progress_once() or anything:
-            self._looks = _LOOKS
+            self._looks, self._nap = _LOOKS, _BUSY
         elif self._looks:
             self._looks -= 1
             os.sched_yield()
         elif self.worker.arm():
             self.poll.poll()
             self._looks = _LOOKS
+        else:  # it waits for another side that does not look between two exchanges
+            time.sleep(self._nap)
+            self._nap = min(2 * self._nap, _IDLE)
 
 
 class UcxBare(Bare):
@@ -285,11 +288,12 @@ class UcxBare(Bare):
     def __init__(self, addresses: Sequence[tuple[str, int]]) -> None:
         super().__init__(addresses)
         self._ucx = _Worker(all(host == "127.0.0.1" for host, _ in addresses))
+        # Tags are matched over all endpoints of a worker: each side chooses what is sent to it.
         self._ends = []
-        for connection in self.sockets:
-            connection.sendall(_GREETING.pack(len(self._ucx.address), 0) + self._ucx.address)
-            length, tag = _GREETING.unpack(_exactly(connection, _GREETING.size))
-            self._ends.append((self._ucx.endpoint(bytes(_exactly(connection, length))), tag))
+        for answers, connection in enumerate(self.sockets):
+            connection.sendall(_GREETING.pack(len(self._ucx.address), answers) + self._ucx.address)
+            length, requests = _GREETING.unpack(_exactly(connection, _GREETING.size))
+            self._ends.append((self._ucx.endpoint(bytes(_exactly(connection, length))), requests, answers))
 
     def _exchange(
         self, pieces: Pieces, targets: list[list[Any]], in_flight: int, meanwhile: Callable[[], object]
@@ -298,11 +302,11 @@ class UcxBare(Bare):
         left = [list(zip(sizes, parts, strict=True)) for sizes, parts in zip(pieces, targets, strict=True)]
 
         def ask(peer: int) -> None:
-            endpoint, tag = self._ends[peer]
+            endpoint, requests, answers = self._ends[peer]
             piece, part = left[peer].pop(0)
-            open_.append((peer, ucx.receive(endpoint, part, tag | 1)))
+            open_.append((peer, ucx.receive(endpoint, part, answers)))
             request = np.frombuffer(_request(piece), dtype=np.uint8)
-            kept.append((ucx.send(endpoint, request, tag), request))
+            kept.append((ucx.send(endpoint, request, requests), request))
 
         for peer in range(len(left)):
             while left[peer] and sum(1 for other, _ in open_ if other == peer) < in_flight:
@@ -321,7 +325,7 @@ class UcxBare(Bare):
             ucx.drive(False)
 
     def close(self) -> None:
-        for endpoint, _ in self._ends:
+        for endpoint, _, _ in self._ends:
             endpoint.close_blocking(period=10**8, max_attempts=1)
         super().close()
 
@@ -329,14 +333,14 @@ class UcxBare(Bare):
 def _serve_ucx(listening: socket.socket) -> None:
     ucx = _Worker(listening.getsockname()[0] == "127.0.0.1")
     data = memory()
-    clients: list[tuple[Any, int, Any, Any]] = []
+    clients: list[tuple[Any, int, int, Any, Any]] = []
     sends: list[Any] = []
-    kept = []
+    kept: list[socket.socket] = []
     ucx.poll.register(listening, select.POLLIN)
     listening.setblocking(False)
     while True:
         anything = False
-        for number, (endpoint, tag, request, room) in enumerate(clients):
+        for number, (endpoint, requests, answers, request, room) in enumerate(clients):
             if not request.completed:
                 continue
             anything = True
@@ -347,18 +351,17 @@ def _serve_ucx(listening: socket.socket) -> None:
                 del clients[number]
                 break
             size, _ = _REQUEST.unpack_from(room)
-            sends.append(ucx.send(endpoint, data[:size], tag | 1))
-            clients[number] = (endpoint, tag, ucx.receive(endpoint, room, tag), room)
+            sends.append(ucx.send(endpoint, data[:size], answers))
+            clients[number] = (endpoint, requests, answers, ucx.receive(endpoint, room, requests), room)
         sends = [each for each in sends if not each.completed]
         with contextlib.suppress(BlockingIOError):
             connection = _accepted(listening)
             connection.setblocking(True)
-            length, _ = _GREETING.unpack(_exactly(connection, _GREETING.size))
+            length, answers = _GREETING.unpack(_exactly(connection, _GREETING.size))
             endpoint = ucx.endpoint(bytes(_exactly(connection, length)))
-            tag = 2 * (len(kept) + 1)
-            room = np.empty(_LONGEST_REQUEST, dtype=np.uint8)
-            clients.append((endpoint, tag, ucx.receive(endpoint, room, tag), room))
-            connection.sendall(_GREETING.pack(len(ucx.address), tag) + ucx.address)
+            requests, room = len(kept), np.empty(_LONGEST_REQUEST, dtype=np.uint8)
+            clients.append((endpoint, requests, answers, ucx.receive(endpoint, room, requests), room))
+            connection.sendall(_GREETING.pack(len(ucx.address), requests) + ucx.address)
             kept.append(connection)
             anything = True
         ucx.drive(anything)
@@ -439,7 +442,10 @@ class NixlBare(Bare):
                 )
             ]
             place = np.zeros(1, dtype=np.int32)
-            self._handles[key] = self._agent.make_prepped_xfer("READ", lists[0], place, lists[1], place), lists
+            self._handles[key] = (
+                self._agent.make_prepped_xfer("READ", lists[0], place, lists[1], place),
+                lists,
+            )
         handle = self._handles[key][0]
         self._agent.transfer(handle, b"r")
         return handle
@@ -451,7 +457,8 @@ def _serve_nixl(listening: socket.socket) -> None:
     data = memory()
     agent = new_agent(f"bare-{os.getpid()}", loopback=listening.getsockname()[0] == "127.0.0.1")
     register(agent, data.ctypes.data, data.nbytes)
-    kept, busy = [], 0.0
+    kept: list[socket.socket] = []
+    busy = 0.0
     listening.setblocking(False)
     while True:
         with contextlib.suppress(BlockingIOError):

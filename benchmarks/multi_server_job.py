@@ -77,7 +77,9 @@ class Job:
 
     def _join(self) -> None:
         store = str(Path(self._folder.name) / "store")
-        self.each("join", [{"rank": rank, "world": len(self.ranks)} for rank in range(len(self.ranks))], store=store)
+        self.each(
+            "join", [{"rank": rank, "world": len(self.ranks)} for rank in range(len(self.ranks))], store=store
+        )
         senders = self._processes[len(self.ranks) :]
         if senders:
             addresses = [sender.about["address"] for sender in senders]
@@ -96,13 +98,16 @@ class Job:
             if self.carrier is None:
                 options.append({"options": {}})
             else:
-                options.append(
-                    {"options": {"transport": self.carrier, "node": node.name, "host": node.host}}
-                )
+                options.append({"options": {"transport": self.carrier, "node": node.name, "host": node.host}})
         self.each("fill", options, workload=workload, trajectories=trajectories, seed=seed, table=self._mark)
 
     def each(
-        self, what: str, arguments: Sequence[Mapping[str, Any]] | None = None, *, first: bool = False, **shared: Any
+        self,
+        what: str,
+        arguments: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        first: bool = False,
+        **shared: Any,
     ) -> list[dict[str, Any]]:
         """Tell all ranks, or the first one alone, to do something; their answers.
 
@@ -177,7 +182,8 @@ class Subject:
             if "wrong" in answer:
                 raise Incorrect(f"rank {rank}: {answer['wrong']}")
         self.figures = {
-            key: float(np.mean([answer["figures"][key] for answer in answers])) for key in answers[0]["figures"]
+            key: float(np.mean([answer["figures"][key] for answer in answers]))
+            for key in answers[0]["figures"]
         }
         variant.batches = 3
         one = self._measure(variant) / 3

@@ -129,7 +129,14 @@ def _shape(name: str, bandwidth: float | None, latency: float | None) -> None:
         kind = ["netem", "delay", f"{latency:g}us", "limit", "100000", *rate]
     elif rate:
         # As much at once as the rate brings in 2 ms, and at least two of the largest packets.
-        kind = ["tbf", *rate, "burst", str(max(1 << 17, round(bandwidth * 1e9 / 8 * 2e-3))), "latency", "50ms"]
+        kind = [
+            "tbf",
+            *rate,
+            "burst",
+            str(max(1 << 17, round(bandwidth * 1e9 / 8 * 2e-3))),
+            "latency",
+            "50ms",
+        ]
     else:
         return
     try:

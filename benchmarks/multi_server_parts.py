@@ -154,7 +154,9 @@ def fetching(
             for wanted in setting.requests:
                 rows = max(1, round(wanted / spec.row_bytes))
                 for in_flight in _IN_FLIGHT:
-                    yield from _requests(session, setting, job, name, wanted, rows, spec.reply_bytes(rows), in_flight)
+                    yield from _requests(
+                        session, setting, job, name, wanted, rows, spec.reply_bytes(rows), in_flight
+                    )
 
 
 def _requests(
@@ -162,9 +164,7 @@ def _requests(
 ) -> Iterator[list[Result]]:
     requests = max(in_flight, min(16, (1 << 23) // one))
     options = {"rows": rows, "in_flight": in_flight, "requests": requests}
-    subjects = [
-        Subject(job, kind, setting.window, options, first=True) for kind in ("bare fetch", "fetch")
-    ]
+    subjects = [Subject(job, kind, setting.window, options, first=True) for kind in ("bare fetch", "fetch")]
     # One at a time is a matter of round trips; the targets are of throughput.
     target = next((least for least_bytes, least in _TARGETS if one >= _SHORT * least_bytes), None)
     targets = {"bare": target} if target is not None and in_flight > 1 else {}
@@ -200,7 +200,7 @@ def _requests(
 
 
 def selecting(session: Session, setting: Setting, world: int) -> Iterator[list[Result]]:
-    """Batches of rows of 4 bytes, over shards of one node: what is left is selection, and what ranks tell each other."""
+    """Batches of rows of 4 bytes, over shards of one node: what is left is selection, with its exchange."""
     batch = setting.selection_batch
     parameters = {**setting.parameters, "part": "select", "world": world, "batch": batch, "carrier": "gloo"}
     with Job([Node("node 0", "127.0.0.1", "lo")] * world, None, setting.environment) as job:

@@ -14,10 +14,22 @@ from gear_loader.dataset import ReplayDataset
 from gear_loader.errors import SchemaError
 from gear_loader.options import at_least
 from gear_loader.priorities import needs_priorities
-from gear_loader.stats import TableStats
 
 __all__ = ["ReplayMonitor"]
 
+_COUNTS = (  # of `TableStats`
+    "num_trajectories",
+    "num_steps",
+    "blocks_in_use",
+    "num_blocks",
+    "num_inserted",
+    "num_sampled",
+    "num_evicted",
+    "num_expired",
+    "insert_wait",
+    "sample_wait",
+)
+_LIMITS = ("max_trajectories", "max_steps")  # of `Layout`
 _DRAWN = ("age", "age_seconds", "times_sampled")  # of a batch's sample_info
 
 
@@ -49,6 +61,10 @@ class ReplayMonitor(Callback):
 
     Ages and times are those of this process's batches, and there only with ``sample_info=True``; priorities only where
     the selector goes by them. Without a logger, and with the trainer's `fast_dev_run`, it does nothing.
+
+    Over `Shards` all tables count together, and rows drawn are those of the batches that all ranks have trained on.
+    All ranks have the callback then: a log is a small exchange between them. Priorities are those of the first rank's
+    shard.
 
     Between two logs nothing waits for a GPU: ages are added up where they are. A log reads them, and the priorities,
     once.
@@ -91,9 +107,12 @@ class ReplayMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Look at the table for the first time, if there is anything to log to."""
         tried_out = getattr(trainer, "fast_dev_run", False)
-        if trainer.loggers and trainer.is_global_zero and not tried_out:
-            self._dataset = self._find(trainer)
-            self._begin(monotonic(), self._dataset.table.stats())
+        if not trainer.loggers or tried_out:
+            return
+        found = self._find(trainer) if trainer.is_global_zero else self._found(trainer)
+        if trainer.is_global_zero or (isinstance(found, ReplayDataset) and found.shards is not None):
+            self._dataset, self._rows = found, 0
+            self._begin(monotonic(), self._look(self._dataset))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -104,9 +123,13 @@ class ReplayMonitor(Callback):
         self._batches += 1
         if isinstance(batch, Mapping) and "sample_info" in batch:
             self._drawn.add(batch["sample_info"])
+        if isinstance(batch, Mapping) and "index" in batch:
+            self._rows += len(batch["index"])
         if self._batches < self._every:
             return
         metrics = {f"{self._prefix}{name}": value for name, value in self._metrics(self._dataset).items()}
+        if not trainer.is_global_zero:
+            return
         # The step under which Lightning logs what modules log; `global_step` counts each optimizer's.
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         for logger in trainer.loggers:
@@ -118,10 +141,13 @@ class ReplayMonitor(Callback):
 
     # ---------------------------------------------------------------- parts
 
+    def _found(self, trainer: Trainer) -> Any:
+        if self._given is not None:
+            return self._given
+        return getattr(getattr(trainer, "datamodule", None), "train_dataset", None)
+
     def _find(self, trainer: Trainer) -> ReplayDataset:
-        found = self._given
-        if found is None:
-            found = getattr(getattr(trainer, "datamodule", None), "train_dataset", None)
+        found = self._found(trainer)
         if not isinstance(found, ReplayDataset):
             raise SchemaError(
                 "ReplayMonitor found no dataset: the trainer has no data module whose train_dataset is a "
@@ -129,27 +155,46 @@ class ReplayMonitor(Callback):
             )
         return found
 
-    def _begin(self, now: float, stats: TableStats) -> None:
-        self._since, self._before = now, stats
+    def _begin(self, now: float, totals: dict[str, float]) -> None:
+        self._since, self._before = now, totals
         self._batches = 0
         self._drawn = _Drawn()
 
+    def _look(self, dataset: ReplayDataset) -> dict[str, float]:
+        """What there is now and has been so far, in all tables together."""
+        shards = dataset.shards
+        mine = dict.fromkeys((*_COUNTS, *_LIMITS, "num_stale"), 0.0)
+        for table in [dataset.table] if shards is None else shards.own.values():
+            stats, layout = table.stats(), table.region.layout
+            for name in _COUNTS:
+                mine[name] += getattr(stats, name)
+            for name in _LIMITS:
+                mine[name] += getattr(layout, name)
+        if needs_priorities(dataset.selector):
+            mine["num_stale"] = dataset.num_stale
+        if shards is None:
+            return mine
+        # Tables do not know what other ranks draw from them. The ranks of later stages get the same rows once more.
+        mine["num_sampled"] = self._rows if shards.place.stage == 0 else 0
+        answers = shards.exchange.share(mine)
+        return {name: sum(answer[name] for answer in answers) for name in mine}
+
     def _metrics(self, dataset: ReplayDataset) -> dict[str, float]:
         """What there is to log now, by name; the next log begins here."""
-        now, stats, layout = monotonic(), dataset.table.stats(), dataset.table.region.layout
+        now, totals = monotonic(), self._look(dataset)
         seconds, before = max(now - self._since, 1e-9), self._before
-        inserted = stats.num_inserted - before.num_inserted
-        sampled = stats.num_sampled - before.num_sampled
+        since = {name: totals[name] - before[name] for name in _COUNTS}
+        inserted, sampled = since["num_inserted"], since["num_sampled"]
         metrics = {
-            "fill_trajectories": stats.num_trajectories / layout.max_trajectories,
-            "fill_steps": stats.num_steps / layout.max_steps,
-            "fill_blocks": stats.blocks_in_use / stats.num_blocks,
+            "fill_trajectories": totals["num_trajectories"] / totals["max_trajectories"],
+            "fill_steps": totals["num_steps"] / totals["max_steps"],
+            "fill_blocks": totals["blocks_in_use"] / totals["num_blocks"],
             "insert_rate": inserted / seconds,
             "sample_rate": sampled / seconds,
-            "evict_rate": (stats.num_evicted - before.num_evicted) / seconds,
-            "expire_rate": (stats.num_expired - before.num_expired) / seconds,
-            "insert_wait": (stats.insert_wait - before.insert_wait) / seconds,
-            "sample_wait": (stats.sample_wait - before.sample_wait) / seconds,
+            "evict_rate": since["num_evicted"] / seconds,
+            "expire_rate": since["num_expired"] / seconds,
+            "insert_wait": since["insert_wait"] / seconds,
+            "sample_wait": since["sample_wait"] / seconds,
         }
         if inserted:
             metrics["samples_per_insert"] = sampled / inserted
@@ -158,8 +203,8 @@ class ReplayMonitor(Callback):
             quantiles = dataset.priority_quantiles(self._shares)
             for share, value in zip(self._shares, quantiles, strict=True):
                 metrics[f"priority_q{100 * share:g}"] = value
-            metrics["num_stale"] = dataset.num_stale
-        self._begin(now, stats)
+            metrics["num_stale"] = totals["num_stale"]
+        self._begin(now, totals)
         return metrics
 
 

@@ -7,7 +7,9 @@ Rank r leaves FOLDER/rank-r.pt, what `train` has returned there.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import sys
 import warnings
 from collections.abc import Callable
@@ -18,23 +20,40 @@ import lightning
 import torch
 from distributed_common import filled
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers.logger import DummyLogger
 
 import gear_loader as gear
+from gear_loader import monitor
 from gear_loader.distributed import Shards
 
 COUNTS = [30, 12]
 BATCHES, EPOCHS, ROWS = 5, 2, 16  # batches of an epoch, rows of a batch on all ranks together
-RUNS: dict[str, tuple[gear.selectors.Selector, dict[str, Any]]] = {
-    "prioritized": (gear.Prioritized(alpha=0.7, beta=0.5), {}),
-    "prioritized steps": (gear.Prioritized(unit="step", normalize="table"), {"prefetch": 0}),
-    "uniform pass": (gear.Uniform(replacement=False), {"batches_per_epoch": None}),  # of 3 batches
+RUNS: dict[str, dict[str, Any]] = {  # options of the data module
+    "prioritized": {"selector": gear.Prioritized(alpha=0.7, beta=0.5)},
+    "prioritized steps": {"selector": gear.Prioritized(unit="step", normalize="table"), "prefetch": 0},
+    "uniform pass": {"selector": gear.Uniform(replacement=False), "batches_per_epoch": None},  # of 3 batches
+    "endless": {"batches_per_epoch": math.inf},
 }
-STEPS = {"prioritized": (3, 7), "prioritized steps": (4,), "uniform pass": (2, 4)}
+ENDS = {"endless": {"max_epochs": -1, "max_steps": 6}}
+"""Options of the trainer where a run does not end with an epoch."""
+STEPS = {"prioritized": (3, 7), "prioritized steps": (4,), "uniform pass": (2, 4), "endless": (5,)}
 """After which steps the runs are resumed: in the middle of an epoch."""
 Rows = list[tuple[int, ...]]
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+
+
+class Memory(DummyLogger):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if any(name.startswith("replay/") for name in metrics):
+            self.logged.append(metrics)
 
 
 class Model(lightning.LightningModule):
@@ -49,6 +68,7 @@ class Model(lightning.LightningModule):
         self.losses: list[float] = []
         self.validated: list[list[Rows]] = []
         self.val_losses: list[float] = []
+        self.logged: list[dict[str, float]] = []
 
     def loss(self, batch: Any) -> torch.Tensor:
         observation = batch["obs"] / 100
@@ -88,14 +108,12 @@ def rows_of(batch: Any) -> Rows:
 
 
 def module(source: Any, run: str, ranks: int) -> gear.ReplayDataModule:
-    selector, options = RUNS[run]
-    options = {"batches_per_epoch": BATCHES, **options}
+    options = {"batches_per_epoch": BATCHES, **RUNS[run]}
     return gear.ReplayDataModule(
         source,
         batch_size=ROWS // ranks,
         windows=gear.Window(3),
         val_fraction=0.2,
-        selector=selector,
         seed=7,
         **options,
     )
@@ -103,20 +121,22 @@ def module(source: Any, run: str, ranks: int) -> gear.ReplayDataModule:
 
 def fit(data: gear.ReplayDataModule, folder: Path | None, ckpt_path: Path | None, **options: Any) -> Model:
     """Train, with a checkpoint in `folder` after every step."""
-    model = Model()
-    every = [ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)]
+    model, memory = Model(), Memory()
+    every = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    watch = gear.ReplayMonitor(every_n_steps=2)
+    seconds = itertools.count()
+    monitor.monotonic = lambda: float(next(seconds))  # one from a log to the next
     trainer = lightning.Trainer(
         accelerator="cpu",
-        max_epochs=EPOCHS,
-        logger=False,
+        logger=memory,
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=folder is not None,
-        callbacks=every if folder is not None else [],
-        **options,
+        callbacks=[watch] if folder is None else [every, watch],
+        **{"max_epochs": EPOCHS, **options},
     )
     trainer.fit(model, data, ckpt_path=ckpt_path)
-    assert data.table is None or not callable(data._source)  # closed
+    model.logged = memory.logged
     return model
 
 
@@ -124,16 +144,17 @@ def train(source: Callable[[], Any], folder: Path, ranks: int, **options: Any) -
     """All runs, and each resumed: what the models have noted."""
     found: dict[str, Any] = {}
     for run in RUNS:
+        ends = {**options, **ENDS.get(run, {})}
         checkpoints = folder / run.replace(" ", "-") / str(ranks)
-        found[run] = noted(fit(module(source, run, ranks), checkpoints, None, **options))
+        found[run] = noted(fit(module(source, run, ranks), checkpoints, None, **ends))
         for step in STEPS[run]:
-            again = fit(module(source, run, ranks), None, checkpoints / f"step={step}.ckpt", **options)
+            again = fit(module(source, run, ranks), None, checkpoints / f"step={step}.ckpt", **ends)
             found[run, step] = noted(again)
     return found
 
 
 def noted(model: Model) -> dict[str, Any]:
-    names = ("seen", "weights", "losses", "validated", "val_losses")
+    names = ("seen", "weights", "losses", "validated", "val_losses", "logged")
     return {name: getattr(model, name) for name in names} | {"state": model.state_dict()}
 
 
@@ -168,6 +189,7 @@ IGNORED = (
     # Runs are resumed without the callback that saved the checkpoint.
     "Be aware that when using `ckpt_path`, callbacks used to create",
     "GPU available but not used",
+    "The number of training batches .* is smaller than the logging interval",
 )
 
 if __name__ == "__main__":

@@ -50,6 +50,33 @@ def test_online_actors(tmp_path: Path) -> None:
     assert (tmp_path / "version_0" / "weights.safetensors").is_file()
 
 
+@pytest.mark.slow
+def test_multi_node(tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    options = [
+        "--simulate-nodes",
+        "2",
+        "--transport",
+        "socket",
+        "--batches",
+        "40",
+        "--episodes",
+        "4",
+        "--check",
+    ]
+    done = subprocess.run(
+        [*launch, EXAMPLES / "multi_node.py", *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 ranks on 2 nodes, 16 trajectories, rows of other nodes by socket" in done.stdout
+    assert "Checked: the loss curve is that of one process." in done.stdout
+
+
 def _children(pid: int) -> set[int]:
     """Process ids of what `pid` has started and is still running."""
     found = set()

@@ -91,6 +91,38 @@ def test_the_ranks_together_draw_what_one_process_draws(world: int, prefetch: in
                 np.testing.assert_array_equal(together, expected, err_msg=f"{name}, batch {number}, {key}")
 
 
+FEW = [12, 1, 1]
+
+
+def skewed(shards: Shards, world: int) -> list[dict[str, Any]]:
+    """More new priorities for one shard than a message has room for, and several batches' at once."""
+    selector = gear.Prioritized(alpha=0.6)
+    data = gear.ReplayDataset(
+        shards, batch_size=192 // world, windows=WINDOWS, selector=selector, batches_per_epoch=4, copy=True
+    )
+    found = []
+    for epoch in range(
+        2
+    ):  # the first draw of an epoch sends what the last batches of the one before have left
+        for number, batch in enumerate(data):
+            found.append(kept(batch))
+            data.update_priority(batch, new_priorities(batch, 4 * epoch + number))
+    return found
+
+
+def skewed_rank(rank: int, world: int) -> list[dict[str, Any]]:
+    with shards_of(rank, FEW) as shards:
+        return skewed(shards, world)
+
+
+def test_new_priorities_count_at_the_same_time_however_many_there_are() -> None:
+    ranks, one = run_ranks(3, skewed_rank), skewed(alone(FEW), 1)
+    for number, expected in enumerate(one):
+        for key, values in expected.items():
+            together = np.concatenate([rank[number][key] for rank in ranks])
+            np.testing.assert_array_equal(together, values, err_msg=f"batch {number}, {key}")
+
+
 def test_new_priorities_that_come_before_a_batch_are_known_two_batches_later() -> None:
     shards = alone([6, 6])
     data = dataset(shards, "prioritized", 1, prefetch=0, batches_per_epoch=4)

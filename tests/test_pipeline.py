@@ -111,12 +111,17 @@ def pipeline_rank(rank: int, world: int) -> dict[str, Any]:
                 dist.barrier()
         finally:
             table.unlink()
+    found["moved"] = moving(rank, mesh)
     return found
 
 
 def leftovers(shards: Shards, table: gear.Table, windows: Any) -> tuple[list[int], int]:
     """What `rebalance` removes at once, and when it is certain that nobody will bring the rest to stage 0."""
     data = gear.ReplayDataset(shards, batch_size=1, windows=windows, prefetch=0)
+    told = shards.exchange.share({"ids": table.ids(table.indices()).tolist()})
+    if dist.get_rank() == 1:  # as if somebody had been killed while it moved here
+        part = {name: values for name, values in trajectory(1, 2).items() if name in COLUMNS[1]}
+        table.extend_as([part], ids=[told[2]["ids"][3]])
     removed = [data.rebalance(max_bytes=0)["leftovers"]]
     live = table._live()
     live.created[:] -= 31 * 10**9
@@ -157,6 +162,42 @@ def errors_of_meshes(rank: int) -> list[str]:
     finally:
         evicting.unlink()
     return messages
+
+
+def moving(rank: int, mesh: DeviceMesh) -> Any:
+    """All begin in one shard, of which half moves while training goes on."""
+    table = gear.Table.create(
+        {name: SCHEMA[name] for name in COLUMNS[rank % 2]},
+        name=f"gear-test-{os.getppid()}-stages-{rank}",
+        **SIZES,
+    )
+    found = []
+    try:
+        with Shards(table, mesh=mesh, timeout=30, transport="socket", node=f"node-{rank % 3}") as shards:
+            placement = Placement(shards, "local")
+            if rank == 1:
+                placement.extend([trajectory(i, i % 7 + 1) for i in range(30)], priority=1.0)
+            dist.barrier()
+            data = gear.ReplayDataset(
+                shards,
+                batch_size=8,
+                windows=gear.Window(1),
+                selector=gear.Prioritized(),
+                prefetch=1,
+                batches_per_epoch=6,
+                copy=True,
+            )
+            for number, batch in enumerate(data):
+                found.append(batch["act"].squeeze(1).clone())
+                data.update_priority(batch, batch["act"].squeeze(1) % 5 + 1.0)
+                if number == 2:
+                    told = data.rebalance()
+            slots = table.indices()
+            result = found, told, sorted(table.ids(slots).tolist())
+            dist.barrier()
+            return result
+    finally:
+        table.unlink()
 
 
 def alone(stage: int, ids: list[Any]) -> Shards:
@@ -247,7 +288,7 @@ def test_a_stage_without_room_leaves_nothing_in_the_others(ranks: list[dict[str,
         assert grown == [0, more, 0, more]
         for found in ranks:
             removed, count = found[variant]["leftovers"]
-            assert removed == [0, 2 * more]
+            assert removed == [1, 2 * more]
             assert count == 2 * EACH
 
 
@@ -261,3 +302,17 @@ def test_meshes_and_tables_that_do_not_fit_are_refused(ranks: list[dict[str, Any
         assert small == (["Rank 3 is not in the mesh, which has the ranks [0, 1, 2]."] if rank == 3 else [])
         assert different.startswith("The table of rank 3 has the columns [['flag'")
         assert "has on_full='evict_oldest'; stages that evict each for itself" in evicting
+
+
+def test_all_stages_move_the_same_trajectories(ranks: list[dict[str, Any]]) -> None:
+    moved = [found["moved"] for found in ranks]
+    for data in range(2):
+        first, last = moved[2 * data], moved[2 * data + 1]
+        assert first[2] == last[2]
+        assert all(torch.equal(a, b) for a, b in zip(first[0], last[0], strict=True))
+    told = moved[0][1]
+    assert told["before"][1] == 0
+    assert told["moved"] > 10
+    assert abs(told["after"][0] - told["after"][1]) <= 8
+    assert sorted(moved[0][2] + moved[2][2]) == sorted(set(moved[0][2]) | set(moved[2][2]))
+    assert len(moved[0][2]) + len(moved[2][2]) == 30

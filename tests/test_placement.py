@@ -12,7 +12,8 @@ from distributed_common import SCHEMA, filled, run_ranks, trajectory
 
 import gear_loader as gear
 from gear_loader.distributed import Placement, Shards
-from gear_loader.errors import SchemaError, TableFullError
+from gear_loader.errors import SchemaError, TableFullError, TransportError
+from gear_loader.transport.told import read_room, told_room
 
 
 def tables(count: int, **options: Any) -> list[gear.Table]:
@@ -160,6 +161,34 @@ def test_a_full_shard_takes_back_what_others_had_stored() -> None:
     assert [table.ids(table.indices()).tolist() for table in parts] == before
     for table in parts:
         table.check_valid()
+
+
+def test_a_shard_that_cannot_be_reached_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable() -> int:
+        raise TransportError("node b is gone.")
+
+    for on_failure in ("redraw", "raise"):
+        shards = Shards(tables(3), on_failure=on_failure)
+        placement = Placement(shards, "free_space")
+        monkeypatch.setattr(shards.holder(1, 0), "room", unreachable)
+        if on_failure == "raise":
+            with pytest.raises(TransportError, match="node b is gone"):
+                placement.add(trajectory(1, 2))
+        else:
+            found = [placement.add(each)[0] for each in some([2] * 6)]
+            assert sorted(found) == [0, 0, 0, 2, 2, 2]
+            assert Placement(shards).extend(some([2] * 4))[0].tolist() == [0, 2, 0, 2]
+
+
+def test_what_a_server_tells_of_a_table_is_checked() -> None:
+    table = filled(None, 0, [5])
+    table.add(trajectory(9, 2))
+    free, mass = read_room(told_room(table))
+    assert free == table.free_steps()
+    assert mass == 0.5 + 1.5 + 2.5 + 3.5 + 4.5 + 4.5
+    for data in (b"", b"[]", b"{}", b'{"free_steps": -1, "mass": 0}', b'{"free_steps": 1, "mass": NaN}'):
+        with pytest.raises(TransportError, match="A server told of a table"):
+            read_room(data)
 
 
 # ---------------------------------------------------------------- several ranks, several nodes

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_common import SCHEMA, check_batch, filled, run_ranks, trajectory
-from torch.distributed.device_mesh import init_device_mesh
+from distributed_common import check_batch, filled, run_ranks, trajectory
 
 import gear_loader as gear
-from gear_loader.distributed import Placement, Shards
-from gear_loader.distributed.rebalance import plan
+from gear_loader.distributed import Shards
+from gear_loader.distributed.moving import Mover
+from gear_loader.distributed.rebalance import Rebalance, plan
 
 WINDOWS = gear.Window(5, offset=-2)
 COUNTS = [40, 4, 10, 2]
@@ -225,24 +225,70 @@ def test_options_are_checked() -> None:
 MOVES: dict[int, dict[str, Any]] = {2: {"by": "steps"}, 5: {"by": "mass", "max_bytes": 4000}}
 
 
+VARIANTS = (("prioritized", 2), ("steps", 0), ("uniform", 2))
+
+
 def moving_rank(rank: int, world: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name in ("prioritized", "steps", "uniform"):
-        for prefetch in (0, 2):
-            # Half of the ranks are another node.
-            node = f"node-{rank * 2 // world}" if prefetch == 0 else None
-            table = filled(f"gear-test-{os.getppid()}-{rank}", rank, COUNTS)
-            try:
-                with Shards(table, timeout=30, node=node, transport="socket") as shards:
-                    data = dataset(shards, name, ROWS // world, prefetch=prefetch)
-                    batches, told = train(data, name, moves=MOVES)
-                    leaves = leaves_by_id(data) if name in BY_PRIORITY else {}
-                    found[f"{name} {prefetch}"] = (batches, told, leaves, held({rank: table}))
-                    dist.barrier()
-            finally:
-                table.unlink()
-    found["writer"] = while_a_writer_adds(rank)
+    for name, prefetch in VARIANTS:
+        # Half of the ranks are another node.
+        node = f"node-{rank * 2 // world}" if name == "steps" else None
+        table = filled(f"gear-test-{os.getppid()}-{rank}", rank, COUNTS)
+        try:
+            with Shards(table, timeout=30, node=node, transport="socket") as shards:
+                data = dataset(shards, name, ROWS // world, prefetch=prefetch)
+                batches, told = train(data, name, moves=MOVES)
+                leaves = leaves_by_id(data) if name in BY_PRIORITY else {}
+                found[name] = (batches, told, leaves, held({rank: table}))
+                dist.barrier()
+        finally:
+            table.unlink()
+    if world == 2:
+        found["writer"] = while_a_writer_adds(rank)
+        found["failed"] = while_one_fails(rank)
     return found
+
+
+def while_one_fails(rank: int) -> Any:
+    """Rank 0 fails when it has copied."""
+
+    def copy(mover: Mover, *args: Any) -> None:
+        _COPY(mover, *args)
+        raise RuntimeError("no")
+
+    table = filled(f"gear-test-{os.getppid()}-failed-{rank}", rank, COUNTS)
+    try:
+        with Shards(table, timeout=30, transport="socket") as shards:
+            data = dataset(shards, "prioritized")
+            before = held({rank: table})
+            Mover.copy = copy  # type: ignore[method-assign]
+            try:
+                with pytest.raises((RuntimeError, gear.errors.RankError)) as error:
+                    data.rebalance()
+            finally:
+                Mover.copy = _COPY  # type: ignore[method-assign]
+            dist.barrier()
+            same = held({rank: table}) == before
+            dist.barrier()
+            return str(error.value), same, data.rebalance()["moved"]
+    finally:
+        table.unlink()
+
+
+_COPY = Mover.copy
+
+
+def killed_rank(rank: int, world: int) -> Any:
+    """Rank 0 dies when all has been copied, and nothing removed."""
+    table = filled(f"gear-test-{os.getppid()}-killed-{rank}", rank, COUNTS)
+    shards = Shards(table, timeout=30, transport="socket")
+    data = dataset(shards, "prioritized")
+    if rank == 0:
+        Rebalance._hand_over = lambda *_: os._exit(1)  # type: ignore[method-assign, assignment]
+    with pytest.raises(gear.errors.RankError) as error:
+        data.rebalance()
+    shards.close()
+    return str(error.value)
 
 
 def while_a_writer_adds(rank: int) -> Any:
@@ -287,85 +333,50 @@ def while_a_writer_adds(rank: int) -> Any:
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_draw_after_a_move_what_one_process_draws(world: int) -> None:
     ranks = run_ranks(world, moving_rank)
-    for name in ("prioritized", "steps", "uniform"):
-        for prefetch in (0, 2):
-            alone = Shards([filled(None, shard, COUNTS) for shard in range(world)])
-            data = dataset(alone, name, prefetch=prefetch)
-            batches, told = train(data, name, moves=MOVES)
-            parts = [found[f"{name} {prefetch}"] for found in ranks]
-            for number, expected in enumerate(batches):
-                for key, whole in expected.items():
-                    together = np.concatenate([part[0][number][key] for part in parts])
-                    np.testing.assert_array_equal(together, whole, err_msg=f"{name}, batch {number}, {key}")
-            if name in BY_PRIORITY:
-                assert all(part[2] == parts[0][2] for part in parts)
-                assert leaves_by_id(data) == parts[0][2]
-                assert data.num_stale == 0
-            everything = {shard: ids for part in parts for shard, ids in part[3].items()}
-            assert everything == held(alone.own)
-            for part in parts:
-                assert [t["moved"] for t in part[1]] == [t["moved"] for t in told]
-            assert told[0]["moved"] > 3
-    told, leaves, _ = ranks[0]["writer"]
-    assert sum(each["moved"] for each in told) > 0
-    ids = [one for found in ranks for one in found["writer"][2]]
-    assert len(set(ids)) == len(ids)
-    assert set(ids) == set(leaves)
-    numbers = [number for found in ranks for number in found["writer"][2].values()]
-    assert len(set(numbers)) == len(numbers)
+    for name, prefetch in VARIANTS:
+        alone = Shards([filled(None, shard, COUNTS) for shard in range(world)])
+        data = dataset(alone, name, prefetch=prefetch)
+        batches, told = train(data, name, moves=MOVES)
+        parts = [found[name] for found in ranks]
+        for number, expected in enumerate(batches):
+            for key, whole in expected.items():
+                together = np.concatenate([part[0][number][key] for part in parts])
+                np.testing.assert_array_equal(together, whole, err_msg=f"{name}, batch {number}, {key}")
+        if name in BY_PRIORITY:
+            assert all(part[2] == parts[0][2] for part in parts)
+            assert leaves_by_id(data) == parts[0][2]
+            assert data.num_stale == 0
+        everything = {shard: ids for part in parts for shard, ids in part[3].items()}
+        assert everything == held(alone.own)
+        for part in parts:
+            assert [t["moved"] for t in part[1]] == [t["moved"] for t in told]
+        assert told[0]["moved"] > 3
+    if world == 2:
+        told, leaves, _ = ranks[0]["writer"]
+        assert sum(each["moved"] for each in told) > 0
+        ids = [one for found in ranks for one in found["writer"][2]]
+        assert len(set(ids)) == len(ids)
+        assert set(ids) == set(leaves)
+        numbers = [number for found in ranks for number in found["writer"][2].values()]
+        assert len(set(numbers)) == len(numbers)
+        failed = [found["failed"] for found in ranks]
+        assert failed[0][0] == "no"
+        assert failed[1][0] == "Rank 0 could not copy trajectories: RuntimeError: no"
+        assert all(same and moved > 3 for _, same, moved in failed)
 
 
-# ---------------------------------------------------------------- pipelines
-
-
-def stages_rank(rank: int, world: int) -> Any:
-    names = ("obs", "act") if rank % 2 == 0 else ("flag", "act")
-    table = gear.Table.create(
-        {name: SCHEMA[name] for name in names},
-        name=f"gear-test-{os.getppid()}-stages-{rank}",
-        max_steps=4000,
-        max_trajectories=100,
-        block_steps=8,
-    )
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
-    found = []
-    try:
-        with Shards(table, mesh=mesh, timeout=30, transport="socket", node=f"node-{rank % 3}") as shards:
-            placement = Placement(shards, "local")
-            if rank == 1:
-                placement.extend([trajectory(i, i % 7 + 1) for i in range(30)], priority=1.0)
-            dist.barrier()
-            data = gear.ReplayDataset(
-                shards,
-                batch_size=8,
-                windows=gear.Window(1),
-                selector=gear.Prioritized(),
-                prefetch=1,
-                batches_per_epoch=6,
-                copy=True,
-            )
-            for number, batch in enumerate(data):
-                found.append(batch["act"].squeeze(1).clone())
-                data.update_priority(batch, batch["act"].squeeze(1) % 5 + 1.0)
-                if number == 2:
-                    told = data.rebalance()
-            slots = table.indices()
-            result = found, told, sorted(table.ids(slots).tolist()), held({rank: table})
-            dist.barrier()
-            return result
-    finally:
+def test_a_rank_that_is_killed_loses_nothing() -> None:
+    messages = run_ranks(2, killed_rank, dies=(0,))
+    assert messages[1].startswith("Rank 0 did not send ")
+    tables = [gear.Table.attach(f"gear-test-{os.getpid()}-killed-{rank}") for rank in range(2)]
+    for table in tables:
         table.unlink()
-
-
-def test_all_stages_move_the_same_trajectories() -> None:
-    ranks = run_ranks(4, stages_rank)
-    for data in range(2):
-        first, last = ranks[2 * data], ranks[2 * data + 1]
-        assert first[2] == last[2]
-        assert all(torch.equal(a, b) for a, b in zip(first[0], last[0], strict=True))
-    told = ranks[0][1]
-    assert told["before"][1] == 0
-    assert told["moved"] > 10
-    assert abs(told["after"][0] - told["after"][1]) <= 8
-    assert sorted(ranks[0][2] + ranks[2][2]) == sorted(set(ranks[0][2]) | set(ranks[2][2]))
-    assert len(ranks[0][2]) + len(ranks[2][2]) == 30
+    shards = Shards(tables)
+    everything = sorted(held({0: filled(None, 0, COUNTS)})[0].values())
+    everything += sorted(held({1: filled(None, 1, COUNTS)})[1].values())
+    copies = sum(len(table) for table in tables) - len(everything)
+    assert copies > 3
+    data = dataset(shards, "prioritized")
+    assert data.rebalance(max_bytes=0)["leftovers"] == copies
+    assert sorted(number for part in held(shards.own).values() for number in part.values()) == everything
+    assert data.rebalance()["moved"] > 3

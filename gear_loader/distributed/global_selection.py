@@ -260,9 +260,27 @@ class GlobalSelection(Selection):
         order = np.argsort([shard for shards in owned for shard in shards], kind="stable")
         self._published = np.concatenate([letter.published for letter in letters])[order]
         self._lost = np.logical_or.reduce([letter.lost for letter in letters])
-        self._outbox.most = max(letter.waiting for letter in letters)
         self._received += [letter.updates for letter in letters if len(letter.updates)]
+        most = max(letter.waiting for letter in letters)
+        if most:
+            self._swap_rest(most)
         return letters
+
+    def _swap_rest(self, most: int) -> None:
+        """Send the updates for which the letters had no room: when they count does not depend on how many there are.
+
+        Args:
+            most: that any rank has for one other.
+        """
+        parts: list[Array] = []
+        for some in self._outbox.take(most):
+            part: Array = np.zeros(most, dtype=UPDATE)
+            part["shard"], some["when"] = -1, self._clock
+            part[: len(some)] = some
+            parts.append(as_bytes(part))
+        for answer in self.exchange.swap(parts, [most * UPDATE.itemsize] * self.exchange.size):
+            updates = answer.copy().view(UPDATE)
+            self._received.append(updates[updates["shard"] >= 0])
 
     # ---------------------------------------------------------------- rows that fall to shards
 

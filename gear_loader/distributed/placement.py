@@ -7,7 +7,7 @@ import heapq
 import math
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -16,13 +16,14 @@ import torch
 from gear_loader.distributed.global_selection import GlobalSelection
 from gear_loader.distributed.holders import Holder, refused, take_back
 from gear_loader.distributed.shards import Shards
+from gear_loader.distributed.stages import all_columns, check_stages
 from gear_loader.distributed.topology import agreed
 from gear_loader.errors import GearError, SchemaError, TransportError
 from gear_loader.ids import joined
 from gear_loader.index_ops import UNSET
 from gear_loader.priorities import exponent, needs_priorities
 from gear_loader.priority_tree import weigh
-from gear_loader.schema import Column, Schema
+from gear_loader.schema import Schema
 from gear_loader.slots import Array
 from gear_loader.table import _check_priorities
 
@@ -80,10 +81,10 @@ class Placement:
             for shard in range(shards.num_shards)
         ]
         schemas = [holder.schema for holder in self._holders[0]]
-        self.schema = Schema(_all_columns(schemas))
+        self.schema = Schema(all_columns(schemas))
         """All columns that a trajectory must have."""
         if stages is not None:
-            _check_stages(stages, schemas)
+            check_stages(stages, schemas)
         if shards.num_stages > 1:
             self._agree()
         self._turn = shards.exchange.rank % shards.num_shards
@@ -224,11 +225,12 @@ class Placement:
             at = int(np.searchsorted(able, self._turn % count))
             chosen: Array = np.array(able)[(at + np.arange(len(lengths))) % len(able)]
         elif self.policy == "free_space":
-            loads = [-min(holder.room() for holder in self._holders[shard]) for shard in able]
-            chosen = self._lightest(able, loads, lengths)
+            able, rooms = self._told(able, lambda shard: min(h.room() for h in self._holders[shard]))
+            chosen = self._lightest(able, [-room for room in rooms], lengths)
         else:
+            able, masses = self._masses(able)
             weights = self._weights(lengths, priorities)
-            chosen = self._lightest(able, self._masses()[able].tolist(), weights)
+            chosen = self._lightest(able, masses, weights)
             np.add.at(self._placed, chosen, weights)
         self._turn = int(chosen[-1]) + 1
         return chosen
@@ -247,8 +249,22 @@ class Placement:
             heapq.heapreplace(heap, ((load + weight, turn + count), shard))
         return chosen
 
-    def _masses(self) -> Array:
-        """What each shard has by now, as far as it is known here; float64 [S]."""
+    def _told(self, able: list[int], ask: Callable[[int], float]) -> tuple[list[int], list[float]]:
+        """What each shard answers. Those that cannot be reached are left out if `on_failure` is "redraw"."""
+        found: dict[int, float] = {}
+        failure: TransportError | None = None
+        for shard in able:
+            try:
+                found[shard] = ask(shard)
+            except TransportError as error:
+                self.shards.lose(shard, error)
+                failure = error
+        if failure is not None and (self.shards.on_failure == "raise" or not found):
+            raise failure
+        return list(found), list(found.values())
+
+    def _masses(self, able: list[int]) -> tuple[list[int], list[float]]:
+        """What each shard has by now, as far as it is known here."""
         selection = self._selection()
         seen = None if selection is None else selection.offers
         now = time.monotonic()
@@ -256,10 +272,11 @@ class Placement:
             self._base, self._seen = seen["mass"].astype(np.float64), seen
             self._placed[:] = 0
         elif seen is None and self._seen is None and now - self._when >= _LOOK:
-            self._base = np.array([stages[0].mass() for stages in self._holders])
+            able, masses = self._told(able, lambda shard: self._holders[shard][0].mass())
+            self._base[able] = masses
             self._when = now
             self._placed[:] = 0
-        return self._base + self._placed
+        return able, (self._base + self._placed)[able].tolist()
 
     def _selection(self) -> GlobalSelection | None:
         selection = None if self._dataset is None else self._dataset._selection
@@ -270,7 +287,7 @@ class Placement:
         given = priorities[priorities != UNSET]
         self._largest = max(self._largest, float(given.max(initial=0)))
         weights: Array = np.where(priorities == UNSET, self._largest, priorities.astype(np.float64))
-        if self._dataset is None:
+        if self._seen is None:  # the masses are those of the tables' priorities
             return weights
         selector = self._dataset.selector
         if needs_priorities(selector):
@@ -387,54 +404,5 @@ class _UncertainError(Exception):
     """Stage 0 may have what was sent to it."""
 
 
-# ---------------------------------------------------------------- columns and stages
-
-
 def _copied(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else np.array(value)
-
-
-def _all_columns(schemas: Sequence[Schema]) -> dict[str, Column]:
-    """The columns of all stages.
-
-    Raises:
-        SchemaError: two stages have different columns of one name.
-    """
-    columns: dict[str, Column] = {}
-    for stage, schema in enumerate(schemas):
-        for name, column in schema.items():
-            if columns.setdefault(name, column) != column:
-                raise SchemaError(
-                    f"Column {name!r} is {column} in the tables of stage {stage} and {columns[name]} in those of a "
-                    "stage before; expected the same wherever a column is needed."
-                )
-    return columns
-
-
-def _check_stages(stages: Any, schemas: Sequence[Schema]) -> None:
-    """Check that tables have the columns that `stages` gives them.
-
-    Raises:
-        SchemaError: they have not, or it is no such mapping.
-    """
-    if not isinstance(stages, Mapping):
-        raise SchemaError(f"stages is {stages!r}; expected a mapping of column names to stages.")
-    wanted: list[set[str]] = [set() for _ in schemas]
-    for name, numbers in stages.items():
-        several = [numbers] if isinstance(numbers, (int, np.integer)) else numbers
-        if isinstance(several, str) or not isinstance(several, Sequence) or not several:
-            raise SchemaError(f"stages[{name!r}] is {numbers!r}; expected a stage or several.")
-        for number in several:
-            whole = isinstance(number, (int, np.integer)) and not isinstance(number, bool)
-            if not whole or not -len(schemas) <= number < len(schemas):
-                raise SchemaError(
-                    f"stages[{name!r}] has {number!r}; expected stages from 0 to {len(schemas) - 1}, or -1 for the "
-                    "last."
-                )
-            wanted[number].add(name)
-    for stage, (schema, names) in enumerate(zip(schemas, wanted, strict=True)):
-        if set(schema) != names:
-            raise SchemaError(
-                f"The tables of stage {stage} have the columns {sorted(schema)}; stages gives it {sorted(names)}. "
-                "Create each stage's tables with the columns that it needs."
-            )

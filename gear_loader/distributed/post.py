@@ -33,10 +33,9 @@ class Outbox:
 
     def __init__(self, leads: Sequence[int], size: int) -> None:
         self._leads: Array = np.array(leads, dtype=np.int64)
+        self._owners = len(set(leads))
         self._waiting: list[list[Array]] = [[] for _ in range(size)]
         self._turn = 1
-        self.most = 0
-        """The largest number of updates that was left over for one rank, of all ranks, at the last exchange."""
 
     def put(self, updates: Array) -> None:
         """Let some more wait."""
@@ -57,8 +56,8 @@ class Outbox:
         return max(sum(len(part) for part in parts) for parts in self._waiting)
 
     def room(self, batch_size: int) -> int:
-        """Updates for which every message has room in the next exchange; all ranks come to the same number."""
-        return max(_ROOM + 2 * -(-batch_size // len(self._leads)), self.most)
+        """Updates for which every message has room; all ranks come to the same number. What is more comes behind."""
+        return _ROOM + 2 * -(-batch_size // self._owners)
 
     def take(self, room: int) -> list[Array]:
         """Up to `room` updates for each rank, the ones that have waited longest."""

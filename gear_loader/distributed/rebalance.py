@@ -249,14 +249,9 @@ class Rebalance:
             if not stages:
                 continue
 
-            def copy(stages: list[int] = stages, wanted: list[Array] = present) -> Bundle:
-                for shard, stage, table in self._tables:
-                    for flow, ids in zip(self._flows, wanted, strict=True):
-                        if stage in stages and flow.source == shard:
-                            mover.copy(table, ids, shard, self._shards.holder(flow.target, stage))
-                return {}
-
-            self._together("copy trajectories", copy)
+            # Into a table from one shard after another, so that everything gets the same place in every run.
+            for turn in range(1 + max(self._turns())):
+                self._together("copy trajectories", self._copying(mover, stages, present, turn))
             found = self._together("find what was copied", lambda stages=stages: self._arrived(stages))  # type: ignore[misc]
             for number in range(len(self._flows)):
                 for stage in stages:
@@ -264,6 +259,23 @@ class Rebalance:
                     present[number] = present[number][np.isin(present[number], here)]
         self._drop_copies(present)
         return [self._moves(number, found, present[number]) for number in range(len(self._flows))]
+
+    def _turns(self) -> list[int]:
+        """How many flows into the same shard come before each."""
+        targets = [flow.target for flow in self._flows]
+        return [targets[:number].count(target) for number, target in enumerate(targets)]
+
+    def _copying(
+        self, mover: Mover, stages: list[int], wanted: list[Array], turn: int
+    ) -> Callable[[], Bundle]:
+        def copy() -> Bundle:
+            for shard, stage, table in self._tables:
+                for flow, ids, its_turn in zip(self._flows, wanted, self._turns(), strict=True):
+                    if stage in stages and flow.source == shard and its_turn == turn:
+                        mover.copy(table, ids, shard, self._shards.holder(flow.target, stage))
+            return {}
+
+        return copy
 
     def _arrived(self, stages: list[int]) -> Bundle:
         """Which of the trajectories that were to come to this rank's tables are there."""

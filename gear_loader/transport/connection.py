@@ -32,6 +32,7 @@ __all__ = ["Connection"]
 Array = np.ndarray[Any, Any]
 
 _AT_ONCE = 1 << 21  # bytes up to which a reply is gathered in the loop: handing it to a thread takes longer
+_ASIDE = 1 << 18  # bytes from which the next reply is gathered while one is sent
 _STORES = 2  # that a connection may have going on at a time
 _MOST_NAME = 128
 _FETCH = struct.Struct("<II")
@@ -223,7 +224,7 @@ class Connection:
         except Exception as error:
             await self._fail(request, error, "a fetch")
             return
-        if len(out) <= _AT_ONCE:
+        if len(out) < _ASIDE:
             await self._send(Kind.REPLY, request, b"", out)
             return
         if self._reply is not None:
