@@ -39,7 +39,7 @@ from rich.markup import escape
 from benchmarks import multi_server_bare
 from benchmarks.harness import RESULTS, Deadline, Incorrect, Result, Session, grid, quantiles
 from benchmarks.multi_server_nodes import NodesFailed, namespaces, processes
-from benchmarks.multi_server_parts import SELECTORS, Setting, exchanging, fetching, selecting
+from benchmarks.multi_server_parts import SELECTORS, Setting, exchanging, selecting
 from benchmarks.peer_process import PeerFailed
 from benchmarks.select import Left
 
@@ -203,11 +203,8 @@ def run(
         places = stack.enter_context(nodes)
         stack.enter_context(session.progress("multi-server", _comparisons(setting, parts, counts, usable)))
         for carrier in usable:
-            for count in counts:
-                if count > 1 or carrier == usable[0]:  # nothing goes over a carrier on one node
-                    _show_all(session, exchanging(session, setting, places[:count], carrier, parts))
-            if "transport" in parts:
-                _show_all(session, fetching(session, setting, places[:2], carrier))
+            for count, chosen in _jobs(counts, parts, alone=carrier == usable[0]):
+                _show_all(session, exchanging(session, setting, places[:count], carrier, chosen))
         for world in setting.worlds if "select" in parts else ():
             _show_all(session, selecting(session, setting, world))
     _show_summary(session)
@@ -219,17 +216,29 @@ def run(
 _SHAPE = {"bandwidth": "bandwidth_gbit", "latency": "latency_us"}
 
 
+def _jobs(counts: Sequence[int], parts: Sequence[str], *, alone: bool) -> list[tuple[int, list[str]]]:
+    """Numbers of nodes, and the parts that are measured on so many.
+
+    Args:
+        alone: whether one node is one of them: nothing goes over a carrier there.
+    """
+    batches = [part for part in parts if part in ("collect", "batches")]
+    chosen = {count: list(batches) for count in counts if batches and (count > 1 or alone)}
+    if "transport" in parts:
+        chosen.setdefault(2, []).append("transport")
+    return sorted(chosen.items())
+
+
 def _comparisons(
     setting: Setting, parts: Sequence[str], counts: Sequence[int], carriers: Sequence[str]
 ) -> int:
     """How many there will be."""
     total, each = 0, len(setting.workloads) * len(setting.batches)
     for carrier in carriers:
-        for count in counts:
-            if count > 1 or carrier == carriers[0]:
-                total += each * (len(setting.fractions) if count > 1 else 1) * ("collect" in parts)
-                total += each * ("batches" in parts)
-        total += 2 * len(setting.workloads) * len(setting.requests) * ("transport" in parts)
+        for count, chosen in _jobs(counts, parts, alone=carrier == carriers[0]):
+            total += each * (len(setting.fractions) if count > 1 else 1) * ("collect" in chosen)
+            total += each * ("batches" in chosen)
+            total += 2 * len(setting.workloads) * len(setting.requests) * ("transport" in chosen)
     for world in setting.worlds if "select" in parts else ():
         total += len(setting.selectors) + len(setting.exchanged) * (world > 1)
     return total

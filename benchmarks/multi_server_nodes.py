@@ -127,7 +127,7 @@ def _shape(name: str, bandwidth: float | None, latency: float | None) -> None:
     rate = [] if bandwidth is None else ["rate", f"{round(bandwidth * 1e9)}bit"]
     if latency is not None:
         kind = ["netem", "delay", f"{latency:g}us", "limit", "100000", *rate]
-    elif rate:
+    elif bandwidth is not None:
         # As much at once as the rate brings in 2 ms, and at least two of the largest packets.
         kind = [
             "tbf",

@@ -14,7 +14,7 @@ from benchmarks.multi_server_ranks import TINY, WORKLOADS
 from gear_loader.schema import Schema
 from gear_loader.transport.spec import WindowSpec
 
-__all__ = ["SELECTORS", "Setting", "exchanging", "fetching", "selecting"]
+__all__ = ["SELECTORS", "Setting", "exchanging", "selecting"]
 
 SELECTORS = ("uniform", "prioritized", "prioritized, without replacement", "top")
 _TARGETS = ((1 << 20, 0.9), (1 << 16, 0.7))
@@ -73,9 +73,7 @@ def _run(
 def exchanging(
     session: Session, setting: Setting, nodes: Sequence[Node], carrier: str | None, parts: Sequence[str]
 ) -> Iterator[list[Result]]:
-    """Batches of ranks on so many nodes: with rows that are chosen by the benchmark, and drawn by a dataset."""
-    if not {"collect", "batches"} & set(parts):
-        return
+    """Ranks on so many nodes: batches of rows that are chosen by the benchmark, or drawn by a dataset; requests."""
     count = len(nodes)
     with Job(nodes, carrier if count > 1 else None, setting.environment) as job:
         for name in setting.workloads:
@@ -88,6 +86,8 @@ def exchanging(
                     bare = {"batch": batch, "local": round(batch / count)}
                     ours = {"batch": batch, "selector": "prioritized"}
                     yield from _batch(session, setting, job, "batches", name, ours, bare)
+            if "transport" in parts:
+                yield from _transport(session, setting, job, name)
 
 
 def _batch(
@@ -142,21 +142,14 @@ def _nodes(count: int) -> str:
 # ---------------------------------------------------------------- the transport alone
 
 
-def fetching(
-    session: Session, setting: Setting, nodes: Sequence[Node], carrier: str
-) -> Iterator[list[Result]]:
+def _transport(session: Session, setting: Setting, job: Job, name: str) -> Iterator[list[Result]]:
     """Requests of one rank to one other node, into staging memory."""
-    with Job(nodes, carrier, setting.environment) as job:
-        for name in setting.workloads:
-            job.fill(name, setting.trajectories, setting.seed)
-            workload = WORKLOADS[name]
-            spec = WindowSpec("", Schema(workload.schema), dict.fromkeys(workload.schema, workload.window))
-            for wanted in setting.requests:
-                rows = max(1, round(wanted / spec.row_bytes))
-                for in_flight in _IN_FLIGHT:
-                    yield from _requests(
-                        session, setting, job, name, wanted, rows, spec.reply_bytes(rows), in_flight
-                    )
+    workload = WORKLOADS[name]
+    spec = WindowSpec("", Schema(workload.schema), dict.fromkeys(workload.schema, workload.window))
+    for wanted in setting.requests:
+        rows = max(1, round(wanted / spec.row_bytes))
+        for in_flight in _IN_FLIGHT:
+            yield from _requests(session, setting, job, name, wanted, rows, spec.reply_bytes(rows), in_flight)
 
 
 def _requests(

@@ -114,7 +114,9 @@ def rounds(algorithm: str, world: int, each: float, group: int = 8) -> list[Roun
     Args:
         algorithm: ``"pairwise"``: a message to every rank, as gloo does it. ``"bruck"``: log2 W rounds, each of which
             passes half of everything on (Bruck et al., 1997). ``"hierarchical"``: the ranks of a node give theirs to
-            one of them, these exchange a message a node, and deal what they got.
+            one of them, these exchange a message a node, and deal what they got. ``"one copy a node"``: where a rank
+            sends the same to all (`MERGED`): gathered by one rank a node, passed on between these in log2 rounds, and
+            read by the others of the node.
         group: ranks of a node.
     """
     if algorithm == "pairwise":
@@ -122,9 +124,13 @@ def rounds(algorithm: str, world: int, each: float, group: int = 8) -> list[Roun
     if algorithm == "bruck":
         steps = math.ceil(math.log2(world)) if world > 1 else 0
         return [(1, each * sum(rank >> step & 1 for rank in range(world)), False) for step in range(steps)]
-    assert algorithm == "hierarchical"
     group = min(group, world)
     nodes = math.ceil(world / group)
+    if algorithm == "one copy a node":
+        steps = math.ceil(math.log2(nodes))
+        between = [(1, each * group * min(2**step, nodes - 2**step), False) for step in range(steps)]
+        return [(group - 1, (group - 1) * each, True), *between, (1, world * each, True)]
+    assert algorithm == "hierarchical"
     inside = (group - 1, (group - 1) * world * each, True)
     return [inside, (nodes - 1, (nodes - 1) * group * group * each, False), inside]
 
@@ -400,7 +406,7 @@ def _show_exchange(console: Console, numbers: Sequence[int], batch: int, group: 
     _columns(table, numbers, "selector", "network", "algorithm")
     for name in ("prioritized", "top"):
         for called, network in NETWORKS.items():
-            for algorithm in ("pairwise", "bruck", "hierarchical"):
+            for algorithm in ("pairwise", "bruck", _by_node(name)):
                 cells = []
                 for world in numbers:
                     each = letter_bytes(name, world, batch)["all"]
@@ -417,7 +423,7 @@ def _show_limits(
     """From which of the sizes on something takes longer than the budget."""
     table = grid(
         f"The first W at which it takes more than {budget * 1e3:g} ms (work: measured; exchange: computed, pairwise / "
-        "hierarchical; a dash: at none of these)"
+        "by node; a dash: at none of these)"
     )
     for head in ("selector", "work", *NETWORKS):
         table.add_column(head, justify="left" if head == "selector" else "right")
@@ -425,7 +431,7 @@ def _show_limits(
         cells = [_first(found, budget)]
         for network in NETWORKS.values():
             both = []
-            for algorithm in ("pairwise", "hierarchical"):
+            for algorithm in ("pairwise", _by_node(name)):
                 schedules = {
                     world: rounds(algorithm, world, letter_bytes(name, world, batch)["all"], group)
                     for world in found
@@ -451,10 +457,15 @@ def _show_resources(console: Console, numbers: Sequence[int], batch: int, group:
         "connections of a rank to servers": [f"{nodes[world] - 1:,}" for world in numbers],
         "connections of a server": [f"{away[world]:,}" for world in numbers],
     }
+    # Each row falls to any shard; a rank asks each shard of another node that has any of its rows, once.
+    hit = {world: 1 - (1 - 1 / world) ** batch for world in numbers}
+    found["requests to a server for one batch of every rank"] = [
+        f"{group * away[world] * hit[world]:,.0f}" for world in numbers
+    ]
     for name in ("W1", "W2"):
         row = WORKLOADS[name].row_bytes
-        asked = {world: min(away[world], batch * away[world] / world) for world in numbers}
-        one = {world: min(PART_BYTES, batch * row / min(world, batch)) for world in numbers}
+        asked = {world: away[world] * hit[world] for world in numbers}
+        one = {world: min(PART_BYTES, batch * row / (world * hit[world])) for world in numbers}
         found[f"{name}: requests of a batch"] = [f"{asked[world]:,.0f}" for world in numbers]
         found[f"{name}: bytes of a request"] = [size(one[world]) if away[world] else "–" for world in numbers]
         found[f"{name}: staging of a server"] = [
@@ -467,6 +478,11 @@ def _show_resources(console: Console, numbers: Sequence[int], batch: int, group:
     for name, cells in found.items():
         table.add_row(name, *cells)
     console.print(table)
+
+
+def _by_node(selector: str) -> str:
+    """The algorithm that sends one message a node."""
+    return "one copy a node" if selector in MERGED else "hierarchical"
 
 
 def _first(times: Mapping[int, float], budget: float) -> str:

@@ -283,6 +283,11 @@ def test_schedules(world: int) -> None:
     inside, between, outside = simulation.rounds("hierarchical", world, 10, group=4)
     assert inside == outside
     assert between[0] == -(-world // 4) - 1
+    # One copy a node: what a node has is doubled in each round, until it has that of all.
+    copies = simulation.rounds("one copy a node", world, 10, group=4)
+    group = min(world, 4)
+    assert sum(count for _, count, inside in copies if not inside) == 10 * group * (-(-world // group) - 1)
+    assert copies[-1] == (1, 10 * world, True)
 
 
 def _rows(start: float, alpha: float, beta: float, cores: int) -> list[dict[str, Any]]:
@@ -320,7 +325,7 @@ def test_the_fit_follows_what_was_measured() -> None:
     taken = {(world, each): value for world, each, value, _ in fitted.points}
     computed = {(world, each): value for world, each, _, value in fitted.points}
     worlds, sizes = (sorted({point[i] for point in taken}) for i in (0, 1))
-    # How it grows with the ranks at the smallest size, and with the size for all ranks: within a factor of two and a half.
+    # How it grows with the ranks at the smallest size, and with the size for all ranks, within a factor of 2.5.
     for first, last in (
         ((worlds[0], sizes[0]), (worlds[-1], sizes[0])),
         ((worlds[-1], sizes[0]), (worlds[-1], sizes[-1])),

@@ -61,7 +61,7 @@ def save(shards: Shards, path: str | os.PathLike[str], *, progress: bool = False
     """
     if len(shards.own) > 1:
         raise SchemaError(
-            f"The shards are {len(shards.own)} tables of one process; save each with Table.save, or run a rank for each."
+            f"The shards are {len(shards.own)} tables of one process; save each of them, or run a rank for each."
         )
     stage = _Stage(shards.exchange, shards.places)
     checkpoint.save(

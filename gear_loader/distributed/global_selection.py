@@ -12,20 +12,20 @@ import numpy as np
 from gear_loader.collector import Buffers, Collector, resolve
 from gear_loader.distributed import state
 from gear_loader.distributed.collector import ShardCollector, ShardRows
+from gear_loader.distributed.courier import Courier
 from gear_loader.distributed.drawing import Merge, PassView, merged, merges, nothing, scattered
 from gear_loader.distributed.engine import PriorityEngine, SnapshotEngine, records_of
 from gear_loader.distributed.exchange import Solo
 from gear_loader.distributed.id_map import IdMap
-from gear_loader.distributed.post import Forwarding, Letter, Outbox, as_bytes
+from gear_loader.distributed.post import as_bytes
 from gear_loader.distributed.rebalance import Rebalance
-from gear_loader.distributed.records import NAME, PUBLISHED, UPDATE, record_dtype, slice_rows
+from gear_loader.distributed.records import NAME, PUBLISHED
 from gear_loader.distributed.shards import Shards
 from gear_loader.distributed.state import Remembered
+from gear_loader.distributed.updates import Updates
 from gear_loader.errors import PriorityError, SchemaError, StaleIndexError
 from gear_loader.index import Snapshot
-from gear_loader.numbers import as_array
-from gear_loader.priorities import checked_weights, needs_priorities
-from gear_loader.request import Request, request
+from gear_loader.priorities import needs_priorities
 from gear_loader.selection import Job, Selection
 from gear_loader.selectors import SAMPLE_EPOCH, Draw, Fifo, Prioritized
 from gear_loader.slots import Array
@@ -74,14 +74,9 @@ class GlobalSelection(Selection):
         blocks = 0
         if reach is not None:
             blocks = max((reach[1] - reach[0]) // steps + 2 for steps in shards.block_steps.values())
-        self._dtype = record_dtype(blocks)
+        self._updates = Updates(shards, self.engines, exchange)
+        self._courier = Courier(shards, exchange, self._updates, blocks)
         self._maps: dict[int, IdMap] = {}
-        self._outbox = Outbox(shards.leads, exchange.size)
-        self._received: list[Array] = []  # updates that count after a later draw
-        self._clock = 0  # draws so far
-        self._published: Array | None = None
-        self._lost: Array = np.zeros(shards.num_shards, dtype=bool)
-        self._forwarding = Forwarding()
         self._names: Array | None = None  # of a later stage's rows: slots and generations in stage 0
         self._brought: Array | None = None  # rows that shards had in the last batch that was merged
         self._view: PassView | None = None
@@ -93,7 +88,7 @@ class GlobalSelection(Selection):
         """What there is now in all shards."""
         own = tuple(Selection(engine.job).view() for engine in self.engines.values())
         counts = [np.array([len(view), view.num_steps], dtype=np.int64) for view in own]
-        everyone = np.stack(self._of_all(counts))
+        everyone = np.stack(self._courier.of_all(counts))
         order = None
         if isinstance(self.job.selector, Fifo) and self.job.selector.passes:
             order = self._order(own)
@@ -104,7 +99,7 @@ class GlobalSelection(Selection):
     @property
     def offers(self) -> Array | None:
         """What each shard has offered last, `PUBLISHED` [S]; another array with each exchange."""
-        return self._published
+        return self._courier.published
 
     def last_look(self) -> PassView:
         """What there was at the last `look`."""
@@ -116,20 +111,13 @@ class GlobalSelection(Selection):
             np.concatenate((engine.job.table.ids(view.slots), view.lengths))
             for engine, view in zip(self.engines.values(), own, strict=True)
         ]
-        parts = [part.reshape(2, -1) for part in self._of_all(pairs)]
+        parts = [part.reshape(2, -1) for part in self._courier.of_all(pairs)]
         ids, lengths = np.concatenate(parts, axis=1)
         sizes = [part.shape[1] for part in parts]
         shards = np.repeat(np.arange(len(parts)), sizes)
         places = np.concatenate([np.arange(size) for size in sizes])
         order = np.argsort(ids, kind="stable")
         return Snapshot(0, places[order], lengths[order], shards[order], ids[order])
-
-    def _of_all(self, own: list[Array]) -> list[Array]:
-        """An array of each own shard, made known to all: one of each shard."""
-        if self.exchange.size == 1:
-            return own
-        everyone = self.exchange.share_array(own[0] if own else np.empty(0, dtype=np.int64))
-        return [everyone[rank] for rank in self.shards.leads]
 
     # ---------------------------------------------------------------- one batch
 
@@ -155,43 +143,35 @@ class GlobalSelection(Selection):
         if restored is not None:
             return restored
         for _ in range(2):  # new priorities may be on their way: to their owners, and into the trees
-            if published["mass"][~self._lost].sum() > 0:
+            if published["mass"][~self._courier.lost].sum() > 0:
                 break
-            self._clock += 2
-            self._published = None
+            self._updates.clock += 2
+            self._courier.published = None
             published = self._known_offers()
-        masses = np.where(self._lost, 0.0, published["mass"])
+        masses = np.where(self._courier.lost, 0.0, published["mass"])
         if not masses.sum() > 0:
-            self._published = None  # looked at anew the next time
+            self._courier.published = None  # looked at anew the next time
             raise nothing(self.job.selector, len(self.look()))
         draw_rows = self._merge if merges(self.job.selector) else self._scatter
         fallen, rows, records, least = draw_rows(draw, masses, view)
-        self._clock += 1
+        self._updates.clock += 1
         if self.shards.num_stages > 1:
             rows, records = self._of_stage(fallen, rows, records)
-        mine = self._slice(len(fallen))
+        mine = self._courier.slice_of(len(fallen))
         selector = self.job.selector
         if isinstance(selector, Prioritized) and selector.normalize == "table":
             least = float(published["least"].min())
         return fallen[mine], records[np.searchsorted(rows, mine)], self._weigher(draw, least)
 
-    def _slice(self, count: int, data: int | None = None) -> Array:
-        data = self.shards.place.data if data is None else data
-        return slice_rows(count, self.shards.num_slices, data)
-
     # ---------------------------------------------------------------- the exchange
 
     def _known_offers(self) -> Array:
         """What all shards have offered for this draw."""
-        if self._published is None:
-            offers, failure = self._try(lambda: self._offers(self._clock - 1))
-            self._swap(0, lambda *_: 0, lambda _: self._none, offers, failure)
-        assert self._published is not None
-        return self._published
-
-    @property
-    def _none(self) -> Array:
-        return np.empty(0, dtype=self._dtype)
+        if self._courier.published is None:
+            offers, failure = self._try(lambda: self._offers(self._updates.clock - 1))
+            self._courier.swap(0, lambda *_: 0, lambda _: self._courier.none, offers, failure)
+        assert self._courier.published is not None
+        return self._courier.published
 
     @staticmethod
     def _try(call: Callable[[], Any]) -> tuple[Any, Exception | None]:
@@ -203,84 +183,9 @@ class GlobalSelection(Selection):
 
     def _offers(self, clock: int) -> Array:
         """Make the updates that were sent before draw number `clock`, and see what there is now."""
-        self._apply(clock)
+        self._updates.apply(clock)
         offers = [engine.publish() for engine in self.engines.values()]
         return np.concatenate(offers) if offers else np.empty(0, dtype=PUBLISHED)
-
-    def _shards_of(self, rank: int) -> list[int]:
-        """The shards for which a rank answers."""
-        return [shard for shard, lead in enumerate(self.shards.leads) if lead == rank]
-
-    def _swap(
-        self,
-        count: int,
-        told: Callable[[int, int], int],
-        records_for: Callable[[int], Array],
-        offers: Array,
-        failure: Exception | None,
-    ) -> list[Letter]:
-        """One exchange: what each rank has sent this one.
-
-        Args:
-            count: rows of the batch, all slices together.
-            told: how many records of a shard a rank is told of (rank, shard): all ranks know that.
-            records_for: what this rank tells another one.
-            offers: of this rank's shards.
-            failure: why it can do neither.
-        """
-        num_shards, me = self.shards.num_shards, self.exchange.rank
-        owned = [self._shards_of(rank) for rank in range(self.exchange.size)]
-        room = self._outbox.room(count // self.shards.num_slices)
-
-        def size(source: int, target: int) -> tuple[int, int]:
-            rows = sum(told(target, shard) for shard in owned[source])
-            return rows, Letter.size_of(num_shards, len(owned[source]), rows, self._dtype, room)
-
-        ins = [size(rank, me) for rank in range(len(owned))]
-        updates: list[Array] = []
-        if failure is None:
-            updates, waiting = self._outbox.take(room), self._outbox.waiting
-            lost = np.isin(np.arange(num_shards), self.shards.lost())
-            parts = []
-            for rank, some in enumerate(updates):
-                some["when"] = self._clock
-                parts.append(Letter(waiting, lost, offers, records_for(rank), some).pack(room))
-        else:
-            parts = [np.zeros(size(me, rank)[1], dtype=np.uint8) for rank in range(len(owned))]
-        try:
-            answers = self.exchange.swap(parts, [bytes_in for _, bytes_in in ins], failure)
-        except BaseException:
-            self._published = None  # looked at anew, should there be a next time
-            self._outbox.put_back(updates)
-            raise
-        letters = [
-            Letter.unpack(answer, num_shards, len(shards), rows, self._dtype)
-            for answer, shards, (rows, _) in zip(answers, owned, ins, strict=True)
-        ]
-        order = np.argsort([shard for shards in owned for shard in shards], kind="stable")
-        self._published = np.concatenate([letter.published for letter in letters])[order]
-        self._lost = np.logical_or.reduce([letter.lost for letter in letters])
-        self._received += [letter.updates for letter in letters if len(letter.updates)]
-        most = max(letter.waiting for letter in letters)
-        if most:
-            self._swap_rest(most)
-        return letters
-
-    def _swap_rest(self, most: int) -> None:
-        """Send the updates for which the letters had no room: when they count does not depend on how many there are.
-
-        Args:
-            most: that any rank has for one other.
-        """
-        parts: list[Array] = []
-        for some in self._outbox.take(most):
-            part: Array = np.zeros(most, dtype=UPDATE)
-            part["shard"], some["when"] = -1, self._clock
-            part[: len(some)] = some
-            parts.append(as_bytes(part))
-        for answer in self.exchange.swap(parts, [most * UPDATE.itemsize] * self.exchange.size):
-            updates = answer.copy().view(UPDATE)
-            self._received.append(updates[updates["shard"] >= 0])
 
     # ---------------------------------------------------------------- rows that fall to shards
 
@@ -298,54 +203,14 @@ class GlobalSelection(Selection):
                     assert items is not None
                     records = engine.resolve_in(view.own[number], draw, rows, items[rows])
                 found[shard] = (rows, self._with_blocks(engine.job.table, records))
-            offers = self._offers(self._clock)
+            offers = self._offers(self._updates.clock)
             for offer, (_, records) in zip(offers, found.values(), strict=True):
                 offer["batch_least"] = records["leaf"].min(initial=np.inf)
             return found, offers
 
         answer, failure = self._try(resolve)
         found, offers = answer if failure is None else ({}, answer)
-        return (fallen, *self._deal(fallen, found, offers, failure))
-
-    def _deal(
-        self,
-        fallen: Array,
-        found: dict[int, tuple[Array, Array]],
-        offers: Array,
-        failure: Exception | None,
-    ) -> tuple[Array, Array, float]:
-        """Tell each rank of its rows; which rows this one was told of, their records, and the least leaf of all.
-
-        Args:
-            fallen: int64 [n]: the shard of each row. found: shard -> rows and records, of this rank's shards.
-        """
-
-        def wanted(rank: int, shard: int) -> Array:
-            place = self.shards.places[rank]
-            if place.stage:  # all of its own shard: it looks them up for its stage
-                return np.flatnonzero(fallen == shard) if place.data == shard else fallen[:0]
-            rows = self._slice(len(fallen), place.data)
-            mine: Array = rows[fallen[rows] == shard]
-            return mine
-
-        def records_for(rank: int) -> Array:
-            parts = [
-                records[np.searchsorted(rows, wanted(rank, shard))]
-                for shard, (rows, records) in found.items()
-            ]
-            return np.concatenate(parts) if parts else self._none
-
-        letters = self._swap(
-            len(fallen), lambda rank, shard: len(wanted(rank, shard)), records_for, offers, failure
-        )
-        me = self.exchange.rank
-        rows = np.concatenate(
-            [wanted(me, shard) for rank in range(len(letters)) for shard in self._shards_of(rank)]
-        )
-        records = np.concatenate([letter.records for letter in letters])
-        order = np.argsort(rows, kind="stable")
-        assert self._published is not None
-        return rows[order], records[order], float(self._published["batch_least"].min())
+        return (fallen, *self._courier.deal(fallen, found, offers, failure))
 
     # ---------------------------------------------------------------- candidates
 
@@ -357,7 +222,7 @@ class GlobalSelection(Selection):
                 self._with_blocks(engine.job.table, engine.candidates(draw, draw.count)[0])
                 for engine in self.engines.values()
             ]
-            return own, self._offers(self._clock)
+            return own, self._offers(self._updates.clock)
 
         answer, failure = self._try(candidates)
         own, offers = answer if failure is None else ([], answer)
@@ -366,9 +231,9 @@ class GlobalSelection(Selection):
         asked = np.minimum(np.ceil(1.5 * likely).astype(np.int64) + _MORE, count)
         asked[masses == 0] = 0
         sent = np.zeros_like(asked)
-        brought = [self._none] * num_shards
+        brought = [self._courier.none] * num_shards
         while True:
-            for shard, part in self._bring(count, own, sent, asked, offers, failure).items():
+            for shard, part in self._courier.bring(count, own, sent, asked, offers, failure).items():
                 brought[shard] = np.concatenate((brought[shard], part))
             merge = merged(self.job.selector, count, brought, asked >= count)
             if not merge.more.any():
@@ -376,33 +241,6 @@ class GlobalSelection(Selection):
             sent, asked = asked, np.where(merge.more, np.minimum(2 * asked, count), asked)
         self._brought = np.bincount(merge.shards, minlength=num_shards).astype(np.float64)
         return self._in_turn(draw, merge)
-
-    def _bring(
-        self,
-        count: int,
-        own: list[Array],
-        sent: Array,
-        asked: Array,
-        offers: Array,
-        failure: Exception | None,
-    ) -> dict[int, Array]:
-        """Candidates number `sent` to `asked` - 1 of each shard, made known to all."""
-        sizes = asked - sent
-
-        def records_for(_: int) -> Array:
-            parts = [
-                _padded(records[sent[shard] : asked[shard]], int(sizes[shard]))
-                for shard, records in zip(self.engines, own, strict=True)
-            ]
-            return np.concatenate(parts) if parts else self._none
-
-        letters = self._swap(count, lambda _, shard: int(sizes[shard]), records_for, offers, failure)
-        found: dict[int, Array] = {}
-        for rank, letter in enumerate(letters):
-            shards = self._shards_of(rank)
-            ends = np.cumsum([sizes[shard] for shard in shards])[:-1]
-            found.update(zip(shards, np.split(letter.records, ends), strict=False))
-        return found
 
     def _in_turn(self, draw: Draw, merge: Merge) -> tuple[Array, Array, Array, float]:
         found = len(merge.shards)
@@ -425,13 +263,13 @@ class GlobalSelection(Selection):
         Stage 0 has drawn them; in the other stages the rank of each shard looks the trajectories up by their ids.
         """
         shards, me = self.shards, self.exchange.rank
-        dtype = np.dtype([("record", self._dtype), ("name", NAME)])
+        dtype = np.dtype([("record", self._courier.dtype), ("name", NAME)])
 
         def wanted(source: int, target: int) -> Array:
             one, other = shards.places[source], shards.places[target]
             if one.stage == 0 or one.stage != other.stage:
                 return fallen[:0]
-            mine = self._slice(len(fallen), other.data)
+            mine = self._courier.slice_of(len(fallen), other.data)
             told: Array = mine[fallen[mine] == one.data]
             return told
 
@@ -451,14 +289,14 @@ class GlobalSelection(Selection):
         rows = np.concatenate(told)
         order = np.argsort(rows, kind="stable")
         known = np.concatenate([part.view(dtype) for part in answers])[order]
-        places = np.searchsorted(rows[order], self._slice(len(fallen)))
+        places = np.searchsorted(rows[order], self._courier.slice_of(len(fallen)))
         self._names = known["name"][places]
         return rows[order], known["record"].copy()
 
     def _looked_up(self, fallen: Array, rows: Array, records: Array) -> Array:
         """The rows of this rank's shard as they are in its own table, which is not that of stage 0."""
         place, table = self.shards.place, self.shards.table
-        dtype = np.dtype([("record", self._dtype), ("name", NAME)])
+        dtype = np.dtype([("record", self._courier.dtype), ("name", NAME)])
         if place.stage == 0:
             return np.empty(0, dtype=dtype)
         own: Array = records[np.searchsorted(rows, np.flatnonzero(fallen == place.data))].copy()
@@ -490,16 +328,11 @@ class GlobalSelection(Selection):
         try:
             return Rebalance(self, **options).run()
         finally:
-            self._published = None  # looked at anew the next time
+            self._courier.published = None  # looked at anew the next time
 
     def forward(self, moves: Array) -> None:
         """Some trajectories have moved, `MOVE` [n]: their updates follow them."""
-        self._forwarding.learn(moves)
-        self._send_all()
-        held = np.concatenate([np.empty(0, dtype=UPDATE), *self._received])
-        told = self.exchange.share_array(self._forwarding.readdress(held))
-        owned = [part[np.isin(part["shard"], list(self.engines))] for part in told]
-        self._received = [part for part in owned if len(part)]
+        self._updates.forward(moves)
 
     # ---------------------------------------------------------------- parts of a batch
 
@@ -507,7 +340,7 @@ class GlobalSelection(Selection):
         """Records, with the blocks of their windows where those are read one-sidedly."""
         if self._reach is None:
             return records
-        full: Array = np.zeros(len(records), dtype=self._dtype)
+        full: Array = np.zeros(len(records), dtype=self._courier.dtype)
         for name in records.dtype.names or ():
             full[name] = records[name]
         width = full["blocks"].shape[1]
@@ -554,50 +387,21 @@ class GlobalSelection(Selection):
                 "stale='error' was given; with Shards a row's owner, which alone knows whether it is gone, learns of "
                 "its priority later. Use 'ignore', and see num_stale."
             )
-        new = request(index, priority, generation=generation, anchor=anchor, unit=self.job.selector.unit)
-        checked_weights(self.job.selector, new.priorities)
-        updates: Array = np.zeros(len(new.slots), dtype=UPDATE)
-        updates["shard"] = self._checked_shards(shard, len(new.slots))
-        updates["slot"], updates["step"], updates["priority"] = new.slots, new.steps, new.priorities
-        updates["generation"] = -1 if new.generations is None else new.generations
-        between(lambda: self._outbox.put(self._forwarding.readdress(updates)))
-
-    def _checked_shards(self, shard: Any, count: int) -> Array:
-        if shard is None and self.shards.num_shards == 1:
-            return np.zeros(count, dtype=np.int64)
-        values = None if shard is None else np.asarray(as_array(shard))
-        if values is None or values.dtype.kind not in "iu" or values.shape != (count,):
-            got = "none" if values is None else f"{values.dtype} {list(values.shape)}"
-            raise SchemaError(
-                f"shard is {got}; expected integers [{count}] beside index: give the whole batch, or "
-                "shard=batch['shard']. Nothing was changed."
-            )
-        if count and not (values.min() >= 0 and values.max() < self.shards.num_shards):
-            raise SchemaError(
-                f"shard has {values.min()} to {values.max()}; expected 0 to {self.shards.num_shards - 1}. Nothing was "
-                "changed."
-            )
-        return values.astype(np.int64)
+        updates = self._updates.checked(
+            self.job.selector, index, priority, generation=generation, anchor=anchor, shard=shard
+        )
+        between(lambda: self._updates.give(updates))
 
     # ---------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
         """Priorities in all shards by the trajectories' ids, counters, the rows of the last batches, and new priorities
         that are on their way. Every rank gets the same."""
-        self._send_all()
-        kept = state.of_engines(self.engines, self._received, self._clock)
+        self._updates.send_all()
+        kept = state.of_engines(self.engines, self._updates.received, self._updates.clock)
         mine = [(*key, some) for key, some in self._history] if self.shards.place.stage == 0 else []
         mine += [(*key, some) for key, some in self._pending.items()] if self.exchange.rank == 0 else []
         return state.joined(self.exchange, kept, mine)
-
-    def _send_all(self) -> None:
-        """Bring all updates that wait to their owners; they count when they would have counted."""
-        waiting = np.concatenate(self._outbox.take(self._outbox.waiting))
-        waiting["when"] = self._clock
-        for part in self.exchange.share_array(waiting):
-            owned = part[np.isin(part["shard"], list(self.engines))]
-            if len(owned):
-                self._received.append(owned)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Take over what `state_dict` returned, for the trajectories that are still there, in whichever shard.
@@ -606,15 +410,14 @@ class GlobalSelection(Selection):
             SchemaError: it is no such state; nothing was changed.
         """
         checked = state.checked(saved, self.job.selector)
+        received = []
         for shard, engine in self.engines.items():
             engine.load_state_dict(checked.part_of(engine))
-            self._received = [] if shard == next(iter(self.engines)) else self._received
-            self._received.append(checked.updates_for(engine, shard, self.slots_of))
-        self._outbox = Outbox(self.shards.leads, self.exchange.size)
+            received.append(checked.updates_for(engine, shard, self.slots_of))
+        self._updates.start_anew(received)
         self._history.clear()
         self._pending = dict(checked.recent)
-        self._clock = 0
-        self._published = None
+        self._courier.published = None
 
     def forget_pending(self) -> None:
         """Draw anew what a loaded state would have repeated."""
@@ -630,7 +433,7 @@ class GlobalSelection(Selection):
         for shard, places in list(slots.items()):
             lengths = self.shards.own[shard].index_arrays()[0][places, 0]
             slots[shard] = np.where((places >= 0) & (steps < lengths), places, -1)
-        everyone = np.stack(self._of_all(list(slots.values())))
+        everyone = np.stack(self._courier.of_all(list(slots.values())))
         if not (everyone >= 0).any(axis=0).all():
             return None
         fallen = (everyone >= 0).argmax(axis=0)
@@ -642,29 +445,13 @@ class GlobalSelection(Selection):
             found[shard] = (rows, self._with_blocks(table, made))
         offers = [engine.publish() for engine in self.engines.values()]
         offer = np.concatenate(offers) if offers else np.empty(0, dtype=PUBLISHED)
-        rows, records, _ = self._deal(fallen, found, offer, None)
+        rows, records, _ = self._courier.deal(fallen, found, offer, None)
         if self.shards.num_stages > 1:
             rows, records = self._of_stage(fallen, rows, records)
-        mine = self._slice(draw.count)
+        mine = self._courier.slice_of(draw.count)
         weights = None if some.weights is None else some.weights[mine]
         weigh = None if weights is None else lambda _: weights
         return fallen[mine], records[np.searchsorted(rows, mine)], weigh
-
-    def _apply(self, clock: int) -> None:
-        """Make the updates of this rank's shards that were sent before draw number `clock`, in the order of giving."""
-        due = [part[part["when"] < clock] for part in self._received]
-        self._received = [part[part["when"] >= clock] for part in self._received]
-        self._received = [part for part in self._received if len(part)]
-        if not due:
-            return
-        updates = np.concatenate(due)  # a message may hold those of several batches
-        updates = updates[np.argsort(updates["turn"], kind="stable")]
-        for shard, engine in self.engines.items():
-            mine = updates[updates["shard"] == shard]
-            changes = np.flatnonzero(np.diff(mine["generation"] < 0)) + 1
-            for part in np.split(mine, changes):
-                if len(part):
-                    engine.update(_as_request(part))
 
     @property
     def num_stale(self) -> int:
@@ -678,18 +465,3 @@ class GlobalSelection(Selection):
             return np.full(len(shares), np.nan)
         found: Array = engines[0].quantiles(shares)
         return found
-
-
-def _as_request(updates: Array) -> Request:
-    slots, steps, generations = (
-        np.ascontiguousarray(updates[name]) for name in ("slot", "step", "generation")
-    )
-    some = None if generations[0] < 0 else generations
-    return Request(slots, steps, some, np.ascontiguousarray(updates["priority"]))
-
-
-def _padded(records: Array, size: int) -> Array:
-    """Records, and as many empty ones as are missing."""
-    padding: Array = np.zeros(size - len(records), dtype=records.dtype)
-    padding["id"] = -1
-    return np.concatenate((records, padding))
