@@ -32,12 +32,12 @@ HAS_IP = os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("
 
 
 def left_in_memory() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if "bench-multi-" in name}
+    return {name for name in os.listdir("/dev/shm") if f"bench-multi-{os.getpid()}-" in name}
 
 
 def spaces() -> set[str]:
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
-    return {line.split()[0] for line in listed.stdout.splitlines() if line.startswith("gear")}
+    return {line.split()[0] for line in listed.stdout.splitlines() if line.startswith(f"gear{os.getpid():x}-")}
 
 
 def gone(what: Any) -> bool:
@@ -130,7 +130,7 @@ def test_bad_options_are_errors_that_name_the_remedy(arguments: Sequence[str], m
 def rank() -> Iterator[Any]:
     """A rank that is alone, in this process."""
     rank = ranks.Rank()
-    rank.fill("W2", 40, seed=3, table=f"bench-multi-test-{os.getpid()}", options={})
+    rank.fill("W2", 40, seed=3, table=f"bench-multi-{os.getpid()}-test", options={})
     try:
         yield rank
     finally:

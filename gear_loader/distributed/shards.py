@@ -7,7 +7,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -261,7 +261,7 @@ class Shards:
             if each.node != me.node:
                 assert each.table is not None
                 self._sources[shard] = RemoteShard(
-                    self._peer(each.node, addresses[each.node]),
+                    self._peer(each.node),
                     each.table,
                     each.schema,
                     one_sided=self.transport == "nixl",
@@ -318,27 +318,33 @@ class Shards:
                 self._server = self._start(names)
                 self.exchange.put(f"server/{node}", self._address(self._server))
 
-    def _peer(self, node: str, address: str) -> Any:
+    def _peer(self, node: str) -> Any:
+        """What a node's rows are asked through."""
         if node not in self._peers:
-            self._peers[node] = self._new_peer(node, lambda: self.exchange.get(f"server/{node}") or address)
+            self._peers[node] = self._new_peer(node)
         return self._peers[node]
 
-    def _new_peer(self, node: str, address: Callable[[], str]) -> Any:
-        peer = self._plain_peer(node, address)
+    def _new_peer(self, node: str) -> Any:
         if self.transport != "nixl":
-            return peer
+            return self._plain_peer(node)
         from gear_loader.transport.nixl_reader import NixlPeer
 
         return NixlPeer(
-            peer, timeout=self.rows_timeout, name=self._called(node), loopback=self._host in _LOOPBACK
+            self._writer(node),
+            timeout=self.rows_timeout,
+            name=self._called(node),
+            loopback=self._host in _LOOPBACK,
         )
 
     def _called(self, node: str) -> str:
         ranks = [str(each.number) for each in self.members if each.node == node]
         return f"node {node} (rank {', '.join(ranks)})"
 
-    def _plain_peer(self, node: str, address: Callable[[], str]) -> Any:
+    def _plain_peer(self, node: str) -> Any:
         from gear_loader.transport.client import Peer
+
+        def address() -> str:  # where its server is by now
+            return self.exchange.get(f"server/{node}") or self._addresses[node]
 
         assert self._secret is not None
         return Peer(address, secret=self._secret, timeout=self.rows_timeout, name=self._called(node))
@@ -346,10 +352,7 @@ class Shards:
     def _writer(self, node: str) -> Any:
         """What trajectories are sent to a node through."""
         if node not in self._writers:
-            address = self._addresses[node]
-            self._writers[node] = self._plain_peer(
-                node, lambda: self.exchange.get(f"server/{node}") or address
-            )
+            self._writers[node] = self._plain_peer(node)
         return self._writers[node]
 
     # ---------------------------------------------------------------- for selections
