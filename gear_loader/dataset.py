@@ -93,8 +93,9 @@ class ReplayDataset(IterableDataset[Batch]):
         batches_per_epoch: length of an epoch on each rank; by default one pass's worth, ceil(items / batch_size)
             over all ranks. ``math.inf`` never ends.
         drop_last: without replacement: leave out a last batch that is not full.
-        subset: a function of the sequence numbers (int64 [n], the order of addition) to a boolean array: which
-            trajectories belong to this dataset. `ReplayDataModule` splits train and validation so.
+        subset: a function of the sequence numbers (int64 [n], the order of addition to the table that stored them
+            first) to a boolean array: which trajectories belong to this dataset. `ReplayDataModule` splits train and
+            validation so.
         sample_info: let batches carry ``sample_info``. Times are counted by datasets that do, and by all if the table
             has `max_times_sampled`; then, on a GPU, the host draws by priority.
         rate_limited: wait for the table's rate limiter, and count for it. False for validation.
@@ -813,7 +814,7 @@ class ReplayDataset(IterableDataset[Batch]):
     def _config(self) -> dict[str, Any]:
         return {
             "seed": self.seed,
-            "batch_size": self.batch_size,
+            "batch_size": self._drawn_at_once(self.batch_size),
             "selector": repr(self.selector),
             "anchor": self.anchor,
             "drop_last": self.drop_last,

@@ -27,6 +27,7 @@ __all__ = [
     "ids_of",
     "joined",
     "origin_of",
+    "sequences_of",
 ]
 
 _BITS = 16
@@ -41,6 +42,12 @@ def joined(sequences: Array, origin: int) -> Array:
     """The ids that a table of this origin gives to these sequence numbers; int64 [n] both."""
     ids: Array = sequences << _BITS | origin
     return ids
+
+
+def sequences_of(ids: Array) -> Array:
+    """The sequence numbers in ids, int64 [n]: in which place each was stored in the table that stored it first."""
+    sequences: Array = ids >> _BITS
+    return sequences
 
 
 def following(ids: Array, origin: int | None = None) -> int:

@@ -178,7 +178,7 @@ class PrioritySelection(Selection):
             self.job.table.end_read(self._follow())
 
     def _take_in(self, changes: Changes) -> None:
-        chosen = self.job.chosen(changes.sequences) if self.job.subset is not None else changes.ready
+        chosen = self.job.chosen(changes.slots) if self.job.subset is not None else changes.ready
         self._set(self._map.follow(changes, chosen, *self.job.table.index_arrays()))
 
     def _set(self, leaves: Leaves) -> None:
@@ -359,7 +359,7 @@ class PrioritySelection(Selection):
         else:
             known &= sequence[slots] < self._map.next_sequence
         if self.job.subset is not None:
-            known &= self.job.chosen(sequence[slots])
+            known &= self.job.chosen(slots)
         items = self._map.items(slots, request.steps, *table.index_arrays())
         return np.where(known, items, -1)
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from gear_loader.collector import Buffers, Collector, Drawn
 from gear_loader.errors import SchemaError, TableEmptyError
+from gear_loader.ids import sequences_of
 from gear_loader.index import Snapshot
 from gear_loader.index_ops import READY, Array
 from gear_loader.selectors import Draw, Fifo, Selector, SnapshotSelector, Uniform, anchors, replacements
@@ -49,19 +50,21 @@ class Job:
         """`count`, if drawing so many rows counts for the rate limiter."""
         return count if self.limited else 0
 
-    def chosen(self, sequences: Array) -> Array:
-        """Which of the trajectories with these sequence numbers count, bool [n].
+    def chosen(self, slots: Array) -> Array:
+        """Which of the trajectories in these slots count, bool [n].
+
+        It goes by the sequence numbers that they got when they were first stored, which they keep in other tables.
 
         Raises:
             SchemaError: the user's function returned something else.
         """
         if self.subset is None:
-            return np.ones(len(sequences), dtype=bool)
-        chosen = np.asarray(self.subset(sequences), dtype=bool)
-        if chosen.shape != (len(sequences),):
+            return np.ones(len(slots), dtype=bool)
+        chosen = np.asarray(self.subset(sequences_of(self.table.ids(slots))), dtype=bool)
+        if chosen.shape != (len(slots),):
             raise SchemaError(
-                f"subset returned shape {list(chosen.shape)} for {len(sequences)} sequence numbers; "
-                f"expected [{len(sequences)}]."
+                f"subset returned shape {list(chosen.shape)} for {len(slots)} sequence numbers; "
+                f"expected [{len(slots)}]."
             )
         return chosen
 
@@ -88,7 +91,7 @@ class Selection:
         if self.job.subset is None:
             return snapshot
         if self._seen is None or self._seen[0] is not snapshot:
-            self._seen = (snapshot, snapshot.take(self.job.chosen(snapshot.sequences)))
+            self._seen = (snapshot, snapshot.take(self.job.chosen(snapshot.slots)))
         return self._seen[1]
 
     def look(self) -> Any:

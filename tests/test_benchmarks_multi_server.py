@@ -37,7 +37,9 @@ def left_in_memory() -> set[str]:
 
 def spaces() -> set[str]:
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
-    return {line.split()[0] for line in listed.stdout.splitlines() if line.startswith(f"gear{os.getpid():x}-")}
+    return {
+        line.split()[0] for line in listed.stdout.splitlines() if line.startswith(f"gear{os.getpid():x}-")
+    }
 
 
 def gone(what: Any) -> bool:

@@ -54,7 +54,6 @@ def loading_rank(rank: int, world: int, folder: str) -> Any:
             prefetch=0,
             copy=True,
         )
-        state["config"] = data.state_dict()["config"]
         data.load_state_dict(state)
         restored = data.state_dict()["priorities"]
         for batch in data:
