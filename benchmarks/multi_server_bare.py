@@ -35,8 +35,8 @@ import numpy as np
 __all__ = ["CARRIERS", "MEMORY_BYTES", "Bare", "Piece", "Pieces", "missing", "open_bare"]
 
 CARRIERS = ("socket", "ucx", "nixl")
-MEMORY_BYTES = 1 << 25
-"""Of the sender: no request, and with nixl no exchange with one peer, is larger."""
+MEMORY_BYTES = 1 << 26
+"""Of the sender: no request is larger, nor, with nixl, all that one peer has under way."""
 
 Piece = tuple[int, int]
 """Bytes of an answer, and bytes of its request."""
