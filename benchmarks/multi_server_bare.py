@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import importlib
 import importlib.util
 import json
@@ -63,6 +64,7 @@ def missing(carrier: str) -> str | None:
     return None
 
 
+@functools.cache
 def memory() -> np.ndarray[Any, Any]:
     """What is sent, uint8, the same in all processes."""
     return np.random.default_rng(7).integers(0, 256, MEMORY_BYTES, dtype=np.uint8)
