@@ -291,9 +291,9 @@ def _finite(value: Any) -> bool:
 def anchors(
     kind: Literal["uniform", "first", "last"], lengths: Array, draw: Draw, stream: int | None = None
 ) -> Array:
-    """The anchor step of each chosen trajectory, int64 [count], for lengths int64 [count]."""
+    """The anchor step of each chosen trajectory, int64 [n], for lengths int64 [n]; ``"uniform"`` for all of a draw."""
     if kind == "first":
-        return np.zeros(draw.count, dtype=np.int64)
+        return np.zeros(len(lengths), dtype=np.int64)
     if kind == "last":
         return lengths - 1
     return draw.integers(_ANCHORS if stream is None else stream, lengths)

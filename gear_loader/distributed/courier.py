@@ -36,6 +36,10 @@ class Courier:
         self.exchange = exchange
         self.updates = updates
         self.dtype = record_dtype(blocks)
+        self._owned: list[list[int]] = [[] for _ in range(exchange.size)]
+        for shard, lead in enumerate(shards.leads):
+            self._owned[lead].append(shard)
+        self._order: Array = np.argsort([shard for owned in self._owned for shard in owned], kind="stable")
         self.published: Array | None = None
         self.lost: Array = np.zeros(shards.num_shards, dtype=bool)
 
@@ -56,7 +60,7 @@ class Courier:
 
     def shards_of(self, rank: int) -> list[int]:
         """The shards for which a rank answers."""
-        return [shard for shard, lead in enumerate(self.shards.leads) if lead == rank]
+        return self._owned[rank]
 
     def swap(
         self,
@@ -76,7 +80,7 @@ class Courier:
             failure: why it can do neither.
         """
         num_shards, me = self.shards.num_shards, self.exchange.rank
-        owned = [self.shards_of(rank) for rank in range(self.exchange.size)]
+        owned = self._owned
         room = self.updates.outbox.room(count // self.shards.num_slices)
 
         def size(source: int, target: int) -> tuple[int, int]:
@@ -104,8 +108,7 @@ class Courier:
             Letter.unpack(answer, num_shards, len(shards), rows, self.dtype)
             for answer, shards, (rows, _) in zip(answers, owned, ins, strict=True)
         ]
-        order = np.argsort([shard for shards in owned for shard in shards], kind="stable")
-        self.published = np.concatenate([letter.published for letter in letters])[order]
+        self.published = np.concatenate([letter.published for letter in letters])[self._order]
         self.lost = np.logical_or.reduce([letter.lost for letter in letters])
         self.updates.received += [letter.updates for letter in letters if len(letter.updates)]
         most = max(letter.waiting for letter in letters)

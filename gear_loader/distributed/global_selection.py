@@ -217,25 +217,27 @@ class GlobalSelection(Selection):
     def _merge(self, draw: Draw, masses: Array, view: PassView | None) -> tuple[Array, Array, Array, float]:
         """As `_scatter`, of selectors that take the first ones of what all shards bring."""
 
+        selector, count, num_shards = self.job.selector, draw.count, self.shards.num_shards
+        likely = np.full(num_shards, count / num_shards) if self._brought is None else self._brought
+        asked = np.minimum(np.ceil(1.5 * likely).astype(np.int64) + _MORE, count)
+        asked[masses == 0] = 0
+
         def candidates() -> tuple[list[Array], Array]:
+            # All at once: after `_offers` the trees are those of the next draw.
             own = [
-                self._with_blocks(engine.job.table, engine.candidates(draw, draw.count)[0])
+                self._with_blocks(engine.job.table, engine.candidates(draw, count)[0])
                 for engine in self.engines.values()
             ]
             return own, self._offers(self._updates.clock)
 
         answer, failure = self._try(candidates)
         own, offers = answer if failure is None else ([], answer)
-        count, num_shards = draw.count, self.shards.num_shards
-        likely = np.full(num_shards, count / num_shards) if self._brought is None else self._brought
-        asked = np.minimum(np.ceil(1.5 * likely).astype(np.int64) + _MORE, count)
-        asked[masses == 0] = 0
         sent = np.zeros_like(asked)
         brought = [self._courier.none] * num_shards
         while True:
             for shard, part in self._courier.bring(count, own, sent, asked, offers, failure).items():
                 brought[shard] = np.concatenate((brought[shard], part))
-            merge = merged(self.job.selector, count, brought, asked >= count)
+            merge = merged(selector, count, brought, asked >= count)
             if not merge.more.any():
                 break
             sent, asked = asked, np.where(merge.more, np.minimum(2 * asked, count), asked)
