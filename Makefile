@@ -1,11 +1,12 @@
 # Every target sets up what it needs in .venv; a fresh clone needs only python3, make and gcc.
 #   make demo     collect, train and evaluate the example       make lint    ruff and mypy
-#   make test     all tests (ARGS="-k table" for some)          make format  let ruff rewrite the code
+#   make test     all tests (ARGS="-k table" for some, JOBS=8)  make format  let ruff rewrite the code
 #   make bench    the benchmarks (ARGS="collect" by default)    make clean   remove builds and caches, not .venv
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.gear-loader-ready
+JOBS := 2
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint format bench clean
@@ -27,7 +28,7 @@ demo: $(READY)
 	$(RUN) examples/decision_transformer.py $(ARGS)
 
 test: $(READY)
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check .

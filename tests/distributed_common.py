@@ -64,14 +64,22 @@ def filled(name: str | None, shard: int, counts: list[int], **options: Any) -> g
 
 
 def run_ranks(
-    world: int, work: Callable[..., Any], *args: Any, timeout: float = 120.0, dies: tuple[int, ...] = ()
+    world: int,
+    work: Callable[..., Any],
+    *args: Any,
+    timeout: float = 120.0,
+    dies: tuple[int, ...] = (),
+    method: str = "forkserver",
 ) -> list[Any]:
     """Call ``work(rank, world, *args)`` in as many processes that have a process group, and return what they return.
 
     Args:
         dies: ranks that are expected to be killed; they return None.
+        method: "spawn" makes them children of this process; the default starts them from one that has loaded torch.
     """
-    context = mp.get_context("spawn")
+    context = mp.get_context(method)
+    if method == "forkserver":
+        context.set_forkserver_preload(["gear_loader.dataset", "gear_loader.transport.client", __name__])
     end = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world)]

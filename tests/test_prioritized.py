@@ -1248,8 +1248,9 @@ def test_several_threads_update_while_another_iterates(table: gear.Table) -> Non
     next(iterator)
     for thread in threads:
         thread.start()
-    count = 0
-    while any(thread.is_alive() for thread in threads):
+    count, busy = 0, True
+    while busy:
+        busy = any(thread.is_alive() for thread in threads)
         for batch in itertools.islice(iterator, 5):
             assert set(items_of(batch, "step")) <= set(STEPS)
             count += 1

@@ -53,7 +53,7 @@ def _wake_up(pid: int) -> None:
 def test_the_others_learn_who_it_was(how: str) -> None:
     gone = how in ("killed", "stopped")
     with stopped_are_killed() if how == "stopped" else contextlib.nullcontext():
-        answers = run_ranks(3, broken_rank, how, dies=(1,) if gone else ())
+        answers = run_ranks(3, broken_rank, how, dies=(1,) if gone else (), method="spawn")
     for rank in (0, 2):
         message, seconds = answers[rank]
         assert message.startswith("RankError: Rank 1 "), message
