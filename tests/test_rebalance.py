@@ -278,9 +278,9 @@ def while_one_fails(rank: int) -> Any:
 _COPY = Mover.copy
 
 
-def killed_rank(rank: int, world: int) -> Any:
+def killed_rank(rank: int, world: int, parent: int) -> Any:
     """Rank 0 dies when all has been copied, and nothing removed."""
-    table = filled(f"gear-test-{os.getppid()}-killed-{rank}", rank, COUNTS)
+    table = filled(f"gear-test-{parent}-killed-{rank}", rank, COUNTS)
     shards = Shards(table, timeout=30, transport="socket")
     data = dataset(shards, "prioritized")
     if rank == 0:
@@ -366,7 +366,7 @@ def test_ranks_draw_after_a_move_what_one_process_draws(world: int) -> None:
 
 
 def test_a_rank_that_is_killed_loses_nothing() -> None:
-    messages = run_ranks(2, killed_rank, dies=(0,))
+    messages = run_ranks(2, killed_rank, os.getpid(), dies=(0,))
     assert messages[1].startswith("Rank 0 did not send ")
     tables = [gear.Table.attach(f"gear-test-{os.getpid()}-killed-{rank}") for rank in range(2)]
     for table in tables:
