@@ -63,8 +63,8 @@ class Engine(abc.ABC):
         """Records of more rows of this shard, for some that could not be had; `turn` tells how often that was."""
 
     @abc.abstractmethod
-    def candidates(self, draw: Draw, count: int) -> tuple[Array, bool]:
-        """This shard's first `count` rows in the order of the selector, and whether these are all it has."""
+    def candidates(self, draw: Draw, count: int) -> Array:
+        """Records of this shard's first `count` rows in the order of the selector; fewer if it has no more."""
 
 
 def records_of(
@@ -164,7 +164,7 @@ class SnapshotEngine(Engine):
             at = anchors(self.job.anchor, highs, draw, stream + 1)[: len(which)]
         slots[which], steps[which], generations[which] = others, at, fresh
 
-    def candidates(self, draw: Draw, count: int) -> tuple[Array, bool]:
+    def candidates(self, draw: Draw, count: int) -> Array:
         """See `Engine.candidates`: the oldest or newest, by their ids."""
         selector = self.job.selector
         assert isinstance(selector, Fifo)
@@ -176,7 +176,7 @@ class SnapshotEngine(Engine):
         if steps is None:
             # Which row of the batch a candidate becomes is not known yet: an anchor by its own number.
             steps = _anchors(self.job, lengths, draw, self.shard)
-        return records_of(self.job.table, slots, steps), size <= count
+        return records_of(self.job.table, slots, steps)
 
     def _by_age(self) -> Snapshot:
         """`view`, in the order of ids: those of trajectories that came from another shard do not ascend."""
@@ -266,7 +266,7 @@ class PriorityEngine(PrioritySelection, Engine):
         slots = records["slot"]
         return np.flatnonzero((state[slots] != READY) | (sequence[slots] != self._sequence_of[slots]))
 
-    def candidates(self, draw: Draw, count: int) -> tuple[Array, bool]:
+    def candidates(self, draw: Draw, count: int) -> Array:
         """See `Engine.candidates`: by priority, or by the time at which each would be drawn."""
         selector = self.job.selector
         with self._mutex:
@@ -279,7 +279,8 @@ class PriorityEngine(PrioritySelection, Engine):
                 items, leaves = self._tree.draw_some(count, key=key, step=draw.step)
                 records = self._describe(draw, items, leaves, shard_stream(ANCHORS, self.shard))
                 records["time"] = self._times(draw, leaves.astype(np.float64))
-            return np.delete(records, self._gone(records)), len(items) < count
+            there: Array = np.delete(records, self._gone(records))
+            return there
 
     def _times(self, draw: Draw, leaves: Array) -> Array:
         """When each of the items, in the order in which they were drawn, would be drawn if all shards raced.

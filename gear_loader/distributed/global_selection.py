@@ -225,7 +225,7 @@ class GlobalSelection(Selection):
         def candidates() -> tuple[list[Array], Array]:
             # All at once: after `_offers` the trees are those of the next draw.
             own = [
-                self._with_blocks(engine.job.table, engine.candidates(draw, count)[0])
+                self._with_blocks(engine.job.table, engine.candidates(draw, count))
                 for engine in self.engines.values()
             ]
             return own, self._offers(self._updates.clock)
