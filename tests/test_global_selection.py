@@ -304,3 +304,13 @@ def test_tables_that_limit_themselves_are_refused() -> None:
     table = filled(None, 0, [1], rate_limiter=gear.MinSize(1))
     with pytest.raises(gear.errors.SchemaError, match="has a rate limiter or max_times_sampled"):
         Shards(table)
+
+
+@pytest.mark.parametrize("name", ["prioritized", "prioritized distinct", "top", "uniform", "fifo"])
+@pytest.mark.parametrize("anchor", ["first", "last"])
+def test_anchors_at_an_end(name: str, anchor: str) -> None:
+    shards = alone([9, 12, 20])
+    for batch in dataset(shards, name, 1, prefetch=0, anchor=anchor):
+        rows = zip(batch["shard"].tolist(), batch["index"].tolist(), strict=True)
+        lengths = [int(shards.own[shard].index_arrays()[0][index, 0]) for shard, index in rows]
+        assert batch["anchor"].tolist() == [0 if anchor == "first" else length - 1 for length in lengths]
