@@ -7,18 +7,15 @@ to p90 as a band or a bar. Of rows that measure the same, the last one counts.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from benchmarks.harness import RESULTS, size
+from benchmarks.harness import size
+from benchmarks.plotting import Out, Row, Rows, last_of_each, parsed, picture
 
 __all__ = ["command", "draw", "measurements"]
 
-Row = Mapping[str, Any]
 
 _CARRIERS = {"socket": "#1d3557", "ucx": "#c1121f", "nixl": "#2a9d8f", "none": "#6c757d"}
 _NODES = {1: "#6c757d", 2: "#c1121f", 3: "#457b9d"}
@@ -46,36 +43,18 @@ _KEY = (
 )
 
 
-def command(
-    rows: Annotated[
-        list[Path] | None, typer.Argument(help="Files of JSON lines: results/multi-server.jsonl by default.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="The picture: by default beside the first file.")] = None,
-) -> None:
+def command(rows: Rows = None, out: Out = None) -> None:
     """Plot what multi-server has measured."""
-    files = rows or [RESULTS / "multi-server.jsonl"]
-    for file in files:
-        if not file.is_file():
-            raise typer.BadParameter(f"{file} is not there; run `python -m benchmarks multi-server` first.")
-    found = measurements(line for file in files for line in file.read_text(encoding="utf-8").splitlines())
-    if not found:
-        raise typer.BadParameter("there are no rows of `multi-server` in it.")
-    target = out or files[0].with_suffix(".png")
-    draw(found, target)
-    typer.echo(f"{target}")
+    picture("multi-server", rows, out, measurements, draw)
 
 
 def measurements(lines: Iterable[str]) -> list[Row]:
     """The rows of this experiment; of those that measure the same, the last one."""
-    found: dict[tuple[Any, ...], Row] = {}
-    for line in lines:
-        row = json.loads(line)
-        if row["experiment"] == "multi-server":
-            parameters = row["parameters"]
-            key = (row["workload"], row["variant"], *(parameters.get(name) for name in _KEY))
-            found.pop(key, None)  # the order of the file
-            found[key] = row
-    return list(found.values())
+
+    def key(row: Row) -> tuple[Any, ...]:
+        return (row["workload"], row["variant"], *(row["parameters"].get(name) for name in _KEY))
+
+    return last_of_each(parsed(lines, "multi-server"), key)
 
 
 def draw(rows: Sequence[Row], out: Path) -> None:

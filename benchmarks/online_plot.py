@@ -7,14 +7,11 @@ Medians, with p10 to p90 as a band or a bar. Of rows that measure the same, the 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from benchmarks.harness import RESULTS
+from benchmarks.plotting import Out, Row, Rows, last_of_each, parsed, picture
 
 __all__ = ["command", "draw", "measurements"]
 
@@ -36,39 +33,20 @@ _PANELS = {
     "steps": ("Single steps, a trajectory every 100", "steps/s"),
 }
 
-Row = Mapping[str, Any]
 
-
-def command(
-    rows: Annotated[
-        list[Path] | None, typer.Argument(help="Files of JSON lines: results/online.jsonl by default.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="The picture: by default beside the first file.")] = None,
-) -> None:
+def command(rows: Rows = None, out: Out = None) -> None:
     """Plot what online has measured."""
-    files = rows or [RESULTS / "online.jsonl"]
-    for file in files:
-        if not file.is_file():
-            raise typer.BadParameter(f"{file} is not there; run `python -m benchmarks online` first.")
-    found = measurements(line for file in files for line in file.read_text(encoding="utf-8").splitlines())
-    if not found:
-        raise typer.BadParameter("there are no rows of `online` in it.")
-    target = out or files[0].with_suffix(".png")
-    draw(found, target)
-    typer.echo(f"{target}")
+    picture("online", rows, out, measurements, draw)
 
 
 def measurements(lines: Iterable[str]) -> list[Row]:
     """The rows of this experiment; of those that measure the same, the last one."""
-    found: dict[tuple[Any, ...], Row] = {}
-    for line in lines:
-        row = json.loads(line)
-        if row["experiment"] == "online":
-            parameters = row["parameters"]
-            key = (row["workload"], row["variant"], parameters.get("writers"), parameters.get("items"))
-            found.pop(key, None)  # the order of the file
-            found[key] = row
-    return list(found.values())
+
+    def key(row: Row) -> tuple[Any, ...]:
+        parameters = row["parameters"]
+        return row["workload"], row["variant"], parameters.get("writers"), parameters.get("items")
+
+    return last_of_each(parsed(lines, "online"), key)
 
 
 def draw(rows: Sequence[Row], out: Path) -> None:

@@ -7,14 +7,11 @@ same, the last one counts.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from benchmarks.harness import RESULTS
+from benchmarks.plotting import Out, Row, Rows, last_of_each, parsed, picture
 
 __all__ = ["command", "cycles", "draw"]
 
@@ -23,37 +20,20 @@ _OURS = ("#c1121f", "#f77f00", "#7b2cbf")
 _OTHERS = ("#1d3557", "#2a9d8f", "#457b9d", "#6c757d", "#588157", "#a98467", "#8ecae6")
 _MARKERS = "osD^vP*X<>"
 
-Row = Mapping[str, Any]
 
-
-def command(
-    rows: Annotated[
-        list[Path] | None, typer.Argument(help="Files of JSON lines: results/select.jsonl by default.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="The picture: by default beside the first file.")] = None,
-) -> None:
+def command(rows: Rows = None, out: Out = None) -> None:
     """Plot what select has measured."""
-    files = rows or [RESULTS / "select.jsonl"]
-    for file in files:
-        if not file.is_file():
-            raise typer.BadParameter(f"{file} is not there; run `python -m benchmarks select` first.")
-    found = cycles(line for file in files for line in file.read_text(encoding="utf-8").splitlines())
-    if not found:
-        raise typer.BadParameter("there are no rows of `select` in it.")
-    target = out or files[0].with_suffix(".png")
-    draw(found, target)
-    typer.echo(f"{target}")
+    picture("select", rows, out, cycles, draw)
 
 
 def cycles(lines: Iterable[str]) -> list[Row]:
     """The rows of cycles; of those that measure the same, the last one."""
-    found: dict[tuple[Any, ...], Row] = {}
-    for line in lines:
-        row = json.loads(line)
-        if row["experiment"] == "select" and row["workload"] == "cycle":
-            parameters = row["parameters"]
-            found[row["device"], row["variant"], parameters["items"], parameters["batch"]] = row
-    return list(found.values())
+
+    def key(row: Row) -> tuple[Any, ...]:
+        parameters = row["parameters"]
+        return row["device"], row["variant"], parameters["items"], parameters["batch"]
+
+    return last_of_each((row for row in parsed(lines, "select") if row["workload"] == "cycle"), key)
 
 
 def draw(rows: Sequence[Row], out: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from table_common import COLUMNS, bits, number_of
+import pytest
+from table_common import COLUMNS, Died, bits, number_of
 
 import gear_loader as gear
 from gear_loader.index_ops import NEXT_SEQUENCE
@@ -78,3 +81,35 @@ def flip(path: Path, place: int, bit: int = 0) -> None:
     data = np.fromfile(path, dtype=np.uint8)
     data[place] ^= 1 << bit
     path.write_bytes(data.tobytes())
+
+
+@contextlib.contextmanager
+def dying(
+    after: int, calls: Sequence[str], counts: Callable[[tuple[Any, ...]], bool] = lambda _: True
+) -> Iterator[None]:
+    """After so many calls of the system, none is made any more, whoever asks for it (also to tidy up).
+
+    Args:
+        calls: names in `os`.
+        counts: of a call's arguments: whether it is one of them.
+    """
+    left = after
+    genuine = {name: getattr(os, name) for name in calls}
+
+    def mortal(name: str) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            nonlocal left
+            if counts(args):
+                left -= 1
+                if left < 0:
+                    if name == "close":  # or descriptors, and the lock, would outlive the simulation
+                        genuine[name](*args, **options)
+                    raise Died
+            return genuine[name](*args, **options)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in calls:
+            patch.setattr(os, name, mortal(name))
+        yield

@@ -8,13 +8,12 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_common import contents, files, loaded, loaded_numbers, make
+from checkpoint_common import contents, dying, files, loaded, loaded_numbers, make
 from table_common import Died, rows
 
 import gear_loader as gear
@@ -26,30 +25,6 @@ CONTEXT = multiprocessing.get_context("forkserver")
 PATIENCE = 60.0
 
 CALLS = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "close")
-
-
-@contextlib.contextmanager
-def dying(after: int) -> Iterator[None]:
-    """After so many calls of the system, none is made any more, whoever asks for it (also to tidy up)."""
-    left = after
-    genuine = {name: getattr(os, name) for name in CALLS}
-
-    def mortal(name: str) -> Any:
-        def call(*args: Any, **options: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left < 0:
-                if name == "close":  # or descriptors, and the lock, would outlive the simulation
-                    genuine[name](*args, **options)
-                raise Died
-            return genuine[name](*args, **options)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in CALLS:
-            patch.setattr(os, name, mortal(name))
-        yield
 
 
 @pytest.mark.parametrize("case", ["first", "more", "rewritten", "rounds", "another table"])
@@ -80,7 +55,7 @@ def test_dying_at_every_call_of_the_system(
         deaths, seen = 0, set()
         while True:
             died = False
-            with dying(deaths):
+            with dying(deaths, CALLS):
                 try:
                     table.save(path)
                 except Died:
@@ -121,7 +96,7 @@ def test_dying_while_tidying_up(tmp_path: Path) -> None:
             table.add(rows(number, 10))
             table.remove(table.indices()[:-2])
             calls = 30 + 2 * number
-            with dying(calls), contextlib.suppress(Died):
+            with dying(calls, CALLS), contextlib.suppress(Died):
                 table.save(path)
             if (path / "manifest.json").exists():
                 found = loaded_numbers(path)

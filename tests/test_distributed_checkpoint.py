@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from checkpoint_common import SIZES, contents, draw, files, flip, make
+from checkpoint_common import SIZES, contents, draw, dying, files, flip, make
 from table_common import COLUMNS, Died, bits, fresh_name, rows
 
 import gear_loader as gear
@@ -503,13 +503,10 @@ def test_a_rank_that_dies_while_all_load(tmp_path: Path, monkeypatch: pytest.Mon
 CALLS = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "close", "link")
 
 
-@contextlib.contextmanager
-def dying(rank: int, after: int) -> Iterator[None]:
-    """After so many calls of the system of one rank (or of a thread that writes its files) none is made any more."""
-    left = after
-    genuine = {name: getattr(os, name) for name in CALLS}
+def calls_of(rank: int) -> Callable[[tuple[Any, ...]], bool]:
+    """Which calls of the system are those of one rank, or of a thread that writes its files: by their arguments."""
 
-    def is_its(args: tuple[Any, ...]) -> bool:
+    def counts(args: tuple[Any, ...]) -> bool:
         name = threading.current_thread().name
         if name.startswith("rank "):
             return name == f"rank {rank}"
@@ -517,23 +514,7 @@ def dying(rank: int, after: int) -> Iterator[None]:
             return isinstance(args[0], int) and f"/{rank:05d}/" in os.readlink(f"/proc/self/fd/{args[0]}")
         return False
 
-    def mortal(name: str) -> Any:
-        def call(*args: Any, **options: Any) -> Any:
-            nonlocal left
-            if is_its(args):
-                left -= 1
-                if left < 0:
-                    if name == "close":  # or descriptors, and the lock, would outlive the simulation
-                        genuine[name](*args, **options)
-                    raise Died
-            return genuine[name](*args, **options)
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in CALLS:
-            patch.setattr(os, name, mortal(name))
-        yield
+    return counts
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -559,7 +540,7 @@ def test_dying_at_every_call_of_the_system(tmp_path: Path, victim: int, first: b
         after = by_id(tables)
         seen, deaths = set(), 0
         while True:
-            with dying(victim, deaths):
+            with dying(deaths, CALLS, calls_of(victim)):
                 found = save_all(tables, path)
             died = isinstance(found[victim], Died)
             other = found[1 - victim]

@@ -40,6 +40,7 @@ from gear_loader.checkpoint.manifest import (
     schema_of,
     segment_folder,
 )
+from gear_loader.checkpoint.writing import check_owned
 from gear_loader.errors import CheckpointError
 from gear_loader.ids import LARGEST_ORIGIN, following
 from gear_loader.schema import Schema
@@ -217,22 +218,8 @@ def _record(path: str) -> FileRecord:
 
 def check_shards_directory(directory: str) -> None:
     """Refuse to write into a directory that holds anything but such a checkpoint, or the rest of a first save."""
-    try:
-        names = os.listdir(directory)
-    except FileNotFoundError:
-        return
-    except NotADirectoryError as error:
-        raise CheckpointError(
-            f"{directory} is a file; expected a directory or a path where one can be made. Choose another path."
-        ) from error
-    if SHARDS_NAME in names or not names:
-        return
-    other = sorted(set(names) - {LOCK_NAME, SAVES_NAME, SHARDS_NAME + _PART})
-    if other or LOCK_NAME not in names:
-        raise CheckpointError(
-            f"{directory} holds {sorted(names)[0]!r} and no {SHARDS_NAME}: it is no checkpoint of several tables, and "
-            "nothing was written. Choose an empty directory or a new one."
-        )
+    known = (LOCK_NAME, SAVES_NAME, SHARDS_NAME + _PART)
+    check_owned(directory, SHARDS_NAME, lambda name: name in known, what="checkpoint of several tables")
 
 
 def next_number(directory: str, old: ShardsManifest | None) -> int:

@@ -50,7 +50,7 @@ from gear_loader.notice import notice
 from gear_loader.slots import IDENTITY, READY, Array
 from gear_loader.table import Table
 
-__all__ = ["descended", "identity", "locked", "reporting", "save"]
+__all__ = ["check_owned", "descended", "identity", "locked", "reporting", "save"]
 
 # While a trajectory is being copied, nothing that was retired meanwhile can be used again, so a writer of a full table
 # waits. Saving is therefore done in rounds: what there is to write is written piece by piece, each under a ticket of
@@ -100,7 +100,26 @@ def reporting(directory: str) -> Iterator[None]:
 
 
 def _check_directory(directory: str) -> None:
-    """Refuse to write into a directory that holds anything but a checkpoint, or the rest of a first save."""
+    known = (LOCK_NAME, SEGMENTS_NAME, MANIFEST_NAME + _PART)
+    check_owned(
+        directory,
+        MANIFEST_NAME,
+        lambda name: name in known or INDEX_NAME.fullmatch(name.removesuffix(_PART)) is not None,
+        what="checkpoint",
+    )
+
+
+def check_owned(directory: str, manifest: str, ours: Callable[[str], bool], *, what: str) -> None:
+    """Refuse to write into a directory that holds anything but a checkpoint, or the rest of a first save.
+
+    Args:
+        manifest: the name of the file that a complete one has.
+        ours: whether a file of this name may be the rest of a first save.
+        what: the error calls such a checkpoint.
+
+    Raises:
+        CheckpointError: it holds something else, or is a file.
+    """
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
@@ -109,15 +128,11 @@ def _check_directory(directory: str) -> None:
         raise CheckpointError(
             f"{directory} is a file; expected a directory or a path where one can be made. Choose another path."
         ) from error
-    if MANIFEST_NAME in names or not names:
+    if manifest in names or not names:
         return
-    known = (LOCK_NAME, SEGMENTS_NAME, MANIFEST_NAME + _PART)
-    other = [
-        name for name in names if name not in known and not INDEX_NAME.fullmatch(name.removesuffix(_PART))
-    ]
-    if other or LOCK_NAME not in names:
+    if LOCK_NAME not in names or not all(ours(name) for name in names):
         raise CheckpointError(
-            f"{directory} holds {sorted(names)[0]!r} and no {MANIFEST_NAME}: it is no checkpoint, and nothing was "
+            f"{directory} holds {sorted(names)[0]!r} and no {manifest}: it is no {what}, and nothing was "
             "written. Choose an empty directory or a new one."
         )
 
