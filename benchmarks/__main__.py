@@ -1,19 +1,11 @@
-"""The command line; each command is a module of its own that is registered here."""
+"""The command line: `list`, `run`, `report`, `compare`, and each experiment with all its own options."""
 
 from __future__ import annotations
 
 import typer
 
-from benchmarks import (
-    collect,
-    multi_server,
-    multi_server_plot,
-    online,
-    online_plot,
-    scaling_simulation,
-    select,
-    select_plot,
-)
+from benchmarks import compare, report, run, scaling_simulation
+from benchmarks.experiments import EXPERIMENTS
 
 app = typer.Typer(
     help="Benchmarks of Gear Loader.",
@@ -21,14 +13,13 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-app.command("collect")(collect.command)
-app.command("select")(select.command)
-app.command("select-plot")(select_plot.command)
-app.command("online")(online.command)
-app.command("online-plot")(online_plot.command)
-app.command("multi-server")(multi_server.command)
-app.command("multi-server-plot")(multi_server_plot.command)
-app.command("scaling")(scaling_simulation.command)
+app.command("list")(run.show)
+app.command("run")(run.command)
+app.command("report")(report.command)
+app.command("compare")(compare.command)
+for experiment in EXPERIMENTS:
+    app.command(experiment.name, rich_help_panel="Experiments, with all their options")(experiment.command)
+app.command("scaling", rich_help_panel="Simulations")(scaling_simulation.command)
 
 
 @app.callback()

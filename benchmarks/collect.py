@@ -18,11 +18,9 @@ All use the same number of threads. All but `DataLoader` give the same columns a
 from __future__ import annotations
 
 import contextlib
-import enum
 import math
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -32,7 +30,8 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 import gear_loader as gear
 from benchmarks import machine
-from benchmarks.harness import RESULTS, Comparison, Deadline, Incorrect, Session, Variant, per_batch, size
+from benchmarks.harness import Comparison, Incorrect, Session, Variant, per_batch, size
+from benchmarks.options import Device, Minutes, Out, Quick, Repeats, opened
 from benchmarks.workloads import (
     W1,
     W2,
@@ -55,58 +54,39 @@ PREFETCH = (0, 2)
 WARM_UP = 4
 
 
-class Device(str, enum.Enum):
-    """Where batches are wanted."""
-
-    cpu = "cpu"
-    cuda = "cuda"
-
-
 def command(
     device: Annotated[Device, typer.Option(help="Where batches are wanted.")] = Device.cpu,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Tiny sizes, to see that it works; not for figures.")
-    ] = False,
-    repeats: Annotated[int | None, typer.Option(min=1, help="Turns that each variant gets.")] = None,
-    out: Annotated[Path | None, typer.Option(help="File to append JSON lines to.")] = None,
+    quick: Quick = False,
+    repeats: Repeats = None,
+    out: Out = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads on the CPU: 2, or all with cuda.")
     ] = None,
     trajectories: Annotated[int | None, typer.Option(min=1, help="Of W1 and W2, 20,000 by default.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Start no new comparison after so many.")] = None,
+    minutes: Minutes = None,
 ) -> None:
     """Gathering batches, against a plain copy of as many bytes and against plain torch."""
-    started = time.monotonic()
-    if device is Device.cuda and not torch.cuda.is_available():
-        raise typer.BadParameter("torch sees no CUDA device here; use --device cpu.", param_hint="--device")
-    repeats = repeats or (3 if quick else 15 if device is Device.cpu else 7)
-    threads = threads or (min(2, machine.cores()) if device is Device.cpu else machine.cores())
     trajectories = trajectories or (300 if quick else W1.trajectories)
     largest = max(QUICK_BATCHES if quick else BATCHES)
     if trajectories < largest:
         message = f"{trajectories} is less than the largest batch, {largest}."
         raise typer.BadParameter(message, param_hint="--trajectories")
-    torch.set_num_threads(threads)
-    session = Session(
-        out or RESULTS / ("quick.jsonl" if quick else "collect.jsonl"),
-        configuration={"quick": quick, "threads": threads},
-        device="cpu" if device is Device.cpu else torch.cuda.get_device_name(),
-        repeats=repeats,
-        deadline=Deadline(minutes),
-        pause=0.005 if device is Device.cpu else 0.0,
-    )
-    session.show_machine()
-    try:
+    with opened(
+        "collect",
+        quick=quick,
+        repeats=repeats or (3 if quick else 15 if device is Device.cpu else 7),
+        out=out,
+        threads=threads,
+        minutes=minutes,
+        device=device,
+        pause=0.005,
+    ) as session:
         if device is Device.cpu:
             cpu(session, trajectories=trajectories, quick=quick)
         else:
             from benchmarks import collect_gpu
 
             collect_gpu.cuda(session, trajectories=trajectories, quick=quick)
-    except Incorrect as error:
-        session.console.print(f"wrong result, not timed: {error}", style="bold red", highlight=False)
-        raise typer.Exit(1) from error
-    session.console.print(f"{time.monotonic() - started:.0f} s", style="dim", highlight=False)
 
 
 def cpu(session: Session, *, trajectories: int, quick: bool) -> None:

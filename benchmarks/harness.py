@@ -14,19 +14,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table as Grid
 
 from benchmarks import machine
+from benchmarks.showing import grid, quantiles, size, standard_console, verdict
 
 __all__ = [
     "RESULTS",
+    "Amount",
     "Comparison",
     "Deadline",
     "Incorrect",
+    "Left",
     "Result",
     "Session",
     "Variant",
@@ -38,9 +39,7 @@ __all__ = [
 ]
 
 RESULTS = Path(__file__).resolve().parent / "results"
-_QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 _MIRRORED = {"p10": "p90", "p50": "p50", "p90": "p10"}  # the slow end of times is the low end of rates
-_SCATTER = 1.3  # ratios from 0.9 to 1.2 do not tell whether 1.0 is reached
 
 
 class Incorrect(Exception):
@@ -135,6 +134,7 @@ class Result:
         return {
             "experiment": comparison.experiment,
             "workload": comparison.workload,
+            "label": comparison.label,
             "variant": variant.name,
             "parameters": {**comparison.parameters, **variant.parameters},
             "repeats": len(self.seconds),
@@ -147,6 +147,47 @@ class Result:
             "targets": dict(variant.targets),
             **({} if variant.limit is None else {"limit": variant.limit}),
             "extras": self.extras,
+        }
+
+
+@dataclasses.dataclass
+class Amount:
+    """Figures that are no times of batches: memory, a return, a slowdown.
+
+    Attributes:
+        experiment, workload, label, variant: as in a `Comparison`.
+        values: one a repeat.
+        unit: what they count, such as ``"bytes in use / byte of payload"``.
+        parameters: what sets it apart.
+        at_most, at_least: what is aimed for.
+        extras: further figures.
+    """
+
+    experiment: str
+    workload: str
+    label: str
+    variant: str
+    values: Sequence[float]
+    unit: str
+    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    at_most: float | None = None
+    at_least: float | None = None
+    extras: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    def row(self) -> dict[str, Any]:
+        """The measurement's own part of its JSON line."""
+        goals = {"at_most": self.at_most, "at_least": self.at_least}
+        return {
+            "experiment": self.experiment,
+            "workload": self.workload,
+            "label": self.label,
+            "variant": self.variant,
+            "parameters": dict(self.parameters),
+            "repeats": len(self.values),
+            "amount": quantiles(np.array(self.values, dtype=np.float64)),
+            "unit": self.unit,
+            **{name: goal for name, goal in goals.items() if goal is not None},
+            "extras": dict(self.extras),
         }
 
 
@@ -170,6 +211,7 @@ class Session:
 
     Args:
         out: file to append to; its folder is made.
+        experiment: whose run this is.
         configuration: the command's options, for the rows.
         device: name of the device that is measured.
         repeats: turns that each variant gets.
@@ -182,6 +224,7 @@ class Session:
         self,
         out: Path,
         *,
+        experiment: str = "",
         configuration: Mapping[str, Any],
         device: str,
         repeats: int,
@@ -189,11 +232,12 @@ class Session:
         deadline: Deadline | None = None,
         pause: float = 0.0,
     ) -> None:
-        self.out = out
-        self.console = console if console is not None else _console()
+        self.out, self.experiment = out, experiment
+        self.console = console if console is not None else standard_console()
         self.deadline = deadline if deadline is not None else Deadline(None)
         self.repeats = repeats
         self.results: list[Result] = []
+        self.amounts: list[Amount] = []
         self._pause = pause
         self._description = machine.describe()
         self._context = {
@@ -252,6 +296,16 @@ class Session:
             self._append(result.row())
         self.results.extend(results)
         return results
+
+    def record(self, amount: Amount) -> Amount:
+        """Append a figure that is no time."""
+        self._append(amount.row())
+        self.amounts.append(amount)
+        return amount
+
+    def leave(self, what: str, why: str, verdict: str = "left out") -> None:
+        """Append that something is not measured, or not what it should be, and why: reports say so too."""
+        self._append({"experiment": self.experiment, "left_out": what, "why": why, "verdict": verdict})
 
     def _append(self, row: Mapping[str, Any]) -> None:
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -358,21 +412,10 @@ class Session:
         for what in self.deadline.left_out:
             self.console.print(f"left out for lack of time: {what}", style="yellow", highlight=False)
         self.console.print(
-            f"{len(self.results)} rows appended to {self.out}", highlight=False, soft_wrap=True
+            f"{len(self.results) + len(self.amounts)} rows appended to {self.out}",
+            highlight=False,
+            soft_wrap=True,
         )
-
-
-def verdict(ratios: np.ndarray, target: float) -> str:
-    """Whether the median of ratios reaches its target, with rich's colours; or that they scatter too much to tell."""
-    low, mid, high = quantiles(ratios).values()
-    if low < target <= high and high > _SCATTER * low:
-        return "[yellow]noisy[/]"
-    return "[green]met[/]" if mid >= target else "[red]missed[/]"
-
-
-def quantiles(values: np.ndarray) -> dict[str, float]:
-    """The quantiles that a row stores, by name."""
-    return {name: float(np.quantile(values, q)) for name, q in _QUANTILES.items()}
 
 
 def per_batch(draw: Callable[[], Any], work: Callable[[Any], object], batches: int) -> Callable[[], float]:
@@ -389,26 +432,27 @@ def per_batch(draw: Callable[[], Any], work: Callable[[Any], object], batches: i
     return measure
 
 
-def size(count: float) -> str:
-    """A number of bytes as people read it, in powers of 1024."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            break
-        count /= 1024
-    return f"{count:.4g} {unit}"
-
-
 def _over() -> Any:
     raise AssertionError("this comparison is over")
 
 
-def grid(title: str) -> Grid:
-    """An empty table in the benchmarks' style."""
-    return Grid(
-        title=escape(title), title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
-    )
+class Left:
+    """What is left out and why: said at once, and again at the end; the rows have it too."""
 
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.reasons: list[str] = []
 
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=120)
+    def add(self, what: str, why: str, verdict: str = "left out") -> None:
+        """Note that something is left out, or not what it should be."""
+        self._session.leave(what, why, verdict)
+        self.reasons.append(f"{verdict}: {what}: {why}")
+        self._print(self.reasons[-1])
+
+    def show(self) -> None:
+        """Say all of it again."""
+        for reason in self.reasons:
+            self._print(reason)
+
+    def _print(self, text: str) -> None:
+        self._session.console.print(text, style="yellow", highlight=False, markup=False)

@@ -26,22 +26,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import time
 from collections.abc import Iterable, Sequence
 from enum import Enum
-from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.markup import escape
 
 from benchmarks import multi_server_bare
-from benchmarks.harness import RESULTS, Deadline, Incorrect, Result, Session, grid, quantiles
+from benchmarks.harness import Left, Result, Session, grid, quantiles
 from benchmarks.multi_server_nodes import NodesFailed, namespaces, processes
 from benchmarks.multi_server_parts import SELECTORS, Setting, exchanging, selecting
-from benchmarks.peer_process import PeerFailed
-from benchmarks.select import Left
+from benchmarks.options import Minutes, Out, Quick, Repeats, opened
 
 __all__ = ["command", "run"]
 
@@ -56,9 +52,7 @@ class Network(str, Enum):
 
 
 def command(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Small sizes, to see that it works; not for figures.")
-    ] = False,
+    quick: Quick = False,
     parts: Annotated[
         str, typer.Option(help="Which: collect, batches, transport, select; all by default.")
     ] = (",".join(PARTS)),
@@ -84,12 +78,11 @@ def command(
     ucx_tls: Annotated[
         str, typer.Option(help="UCX_TLS of all processes, unless that is set; 'all' leaves it to UCX.")
     ] = "tcp",
-    repeats: Annotated[int | None, typer.Option(min=1, help="Turns that each variant gets.")] = None,
-    out: Annotated[Path | None, typer.Option(help="File to append JSON lines to.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Start no new comparison after so many.")] = None,
+    repeats: Repeats = None,
+    out: Out = None,
+    minutes: Minutes = None,
 ) -> None:
     """Rows of other nodes, and drawing from all of them."""
-    started = time.monotonic()
     chosen = _some_of(parts, PARTS, "--parts")
     wanted = _some_of(carriers, multi_server_bare.CARRIERS, "--carriers")
     if network is Network.processes and (bandwidth is not None or latency is not None):
@@ -113,33 +106,28 @@ def command(
         environment={} if ucx_tls == "all" else {"UCX_TLS": ucx_tls},
         parameters=parameters,
     )
-    torch.set_num_threads(1)
-    session = Session(
-        out or RESULTS / ("quick.jsonl" if quick else "multi-server.jsonl"),
-        configuration={
-            "quick": quick,
-            "threads": 1,
-            "nodes": counts,
-            "trajectories": setting.trajectories,
-            "seconds": setting.window,
-            "seed": setting.seed,
-            "carriers": _carrier_versions(),
-            **parameters,
-        },
-        device="cpu",
+    configuration = {
+        "nodes": counts,
+        "trajectories": setting.trajectories,
+        "seconds": setting.window,
+        "seed": setting.seed,
+        "carriers": _carrier_versions(),
+        **parameters,
+    }
+    with opened(
+        "multi-server",
+        quick=quick,
         repeats=repeats or (2 if quick else 9),
-        deadline=Deadline(minutes),
-        pause=0.002,
-    )
-    session.show_machine()
-    left = Left(session)
-    try:
-        run(session, left, setting, chosen, counts, wanted)
-    except (Incorrect, PeerFailed, NodesFailed) as error:
-        what = "wrong result, not timed" if isinstance(error, Incorrect) else "failed"
-        session.console.print(f"{what}: {error}", style="bold red", highlight=False, markup=False)
-        raise typer.Exit(1) from error
-    session.console.print(f"{time.monotonic() - started:.0f} s", style="dim", highlight=False)
+        out=out,
+        threads=1,
+        minutes=minutes,
+        configuration=configuration,
+    ) as session:
+        try:
+            run(session, Left(session), setting, chosen, counts, wanted)
+        except NodesFailed as error:
+            session.console.print(f"failed: {error}", style="bold red", highlight=False, markup=False)
+            raise typer.Exit(1) from error
 
 
 def _some_of(text: str, known: Sequence[str], option: str) -> list[str]:

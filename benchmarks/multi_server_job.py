@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks import machine
 from benchmarks.harness import Incorrect, Variant
 from benchmarks.multi_server_nodes import Node, Undo
-from benchmarks.peer_process import PeerFailed, PeerProcess
+from benchmarks.peers.process import PeerFailed, PeerProcess
 from gear_loader.region import region_path
 
 __all__ = ["Job", "Subject"]

@@ -12,7 +12,7 @@ torch            `copy_` into tensors made before: no index, no eviction, nobody
 Reverb           `TrajectoryWriter`; whole trajectories as one append, single steps in chunks of a trajectory
 Reverb, Writer   its older `Writer`, which knows no columns     (these four in the interpreters that --peers
 TorchRL          `TensorDictReplayBuffer`, one process           names, each in processes of its own, which
-cpprb            `ReplayBuffer`, one process                     benchmarks/peers/online.sh makes)
+cpprb            `ReplayBuffer`, one process                     benchmarks/peers/make.sh makes)
 ================ =============================================================================================
 
 Reverb has no call for batches of trajectories, TorchRL and cpprb none for several processes. New priorities: 1,024 of
@@ -26,37 +26,31 @@ online-plot``.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 import typer
 from rich.markup import escape
 
-from benchmarks import machine, online_parts, online_reads
-from benchmarks.harness import RESULTS, Deadline, Incorrect, Result, Session, grid, quantiles, verdict
+from benchmarks import online_parts, online_reads
+from benchmarks.harness import Left, Result, Session, grid, quantiles, verdict
 from benchmarks.online_parts import Setting
-from benchmarks.online_peers import MODES
-from benchmarks.online_subjects import Crew, Shelf, interpreters, peer_crews
-from benchmarks.peer_process import PeerFailed
-from benchmarks.select import Left
+from benchmarks.online_subjects import Crew, Shelf, peer_crews
+from benchmarks.options import Minutes, Out, Peers, Quick, Repeats, Threads, numbers, opened
+from benchmarks.peers.environments import interpreters
+from benchmarks.peers.online_peers import MODES
 from benchmarks.workloads import W1
 
 __all__ = ["command", "run"]
 
 PARTS = ("insert", "priorities", "read", "loop")
 TRAJECTORIES = 6_000
-EARLIER = {"whole": "Reverb 10,400, torch 82,000", "steps": "Reverb 50,000"}
-"""What others reached before this was written, beside the targets where no peer is measured."""
 
 
 def command(
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Small sizes, to see that it works; not for figures.")
-    ] = False,
+    quick: Quick = False,
     parts: Annotated[str, typer.Option(help="Which: insert, priorities, read, loop; all by default.")] = (
         ",".join(PARTS)
     ),
@@ -69,20 +63,13 @@ def command(
         str | None, typer.Option(help="Items whose priorities are set: 1e5,1e6 by default.")
     ] = None,
     seconds: Annotated[float | None, typer.Option(min=0.01, help="Of a measurement: 0.4 by default.")] = None,
-    peers: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Python of an environment with peers, or a folder of such environments "
-            "(benchmarks/peers/online.sh); may be repeated."
-        ),
-    ] = None,
-    repeats: Annotated[int | None, typer.Option(min=1, help="Turns that each variant gets.")] = None,
-    out: Annotated[Path | None, typer.Option(help="File to append JSON lines to.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads of the reader: 2 by default.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Start no new comparison after so many.")] = None,
+    peers: Peers = None,
+    repeats: Repeats = None,
+    out: Out = None,
+    threads: Threads = None,
+    minutes: Minutes = None,
 ) -> None:
     """Adding, setting priorities, and reading while others write."""
-    started = time.monotonic()
     chosen = parts.split(",")
     if not set(chosen) <= set(PARTS):
         raise typer.BadParameter(f"{parts!r}; expected some of {','.join(PARTS)}.", param_hint="--parts")
@@ -90,53 +77,30 @@ def command(
         W1.of(trajectories or (600 if quick else TRAJECTORIES)),
         block_steps=block_steps,
         modes=("whole", "batches", "steps", "chunks 10") if quick else MODES,
-        writers=_numbers(writers, "--writers", 1, 64) or ((1, 2) if quick else (1, 2, 4, 8)),
+        writers=numbers(writers, "--writers", 1, 64) or ((1, 2) if quick else (1, 2, 4, 8)),
         readers_writers=(0, 2) if quick else (0, 1, 2),
         rows=64 if quick else 256,
-        items=_numbers(items, "--items", 2048, 10**7) or ((10_000,) if quick else (10**5, 10**6)),
+        items=numbers(items, "--items", 2048, 10**7) or ((10_000,) if quick else (10**5, 10**6)),
         window=seconds or (0.04 if quick else 0.4),
     )
-    threads = threads or min(2, machine.cores())
-    torch.set_num_threads(threads)
-    session = Session(
-        out or RESULTS / ("quick.jsonl" if quick else "online.jsonl"),
-        configuration={
-            "quick": quick,
-            "threads": threads,
-            "writer_threads": 1,
-            "writers": setting.writers,
-            "trajectories": setting.workload.trajectories,
-            "block_steps": setting.block_steps,
-            "seconds": setting.window,
-            "seed": setting.seed,
-        },
-        device="cpu",
+    configuration = {
+        "writer_threads": 1,
+        "writers": setting.writers,
+        "trajectories": setting.workload.trajectories,
+        "block_steps": setting.block_steps,
+        "seconds": setting.window,
+        "seed": setting.seed,
+    }
+    with opened(
+        "online",
+        quick=quick,
         repeats=repeats or (2 if quick else 9),
-        deadline=Deadline(minutes),
-        pause=0.002,
-    )
-    session.show_machine()
-    left = Left(session)
-    try:
-        run(session, left, setting, chosen, interpreters(peers or []))
-    except (Incorrect, PeerFailed) as error:
-        session.console.print(
-            f"wrong result, not timed: {error}", style="bold red", highlight=False, markup=False
-        )
-        raise typer.Exit(1) from error
-    session.console.print(f"{time.monotonic() - started:.0f} s", style="dim", highlight=False)
-
-
-def _numbers(text: str | None, option: str, least: int, most: int) -> tuple[int, ...]:
-    if text is None:
-        return ()
-    try:
-        numbers = tuple(int(float(part)) for part in text.split(","))
-    except (ValueError, OverflowError):
-        numbers = (-1,)
-    if min(numbers) < least or max(numbers) > most:
-        raise typer.BadParameter(f"{text!r}; expected numbers from {least:,} to {most:,}.", param_hint=option)
-    return tuple(sorted(set(numbers)))
+        out=out,
+        threads=threads,
+        minutes=minutes,
+        configuration=configuration,
+    ) as session:
+        run(session, Left(session), setting, chosen, interpreters(peers))
 
 
 def run(
@@ -293,7 +257,4 @@ def _others(session: Session, result: Result) -> str:
     same = [r for r in session.results if r.comparison.label == result.comparison.label]
     others = [r for r in same if not r.variant.name.startswith("ours")]
     parts: list[Any] = [f"{r.variant.name} {np.median(rate(r)):,.0f}" for r in others]
-    earlier = EARLIER.get(result.comparison.workload)
-    if earlier and not any(r.variant.name.startswith("Reverb") for r in others):
-        parts.append(f"earlier: {earlier}")
     return ", ".join(parts)

@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 
 import gear_loader as gear
-from benchmarks import select_peers
 from benchmarks.harness import Comparison, Incorrect, Session, Variant
-from benchmarks.online_peers import PEERS, item_of
 from benchmarks.online_subjects import Crew, Group, Shelf, specify
-from benchmarks.peer_process import PeerFailed
-from benchmarks.select_peers import ALPHA, BETA, Subject
+from benchmarks.peers import select_peers
+from benchmarks.peers.environments import start
+from benchmarks.peers.online_peers import PEERS, item_of
+from benchmarks.peers.process import PeerFailed
+from benchmarks.peers.select_peers import ALPHA, BETA, Subject
 from benchmarks.select_subjects import (
     Biased,
     DatasetSubject,
     Peer,
-    PeerProcess,
     TreeSubject,
     Truth,
     draw_many,
@@ -199,7 +199,7 @@ def _adding(
                 group.check,
                 amount,
                 1,
-                {"about": about} if kind is not None else {},
+                {"peer": about} if kind is not None else {},
                 targets=share,
                 limit=None if goal is None else 1 / goal,
             )
@@ -282,12 +282,11 @@ def prioritizing(session: Session, left: LeftOut, setting: Setting, pythons: Seq
         mine = set(kinds)
         with contextlib.ExitStack() as stack:
             for name, variant in _UPDATERS.items():
-                for python in pythons:
-                    with contextlib.suppress(PeerFailed):  # that it is missing has been said
-                        process = PeerProcess(python, variant, 1)
-                        stack.callback(process.close)
-                        kinds[name] = functools.partial(Peer, process, variant, truth)
-                        break
+                environment = select_peers.PEERS[variant].environment
+                with contextlib.suppress(PeerFailed):  # that it is missing has been said
+                    process = start(pythons, select_peers.__file__, variant, 1, environment=environment)
+                    stack.callback(process.close)
+                    kinds[name] = functools.partial(Peer, process, variant, truth)
             variants = []
             for name, build in kinds.items():
                 try:

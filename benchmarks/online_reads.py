@@ -12,9 +12,9 @@ import numpy as np
 import gear_loader as gear
 from benchmarks.harness import Comparison, Incorrect, Session, Variant
 from benchmarks.online_parts import LeftOut, Setting, measured
-from benchmarks.online_peers import Source
 from benchmarks.online_subjects import Crew, Group, Reader, Shelf, specify
-from benchmarks.select_peers import ALPHA, BETA
+from benchmarks.peers.online_peers import Source
+from benchmarks.peers.select_peers import ALPHA, BETA
 from gear_loader.limiters import SampleToInsertRatio
 
 __all__ = ["looping", "reading"]

@@ -16,17 +16,19 @@ import numpy as np
 import torch
 
 import gear_loader as gear
-from benchmarks import machine, online_peers
+from benchmarks import machine
 from benchmarks.harness import Incorrect
-from benchmarks.online_peers import PEERS, Source, item_of
 from benchmarks.online_workers import PATIENCE
-from benchmarks.peer_process import PeerFailed, PeerProcess
+from benchmarks.peers import online_peers
+from benchmarks.peers.environments import first
+from benchmarks.peers.online_peers import PEERS, Source, item_of
+from benchmarks.peers.process import PeerFailed, PeerProcess
 from benchmarks.workloads import Workload
 from gear_loader.errors import RateLimitError, RegionError
 from gear_loader.limiters import RateLimiter
 from gear_loader.names import region_path
 
-__all__ = ["Crew", "Group", "Reader", "Shelf", "interpreters", "peer_crews", "specify"]
+__all__ = ["Crew", "Group", "Reader", "Shelf", "peer_crews", "specify"]
 
 SOURCES = 128
 _LEAD = 0.03  # seconds between telling writers to start and their start
@@ -267,30 +269,19 @@ def _rate(answers: Sequence[Mapping[str, Any]]) -> float:
     return float(sum(answer["items"] / answer["seconds"] for answer in answers))
 
 
-def interpreters(paths: Sequence[Path]) -> list[Path]:
-    """The interpreters that are meant: themselves, or in folders of environments."""
-    found: list[Path] = []
-    for path in paths:
-        inside = [path / "bin" / "python", *sorted(path.glob("*/bin/python"))] if path.is_dir() else [path]
-        found += [python for python in inside if python.exists()] or [path]
-    return found
-
-
 def peer_crews(pythons: Sequence[Path]) -> Iterator[tuple[str, Crew | None, str]]:
     """For each peer its processes, started, or None and why not."""
-    for name in PEERS:
-        reasons = []
-        for python in pythons:
+    for name, peer in PEERS.items():
+
+        def made(python: Path, name: str = name) -> Crew:
             crew = Crew(name, python)
-            try:
-                crew.start()
-            except PeerFailed as error:
-                reasons.append(f"{python}: {error}")
-                continue
-            yield name, crew, ""
-            break
-        else:
-            yield name, None, "; ".join(reasons) or "no interpreter with peers was named (--peers)"
+            crew.start()
+            return crew
+
+        try:
+            yield name, first(pythons, made, environment=peer.environment), ""
+        except PeerFailed as error:
+            yield name, None, str(error)
 
 
 # ---------------------------------------------------------------- readers

@@ -2,7 +2,7 @@
 
     python -m benchmarks.online_workers VARIANT THREADS
 
-Commands and answers are those of `benchmarks.online_peers`; the address is a table's name.
+Commands and answers are those of `benchmarks.peers.online_peers`; the address is a table's name.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 import gear_loader as gear
-from benchmarks.online_peers import Subject, pieces, serve
+from benchmarks.peers.answering import serve
+from benchmarks.peers.online_peers import Subject, Worker, pieces
 from gear_loader.errors import RateLimitError
 
 __all__ = ["PATIENCE", "WORKERS", "Memcpy", "Ours", "Torch"]
@@ -205,4 +206,4 @@ WORKERS: dict[str, Any] = {"ours": Ours, "memcpy": Memcpy, "torch": Torch}
 
 
 if __name__ == "__main__":
-    serve(WORKERS, sys.argv[1], int(sys.argv[2]))
+    serve(WORKERS[sys.argv[1]], int(sys.argv[2]), Worker)

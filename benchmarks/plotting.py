@@ -58,8 +58,8 @@ def last_of_each(rows: Iterator[Row], key: Callable[[Row], Hashable]) -> list[Ro
 
 
 def parsed(lines: Iterable[str], experiment: str) -> Iterator[Row]:
-    """The rows of one experiment."""
+    """The rows of one experiment that were measured."""
     for line in lines:
         row = json.loads(line)
-        if row["experiment"] == experiment:
+        if row["experiment"] == experiment and "left_out" not in row:
             yield row

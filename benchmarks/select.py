@@ -11,8 +11,8 @@ torch.multinomial      in float64; refuses more than 2**24 items
 cumsum, torch / numpy  running sums over all items at each draw, and a search in them
 TorchRL tree           its C++ trees: 32-bit sums and minima        (these four in the interpreters that --peers
 TorchRL sampler        its `PrioritizedSampler`, with weights        names, each in a process of its own, which
-cpprb                  its buffer of one int32 column, with weights  also times it: benchmarks/peers/select.sh
-Tianshou tree          its numba tree, sums only                     makes one)
+cpprb                  its buffer of one int32 column, with weights  also times it: benchmarks/peers/make.sh
+Tianshou tree          its numba tree, sums only                     makes them)
 ====================== =======================================================================================
 
 All start with the same priorities, uniform in (0, 1]. Those with weights raise them to alpha = 0.6, the others take
@@ -28,7 +28,6 @@ import contextlib
 import dataclasses
 import enum
 import functools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,17 +39,19 @@ from rich.markup import escape
 
 from benchmarks import machine
 from benchmarks.harness import (
-    RESULTS,
     Comparison,
-    Deadline,
     Incorrect,
+    Left,
     Result,
     Session,
     Variant,
     grid,
     quantiles,
 )
-from benchmarks.select_peers import ALPHA, BETA, OPERATIONS, PEERS, Subject, measure
+from benchmarks.options import Device, Minutes, Out, Peers, Quick, Repeats, Threads, numbers, opened
+from benchmarks.peers import select_peers
+from benchmarks.peers.environments import interpreters, start
+from benchmarks.peers.select_peers import ALPHA, BETA, OPERATIONS, PEERS, Subject, measure
 from benchmarks.select_subjects import (
     Biased,
     CumsumNumpy,
@@ -60,14 +61,13 @@ from benchmarks.select_subjects import (
     Multinomial,
     Peer,
     PeerFailed,
-    PeerProcess,
     TreeSubject,
     Truth,
     check_draws,
     draw_many,
 )
 
-__all__ = ["Kind", "Left", "Sizes", "command", "run"]
+__all__ = ["Kind", "Sizes", "command", "run"]
 
 SEED = 3
 YARDSTICK = "ours, tree"
@@ -76,7 +76,7 @@ TOLERATED = 0.25
 """By how much a variant of others may be off in a bin of items, to be timed."""
 
 
-class Device(str, enum.Enum):
+class Where(str, enum.Enum):
     """Where selection happens."""
 
     auto = "auto"
@@ -124,112 +124,62 @@ class Kind:
     limit: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
 
-class Left:
-    """What is left out and why: said at once, and again at the end."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self.reasons: list[str] = []
-
-    def add(self, what: str, why: str, verdict: str = "left out") -> None:
-        """Note that something is left out, or not what it should be."""
-        self.reasons.append(f"{verdict}: {what}: {why}")
-        self._print(self.reasons[-1])
-
-    def show(self) -> None:
-        """Say all of it again."""
-        for reason in self.reasons:
-            self._print(reason)
-
-    def _print(self, text: str) -> None:
-        self._session.console.print(text, style="yellow", highlight=False, markup=False)
-
-
 def command(
-    device: Annotated[Device, typer.Option(help="Where selection happens; auto: a GPU if there is one.")] = (
-        Device.auto
+    device: Annotated[Where, typer.Option(help="Where selection happens; auto: a GPU if there is one.")] = (
+        Where.auto
     ),
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Small sizes, to see that it works; not for figures.")
-    ] = False,
+    quick: Quick = False,
     sizes: Annotated[
         str | None, typer.Option(help="Numbers of items, for example 1e4,1e6. Up to 1e8 by default.")
     ] = None,
     batches: Annotated[str | None, typer.Option(help="Batch sizes: 32,256,1024,4096 by default.")] = None,
-    peers: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Python of an environment with peers (benchmarks/peers/select.sh); may be repeated."
-        ),
-    ] = None,
-    repeats: Annotated[int | None, typer.Option(min=1, help="Turns that each variant gets.")] = None,
-    out: Annotated[Path | None, typer.Option(help="File to append JSON lines to.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads on the CPU: 2 by default.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Start no new comparison after so many.")] = None,
+    peers: Peers = None,
+    repeats: Repeats = None,
+    out: Out = None,
+    threads: Threads = None,
+    minutes: Minutes = None,
 ) -> None:
     """Drawing by priority and updating, against the number of items and the batch size."""
-    started = time.monotonic()
-    available = torch.cuda.is_available()
-    if device is Device.cuda and not available:
-        raise typer.BadParameter("torch sees no CUDA device here; use --device cpu.", param_hint="--device")
-    cuda = device is Device.cuda or (device is Device.auto and available)
+    cuda = device is Where.cuda or (device is Where.auto and torch.cuda.is_available())
     if cuda and peers:
         raise typer.BadParameter("peers are measured on the CPU; use --device cpu.", param_hint="--peers")
     usual = (10**6, 10**7, 10**8) if cuda else (10**4, 10**5, 10**6, 10**7, 10**8)
     chosen = Sizes(
-        _numbers(sizes, "--sizes", least=64) or ((10**4, 10**5) if quick else usual),
-        _numbers(batches, "--batches", least=1) or ((32, 256) if quick else (32, 256, 1024, 4096)),
+        numbers(sizes, "--sizes", 64, 2**31 - 1) or ((10**4, 10**5) if quick else usual),
+        numbers(batches, "--batches", 1, 2**31 - 1) or ((32, 256) if quick else (32, 256, 1024, 4096)),
         seconds=0.002 if quick else 0.01,
         draws=1 << (14 if quick else 16),
     )
-    threads = threads or min(2, machine.cores())
-    torch.set_num_threads(threads)
-    torch.manual_seed(SEED)
-    session = Session(
-        out or RESULTS / ("quick.jsonl" if quick else "select.jsonl"),
-        configuration={
-            "quick": quick,
-            "threads": threads,
-            "items": chosen.items,
-            "batches": chosen.batches,
-            "seed": SEED,
-            "alpha": ALPHA,
-            "beta": BETA,
-        },
-        device=torch.cuda.get_device_name() if cuda else "cpu",
-        repeats=repeats or (3 if quick else 9),
-        deadline=Deadline(minutes),
-        pause=0.0 if cuda else 0.002,
-    )
-    session.show_machine()
-    left = Left(session)
-    try:
-        with contextlib.ExitStack() as stack:
-            if cuda:
-                from benchmarks import select_gpu
+    configuration = {
+        "items": chosen.items,
+        "batches": chosen.batches,
+        "seed": SEED,
+        "alpha": ALPHA,
+        "beta": BETA,
+    }
+    with (
+        opened(
+            "select",
+            quick=quick,
+            repeats=repeats or (3 if quick else 9),
+            out=out,
+            threads=threads,
+            minutes=minutes,
+            device=Device.cuda if cuda else Device.cpu,
+            configuration=configuration,
+        ) as session,
+        contextlib.ExitStack() as stack,
+    ):
+        torch.manual_seed(SEED)
+        left = Left(session)
+        if cuda:
+            from benchmarks import select_gpu
 
-                run(session, left, select_gpu.kinds(), chosen, yardstick=select_gpu.YARDSTICK)
-            else:
-                kinds = [*_cpu_kinds(), *_peer_kinds(stack, left, peers or [], threads)]
-                run(session, left, kinds, chosen, yardstick=YARDSTICK)
-    except (Incorrect, PeerFailed) as error:
-        session.console.print(f"wrong result, not timed: {error}", style="bold red", highlight=False)
-        raise typer.Exit(1) from error
-    session.console.print(f"{time.monotonic() - started:.0f} s", style="dim", highlight=False)
-
-
-def _numbers(text: str | None, option: str, least: int) -> tuple[int, ...]:
-    if text is None:
-        return ()
-    try:
-        numbers = tuple(int(float(part)) for part in text.split(","))
-    except (ValueError, OverflowError):
-        numbers = (-1,)
-    if min(numbers) < least or max(numbers) >= 2**31:
-        raise typer.BadParameter(
-            f"{text!r}; expected numbers from {least} to 2**31 - 1, such as 1e4,1e6.", param_hint=option
-        )
-    return tuple(sorted(set(numbers)))
+            run(session, left, select_gpu.kinds(), chosen, yardstick=select_gpu.YARDSTICK)
+        else:
+            pythons = interpreters(peers)
+            kinds = [*_cpu_kinds(), *_peer_kinds(stack, left, pythons, torch.get_num_threads())]
+            run(session, left, kinds, chosen, yardstick=YARDSTICK)
 
 
 # ---------------------------------------------------------------- variants
@@ -260,23 +210,15 @@ def _peer_kinds(
 ) -> Iterator[Kind]:
     """The peers that one of the interpreters has; why the others are missing is noted."""
     for name, peer in PEERS.items():
-        reasons = []
-        for python in pythons:
-            try:
-                process = PeerProcess(python, name, threads)
-            except PeerFailed as error:
-                reasons.append(f"{python}: {error}")
-                continue
-            stack.callback(process.close)
-            yield Kind(
-                name,
-                functools.partial(Peer, process, name),
-                peer.item_bytes,
-                parameters={"peer": process.about},
-            )
-            break
-        else:
-            left.add(name, "; ".join(reasons) or "no interpreter with peers was named (--peers)")
+        try:
+            process = start(pythons, select_peers.__file__, name, threads, environment=peer.environment)
+        except PeerFailed as error:
+            left.add(name, str(error))
+            continue
+        stack.callback(process.close)
+        yield Kind(
+            name, functools.partial(Peer, process, name), peer.item_bytes, parameters={"peer": process.about}
+        )
 
 
 # ---------------------------------------------------------------- measuring

@@ -23,8 +23,8 @@ import torch
 
 from benchmarks.engine import CudaEngine, Engine, Launch
 from benchmarks.harness import Incorrect
+from benchmarks.peers.select_peers import ALPHA, Subject, weighed
 from benchmarks.select import MULTINOMIAL_MOST, Kind
-from benchmarks.select_peers import ALPHA, Subject, weighed
 from benchmarks.select_subjects import (
     CumsumTorch,
     DatasetSubject,

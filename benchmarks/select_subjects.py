@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 import gear_loader as gear
-from benchmarks import peer_process, select_peers
 from benchmarks.harness import Incorrect
-from benchmarks.peer_process import PeerFailed
-from benchmarks.select_peers import ALPHA, BETA, Subject, chunks, priorities, weighed
+from benchmarks.peers import select_peers
+from benchmarks.peers.process import PeerFailed, PeerProcess
+from benchmarks.peers.select_peers import ALPHA, BETA, Subject, chunks, priorities, weighed
 from gear_loader.priority_tree import HostTree
 
 __all__ = [
@@ -25,7 +24,6 @@ __all__ = [
     "Multinomial",
     "Peer",
     "PeerFailed",
-    "PeerProcess",
     "TreeSubject",
     "Truth",
     "check_draws",
@@ -360,24 +358,6 @@ class CumsumNumpy(Subject):
 
 
 # ---------------------------------------------------------------- peers
-
-
-class PeerProcess(peer_process.PeerProcess):
-    """A variant of `benchmarks.select_peers` in an interpreter of its own.
-
-    Args:
-        python: the interpreter.
-        variant: a key of `select_peers.PEERS`.
-        threads: that it may use.
-        patience: seconds that an answer may take.
-
-    Raises:
-        PeerFailed: it could not be started, or lacks the package.
-    """
-
-    def __init__(self, python: Path, variant: str, threads: int, patience: float = 300.0) -> None:
-        command = [str(python), "-I", select_peers.__file__, variant, str(threads)]
-        super().__init__(command, patience=patience)
 
 
 class Peer(Subject):

@@ -54,4 +54,14 @@ def call(*arguments: str) -> Any:
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
+    """The rows of what was measured."""
+    return [row for row in all_rows(path) if "left_out" not in row]
+
+
+def reasons_of(path: Path) -> dict[str, str]:
+    """What was not measured, and why."""
+    return {row["left_out"]: row["why"] for row in all_rows(path) if "left_out" in row}
+
+
+def all_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -23,7 +23,7 @@ bare = importlib.import_module("benchmarks.multi_server_bare")
 harness = importlib.import_module("benchmarks.harness")
 nodes = importlib.import_module("benchmarks.multi_server_nodes")
 parts = importlib.import_module("benchmarks.multi_server_parts")
-peers = importlib.import_module("benchmarks.peer_process")
+peers = importlib.import_module("benchmarks.peers.process")
 ranks = importlib.import_module("benchmarks.multi_server_ranks")
 simulation = importlib.import_module("benchmarks.scaling_simulation")
 

@@ -23,8 +23,9 @@ import gear_loader as gear
 harness = importlib.import_module("benchmarks.harness")
 online = importlib.import_module("benchmarks.online")
 parts = importlib.import_module("benchmarks.online_parts")
-peers = importlib.import_module("benchmarks.online_peers")
-processes = importlib.import_module("benchmarks.peer_process")
+peers = importlib.import_module("benchmarks.peers.online_peers")
+environments = importlib.import_module("benchmarks.peers.environments")
+processes = importlib.import_module("benchmarks.peers.process")
 subjects = importlib.import_module("benchmarks.online_subjects")
 workers = importlib.import_module("benchmarks.online_workers")
 workloads = importlib.import_module("benchmarks.workloads")
@@ -115,7 +116,6 @@ def test_it_measures_names_what_is_left_out_and_can_be_plotted(tmp_path: Path) -
     for shown in (
         "Targets",
         "40,000/s",
-        "earlier: Reverb 10,400, torch 82,000",
         "× memcpy",
         f"{len(rows)} rows",
     ):
@@ -129,7 +129,7 @@ def test_it_measures_names_what_is_left_out_and_can_be_plotted(tmp_path: Path) -
     late = call(*options, "--minutes", "0", "--out", str(out))
     assert late.exit_code == 0, late.output
     assert "left out for lack of time: single steps, 1 writer" in late.stdout
-    assert "left out: cpprb: no interpreter with peers was named (--peers)" in late.stdout
+    assert "left out: cpprb: no interpreter with peers is there (benchmarks/peers/make.sh)" in late.stdout
     assert rows_of(out) == rows
 
 
@@ -335,7 +335,7 @@ def environment(tmp_path: Path) -> Path:
 def test_peers_are_measured_in_turn_with_ours_and_what_fails_is_left_out(
     environment: Path, tmp_path: Path, shelf: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pythons = subjects.interpreters([environment, tmp_path / "none"])
+    pythons = environments.interpreters([environment, tmp_path / "none"])
     assert pythons == [environment / "torch" / "bin" / "python", tmp_path / "none"]
     left: list[str] = []
     out = tmp_path / "rows.jsonl"
@@ -370,7 +370,7 @@ def test_peers_are_measured_in_turn_with_ours_and_what_fails_is_left_out(
             (mode, name) for mode in ("whole", "steps") for name in ("memcpy", "ours", "cpprb")
         ]
         assert "limit" in rows[1]
-        assert rows[2]["parameters"]["about"]["versions"]["cpprb"] == "11.0.0"
+        assert rows[2]["parameters"]["peer"]["versions"]["cpprb"] == "11.0.0"
 
         # One that ends under way is left out, the others are measured all the same; ours ends the run.
         measure = subjects.Group.measure

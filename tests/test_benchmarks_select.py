@@ -19,7 +19,8 @@ import torch
 from benchmarks_common import call, needs_no_gpu, rows_of, run
 
 harness = importlib.import_module("benchmarks.harness")
-peers = importlib.import_module("benchmarks.select_peers")
+peers = importlib.import_module("benchmarks.peers.select_peers")
+environments = importlib.import_module("benchmarks.peers.environments")
 select = importlib.import_module("benchmarks.select")
 subjects = importlib.import_module("benchmarks.select_subjects")
 
@@ -90,7 +91,7 @@ def test_it_measures_names_what_is_left_out_and_can_be_plotted(tmp_path: Path) -
     late = call("select", *options, "--minutes", "0", "--out", str(out))
     assert late.exit_code == 0, late.output
     assert "left out for lack of time: 3,000 items" in late.stdout
-    assert "left out: cpprb: no interpreter with peers was named (--peers)" in late.stdout
+    assert "left out: cpprb: no interpreter with peers is there (benchmarks/peers/make.sh)" in late.stdout
     assert rows_of(out) == rows
 
 
@@ -343,7 +344,7 @@ def interpreter(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def cpprb(interpreter: Path) -> Iterator[Any]:
-    process = subjects.PeerProcess(interpreter, "cpprb", 1, patience=60.0)
+    process = environments.start([interpreter], peers.__file__, "cpprb", 1, patience=60.0)
     yield process
     process.close()
 
@@ -390,14 +391,14 @@ def test_a_peer_that_fails_says_why(cpprb: Any) -> None:
 
 def test_a_peer_that_is_not_there_says_why(interpreter: Path, tmp_path: Path) -> None:
     with pytest.raises(subjects.PeerFailed, match=r"ModuleNotFoundError: .*tianshou"):
-        subjects.PeerProcess(interpreter, "Tianshou tree", 1)
+        environments.start([interpreter], peers.__file__, "Tianshou tree", 1)
     with pytest.raises(subjects.PeerFailed, match="No such file"):
-        subjects.PeerProcess(tmp_path / "none", "cpprb", 1)
+        environments.start([tmp_path / "none"], peers.__file__, "cpprb", 1)
     slow = tmp_path / "slow"
     slow.write_text("#!/bin/sh\necho sleepy >&2\nexec sleep 20\n", encoding="utf-8")
     slow.chmod(0o755)
     with pytest.raises(subjects.PeerFailed, match="took 0 s: sleepy"):
-        subjects.PeerProcess(slow, "cpprb", 1, patience=0.3)
+        environments.start([slow], peers.__file__, "cpprb", 1, patience=0.3)
 
 
 def test_the_worker_imports_nothing_of_this_project() -> None:

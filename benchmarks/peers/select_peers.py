@@ -1,6 +1,6 @@
 """Selection by other libraries, run as a script in an interpreter that has them: `benchmarks.select` talks to it.
 
-    python -I benchmarks/select_peers.py VARIANT THREADS
+    python -I benchmarks/peers/select_peers.py VARIANT THREADS
 
 With -I, because its folder holds a select.py that is not Python's. It imports nothing of this project. Each line of
 standard input is a command as JSON, each line of standard output its answer; the first line says what was imported, or
@@ -19,8 +19,6 @@ Anything that goes wrong is answered by {"error": ...}. It ends with its input.
 from __future__ import annotations
 
 import gc
-import importlib.metadata
-import json
 import os
 import sys
 import time
@@ -128,6 +126,7 @@ class TorchRLTree(Subject):
     """TorchRL's C++ trees: sums (32-bit) to draw from and minima beside them, as its sampler keeps them."""
 
     packages = ("torchrl", "torch")
+    environment = "torchrl"
     item_bytes = 24
 
     @staticmethod
@@ -185,6 +184,7 @@ class TorchRLSampler(Subject):
     """`PrioritizedSampler.sample` and `update_priority`, with importance weights, without a buffer around it."""
 
     packages = ("torchrl", "torch")
+    environment = "torchrl"
     item_bytes = 24
     power = ALPHA
 
@@ -226,6 +226,7 @@ class Cpprb(Subject):
     """cpprb's `PrioritizedReplayBuffer` with one int32 column, so `sample` also gathers 4 bytes a row, and weights."""
 
     packages = ("cpprb", "numpy")
+    environment = "cpprb"
     item_bytes = 40
     power = ALPHA
 
@@ -264,6 +265,7 @@ class TianshouTree(Subject):
     """Tianshou's numba `SegmentTree`: sums only (64-bit), no minima."""
 
     packages = ("tianshou", "numba", "numpy")
+    environment = "tianshou"
     item_bytes = 24
 
     @staticmethod
@@ -342,7 +344,10 @@ class _Worker:
         self._subject = None  # first gives back what the one before held
         begin = time.perf_counter()
         self._subject = self._kind(items, seed)
-        return {"seconds": time.perf_counter() - begin}
+        seconds = time.perf_counter() - begin
+        gc.collect()
+        gc.freeze()  # what was imported and built is not looked through at each measurement
+        return {"seconds": seconds}
 
     def draw(self, batch: int, times: int) -> dict[str, Any]:
         subject = self._built()
@@ -372,35 +377,8 @@ class _Worker:
         return self._subject
 
 
-def _serve(variant: str, threads: int) -> None:
-    # What libraries print must not come between the answers.
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-
-    def answer(message: dict[str, Any]) -> None:
-        answers.write(json.dumps(message) + "\n")
-        answers.flush()
-
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
-        os.environ[name] = str(threads)
-    kind = PEERS[variant]
-    try:
-        note = kind.load()
-        versions = {name: importlib.metadata.version(name) for name in kind.packages}
-    except Exception as error:
-        answer({"error": f"{type(error).__name__}: {error}"})
-        return
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(threads)
-    answer({"versions": versions, "note": note})
-    worker = _Worker(kind)
-    for line in sys.stdin:
-        command = json.loads(line)
-        try:
-            answer(getattr(worker, command.pop("do"))(**command))
-        except Exception as error:
-            answer({"error": f"{type(error).__name__}: {error}"})
-
-
 if __name__ == "__main__":
-    _serve(sys.argv[1], int(sys.argv[2]))
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    from answering import serve
+
+    serve(PEERS[sys.argv[1]], int(sys.argv[2]), _Worker)

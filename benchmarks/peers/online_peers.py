@@ -1,6 +1,6 @@
 """Adding to stores of other libraries: a script for an interpreter that has them, which `benchmarks.online` talks to.
 
-    python -I benchmarks/online_peers.py VARIANT THREADS
+    python -I benchmarks/peers/online_peers.py VARIANT THREADS
 
 It imports nothing of this project. Each line of standard input is a command as JSON, each line of standard output its
 answer; the first line says what was imported, or why it could not be:
@@ -17,10 +17,7 @@ with its input. `benchmarks.online_workers` serves Gear Loader itself, and the y
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import importlib.metadata
-import json
 import os
 import sys
 import time
@@ -29,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["MODES", "PEERS", "Source", "Subject", "item_of", "pieces", "serve", "spin"]
+__all__ = ["MODES", "PEERS", "Source", "Subject", "Worker", "item_of", "pieces", "spin"]
 
 MODES = ("whole", "batches", "steps", "chunks 10", "chunks 50")
 """Whole trajectories one by one, or in batches; single steps, or so many at a time, made a trajectory when complete."""
@@ -202,6 +199,7 @@ class Reverb(Subject):
     """
 
     packages = ("dm-reverb", "tensorflow-cpu", "numpy")
+    environment = "reverb"
     modes = ("whole", "steps")
     several = True
     signed = True
@@ -317,6 +315,7 @@ class TorchRL(Subject):
     """TorchRL's `TensorDictReplayBuffer` over `LazyTensorStorage`: `add` and `extend`."""
 
     packages = ("torchrl", "tensordict", "torch")
+    environment = "torchrl"
     modes = ("whole", "batches", "steps")
 
     @staticmethod
@@ -381,6 +380,7 @@ class Cpprb(Subject):
     """cpprb's `ReplayBuffer.add`, of one row or of several."""
 
     packages = ("cpprb", "numpy")
+    environment = "cpprb"
     modes = ("whole", "batches", "steps")
 
     @staticmethod
@@ -439,7 +439,7 @@ PEERS: dict[str, Any] = {
 # ---------------------------------------------------------------- the script
 
 
-class _Worker:
+class Worker:
     """Does what it is told to."""
 
     def __init__(self, kind: Any) -> None:
@@ -475,38 +475,8 @@ class _Worker:
         return self._subject
 
 
-def serve(kinds: Mapping[str, Any], variant: str, threads: int) -> None:
-    """Answer commands until the input ends."""
-    # What libraries print must not come between the answers.
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-
-    def answer(message: dict[str, Any]) -> None:
-        answers.write(json.dumps(message) + "\n")
-        answers.flush()
-
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
-        os.environ[name] = str(threads)
-    kind = kinds[variant]
-    try:
-        note = kind.load()
-        versions = {name: importlib.metadata.version(name) for name in kind.packages}
-    except Exception as error:
-        answer({"error": f"{type(error).__name__}: {error}"})
-        return
-    if "torch" in sys.modules:
-        sys.modules["torch"].set_num_threads(threads)
-    answer({"versions": versions, "note": note})
-    worker = _Worker(kind)
-    for line in sys.stdin:
-        command = json.loads(line)
-        try:
-            answer(getattr(worker, command.pop("do"))(**command))
-        except Exception as error:
-            answer({"error": f"{type(error).__name__}: {error}"})
-    with contextlib.suppress(Exception):
-        worker.close()
-
-
 if __name__ == "__main__":
-    serve(PEERS, sys.argv[1], int(sys.argv[2]))
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    from answering import serve
+
+    serve(PEERS[sys.argv[1]], int(sys.argv[2]), Worker)

@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Environments with the libraries that the benchmarks compare with, one each: Reverb, TorchRL, cpprb, Tianshou.
+#
+#     bash benchmarks/peers/make.sh [FOLDER [NAME...]]        NAME: reverb torchrl cpprb tianshou; all by default
+#
+# FOLDER is .peers of this project by default, which the benchmarks look into by themselves; another one is named to
+# them by --peers FOLDER. What is there already is kept. One that cannot be made does not keep the others away: the
+# reason is kept in FOLDER/NAME/failed.txt, and the benchmarks and the report give it. About 9 GB, of which TorchRL's
+# torch is 5.5.
+#
+# They are separate from .venv and from each other, because Reverb 0.14 wants TensorFlow 2.15, which wants numpy 1 and
+# Python 3.9 to 3.11, and because TorchRL's C++ extension loads only beside the torch that it was built for: for
+# torchrl 0.14 that is torch 2.14. PYTHON names the interpreter (default: python3.11 if there is one, else python3),
+# TORCH the torch of the others (default: the version of constraints.txt), TORCHRL_TORCH that of TorchRL.
+set -uo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd) || exit 2
+folder=${1:-$root/.peers}
+(($#)) && shift
+names=("$@")
+((${#names[@]})) || names=(reverb torchrl cpprb tianshou)
+torch=${TORCH:-$(sed -n 's/^torch==//p' "$root/constraints.txt")}
+python=${PYTHON:-$(command -v python3.11 || echo python3)}
+status=0
+
+for name in "${names[@]}"; do
+    case $name in
+        reverb) packages=("numpy<2" tensorflow-cpu==2.15.1 dm-reverb==0.14.0 "torch==$torch") module=reverb ;;
+        torchrl) packages=("torch==${TORCHRL_TORCH:-2.14.1}" torchrl==0.14.1) module=torchrl.data ;;
+        cpprb) packages=(cpprb==11.0.0) module=cpprb ;;
+        tianshou) packages=("torch==$torch" tianshou==2.0.1) module=tianshou.data ;;
+        *)
+            echo "make.sh: no peer is called $name; expected some of: reverb torchrl cpprb tianshou" >&2
+            exit 2
+            ;;
+    esac
+    place=$folder/$name
+    if [[ -e $place/ready ]]; then
+        printf '%s is there\n' "$name"
+        continue
+    fi
+    printf 'making %s: %s\n' "$name" "${packages[*]}"
+    log=$(mktemp) || exit 2
+    if {
+        rm -rf "$place" && mkdir -p "$folder" && "$python" -m venv "$place" &&
+            "$place/bin/python" -m pip install --disable-pip-version-check --quiet "${packages[@]}" &&
+            "$place/bin/python" -c "import $module"
+    } >"$log" 2>&1; then
+        touch "$place/ready"
+    else
+        status=1
+        mkdir -p "$place"
+        why=$(grep -iE 'error' "$log" | tail -n 1)
+        printf '%s could not be installed: %s\n' "$name" "${why:-$(tail -n 1 "$log")}" | tee "$place/failed.txt" >&2
+    fi
+    rm -f "$log"
+done
+exit "$status"
