@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from benchmarks.copies_gpu import BATCHED, SINGLE
 from benchmarks.engine import YARDSTICK
 from benchmarks.harness import Result, Session, grid, size, verdict
 
-__all__ = ["best", "show_programs", "show_sweep", "show_verdict", "show_workload"]
+__all__ = ["best", "show_copies", "show_programs", "show_sweep", "show_verdict", "show_workload"]
 
 
 def _kernels(results: Sequence[Result]) -> list[Result]:
-    return [result for result in results if result.variant.name != YARDSTICK]
+    return [result for result in results if "programs" in result.variant.parameters]
 
 
 def best(results: Sequence[Result]) -> dict[tuple[int, int], Result]:
@@ -94,6 +95,26 @@ def show_programs(session: Session, results: Sequence[Result]) -> None:
     programs, rows = (sorted({key[i] for key in ratios}) for i in range(2))
     title = f"Kernel, batch {largest}: share of {YARDSTICK}"
     _matrix(session, title, "programs \\ row, B", programs, rows, lambda p, row: f"{ratios[p, row]:.2f}")
+
+
+def show_copies(session: Session, results: Sequence[Result]) -> None:
+    """Rows by batch: the kernel's rate over that of the driver's copies, with its best number of programs."""
+    chosen = best(results)
+    keys = [(r.comparison.parameters["row_bytes"], r.comparison.parameters["batch"]) for r in results]
+    copies = {(r.variant.name, key): r for key, r in zip(keys, results, strict=True)}
+
+    def cell(row: int, batch: int) -> str:
+        parts = []
+        for name in (BATCHED, SINGLE):
+            result = copies.get((name, (row, batch)))
+            parts.append("-" if result is None else f"{chosen[row, batch].gb_per_s / result.gb_per_s:.2f}")
+        return " ".join(parts)
+
+    found = [key for name, key in copies if name in (BATCHED, SINGLE)]
+    rows, batches = (sorted({key[i] for key in found}) for i in range(2))
+    if rows:
+        title = f"Kernel, rate over that of {BATCHED}, and of {SINGLE}"
+        _matrix(session, title, "row, B \\ batch", rows, batches, cell)
 
 
 def show_verdict(session: Session, results: Sequence[Result]) -> None:

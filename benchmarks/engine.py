@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -12,6 +13,8 @@ from benchmarks.harness import Incorrect, Variant
 __all__ = ["YARDSTICK", "Copies", "CudaEngine", "Engine", "Event", "Launch"]
 
 YARDSTICK = "cudaMemcpyAsync"
+FILLERS = 4
+"""Fills of 1 GiB, a third of a millisecond each on a H100, in which the host queues both sides of `Engine.beside`."""
 
 Launch = Callable[[], None]
 
@@ -35,6 +38,17 @@ class Engine(Protocol):
     def queue(self, launches: Sequence[Launch]) -> Launch:
         """Something that queues all launches on the device at once."""
 
+    def aside(self) -> contextlib.AbstractContextManager[int]:
+        """What is queued within goes to another stream than the default one; gives its handle."""
+
+    def beside(self, work: Launch, load: Launch, count: int) -> tuple[float, list[float]]:
+        """Queue `work` and, on another stream, `load` `count` times; `work` starts when the first of these ends.
+
+        Returns:
+            Seconds from the start of `work` to its end; and for each load those from the start of `work` to the load's
+            end, of which the first are negative. Both have ended.
+        """
+
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Host memory that the device can read."""
 
@@ -51,6 +65,7 @@ class CudaEngine:
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._stream = torch.cuda.Stream(self.device)
+        self._side = torch.cuda.Stream(self.device)
         self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._filler = torch.empty(1 << 30, dtype=torch.uint8, device=self.device)
 
@@ -75,6 +90,33 @@ class CudaEngine:
             graph.capture_end()
         return graph.replay
 
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[int]:
+        with torch.cuda.stream(self._side):
+            yield self._side.cuda_stream
+
+    def beside(self, work: Launch, load: Launch, count: int) -> tuple[float, list[float]]:
+        origin = torch.cuda.Event(enable_timing=True)  # before all others, so that no time is negative
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count)]
+        main = torch.cuda.current_stream()
+        torch.cuda.synchronize()
+        origin.record()
+        for _ in range(FILLERS):
+            self._filler.zero_()
+        self._side.wait_stream(main)
+        with torch.cuda.stream(self._side):
+            for mark in marks:
+                load()
+                mark.record()
+        main.wait_event(marks[0])
+        self._begin.record()
+        work()
+        self._end.record()
+        torch.cuda.synchronize()
+        begin = origin.elapsed_time(self._begin)
+        ends = [(origin.elapsed_time(mark) - begin) / 1e3 for mark in marks]
+        return (origin.elapsed_time(self._end) - begin) / 1e3, ends
+
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
@@ -93,12 +135,17 @@ class Copies:
         source: int64 [n] in pinned memory.
         count: bytes of a copy, less than those of the source.
         name: how rows and tables call it.
+
+    Attributes:
+        bytes: of a copy.
     """
 
     def __init__(self, engine: Engine, source: torch.Tensor, count: int, name: str = YARDSTICK) -> None:
         self._engine, self._source, self._name = engine, source, name
         self._words = count // 8
+        self.bytes = self._words * 8
         self._target = torch.empty(self._words, dtype=torch.int64, device=engine.device)
+        self._first = 0
         self._checked = False
 
     @classmethod
@@ -110,21 +157,27 @@ class Copies:
 
     def variant(self) -> Variant:
         """Two copies in a row, from random places on multiples of 4 KiB."""
-        return Variant(self._name, lambda: self._engine.timed(self._two), self._check, self._words * 8, 2)
+        return Variant(self._name, lambda: self._engine.timed(self._two), self.check, self.bytes, 2)
 
-    def _copy(self) -> int:
-        first = 512 * int(torch.randint((len(self._source) - self._words) // 512 + 1, ()))
-        self._target.copy_(self._source[first : first + self._words], non_blocking=True)
-        return first
+    def copy(self) -> None:
+        """Queue one copy, from a random place."""
+        self._first = 512 * int(torch.randint((len(self._source) - self._words) // 512 + 1, ()))
+        self._target.copy_(self._source[self._first : self._first + self._words], non_blocking=True)
 
-    def _two(self) -> None:
-        self._copy()
-        self._copy()
+    def compare(self) -> None:
+        """Raise `Incorrect` unless the last copy is right; waits for it."""
+        self._engine.synchronize()
+        if not torch.equal(self._target.cpu(), self._source[self._first : self._first + self._words]):
+            raise Incorrect("the copy differs")
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Copy and compare, once."""
         if not self._checked:
             self._target.fill_(-1)
-            first = self._copy()
-            if not torch.equal(self._target.cpu(), self._source[first : first + self._words]):
-                raise Incorrect("the copy differs")
+            self.copy()
+            self.compare()
             self._checked = True
+
+    def _two(self) -> None:
+        self.copy()
+        self.copy()

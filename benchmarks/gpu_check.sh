@@ -3,9 +3,10 @@
 #
 #     bash benchmarks/gpu_check.sh OUTDIR        (or OUT=OUTDIR bash benchmarks/gpu_check.sh)
 #
-# Leaves in OUTDIR: machine.txt, gpu-tests.log, gpu-tests.xml, collect-cuda.log, collect-cuda.jsonl, select-cuda.log,
-# select-cuda.jsonl, summary.txt.
-# Takes less than 9 minutes: every stage has its time and ends with it, and a stage that fails does not stop the next.
+# Leaves in OUTDIR: machine.txt, gpu-tests.log, gpu-tests.xml, summary.txt, and of each benchmark NAME-cuda.log and
+# NAME-cuda.jsonl. The most important come first.
+# Takes less than 9 minutes: every stage has its time, and what those before it left, and ends with it. A stage that
+# fails does not stop the next. Benchmarks start nothing new half a minute before their time is up.
 # Exit status: 0 if every stage passed, 2 if there is no GPU or no OUTDIR, else 1.
 #
 # PYTHON names the interpreter (default: .venv/bin/python, else python3). Options of the benchmarks go into
@@ -48,7 +49,7 @@ import importlib
 import sys
 
 print("python", sys.version.split()[0])
-for name in ("torch", "triton", "numpy", "numba", "gear_loader", "gear_loader.kernels.gather"):
+for name in ("torch", "triton", "numpy", "numba", "typer", "rich", "gear_loader", "gear_loader.kernels.gather"):
     try:
         module = importlib.import_module(name)
         print(name, getattr(module, "__version__", "imported"))
@@ -56,6 +57,8 @@ for name in ("torch", "triton", "numpy", "numba", "gear_loader", "gear_loader.ke
         print(name, "CANNOT BE IMPORTED:", error)
         if name == "numba":
             print("    the CPU path runs on plain torch; the GPU path does not need it")
+        if name in ("typer", "rich"):
+            print("    there are no benchmarks without it, only the tests of kernels and tables")
 EOF
 } 2>&1 | tee "$out/machine.txt"
 
@@ -66,14 +69,30 @@ if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2
 fi
 
 status=0
+planned=0
 : >"$out/summary.txt"
 
-# stage NAME SECONDS LOG COMMAND...: run it within its time, note how it went.
+# note NAME VERDICT SECONDS TEXT: a line of the summary.
+note() {
+    printf '%-14s %-14s %4d s   %s\n' "$1" "$2" "$3" "$4" >>"$out/summary.txt"
+}
+
+# stage NAME SECONDS LOG COMMAND...: run it until all stages so far have had their time, note how it went. In COMMAND,
+# MINUTES stands for the minutes after which it should start nothing new.
 stage() {
-    local name=$1 seconds=$2 log=$3 code verdict start=$SECONDS
+    local name=$1 log=$3 code verdict start=$SECONDS seconds minutes
+    planned=$((planned + $2))
+    seconds=$((planned - SECONDS))
     shift 3
+    if ((seconds < 5)); then
+        status=1
+        note "$name" "NO TIME LEFT" 0 ""
+        return
+    fi
+    minutes=$(((seconds > 45 ? seconds - 30 : seconds / 3) * 100 / 60))  # hundredths
+    printf -v minutes '%d.%02d' "$((minutes / 100))" "$((minutes % 100))"
     printf '\n== %s (at most %s s)\n' "$name" "$seconds"
-    timeout --kill-after=10 "$seconds" "$@" 2>&1 </dev/null | tee "$out/$log"
+    timeout --kill-after=3 "$seconds" "${@/#MINUTES/$minutes}" 2>&1 </dev/null | tee "$out/$log"
     code=${PIPESTATUS[0]}
     case $code in
         0) verdict=passed ;;
@@ -81,25 +100,37 @@ stage() {
         *) verdict="FAILED ($code)" ;;
     esac
     ((code == 0)) || status=1
-    printf '%-12s %-14s %4d s   %s\n' "$name" "$verdict" "$((SECONDS - start))" "$(tail -n 1 "$out/$log" | LC_ALL=C tr -cd "[:print:]" | cut -c 1-80)" \
-        >>"$out/summary.txt"
+    note "$name" "$verdict" "$((SECONDS - start))" \
+        "$(tail -n 1 "$out/$log" | LC_ALL=C tr -cd "[:print:]" | cut -c 1-80)"
 }
 
 # Only files that hold GPU tests: others may import packages that are not here.
 mapfile -t files < <(grep -lE '\bmark\.gpu\b' tests/test_*.py)
 if ((${#files[@]})); then
-    stage "gpu tests" 170 gpu-tests.log \
+    stage "gpu tests" 150 gpu-tests.log \
         "$python" -m pytest -m gpu -q -p no:cacheprovider --junitxml="$out/gpu-tests.xml" "${files[@]}"
 else
     status=1
-    echo "gpu tests    FAILED         no test is marked gpu" >>"$out/summary.txt"
+    note "gpu tests" FAILED 0 "no test is marked gpu"
 fi
-stage "collect" 195 collect-cuda.log \
-    "$python" -m benchmarks collect --device cuda --minutes 2.5 --out "$out/collect-cuda.jsonl" \
-    ${options[@]+"${options[@]}"}
-stage "select" 155 select-cuda.log \
-    "$python" -m benchmarks select --device cuda --minutes 2 --out "$out/select-cuda.jsonl" \
-    ${options[@]+"${options[@]}"}
+
+# benchmark NAME SECONDS
+benchmark() {
+    stage "$1" "$2" "$1-cuda.log" "$python" -m benchmarks "$1" --device cuda --minutes MINUTES \
+        --out "$out/$1-cuda.jsonl" ${options[@]+"${options[@]}"}
+}
+
+if missing=$("$python" -c 'import rich, typer' 2>&1); then
+    benchmark single-server 75
+    benchmark collect 95
+    benchmark select 65
+    benchmark overlap 65
+    benchmark batch-size 40
+    benchmark train 40
+else
+    status=1
+    note benchmarks SKIPPED 0 "$(tail -n 1 <<<"$missing")"
+fi
 
 printf '\n== summary\n'
 cat "$out/summary.txt"

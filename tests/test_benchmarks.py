@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import importlib.util
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from benchmarks_common import ROOT, needs_no_gpu, rows_of, run
+from benchmarks_common import ROOT, needs_no_gpu, reasons_of, rows_of, run
+from benchmarks_rehearsal import STREAM, Library, Rehearsal
 
 harness = importlib.import_module("benchmarks.harness")
 engine = importlib.import_module("benchmarks.engine")
@@ -121,6 +123,66 @@ def test_gpu_check_says_that_there_is_no_gpu(tmp_path: Path) -> None:
     done = subprocess.run(script, env=environment, **options)
     assert done.returncode == 2
     assert "no output directory" in done.stderr
+
+
+_INTERPRETER = """#!/bin/bash
+echo "$*" >>"$CALLS"
+case "$*" in
+    *"import rich, typer"*) [[ -z $LACKS ]] || { echo "No module named '$LACKS'"; exit 1; } ;;
+    *"benchmarks select"*) exit 3 ;;
+esac
+"""
+"""In place of Python: has a GPU, and `select` fails; notes what it is called with."""
+
+
+def gpu_check(tmp_path: Path, lacks: str) -> tuple[int, str, list[str]]:
+    """Run the script with an interpreter that does nothing: its status, its summary, and all calls."""
+    interpreter = tmp_path / "python"
+    interpreter.write_text(_INTERPRETER, encoding="utf-8")
+    interpreter.chmod(0o755)
+    calls = tmp_path / "calls"
+    environment = {
+        **os.environ,
+        "PYTHON": str(interpreter),
+        "CALLS": str(calls),
+        "LACKS": lacks,
+        "BENCH": "--repeats 2",
+    }
+    script = ["bash", str(ROOT / "benchmarks" / "gpu_check.sh"), str(tmp_path / "out")]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=60)
+    summary = (tmp_path / "out" / "summary.txt").read_text(encoding="utf-8")
+    assert summary in done.stdout
+    return done.returncode, summary, calls.read_text(encoding="utf-8").splitlines()
+
+
+def test_gpu_check_runs_the_most_important_first_within_nine_minutes(tmp_path: Path) -> None:
+    status, summary, calls = gpu_check(tmp_path, lacks="")
+    assert status == 1  # `select` failed, and those after it ran all the same
+    names = ["single-server", "collect", "select", "overlap", "batch-size", "train"]
+    assert [line[:14].strip() for line in summary.splitlines()] == ["gpu tests", *names]
+    assert [line.split()[1] for line in summary.splitlines()[1:]] == [
+        "FAILED" if name == "select" else "passed" for name in names
+    ]
+    found = [call.split() for call in calls if call.startswith("-m benchmarks")]
+    minutes = [float(call[call.index("--minutes") + 1]) for call in found]
+    for name, call in zip(names, found, strict=True):
+        out = str(tmp_path / "out" / f"{name}-cuda.jsonl")
+        assert call[2:5] == [name, "--device", "cuda"]
+        assert call[7:] == ["--out", out, "--repeats", "2"]
+    assert minutes == sorted(minutes)  # what one leaves, the next may have
+    assert 0.5 < minutes[0] < minutes[-1] < 8.5
+    tests = next(call for call in calls if "pytest" in call)
+    assert "-m gpu" in tests
+    assert "tests/test_benchmarks.py" in tests
+
+
+def test_gpu_check_without_a_package_of_the_benchmarks_still_tests(tmp_path: Path) -> None:
+    status, summary, calls = gpu_check(tmp_path, lacks="typer")
+    assert status == 1
+    assert "SKIPPED" in summary
+    assert "No module named 'typer'" in summary
+    assert any("pytest" in call for call in calls)
+    assert not any(call.startswith("-m benchmarks") for call in calls)
 
 
 # The harness -----------------------------------------------------------------------------------------
@@ -254,40 +316,6 @@ def test_the_workloads_are_those_of_the_published_figures() -> None:
 # The GPU side, rehearsed -----------------------------------------------------------------------------
 
 
-class Rehearsal:
-    """An engine that is no GPU: kernels run on the CPU in Triton's interpreter, one after another."""
-
-    device = torch.device("cpu")
-
-    def timed(self, work: Callable[[], None]) -> float:
-        begin = time.perf_counter()
-        work()
-        return time.perf_counter() - begin
-
-    def queue(self, launches: Sequence[Callable[[], None]]) -> Callable[[], None]:
-        def replay() -> None:
-            for launch in launches:
-                launch()
-
-        return replay
-
-    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype)
-
-    def event(self) -> Any:
-        class Event:
-            def record(self) -> None:
-                pass
-
-            def synchronize(self) -> None:
-                pass
-
-        return Event()
-
-    def synchronize(self) -> None:
-        pass
-
-
 @pytest.mark.slow
 @needs_no_gpu
 def test_the_gpu_side_measures_what_it_should(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -302,17 +330,28 @@ def test_the_gpu_side_measures_what_it_should(tmp_path: Path, capsys: pytest.Cap
         queue_launches=2,
         copy_bytes=8192,
     )
+    library = Library()
     collect_gpu.cuda(
         session(tmp_path / "rows.jsonl", repeats=1),
         trajectories=3,
         quick=True,
         engine=Rehearsal(),
+        library=library,
         sizes=sizes,
     )
     rows = rows_of(tmp_path / "rows.jsonl")
     for row in rows:
         check_row(row)
-    sweep = [row for row in rows if row["workload"] == "rows" and row["variant"] != engine.YARDSTICK]
+    assert {call[-1] for call in library.calls} == {STREAM}
+    copied = {
+        (row["workload"], row["parameters"].get("step_bytes"), row["parameters"].get("block_steps"))
+        for row in rows
+        if row["variant"] == "cuMemcpyBatchAsync"
+    }
+    assert copied == {("W1", None, 100), ("rows", 64, None), ("rows", 128, None)}
+    against = [row for row in rows if row["variant"].startswith("kernel") and row["ratios"]]
+    assert {row["workload"] for row in against} == {"W1", "rows"}
+    sweep = [row for row in rows if row["workload"] == "rows" and row["variant"].startswith("kernel")]
     found = {tuple(row["parameters"][key] for key in ("step_bytes", "row_bytes", "batch")) for row in sweep}
     even = {(64, 64), (128, 512), (128, 4096)}
     uneven = {(44, 44), (44, 12 * 44), (44, 64 * 44)}
@@ -326,7 +365,14 @@ def test_the_gpu_side_measures_what_it_should(tmp_path: Path, capsys: pytest.Cap
     assert hosts
     assert np.all(np.array(hosts) >= 0)
     shown = capsys.readouterr().out
-    for text in ("W1: GB/s", "steps of 44 B", "programs \\ row, B", "rows of 4 KiB, batch 2", "target 0.95"):
+    for text in (
+        "W1: GB/s",
+        "steps of 44 B",
+        "programs \\ row, B",
+        "rows of 4 KiB, batch 2",
+        "target 0.95",
+        "rate over",
+    ):
         assert text in shown
 
 
@@ -335,17 +381,97 @@ def test_the_gpu_side_finds_a_kernel_that_writes_wrong_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     collect_gpu = importlib.import_module("benchmarks.collect_gpu")
-    right = collect_gpu.kernel.gather
+    kernel = importlib.import_module("benchmarks.gather_rows").kernel
+    right = kernel.gather
 
     def wrong(plan: Any, slots: torch.Tensor, *arguments: Any, **options: Any) -> None:
         right(plan, slots.flip(0), *arguments, **options)
 
-    monkeypatch.setattr(collect_gpu.kernel, "gather", wrong)
+    monkeypatch.setattr(kernel, "gather", wrong)
     sizes = collect_gpu.Sizes(
         rows=(512,), batches=(3,), steps=64, trajectories=3, queue_launches=2, copy_bytes=8192
     )
     with pytest.raises(harness.Incorrect, match="kernel, 1 programs, W1, batch 3, blocks 100"):
         collect_gpu.cuda(
-            session(tmp_path / "rows.jsonl"), trajectories=3, quick=True, engine=Rehearsal(), sizes=sizes
+            session(tmp_path / "rows.jsonl"),
+            trajectories=3,
+            quick=True,
+            engine=Rehearsal(),
+            library=Library(),
+            sizes=sizes,
         )
     assert not (tmp_path / "rows.jsonl").exists()
+
+
+# Copies of the driver ---------------------------------------------------------------------------------
+
+
+def swept(batch: int = 3) -> tuple[Any, Any]:
+    """A table of two trajectories of 64 steps, and rows of 5 steps of it for two batches."""
+    gather_rows = importlib.import_module("benchmarks.gather_rows")
+    table = gather_rows.sweep_table(64, 2)
+    kind = gather_rows.RowKind("step64", 5, 2, 64)
+    rows = gather_rows.SweepRows(Rehearsal(), table, kind, batch, 2, steps=64, trajectories=2)
+    rows.refresh()
+    return table, rows
+
+
+@pytest.mark.parametrize("version", [12.8, 13.0])
+def test_copies_of_the_driver_give_the_kernels_batch(version: float, tmp_path: Path) -> None:
+    copies = importlib.import_module("benchmarks.copies_gpu")
+    assert ctypes.sizeof(copies.Attributes) == 24
+    library = Library(version)
+    table, rows = swept()
+    with table:
+        left = harness.Left(session(tmp_path / "rows.jsonl"))
+        found = copies.copy_variants(Rehearsal(), copies.Driver(library), rows, left)
+        assert [variant.name for variant in found] == [copies.BATCHED, copies.SINGLE]
+        assert left.reasons == []
+        assert all(variant.measure() > 0 for variant in found)
+        targets, sources, sizes = copies.row_copies(rows, 1)
+        column, out = table.region.column("step64"), rows.buffers[1].batch["step64"]
+        assert targets.tolist() == [out.data_ptr() + 320 * i for i in range(3)]
+        assert sizes.tolist() == [320] * 3
+        assert np.all(sources >= column.ctypes.data)
+        assert np.all(sources + sizes <= column.ctypes.data + column.nbytes)
+    assert [call for call in library.calls if call[0] == "batched"] == [
+        ("batched", 3, copies.ORDER_ANY, 0, [0, 0, 0, 0], STREAM)
+    ] * 4
+    assert len([call for call in library.calls if call[0] == "single"]) == 4 * 3
+
+
+@pytest.mark.parametrize(
+    ("library", "reasons"),
+    [
+        (Library(12.4), {"cuMemcpyBatchAsync": "CUDA 12.8 and later"}),
+        (
+            Library(12.8, code=801),
+            {"cuMemcpyBatchAsync": "returned 801 at copy 7", "cuMemcpyHtoDAsync": "returned 801"},
+        ),
+        (Library(wrong=True), {"cuMemcpyBatchAsync": "differ", "cuMemcpyHtoDAsync": "differ"}),
+    ],
+)
+def test_copies_that_do_not_work_are_left_out_with_their_reason(
+    library: Any, reasons: dict[str, str], tmp_path: Path
+) -> None:
+    copies = importlib.import_module("benchmarks.copies_gpu")
+    table, rows = swept()
+    with table:
+        left = harness.Left(session(tmp_path / "rows.jsonl"))
+        found = copies.copy_variants(Rehearsal(), copies.Driver(library), rows, left)
+    assert len(found) + len(reasons) == 2
+    noted = {what.split(",")[0]: why for what, why in reasons_of(tmp_path / "rows.jsonl").items()}
+    assert set(noted) == set(reasons)
+    for name, why in reasons.items():
+        assert why in noted[name]
+
+
+@needs_no_gpu
+def test_without_a_driver_there_are_no_copies(tmp_path: Path) -> None:
+    copies = importlib.import_module("benchmarks.copies_gpu")
+    with pytest.raises(copies.Unavailable):
+        copies.Driver(object())
+    table, rows = swept()
+    with table:
+        left = harness.Left(session(tmp_path / "rows.jsonl"))
+        assert copies.copy_variants(Rehearsal(), None, rows, left) == []

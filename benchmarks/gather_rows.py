@@ -1,0 +1,194 @@
+"""Random rows for queues of launches: of the workloads, and of one column in rows of one size."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import torch
+
+import gear_loader as gear
+from benchmarks.engine import Engine, Launch
+from benchmarks.harness import Incorrect
+from benchmarks.workloads import Data, expect
+from gear_loader.collector import Collector
+from gear_loader.kernels import gather as kernel
+
+__all__ = [
+    "STEP_WORDS",
+    "QueueRows",
+    "RowKind",
+    "SweepRows",
+    "WorkloadRows",
+    "kernel",
+    "launch",
+    "sweep_table",
+]
+
+STEP_WORDS = {"step128": 32, "step64": 16, "step44": 11}
+"""Columns of the table that is swept over: words of a step."""
+
+
+class QueueRows(Protocol):
+    """Rows for a queue of launches, which write to two batches by turns.
+
+    Attributes:
+        table: where from.
+        windows: column -> window.
+        buffers: the two batches.
+        index: the table's index on the device.
+        slots, anchors: int64 [launches, batch] on the device.
+        bytes: of a batch.
+        whole: whether each row of a column lies in one piece in the table, and all its steps exist.
+    """
+
+    table: gear.Table
+    windows: dict[str, gear.Window]
+    buffers: list[Any]
+    index: tuple[torch.Tensor, torch.Tensor]
+    slots: torch.Tensor
+    anchors: torch.Tensor
+    bytes: int
+    whole: bool
+
+    def refresh(self) -> None:
+        """New random rows for every launch."""
+
+    def check(self, i: int) -> None:
+        """Compare what launch `i` has just written with what it should have."""
+
+
+class WorkloadRows:
+    """Random rows of a workload: their slots and anchors on the device. See `QueueRows`."""
+
+    def __init__(self, engine: Engine, data: Data, table: gear.Table, batch: int, launches: int) -> None:
+        self._data, self._batch, self.table = data, batch, table
+        self.windows = dict.fromkeys(data.workload.schema, data.workload.window)
+        collector = _collector(engine, table, self.windows, batch)
+        self.buffers = [collector.buffers() for _ in range(2)]
+        self.index = _index(engine, table)
+        self._indices = torch.from_numpy(table.indices())
+        self._rows = [data.draw(batch) for _ in range(launches)]
+        self.slots = torch.empty(launches, batch, dtype=torch.int64, device=engine.device)
+        self.anchors = torch.empty_like(self.slots)
+        self.bytes = batch * data.workload.row_bytes
+        steps = table.region.layout.block_steps
+        self.whole = data.workload.anchor == "first" and steps >= data.workload.steps
+
+    def refresh(self) -> None:
+        self._rows = [self._data.draw(self._batch) for _ in self._rows]
+        positions = torch.stack([rows.positions for rows in self._rows])
+        self.slots.copy_(self._indices[positions])
+        self.anchors.copy_(torch.stack([rows.anchors for rows in self._rows]))
+
+    def check(self, i: int) -> None:
+        expect(self.buffers[i % 2].batch, self._data.expected(self._rows[i]))
+
+
+@dataclasses.dataclass(frozen=True)
+class RowKind:
+    """Rows of one size: windows of `length` steps of a column, starting at multiples of `stride` steps."""
+
+    column: str
+    length: int
+    stride: int
+    step_bytes: int
+
+    @property
+    def bytes(self) -> int:
+        return self.length * self.step_bytes
+
+    @property
+    def aligned(self) -> bool:
+        """Whether they start on lines of 128 bytes."""
+        return self.stride * self.step_bytes % 128 == 0
+
+
+def sweep_table(steps: int, trajectories: int) -> gear.Table:
+    """A table in which every word of a column holds its own number; a trajectory lies in one piece."""
+    table = gear.Table.create(
+        {name: gear.Column(torch.int32, (words,)) for name, words in STEP_WORDS.items()},
+        max_steps=steps * trajectories,
+        max_trajectories=trajectories,
+        block_steps=steps,
+        max_blocks=trajectories,
+    )
+    chunk = max(1, trajectories // 32)
+    for first in range(0, trajectories, chunk):
+        count = min(chunk, trajectories - first)
+        stacked = {}
+        for name, words in STEP_WORDS.items():
+            each = steps * words
+            values = torch.arange(first * each, (first + count) * each, dtype=torch.int32)
+            stacked[name] = values.view(count, steps, words)
+        table.extend(stacked, lengths=[steps] * count)
+    return table
+
+
+class SweepRows:
+    """Random rows of one kind, drawn on the device. See `QueueRows`.
+
+    Args:
+        table: what `sweep_table` made of `trajectories` of `steps` each.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        table: gear.Table,
+        kind: RowKind,
+        batch: int,
+        launches: int,
+        *,
+        steps: int,
+        trajectories: int,
+    ) -> None:
+        self._kind, self._steps, self._trajectories, self.table = kind, steps, trajectories, table
+        self.windows = {kind.column: gear.Window(kind.length)}
+        collector = _collector(engine, table, self.windows, batch)
+        self.buffers = [collector.buffers() for _ in range(2)]
+        self.index = _index(engine, table)
+        self._indices = torch.from_numpy(table.indices()).to(engine.device)
+        self.bytes = batch * kind.bytes
+        self.whole = True
+        self._positions = torch.empty(launches, batch, dtype=torch.int64, device=engine.device)
+        self.slots = torch.empty_like(self._positions)
+        self.anchors = torch.empty_like(self._positions)
+
+    def refresh(self) -> None:
+        kind = self._kind
+        self._positions.random_(0, self._trajectories)
+        self.slots.copy_(self._indices[self._positions])
+        self.anchors.random_(0, (self._steps - kind.length) // kind.stride + 1).mul_(kind.stride)
+
+    def check(self, i: int) -> None:
+        kind, words = self._kind, STEP_WORDS[self._kind.column]
+        batch = self.buffers[i % 2].batch
+        device = batch["mask"].device
+        first = ((self._positions[i] * self._steps + self.anchors[i]) * words).to(torch.int32)
+        inside = torch.arange(kind.length * words, dtype=torch.int32, device=device)
+        found = batch[kind.column].view(len(first), -1)
+        for start in range(0, len(first), 64):  # in parts, so that the check needs little memory
+            part = slice(start, start + 64)
+            if not torch.equal(found[part], first[part, None] + inside):
+                raise Incorrect(f"rows {start} to {start + 63} differ from the table")
+        if not bool(batch["mask"].all()):
+            raise Incorrect("the mask is False where the steps exist")
+
+
+def launch(rows: QueueRows, i: int, programs: int | None) -> Launch:
+    """The gather kernel on batch `i` of the queue; without `programs` with the launcher's choice of them."""
+    plan, slots, anchors = rows.buffers[i % 2].plan, rows.slots[i], rows.anchors[i]
+    return lambda: kernel.gather(plan, slots, anchors, *rows.index, programs=programs)
+
+
+def _collector(engine: Engine, table: gear.Table, windows: dict[str, gear.Window], batch: int) -> Collector:
+    collector = Collector(table, windows, batch_size=batch, device=engine.device)
+    if engine.device.type == "cuda" and not collector.zero_copy:
+        raise Incorrect("the table could not be pinned (see the notice): there is no kernel to measure")
+    return collector
+
+
+def _index(engine: Engine, table: gear.Table) -> tuple[torch.Tensor, torch.Tensor]:
+    extent, block_ids = (torch.from_numpy(array).to(engine.device) for array in table.index_arrays())
+    return extent, block_ids.reshape(-1)
