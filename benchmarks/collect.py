@@ -18,6 +18,7 @@ All use the same number of threads. All but `DataLoader` give the same columns a
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -45,7 +46,7 @@ from benchmarks.workloads import (
 )
 from gear_loader.collector import Collector, Drawn
 
-__all__ = ["command", "cpu"]
+__all__ = ["WARM_UP", "Trajectories", "check_dataset", "close", "command", "cpu", "iterated", "memcpy"]
 
 BATCHES = (32, 256, 1024)
 QUICK_BATCHES = (32, 128)
@@ -122,7 +123,7 @@ def _comparison(data: Data, tables: dict[int, gear.Table], batch: int, *, quick:
     copy = 0.8 if batch < 256 else 1.0
     references = tuple(name for name in plain if name != "index_select masked")  # slower than the others
     goals = ({} if windows else {"memcpy": copy}) | dict.fromkeys(references, 1.0)
-    variants = [_memcpy(data, count, batches)]
+    variants = [memcpy(data, count, batches)]
     for steps, table in tables.items():
         parameters = {"block_steps": steps}
         name = f"collector, blocks {steps}"
@@ -157,7 +158,8 @@ def _comparison(data: Data, tables: dict[int, gear.Table], batch: int, *, quick:
 # ---------------------------------------------------------------- variants
 
 
-def _memcpy(data: Data, count: int, batches: int) -> Variant:
+def memcpy(data: Data, count: int, batches: int) -> Variant:
+    """Copies of so many bytes in one piece: the yardstick."""
     words = count // 4
     out = torch.empty(words)
     last = (len(data.arena) - words) // 16
@@ -224,7 +226,7 @@ def _fancy(data: Data, batch: int, batches: int) -> Variant:
     return Variant("x[idx]", per_batch(draw, work, batches), check, batch * data.workload.row_bytes, batches)
 
 
-class _Trajectories(Dataset[dict[str, torch.Tensor]]):
+class Trajectories(Dataset[dict[str, torch.Tensor]]):
     """A map-style dataset of whole trajectories, with their number."""
 
     def __init__(self, data: Data) -> None:
@@ -239,7 +241,7 @@ class _Trajectories(Dataset[dict[str, torch.Tensor]]):
 
 
 def _map_style(data: Data, batch: int, batches: int) -> Variant:
-    trajectories = _Trajectories(data)
+    trajectories = Trajectories(data)
     order = RandomSampler(
         trajectories, replacement=True, num_samples=(batches + WARM_UP) * batch, generator=data.generator
     )
@@ -322,17 +324,25 @@ def _dataset(
 # ---------------------------------------------------------------- iterators
 
 
-def iterated(start: Callable[[], Iterator[Any]], batches: int) -> Callable[[], float]:
-    """A `Variant.measure` that takes a few batches of a new iterator untimed, then times the others together."""
+def iterated(
+    start: Callable[[], Iterator[Any]], batches: int, synchronize: Callable[[], object] = lambda: None
+) -> Callable[[], float]:
+    """A `Variant.measure` that takes a few batches of a new iterator untimed, then times the others together.
+
+    As in a user's loop, a batch is let go when the next one has come. `synchronize` waits for a device, before and
+    after.
+    """
 
     def measure() -> float:
         iterator = start()
         try:
             for _ in range(WARM_UP):
                 next(iterator)
+            synchronize()
             begin = time.perf_counter()
-            for _ in range(batches):
-                next(iterator)
+            for _held in itertools.islice(iterator, batches):
+                pass
+            synchronize()
             return time.perf_counter() - begin
         finally:
             close(iterator)

@@ -92,9 +92,11 @@ def measured(session: Session, left: LeftOut, comparison: Comparison, mine: set[
             variants.remove(variant)
     while True:
         failed: list[Variant] = []
-        tried = [_watched(variant, failed) for variant in variants]
+        names = {variant.name for variant in variants}
+        tried = [_watched(variant, failed, names) for variant in variants]
+        references = [name for name in comparison.references if name in names]
         try:
-            session.run(dataclasses.replace(comparison, variants=tried))
+            session.run(dataclasses.replace(comparison, variants=tried, references=references))
             return
         except PeerFailed as error:
             if not failed or failed[0].name in mine:
@@ -103,8 +105,8 @@ def measured(session: Session, left: LeftOut, comparison: Comparison, mine: set[
             variants = [variant for variant in variants if variant.name != failed[0].name]
 
 
-def _watched(variant: Variant, failed: list[Variant]) -> Variant:
-    """The same, already checked, that is noted when it fails."""
+def _watched(variant: Variant, failed: list[Variant], names: set[str]) -> Variant:
+    """The same, already checked, that is noted when it fails, with the targets relative to what there is."""
 
     def measure() -> float:
         try:
@@ -113,19 +115,26 @@ def _watched(variant: Variant, failed: list[Variant]) -> Variant:
             failed.append(variant)
             raise
 
-    return dataclasses.replace(variant, measure=measure, check=lambda: None)
+    targets = {name: target for name, target in variant.targets.items() if name in names}
+    return dataclasses.replace(variant, measure=measure, check=lambda: None, targets=targets)
 
 
 # ---------------------------------------------------------------- adding
 
 
 def inserting(
-    session: Session, left: LeftOut, setting: Setting, crews: Mapping[str, Crew], shelf: Shelf
+    session: Session,
+    left: LeftOut,
+    setting: Setting,
+    crews: Mapping[str, Crew],
+    shelf: Shelf,
+    called: Callable[[Comparison], Comparison] = lambda comparison: comparison,
 ) -> Iterator[tuple[str, int]]:
     """Adding in every mode by so many writers; yields what has been measured.
 
     Args:
         crews: ours, memcpy, torch and the peers there are.
+        called: gives a comparison other names, where it belongs to another experiment.
     """
     with contextlib.ExitStack() as stack:
         table, target = (
@@ -139,7 +148,8 @@ def inserting(
                     continue
                 comparison = _adding(left, setting, crews, mode, writers, label, table, target)
                 with contextlib.closing(comparison) as prepared:
-                    measured(session, left, prepared.comparison, {"memcpy", "torch", "ours"})
+                    mine = {"memcpy", "torch", "ours"}
+                    measured(session, left, called(prepared.comparison), mine)
                 yield mode, writers
 
 
