@@ -1,0 +1,254 @@
+"""``python -m benchmarks checkpoint``: saving and loading a table, against writing and reading as many bytes.
+
+W1: whole trajectories of 42,000 bytes. In turn, each variant goes all the way in a process of its own: a store is
+filled and saved; a hundredth is added and it is saved again, into the same folder; it is loaded, with nothing of it in
+the page cache, and with all of it there. What was loaded last is compared with what was stored, to the byte, before the
+turn counts; a small store goes that way first.
+
+=========== ======================================================================================================
+write, read the yardsticks: as many bytes to one file, and `fsync`; from it, into a buffer that is used again
+read, kept  the same into fresh memory for all of it, as whoever loads needs it
+ours        `Table.save`, which waits for the disk, and `Table.load`, which checks every byte
+torch.save  of a flat tensor for each column; `torch.load` with `weights_only`
+TorchRL     `dumps` and `loads` of a buffer over `LazyTensorStorage`   (these three in the interpreters that --peers
+Reverb      `checkpoint`, and a server that is started on it           names: benchmarks/peers/make.sh makes them)
+cpprb       `save_transitions` and `load_transitions`
+=========== ======================================================================================================
+
+Only ours waits for the disk, and only ours writes no more than what is new when it saves again. What others leave in
+the page cache is brought to the disk afterwards: that time is in the rows' `extras` ("seconds to the disk"), beside the
+memory that saving took ("peak bytes").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.markup import escape
+
+from benchmarks import machine
+from benchmarks.harness import Comparison, Left, Result, Session, Variant, grid, quantiles
+from benchmarks.options import Minutes, Out, Peers, Quick, Repeats, Threads, opened
+from benchmarks.peers import checkpoint_peers
+from benchmarks.peers.checkpoint_peers import PEERS, UNIT
+from benchmarks.peers.environments import interpreters, start
+from benchmarks.peers.process import PeerFailed, PeerProcess
+from benchmarks.workloads import W1, Workload
+
+__all__ = ["Kind", "command", "kinds", "run"]
+
+SEED = 17
+YARDSTICKS = {"save": "write", "save again": "write", "load": "read", "load, cold": "read"}
+"""Workload -> what the yardstick is called there."""
+KEPT = "read, kept"
+TARGET = 0.7
+SMALL = 2 * UNIT
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A variant.
+
+    Attributes:
+        name: how rows and tables call it; the yardstick's depends on the workload.
+        launch: starts the process that measures it. Raises `PeerFailed`.
+        ours: whether a failure ends the run; others are left out.
+    """
+
+    name: str
+    launch: Callable[[], PeerProcess]
+    ours: bool = False
+
+
+def command(
+    quick: Quick = False,
+    trajectories: Annotated[
+        int | None, typer.Option(min=2 * UNIT, help=f"Of W1: {W1.trajectories:,} by default (0.84 GB).")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="On the disk to measure; the system's temporary one by default.")
+    ] = None,
+    peers: Peers = None,
+    repeats: Repeats = None,
+    out: Out = None,
+    threads: Threads = None,
+    minutes: Minutes = None,
+) -> None:
+    """Saving and loading a table, against writing and reading as many bytes."""
+    if folder is not None and not folder.is_dir():
+        raise typer.BadParameter(f"{folder} is no folder; make it first.", param_hint="--folder")
+    count = (trajectories or (1_000 if quick else W1.trajectories)) // UNIT * UNIT
+    with opened(
+        "checkpoint",
+        quick=quick,
+        repeats=repeats or (1 if quick else 5),
+        out=out,
+        threads=threads,
+        minutes=minutes,
+        configuration={"trajectories": count, "seed": SEED},
+    ) as session:
+        left = Left(session)
+        run(session, left, W1.of(count), kinds(left, interpreters(peers)), folder)
+
+
+def kinds(left: Left, pythons: Sequence[Path]) -> Iterator[Kind]:
+    """The yardstick, ours, and the others."""
+    for name in ("yardstick", KEPT, "ours", "torch.save"):
+        program = [sys.executable, "-m", "benchmarks.checkpoint_workers", name]
+        yield Kind(name, _own(program), ours=name != "torch.save")
+    for name, peer in PEERS.items():
+        yield Kind(name, _other(pythons, name, peer.environment))
+
+
+def _own(program: Sequence[str]) -> Callable[[], PeerProcess]:
+    return lambda: PeerProcess([*program, "2"], folder=machine.ROOT)
+
+
+def _other(pythons: Sequence[Path], name: str, environment: str) -> Callable[[], PeerProcess]:
+    return lambda: start(pythons, checkpoint_peers.__file__, name, 2, environment=environment)
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def run(session: Session, left: Left, workload: Workload, kinds: Iterator[Kind], folder: Path | None) -> None:
+    """Measure all variants in turn, and show what each workload took."""
+    more = max(UNIT, workload.trajectories // 100 // UNIT * UNIT)
+    spec = {
+        "columns": {name: list(shape) for name, shape in workload.columns},
+        "steps": workload.steps,
+        "trajectories": workload.trajectories,
+        "more": more,
+        "seed": SEED,
+    }
+    found: dict[str, list[dict[str, Any]]] = {}
+    if not session.deadline.passed(f"{workload.trajectories:,} trajectories"):
+        there = {kind.name: kind for kind in kinds}
+        found = {name: [] for name in there}
+        for _ in range(session.repeats):
+            for name in list(found):
+                journey = _journey(session, left, there[name], folder, spec)
+                if journey is None:
+                    del found[name]
+                else:
+                    found[name].append(journey)
+    if found:
+        _report(session, workload, more, found)
+    session.show_targets()
+    left.show()
+    session.finish()
+
+
+def _journey(
+    session: Session, left: Left, kind: Kind, folder: Path | None, spec: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """What a variant took, all the way and checked, after a small store; None if it failed, which is noted."""
+    place = Path(tempfile.mkdtemp(prefix="gear-loader-bench-", dir=folder))
+    found: dict[str, Any] = {}
+    try:
+        with (
+            session.console.status(f"{spec['trajectories']:,} trajectories: {kind.name}"),
+            contextlib.closing(kind.launch()) as process,
+        ):
+            for name, count in (("small", SMALL), ("whole", spec["trajectories"])):
+                (place / name).mkdir()
+                told = {**spec, "trajectories": count}
+                found = process.ask("journey", spec=told, folder=str(place / name))
+            return {**found, "about": process.about}
+    except PeerFailed as error:
+        if kind.ours:
+            raise PeerFailed(f"{kind.name}: {error}") from error
+        left.add(kind.name, str(error))
+        return None
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _report(
+    session: Session, workload: Workload, more: int, found: Mapping[str, Sequence[dict[str, Any]]]
+) -> None:
+    """Rows and tables of the workloads."""
+    saved = {"save": workload.table_bytes}
+    everything = workload.of(workload.trajectories + more).table_bytes
+    for name, yardstick in YARDSTICKS.items():
+        variants = []
+        for kind, journeys in found.items():
+            if kind == KEPT and yardstick != "read":
+                continue
+            amount = everything if kind in ("yardstick", KEPT) else saved.get(name, everything)
+            variants.append(_variant(kind, name, amount, journeys))
+        comparison = Comparison(
+            session.experiment,
+            name,
+            f"{workload.name}, {_TITLES[name]}",
+            variants,
+            yardstick,
+            references=[KEPT] if yardstick == "read" else [],
+            parameters={"bytes": saved.get(name, everything), "trajectories": workload.trajectories},
+        )
+        _show(session, session.run(comparison))
+
+
+_TITLES = {
+    "save": "save",
+    "save again": "save again with 1% more",
+    "load": "load, all of it in the page cache",
+    "load, cold": "load, nothing of it in the page cache",
+}
+
+
+def _variant(kind: str, workload: str, amount: int, journeys: Sequence[dict[str, Any]]) -> Variant:
+    """A variant whose turns have been measured, and checked, already."""
+    turns = iter([journey[workload] for journey in journeys])
+    name = {"yardstick": YARDSTICKS[workload]}.get(kind, kind)
+    if kind == "torch.save" and workload.startswith("load"):
+        name = "torch.load"
+    parameters: dict[str, Any] = {"synced": journeys[0]["synced"]} if workload.startswith("save") else {}
+    if kind in PEERS:
+        parameters["peer"] = journeys[0]["about"]
+    extras = [journey["extras"].get(workload, {}) for journey in journeys]
+    return Variant(
+        name=name,
+        measure=lambda: next(turns),
+        check=lambda: None,
+        amount=amount,
+        batches=1,
+        parameters=parameters,
+        targets={YARDSTICKS[workload]: TARGET} if kind == "ours" and workload != "save again" else {},
+        extras=lambda: {key: float(np.median([one[key] for one in extras])) for key in extras[0]},
+    )
+
+
+# ---------------------------------------------------------------- showing
+
+
+def _show(session: Session, results: Sequence[Result]) -> None:
+    """A table for one workload."""
+    comparison = results[0].comparison
+    saves = comparison.workload.startswith("save")
+    table = grid(f"{comparison.label}: {comparison.parameters['bytes'] / 1e6:,.0f} MB")
+    table.add_column("variant", no_wrap=True)
+    others = (comparison.yardstick, *comparison.references)
+    heads = ["s", "p10 – p90", "GB/s", *(f"× {name}" for name in others)]
+    for head in heads + (["waits for the disk", "s until there", "memory meanwhile"] if saves else []):
+        table.add_column(head, justify="right")
+    for result in results:
+        low, mid, high = quantiles(result.seconds).values()
+        cells = [f"{mid:.3f}", f"{low:.3f} – {high:.3f}", f"{result.gb_per_s:.2f}"]
+        cells += [f"{result.ratio(name):.2f}" for name in others]
+        if saves:
+            cells.append("yes" if result.variant.parameters["synced"] else "no")
+            cells.append(f"{result.extras['seconds to the disk']:.3f}")
+            peak = result.extras.get("peak bytes")
+            cells.append("–" if peak is None else f"{peak / 1e6:,.0f} MB")
+        table.add_row(escape(result.variant.name), *cells)
+    session.console.print(table)
