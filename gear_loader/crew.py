@@ -25,7 +25,6 @@ __all__ = ["MAX_THREADS", "gather"]
 
 MAX_THREADS = 8
 _CHUNK_BYTES = 1 << 17
-_STREAM_BYTES = 32 << 20
 
 
 class _Crew:
@@ -58,7 +57,6 @@ class _Crew:
         extent: Array,
         ids: Array,
         steps: int,
-        stream: bool,
         rows: Array | None = None,
     ) -> bool:
         """Gather all entries in so many chunks; False, and nothing done, while another thread has the crew at work."""
@@ -72,7 +70,7 @@ class _Crew:
                 slots.ctypes.data,
                 anchors.ctypes.data,
             )
-            job += (extent.ctypes.data, len(extent), ids.ctypes.data, len(ids), steps, stream)
+            job += (extent.ctypes.data, len(extent), ids.ctypes.data, len(ids), steps)
             job += (0 if rows is None else rows.ctypes.data,)
             self._mailbox[native.ROWS : native.ROWS + len(job)] = job
             asleep = native.post(self._base, self._members, chunks)
@@ -110,11 +108,10 @@ def gather(
         rows: int64 [n], contiguous, distinct: the row of the batch that each entry fills; None: one after another.
     """
     count = len(slots)
-    stream = count * row_bytes >= _STREAM_BYTES  # about what a core's own cache does not hold
     threads = min(torch.get_num_threads(), MAX_THREADS)
     chunks = min(count, count * row_bytes // _CHUNK_BYTES, 16 * threads)
     if threads > 1 and chunks > 1:
         crew = _crew(os.getpid(), threads - 1)
-        if crew.gather(chunks, columns, slots, anchors, extent, ids, block_steps, stream, rows):
+        if crew.gather(chunks, columns, slots, anchors, extent, ids, block_steps, rows):
             return
-    native.gather(columns, slots, anchors, extent, ids, block_steps, 0, count, stream, rows)
+    native.gather(columns, slots, anchors, extent, ids, block_steps, 0, count, rows)

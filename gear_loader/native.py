@@ -128,9 +128,8 @@ _TICKET, _DONE, _JOB, STATE = 0, 8, 16, 32
     _IDS,
     _NUM_IDS,
     _STEPS,
-    _STREAM,
     _PLACES,  # address of the rows of the batch that are filled, or 0
-) = range(_JOB, _JOB + 12)
+) = range(_JOB, _JOB + 11)
 _AWAKE, ASLEEP = 0, 1
 
 if AVAILABLE:
@@ -241,54 +240,6 @@ if AVAILABLE:
 
         return types.voidptr(types.int64), codegen
 
-    _LINE = 64
-    _LARGE = 4096  # bytes from which a piece is copied by lines
-
-    def _lines_copier(streamed: bool) -> Any:
-        """A function (target, source) that copies 4 lines; `streamed` past the caches, to a multiple of 64 bytes."""
-
-        @intrinsic  # type: ignore[untyped-decorator]
-        def copy_lines(_context: Any, _target: Any, _source: Any) -> Any:
-            def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-                line = ir.VectorType(ir.IntType(64), _LINE // 8)
-                target, source = (builder.inttoptr(address, line.as_pointer()) for address in args)
-                places = [ir.Constant(ir.IntType(64), i) for i in range(4)]
-                values = [builder.load(builder.gep(source, [place]), align=1) for place in places]
-                for place, value in zip(places, values, strict=True):
-                    store = builder.store(value, builder.gep(target, [place]), align=_LINE)
-                    if streamed:
-                        hint = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
-                        store.set_metadata("nontemporal", hint)
-
-            return types.void(types.int64, types.int64), codegen
-
-        return copy_lines
-
-    _copy_lines, _stream_lines = _lines_copier(False), _lines_copier(True)
-
-    @intrinsic  # type: ignore[untyped-decorator]
-    def _fence(_context: Any) -> Any:
-        """Make streamed stores visible to other threads before anything that follows."""
-
-        def codegen(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
-            builder.fence("seq_cst")
-
-        return types.void(), codegen
-
-    @compiled
-    def _copy_large(target, source, count, stream) -> None:  # type: ignore[no-untyped-def]
-        head = -target % _LINE
-        _copy(target, source, head)
-        body = (count - head) // (4 * _LINE)
-        if stream:
-            for i in range(body):
-                _stream_lines(target + head + i * 4 * _LINE, source + head + i * 4 * _LINE)
-        else:
-            for i in range(body):
-                _copy_lines(target + head + i * 4 * _LINE, source + head + i * 4 * _LINE)
-        done = head + body * 4 * _LINE
-        _copy(target + done, source + done, count - done)
-
     @compiled
     def scatter(columns, block_steps, ids, addresses, lengths) -> None:  # type: ignore[no-untyped-def]
         """Copy trajectories into their blocks.
@@ -340,7 +291,7 @@ if AVAILABLE:
     # Inlined: called as a function, it costs W2 a fifth of its speed.
     @njit(inline="always")  # type: ignore[untyped-decorator]
     def _copy_steps(  # type: ignore[no-untyped-def]
-        target, base, stride, step_bytes, low, count, block_ids, row, block_steps, stream
+        target, base, stride, step_bytes, low, count, block_ids, row, block_steps
     ) -> None:
         """Copy steps `low` to `low + count - 1` of a trajectory out of its blocks of one column."""
         step, end = low, low + count
@@ -349,16 +300,13 @@ if AVAILABLE:
             inside = step - block * block_steps
             take = min(block_steps - inside, end - step)
             source = base + int64(block_ids[row + block]) * stride + inside * step_bytes
-            if take * step_bytes >= _LARGE:
-                _copy_large(target, source, take * step_bytes, stream)
-            else:
-                _copy(target, source, take * step_bytes)
+            _copy(target, source, take * step_bytes)
             target += take * step_bytes
             step += take
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
     def _gather_rows(  # type: ignore[no-untyped-def]
-        columns, slots, anchors, extent, block_ids, block_steps, first, last, stream, rows, chosen
+        columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
     ) -> None:
         for b in range(first, last):
             steps, row = extent[slots[b], 0], extent[slots[b], 1]
@@ -371,7 +319,7 @@ if AVAILABLE:
                     _fill(out, 0, head * step_bytes)
                 out += head * step_bytes
                 base, stride = columns[c, BASE], columns[c, STRIDE]
-                _copy_steps(out, base, stride, step_bytes, low, count, block_ids, row, block_steps, stream)
+                _copy_steps(out, base, stride, step_bytes, low, count, block_ids, row, block_steps)
                 tail = length - head - count
                 if tail > 0:
                     _fill(out + count * step_bytes, 0, tail * step_bytes)
@@ -381,64 +329,36 @@ if AVAILABLE:
                     _fill(mask, 0, head)
                     _fill(mask + head, 1, count)
                     _fill(mask + head + count, 0, tail)
-        if stream:
-            _fence()
-
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def _gather_part(  # type: ignore[no-untyped-def]
-        columns, slots, anchors, extent, block_ids, block_steps, first, last, stream, rows, chosen
-    ) -> None:
-        # Two loops: deciding inside costs W2 a tenth of its speed.
-        if stream:
-            _gather_rows(
-                columns, slots, anchors, extent, block_ids, block_steps, first, last, True, rows, chosen
-            )
-        else:
-            _gather_rows(
-                columns, slots, anchors, extent, block_ids, block_steps, first, last, False, rows, chosen
-            )
 
     @compiled
     def gather(  # type: ignore[no-untyped-def]
-        columns, slots, anchors, extent, block_ids, block_steps, first, last, stream=False, rows=None
+        columns, slots, anchors, extent, block_ids, block_steps, first, last, rows=None
     ) -> None:
         """Fill rows of a batch from entries `first` to `last - 1`: steps, padding and masks of every column.
 
         Args:
             columns: int64 [C, WIDTH], one row a column, as `gear_loader.kernels.plan` lays it out.
             slots, anchors: int64 [n]. extent: int64 [T, 2]. block_ids: int32 [H]. block_steps: int.
-            stream: write large pieces past the caches: faster where the batch does not fit into them.
             rows: int64 [n]: entry b fills row ``rows[b]`` of the batch; None: row b.
         """
         # What is not used is given as an array of the right type.
         if rows is None:
-            _gather_part(
-                columns, slots, anchors, extent, block_ids, block_steps, first, last, stream, slots, False
-            )
+            _gather_rows(columns, slots, anchors, extent, block_ids, block_steps, first, last, slots, False)
         else:
-            _gather_part(
-                columns, slots, anchors, extent, block_ids, block_steps, first, last, stream, rows, True
-            )
+            _gather_rows(columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, True)
 
     @compiled
-    def place(pieces, rows, stream=False) -> None:  # type: ignore[no-untyped-def]
+    def place(pieces, rows) -> None:  # type: ignore[no-untyped-def]
         """Copy rows that lie one after another to rows of a batch.
 
         Args:
             pieces: int64 [P, 3]: address of the rows, address of row 0 of the output, bytes of a row.
             rows: int64 [n]: row b of each piece goes to row ``rows[b]`` of its output.
-            stream: as for `gather`.
         """
         for p in range(pieces.shape[0]):
             source, out, row_bytes = pieces[p, 0], pieces[p, 1], pieces[p, 2]
-            if row_bytes >= _LARGE:
-                for b in range(len(rows)):
-                    _copy_large(out + rows[b] * row_bytes, source + b * row_bytes, row_bytes, stream)
-            else:
-                for b in range(len(rows)):
-                    _copy(out + rows[b] * row_bytes, source + b * row_bytes, row_bytes)
-        if stream:
-            _fence()
+            for b in range(len(rows)):
+                _copy(out + rows[b] * row_bytes, source + b * row_bytes, row_bytes)
 
     @compiled
     def resolve(  # type: ignore[no-untyped-def]
@@ -484,13 +404,13 @@ if AVAILABLE:
             anchors = carray(pointer(mailbox[_ANCHORS]), (rows,), np.int64)
             extent = carray(pointer(mailbox[_EXTENT]), (mailbox[_NUM_SLOTS], 2), np.int64)
             ids = carray(pointer(mailbox[_IDS]), (mailbox[_NUM_IDS],), np.int32)
-            steps, stream = mailbox[_STEPS], mailbox[_STREAM] != 0
+            steps = mailbox[_STEPS]
             first, last = rows * chunk // chunks, rows * (chunk + 1) // chunks
             if mailbox[_PLACES] != 0:
                 places = carray(pointer(mailbox[_PLACES]), (rows,), np.int64)
-                gather(columns, slots, anchors, extent, ids, steps, first, last, stream, places)
+                gather(columns, slots, anchors, extent, ids, steps, first, last, places)
             else:
-                gather(columns, slots, anchors, extent, ids, steps, first, last, stream, None)
+                gather(columns, slots, anchors, extent, ids, steps, first, last, None)
             atomic_add(base + 8 * _DONE, 1)
 
     @compiled

@@ -281,7 +281,7 @@ needs_numba = pytest.mark.skipif(not native.AVAILABLE, reason="numba cannot be i
 @pytest.mark.usefixtures("three_threads")
 @pytest.mark.parametrize("count", [1, 2, 3, 64, 500])
 def test_a_crew_gathers_the_same(table: Table, count: int) -> None:
-    # 280 KB a row: in chunks of a row each until there are more rows than chunks, and streamed from 30 rows on.
+    # 280 KB a row: in chunks of a row each until there are more rows than chunks.
     windows = dict.fromkeys(SCHEMA, Window(2000, -1000))
     rows = draw(table, count, seed=count)
     gatherer = collector(table, windows, count)
@@ -328,7 +328,7 @@ class Rows:
 
 
 @needs_numba
-@pytest.mark.parametrize(("threads", "count"), [(2, 9), (3, 9), (2, 20)], ids=["two", "three", "streamed"])
+@pytest.mark.parametrize(("threads", "count"), [(2, 9), (3, 9), (2, 20)])
 def test_a_larger_batch_right_after_a_smaller_one(threads: int, count: int) -> None:
     # The threads are still looking for work of the first batch while the second is being prepared. Straight to the
     # crew, and a look at the last byte of each row alone: what came late would have arrived in the meantime.
@@ -367,7 +367,7 @@ def test_a_job_that_has_not_been_posted_is_not_begun(monkeypatch: pytest.MonkeyP
     for count in (2, 9, 3, 9):
         rows.clear()
         slots, zeros = rows.slots[:count], rows.zeros[:count]
-        assert alone.gather(count, columns, slots, zeros, extent, ids, 64, False)
+        assert alone.gather(count, columns, slots, zeros, extent, ids, 64)
         assert rows.complete(0, count)
         assert not rows.complete(0, 9) or count == 9
     assert seen == [False] * 4

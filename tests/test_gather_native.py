@@ -47,7 +47,6 @@ def gather(
     *,
     rows: torch.Tensor | None = None,
     parts: int = 1,
-    stream: bool = False,
 ) -> None:
     """The compiled loop with the signature of the kernels, the rows in so many parts."""
     count = plan.check_rows(slots, anchors, rows)
@@ -61,7 +60,7 @@ def gather(
         plan.block_steps,
     )
     for i in range(parts):
-        native.gather(*given, count * i // parts, count * (i + 1) // parts, stream, chosen)
+        native.gather(*given, count * i // parts, count * (i + 1) // parts, chosen)
 
 
 def crewed(
@@ -103,13 +102,13 @@ def test_shapes(block_steps: int, length: int) -> None:
     lengths = sorted({1, max(block_steps - 1, 1), block_steps, block_steps + 1, 3 * block_steps + 2, 150})
     store = Store(STEP_BYTES, lengths, block_steps, seed=length)
     offsets = (-length - 300, 1 - length, -length // 2, 0, 2, 300)
-    for case, (pad, stream) in enumerate([(pad, stream) for pad in PADS for stream in (False, True)]):
+    for case, pad in enumerate(PADS):
         slots, anchors = store.draw(4, seed=case)
         specs = [
             Spec(size, length, offsets[(i + case) % len(offsets)], pad, mask=(i + case) % 3 > 0, shift=i % 5)
             for i, size in enumerate(STEP_BYTES)
         ]
-        check_gather(gather, store, specs, slots, anchors, batch=5, mask=bool(case % 2), stream=stream)
+        check_gather(gather, store, specs, slots, anchors, batch=5, mask=bool(case % 2))
 
 
 @st.composite
@@ -138,13 +137,13 @@ def cases(draw: st.DrawFn) -> tuple[Store, list[Spec], int, int, int]:
 
 
 @hypothesis.settings(max_examples=60)
-@hypothesis.given(cases(), st.booleans(), st.integers(1, 4), st.booleans(), st.booleans())
-def test_random_shapes(case: tuple[Any, ...], mask: bool, parts: int, stream: bool, chosen: bool) -> None:
+@hypothesis.given(cases(), st.booleans(), st.integers(1, 4), st.booleans())
+def test_random_shapes(case: tuple[Any, ...], mask: bool, parts: int, chosen: bool) -> None:
     store, specs, count, batch, seed = case
     slots, anchors = store.draw(count, seed)
     options: dict[str, Any] = {"batch": batch, "mask": mask}
     options["rows"] = choose(count, batch, seed) if chosen else None
-    check_gather(gather, store, specs, slots, anchors, parts=parts, stream=stream, **options)
+    check_gather(gather, store, specs, slots, anchors, parts=parts, **options)
     check_gather(reference.gather, store, specs, slots, anchors, **options)
 
 
@@ -170,23 +169,22 @@ def test_far_windows() -> None:
         check_gather(gather, store, specs, slots, anchors)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_an_address_space_of_more_than_2_31_words(stream: bool) -> None:
+def test_an_address_space_of_more_than_2_31_words() -> None:
     store = HugeStore((48, 96), 21)
     slots, anchors = store.draw(6)
     specs = [Spec(48, 50, -10), Spec(96, 50, -40)]
-    check_gather(gather, store, specs, slots, anchors, stream=stream)
+    check_gather(gather, store, specs, slots, anchors)
 
 
 @pytest.mark.parametrize("shift", [0, 1, 63])
 @pytest.mark.parametrize("step_bytes", [1000, 1024, 4100])
-def test_streamed_pieces(step_bytes: int, shift: int) -> None:
-    # Pieces above and below the least that is streamed, with every remainder of 256 bytes.
+def test_large_pieces(step_bytes: int, shift: int) -> None:
+    # Pieces of a page and more, that begin anywhere in a line.
     store = Store([step_bytes], [1, 2, 40], 4)
     slots, anchors = store.draw(6)
     for length in (1, 2, 3, 9):
         spec = Spec(step_bytes, length, -1, shift=shift)
-        check_gather(gather, store, [spec], slots, anchors, stream=True)
+        check_gather(gather, store, [spec], slots, anchors)
 
 
 # Scatter ---------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def compiled(
 ) -> None:
     """The compiled loop with the signature of the kernel."""
     count = plan.check_rows(staging, rows)
-    native.place(plan.pieces(staging, count).numpy(), rows.numpy(), programs == 3)  # streamed or not
+    native.place(plan.pieces(staging, count).numpy(), rows.numpy())
 
 
 RUNS = {"kernel": [interpreted], "twin": [], "compiled": [needs_numba]}
