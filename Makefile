@@ -1,7 +1,8 @@
 # Every target sets up what it needs in .venv; a fresh clone needs only python3, make and gcc.
 #   make demo     collect, train and evaluate the example       make lint    ruff and mypy
 #   make test     all tests (ARGS="-k table" for some, JOBS=8)  make format  let ruff rewrite the code
-#   make bench    the benchmarks (ARGS="collect" by default)    make clean   remove builds and caches, not .venv
+#   make bench    a benchmark (ARGS="run single-server")        make report  a page and plots of what was measured
+#   make peers    other libraries, to be measured beside ours   make clean   remove builds and caches, not .venv
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -9,7 +10,7 @@ READY := $(VENV)/.gear-loader-ready
 JOBS := 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench clean
+.PHONY: help setup demo test lint format bench peers report clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -39,9 +40,15 @@ format: $(READY)
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
-bench: ARGS ?= collect
+bench: ARGS ?= run single-server
 bench: $(READY)
 	$(RUN) -m benchmarks $(ARGS)
+
+peers:
+	bash benchmarks/peers/make.sh $(ARGS)
+
+report: $(READY)
+	$(RUN) -m benchmarks report $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis lightning_logs

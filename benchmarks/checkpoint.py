@@ -15,9 +15,9 @@ Reverb      `checkpoint`, and a server that is started on it           names: be
 cpprb       `save_transitions` and `load_transitions`
 =========== ======================================================================================================
 
-Only ours waits for the disk, and only ours writes no more than what is new when it saves again. What others leave in
-the page cache is brought to the disk afterwards: that time is in the rows' `extras` ("seconds to the disk"), beside the
-memory that saving took ("peak bytes").
+Saving takes until everything is on the disk. Only ours waits for that by itself (`synced`); what others leave in the
+page cache is brought there by the benchmark, and the rows' `extras` say when the call returned, and what memory it
+took. Only ours writes no more than what is new when it saves again.
 """
 
 from __future__ import annotations
@@ -239,7 +239,9 @@ def _show(session: Session, results: Sequence[Result]) -> None:
     table.add_column("variant", no_wrap=True)
     others = (comparison.yardstick, *comparison.references)
     heads = ["s", "p10 – p90", "GB/s", *(f"× {name}" for name in others)]
-    for head in heads + (["waits for the disk", "s until there", "memory meanwhile"] if saves else []):
+    for head in heads + (
+        ["waits for the disk itself", "s until it returns", "memory meanwhile"] if saves else []
+    ):
         table.add_column(head, justify="right")
     for result in results:
         low, mid, high = quantiles(result.seconds).values()
@@ -247,7 +249,7 @@ def _show(session: Session, results: Sequence[Result]) -> None:
         cells += [f"{result.ratio(name):.2f}" for name in others]
         if saves:
             cells.append("yes" if result.variant.parameters["synced"] else "no")
-            cells.append(f"{result.extras['seconds to the disk']:.3f}")
+            cells.append(f"{result.extras['seconds until it returns']:.3f}")
             peak = result.extras.get("peak bytes")
             cells.append("–" if peak is None else f"{peak / 1e6:,.0f} MB")
         table.add_row(escape(result.variant.name), *cells)

@@ -70,6 +70,7 @@ def _log_normal(random: np.random.Generator, count: int) -> np.ndarray:
 DISTRIBUTIONS: dict[str, Lengths] = {
     "even": lambda random, count: np.full(count, 100),
     "uniform 1-512": lambda random, count: random.integers(1, 513, count),
+    "uniform 100-1000": lambda random, count: random.integers(100, 1001, count),
     "geometric, mean 100": lambda random, count: random.geometric(0.01, count),
     "log-normal, at most 1000": _log_normal,
 }

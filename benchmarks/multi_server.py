@@ -19,7 +19,7 @@ else: `benchmarks.multi_server_bare`. Rows of the rank's own node are one copy t
 collective alone, with the bytes of the last batch. UCX and NIXL are kept to TCP (``--ucx-tls``): nodes that are
 processes of one machine would find shared memory between them, which nodes do not have. A process that NIXL reads from
 looks often for a second after a read, ours and the bare one alike, also while the other one is measured. Everything is
-checked to the byte before it is timed. Plots: ``python -m benchmarks multi-server-plot``.
+checked to the byte before it is timed.
 """
 
 from __future__ import annotations

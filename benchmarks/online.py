@@ -19,8 +19,7 @@ Reverb has no call for batches of trajectories, TorchRL and cpprb none for sever
 N by `ReplayDataset.update_priority`, checked against generations, beside a plain numpy assignment. Reading: batches of
 256 whole trajectories by `ReplayDataset.sample` while writers add at full speed. All of it: the same with a reader that
 adds up each batch, and a `SampleToInsertRatio`. Everything is checked before it is timed: what was added is what is
-there, every row that is read under way is whole, and the table's counts agree. Plots: ``python -m benchmarks
-online-plot``.
+there, every row that is read under way is whole, and the table's counts agree.
 """
 
 from __future__ import annotations

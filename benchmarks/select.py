@@ -19,7 +19,7 @@ All start with the same priorities, uniform in (0, 1]. Those with weights raise 
 them as they are. Before anything is timed, the draws of each are compared with the priorities by frequency, at the
 start and after an update. A variant of others that is off by a little (no bin of items by more than a quarter) is timed
 all the same and marked by a star; its rows say by how much, in `parameters`: `bias`. On a GPU: see
-`benchmarks.select_gpu`. Plots: ``python -m benchmarks select-plot``.
+`benchmarks.select_gpu`.
 """
 
 from __future__ import annotations

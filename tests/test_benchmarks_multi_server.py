@@ -70,7 +70,8 @@ def check_row(row: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_it_measures_and_can_be_plotted(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    for package in ("jinja2", "matplotlib"):
+        pytest.importorskip(package)
     out = tmp_path / "new" / "rows.jsonl"
     options = ["multi-server", "--quick", "--carriers", "socket", "--nodes", "2", "--worlds", "2"]
     options += ["--trajectories", "64", "--repeats", "1", "--seconds", "0.01", "--local", "0.5"]
@@ -96,9 +97,9 @@ def test_it_measures_and_can_be_plotted(tmp_path: Path) -> None:
             assert row["extras"]["exchanges"] == 1
             assert row["extras"]["sent_bytes"] == pytest.approx(each, rel=0.2)
 
-    picture = call("multi-server-plot", str(out), "--out", str(tmp_path / "picture.png"))
-    assert picture.exit_code == 0, picture.output
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    report = call("report", str(out), "--out", str(tmp_path / "report"))
+    assert report.exit_code == 0, report.output
+    assert (tmp_path / "report" / "multi-server-cpu.png").read_bytes().startswith(b"\x89PNG")
 
     late = call(*options, "--minutes", "0", "--parts", "transport", "--out", str(out))
     assert late.exit_code == 0, late.output
@@ -114,7 +115,6 @@ def test_it_measures_and_can_be_plotted(tmp_path: Path) -> None:
         (("multi-server", "--parts", "collect,all"), "expected some of collect,batches,transport,select"),
         (("multi-server", "--carriers", "pigeon"), "expected some of socket,ucx,nixl"),
         (("multi-server", "--bandwidth", "10"), "use --network namespaces"),
-        (("multi-server-plot", "nowhere.jsonl"), "nowhere.jsonl is not there"),
         (("scaling", "nowhere.jsonl"), "nowhere.jsonl is not there"),
         (("scaling", "--worlds", "1"), "expected numbers from 2"),
     ],

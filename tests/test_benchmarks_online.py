@@ -74,7 +74,8 @@ def shelf() -> Iterator[Any]:
 
 @pytest.mark.slow
 def test_it_measures_names_what_is_left_out_and_can_be_plotted(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    for package in ("jinja2", "matplotlib"):
+        pytest.importorskip(package)
     before = left_in_memory()
     out = tmp_path / "new" / "rows.jsonl"
     options = ["online", "--quick", "--repeats", "1", "--threads", "1", "--seconds", "0.02"]
@@ -122,9 +123,9 @@ def test_it_measures_names_what_is_left_out_and_can_be_plotted(tmp_path: Path) -
         assert shown in done.stdout
     assert left_in_memory() <= before
 
-    picture = call("online-plot", str(out), "--out", str(tmp_path / "picture.png"))
-    assert picture.exit_code == 0, picture.output
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    report = call("report", str(out), "--out", str(tmp_path / "report"))
+    assert report.exit_code == 0, report.output
+    assert (tmp_path / "report" / "online-cpu.png").read_bytes().startswith(b"\x89PNG")
 
     late = call(*options, "--minutes", "0", "--out", str(out))
     assert late.exit_code == 0, late.output
@@ -140,7 +141,6 @@ def test_it_measures_names_what_is_left_out_and_can_be_plotted(tmp_path: Path) -
         (("online", "--items", "many"), "expected numbers from 2,048"),
         (("online", "--parts", "insert,delete"), "expected some of insert,priorities,read,loop"),
         (("online", "--trajectories", "5"), "--trajectories"),
-        (("online-plot", "nowhere.jsonl"), "nowhere.jsonl is not there"),
     ],
 )
 def test_bad_options_are_errors_that_name_the_remedy(arguments: Sequence[str], message: str) -> None:
@@ -399,17 +399,3 @@ def test_the_script_of_peers_imports_nothing_of_this_project() -> None:
     command = [sys.executable, "-I", "-c", code, peers.__file__]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
-
-
-# The picture -----------------------------------------------------------------------------------------
-
-
-def test_of_rows_that_measure_the_same_the_last_one_counts() -> None:
-    plot = importlib.import_module("benchmarks.online_plot")
-
-    def line(variant: str, writers: int, seconds: float, experiment: str = "online") -> str:
-        row = {"experiment": experiment, "workload": "whole", "variant": variant}
-        return harness.json.dumps({**row, "parameters": {"writers": writers}, "seconds": {"p50": seconds}})
-
-    lines = [line("ours", 1, 1), line("ours", 2, 2), line("ours", 1, 3), line("ours", 1, 4, "select")]
-    assert [row["seconds"]["p50"] for row in plot.measurements(lines)] == [2, 3]

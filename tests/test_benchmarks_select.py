@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import json
 import subprocess
 import sys
 import time
@@ -55,7 +54,8 @@ def session(path: Path, repeats: int = 2) -> Any:
 
 @pytest.mark.slow
 def test_it_measures_names_what_is_left_out_and_can_be_plotted(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    for package in ("jinja2", "matplotlib"):
+        pytest.importorskip(package)
     out = tmp_path / "new" / "rows.jsonl"
     options = ["--device", "cpu", "--quick", "--repeats", "1", "--threads", "1"]
     options += ["--sizes", "500,3e3", "--batches", "8,64"]
@@ -84,9 +84,9 @@ def test_it_measures_names_what_is_left_out_and_can_be_plotted(tmp_path: Path) -
     for shown in ("500 items, batch 64", "cycle ÷ ours, tree", "Cycle of a batch of 64", f"{len(rows)} rows"):
         assert shown in done.stdout
 
-    picture = call("select-plot", str(out), "--out", str(tmp_path / "picture.png"))
-    assert picture.exit_code == 0, picture.output
-    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+    report = call("report", str(out), "--out", str(tmp_path / "report"))
+    assert report.exit_code == 0, report.output
+    assert (tmp_path / "report" / "select-cpu.png").read_bytes().startswith(b"\x89PNG")
 
     late = call("select", *options, "--minutes", "0", "--out", str(out))
     assert late.exit_code == 0, late.output
@@ -101,7 +101,6 @@ def test_it_measures_names_what_is_left_out_and_can_be_plotted(tmp_path: Path) -
         (("select", "--sizes", "1e4,many"), "expected numbers from 64"),
         (("select", "--sizes", "63"), "expected numbers from 64"),
         (("select", "--batches", "0"), "expected numbers from 1"),
-        (("select-plot", "nowhere.jsonl"), "nowhere.jsonl is not there"),
     ],
 )
 def test_bad_options_are_errors_that_name_the_remedy(arguments: Sequence[str], message: str) -> None:
@@ -412,31 +411,6 @@ def test_the_worker_imports_nothing_of_this_project() -> None:
 
 
 # The picture -----------------------------------------------------------------------------------------
-
-
-def test_the_picture_shows_the_last_of_equal_rows(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    plot = importlib.import_module("benchmarks.select_plot")
-
-    def line(variant: str, items: int, batch: int, seconds: float, **options: Any) -> str:
-        parameters = {"items": items, "batch": batch, "operation": "cycle"}
-        quantiles = {"p10": seconds, "p50": seconds, "p90": 2 * seconds}
-        row = {"experiment": "select", "workload": "cycle", "device": "cpu", "variant": variant}
-        return json.dumps({**row, "parameters": parameters, "seconds": quantiles, **options})
-
-    lines = [
-        line("ours, tree", 10**6, 1024, 1e-4, limit=4e-5),
-        line("ours, tree", 10**6, 1024, 2e-4, limit=4e-5),
-        line("ours, tree", 10**7, 1024, 3e-4),
-        line("ours, tree", 10**6, 32, 1e-5),
-        line("cpprb", 10**6, 1024, 9e-4),
-        json.dumps({"experiment": "collect", "workload": "W1"}),
-        line("cpprb", 10**6, 1024, 8e-4, workload="draw"),
-    ]
-    rows = plot.cycles(lines)
-    assert [row["seconds"]["p50"] for row in rows] == [2e-4, 3e-4, 1e-5, 9e-4]
-    plot.draw(rows, tmp_path / "new" / "picture.png")
-    assert (tmp_path / "new" / "picture.png").stat().st_size > 10_000
 
 
 # The GPU side, rehearsed -----------------------------------------------------------------------------

@@ -1,23 +1,22 @@
-"""``python -m benchmarks multi-server-plot``: a picture of what ``multi-server`` has measured, from its JSON lines.
+"""A picture of what ``multi-server`` has measured on one kind of network.
 
 Above, for each carrier: GB/s of one rank against the share of rows of its own node, ours and bare. Below: latency of a
 batch drawn by a dataset; the transport alone, relative to bare; the cost of drawing over all shards. Medians, with p10
-to p90 as a band or a bar. Of rows that measure the same, the last one counts.
+to p90 as a band or a bar.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.harness import size
-from benchmarks.plotting import Out, Row, Rows, last_of_each, parsed, picture
+from benchmarks.reporting.rows import Row
+from benchmarks.reporting.style import figure, plain, png
+from benchmarks.showing import size
 
-__all__ = ["command", "draw", "measurements"]
+__all__ = ["draw", "networks"]
 
-
-_CARRIERS = {"socket": "#1d3557", "ucx": "#c1121f", "nixl": "#2a9d8f", "none": "#6c757d"}
+_CARRIERS = {"socket": "#1d3557", "ucx": "#bc6c25", "nixl": "#0a9396", "none": "#6c757d"}
 _NODES = {1: "#6c757d", 2: "#c1121f", 3: "#457b9d"}
 _SELECTORS = {
     "uniform": "#6c757d",
@@ -25,66 +24,52 @@ _SELECTORS = {
     "prioritized, without replacement": "#f77f00",
     "top": "#457b9d",
 }
-_KEY = (
-    "part",
-    "network",
-    "bandwidth_gbit",
-    "latency_us",
-    "ucx_tls",
-    "nodes",
-    "carrier",
-    "batch",
-    "local_fraction",
-    "selector",
-    "request",
-    "in_flight",
-    "world",
-    "each_bytes",
-)
 
 
-def command(rows: Rows = None, out: Out = None) -> None:
-    """Plot what multi-server has measured."""
-    picture("multi-server", rows, out, measurements, draw)
+def networks(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """The rows of this experiment by the network that they went over."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["experiment"] == "multi-server":
+            found.setdefault(_network(row["parameters"]), []).append(row)
+    return found
 
 
-def measurements(lines: Iterable[str]) -> list[Row]:
-    """The rows of this experiment; of those that measure the same, the last one."""
+def _network(parameters: Mapping[str, Any]) -> str:
+    text = str(parameters.get("network", "processes"))
+    if parameters.get("bandwidth_gbit"):
+        text += f" at {parameters['bandwidth_gbit']:g} Gbit/s"
+    if parameters.get("latency_us"):
+        text += f" with {parameters['latency_us']:g} µs"
+    return text + (f", UCX over {parameters['ucx_tls']}" if parameters.get("ucx_tls") else "")
 
-    def key(row: Row) -> tuple[Any, ...]:
-        return (row["workload"], row["variant"], *(row["parameters"].get(name) for name in _KEY))
 
-    return last_of_each(parsed(lines, "multi-server"), key)
-
-
-def draw(rows: Sequence[Row], out: Path) -> None:
-    """Draw six panels into a PNG file."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    with plt.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure, panels = plt.subplots(2, 3, figsize=(14, 8.2), layout="constrained")
-        for axes, carrier in zip(panels[0], ("socket", "ucx", "nixl"), strict=True):
-            _fractions(axes, _part(rows, "collect"), carrier)
-        latency, transport, selection = panels[1]
-        _latency(latency, _part(rows, "batches"))
-        _transport(transport, _part(rows, "transport"))
-        _selection(selection, _part(rows, "select"), _part(rows, "all_to_all"))
-        for axes in panels.flat:
+def draw(rows: Sequence[Row]) -> bytes:
+    """Draw a panel for each part that has rows."""
+    parts = {row["parameters"]["part"] for row in rows}
+    carriers = [name for name in _CARRIERS if any(_carries(row, name) for row in _part(rows, "collect"))]
+    drawn = [(lambda axes, name=name: _fractions(axes, _part(rows, "collect"), name)) for name in carriers]
+    if "batches" in parts:
+        drawn.append(lambda axes: _latency(axes, _part(rows, "batches")))
+    if "transport" in parts:
+        drawn.append(lambda axes: _transport(axes, _part(rows, "transport")))
+    if "select" in parts:
+        drawn.append(lambda axes: _selection(axes, _part(rows, "select"), _part(rows, "all_to_all")))
+    columns = min(2, len(drawn))
+    lines = -(-len(drawn) // columns)
+    with figure(lines, columns, (5.4 * columns + 0.4, 4.1 * lines)) as (made, panels):
+        for axes in panels.flat[len(drawn) :]:
+            axes.set_axis_off()
+        for axes, one in zip(panels.flat, drawn, strict=False):
+            one(axes)
             if axes.get_legend_handles_labels()[0]:
-                axes.legend(frameon=False, fontsize=7.5)
-        cpus = sorted({row["machine"]["cpu"] for row in rows})
-        cores = sorted({row["machine"]["cores"] for row in rows})
-        networks = sorted({str(row["parameters"].get("network")) for row in rows})
-        figure.suptitle(
-            f"Rows of other nodes; all nodes on one machine, as {', '.join(networks)} ({', '.join(cpus)}, "
-            f"{cores[0]} cores)"
-        )
-        out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, dpi=150)
-        plt.close(figure)
+                below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": 3}
+                axes.legend(fontsize=8.5, **below)
+        return png(made)
+
+
+def _carries(row: Row, carrier: str) -> bool:
+    return bool(row["parameters"]["carrier"] == carrier != "none")
 
 
 def _part(rows: Sequence[Row], name: str) -> list[Row]:
@@ -101,15 +86,6 @@ def _band(axes: Any, rows: Sequence[Row], along: str, value: Any, **style: Any) 
     axes.fill_between(x, low, high, color=style["color"], alpha=0.12, linewidth=0)
 
 
-def _plain(axes: Any) -> None:
-    """Numbers as people write them on a logarithmic axis."""
-    from matplotlib.ticker import LogLocator
-
-    axes.minorticks_off()
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-
-
 def _rate(row: Row) -> tuple[float, ...]:
     return tuple(row["gb_per_s"][q] for q in ("p10", "p50", "p90"))
 
@@ -120,9 +96,7 @@ def _milliseconds(row: Row) -> tuple[float, ...]:
 
 def _fractions(axes: Any, rows: Sequence[Row], carrier: str) -> None:
     there = [row for row in rows if row["parameters"]["carrier"] == carrier]
-    axes.set(title=f"{carrier}: not measured", xlabel="rows of the own node", ylabel="GB/s of one rank")
-    if not there:
-        return
+    axes.set(xlabel="rows of the own node", ylabel="GB/s of one rank")
     batch = max(row["parameters"]["batch"] for row in there)
     workload = sorted({row["workload"] for row in there})[0]
     for nodes in sorted({row["parameters"]["nodes"] for row in there}):
@@ -140,15 +114,13 @@ def _fractions(axes: Any, rows: Sequence[Row], carrier: str) -> None:
             _band(axes, chosen, "local_fraction", _rate, linewidth=2.4 if variant == "ours" else 1.3, **style)
     axes.set(title=f"{carrier}: {workload}, batch {batch} a rank", yscale="log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    _plain(axes)
+    plain(axes.yaxis)
     axes.invert_xaxis()
-    axes.grid(which="major", alpha=0.35)
+    axes.grid(which="major", alpha=0.3)
 
 
 def _latency(axes: Any, rows: Sequence[Row]) -> None:
-    axes.set(title="Latency of one batch, drawn over all shards", ylabel="ms; whiskers to p95")
-    if not rows:
-        return
+    axes.set(ylabel="ms; whiskers to p95")
     batch = min(row["parameters"]["batch"] for row in rows)
     workload = sorted({row["workload"] for row in rows})[0]
     rows = [row for row in rows if (row["workload"], row["parameters"]["batch"]) == (workload, batch)]
@@ -167,7 +139,7 @@ def _latency(axes: Any, rows: Sequence[Row]) -> None:
     names = ["1 node" if nodes == 1 else f"{nodes} nodes\n{carrier}" for nodes, carrier in groups]
     axes.set_xticks(range(len(groups)), names, fontsize=7.5)
     axes.set_title(f"Latency of one batch of {batch} drawn over all shards, {workload}")
-    axes.grid(axis="y", alpha=0.35)
+    axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
 
 
@@ -194,12 +166,16 @@ def _transport(axes: Any, rows: Sequence[Row]) -> None:
     goals = sorted((row["parameters"]["request"], *row["targets"].values()) for row in rows if row["targets"])
     for value, goal in dict.fromkeys(goals):
         axes.plot([value / 1.4, value * 1.4], [goal, goal], color="black", linewidth=1, zorder=1)
-        axes.annotate(f"target {goal:g}", (value, goal), ha="center", va="bottom", fontsize=7.5)
+        white = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
+        text = f"target {goal:g}"
+        axes.annotate(
+            text, (value, goal), (0, 2), textcoords="offset points", ha="center", fontsize=8, bbox=white
+        )
     axes.set(xscale="log")
     axes.set_xticks(ticks, [size(value) for value in ticks])
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
-    axes.grid(which="major", alpha=0.35)
+    axes.grid(which="major", alpha=0.3)
 
 
 def _selection(axes: Any, rows: Sequence[Row], bare: Sequence[Row]) -> None:
@@ -216,7 +192,7 @@ def _selection(axes: Any, rows: Sequence[Row], bare: Sequence[Row]) -> None:
     if not ticks:
         return
     axes.set(xscale="log", yscale="log")
-    axes.set_xticks(ticks, [str(value) for value in ticks])
-    _plain(axes)
+    plain(axes.xaxis, ticks)
+    plain(axes.yaxis)
     axes.set_title(f"Drawing over all shards, batch {ours[0]['parameters']['batch']} a rank")
-    axes.grid(which="major", alpha=0.35)
+    axes.grid(which="major", alpha=0.3)

@@ -1,0 +1,245 @@
+"""``python -m benchmarks compare A B``: the same measurements twice, side by side.
+
+A and B are each a file of JSON lines, a run or a commit whose rows are in benchmarks/results, or ``FILE@RUN`` (run or
+commit). Rows are matched by device, experiment, workload, variant and parameters. Speeds are compared as they are, and
+relative to the yardstick of their own run, which takes out how fast the machine was that day, if that is not ours.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from benchmarks.harness import RESULTS
+from benchmarks.reporting.rows import (
+    BadRow,
+    Row,
+    band,
+    comparisons,
+    is_ours,
+    key,
+    measured,
+    place,
+    read,
+    speed,
+)
+from benchmarks.reporting.tables import amount
+from benchmarks.showing import grid, standard_console
+
+__all__ = ["Pair", "command", "pairs"]
+
+_SHORTEST = 4  # letters of a run or a commit
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """One measurement in A and in B.
+
+    Attributes:
+        label: of its comparison.
+        before, after: the rows.
+        yardstick: whether both are relative to the same one, which is not ours.
+    """
+
+    label: str
+    before: Row
+    after: Row
+    yardstick: bool
+
+    @property
+    def ratio(self) -> float:
+        """B's speed over A's."""
+        return speed(self.after) / speed(self.before)
+
+    @property
+    def relative(self) -> float:
+        """The same relative to the yardstick of its own run; NaN without one."""
+        if not self.yardstick:
+            return math.nan
+        return float(self.after["ratio"]["p50"] / self.before["ratio"]["p50"])
+
+    @property
+    def judged(self) -> float:
+        """The ratio that counts: relative to the yardstick where there is one."""
+        return self.relative if self.yardstick else self.ratio
+
+    @property
+    def scatters(self) -> bool:
+        """Whether p10 to p90 of both overlap."""
+        if self.yardstick:
+            (slow, fast), (slower, faster) = (
+                (row["ratio"]["p10"], row["ratio"]["p90"]) for row in (self.before, self.after)
+            )
+        else:
+            (slow, fast), (slower, faster) = band(self.before), band(self.after)
+        return bool(slow <= faster and slower <= fast)
+
+    @property
+    def verdict(self) -> str:
+        """``"faster"``, ``"slower"`` or ``"same within scatter"``."""
+        if math.isnan(self.judged):
+            return "no figure"
+        if self.scatters:
+            return "same within scatter"
+        return "faster" if self.judged > 1 else "slower"
+
+
+def command(
+    a: Annotated[
+        str, typer.Argument(metavar="A", help="A file, a run, a commit, or FILE@RUN: what was before.")
+    ],
+    b: Annotated[str, typer.Argument(metavar="B", help="The same: what is now.")],
+    fail_above: Annotated[
+        float | None,
+        typer.Option(
+            min=1.0,
+            help="End with status 1 if a row of ours takes more than so many times as long, relative to its "
+            "yardstick and beyond scatter.",
+        ),
+    ] = None,
+) -> None:
+    """Compare two runs, row by row."""
+    console = standard_console()
+    before, after = _rows(a, "A"), _rows(b, "B")
+    found = pairs(before, after)
+    matched = len(found)
+    if not matched:
+        raise typer.BadParameter(
+            f"none of the {len(measured(before))} rows of {a} measures what one of the {len(measured(after))} rows of "
+            f"{b} does, on the same device."
+        )
+    _warn(console, found)
+    for experiment in dict.fromkeys(pair.after["experiment"] for pair in found):
+        console.print(_table(experiment, [pair for pair in found if pair.after["experiment"] == experiment]))
+    for name, rows in ((a, before), (b, after)):
+        alone = len(_last(rows)) - matched
+        if alone:
+            console.print(
+                f"{alone} rows of {name} have no counterpart", style="dim", highlight=False, markup=False
+            )
+    worse = [
+        pair
+        for pair in found
+        if fail_above is not None
+        and is_ours(pair.after)
+        and pair.verdict == "slower"
+        and 1 / pair.judged > fail_above
+    ]
+    if worse:
+        names = "; ".join(f"{pair.label}: {pair.after['variant']} ({1 / pair.judged:.2f})" for pair in worse)
+        text = f"more than {fail_above:g} times as slow as before: {names}"
+        console.print(text, style="bold red", highlight=False, markup=False)
+        raise typer.Exit(1)
+
+
+def pairs(before: Sequence[Row], after: Sequence[Row]) -> list[Pair]:
+    """What both have measured on the same device, in the order of `after`."""
+    old, new = _last(before), _last(after)
+    labels, limits = _labels(after), _labels(before)
+    found = []
+    for name, row in new.items():
+        if name in old:
+            label, limit = labels.get(id(row), (row["workload"], ""))
+            _, limit_before = limits.get(id(old[name]), ("", ""))
+            common = limit == limit_before != "" and limit != row["variant"]
+            found.append(Pair(label, old[name], row, common))
+    return found
+
+
+def _last(rows: Sequence[Row]) -> dict[Any, Row]:
+    """The last row of each measurement by what it measures and on which device; machines may differ."""
+    return {(row["device"], *key(row)[1:]): row for row in measured(rows)}
+
+
+def _labels(rows: Sequence[Row]) -> Mapping[int, tuple[str, str]]:
+    """Row -> label of its comparison, and the yardstick there if it is not ours."""
+    found: dict[int, tuple[str, str]] = {}
+    for comparison in comparisons(rows):
+        limit = comparison.limit["variant"] if comparison.limit is not None else ""
+        for run in comparison.runs.values():
+            for row in run.values():
+                found[id(row)] = (comparison.label, limit if row.get("yardstick") == limit else "")
+    return found
+
+
+def _rows(name: str, which: str) -> list[Row]:
+    """The rows that an argument means."""
+    file, at, run = name.rpartition("@")
+    if Path(name).is_file():
+        files, run = [Path(name)], ""
+    elif len(run) < _SHORTEST:
+        text = f"{run!r} is no file, and too short for a run or a commit: {_SHORTEST} letters at least."
+        raise typer.BadParameter(text, param_hint=which)
+    elif at and not Path(file).is_file():
+        raise typer.BadParameter(f"{file} is not there.", param_hint=which)
+    else:
+        files = [Path(file)] if at else sorted(RESULTS.glob("*.jsonl"))
+    try:
+        rows = read(files)
+    except BadRow as error:
+        raise typer.BadParameter(str(error), param_hint=which) from error
+    chosen = [row for row in rows if not run or _is_of(row, run)]
+    if not measured(chosen):
+        where = (
+            ", ".join(map(str, files))
+            if Path(name).is_file() or at
+            else f"{RESULTS}, and there is no such file"
+        )
+        what = f"measured by a run or commit {run!r}" if run else "measured"
+        raise typer.BadParameter(f"nothing {what} is in {where}.", param_hint=which)
+    return chosen
+
+
+def _is_of(row: Row, name: str) -> bool:
+    return str(row["run"]).startswith(name) or str(row.get("commit") or "").startswith(name)
+
+
+def _warn(console: Any, found: Sequence[Pair]) -> None:
+    """Say so if machines differ: then only what is relative to the yardstick says much."""
+    machines = dict.fromkeys(
+        (str(place(pair.before)), str(place(pair.after)))
+        for pair in found
+        if place(pair.before) != place(pair.after)
+    )
+    for one, other in machines:
+        text = f"The machines differ: A on {one}; B on {other}. Trust what is relative to the yardstick."
+        console.print(text, style="yellow", highlight=False, markup=False)
+    quick = [pair for pair in found for row in (pair.before, pair.after) if _quick(row)]
+    if quick:
+        console.print("Rows of --quick are no figures.", style="yellow", highlight=False)
+
+
+def _quick(row: Row) -> bool:
+    return bool((row.get("configuration") or {}).get("quick"))
+
+
+def _table(experiment: str, found: Sequence[Pair]) -> Any:
+    table = grid(f"{experiment}: speeds of B over A, above 1 is faster")
+    table.add_column("comparison")
+    table.add_column("variant")
+    for head in ("A", "B", "B ÷ A", "÷ yardstick"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    colours = {"faster": "green", "slower": "red"}
+    for pair in found:
+        table.add_row(
+            escape(pair.label),
+            escape(pair.after["variant"]),
+            _figure(pair.before),
+            _figure(pair.after),
+            f"{pair.ratio:.2f}",
+            f"{pair.relative:.2f}" if pair.yardstick else "",
+            f"[{colours.get(pair.verdict, 'dim')}]{pair.verdict}[/]",
+        )
+    return table
+
+
+def _figure(row: Row) -> str:
+    """Without the long units that figures have which are no times."""
+    return amount({**row, "unit": ""} if "amount" in row else row)

@@ -1,0 +1,155 @@
+"""Which pictures there are: one file and one description each, for every place that has the rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+
+from benchmarks.reporting import bars, lines, plot_multi_server, plot_online, plot_select
+from benchmarks.reporting.findings import growths, headline
+from benchmarks.reporting.rows import Comparison, Place, Row, speed
+from benchmarks.reporting.style import rates
+
+__all__ = ["Picture", "draw_all"]
+
+Draw = Callable[[Sequence[Comparison]], bytes | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """A plot of rows of one place.
+
+    Attributes:
+        name: of the file, without its ending.
+        place: where all its rows were measured.
+        section: the experiment it belongs to, ``"headline"`` or ``"growth"``.
+        caption, alt: what is seen; `alt` for those who do not see it.
+        png: the bytes of the file.
+    """
+
+    name: str
+    place: Place
+    section: str
+    caption: str
+    alt: str
+    png: bytes
+
+    @property
+    def width(self) -> int:
+        """How wide it is to be shown, in CSS pixels."""
+        return int.from_bytes(self.png[16:20], "big") * 96 // 150
+
+
+_PICTURES: tuple[tuple[str, str, Draw, str], ...] = (
+    (
+        "headline",
+        "headline",
+        bars.draw_headline,
+        "Throughput; whiskers from p10 to p90; the dashed line is the limit.",
+    ),
+    (
+        "growth",
+        "growth",
+        lines.draw_growth,
+        "Ours, the limit, and of the others the one that is quickest most often.",
+    ),
+    (
+        "single-server",
+        "single-server",
+        bars.draw_single_server,
+        "Throughput; whiskers from p10 to p90; the dashed line is the limit.",
+    ),
+    (
+        "batch-size",
+        "batch-size",
+        lines.draw_batch_size,
+        "Throughput against the size of a batch; bands from p10 to p90.",
+    ),
+    (
+        "collect",
+        "collect",
+        lines.draw_collect,
+        "Gathering against the size of a batch, with one size of blocks; bands from p10 to p90.",
+    ),
+    ("collect-rows", "collect", lines.draw_rows, "The kernel's share of the copy engine's rate."),
+    (
+        "select",
+        "select",
+        lambda found: plot_select.draw(_rows(found)),
+        "One cycle: draw a batch by priority, then set new priorities. Bands from p10 to p90; hollow marks where draws "
+        "are not quite in proportion.",
+    ),
+    (
+        "online",
+        "online",
+        lambda found: plot_online.draw(_rows(found)),
+        "Adding, setting priorities, and reading meanwhile; bands and whiskers from p10 to p90.",
+    ),
+    (
+        "checkpoint",
+        "checkpoint",
+        bars.draw_checkpoint,
+        "Saving and loading; whiskers from p10 to p90; the dashed line is a plain write or read of as many bytes.",
+    ),
+    (
+        "memory",
+        "memory",
+        bars.draw_memory,
+        "Bytes resident for each byte of payload, by distribution of lengths; the table has further variants.",
+    ),
+    (
+        "overlap",
+        "overlap",
+        bars.draw_overlap,
+        "How many times as long training takes with the loader beside it.",
+    ),
+    ("train", "train", bars.draw_train, "End to end: return over time, and samples a second."),
+)
+
+
+def draw_all(found: Sequence[Comparison]) -> list[Picture]:
+    """Every picture that there are rows for. No picture has rows of two places."""
+    made: list[Picture] = []
+    names: dict[str, int] = {}
+
+    def add(name: str, place: Place, section: str, caption: str, alt: str, png: bytes | None) -> None:
+        if png is not None:
+            stem = f"{name}-{_slug('gpu ' + place.device if place.is_gpu else place.device)}"
+            names[stem] = names.get(stem, 0) + 1
+            if names[stem] > 1:  # another machine with a device of this name
+                stem = f"{stem}-{names[stem]}"
+            made.append(Picture(stem, place, section, caption, alt, png))
+
+    for place in sorted({comparison.place for comparison in found}):
+        there = [comparison for comparison in found if comparison.place == place]
+        for name, section, draw, caption in _PICTURES:
+            add(name, place, section, caption, _alt(section, there, caption), draw(there))
+        for i, (network, rows) in enumerate(plot_multi_server.networks(_rows(there)).items()):
+            caption = (
+                f"All nodes on one machine, over {network}; ours beside a bare exchange of as many bytes."
+            )
+            name = "multi-server" if i == 0 else f"multi-server-{_slug(network)}"
+            add(name, place, "multi-server", caption, caption, plot_multi_server.draw(rows))
+    return made
+
+
+def _rows(found: Sequence[Comparison]) -> list[Row]:
+    return [row for comparison in found for row in comparison.rows.values()]
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "device"
+
+
+def _alt(section: str, there: Sequence[Comparison], caption: str) -> str:
+    """The picture in words: the figures where it has few."""
+    if section == "headline":
+        chosen = headline(there)
+        if chosen is None:
+            return caption
+        rows = sorted(chosen.rows.values(), key=speed, reverse=True)
+        return "Bars: " + ", ".join(f"{row['variant']} {rates(row)[1]:.3g} GB/s" for row in rows) + "."
+    if section == "growth":
+        return "Lines, one panel each, against: " + ", ".join(growth.along for growth in growths(there)) + "."
+    return caption

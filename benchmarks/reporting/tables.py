@@ -1,0 +1,147 @@
+"""The tables of the page: ours beside the limit and every other variant, and all rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from benchmarks.reporting.findings import duration
+from benchmarks.reporting.rows import Comparison, Row
+
+__all__ = ["Cell", "Matrix", "amount", "every_row", "matrices", "scatter", "times"]
+
+_COUNTED = ("online", "train")  # where rows a second say more than the time of a batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A figure, and how many times as fast the table's first column is.
+
+    Attributes:
+        figure: with its unit; empty if there is none.
+        ratio: such as ``"4.7×"``; empty if they did not take turns.
+        lost: whether the other is faster.
+    """
+
+    figure: str = ""
+    ratio: str = ""
+    lost: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """Comparisons of one kind, one a line.
+
+    Attributes:
+        title: what is compared.
+        first: our variant that the others are compared with.
+        limit: the yardstick's name, or empty.
+        others, ways: further columns: of others, and of ours.
+        lines: (label, first's figure, its p10 to p90, cells).
+    """
+
+    title: str
+    first: str
+    limit: str
+    others: Sequence[str]
+    ways: Sequence[str]
+    lines: Sequence[tuple[str, str, str, Sequence[Cell]]]
+
+
+def amount(row: Row, quantile: str = "p50") -> str:
+    """A figure with its unit: GB/s of bytes, else a rate or a time, else what the row says."""
+    if "amount" in row:
+        value = row["amount"][quantile]
+        missing = value is None or not math.isfinite(value)
+        return "–" if missing else f"{value:,.3g} {row.get('unit', '')}".strip()
+    seconds = row["seconds"][quantile]
+    if not seconds:
+        return "–"
+    if "bytes" in row:
+        return f"{row['bytes'] / seconds / 1e9:.3g} GB/s"
+    if row["experiment"] in _COUNTED:
+        return f"{row.get('rows', 1) / seconds:,.0f}/s"
+    return duration(seconds)
+
+
+def scatter(row: Row) -> str:
+    """p10 to p90 of that figure, in one unit."""
+    ends = ("p90", "p10") if amount(row).endswith("/s") and "seconds" in row else ("p10", "p90")
+    low, high = (amount(row, quantile) for quantile in ends)
+    number, _, unit = low.partition(" ")
+    return f"{number} – {high}" if high.endswith(unit) else f"{low} – {high}"
+
+
+def matrices(found: Sequence[Comparison]) -> list[Matrix]:
+    """A table for each workload whose comparisons have the same first variant and the same limit."""
+    kinds: dict[tuple[Any, ...], list[Comparison]] = {}
+    for comparison in found:
+        if comparison.ours:
+            limit = comparison.limit["variant"] if comparison.limit is not None else ""
+            part = comparison.parameters.get("part", "")
+            kind = (comparison.workload, part, comparison.ours[0]["variant"], limit)
+            kinds.setdefault(kind, []).append(comparison)
+    return [_matrix(*kind, comparisons) for kind, comparisons in kinds.items()]
+
+
+def _matrix(workload: str, part: str, first: str, limit: str, found: Sequence[Comparison]) -> Matrix:
+    others = list(dict.fromkeys(row["variant"] for c in found for row in c.others))
+    ways = list(dict.fromkeys(row["variant"] for c in found for row in c.ours[1:]))
+    lines = []
+    for comparison in found:
+        mine = comparison.ours[0]
+        names = [*([limit] if limit else []), *others, *ways]
+        cells = [_cell(comparison, mine, name, limit) for name in names]
+        lines.append((comparison.label, amount(mine), scatter(mine), cells))
+    title = f"{workload}: {part}" if part and part != workload else workload
+    return Matrix(title, first, limit, others, ways, lines)
+
+
+def _cell(comparison: Comparison, mine: Row, name: str, limit: str) -> Cell:
+    row = comparison.rows.get(name)
+    if row is None:
+        return Cell()
+    ratio = comparison.ratio(mine, row)
+    if math.isnan(ratio):
+        return Cell(amount(row))
+    others = {other["variant"] for other in comparison.others}
+    return Cell(amount(row), times(ratio), lost=ratio < 1 and name in others and name != limit)
+
+
+def times(ratio: float) -> str:
+    """A ratio as people read it."""
+    if ratio >= 9.95:
+        return f"{ratio:,.0f}×"
+    if ratio >= 1.95:
+        return f"{ratio:.1f}×"
+    return f"{ratio:.2f}×" if ratio >= 0.1 else f"{ratio:.2g}×"
+
+
+def every_row(found: Iterable[Comparison]) -> list[dict[str, str]]:
+    """All rows of some comparisons, as texts."""
+    lines = []
+    for comparison in found:
+        for row in comparison.rows.values():
+            own = {
+                name: value
+                for name, value in row["parameters"].items()
+                if name not in ("about", "curve", "curves", "peer") and name not in comparison.parameters
+            }
+            mid = row.get("ratio", {}).get("p50")
+            lines.append(
+                {
+                    "label": comparison.label,
+                    "workload": comparison.workload,
+                    "variant": row["variant"],
+                    "own": json.dumps(own)[1:-1].replace('"', "") if own else "",
+                    "figure": amount(row),
+                    "scatter": scatter(row),
+                    "ratio": "" if mid is None else f"{mid:.2f}× {row['yardstick']}",
+                    "repeats": str(row.get("repeats", "")),
+                    "run": row["run"],
+                }
+            )
+    return lines

@@ -1,0 +1,419 @@
+"""The report: one page of made-up rows, in the file and in a real browser."""
+
+from __future__ import annotations
+
+import base64
+import html
+import importlib
+import itertools
+import json
+import math
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks_common import call
+from report_common import GPU, Made, changed, every_experiment, headline, on_a_gpu, spread, written
+
+for package in ("jinja2", "matplotlib"):
+    pytest.importorskip(package)
+
+rows_module = importlib.import_module("benchmarks.reporting.rows")
+findings = importlib.import_module("benchmarks.reporting.findings")
+page_module = importlib.import_module("benchmarks.reporting.page")
+provenance = importlib.import_module("benchmarks.reporting.provenance")
+tables = importlib.import_module("benchmarks.reporting.tables")
+experiments = importlib.import_module("benchmarks.experiments")
+
+HOSTILE = "<script>document.title='broken'</script>\"'&{{ 7 * 7 }}"
+
+
+class _Reader(HTMLParser):
+    """Tags with their attributes, and the text of each section."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: dict[str, str] = {}
+        self._section = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag == "section":
+            self._section = dict(attrs)["id"] or ""
+
+    def handle_data(self, data: str) -> None:
+        self.texts[self._section] = self.texts.get(self._section, "") + " " + " ".join(data.split())
+
+    def section(self, name: str) -> str:
+        return " ".join(self.texts[name].split())
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a report on all experiments and two devices, with names that try to break out."""
+    folder = tmp_path_factory.mktemp("report")
+    rows = every_experiment(Made("run-cpu")) + on_a_gpu(Made("run-gpu", GPU))
+    hostile = Made("run-hostile", configuration={"quick": False, "note": HOSTILE})
+    speeds = {"memcpy": 2e9, "ours": 1e9, HOSTILE: 5e8}
+    hostile.compare("collect", HOSTILE, f"{HOSTILE}, batch 7", speeds, "memcpy", {"batch": 7})
+    hostile.leave("select", HOSTILE, HOSTILE)
+    file = written(folder / "rows.jsonl", rows + hostile.rows)
+    done = call("report", str(file), "--out", str(folder / "new" / "report"))
+    assert done.exit_code == 0, done.output
+    assert str(folder / "new" / "report" / "index.html") in done.stdout
+    return folder / "new" / "report"
+
+
+def found_of(*made: Made) -> Any:
+    lines = [json.loads(json.dumps(row)) for one in made for row in one.rows]
+    return rows_module.comparisons(lines)
+
+
+def report_of(folder: Path, rows: Any) -> _Reader:
+    done = call("report", str(written(folder / "rows.jsonl", rows)), "--out", str(folder / "report"))
+    assert done.exit_code == 0, done.output
+    return _Reader((folder / "report" / "index.html").read_text(encoding="utf-8"))
+
+
+# The page --------------------------------------------------------------------------------------------
+
+
+def test_the_page_needs_nothing_else_and_has_the_pictures_in_it(made: Path) -> None:
+    text = (made / "index.html").read_text(encoding="utf-8")
+    read = _Reader(text)
+    for tag, attributes in read.tags:
+        assert tag not in ("script", "link", "iframe", "object"), tag
+        for name in ("src", "href", "srcset"):
+            value = attributes.get(name) or ""
+            assert not value or value.startswith(("data:image/png;base64,", "#")), value[:60]
+    assert not re.search(r"https?://|url\(|@import", text)
+    images = {a["data-file"]: a for tag, a in read.tags if tag == "img"}
+    files = {path.name: path.read_bytes() for path in made.glob("*.png")}
+    assert set(images) == set(files)
+    for name, content in files.items():
+        assert content.startswith(b"\x89PNG")
+        assert base64.b64decode((images[name]["src"] or "").partition(",")[2]) == content
+        assert images[name]["alt"]
+    assert {"headline-cpu.png", "headline-gpu-nvidia-h100.png", "collect-rows-gpu-nvidia-h100.png"} <= set(
+        files
+    )
+    for experiment in experiments.EXPERIMENTS:
+        assert f"{experiment.name}-cpu.png" in files
+
+
+def test_headings_contents_and_hostile_names(made: Path) -> None:
+    text = (made / "index.html").read_text(encoding="utf-8")
+    read = _Reader(text)
+    levels = [int(tag[1]) for tag, _ in read.tags if re.fullmatch("h[1-6]", tag)]
+    assert levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
+    targets = {a["href"] for tag, a in read.tags if tag == "a"}
+    assert targets <= {f"#{a['id']}" for _, a in read.tags if a.get("id")}
+    assert {f"#experiment-{experiment.name}" for experiment in experiments.EXPERIMENTS} <= targets
+    assert HOSTILE not in text
+    assert html.escape(HOSTILE).replace("&#x27;", "&#39;").replace("&quot;", "&#34;") in text
+    assert HOSTILE in read.section("experiments")
+    assert HOSTILE in read.section("not-measured")
+
+
+def test_the_headline_and_how_it_was_measured(made: Path) -> None:
+    read = _Reader((made / "index.html").read_text(encoding="utf-8"))
+    shown = read.section("headline")
+    assert "through DataLoader at 13 GB/s" in shown
+    assert "1.86× cpprb and 16× Reverb, gRPC" in shown
+    assert "The limit, memcpy of as many bytes, is 17 GB/s, of which that is 76%." in shown
+    assert "Measured on Made-up CPU, 2 cores, 2026-11-22, commit 0123456789ab." in shown
+    assert "at 39 GB/s (p10 to p90: 37.1 – 41.1 GB/s): 1.86× cpprb and 16× Reverb, gRPC" in shown
+    how = read.section("how")
+    for text in (
+        "take turns (A B A B",
+        "load 0.1 at the start",
+        "torch 2.13.0",
+        "cpprb: cpprb 11.0",
+        "run-gpu",
+    ):
+        assert text in how
+    assert "python -m benchmarks single-server --threads 2 --repeats 5 --peers .peers" in how
+    assert "python -m benchmarks collect --threads 2 --repeats 5 --device cuda" in how
+    assert "TorchRL left out no interpreter with it is there 2026-11-22" in read.section("not-measured")
+    growth = read.section("growth")
+    for text in ("number of items N", "batch, trajectories", "bytes of a row", "writer processes", "nodes"):
+        assert text in growth
+
+
+def test_what_is_lost_is_as_plain_as_what_is_won(made: Path) -> None:
+    read = _Reader((made / "index.html").read_text(encoding="utf-8"))
+    lost = read.section("lose")
+    assert "collect, W1 index_select collector, blocks 100 0.50× W1, batch 32 3 of 3 3 cpu" in lost
+    # Of both devices the same target is missed: 13 / 7 of cpprb, where 1.9 were aimed for.
+    assert lost.count("at least 1.9 × cpprb 1.86 × (1.76 – 1.95) 98% missed") == 5
+    assert "multi-server requests of 65536 ours at least 0.9 × bare 0.70 × (0.66 – 0.73) 78% missed" in lost
+    assert "at least 15 × Reverb" not in lost
+    targets = read.section("targets")
+    assert "memory uniform 1 to 100 ours at most 1.05 1.03" in targets
+    assert "at least 15 × Reverb, gRPC 16.25 × (15.44 – 17.06) 108% met" in targets
+
+
+def test_without_gpu_rows_there_is_no_gpu_figure(tmp_path: Path) -> None:
+    made = Made("run-cpu")
+    headline(made)
+    read = report_of(tmp_path, made.rows)
+    assert not [path.name for path in (tmp_path / "report").glob("*.png") if "gpu" in path.name]
+    assert "No figure on this page was measured on a GPU." in read.section("")
+    assert "No figure was measured on a GPU." in read.section("not-measured")
+    assert "single-server: not on a GPU" in read.section("not-measured")
+    assert "H100" not in (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
+
+
+def test_missing_pieces_are_named(tmp_path: Path) -> None:
+    made = Made("only", commit=None, dirty=None)
+    made.compare("collect", "W1", "W1, batch 32", {"memcpy": 2e9, "collector": 1e9}, "memcpy", {"batch": 32})
+    made.amount("train", "return", "ours", math.nan, "s", parameters={"return": 9, "curve": []})
+    del made.rows[0]["versions"], made.rows[0]["configuration"]
+    read = report_of(tmp_path, made.rows)
+    assert "Not measured here yet: python -m benchmarks single-server makes the rows." in read.section(
+        "headline"
+    )
+    assert "There are no rows of other libraries to compare with." in read.section("lose")
+    assert "No row has a target." in read.section("targets")
+    assert "select: no rows at all" in read.section("not-measured")
+    assert "nan" not in read.section("experiments")
+    assert (tmp_path / "report" / "collect-cpu.png").is_file()
+
+
+def test_rows_of_quick_runs_are_left_away_where_there_are_others(tmp_path: Path) -> None:
+    quick, full = Made("quick", configuration={"quick": True}, date="2026-11-23"), Made("full")
+    headline(quick, factor=1e6)
+    headline(full)
+    assert "at 13 GB/s" in report_of(tmp_path, quick.rows + full.rows).section("headline")
+    alone = report_of(tmp_path, quick.rows)
+    assert "They are no figures." in alone.section("")
+
+
+def test_the_command_line_says_what_is_wrong(tmp_path: Path) -> None:
+    for lines, message in (
+        (None, "rows.jsonl is not there; run `python -m benchmarks run all` first"),
+        ("", "no row of"),
+        ('{"experiment": "select"', "line 1: no JSON"),
+        ("[1]\n", "line 1: list in place of a row"),
+        ('\n{"experiment": "select"}\n', "line 2: expected 'device' as str, found None"),
+    ):
+        file = tmp_path / "rows.jsonl"
+        if lines is not None:
+            file.write_text(lines)
+        done = call("report", str(file), "--out", str(tmp_path / "report"))
+        assert done.exit_code == 2, message
+        shown = "".join(done.stderr.replace("│", " ").split())
+        assert "".join(message.split()) in shown
+    assert not (tmp_path / "report").exists()
+
+
+# Rows ------------------------------------------------------------------------------------------------
+
+
+def test_the_last_of_equal_rows_counts_and_places_stay_apart() -> None:
+    first, second, other = Made("a"), Made("b", date="2026-11-23"), Made("c", GPU)
+    for made, factor in ((first, 1e9), (second, 2e9), (other, 3e9)):
+        headline(made, factor=factor)
+    # Peers say something about themselves; that makes no other measurement.
+    second.rows[-1]["parameters"]["peer"] = "another version"
+    found = found_of(second, first, other)
+    rows = rows_module.measured(sorted(first.rows + second.rows + other.rows, key=lambda row: row["date"]))
+    assert len(rows) == 2 * len(first.rows)
+    assert [(c.place.device, c.rows["ours"]["run"]) for c in rows_module.comparisons(rows)] == [
+        (GPU, "c"),
+        ("cpu", "b"),
+    ]
+    assert {c.place.device for c in found} == {"cpu", GPU}
+    machine = {**first.rows[0]["machine"], "cores": 64}
+    elsewhere = [json.loads(json.dumps(row)) for row in changed(first.rows, machine=machine)]
+    assert len(rows_module.comparisons(first.rows + elsewhere)) == 2
+
+
+def test_ratios_are_taken_within_one_run() -> None:
+    # The peer was measured on a slow day; today only ours was, on a fast one.
+    before, now = Made("before"), Made("now", date="2026-11-23")
+    before.compare("collect", "W1", "W1", {"memcpy": 2e9, "ours": 1e9, "peer": 5e8}, "memcpy", {"batch": 1})
+    now.compare("collect", "W1", "W1", {"memcpy": 8e9, "ours": 4e9}, "memcpy", {"batch": 1})
+    (comparison,) = found_of(before, now)
+    assert comparison.rows["ours"]["run"] == "now"
+    assert comparison.ratio(comparison.ours[0], comparison.rows["peer"]) == pytest.approx(2)
+    # One that never took turns with ours has no ratio.
+    alone = Made("alone", date="2026-11-24")
+    alone.compare("collect", "W1", "W1", {"memcpy": 8e9, "other": 4e9}, "memcpy", {"batch": 1})
+    (comparison,) = found_of(before, now, alone)
+    assert math.isnan(comparison.ratio(comparison.ours[0], comparison.rows["other"]))
+    assert findings.tally([comparison]) == (1, 1)
+
+
+def test_rows_of_old_files_get_labels() -> None:
+    made = Made("old")
+    for batch in (32, 64):
+        for network in ("processes", "namespaces"):
+            where = {"batch": batch, "network": network, "part": "collect", "rows": 7, "request": 65536}
+            made.compare("multi-server", "W1", "", {"bare": 2e9, "ours": 1e9}, "bare", where)
+    for row in made.rows:
+        del row["label"]
+    assert [comparison.label for comparison in found_of(made)] == [
+        "W1, batch 32, processes",
+        "W1, batch 32, namespaces",
+        "W1, batch 64, processes",
+        "W1, batch 64, namespaces",
+    ]
+
+
+def test_verdicts_follow_the_rule_of_the_harness() -> None:
+    made = Made("one")
+    for i, (low, mid, high) in enumerate(
+        ((0.9, 1.1, 1.15), (0.8, 1.1, 1.2), (0.5, 0.9, 0.95), (1.0, 1.1, 2.0))
+    ):
+        ratio = {"targets": {"memcpy": 1.0}, "ratio": {"p10": low, "p50": mid, "p90": high}}
+        speeds = {"memcpy": 2e9, "ours": 1e9}
+        made.compare("collect", "W1", f"{i}", speeds, "memcpy", {"batch": i}, ours=ratio)
+    made.compare("select", "cycle", "limit", {"ours": 1e6}, "ours", {}, "rows", ours={"limit": 0.0009})
+    made.amount("memory", "uniform", "ours", 1.04, "bytes", at_most=1.05)
+    made.amount("overlap", "rate", "ours", 0.5, "share", at_least=0.9)
+    verdicts = {target.label: target.verdict for target in findings.targets(found_of(made))}
+    assert verdicts == {
+        "0": "met",
+        "1": "noisy",
+        "2": "missed",
+        "3": "met",
+        "limit": "missed",
+        "uniform": "met",
+        "rate": "missed",
+    }
+
+
+def test_figures_that_are_no_times_count_the_right_way_round() -> None:
+    made = Made("one")
+    for variant, value in {"ours": 1.2, "TorchRL": 1.0, "Reverb": 2.4}.items():
+        made.amount("memory", "uniform", variant, value, "bytes resident / byte of payload")
+    (loss,) = findings.losses(found_of(made))
+    assert (loss.other, loss.worst, loss.clear) == ("TorchRL", pytest.approx(1 / 1.2), 1)
+    assert findings.tally(found_of(made)) == (1, 2)
+
+
+def test_what_was_left_out_once_and_measured_later_is_not_listed() -> None:
+    before, now = Made("before"), Made("now", date="2026-11-23")
+    before.leave("collect", "peer", "not installed")
+    before.leave("collect", "other", "not installed")
+    now.compare("collect", "W1", "W1", {"memcpy": 2e9, "peer": 1e9}, "memcpy", {"batch": 1})
+    found = found_of(now)
+    assert [left.what for left in provenance.left_out(before.rows + now.rows, found)] == ["other"]
+
+
+def test_numbers_are_written_as_people_read_them() -> None:
+    assert [tables.times(ratio) for ratio in (0.0046, 0.5, 1.94, 4.66, 16.3, 1234)] == [
+        "0.0046×",
+        "0.50×",
+        "1.94×",
+        "4.7×",
+        "16×",
+        "1,234×",
+    ]
+    assert [findings.duration(seconds) for seconds in (2e-7, 3.2e-6, 4e-4, 0.0126, 3, 1234, math.nan)] == [
+        "0.2 µs",
+        "3.2 µs",
+        "400 µs",
+        "12.6 ms",
+        "3 s",
+        "1,234 s",
+        "–",
+    ]
+    row = {"experiment": "select", "seconds": spread(1e-3), "rows": 10}
+    assert (tables.amount(row), tables.scatter(row)) == ("1 ms", "950 µs – 1.05 ms")
+    row = {"experiment": "online", "seconds": spread(1e-3), "rows": 10}
+    assert (tables.amount(row), tables.scatter(row)) == ("10,000/s", "9,524/s – 10,526/s")
+
+
+# A real browser --------------------------------------------------------------------------------------
+
+_BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+# Puts the page into frames of a phone's and of a desk's width, and writes what it sees into the document.
+_LAYOUT = """<!doctype html><title>wait</title><pre id="out"></pre><script>
+const widths = [390, 1280], found = {};
+function look(frame, width) {
+  const page = frame.contentDocument, view = frame.contentWindow;
+  page.querySelectorAll('details').forEach(one => one.open = true);
+  const images = [...page.images];
+  const blocks = [...page.querySelectorAll('h1,main h2,h3,h4,main p,figure,main table,main dl,nav')]
+    .filter(one => !one.parentElement.closest('figure'))
+    .map(one => ({ name: one.tagName + ' ' + one.textContent.trim().slice(0, 30),
+                   box: (one.closest('.scroll') || one).getBoundingClientRect() }))
+    .filter(one => one.box.width && one.box.height);
+  const overlaps = [];
+  for (let i = 0; i < blocks.length; i++) for (let j = i + 1; j < blocks.length; j++) {
+    const a = blocks[i].box, b = blocks[j].box;
+    const x = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+    const y = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+    if (x > 1 && y > 1) overlaps.push(blocks[i].name + ' / ' + blocks[j].name);
+  }
+  found[width] = {
+    title: page.title, inner: view.innerWidth, scroll: page.documentElement.scrollWidth,
+    images: images.length, bad: images.filter(one => !(one.complete && one.naturalWidth > 0)).map(one => one.alt),
+    wide: [...page.querySelectorAll('.scroll')].filter(one => one.scrollWidth > one.clientWidth).length,
+    blocks: blocks.length, overlaps,
+    ground: view.getComputedStyle(page.body).backgroundColor,
+    numbers: [...new Set([...page.querySelectorAll('td.n')].map(one => view.getComputedStyle(one).textAlign))],
+  };
+  if (Object.keys(found).length === widths.length) {
+    document.getElementById('out').textContent = JSON.stringify(found);
+    document.title = 'done';
+  }
+}
+for (const width of widths) {
+  const frame = document.createElement('iframe');
+  frame.style.cssText = `width:${width}px;height:900px;border:0`;
+  frame.addEventListener('load', () => look(frame, width));
+  frame.srcdoc = PAGE;
+  document.body.append(frame);
+}
+</script>"""
+
+
+@pytest.mark.skipif(_BROWSER is None, reason="no Chromium is installed")
+def test_a_browser_shows_it_on_a_phone_and_on_a_desk(made: Path, tmp_path: Path) -> None:
+    page = json.dumps((made / "index.html").read_text(encoding="utf-8")).replace("</", "<\\/")
+    (tmp_path / "layout.html").write_text(_LAYOUT.replace("PAGE", page), encoding="utf-8")
+    command = [
+        str(_BROWSER),
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-quic",
+        "--no-first-run",
+    ]
+    command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    command += [
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--window-size=1400,1000",
+        "--virtual-time-budget=20000",
+    ]
+    done = subprocess.run(
+        [*command, "--dump-dom", f"file://{tmp_path / 'layout.html'}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    shown = re.search(r'<pre id="out">(.*?)</pre>', done.stdout, re.S)
+    assert shown is not None, done.stderr[-2000:]
+    assert shown[1], "the page was not looked at in time"
+    found = json.loads(html.unescape(shown[1]))
+    for width in ("390", "1280"):
+        seen = found[width]
+        assert seen["title"] == "Gear Loader: what was measured"
+        assert seen["images"] == len(list(made.glob("*.png")))
+        assert seen["bad"] == []
+        assert seen["scroll"] <= seen["inner"] == int(width)
+        assert seen["overlaps"] == []
+        assert seen["blocks"] > 60
+        assert seen["numbers"] == ["right"]
+    assert found["390"]["wide"] > 5  # wide tables and pictures scroll in boxes of their own
