@@ -2,8 +2,8 @@
 
 Handing a job to a sleeping thread takes some 80 us on a virtual machine, which is as long as gathering a small batch
 takes. So the rows are cut into chunks that every member takes from one counter: the caller starts at once, and who
-wakes up late finds fewer chunks left, or none. A member that has run out of work looks for more for about 100 us
-before it sleeps, so that back-to-back batches find it awake.
+wakes up late finds fewer chunks left, or none. A member that has run out of work looks for more for 0.3 ms before it
+sleeps, so that the next batch finds it awake: between two batches lie some 0.1 ms of drawing and bookkeeping.
 
 All of it, but for the sleeping, happens in compiled code without the GIL (`gear_loader.native.post`, `serve`,
 `finish`), through a mailbox that is drawn there.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import time
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ __all__ = ["MAX_THREADS", "gather"]
 
 MAX_THREADS = 8
 _CHUNK_BYTES = 1 << 17
+_AWAKE_SECONDS = 3e-4
 
 
 class _Crew:
@@ -36,6 +38,7 @@ class _Crew:
         self._mailbox = memory[-memory.ctypes.data // 8 % 8 :][:128]  # on a cache line
         self._base = self._mailbox.ctypes.data
         self._mailbox[native.STATE : native.STATE + members] = native.ASLEEP
+        self._spins = self._looks(_AWAKE_SECONDS)
         self._wake = [threading.Semaphore(0) for _ in range(members)]
         self._turn = threading.Lock()
         for member in range(members):
@@ -46,7 +49,18 @@ class _Crew:
     def _run(self, member: int) -> None:
         while True:
             self._wake[member].acquire()
-            native.serve(self._mailbox, self._base, member)
+            native.serve(self._mailbox, self._base, member, self._spins)
+
+    def _looks(self, seconds: float) -> int:
+        """How often a member looks for work in so much time: processors differ by the factor of ten in a pause."""
+        count = 1000
+        native.look(self._base, 1)  # compiles it
+        each = []
+        for _ in range(3):  # one may have been interrupted
+            begin = time.perf_counter()
+            native.look(self._base, count)
+            each.append((time.perf_counter() - begin) / count)
+        return max(1, int(seconds / min(each)))
 
     def gather(
         self,

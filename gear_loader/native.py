@@ -113,7 +113,6 @@ def append_steps(
 # writing of the next job into the mailbox has come meanwhile.
 _CHUNK_BITS = 16
 _CHUNK_MASK = (1 << _CHUNK_BITS) - 1
-_SPINS = 2000
 
 # Places in the mailbox, 64 bytes apart where several threads write.
 _TICKET, _DONE, _JOB, STATE = 0, 8, 16, 32
@@ -414,8 +413,8 @@ if AVAILABLE:
             atomic_add(base + 8 * _DONE, 1)
 
     @compiled
-    def serve(mailbox: _Array, base: int, member: int) -> None:
-        """A member's work, until it has found none for a while and is marked asleep."""
+    def serve(mailbox: _Array, base: int, member: int, spins: int) -> None:
+        """A member's work, until it has looked for more `spins` times in vain and is marked asleep."""
         state = base + 8 * (STATE + member)
         idle = 0
         while True:
@@ -423,13 +422,23 @@ if AVAILABLE:
                 idle = 0
             idle += 1
             pause()
-            if idle > _SPINS:
+            if idle > spins:
                 before = atomic_load(base + 8 * _TICKET)
                 atomic_store(state, ASLEEP)
                 # A job posted before the mark was seen would not wake this member: look once more.
                 if atomic_load(base + 8 * _TICKET) == before or atomic_cas(state, ASLEEP, _AWAKE) != ASLEEP:
                     return
                 idle = 0
+
+    @compiled
+    def look(base: int, spins: int) -> int:
+        """Look for work so many times, as `serve` does, and take none: to find out how long that takes."""
+        found = 0
+        for _ in range(spins):
+            ticket = atomic_load(base + 8 * _TICKET)
+            found += (ticket & _CHUNK_MASK) < (ticket >> _CHUNK_BITS & _CHUNK_MASK)
+            pause()
+        return found
 
     @compiled
     def post(base: int, members: int, chunks: int) -> int:
@@ -451,4 +460,4 @@ if AVAILABLE:
             pause()
 
 else:  # pragma: no cover - depends on the environment
-    scatter = append = gather = place = resolve = serve = post = finish = None
+    scatter = append = gather = place = resolve = serve = look = post = finish = None
