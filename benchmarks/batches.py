@@ -53,7 +53,9 @@ TARGETS = {
 }
 """Throughput over that of others, of batches of `TARGET_BATCH`."""
 TARGET_BATCH = 256
-_MOST_BYTES = 512_000_000  # of a measurement
+_MOST_BYTES = (
+    2_560_000_000  # of a measurement, a fifth of a second: after a pause processors are slow for some 20 ms
+)
 
 
 # ---------------------------------------------------------------- ours, and what is in this process
@@ -115,7 +117,11 @@ def variant(
 def dataset(
     store: Store, batch: int, prefetch: int, device: torch.device | str = "cpu"
 ) -> gear.ReplayDataset:
-    """Ours: by priority, or windows that end at any step."""
+    """Ours: by priority, or windows that end at any step.
+
+    Without prefetching on the CPU a batch is valid until the next one is asked for, as a plain loop needs it: so all
+    batches lie in the same memory, which stays in the cache.
+    """
     return gear.ReplayDataset(
         store.table,
         batch_size=batch,
@@ -125,6 +131,7 @@ def dataset(
         seed=SEED,
         device=device,
         prefetch=prefetch,
+        keep=_keep(prefetch, device),
         batches_per_epoch=math.inf,
     )
 
@@ -132,7 +139,13 @@ def dataset(
 def loader(store: Store, name: str, batch: int, prefetch: int, device: torch.device | str = "cpu") -> Way:
     """Ours through `DataLoader`."""
     batches = DataLoader(dataset(store, batch, prefetch, device), batch_size=None)
-    return Way(name, lambda: iter(batches), {"block_steps": BLOCK_STEPS, "prefetch": prefetch})
+    parameters = {"block_steps": BLOCK_STEPS, "prefetch": prefetch, "keep": _keep(prefetch, device)}
+    return Way(name, lambda: iter(batches), parameters)
+
+
+def _keep(prefetch: int, device: torch.device | str) -> int:
+    """How many batches stay valid: one, or two, which is the default."""
+    return 1 if prefetch == 0 and torch.device(device).type == "cpu" else 2
 
 
 def _sample(store: Store, batch: int) -> Way:
@@ -265,6 +278,7 @@ def _peer(store: Store, name: str, process: PeerProcess, batch: int, batches: in
         PeerFailed: it has none.
     """
     setting = process.ask("prepare", name=name, batch=batch)["setting"]
+    batches = max(2, batches // PEERS[name].cost)
 
     def check() -> None:
         answer = process.ask("check", name=name, times=max(4, draws // batch))
@@ -288,7 +302,7 @@ def _peer(store: Store, name: str, process: PeerProcess, batch: int, batches: in
 
 def count_of(store: Store, batch: int, *, quick: bool) -> int:
     """Batches of a measurement."""
-    return 3 if quick else max(4, min(256, _MOST_BYTES // (batch * store.workload.row_bytes)))
+    return 3 if quick else max(8, min(1024, _MOST_BYTES // (batch * store.workload.row_bytes)))
 
 
 def compared(

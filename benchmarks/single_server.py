@@ -6,8 +6,9 @@ The paper's first experiment. Batches of 256 (`benchmarks.batches`), on the CPU 
 W1                               whole trajectories (42,000 B each) out of 20,000, drawn by priority (alpha 0.6,
                                  beta 0.4, with importance weights)
 memcpy                           the yardstick: as many bytes in one piece
-ours                             ``DataLoader(ReplayDataset(...), batch_size=None)``, without prefetching; the same
-                                 with 2 batches ahead, and `ReplayDataset.sample` without `DataLoader`
+ours                             ``DataLoader(ReplayDataset(...), batch_size=None)`` for a plain loop: nothing ahead,
+                                 a batch valid until the next one (``prefetch=0, keep=1``); the same with the
+                                 defaults, 2 batches ahead and 2 valid; `sample` without `DataLoader`
 plain torch                      `torch.multinomial`, and `index_select` into buffers that are kept: no table that
                                  could be written meanwhile
 DataLoader, map-style            a user's own dataset: uniform draws, whole trajectories; also with 2 workers

@@ -113,6 +113,7 @@ class Subject:
         packages: whose versions are told. workload: whose batches it gives. prioritized: whether it draws by priority.
         settings: to choose from. setting: the one in use.
         batch: rows of a batch, set by `prepare`.
+        cost: how many times longer a batch takes about than ours: it is timed over fewer.
     """
 
     packages: tuple[str, ...] = ()
@@ -121,6 +122,7 @@ class Subject:
     prioritized = True
     settings: tuple[dict[str, Any], ...] = ({},)
     batch = 0
+    cost = 1
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -188,6 +190,7 @@ class ReverbInProcess(Subject):
     of a writer, and so one chunk a column. The importance weights come from the probabilities, as Acme computes them.
     """
 
+    cost = 8
     packages = ("dm-reverb", "tensorflow-cpu", "numpy")
     environment = "reverb"
     settings = (
@@ -266,6 +269,8 @@ class ReverbInProcess(Subject):
 class ReverbRemote(ReverbInProcess):
     """The same, with the server in a process of its own on the same machine, reached over gRPC."""
 
+    cost = 16
+
     def _serve(self) -> int:
         source = self.source
         spec = {
@@ -298,6 +303,7 @@ class TorchRL(Subject):
     Without prefetching or with 2 batches ahead, whichever is faster; on the CPU there is nothing to pin batches for.
     """
 
+    cost = 4
     packages = ("torchrl", "tensordict", "torch", "numpy")
     environment = "torchrl"
     settings = ({"prefetch": 0}, {"prefetch": 2})
@@ -361,6 +367,7 @@ class TorchRLSlices(TorchRL):
     flat: windows one after another.
     """
 
+    cost = 8
     workload = "W2"
     prioritized = False
 
@@ -399,6 +406,7 @@ class TorchRLSlices(TorchRL):
 class Cpprb(Subject):
     """cpprb's `PrioritizedReplayBuffer`, a trajectory a row: `sample`."""
 
+    cost = 2
     packages = ("cpprb", "numpy")
     environment = "cpprb"
 
