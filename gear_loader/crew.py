@@ -2,8 +2,10 @@
 
 Handing a job to a sleeping thread takes some 80 us on a virtual machine, which is as long as gathering a small batch
 takes. So the rows are cut into chunks that every member takes from one counter: the caller starts at once, and who
-wakes up late finds fewer chunks left, or none. A member that has run out of work looks for more for 0.3 ms before it
-sleeps, so that the next batch finds it awake: between two batches lie some 0.1 ms of drawing and bookkeeping.
+wakes up late finds fewer chunks left, or none. Where batches are asked for one right after another (some 0.1 ms of
+drawing and bookkeeping lie between them), a member that has run out of work looks for more for 0.3 ms before it sleeps,
+so that the next batch finds it awake. A consumer that works on its batch for longer needs the cores itself: there
+members sleep at once, and a batch that a core copies in less than it takes to wake another is left to the caller.
 
 All of it, but for the sleeping, happens in compiled code without the GIL (`gear_loader.native.post`, `serve`,
 `finish`), through a mailbox that is drawn there.
@@ -27,6 +29,7 @@ __all__ = ["MAX_THREADS", "gather"]
 MAX_THREADS = 8
 _CHUNK_BYTES = 1 << 17
 _AWAKE_SECONDS = 3e-4
+_ALONE_BYTES = 1 << 19
 
 
 class _Crew:
@@ -39,6 +42,7 @@ class _Crew:
         self._base = self._mailbox.ctypes.data
         self._mailbox[native.STATE : native.STATE + members] = native.ASLEEP
         self._spins = self._looks(_AWAKE_SECONDS)
+        self._ended = -1.0  # when the last job was, on the clock of `time.perf_counter`
         self._wake = [threading.Semaphore(0) for _ in range(members)]
         self._turn = threading.Lock()
         for member in range(members):
@@ -49,7 +53,7 @@ class _Crew:
     def _run(self, member: int) -> None:
         while True:
             self._wake[member].acquire()
-            native.serve(self._mailbox, self._base, member, self._spins)
+            native.serve(self._mailbox, self._base, member)
 
     def _looks(self, seconds: float) -> int:
         """How often a member looks for work in so much time: processors differ by the factor of ten in a pause."""
@@ -87,6 +91,8 @@ class _Crew:
             job += (extent.ctypes.data, len(extent), ids.ctypes.data, len(ids), steps)
             job += (0 if rows is None else rows.ctypes.data,)
             self._mailbox[native.ROWS : native.ROWS + len(job)] = job
+            soon = time.perf_counter() - self._ended < _AWAKE_SECONDS
+            self._mailbox[native.SPINS] = self._spins if soon else 0
             asleep = native.post(self._base, self._members, chunks)
             try:
                 for member in range(self._members):
@@ -94,6 +100,7 @@ class _Crew:
                         self._wake[member].release()
             finally:  # also when interrupted: members that have taken a chunk write into the caller's memory
                 native.finish(self._mailbox, self._base, chunks)
+                self._ended = time.perf_counter()
             return True
         finally:
             self._turn.release()
@@ -124,7 +131,7 @@ def gather(
     count = len(slots)
     threads = min(torch.get_num_threads(), MAX_THREADS)
     chunks = min(count, count * row_bytes // _CHUNK_BYTES, 16 * threads)
-    if threads > 1 and chunks > 1:
+    if threads > 1 and chunks > 1 and count * row_bytes > _ALONE_BYTES:
         crew = _crew(os.getpid(), threads - 1)
         if crew.gather(chunks, columns, slots, anchors, extent, ids, block_steps, rows):
             return

@@ -32,10 +32,12 @@ __all__ = [
     "ASLEEP",
     "AVAILABLE",
     "ROWS",
+    "SPINS",
     "STATE",
     "append_steps",
     "finish",
     "gather",
+    "look",
     "place",
     "post",
     "require",
@@ -106,6 +108,7 @@ def append_steps(
 #
 #     TICKET        job number << 32 | number of its chunks << 16 | next chunk that nobody has taken
 #     DONE          chunks finished
+#     SPINS         how often a member that has run out of work looks for more before it sleeps
 #     ROWS, ...     the job: valid for whoever has taken a chunk of it, until all its chunks are finished
 #     STATE + i     member i: AWAKE or ASLEEP
 #
@@ -115,7 +118,7 @@ _CHUNK_BITS = 16
 _CHUNK_MASK = (1 << _CHUNK_BITS) - 1
 
 # Places in the mailbox, 64 bytes apart where several threads write.
-_TICKET, _DONE, _JOB, STATE = 0, 8, 16, 32
+_TICKET, _DONE, _JOB, SPINS, STATE = 0, 8, 16, 27, 32
 (
     ROWS,
     _COLUMNS,
@@ -413,8 +416,8 @@ if AVAILABLE:
             atomic_add(base + 8 * _DONE, 1)
 
     @compiled
-    def serve(mailbox: _Array, base: int, member: int, spins: int) -> None:
-        """A member's work, until it has looked for more `spins` times in vain and is marked asleep."""
+    def serve(mailbox: _Array, base: int, member: int) -> None:
+        """A member's work, until it has found none for a while and is marked asleep."""
         state = base + 8 * (STATE + member)
         idle = 0
         while True:
@@ -422,7 +425,7 @@ if AVAILABLE:
                 idle = 0
             idle += 1
             pause()
-            if idle > spins:
+            if idle > atomic_load(base + 8 * SPINS):
                 before = atomic_load(base + 8 * _TICKET)
                 atomic_store(state, ASLEEP)
                 # A job posted before the mark was seen would not wake this member: look once more.
