@@ -370,7 +370,8 @@ class Session:
     def show_targets(self) -> None:
         """Print the ratios that have a target; then the times that have a limit."""
         table = grid("Targets")
-        for head in ("comparison", "variant", "relative to"):
+        table.add_column("comparison")
+        for head in ("variant", "relative to"):
             table.add_column(head, no_wrap=True)
         for head in ("ratio", "p10 – p90", "target", ""):
             table.add_column(head, justify="right", no_wrap=True)

@@ -98,7 +98,7 @@ class Kind:
 
 def command(
     quick: Quick = False,
-    payload: Annotated[float | None, typer.Option(min=1, help="Megabytes of steps: 200 by default.")] = None,
+    payload: Annotated[float | None, typer.Option(min=1, help="Megabytes of steps: 100 by default.")] = None,
     peers: Peers = None,
     repeats: Repeats = None,
     out: Out = None,
@@ -106,7 +106,7 @@ def command(
     minutes: Minutes = None,
 ) -> None:
     """Bytes resident for each byte of payload, with trajectories of uneven length."""
-    payload_bytes = int(1e6 * (payload or (8 if quick else 200)))
+    payload_bytes = int(1e6 * (payload or (8 if quick else 100)))
     with opened(
         "memory",
         quick=quick,
@@ -152,7 +152,7 @@ def _settings(left: Left, payload: int, *, quick: bool) -> Iterator[Setting]:
     for workload in (W2,) if quick else (W2, W1):
         columns = dict(workload.columns)
         for name, make in DISTRIBUTIONS.items():
-            if quick and not name.startswith("uniform"):
+            if quick and name != "uniform 1-512":
                 continue
             found = Setting(name, workload.name, columns, np.empty(0))
             yield dataclasses.replace(found, lengths=_enough(make, payload // found.step_bytes))

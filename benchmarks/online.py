@@ -42,7 +42,7 @@ from benchmarks.peers.environments import interpreters
 from benchmarks.peers.online_peers import MODES
 from benchmarks.workloads import W1
 
-__all__ = ["command", "run"]
+__all__ = ["command", "run", "show_rates"]
 
 PARTS = ("insert", "priorities", "read", "loop")
 TRAJECTORIES = 6_000
@@ -129,7 +129,7 @@ def run(
             def show() -> None:
                 nonlocal shown
                 if len(session.results) > shown:
-                    _show(session, session.results[shown:])
+                    show_rates(session, session.results[shown:])
                 shown = len(session.results)
 
             if "insert" in parts:
@@ -159,7 +159,7 @@ def rate(result: Result) -> np.ndarray:
     return rows / result.seconds
 
 
-def _show(session: Session, results: Sequence[Result]) -> None:
+def show_rates(session: Session, results: Sequence[Result]) -> None:
     """A table for one comparison."""
     comparison = results[0].comparison
     item = comparison.parameters["item"]

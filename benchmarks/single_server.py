@@ -42,6 +42,7 @@ from benchmarks import online_parts
 from benchmarks.batches import TARGET_BATCH, Others, compared
 from benchmarks.batches_store import Store
 from benchmarks.harness import Comparison, Left, Session
+from benchmarks.online import show_rates
 from benchmarks.online_parts import Setting
 from benchmarks.online_subjects import Crew, Shelf, peer_crews
 from benchmarks.options import Device, Minutes, Out, Peers, Quick, Repeats, Threads, opened
@@ -144,7 +145,7 @@ def insert(session: Session, left: Left, pythons: Sequence[Path], *, quick: bool
         before = len(session.results)
         for _ in online_parts.inserting(session, left.add, setting, crews, shelf, _as_insert):
             if len(session.results) > before:
-                session.show(session.results[before:])
+                show_rates(session, session.results[before:])
             before = len(session.results)
 
 

@@ -391,7 +391,6 @@ class Opened:
             held.block_steps,
             0,
             len(slots),
-            False,
             rows,
         )
 
@@ -437,4 +436,4 @@ def warm_up() -> None:
         none = np.empty(0, dtype=np.int64)
         table, extent = np.zeros((1, WIDTH), dtype=np.int64), np.zeros((1, 2), dtype=np.int64)
         for rows in (None, none):
-            native.gather(table, none, none, extent, np.zeros(1, dtype=np.int32), 1, 0, 0, False, rows)
+            native.gather(table, none, none, extent, np.zeros(1, dtype=np.int32), 1, 0, 0, rows)
