@@ -37,7 +37,7 @@ from benchmarks import multi_server_bare
 from benchmarks.harness import Left, Result, Session, grid, quantiles
 from benchmarks.multi_server_nodes import NodesFailed, namespaces, processes
 from benchmarks.multi_server_parts import SELECTORS, Setting, exchanging, selecting
-from benchmarks.options import Minutes, Out, Quick, Repeats, opened
+from benchmarks.options import Minutes, Out, Quick, Repeats, opened, some_of
 
 __all__ = ["command", "run"]
 
@@ -83,8 +83,8 @@ def command(
     minutes: Minutes = None,
 ) -> None:
     """Rows of other nodes, and drawing from all of them."""
-    chosen = _some_of(parts, PARTS, "--parts")
-    wanted = _some_of(carriers, multi_server_bare.CARRIERS, "--carriers")
+    chosen = some_of(parts, PARTS, "--parts")
+    wanted = some_of(carriers, multi_server_bare.CARRIERS, "--carriers")
     if network is Network.processes and (bandwidth is not None or latency is not None):
         raise typer.BadParameter(
             "processes share one loopback; use --network namespaces.", param_hint="--network"
@@ -128,13 +128,6 @@ def command(
         except NodesFailed as error:
             session.console.print(f"failed: {error}", style="bold red", highlight=False, markup=False)
             raise typer.Exit(1) from error
-
-
-def _some_of(text: str, known: Sequence[str], option: str) -> list[str]:
-    chosen = text.split(",")
-    if not set(chosen) <= set(known):
-        raise typer.BadParameter(f"{text!r}; expected some of {','.join(known)}.", param_hint=option)
-    return [name for name in known if name in chosen]
 
 
 def _numbers(text: str | None, option: str, least: int, most: int) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ from benchmarks import online_parts, online_reads
 from benchmarks.harness import Left, Result, Session, grid, quantiles, verdict
 from benchmarks.online_parts import Setting
 from benchmarks.online_subjects import Crew, Shelf, peer_crews
-from benchmarks.options import Minutes, Out, Peers, Quick, Repeats, Threads, numbers, opened
+from benchmarks.options import Minutes, Out, Peers, Quick, Repeats, Threads, numbers, opened, some_of
 from benchmarks.peers.environments import interpreters
 from benchmarks.peers.online_peers import MODES
 from benchmarks.workloads import W1
@@ -69,9 +69,7 @@ def command(
     minutes: Minutes = None,
 ) -> None:
     """Adding, setting priorities, and reading while others write."""
-    chosen = parts.split(",")
-    if not set(chosen) <= set(PARTS):
-        raise typer.BadParameter(f"{parts!r}; expected some of {','.join(PARTS)}.", param_hint="--parts")
+    chosen = some_of(parts, PARTS, "--parts")
     setting = Setting(
         W1.of(trajectories or (600 if quick else TRAJECTORIES)),
         block_steps=block_steps,

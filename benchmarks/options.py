@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +16,7 @@ from benchmarks import machine
 from benchmarks.harness import RESULTS, Deadline, Incorrect, Session
 from benchmarks.peers.process import PeerFailed
 
-__all__ = ["Device", "Minutes", "Out", "Peers", "Quick", "Repeats", "Threads", "numbers", "opened"]
+__all__ = ["Device", "Minutes", "Out", "Peers", "Quick", "Repeats", "Threads", "numbers", "opened", "some_of"]
 
 
 class Device(str, enum.Enum):
@@ -101,3 +101,15 @@ def numbers(text: str | None, option: str, least: int, most: int) -> tuple[int, 
     if min(found) < least or max(found) > most:
         raise typer.BadParameter(f"{text!r}; expected numbers from {least:,} to {most:,}.", param_hint=option)
     return tuple(sorted(set(found)))
+
+
+def some_of(text: str, known: Sequence[str], option: str) -> list[str]:
+    """The names of an option such as ``collect,select``, in the order of `known`.
+
+    Raises:
+        typer.BadParameter: one is not known.
+    """
+    chosen = text.split(",")
+    if not set(chosen) <= set(known):
+        raise typer.BadParameter(f"{text!r}; expected some of {','.join(known)}.", param_hint=option)
+    return [name for name in known if name in chosen]

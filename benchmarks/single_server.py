@@ -45,7 +45,7 @@ from benchmarks.harness import Comparison, Left, Session
 from benchmarks.online import show_rates
 from benchmarks.online_parts import Setting
 from benchmarks.online_subjects import Crew, Shelf, peer_crews
-from benchmarks.options import Device, Minutes, Out, Peers, Quick, Repeats, Threads, opened
+from benchmarks.options import Device, Minutes, Out, Peers, Quick, Repeats, Threads, opened, some_of
 from benchmarks.peers.environments import interpreters
 from benchmarks.workloads import W1, W2, Workload
 
@@ -73,9 +73,7 @@ def command(
     minutes: Minutes = None,
 ) -> None:
     """Storing trajectories and drawing batches on one machine, beside what others do."""
-    chosen = parts.split(",")
-    if not set(chosen) <= set(PARTS):
-        raise typer.BadParameter(f"{parts!r}; expected some of {','.join(PARTS)}.", param_hint="--parts")
+    chosen = some_of(parts, PARTS, "--parts")
     count = trajectories or (300 if quick else W1.trajectories)
     if count < batch:
         raise typer.BadParameter(f"{count} is less than a batch, {batch}.", param_hint="--trajectories")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks_common import call, rows_of, run
+from benchmarks_common import Here, call, rows_of, run
 
 checkpoint = importlib.import_module("benchmarks.checkpoint")
 harness = importlib.import_module("benchmarks.harness")
@@ -44,23 +44,6 @@ def check_row(row: dict[str, Any]) -> None:
         assert isinstance(row["parameters"]["synced"], bool)
         assert row["extras"]["seconds until it returns"] <= row["seconds"]["p90"]
     assert {"machine", "versions", "commit", "dirty", "source", "date", "run", "device"} <= set(row)
-
-
-class Here:
-    """Stands in for a process: works in this one."""
-
-    def __init__(self, kind: Any) -> None:
-        self.about = {"versions": {}, "note": None}
-        self._worker = peers.Worker(kind)
-
-    def ask(self, what: str, **arguments: Any) -> Any:
-        try:
-            return getattr(self._worker, what)(**arguments)
-        except Exception as error:
-            raise process.PeerFailed(f"{type(error).__name__}: {error}") from error
-
-    def close(self) -> None:
-        pass
 
 
 class Stale(workers.Plain):  # type: ignore[misc, name-defined]
@@ -98,7 +81,7 @@ def measured(tmp_path: Path, kinds: list[Any]) -> tuple[list[dict[str, Any]], st
 
 
 def kind(name: str, subject: Any, *, ours: bool = False) -> Any:
-    return checkpoint.Kind(name, lambda: Here(subject), ours)
+    return checkpoint.Kind(name, lambda: Here(peers.Worker(subject)), ours)
 
 
 # What is measured ------------------------------------------------------------------------------------

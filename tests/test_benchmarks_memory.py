@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks_common import call, rows_of, run
+from benchmarks_common import Here, call, rows_of, run
 
 harness = importlib.import_module("benchmarks.harness")
 memory = importlib.import_module("benchmarks.memory")
@@ -31,23 +31,6 @@ def check_row(row: dict[str, Any]) -> None:
     assert set(row["amount"]) == {"p10", "p50", "p90"}
     assert row["amount"]["p50"] > 0.7  # nothing takes less than it holds, but for what this process had free
     assert {"machine", "versions", "commit", "dirty", "source", "date", "run", "device"} <= set(row)
-
-
-class Here:
-    """Stands in for a process: measures in this one."""
-
-    def __init__(self, kind: Any) -> None:
-        self.about = {"versions": {}, "note": None}
-        self._worker = peers.Worker(kind)
-
-    def ask(self, what: str, **arguments: Any) -> Any:
-        try:
-            return getattr(self._worker, what)(**arguments)
-        except Exception as error:
-            raise process.PeerFailed(f"{type(error).__name__}: {error}") from error
-
-    def close(self) -> None:
-        pass
 
 
 class Changed(workers.Listed):  # type: ignore[misc, name-defined]
@@ -93,13 +76,22 @@ def test_rows_have_what_was_measured_and_others_that_fail_are_left_out(
 
     kinds = [
         memory.Kind(
-            "ours", lambda: Here(workers.Ours), {"block_steps": 32}, ours=True, at_most=memory.AT_MOST
+            "ours",
+            lambda: Here(peers.Worker(workers.Ours)),
+            {"block_steps": 32},
+            ours=True,
+            at_most=memory.AT_MOST,
         ),
-        memory.Kind("ours, named", lambda: Here(workers.Ours), {"block_steps": 16, "named": True}, ours=True),
-        memory.Kind("fixed rows", lambda: Here(workers.FixedRows)),
-        memory.Kind("list of tensors", lambda: Here(workers.Listed)),
-        memory.Kind("wrong", lambda: Here(Changed)),
-        memory.Kind("short", lambda: Here(Shorter)),
+        memory.Kind(
+            "ours, named",
+            lambda: Here(peers.Worker(workers.Ours)),
+            {"block_steps": 16, "named": True},
+            ours=True,
+        ),
+        memory.Kind("fixed rows", lambda: Here(peers.Worker(workers.FixedRows))),
+        memory.Kind("list of tensors", lambda: Here(peers.Worker(workers.Listed))),
+        memory.Kind("wrong", lambda: Here(peers.Worker(Changed))),
+        memory.Kind("short", lambda: Here(peers.Worker(Shorter))),
         memory.Kind("Reverb", missing),
     ]
     rows, reasons = measured(tmp_path / "new" / "rows.jsonl", kinds, setting("first"), setting("second"))
@@ -127,7 +119,7 @@ def test_rows_have_what_was_measured_and_others_that_fail_are_left_out(
 
 
 def test_ours_that_fails_ends_the_run(tmp_path: Path) -> None:
-    kinds = [memory.Kind("ours", lambda: Here(Changed), ours=True)]
+    kinds = [memory.Kind("ours", lambda: Here(peers.Worker(Changed)), ours=True)]
     with pytest.raises(process.PeerFailed, match="differs from what was stored"):
         measured(tmp_path / "rows.jsonl", kinds, setting())
     assert not (tmp_path / "rows.jsonl").exists()
