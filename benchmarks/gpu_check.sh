@@ -26,14 +26,14 @@ python=${PYTHON:-$root/.venv/bin/python}
 read -r -a options <<<"${BENCH:-}"
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 
-# The import name gear_loader.kernels is the folder triton_kernels/. Where the project is not installed, and nothing
-# can be, a copy in which the folder has that name is run instead.
+# gear_loader/kernels is a symbolic link to triton_kernels/. Where it was lost on the way to this machine, a copy of the
+# project with a real folder is run instead.
 place=$root
 if ! (cd "$root" && "$python" -c 'import gear_loader.kernels') >/dev/null 2>&1; then
     place=$(mktemp -d) || exit 2
     trap 'rm -rf "$place"' EXIT
     cp -R "$root"/{gear_loader,triton_kernels,benchmarks,tests,pyproject.toml} "$place" || exit 2
-    cp -R "$root/triton_kernels" "$place/gear_loader/kernels" || exit 2
+    rm -rf "$place/gear_loader/kernels" && cp -R "$root/triton_kernels" "$place/gear_loader/kernels" || exit 2
     if commit=$(git -C "$root" rev-parse HEAD 2>/dev/null); then
         export GEAR_LOADER_COMMIT=$commit
     fi

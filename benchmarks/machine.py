@@ -89,7 +89,7 @@ def _hash() -> str:
     for folder in ("gear_loader", "triton_kernels", "benchmarks"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             if path.parent == ROOT / "gear_loader" / "kernels":
-                continue  # a copy of triton_kernels, see gpu_check.sh
+                continue  # triton_kernels once more
             digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
