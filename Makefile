@@ -1,6 +1,7 @@
 # Every target sets up what it needs in .venv; a fresh clone needs only python3, make and gcc.
 #   make demo     collect, train and evaluate the example       make lint    ruff and mypy
 #   make test     all tests (ARGS="-k table" for some, JOBS=8)  make format  let ruff rewrite the code
+#   make test-all those too that make test leaves out: storms and exhaustive loops
 #   make bench    a benchmark (ARGS="run single-server")        make report  a page and plots of what was measured
 #   make peers    other libraries, to be measured beside ours   make clean   remove builds and caches, not .venv
 PYTHON ?= python3
@@ -10,7 +11,7 @@ READY := $(VENV)/.gear-loader-ready
 JOBS := 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench peers report clean
+.PHONY: help setup demo test test-all lint format bench peers report clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -29,6 +30,9 @@ demo: $(READY)
 	$(RUN) examples/decision_transformer.py $(ARGS)
 
 test: $(READY)
+	$(RUN) -m pytest -n $(JOBS) --dist worksteal -m "not long" $(ARGS)
+
+test-all: $(READY)
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 lint: $(READY)
