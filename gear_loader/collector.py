@@ -14,7 +14,7 @@ from gear_loader.kernels import reference
 from gear_loader.kernels.plan import PAD_HEAD, PAD_KEEP, PAD_TAIL, GatherColumn, GatherPlan
 from gear_loader.schema import Window
 from gear_loader.slots import Array
-from gear_loader.table import Table
+from gear_loader.table import Table, Ticket
 
 __all__ = ["Batch", "Buffers", "Collector", "Drawn", "copy_batch", "reach_of", "resolve"]
 
@@ -140,9 +140,13 @@ class Collector:
         self.waits = False
         """Whether `collect` may wait for others, so that it is not to be called by who trains."""
 
+    def new_ticket(self) -> Any:
+        """What a batch is read under: made before it is taken, and given back by `end_read`."""
+        return Ticket()
+
     def end_read(self, ticket: Any) -> None:
-        """Give back what was read under, when the gather has finished."""
-        self.table.end_read(ticket)
+        """Give back what was read under, when the gather has finished; idempotent."""
+        ticket.end()
 
     # ---------------------------------------------------------------- buffers
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from gear_loader import native
+from gear_loader.lock import new_mutex, run_alone
 from gear_loader.slots import Array
 
 __all__ = ["MAX_THREADS", "gather"]
@@ -44,7 +45,7 @@ class _Crew:
         self._spins = self._looks(_AWAKE_SECONDS)
         self._ended = -1.0  # when the last job was, on the clock of `time.perf_counter`
         self._wake = [threading.Semaphore(0) for _ in range(members)]
-        self._turn = threading.Lock()
+        self._turn = new_mutex()
         for member in range(members):
             threading.Thread(
                 target=self._run, args=(member,), name=f"gear-loader-{member}", daemon=True
@@ -78,32 +79,37 @@ class _Crew:
         rows: Array | None = None,
     ) -> bool:
         """Gather all entries in so many chunks; False, and nothing done, while another thread has the crew at work."""
-        if not self._turn.acquire(blocking=False):
-            return False
+        job: tuple[int, ...] = (
+            len(slots),
+            columns.ctypes.data,
+            len(columns),
+            slots.ctypes.data,
+            anchors.ctypes.data,
+        )
+        job += (extent.ctypes.data, len(extent), ids.ctypes.data, len(ids), steps)
+        job += (0 if rows is None else rows.ctypes.data,)
+        return run_alone(self._turn, lambda: self._work_on(job, chunks))
+
+    def _work_on(self, job: tuple[int, ...], chunks: int) -> None:
+        mailbox, base = self._mailbox, self._base
+        mailbox[native.ROWS : native.ROWS + len(job)] = job
+        soon = time.perf_counter() - self._ended < _AWAKE_SECONDS
+        mailbox[native.SPINS] = self._spins if soon else 0
+        mailbox[native.DONE] = chunks  # `finish` of a job that has not been posted returns at once
         try:
-            job: tuple[int, ...] = (
-                len(slots),
-                columns.ctypes.data,
-                len(columns),
-                slots.ctypes.data,
-                anchors.ctypes.data,
-            )
-            job += (extent.ctypes.data, len(extent), ids.ctypes.data, len(ids), steps)
-            job += (0 if rows is None else rows.ctypes.data,)
-            self._mailbox[native.ROWS : native.ROWS + len(job)] = job
-            soon = time.perf_counter() - self._ended < _AWAKE_SECONDS
-            self._mailbox[native.SPINS] = self._spins if soon else 0
-            asleep = native.post(self._base, self._members, chunks)
-            try:
-                for member in range(self._members):
-                    if asleep >> member & 1:
-                        self._wake[member].release()
-            finally:  # also when interrupted: members that have taken a chunk write into the caller's memory
-                native.finish(self._mailbox, self._base, chunks)
-                self._ended = time.perf_counter()
-            return True
-        finally:
-            self._turn.release()
+            asleep = native.post(base, self._members, chunks)
+            for member in range(self._members):
+                if asleep >> member & 1:
+                    self._wake[member].release()
+            native.finish(mailbox, base, chunks)
+        except BaseException:
+            # Interrupted: `post` has marked members as awake, and those that have taken a chunk write into the
+            # caller's memory. One that is woken without need finds nothing to do.
+            for wake in self._wake:
+                wake.release()
+            native.finish(mailbox, base, chunks)
+            raise
+        self._ended = time.perf_counter()
 
 
 @functools.cache

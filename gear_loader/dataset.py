@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import queue
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -19,7 +21,7 @@ from gear_loader.distributed.exchange import Solo
 from gear_loader.distributed.global_selection import GlobalSelection
 from gear_loader.distributed.local_selection import LocalPrioritySelection, gathered, meet, own_part
 from gear_loader.distributed.shards import Shards
-from gear_loader.errors import PrivateTableError, SchemaError
+from gear_loader.errors import GearError, PrivateTableError, SchemaError
 from gear_loader.notice import notice
 from gear_loader.options import at_least, device_of, integer, windows_of
 from gear_loader.prefetch import Pool, Prefetcher
@@ -189,6 +191,10 @@ class ReplayDataset(IterableDataset[Batch]):
         self._selection: Selection | None = None
         self._active: Prefetcher | None = None  # that of the running iteration
         self._past, self._open = 0, 0  # batches of the iterations before this one, and of this one
+        self._forked_from = (
+            0  # the process that made the connections to other shards, in a forked child of it
+        )
+        _datasets.add(self)
 
     # ---------------------------------------------------------------- shards
 
@@ -237,23 +243,37 @@ class ReplayDataset(IterableDataset[Batch]):
         epoch, before, step = self._position = self._begin()
         self._past, self._open = self._past + self._open, before + step
         prefetch = 0 if in_worker else self.prefetch
+        self._finish_closed()
         prefetcher = self._active = self._prefetcher(self.batch_size, prefetch=prefetch, shared=in_worker)
         draws = self._draws(epoch, before + number + workers * step, workers)
         try:
-            for batch in prefetcher.batches(
-                lambda buffers, item: self._fill(prefetcher, buffers, *item), draws
-            ):
-                step += 1
-                self._position, self._open = (epoch, before, step), before + step
-                yield batch
-            if not in_worker:
-                # A worker stays at its end, so that it ends again if it is resumed while others have batches left.
-                self._position = (epoch + 1, 0, 0)
-                self._past, self._open = self._past + self._open, 0
+            try:
+                for batch in prefetcher.batches(
+                    lambda buffers, item: self._fill(prefetcher, buffers, *item), draws
+                ):
+                    step += 1
+                    self._position, self._open = (epoch, before, step), before + step
+                    yield batch
+                if not in_worker:
+                    # A worker stays at its end, so that it ends again if it is resumed while others have batches left.
+                    self._position = (epoch + 1, 0, 0)
+                    self._past, self._open = self._past + self._open, 0
+            finally:
+                self._end(prefetcher)
         finally:
-            if self._active is prefetcher:
-                self._active = None
-            prefetcher.close()
+            if not prefetcher.closed:  # an exception has arrived on the way there
+                self._end(prefetcher)
+
+    def _end(self, prefetcher: Prefetcher) -> None:
+        """Close the prefetcher of an iteration; as long as its thread is at work it stays the active one."""
+        if prefetcher.close() and self._active is prefetcher:
+            self._active = None
+
+    def _finish_closed(self) -> None:
+        """Wait for the thread of an iterator that was closed where it could not be waited for."""
+        active = self._active
+        if active is not None and active.closed and active.join():
+            self._active = None
 
     def _draws(self, epoch: int, number: int, every: int) -> Iterator[tuple[Draw, Any]]:
         """The draws of this rank's batches `number`, number + every, ... of an epoch, and what they draw from if
@@ -309,6 +329,7 @@ class ReplayDataset(IterableDataset[Batch]):
                     del self._pools[self._sampler[0], False]
             self._sampler = (size, self._prefetcher(size, prefetch=0, shared=False))
         prefetcher = self._sampler[1]
+        self._finish_closed()
         if self._everywhere and self._active is not None:
             raise SchemaError(
                 "sample() was called during an iteration; over Shards all ranks must draw in the same order, so end "
@@ -339,12 +360,27 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def _fill(self, prefetcher: Prefetcher, buffers: Buffers, draw: Draw, frozen: Any) -> int:
         """Draw a batch and gather it into `buffers`; `frozen` are the items of an epoch that is a pass over them."""
-        ticket, count = self._selected().fill(prefetcher.collector, buffers, draw, frozen)
-        prefetcher.release(buffers, ticket)
-        return count
+        ticket = prefetcher.collector.new_ticket()
+        try:
+            _, count = self._selected().fill(prefetcher.collector, buffers, draw, frozen, ticket)
+            prefetcher.release(buffers, ticket)
+            return count
+        except BaseException:
+            prefetcher.abandon(ticket)
+            raise
 
     def _selected(self) -> Selection:
-        """The selector at work, in this process."""
+        """The selector at work, in this process.
+
+        Raises:
+            GearError: it draws over shards, and the process was forked.
+        """
+        if self._forked_from:
+            raise GearError(
+                f"A dataset over Shards of process {self._forked_from} was used in process {os.getpid()}, a forked "
+                "child: its connections to other ranks are the parent's. Make Shards and dataset in the child, or "
+                "start it with spawn."
+            )
         job = Job(
             self.table,
             self.selector,
@@ -670,6 +706,15 @@ class ReplayDataset(IterableDataset[Batch]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._shared.share_memory_()  # a pickle or a copy brings plain memory
+        _datasets.add(self)
+
+    def _after_fork(self) -> None:
+        """In a forked child: forget what the parent's threads work on. Its iterators cannot be continued here."""
+        if self.shards is not None:
+            self._forked_from = self._forked_from or os.getppid()
+        if self._selection is not None:
+            self._selection.after_fork()
+        self._sampler, self._pools, self._active = None, {}, None
 
     # Which epoch comes next is one number for this process and all workers. The workers of one loader's iteration
     # must start the same epoch, though any of them may come first, or not at all when the iteration is broken off:
@@ -696,13 +741,17 @@ class ReplayDataset(IterableDataset[Batch]):
             start = self._next()
             self._shared[_EPOCH], self._shared[_BEFORE] = start[0] + 1, 0
             return start
-        with self.table.region.lock:
+        worker = info
+
+        def join() -> tuple[int, int, int]:
             start = self._next()
-            if self._restart is None and not self._can_join(info.id, info.seed):
-                self._open_round(info.seed - info.id)
-            self._shared[_JOINED + info.id] = self._shared[_ROUND]
+            if self._restart is None and not self._can_join(worker.id, worker.seed):
+                self._open_round(worker.seed - worker.id)
+            self._shared[_JOINED + worker.id] = self._shared[_ROUND]
             self._restart = None
             return start
+
+        return self.table.region.lock.run(join)
 
     def _open_round(self, key: int) -> None:
         epoch, before, opened = self._shared[: _ROUND + 1].tolist()
@@ -819,3 +868,14 @@ class ReplayDataset(IterableDataset[Batch]):
             "anchor": self.anchor,
             "drop_last": self.drop_last,
         }
+
+
+_datasets: weakref.WeakSet[ReplayDataset] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for dataset in list(_datasets):
+        dataset._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

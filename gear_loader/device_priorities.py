@@ -12,7 +12,7 @@ import torch
 
 from gear_loader.collector import Buffers, Collector, GpuSide
 from gear_loader.errors import PriorityError, SchemaError
-from gear_loader.index import Snapshot
+from gear_loader.index import Snapshot, Ticket
 from gear_loader.item_map import Leaves
 from gear_loader.kernels.sum_tree import BAD_POSITION, DISTINCT_MISSING, EMPTY_DRAWS, NOWHERE, STALE, SumTree
 from gear_loader.priorities import ANCHORS, LEAVES, PrioritySelection, checked_weights, draw_key
@@ -127,8 +127,13 @@ class DevicePrioritySelection(PrioritySelection):
     # ---------------------------------------------------------------- drawing
 
     def fill(
-        self, collector: Collector, buffers: Buffers, draw: Draw, frozen: Snapshot | None
-    ) -> tuple[int, int]:
+        self,
+        collector: Collector,
+        buffers: Buffers,
+        draw: Draw,
+        frozen: Snapshot | None,
+        ticket: Ticket | None = None,
+    ) -> tuple[Ticket, int]:
         """See `Selection.fill`."""
         if self.job.limited and self.job.table.rules.rate_limiter is not None:
             self.job.table.await_samplable(draw.count)  # without holding up updates
@@ -137,8 +142,9 @@ class DevicePrioritySelection(PrioritySelection):
             if self._cuda:
                 self._stream = torch.cuda.current_stream(self._device)
             self._enter()
-            ticket = self._follow(self.job.samples(draw.count))
+            ticket = ticket or Ticket()
             try:
+                self._follow(ticket, self.job.samples(draw.count))
                 if len(self.job.table) == 0:
                     raise self.job.empty()
                 rows = self._restored(draw)
@@ -159,7 +165,7 @@ class DevicePrioritySelection(PrioritySelection):
                 if self._cuda:  # part of the work may have been queued, and reads the region
                     torch.cuda.current_stream(self._device).synchronize()
                 self._leave()
-                self.give_up(ticket, draw)
+                self.give_up(ticket)
                 raise
         return ticket, draw.count
 

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import TypeVar
 
 import numpy as np
 
-from gear_loader.errors import (
-    GearError,
-    LockTimeoutError,
-    SchemaError,
-    StaleIndexError,
-)
+from gear_loader.errors import LockTimeoutError, SchemaError, StaleIndexError
 from gear_loader.ids import check_origin_free, check_unused, first_free, following, origin_of
 from gear_loader.index_ops import (
     DONE,
@@ -32,17 +28,17 @@ from gear_loader.index_ops import (
     NUM_TOUCHED,
     ORIGIN,
     PID,
-    READING,
     READY,
     REFUSE,
     START,
+    WRITING,
     Array,
 )
 from gear_loader.region import Region
-from gear_loader.room import Room
+from gear_loader.room import Claim, Room, Ticket
 from gear_loader.snapshot import Log, Snapshot
 
-__all__ = ["EVICT_LOWEST", "EVICT_OLDEST", "REFUSE", "Changes", "Index", "Snapshot"]
+__all__ = ["EVICT_LOWEST", "EVICT_OLDEST", "REFUSE", "Changes", "Claim", "Index", "Snapshot", "Ticket"]
 
 _T = TypeVar("_T")
 _NO_SLOTS = np.empty(0, dtype=np.int64)
@@ -84,7 +80,13 @@ class Index(Room):
     # ---------------------------------------------------------------- writing
 
     def begin(
-        self, lengths: Array, *, evict: int = REFUSE, wait: bool = False, ids: Array | None = None
+        self,
+        lengths: Array,
+        *,
+        evict: int = REFUSE,
+        wait: bool = False,
+        ids: Array | None = None,
+        claim: Claim | None = None,
     ) -> tuple[Array, Array]:
         """Take slots and blocks for trajectories of these lengths; they stay invisible until `commit`.
 
@@ -93,6 +95,7 @@ class Index(Room):
             evict: what to retire to make room: REFUSE, EVICT_OLDEST or EVICT_LOWEST.
             wait: for somebody else to make room.
             ids: int64 [n], the global ids that they bring with them, each once; -1 for those that bring none.
+            claim: for n slots: says what was taken also if this call is interrupted, for `abort`.
 
         Returns:
             The slots, int64 [n], and the blocks of all of them, one trajectory after another, int32 [blocks].
@@ -106,7 +109,8 @@ class Index(Room):
         """
         lengths = np.ascontiguousarray(lengths, dtype=np.int64)
         blocks = int(self.blocks_of(lengths).sum())
-        slots, taken = np.empty(len(lengths), dtype=np.int64), np.empty(blocks, dtype=np.int32)
+        claim = Claim(len(lengths)) if claim is None else claim
+        slots, taken = claim.slots, np.empty(blocks, dtype=np.int32)
 
         def attempt() -> int:
             if ids is not None:
@@ -120,6 +124,7 @@ class Index(Room):
 
         if len(lengths):
             self._obtain((len(lengths), blocks, int(lengths.sum())), attempt, evict=evict, wait=wait)
+        claim.generations = self.generation[slots]
         return slots, taken
 
     def _check_unused(self, ids: Array) -> None:
@@ -140,18 +145,20 @@ class Index(Room):
         Raises:
             SchemaError: it is another one already, or an id would be that of two trajectories. Nothing was changed.
         """
-        with self._locked():
-            known = origin_of(self._view)
-            if known is not None:
-                if known != shard:
-                    raise SchemaError(
-                        f"The table is shard {known} and was to become shard {shard}; its number is set once, "
-                        f"because ids hold it. Use {known}, or create another table for shard {shard}."
-                    )
-                return
-            check_origin_free(self._view, shard)
-            self._ops.raise_numbering(self._where, first_free(self._view, shard))
-            self.counters[ORIGIN] = 1 + shard
+        self._locked(lambda: self._set_origin(shard))
+
+    def _set_origin(self, shard: int) -> None:
+        known = origin_of(self._view)
+        if known is not None:
+            if known != shard:
+                raise SchemaError(
+                    f"The table is shard {known} and was to become shard {shard}; its number is set once, "
+                    f"because ids hold it. Use {known}, or create another table for shard {shard}."
+                )
+            return
+        check_origin_free(self._view, shard)
+        self._ops.raise_numbering(self._where, first_free(self._view, shard))
+        self.counters[ORIGIN] = 1 + shard
 
     def store(
         self,
@@ -247,7 +254,8 @@ class Index(Room):
         Returns:
             False, having done nothing, if somebody has added to the table already.
         """
-        with self._locked():
+
+        def commit() -> bool:
             counters = self.counters
             if counters[NEXT_SEQUENCE]:
                 return False
@@ -262,21 +270,34 @@ class Index(Room):
                 self._ops.commit_as(self._where, slots, sequences, priorities, created, times_sampled)
             return True
 
-    def abort(self, slots: Array, *, wait: bool = True) -> None:
+        return self._locked(commit)
+
+    def abort(self, slots: Array, *, wait: bool = True, generations: Array | None = None) -> None:
         """Give back slots from `begin` that will not be committed; what was committed stays.
 
         Args:
-            slots: int64 [n].
+            slots: int64 [n]; -1 for a slot that was not taken.
             wait: for the lock. Without it, and where it cannot be had in time, they are only given up, and taken back
                 by whoever needs room next, as if this process had died.
+            generations: int64 [n], of the slots when they were taken; None if none of them can have been committed,
+                and given to another trajectory, since.
         """
+        slots = np.ascontiguousarray(slots, dtype=np.int64)
+
+        def still() -> Array:
+            taken = (slots >= 0) & (self.state[slots] == WRITING)
+            if generations is not None:
+                taken &= self.generation[slots] == generations
+            found: Array = slots[taken]
+            return found
+
         if wait:
             try:
-                with self._locked():
-                    self._ops.abort(self._where, np.ascontiguousarray(slots, dtype=np.int64))
+                self._locked(lambda: self._ops.abort(self._where, still()))
                 return
             except LockTimeoutError:
                 pass
+        slots = still()
         self.owner[slots, PID] = 0
         self.owner[slots, START] = 0
 
@@ -331,12 +352,21 @@ class Index(Room):
         )
 
     def roll(
-        self, slot: int, length: int, shared: int, priority: float, *, evict: int = REFUSE, wait: bool = False
+        self,
+        slot: int,
+        length: int,
+        shared: int,
+        priority: float,
+        *,
+        evict: int = REFUSE,
+        wait: bool = False,
+        claim: Claim | None = None,
     ) -> int:
         """Commit `length` steps of a slot that is being written, and go on in another one with its last blocks.
 
         Args:
             shared: the first of its blocks that the next one has too.
+            claim: for the slot to go on in; as for `begin`.
 
         Returns:
             The slot to go on in.
@@ -345,6 +375,8 @@ class Index(Room):
             As `begin` and `commit`; then nothing was committed.
         """
         slots, priorities = np.array([slot, -1], dtype=np.int64), np.array([priority], dtype=np.float32)
+        claim = Claim(1) if claim is None else claim
+        claim.slots = slots[1:]  # a view: the operation writes into it
 
         def attempt() -> int:
             answer: int = self._ops.roll(
@@ -361,6 +393,7 @@ class Index(Room):
 
         needed = (1, 0, length - shared * self.block_steps)
         self._obtain(needed, attempt, evict=evict, wait=wait, last=slot, inserts=1)
+        claim.generations = self.generation[claim.slots]
         return int(slots[1])
 
     # ---------------------------------------------------------------- removal
@@ -372,13 +405,16 @@ class Index(Room):
             StaleIndexError: a slot that holds no live trajectory, or the same slot twice.
         """
         slots = np.ascontiguousarray(slots, dtype=np.int64)
-        with self._locked():
+
+        def remove() -> None:
             self._check_live(slots)
             if len(np.unique(slots)) != len(slots):
                 raise StaleIndexError(
                     f"Indices {slots.tolist()} name a trajectory twice; expected distinct ones."
                 )
             self._ops.remove(self._where, slots)
+
+        self._locked(remove)
 
     def set_priorities(self, slots: Array, generations: Array, priorities: Array) -> None:
         """Write new priorities of trajectories that are still there.
@@ -387,8 +423,8 @@ class Index(Room):
             slots, generations: int64 [n]; a generation of -1 stands for any. priorities: float32 [n].
         """
         rows = [np.ascontiguousarray(part, dtype=np.int64) for part in (slots, generations)]
-        with self._locked():
-            self._ops.set_priorities(self._where, *rows, np.ascontiguousarray(priorities, dtype=np.float32))
+        priorities = np.ascontiguousarray(priorities, dtype=np.float32)
+        self._locked(lambda: self._ops.set_priorities(self._where, *rows, priorities))
 
     def _check_live(self, slots: Array) -> None:
         inside = (slots >= 0) & (slots < self.num_slots)
@@ -405,34 +441,53 @@ class Index(Room):
 
     # ---------------------------------------------------------------- reading
 
-    def begin_read(self) -> int:
+    # Each of these takes a ticket that the caller has made before, so that the caller can give it back also if the
+    # call is interrupted; without one it makes one.
+
+    def begin_read(self, ticket: Ticket | None = None) -> Ticket:
         """Announce that this process reads: no block retired from now on is reused before `end_read`.
+
+        Args:
+            ticket: a new one, or None.
 
         Returns:
             The ticket for `end_read`.
         """
-        with self._locked():
-            return self._begin_read()
+        ticket = ticket or Ticket()
+        self._locked(lambda: ticket.begin(self))
+        return ticket
 
-    def begin_snapshot(self, samples: int = 0) -> tuple[int, Snapshot]:
+    def begin_snapshot(self, samples: int = 0, ticket: Ticket | None = None) -> tuple[Ticket, Snapshot]:
         """`begin_read` and a snapshot that belongs to it.
 
         Args:
             samples: rows that are about to be drawn: the rate limiter is asked, and waited for.
+            ticket: as for `begin_read`.
 
         Raises:
             RateLimitError: it did not allow it until the deadline.
         """
-        return self._when_samplable(samples, lambda: (self._begin_read(), self._snapshot()))
+        return self._begin(samples, ticket, self._snapshot)
 
-    def begin_changes(self, since: int, samples: int = 0) -> tuple[int, Changes]:
+    def begin_changes(
+        self, since: int, samples: int = 0, ticket: Ticket | None = None
+    ) -> tuple[Ticket, Changes]:
         """`begin_read` and what has happened since an earlier call.
 
         Args:
             since: `position` of the earlier call's changes; -1 for everything.
-            samples: as for `begin_snapshot`.
+            samples, ticket: as for `begin_snapshot`.
         """
-        return self._when_samplable(samples, lambda: (self._begin_read(), self._changes(since)))
+        return self._begin(samples, ticket, lambda: self._changes(since))
+
+    def _begin(self, samples: int, ticket: Ticket | None, look: Callable[[], _T]) -> tuple[Ticket, _T]:
+        ticket = ticket or Ticket()
+
+        def take() -> tuple[_T]:
+            ticket.begin(self)
+            return (look(),)
+
+        return ticket, self._when_samplable(samples, take, ticket=ticket)[0]
 
     def _changes(self, since: int) -> Changes:
         position = int(self.counters[NUM_TOUCHED])
@@ -461,57 +516,74 @@ class Index(Room):
             return _NO_SLOTS
         return np.unique(self.touched[np.arange(since, position) % self.num_slots]).astype(np.int64)
 
-    def begin_ends(self, count: int, *, newest: bool, samples: int = 0) -> tuple[int, Array]:
+    def begin_ends(
+        self, count: int, *, newest: bool, samples: int = 0, ticket: Ticket | None = None
+    ) -> tuple[Ticket, Array]:
         """`begin_read`, and the oldest (or newest) `count` slots in order, or all if there are fewer.
 
         Args:
-            samples: as for `begin_snapshot`.
+            samples, ticket: as for `begin_snapshot`.
         """
-        return self._when_samplable(samples, lambda: (self._begin_read(), self._ends(count, newest)))
+        return self._begin(samples, ticket, lambda: self._ends(count, newest))
 
-    def take_ends(self, count: int, *, newest: bool, samples: int = 0) -> tuple[int, Array, Array]:
+    def take_ends(
+        self, count: int, *, newest: bool, samples: int = 0, ticket: Ticket | None = None
+    ) -> tuple[Ticket, Array, Array]:
         """`begin_ends` and `count_samples` at once, so that nobody else takes the same; waits until there are so many.
 
         Args:
-            samples: as for `begin_snapshot`.
+            samples, ticket: as for `begin_snapshot`.
 
         Raises:
             TableEmptyError: there were fewer until the deadline.
         """
+        ticket = ticket or Ticket()
 
-        def look() -> tuple[int, Array, Array] | None:
+        def look() -> tuple[Ticket, Array, Array] | None:
             if self.counters[NUM_READY] < count:
                 return None
-            ticket, slots = self._begin_read(), self._ends(count, newest)
+            ticket.begin(self)
+            slots = self._ends(count, newest)
             return ticket, slots, self._count_samples(slots, self.generation[slots], total=samples > 0)
 
-        return self._when_samplable(samples, look, drawn=False)
+        return self._when_samplable(samples, look)
 
     def _ends(self, count: int, newest: bool) -> Array:
         slots = np.empty(min(count, int(self.counters[NUM_READY])), dtype=np.int64)
         self._ops.walk(self._where, newest, slots)
         return slots
 
-    def begin_read_of(self, slot: int) -> int:
+    def begin_read_of(self, slot: int, ticket: Ticket | None = None) -> Ticket:
         """`begin_read`, having checked that `slot` is live.
+
+        Args:
+            ticket: as for `begin_read`.
 
         Raises:
             StaleIndexError: it is not.
         """
-        with self._locked():
+        ticket = ticket or Ticket()
+
+        def begin() -> None:
             if not 0 <= slot < self.num_slots or self.state[slot] != READY:
                 raise self._stale(slot)
-            return self._begin_read()
+            ticket.begin(self)
 
-    def end_read(self, ticket: int) -> None:
-        """What was read under `ticket` may be reused. Takes no lock."""
-        self.readers[ticket, READING] = 0
+        self._locked(begin)
+        return ticket
+
+    def end_read(self, ticket: Ticket) -> None:
+        """What was read under `ticket` may be reused; idempotent. Takes no lock."""
+        ticket.end()
 
     def snapshot(self) -> Snapshot:
         """The live trajectories now, oldest first."""
-        with self._locked():
+
+        def look() -> Snapshot:
             self._expire()
             return self._snapshot()
+
+        return self._locked(look)
 
     def count_samples(self, slots: Array, generations: Array) -> Array:
         """Count that these rows are drawn, and retire trajectories that have been drawn often enough.
@@ -522,10 +594,8 @@ class Index(Room):
         Returns:
             int64 [n]: how often each has been drawn by now; 0 for rows whose trajectory is gone or used up.
         """
-        with self._locked():
-            return self._count_samples(
-                np.ascontiguousarray(slots, dtype=np.int64), np.ascontiguousarray(generations, dtype=np.int64)
-            )
+        rows = [np.ascontiguousarray(part, dtype=np.int64) for part in (slots, generations)]
+        return self._locked(lambda: self._count_samples(*rows))
 
     def _count_samples(self, slots: Array, generations: Array, *, total: bool = False) -> Array:
         times = np.empty(len(slots), dtype=np.int64)
@@ -535,9 +605,12 @@ class Index(Room):
 
     def uncount_samples(self, count: int) -> None:
         """Rows for which the rate limiter was asked were not drawn after all."""
+
+        def uncount() -> None:
+            self.counters[NUM_SAMPLED] -= count
+
         if count:
-            with self._locked():
-                self.counters[NUM_SAMPLED] -= count
+            self._locked(uncount)
 
     def await_samplable(self, count: int) -> None:
         """Wait until the rate limiter would let `count` rows be drawn.
@@ -545,23 +618,10 @@ class Index(Room):
         Raises:
             RateLimitError: it would not until the deadline.
         """
-        self._when_samplable(count, lambda: True, drawn=False)
+        self._when_samplable(count, lambda: True)
 
     def _snapshot(self) -> Snapshot:
         return self._log.snapshot(self._view, self._touched_since)
-
-    def _begin_read(self) -> int:
-        here = self._here()
-        ticket = int(self._ops.begin_read(self._where, *here))
-        if ticket < 0:
-            self._drop_dead_readers()
-            ticket = int(self._ops.begin_read(self._where, *here))
-            if ticket < 0:
-                raise GearError(
-                    f"{len(self.readers)} batches are being read at once, which is the limit. "
-                    "Let fewer processes read the same table, or lower prefetch."
-                )
-        return ticket
 
     def check_valid(self) -> None:
         """Compare everything derived with the slots.
@@ -569,5 +629,4 @@ class Index(Room):
         Raises:
             AssertionError: the index contradicts itself; the message says where.
         """
-        with self._locked():
-            self._check()
+        self._locked(self._check)

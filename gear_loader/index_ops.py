@@ -76,7 +76,7 @@ assert UNSET == -1  # what is compiled in, and kept on disk
     LEAVING_TOTAL,
 ) = range(43)
 BELL = 56  # 8 bytes of `gear_loader.lock`
-PID, START, READING = range(3)  # columns of `readers`
+PID, START, READING, TICKET = range(4)  # columns of `readers`
 LIVE, ALL = range(2)  # columns of `uses`
 MARKED = -1
 
@@ -688,15 +688,19 @@ def roll(
 
 
 @register_jitable  # type: ignore[untyped-decorator]
-def begin_read(v: Any, pid: Any, process_start: Any) -> Any:
-    """A ticket: no block retired from now on is reused before it is given back. -1 if there are too many."""
-    for ticket in range(len(v.readers)):
-        if v.readers[ticket, READING] == 0:
-            v.readers[ticket, PID] = pid
-            v.readers[ticket, START] = process_start
+def begin_read(v: Any, pid: Any, process_start: Any, number: Any) -> Any:
+    """A row of `readers` for the ticket `number`; -1 if all are taken.
+
+    No block retired from now on is reused before its `READING` is 0 again.
+    """
+    for row in range(len(v.readers)):
+        if v.readers[row, READING] == 0:
+            v.readers[row, PID] = pid
+            v.readers[row, START] = process_start
+            v.readers[row, TICKET] = number
             fence()
-            v.readers[ticket, READING] = v.counters[EPOCH]
-            return ticket
+            v.readers[row, READING] = v.counters[EPOCH]
+            return row
     return -1
 
 
@@ -877,8 +881,8 @@ if AVAILABLE:
         return roll(_view(p), slots, length, shared, priorities, now, evict, pid, start)
 
     @compiled
-    def _begin_read(p, pid, process_start):  # type: ignore[no-untyped-def]
-        return begin_read(_view(p), pid, process_start)
+    def _begin_read(p, pid, process_start, number):  # type: ignore[no-untyped-def]
+        return begin_read(_view(p), pid, process_start, number)
 
     @compiled
     def _count_samples(p, slots, generations, limit, total, times):  # type: ignore[no-untyped-def]

@@ -3,7 +3,8 @@
     offset 0        preamble   64 B: magic, format version, JSON bytes, region bytes, CRC-32 of these and the JSON
                     JSON       schema and sizes (everything needed to compute the rest again)
                     counters   int64 [64]
-                    readers    int64 [256, 4]             one row a batch that is being read
+                    readers    int64 [256, 4]             one row a batch that is being read: process id, start of
+                                                          the process, epoch (0: free), number of the ticket
                     extent     int64 [T, 2]               slot -> length in steps, first entry in block_ids
                     generation int64 [T]                  how often the slot has been given out
                     sequence   int64 [T]                  number of the trajectory in order of commitment

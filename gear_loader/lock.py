@@ -16,11 +16,15 @@ import platform
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from types import TracebackType
+from typing import Any, TypeVar
 
 from gear_loader.errors import LockTimeoutError
 
-__all__ = ["LOCK_TIMEOUT", "IndexLock", "process_start"]
+__all__ = ["LOCK_TIMEOUT", "IndexLock", "holds_any", "new_mutex", "process_start", "run_alone"]
+
+_T = TypeVar("_T")
 
 _PAUSE = 1e-3  # seconds after which who waits looks again, whatever happens
 _PAUSE_SPEC = ctypes.byref((ctypes.c_long * 2)(0, int(_PAUSE * 1e9)))  # as a timespec
@@ -79,8 +83,53 @@ class _Bell:
         _syscall(_FUTEX, self._address, _FUTEX_WAKE, 1, None, None, 0)
 
 
+def new_mutex() -> Any:
+    """A mutex of one process that knows its owner, and that `holds_any` asks about. It must not be taken twice."""
+    mutex = threading.RLock()
+    _mutexes[id(mutex)] = mutex
+    return mutex
+
+
+def holds_any() -> bool:
+    """Whether this thread holds the lock of a table or a mutex of `new_mutex`, so that it must not wait for others."""
+    for reference in _mutexes.valuerefs():
+        mutex = reference()
+        if mutex is not None and mutex._is_owned():
+            return True
+    return False
+
+
+def run_alone(mutex: Any, section: Callable[[], object]) -> bool:
+    """Call `section` while holding a mutex of `new_mutex`; False, and not called, if any thread holds it already.
+
+    As with `IndexLock.run`, an exception at any bytecode leaves the mutex free.
+    """
+    owned = mutex._is_owned
+    if owned():
+        return False
+    try:
+        try:
+            if not mutex.acquire(blocking=False):
+                return False
+            section()
+            return True
+        finally:
+            if owned():
+                mutex.release()
+    finally:
+        if owned():  # the release above was interrupted
+            mutex.release()
+
+
 class IndexLock:
-    """Context manager: the exclusive right to change a table's index. Not reentrant.
+    """The exclusive right to change a table's index. Not reentrant.
+
+    `run` calls a function under the lock. It leaves the lock free whatever happens, also if an exception (Ctrl-C, a
+    signal handler that raises) arrives at any bytecode: the mutex records its owner when it is taken, and what is
+    released depends on that record alone, in two nested `finally`: an interrupted release is repeated.
+
+    As a context manager it holds the lock from one statement to another. An exception that arrives between the
+    statements leaves it held; so this is for programs that need no such guarantee.
 
     Args:
         name: how an error calls the table.
@@ -92,39 +141,83 @@ class IndexLock:
         self.timeout = timeout
         self._name = name
         self._fd = fd
-        self._mutex = threading.Lock()
+        self._mutex = new_mutex()
         self._bell: _Bell | None = None
         _locks.add(self)
 
-    def __enter__(self) -> IndexLock:
-        if not self._mutex.acquire(timeout=self.timeout):
-            raise LockTimeoutError(
-                f"Another thread of this process (pid {os.getpid()}) has held the lock of {self._name} "
-                f"for over {self.timeout:g} s."
-            )
-        if self._fd is not None:
+    def run(self, section: Callable[[], _T]) -> _T:
+        """Call `section` while holding the lock.
+
+        Args:
+            section: takes nothing. It must not ask for the same lock.
+
+        Returns:
+            What `section` returns.
+
+        Raises:
+            LockTimeoutError: another process or thread has held the lock until the deadline, or this thread holds it
+                already.
+        """
+        mutex = self._mutex
+        owned = mutex._is_owned
+        if owned():
+            raise self._reentered()
+        try:
             try:
-                self._lock_file(self._fd)
-            except BaseException:
-                fcntl.lockf(self._fd, fcntl.LOCK_UN)  # interrupted just after it was taken
-                self._mutex.release()
-                raise
+                self._take(mutex)
+                return section()
+            finally:
+                if owned():
+                    self._drop(mutex)
+        finally:
+            if owned():  # the release above was interrupted
+                self._drop(mutex)
+
+    def __enter__(self) -> IndexLock:
+        mutex = self._mutex
+        if mutex._is_owned():
+            raise self._reentered()
+        try:
+            self._take(mutex)
+        except BaseException:
+            if mutex._is_owned():
+                self._drop(mutex)
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._drop(self._mutex)
+
+    def hear(self, address: int | None) -> None:
+        """Use a bell: 8 bytes of the region at this address, zeros at first. None before they are unmapped."""
+        self._bell = None if address is None or _FUTEX is None else _Bell(address)
+
+    def _take(self, mutex: Any) -> None:
+        if not mutex.acquire(timeout=self.timeout):
+            raise LockTimeoutError(
+                f"Another thread of this process (pid {os.getpid()}) has held the lock of {self._name} "
+                f"for over {self.timeout:g} s."
+            )
+        if self._fd is not None:
+            self._lock_file(self._fd)
+
+    def _drop(self, mutex: Any) -> None:
+        """Release whatever is held; the caller owns the mutex. Repeating it after an interruption is right."""
         try:
             if self._fd is not None:
                 fcntl.lockf(self._fd, fcntl.LOCK_UN)
                 if self._bell is not None and self._bell.waiting.value:
                     self._bell.ring()
         finally:
-            self._mutex.release()
+            mutex.release()
 
-    def hear(self, address: int | None) -> None:
-        """Use a bell: 8 bytes of the region at this address, zeros at first. None before they are unmapped."""
-        self._bell = None if address is None or _FUTEX is None else _Bell(address)
+    def _reentered(self) -> LockTimeoutError:
+        return LockTimeoutError(
+            f"This thread holds the lock of {self._name} already: a signal handler, or a finalizer, uses the table in "
+            "the middle of another call. Use it after that call has returned."
+        )
 
     def _lock_file(self, fd: int) -> None:
         if _try(fd):
@@ -152,10 +245,11 @@ class IndexLock:
                 bell.waiting.value = max(0, bell.waiting.value - 1)
 
     def _reset(self) -> None:
-        self._mutex = threading.Lock()
+        self._mutex = new_mutex()
 
 
 _locks: weakref.WeakSet[IndexLock] = weakref.WeakSet()
+_mutexes: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def _after_fork() -> None:

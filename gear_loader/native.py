@@ -118,7 +118,7 @@ _CHUNK_BITS = 16
 _CHUNK_MASK = (1 << _CHUNK_BITS) - 1
 
 # Places in the mailbox, 64 bytes apart where several threads write.
-_TICKET, _DONE, _JOB, SPINS, STATE = 0, 8, 16, 27, 32
+_TICKET, DONE, _JOB, SPINS, STATE = 0, 8, 16, 27, 32
 (
     ROWS,
     _COLUMNS,
@@ -413,7 +413,7 @@ if AVAILABLE:
                 gather(columns, slots, anchors, extent, ids, steps, first, last, places)
             else:
                 gather(columns, slots, anchors, extent, ids, steps, first, last, None)
-            atomic_add(base + 8 * _DONE, 1)
+            atomic_add(base + 8 * DONE, 1)
 
     @compiled
     def serve(mailbox: _Array, base: int, member: int) -> None:
@@ -446,7 +446,7 @@ if AVAILABLE:
     @compiled
     def post(base: int, members: int, chunks: int) -> int:
         """Open the job that has been written into the mailbox; a bit mask of the members to wake."""
-        atomic_store(base + 8 * _DONE, 0)
+        atomic_store(base + 8 * DONE, 0)
         number = (atomic_load(base + 8 * _TICKET) >> 2 * _CHUNK_BITS) + 1
         atomic_store(base + 8 * _TICKET, (number << _CHUNK_BITS | chunks) << _CHUNK_BITS)
         asleep = 0
@@ -459,7 +459,7 @@ if AVAILABLE:
     def finish(mailbox: _Array, base: int, chunks: int) -> None:
         """The caller's share of the work, then wait for the chunks that others have taken."""
         _work(mailbox, base)
-        while atomic_load(base + 8 * _DONE) < chunks:
+        while atomic_load(base + 8 * DONE) < chunks:
             pause()
 
 else:  # pragma: no cover - depends on the environment

@@ -5,24 +5,37 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
+import os
 import queue
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from gear_loader.collector import Batch, Buffers, Collector
-from gear_loader.errors import LockTimeoutError
-from gear_loader.lock import LOCK_TIMEOUT
+from gear_loader.errors import GearError, LockTimeoutError
+from gear_loader.lock import LOCK_TIMEOUT, holds_any
 from gear_loader.patience import Interrupted, interruptible
 
 __all__ = ["Pool", "Prefetcher"]
 
 Item = TypeVar("Item")
-_BATCH, _STOP = object(), object()
+_BATCH, _STOP, _END = object(), object(), object()
+
+
+class _Order(NamedTuple):
+    """Buffers that a prefetch thread is to fill.
+
+    Orders bring all that a batch is made of: between them the thread holds nothing of a dataset, so that one whose
+    iterator nobody uses any more is garbage, and is closed.
+    """
+
+    buffers: Buffers
+    fill: Callable[[Buffers, Any], int]
+    items: Iterator[Any]
 
 
 class Pool:
@@ -74,10 +87,11 @@ class Prefetcher:
         self._delivered, pool.delivered = pool.delivered, collections.deque()
         self._stream = pool.stream
         self._releaser = pool.releaser
+        self._pid = os.getpid()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         # What the thread is asked to do, in this order: fill buffers; call a function; None: stop.
-        self._orders: queue.SimpleQueue[Buffers | Callable[[], object] | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[_Order | Callable[[], object] | None] = queue.SimpleQueue()
         self._accepting = False
         self._turn = threading.Lock()  # around `_accepting`
         self._ready: collections.deque[tuple[Buffers, int]] = collections.deque()  # filled, not yet delivered
@@ -129,32 +143,14 @@ class Prefetcher:
     ) -> Iterator[Batch]:
         signals: queue.SimpleQueue[BaseException | object] = queue.SimpleQueue()
         for _ in range(self._prefetch):
-            self._orders.put(self._take())
+            self._orders.put(_Order(self._take(), fill, items))
         self._accepting = True
-
-        def work() -> None:
-            try:
-                signal: BaseException | object = _STOP
-                with interruptible(self._stop.is_set):
-                    for item in items:
-                        buffers = self._next_buffers()
-                        if buffers is None:
-                            break
-                        self._ready.append((buffers, self._run(fill, buffers, item)))
-                        signals.put(_BATCH)
-            except Interrupted:
-                pass  # while it waited for others: nobody wants the batch any more
-            except BaseException as error:
-                signal = error
-            try:
-                self._finish_orders()
-            except BaseException as error:
-                signal = error
-            signals.put(signal)
-
-        self._thread = threading.Thread(target=work, name="gear-loader-prefetch", daemon=True)
+        self._thread = threading.Thread(
+            target=self._work, args=(signals,), name="gear-loader-prefetch", daemon=True
+        )
         self._thread.start()
         while True:
+            self._check_process()
             signal = signals.get()
             if signal is _STOP:
                 return
@@ -162,19 +158,55 @@ class Prefetcher:
                 raise signal
             # The consumer has asked for one more batch: the oldest one's time is over, and the thread gets a place.
             self._recycle()
-            self._orders.put(self._take())
+            self._orders.put(_Order(self._take(), fill, items))
             yield self._deliver(*self._ready.popleft())
 
-    def _next_buffers(self) -> Buffers | None:
-        """Obey orders up to the next one to fill buffers; None if there will be none."""
-        while True:
-            order = self._orders.get()
-            if isinstance(order, Buffers) and self._stop.is_set() and not self._complete:
-                self._pool.free.append(order)
-                return None
-            if order is None or isinstance(order, Buffers):
-                return order
-            order()
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise GearError(
+                f"An iterator of process {self._pid} was continued in process {os.getpid()}, a forked child, which "
+                "has not the thread that prefetches its batches. Make a new iterator in the child, or start the child "
+                "with spawn."
+            )
+
+    def _work(self, signals: queue.SimpleQueue[BaseException | object]) -> None:
+        """The thread."""
+        signal: BaseException | object = _STOP
+        try:
+            with interruptible(self._stop.is_set):
+                while self._obey(self._orders.get(), signals):
+                    pass
+        except Interrupted:
+            pass  # while it waited for others: nobody wants the batch any more
+        except BaseException as error:
+            signal = error
+        try:
+            self._finish_orders()
+        except BaseException as error:
+            signal = error
+        if self._stop.is_set():
+            self._give_back()
+        signals.put(signal)
+
+    def _obey(
+        self,
+        order: _Order | Callable[[], object] | None,
+        signals: queue.SimpleQueue[BaseException | object],
+    ) -> bool:
+        """Do what the thread is asked to do; whether more may follow."""
+        if not isinstance(order, _Order):
+            if order is not None:
+                order()
+            return order is not None
+        item = _END
+        if not self._stop.is_set() or self._complete:
+            item = next(order.items, _END)
+        if item is _END:
+            self._pool.free.append(order.buffers)
+            return False
+        self._ready.append((order.buffers, self._run(order.fill, order.buffers, item)))
+        signals.put(_BATCH)
+        return True
 
     def _finish_orders(self) -> None:
         """The thread's end: give back what it will not fill, and call what is still to be called."""
@@ -184,8 +216,8 @@ class Prefetcher:
                     self._accepting = False
                     return
                 order = self._orders.get()
-            if isinstance(order, Buffers):
-                self._pool.free.append(order)
+            if isinstance(order, _Order):
+                self._pool.free.append(order.buffers)
             elif order is not None:
                 order()
 
@@ -271,20 +303,54 @@ class Prefetcher:
         else:
             self._releaser.put(buffers.gpu.filled, ticket)
 
-    def close(self) -> None:
-        """Stop the thread and give the buffers back; the last batches delivered stay valid for now."""
+    def abandon(self, ticket: Any) -> None:
+        """A batch has failed: give its ticket back, once the GPU has done what was queued for it."""
+        if self._releaser is not None and self._stream is not None:
+            with contextlib.suppress(RuntimeError):  # a broken CUDA context reads nothing any more
+                self._stream.synchronize()
+        self.collector.end_read(ticket)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` has been called."""
+        return self._stop.is_set()
+
+    def close(self) -> bool:
+        """Stop the thread and give the buffers back; the last batches delivered stay valid for now.
+
+        It may come from the garbage collector, in the middle of anything. While this thread holds a lock, for which
+        the prefetch thread may wait, it does not wait for that thread, which ends by itself.
+
+        Returns:
+            Whether the thread has ended; else `join` waits for it.
+        """
+        if os.getpid() != self._pid:
+            return True  # a forked child: the thread, its orders and its locks are the parent's
         self._stop.set()
         self._orders.put(None)
-        thread = None if self._thread is threading.current_thread() else self._thread
-        if (
-            thread is not None and not sys.is_finalizing()
-        ):  # at the interpreter's end such threads never come back
-            thread.join()
-        self._finish_orders()
-        while self._ready:
-            self._pool.free.append(self._ready.popleft()[0])
         if not self._pool.delivered:
             self._pool.delivered = self._delivered
+        # At the interpreter's end such threads never come back.
+        if self._thread is threading.current_thread() or sys.is_finalizing() or holds_any():
+            return False
+        return self.join()
+
+    def join(self) -> bool:
+        """Wait until the thread of a closed prefetcher has ended, for `LOCK_TIMEOUT` at most; whether it has."""
+        thread = self._thread
+        if thread is not None and thread.is_alive():
+            thread.join(LOCK_TIMEOUT)
+            if thread.is_alive():
+                return False
+        self._finish_orders()
+        self._give_back()
+        return True
+
+    def _give_back(self) -> None:
+        """Give back the buffers that were filled and will not be delivered."""
+        while self._ready:
+            with contextlib.suppress(IndexError):  # the thread and `join` may both be here
+                self._pool.free.append(self._ready.popleft()[0])
 
 
 class _Releaser:

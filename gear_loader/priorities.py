@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import threading
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -13,10 +13,11 @@ import torch
 
 from gear_loader import native, native_tree
 from gear_loader.collector import Buffers, Collector
-from gear_loader.errors import PriorityError, SchemaError, StaleIndexError, TableEmptyError
-from gear_loader.index import Changes, Snapshot
+from gear_loader.errors import GearError, PriorityError, SchemaError, StaleIndexError, TableEmptyError
+from gear_loader.index import Changes, Snapshot, Ticket
 from gear_loader.item_map import ItemMap, Leaves
 from gear_loader.kernels.sum_tree import GONE
+from gear_loader.lock import new_mutex
 from gear_loader.priority_tree import HostTree, uniforms, weigh
 from gear_loader.random import key
 from gear_loader.request import Request, request
@@ -61,6 +62,20 @@ class Rows:
     likely: Array | None = None
 
 
+class _Torn:
+    """In place of the mutex of a selection that a fork has copied in the middle of a change."""
+
+    def __enter__(self) -> None:
+        raise GearError(
+            f"This process ({os.getpid()}) was forked while its parent's prefetch thread was drawing: the priorities "
+            "here are incomplete. Make a new ReplayDataset in the child, close iterators before the fork, or start "
+            "the child with spawn."
+        )
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 class PrioritySelection(Selection):
     """`Prioritized` or `TopK` at work on the CPU.
 
@@ -88,7 +103,13 @@ class PrioritySelection(Selection):
         self._make_tree(self._map.capacity)
         self._history: collections.deque[tuple[tuple[int, int], Rows]] = collections.deque(maxlen=history)
         self._pending: dict[tuple[int, int], Rows] = {}
-        self._mutex = threading.Lock()
+        self._mutex = new_mutex()
+
+    def after_fork(self) -> None:
+        """See `Selection.after_fork`."""
+        # A mutex that cannot be had is held by a thread that was in the middle of a draw or an update.
+        whole = self._mutex.acquire(blocking=False)
+        self._mutex = new_mutex() if whole else _Torn()
 
     def _make_tree(self, capacity: int) -> None:
         selector = self.job.selector
@@ -103,14 +124,20 @@ class PrioritySelection(Selection):
     # ---------------------------------------------------------------- drawing
 
     def fill(
-        self, collector: Collector, buffers: Buffers, draw: Draw, frozen: Snapshot | None
-    ) -> tuple[int, int]:
+        self,
+        collector: Collector,
+        buffers: Buffers,
+        draw: Draw,
+        frozen: Snapshot | None,
+        ticket: Ticket | None = None,
+    ) -> tuple[Ticket, int]:
         """See `Selection.fill`."""
         if self.job.limited and self.job.table.rules.rate_limiter is not None:
             self.job.table.await_samplable(draw.count)  # without holding up updates
-        with self._mutex:
-            ticket = self._follow(self.job.samples(draw.count))
-            try:
+        ticket = ticket or Ticket()
+        try:
+            with self._mutex:
+                self._follow(ticket, self.job.samples(draw.count))
                 rows = self._restored(draw) or self._draw_when_there(draw)
                 times = self.count_samples(
                     rows.slots, rows.generations, lambda which, turn: self._redraw(draw, rows, which, turn)
@@ -120,14 +147,10 @@ class PrioritySelection(Selection):
                 likely = self._likely(rows) if self.job.informs else 1.0
                 if draw.epoch < SAMPLE_EPOCH:
                     self._keep_rows(draw, rows)
-            except BaseException:
-                self.give_up(ticket, draw)
-                raise
-        try:
             drawn = self.drawn(rows.slots, rows.steps, rows.generations, times, likely, rows.weights)
             collector.collect(buffers, drawn)
         except BaseException:
-            self.give_up(ticket, draw)
+            self.give_up(ticket)
             raise
         return ticket, len(rows.slots)
 
@@ -154,28 +177,32 @@ class PrioritySelection(Selection):
             )
         )
 
-    def _follow(self, samples: int = 0) -> int:
-        """Take in what has changed in the table, and return the ticket under which it stays.
+    def _follow(self, ticket: Ticket, samples: int = 0) -> None:
+        """Take in what has changed in the table; it stays until the caller ends the ticket, also if this fails.
 
         Args:
             samples: rows that are about to be drawn, for the rate limiter.
         """
-        table = self.job.table
-        ticket, changes = table.begin_changes(self._map.position, samples)
+        _, changes = self.job.table.begin_changes(self._map.position, samples, ticket)
+        known = self._map.position, self._map.next_sequence
         try:
             if len(changes.slots):
                 self._take_in(changes)
             else:
                 self._map.position, self._map.next_sequence = changes.position, changes.next_sequence
         except BaseException:
-            table.end_read(ticket)
+            self._map.position, self._map.next_sequence = known  # interrupted: to be taken in once more
             raise
-        return ticket
 
     def _keep_up(self) -> None:
         """Take in what has changed in the table, if anything has."""
         if self._map.position != self.job.table.position:
-            self.job.table.end_read(self._follow())
+            ticket = Ticket()
+            try:
+                self._follow(ticket)
+                ticket.end()
+            finally:
+                ticket.end()  # again: an exception may arrive anywhere
 
     def _take_in(self, changes: Changes) -> None:
         chosen = self.job.chosen(changes.slots) if self.job.subset is not None else changes.ready
@@ -387,12 +414,14 @@ class PrioritySelection(Selection):
     def state_dict(self) -> dict[str, Any]:
         """Priorities of all trajectories by sequence number, counters, and the rows of the last batches."""
         with self._mutex:
-            ticket = self._follow()
+            ticket = Ticket()
             try:
+                self._follow(ticket)
                 view = self._known()
                 leaves = self._read(self._map.all_items(view.slots, *self.job.table.index_arrays()))
+                ticket.end()
             finally:
-                self.job.table.end_read(ticket)
+                ticket.end()  # again: an exception may arrive anywhere
             recent = {(part["epoch"], part["step"]): part for part in self._recent()}
             for (epoch, step), rows in self._pending.items():
                 recent.setdefault((epoch, step), {"epoch": epoch, "step": step, **_tensors(rows)})
@@ -434,11 +463,13 @@ class PrioritySelection(Selection):
         """
         sequences, lengths, leaves, recent = _checked(state, self.job.selector)
         with self._mutex:
-            ticket = self._follow()
+            ticket = Ticket()
             try:
+                self._follow(ticket)
                 self._restore(sequences, lengths, leaves, float(state["maximum"]), int(state["num_stale"]))
+                ticket.end()
             finally:
-                self.job.table.end_read(ticket)
+                ticket.end()  # again: an exception may arrive anywhere
             self._history.clear()
             self._pending = recent
 

@@ -6,15 +6,15 @@ Whatever has to be waited for is waited for here, outside the lock, with a deadl
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import TypeVar
 
 import numpy as np
 
-from gear_loader.errors import LockTimeoutError, RateLimitError, TableEmptyError, TableFullError
+from gear_loader.errors import GearError, LockTimeoutError, RateLimitError, TableEmptyError, TableFullError
 from gear_loader.index_ops import (
     BUSY,
     DIRTY,
@@ -36,17 +36,77 @@ from gear_loader.index_ops import (
     READING,
     SAMPLE_WAIT,
     SHORT,
+    TICKET,
     WRITING,
+    Array,
 )
 from gear_loader.lock import process_start
 from gear_loader.patience import Patience
 from gear_loader.region import Region
 from gear_loader.slots import Slots
 
-__all__ = ["Room"]
+__all__ = ["Claim", "Room", "Ticket"]
 
 _T = TypeVar("_T")
 _LIMITED = -1  # beside the answers of `make_room`
+_numbers = itertools.count(1)
+
+
+class Ticket:
+    """The right to read what a table holds now, until `end`. It is made before it is taken.
+
+    Process and number find its row among the readers whenever the call that takes it is interrupted, so that `end`
+    in an exception handler gives back whatever was taken. A ticket is for one read; in a forked child it is void.
+
+    Attributes:
+        number: unique in this process.
+        row: of `readers`; -1 until it is known.
+        counted: rows that were counted as drawn under it.
+    """
+
+    __slots__ = ("_room", "counted", "number", "row")
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+        self.row = -1
+        self.counted = 0
+        self._room: Room | None = None
+
+    def begin(self, room: Room) -> None:
+        """Take it: the caller holds the lock. Raises `GearError` if too many are taken."""
+        self._room = room  # before it is taken: from here on `end` looks for its row
+        self.row = room._take_reader(self.number)
+
+    def end(self) -> None:
+        """Give it back; idempotent. Takes no lock."""
+        room = self._room
+        if room is None:
+            return
+        rows = (
+            [self.row] if self.row >= 0 else np.flatnonzero(room.readers[:, TICKET] == self.number).tolist()
+        )
+        for row in rows:
+            pid, _, reading, number = room.readers[row].tolist()
+            # Read in this order by `tolist`: a row that another reader has taken since has another number.
+            if number == self.number and pid == os.getpid() and reading:
+                room.readers[row, READING] = 0
+        self._room = None
+
+
+class Claim:
+    """Slots that a caller is about to take, and to write. It is made before they are taken.
+
+    Attributes:
+        slots: int64 [n], -1 where not taken.
+        generations: int64 [n], of the slots when they were taken; None until known. What has another generation was
+            committed, and then given to another trajectory.
+    """
+
+    __slots__ = ("generations", "slots")
+
+    def __init__(self, count: int) -> None:
+        self.slots = np.full(count, -1, dtype=np.int64)
+        self.generations: Array | None = None
 
 
 @functools.cache
@@ -75,8 +135,16 @@ class Room(Slots):
 
     # ---------------------------------------------------------------- lock
 
-    def _locked(self) -> _Locked:
-        return _Locked(self)
+    def _locked(self, section: Callable[[], _T]) -> _T:
+        """Call `section` while the lock is held and the index is whole; see `IndexLock.run`."""
+
+        def whole() -> _T:
+            counters = self.counters
+            if counters[DIRTY] or not counters[INITIALIZED]:
+                self._rebuild()
+            return section()
+
+        return self._lock.run(whole)
 
     def _patience(self) -> Patience:
         return Patience(self._lock.timeout if self.timeout is None else self.timeout)
@@ -95,27 +163,38 @@ class Room(Slots):
             "sampled": int(counters[NUM_SAMPLED]),
         }
 
-    def _when_samplable(self, count: int, look: Callable[[], _T | None], *, drawn: bool = True) -> _T:
-        """What `look` returns under the lock, once `count` rows may be drawn and it does not return None."""
+    def _when_samplable(
+        self, count: int, look: Callable[[], _T | None], *, ticket: Ticket | None = None
+    ) -> _T:
+        """What `look` returns under the lock, once `count` rows may be drawn and it does not return None.
+
+        Args:
+            ticket: under which the rows are drawn; None if none are drawn yet, or `look` counts them.
+        """
         limiter = self.rules.rate_limiter if count else None
+        counters = self.counters
         patience: Patience | None = None
+
+        def attempt() -> tuple[_T | None, dict[str, int]]:
+            self._expire()
+            used_up = count and self.rules.max_times_sampled is not None and not counters[NUM_READY]
+            if not used_up and (limiter is None or limiter.may_sample(count, **self._counts())):
+                found = look()
+                if found is not None:
+                    if ticket is not None:
+                        counters[NUM_SAMPLED] += count
+                        ticket.counted = count
+                    self._note_sample_wait(patience)
+                    return found, {}
+            return None, self._counts()
+
         while True:
-            with self._locked():
-                self._expire()
-                used_up = count and self.rules.max_times_sampled is not None and not self.counters[NUM_READY]
-                if not used_up and (limiter is None or limiter.may_sample(count, **self._counts())):
-                    found = look()
-                    if found is not None:
-                        if drawn:
-                            self.counters[NUM_SAMPLED] += count
-                        if patience is not None:
-                            self.counters[SAMPLE_WAIT] += patience.waited
-                        return found
-                counts = self._counts()
+            found, counts = self._locked(attempt)
+            if found is not None:
+                return found
             patience = patience or self._patience()
             if not patience.sleep():
-                with self._locked():
-                    self.counters[SAMPLE_WAIT] += patience.waited
+                self._locked(functools.partial(self._note_sample_wait, patience))
                 if limiter is None or limiter.may_sample(count, **counts):
                     raise TableEmptyError(
                         f"{count} trajectories were waited for {patience.timeout:g} s; the table holds "
@@ -138,19 +217,24 @@ class Room(Slots):
 
     def _when_insertable(self, count: int, change: Callable[[], object]) -> None:
         patience: Patience | None = None
-        while True:
-            with self._locked():
-                self._expire()
-                if self._may_insert(count):
-                    change()
-                    if patience is not None:
-                        self._note_wait(patience)
-                    return
+
+        def attempt() -> bool:
+            self._expire()
+            if not self._may_insert(count):
+                return False
+            change()
+            self._note_wait(patience)
+            return True
+
+        def refuse() -> RateLimitError:
+            assert patience is not None
+            self._note_wait(patience)
+            return self._refuse_insert(count, patience)
+
+        while not self._locked(attempt):
             patience = patience or self._patience()
             if not patience.sleep():
-                with self._locked():
-                    self._note_wait(patience)
-                    raise self._refuse_insert(count, patience)
+                raise self._locked(refuse)
 
     # ---------------------------------------------------------------- room
 
@@ -173,26 +257,29 @@ class Room(Slots):
             inserts: trajectories that `attempt` commits: the rate limiter has to allow it.
         """
         patience: Patience | None = None
+
+        def try_all() -> tuple[int, str]:
+            self._expire()
+            self._reclaim_writers(every=1.0)
+            answer = attempt() if not inserts or self._may_insert(inserts) else _LIMITED
+            while answer != DONE and self._help(answer, last):
+                answer = attempt()
+            if answer == DONE:
+                self._note_wait(patience)
+                return answer, ""
+            if answer == FULL or (answer == SHORT and not wait):
+                raise TableFullError(self._full_message(*needed, evict, wait))
+            return answer, (
+                self._full_message(*needed, evict, wait) if answer == SHORT else self._busy_message()
+            )
+
         while True:
-            with self._locked():
-                self._expire()
-                self._reclaim_writers(every=1.0)
-                answer = attempt() if not inserts or self._may_insert(inserts) else _LIMITED
-                while answer != DONE and self._help(answer, last):
-                    answer = attempt()
-                if answer == DONE:
-                    if patience is not None:
-                        self._note_wait(patience)
-                    return
-                if answer == FULL or (answer == SHORT and not wait):
-                    raise TableFullError(self._full_message(*needed, evict, wait))
-                message = (
-                    self._full_message(*needed, evict, wait) if answer == SHORT else self._busy_message()
-                )
+            answer, message = self._locked(try_all)
+            if answer == DONE:
+                return
             patience = patience or self._patience()
             if not patience.sleep():
-                with self._locked():
-                    self._note_wait(patience)
+                self._locked(functools.partial(self._note_wait, patience))
                 waited = f"{patience.timeout:g} s"
                 if answer == SHORT:
                     raise TableFullError(f"Waited {waited} in vain. {message}")
@@ -202,9 +289,14 @@ class Room(Slots):
                     f"Room for {needed[0]} trajectories was waited for {waited}: {message}"
                 )
 
-    def _note_wait(self, patience: Patience) -> None:
-        self.waited += patience.waited
-        self.counters[INSERT_WAIT] += patience.waited
+    def _note_wait(self, patience: Patience | None) -> None:
+        if patience is not None:
+            self.waited += patience.waited
+            self.counters[INSERT_WAIT] += patience.waited
+
+    def _note_sample_wait(self, patience: Patience | None) -> None:
+        if patience is not None:
+            self.counters[SAMPLE_WAIT] += patience.waited
 
     def _help(self, answer: int, last: int) -> bool:
         """Do what may bring room; whether anything was done."""
@@ -273,6 +365,24 @@ class Room(Slots):
             self._ops.abort(self._where, np.array(dead, dtype=np.int64))
         return bool(dead)
 
+    def _take_reader(self, number: int) -> int:
+        """The row of `readers` that the ticket of this number gets.
+
+        Raises:
+            GearError: all are taken.
+        """
+        here = self._here()
+        row = int(self._ops.begin_read(self._where, *here, number))
+        if row < 0:
+            self._drop_dead_readers()
+            row = int(self._ops.begin_read(self._where, *here, number))
+            if row < 0:
+                raise GearError(
+                    f"{len(self.readers)} batches are being read at once, which is the limit. "
+                    "Let fewer processes read the same table, or lower prefetch."
+                )
+        return row
+
     def _active_readers(self) -> list[tuple[int, int]]:
         active = np.flatnonzero(self.readers[:, READING])
         return [(int(pid), int(start)) for pid, start in self.readers[active, :READING]]
@@ -292,27 +402,3 @@ class Room(Slots):
 
     def _reclaim(self) -> None:
         self._ops.reclaim(self._where)
-
-
-class _Locked:
-    """Context manager: the lock is held, and the index is whole."""
-
-    __slots__ = ("_room",)
-
-    def __init__(self, room: Room) -> None:
-        self._room = room
-
-    def __enter__(self) -> None:
-        room = self._room
-        room._lock.__enter__()
-        try:
-            if room.counters[DIRTY] or not room.counters[INITIALIZED]:
-                room._rebuild()
-        except BaseException:
-            room._lock.__exit__(None, None, None)
-            raise
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._room._lock.__exit__(kind, value, trace)

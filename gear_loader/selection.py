@@ -14,7 +14,7 @@ from gear_loader.ids import sequences_of
 from gear_loader.index import Snapshot
 from gear_loader.index_ops import READY, Array
 from gear_loader.selectors import Draw, Fifo, Selector, SnapshotSelector, Uniform, anchors, replacements
-from gear_loader.table import Table
+from gear_loader.table import Table, Ticket
 
 __all__ = ["REDRAWN", "Anchor", "Job", "Selection", "SnapshotSelection"]
 
@@ -98,15 +98,22 @@ class Selection:
         """What there is now, for an epoch to begin with: it has a length, and `num_steps`."""
         return self.view()
 
+    def after_fork(self) -> None:
+        """In a forked child, of whose parent's threads none is here: make sure that nothing waits for one."""
+
     def last_look(self) -> Any:
         """`look`, for whoever only wants to know how much there is."""
         return self.view()
 
-    def fill(self, collector: Collector, buffers: Buffers, draw: Draw, frozen: Any) -> tuple[Any, int]:
+    def fill(
+        self, collector: Collector, buffers: Buffers, draw: Draw, frozen: Any, ticket: Any = None
+    ) -> tuple[Any, int]:
         """Draw a batch and gather it.
 
         Args:
             frozen: what to draw from, if not from what is there: what `look` returned.
+            ticket: from `Collector.new_ticket`, so that the caller can give it back if this call is interrupted as it
+                returns; None makes one.
 
         Returns:
             The ticket under which is read, for `Collector.end_read` when the gather is done; the rows.
@@ -148,10 +155,11 @@ class Selection:
                 )
         return times
 
-    def give_up(self, ticket: int, draw: Draw) -> None:
-        """A draw has failed: it is not read, and it does not count."""
-        self.job.table.end_read(ticket)
-        self.job.table.uncount_samples(self.job.samples(draw.count))
+    def give_up(self, ticket: Ticket) -> None:
+        """A draw has failed: it is not read, and it does not count. Idempotent."""
+        ticket.end()
+        count, ticket.counted = ticket.counted, 0
+        self.job.table.uncount_samples(count)
 
     def drawn(
         self,
@@ -175,15 +183,21 @@ class SnapshotSelection(Selection):
     """Works from a list of what there is: for uniform selection and for order of age."""
 
     def fill(
-        self, collector: Collector, buffers: Buffers, draw: Draw, frozen: Snapshot | None
-    ) -> tuple[int, int]:
+        self,
+        collector: Collector,
+        buffers: Buffers,
+        draw: Draw,
+        frozen: Snapshot | None,
+        ticket: Ticket | None = None,
+    ) -> tuple[Ticket, int]:
         """See `Selection.fill`."""
         selector = self.job.selector
         assert isinstance(selector, SnapshotSelector)
+        ticket = ticket or Ticket()
         if isinstance(selector, Fifo) and frozen is None and self.job.subset is None:
-            return self._fill_from_end(selector, collector, buffers, draw)
-        ticket, snapshot = self.job.table.begin_snapshot(self.job.samples(draw.count))
+            return self._fill_from_end(selector, collector, buffers, draw, ticket)
         try:
+            _, snapshot = self.job.table.begin_snapshot(self.job.samples(draw.count), ticket)
             view = self.view(snapshot)
             items = view if frozen is None else frozen
             if selector.num_items(items) == 0 or len(view) == 0:
@@ -201,22 +215,22 @@ class SnapshotSelection(Selection):
             likely = 1 / selector.num_items(items) if isinstance(selector, Uniform) else 1.0
             collector.collect(buffers, self.drawn(*rows, times, likely))
         except BaseException:
-            self.give_up(ticket, draw)
+            self.give_up(ticket)
             raise
         return ticket, len(slots)
 
     def _fill_from_end(
-        self, selector: Fifo, collector: Collector, buffers: Buffers, draw: Draw
-    ) -> tuple[int, int]:
+        self, selector: Fifo, collector: Collector, buffers: Buffers, draw: Draw, ticket: Ticket
+    ) -> tuple[Ticket, int]:
         # Nothing is sorted: the oldest and the newest trajectories are linked.
         table, samples = self.job.table, self.job.samples(draw.count)
         times: Array | None = None
-        taken = table.rules.max_times_sampled is not None and selector.unit == "trajectory"
-        if taken:
-            ticket, slots, times = table.take_ends(draw.count, newest=selector.newest, samples=samples)
-        else:
-            ticket, slots = table.begin_ends(draw.count, newest=selector.newest, samples=samples)
+        end: dict[str, Any] = {"newest": selector.newest, "samples": samples, "ticket": ticket}
         try:
+            if table.rules.max_times_sampled is not None and selector.unit == "trajectory":
+                _, slots, times = table.take_ends(draw.count, **end)
+            else:
+                _, slots = table.begin_ends(draw.count, **end)
             if len(slots) == 0:
                 raise self.job.empty()
             lengths = table.index_arrays()[0][slots, 0]
@@ -233,10 +247,7 @@ class SnapshotSelection(Selection):
                 times = self.count_samples(rows[0], rows[2], lambda *which: self._redraw(draw, rows, *which))
             collector.collect(buffers, self.drawn(*rows, times, 1.0))
         except BaseException:
-            if taken:  # they are gone, and count
-                table.end_read(ticket)
-            else:
-                self.give_up(ticket, draw)
+            self.give_up(ticket)  # what `take_ends` has taken is gone, and counts
             raise
         return ticket, draw.count
 

@@ -21,7 +21,16 @@ from gear_loader.errors import (
     TableClosedError,
 )
 from gear_loader.ids import check_ids, check_origin, ids_of, origin_of
-from gear_loader.index import EVICT_LOWEST, EVICT_OLDEST, REFUSE, Changes, Index, Snapshot
+from gear_loader.index import (
+    EVICT_LOWEST,
+    EVICT_OLDEST,
+    REFUSE,
+    Changes,
+    Claim,
+    Index,
+    Snapshot,
+    Ticket,
+)
 from gear_loader.index_ops import (
     NEXT_SEQUENCE,
     NUM_FREE_BLOCKS,
@@ -42,7 +51,7 @@ from gear_loader.schema import Column, Schema
 from gear_loader.stats import TableStats, stats_of
 from gear_loader.writer import Writer
 
-__all__ = ["Steps", "Table"]
+__all__ = ["Steps", "Table", "Ticket"]
 
 Trajectory = Mapping[str, Any]
 _POLICIES: dict[str, tuple[int, bool]] = {  # what `Index.begin` is told
@@ -92,7 +101,6 @@ class Table:
         self._step_bytes = layout.schema.step_bytes
         self.longest: int = min(layout.max_steps, layout.num_blocks * layout.block_steps)
         """Steps of the longest trajectory that the table can hold."""
-        self._reads: dict[int, Index] = {}  # open reads; they keep the index mapped when the table is closed
         self.schema: Schema = region.layout.schema
         """The columns, a mapping of name to `Column`."""
         self.name: str | None = region.name
@@ -535,12 +543,15 @@ class Table:
             )
             if stored is not None:
                 return stored
-        slots, ids = index.begin(steps.lengths, evict=evict, wait=wait, ids=given)
+        claim = Claim(len(steps.lengths))
         try:
+            slots, ids = index.begin(steps.lengths, evict=evict, wait=wait, ids=given, claim=claim)
             self._write(ids, steps)
             index.commit(slots, priorities)
         except BaseException as error:
-            index.abort(slots, wait=not isinstance(error, LockTimeoutError))
+            if (claim.slots >= 0).any():
+                patient = not isinstance(error, LockTimeoutError)
+                index.abort(claim.slots, wait=patient, generations=claim.generations)
             raise
         return slots
 
@@ -614,13 +625,16 @@ class Table:
                     f"Table index {index!r} was received; expected one integer, as add() returns it."
                 )
             index = int(index)
-        ticket = live.begin_read_of(int(index))
+        ticket = Ticket()
         try:
+            live.begin_read_of(int(index), ticket)
             length = int(live.extent[index, 0])
             ids = live.row(int(index))
-            return {name: self._read_column(name, ids, length) for name in self.schema}
+            steps = {name: self._read_column(name, ids, length) for name in self.schema}
+            ticket.end()
+            return steps
         finally:
-            live.end_read(ticket)
+            ticket.end()  # again: an exception may arrive anywhere
 
     def _read_column(self, name: str, ids: Array, length: int) -> torch.Tensor:
         column = self.schema[name]
@@ -713,40 +727,34 @@ class Table:
         """What `begin_changes` would return as the position now. Takes no lock."""
         return int(self._live().counters[NUM_TOUCHED])
 
-    def begin_read(self) -> int:
+    # Whoever must give a ticket back also if the call that takes it is interrupted makes it before, and hands it in.
+    # It keeps the index mapped when the table is closed.
+
+    def begin_read(self, ticket: Ticket | None = None) -> Ticket:
         """Start reading: a ticket that keeps all blocks alive that are in use now. See `Index`."""
-        index = self._live()
-        ticket = index.begin_read()
-        self._reads[ticket] = index
-        return ticket
+        return self._live().begin_read(ticket)
 
-    def begin_snapshot(self, samples: int = 0) -> tuple[int, Snapshot]:
+    def begin_snapshot(self, samples: int = 0, ticket: Ticket | None = None) -> tuple[Ticket, Snapshot]:
         """Start reading: a ticket that keeps all blocks alive, and the trajectories there are. See `Index`."""
-        index = self._live()
-        ticket, snapshot = index.begin_snapshot(samples)
-        self._reads[ticket] = index
-        return ticket, snapshot
+        return self._live().begin_snapshot(samples, ticket)
 
-    def begin_changes(self, since: int, samples: int = 0) -> tuple[int, Changes]:
+    def begin_changes(
+        self, since: int, samples: int = 0, ticket: Ticket | None = None
+    ) -> tuple[Ticket, Changes]:
         """Start reading: a ticket, and what has happened since. See `Index`."""
-        index = self._live()
-        ticket, changes = index.begin_changes(since, samples)
-        self._reads[ticket] = index
-        return ticket, changes
+        return self._live().begin_changes(since, samples, ticket)
 
-    def begin_ends(self, count: int, *, newest: bool, samples: int = 0) -> tuple[int, Array]:
+    def begin_ends(
+        self, count: int, *, newest: bool, samples: int = 0, ticket: Ticket | None = None
+    ) -> tuple[Ticket, Array]:
         """Start reading: a ticket, and the oldest or newest slots. See `Index`."""
-        index = self._live()
-        ticket, slots = index.begin_ends(count, newest=newest, samples=samples)
-        self._reads[ticket] = index
-        return ticket, slots
+        return self._live().begin_ends(count, newest=newest, samples=samples, ticket=ticket)
 
-    def take_ends(self, count: int, *, newest: bool, samples: int = 0) -> tuple[int, Array, Array]:
+    def take_ends(
+        self, count: int, *, newest: bool, samples: int = 0, ticket: Ticket | None = None
+    ) -> tuple[Ticket, Array, Array]:
         """Start reading: a ticket, the oldest or newest slots, and how often they have been drawn. See `Index`."""
-        index = self._live()
-        ticket, slots, times = index.take_ends(count, newest=newest, samples=samples)
-        self._reads[ticket] = index
-        return ticket, slots, times
+        return self._live().take_ends(count, newest=newest, samples=samples, ticket=ticket)
 
     def count_samples(self, slots: Array, generations: Array) -> Array:
         """Count that rows are drawn: how often each has been by now, 0 for those that are gone. See `Index`."""
@@ -774,11 +782,9 @@ class Table:
         """A wait of this handle, beginning now."""
         return self._live()._patience()
 
-    def end_read(self, ticket: int) -> None:
-        """Stop reading what `ticket` of one of these stands for; also after `close`, or others would wait."""
-        index = self._reads.pop(ticket, self._index)
-        if index is not None:
-            index.end_read(ticket)
+    def end_read(self, ticket: Ticket) -> None:
+        """End the read of a ticket of one of these; idempotent. Also after `close`, or others would wait."""
+        ticket.end()
 
     def snapshot(self) -> Snapshot:
         """The live trajectories, oldest first."""

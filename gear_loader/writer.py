@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from gear_loader import native
-from gear_loader.errors import GearError, LockTimeoutError, SchemaError
+from gear_loader.errors import GearError, SchemaError
+from gear_loader.index import Claim
 from gear_loader.index_ops import UNSET, Array
 from gear_loader.numbers import as_array, narrowed
 from gear_loader.options import at_least
@@ -101,12 +102,13 @@ class Writer:
             for name, column in table.schema.items()
         ]
         self._pid = os.getpid()
-        self._open: list[int] = []  # the slot that is being written, for the finalizer
+        # The slot that is being written comes last; while chunks are cut, the next one's is here before it is taken.
+        self._open: list[Claim] = []
         self._give_up = weakref.finalize(self, _give_up, self._index, self._open, self._pid)
         self._give_up.atexit = False
         self._ids: list[int] = []  # its blocks
         self._run = np.zeros(2, dtype=np.int64)
-        self._held = 0  # steps that it has room for
+        self._held = 0  # steps that it has room for; 0 with an open slot: an interrupted call left it unknown
         self._steps = 0
         self._fresh = 0  # steps of it that no committed chunk has
         self._here = -1  # the block that the columns' views show
@@ -234,9 +236,13 @@ class Writer:
 
     def _make_room(self, count: int) -> None:
         """Room for `count` more steps."""
+        if self._cuts and self._steps == self._chunk:
+            self._cut()  # what an interrupted call has left to do
         needed = self._steps + count
         if needed > self._chunk:
             raise self._too_long(needed)
+        if not self._held and self._open:
+            self._look_up()
         if needed <= self._held:
             return
         evict, wait = self._table.policy
@@ -244,12 +250,37 @@ class Writer:
             self._ids, self._held = self._begin(needed)
             return
         free = self._table.free_steps() // _GENEROUS
-        most = min(max(2 * self._held, needed), self._held + free, self._chunk)
-        held, more = self._index.grow(
-            self._open[0], needed, self._run, most=max(most, needed), evict=evict, wait=wait
-        )
-        self._ids += more.tolist()
+        before = self._held
+        most = min(max(2 * before, needed), before + free, self._chunk)
+        self._held = 0  # until it is known what an interrupted call has done
+        try:
+            held, more = self._index.grow(
+                self._slot, needed, self._run, most=max(most, needed), evict=evict, wait=wait
+            )
+        except GearError:
+            self._held = before
+            raise
+        self._ids = [*self._ids, *more.tolist()]
         self._held = held
+
+    @property
+    def _slot(self) -> int:
+        """The slot that is being written."""
+        return int(self._open[-1].slots[0])
+
+    def _look_up(self) -> None:
+        """Find out what the open slot has, after a call that was interrupted."""
+        if self._slot < 0:
+            self._open.clear()
+            return
+        self._ids, held = self._index.row(self._slot).tolist(), int(self._index.extent[self._slot, 0])
+        self._here, self._held = -1, held
+
+    def _abort(self) -> None:
+        """Give back the slots that are open; what was committed stays."""
+        for claim in self._open:
+            if claim.slots[0] >= 0:
+                self._index.abort(claim.slots, generations=claim.generations)
 
     def _begin(self, needed: int) -> tuple[list[int], int]:
         """A slot with room for `needed` steps or, if nobody has to give way for it, a whole block."""
@@ -257,8 +288,13 @@ class Writer:
         first = min(max(needed, self._block_steps), self._chunk)
         if first > self._table.free_steps():
             first = needed
-        slots, ids = self._index.begin(np.array([first]), evict=evict, wait=wait)
-        self._open.append(int(slots[0]))
+        claim = Claim(1)
+        self._open.append(claim)  # before it is taken: who interrupts this finds it there
+        try:
+            _, ids = self._index.begin(np.array([first]), evict=evict, wait=wait, claim=claim)
+        except GearError:
+            self._open.remove(claim)
+            raise
         return ids.tolist(), first
 
     def _look_at(self, block: int) -> None:
@@ -296,7 +332,7 @@ class Writer:
                 self.discard()
                 return index
             raise SchemaError("Nothing has been appended since the last commit; append at least one step.")
-        slot = self._open[0]
+        slot = self._slot
         with self._all_or_nothing():
             self._index.finish(slot, self._steps, checked)
             self._forget()
@@ -304,14 +340,20 @@ class Writer:
 
     def _cut(self) -> tuple[int, ...]:
         """Commit a chunk, and begin the next one with the steps that they have in common."""
-        slot, evict, wait = self._open[0], *self._table.policy
+        slot, evict, wait = self._slot, *self._table.policy
         priority = self._checked(self.priority)
         stride = self._chunk - self._overlap
         with self._all_or_nothing():
             if self._shares:
                 shared = stride // self._block_steps
-                following = self._index.roll(slot, self._steps, shared, priority, evict=evict, wait=wait)
-                self._open[0] = following
+                claim = Claim(1)
+                self._open.append(claim)
+                try:
+                    self._index.roll(slot, self._steps, shared, priority, evict=evict, wait=wait, claim=claim)
+                except GearError:
+                    self._open.remove(claim)
+                    raise
+                del self._open[0]
                 self._run[0] = max(0, self._run[0] - shared)
                 self._ids = self._ids[shared:]
                 self._held -= stride
@@ -322,7 +364,8 @@ class Writer:
                 try:
                     self._index.finish(slot, self._steps, priority)
                 except GearError:
-                    self._index.abort(np.array([self._open.pop()], dtype=np.int64))
+                    self._index.abort(self._open[-1].slots)
+                    del self._open[-1]
                     raise
                 del self._open[0]
                 self._ids, self._held = ids, held
@@ -342,7 +385,7 @@ class Writer:
         except GearError:
             raise
         except BaseException:
-            self._index.abort(np.array(self._open, dtype=np.int64))
+            self._abort()
             self._forget()
             raise
 
@@ -379,8 +422,7 @@ class Writer:
     def discard(self) -> None:
         """Drop what has been appended since the last commit; chunks that were completed stay."""
         self._check_process()
-        if self._open:
-            self._index.abort(np.array(self._open, dtype=np.int64))
+        self._abort()
         self._forget()
 
     def close(self) -> None:
@@ -504,8 +546,8 @@ class _StepColumn:
         )
 
 
-def _give_up(index: Index, slots: list[int], pid: int) -> None:
+def _give_up(index: Index, claims: list[Claim], pid: int) -> None:
     # The writer was dropped without a word: whoever needs room next takes its slot back.
-    if slots and os.getpid() == pid:
-        with contextlib.suppress(LockTimeoutError):
-            index.abort(np.array(slots, dtype=np.int64), wait=False)
+    if os.getpid() == pid:
+        for claim in claims:
+            index.abort(claim.slots, wait=False, generations=claim.generations)

@@ -777,7 +777,10 @@ class Child:
 def drop_the_dead(table: gear.Table) -> None:
     """What whoever needs room does: repair the index, take back what dead processes had."""
     index = table._live()
-    with index._locked():
+
+    def work() -> None:
         index._reclaim_writers(every=float("-inf"))
         index._drop_dead_readers()
         index._reclaim()
+
+    index._locked(work)

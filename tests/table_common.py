@@ -227,8 +227,7 @@ def mortal(
 def bury(table: gear.Table) -> None:
     """What the next one in need of room does: repair the index, take back the slots of dead writers."""
     index = table._live()
-    with index._locked():
-        index._reclaim_writers(every=float("-inf"))
+    index._locked(lambda: index._reclaim_writers(every=float("-inf")))
 
 
 def write(table: gear.Table, ids: np.ndarray, number: int, length: int) -> None:

@@ -161,8 +161,12 @@ def nothing_leaked(table: gear.Table) -> None:
     """After the dead have been buried, whatever is not live is free."""
     bury(table)
     index = table._live()
-    with index._locked(), index._mutation():
-        index._reclaim()
+
+    def reclaim() -> None:
+        with index._mutation():
+            index._reclaim()
+
+    index._locked(reclaim)
     table.check_valid()
     lengths = table.lengths().tolist()
     block_steps = table.region.layout.block_steps

@@ -45,6 +45,7 @@ from gear_loader.errors import (
 from gear_loader.layout import FORMAT_VERSION
 from gear_loader.region import _Mapping, region_path
 from gear_loader.slots import WRITING
+from gear_loader.table import Ticket
 
 SIZES: dict[str, Any] = {"max_steps": 40, "max_trajectories": 4, "block_steps": 4}
 
@@ -1009,7 +1010,7 @@ def test_a_closed_table(private: bool) -> None:
         name = "(private)" if private else table.name
         assert str(caught.value) == f"The table {name} is closed; attach or create it again."
     table.close()
-    table.end_read(0)
+    table.end_read(Ticket())
     assert "closed" in repr(table)
     assert table.schema == COLUMNS
 

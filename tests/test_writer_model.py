@@ -170,9 +170,7 @@ class WriterMachine(stateful.RuleBasedStateMachine):
                 self.table.end_read(read.ticket)
             self.table.remove(self.table.indices())
             bury(self.table)
-            self.table._live()._locked().__enter__()
-            self.table._live()._reclaim()
-            self.table.region.lock.__exit__(None, None, None)
+            self.table._live()._locked(self.table._live()._reclaim)
             self.table.check_valid()
             assert self.table.stats().blocks_in_use == 0
             self.table.close()
@@ -464,7 +462,7 @@ class WriterMachine(stateful.RuleBasedStateMachine):
         open_ = [stream for stream in self.streams if stream.writer._open]
         assert int((index.state == WRITING).sum()) == len(open_)
         for stream in open_:
-            (slot,) = stream.writer._open
+            (slot,) = (int(claim.slots[0]) for claim in stream.writer._open)
             assert stream.writer.num_steps == len(stream.values)
             assert index.row(slot).tolist() == stream.writer._ids
             assert index.extent[slot, 0] == stream.writer._held

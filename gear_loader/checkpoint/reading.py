@@ -25,6 +25,7 @@ from gear_loader.checkpoint.progress import progress_bar
 from gear_loader.checkpoint.runs import read_runs
 from gear_loader.checkpoint.writing import descended
 from gear_loader.errors import CheckpointError
+from gear_loader.index import Claim
 from gear_loader.index_ops import Array
 from gear_loader.layout import ColumnLayout
 from gear_loader.rules import OnFull
@@ -181,8 +182,9 @@ def fill(table: Table, where: str, parts: Sequence[Part], contents: Contents, *,
     index = table._live()
     blocks = index.blocks_of(contents.length)
     _check_room(table, where, contents.length, int(blocks.sum()))
-    slots, ids = index.begin(contents.length)
+    claim = Claim(len(contents.length))
     try:
+        slots, ids = index.begin(contents.length, claim=claim)
         first_ids = np.cumsum(blocks) - blocks
         largest = max(column.step_bytes for column in table.schema.values())
         wanted = [_Wanted.of(part, segment) for part in parts for segment in part.manifest.segments]
@@ -210,7 +212,7 @@ def fill(table: Table, where: str, parts: Sequence[Part], contents: Contents, *,
                 "loaded. Let others attach when the load has returned."
             )
     except BaseException:
-        index.abort(slots)
+        index.abort(claim.slots, generations=claim.generations)
         raise
 
 

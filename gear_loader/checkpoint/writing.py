@@ -43,7 +43,7 @@ from gear_loader.checkpoint.manifest import (
 from gear_loader.checkpoint.progress import progress_bar
 from gear_loader.errors import CheckpointError, GearError
 from gear_loader.ids import origin_of
-from gear_loader.index import Index
+from gear_loader.index import Index, Ticket
 from gear_loader.index_ops import FIRST_SEQUENCE, NEXT_SEQUENCE, NUM_SAMPLED
 from gear_loader.lock import process_start
 from gear_loader.notice import notice
@@ -183,12 +183,15 @@ def _sweep(directory: str, manifest: Manifest | None) -> None:
 def identity(table: Table, index: Index) -> tuple[str, str]:
     """The table's name and the save it was loaded from, 16 hexadecimal digits each."""
     here = _process(table)
-    with table.region.lock:
+
+    def look() -> tuple[str, str]:
         name, parent, pid, start = index.counters[IDENTITY].tolist()
         if name == 0 or (pid, start) not in ((0, 0), here):
             name, parent = 1 + secrets.randbelow(2**63 - 1), 0
             index.counters[IDENTITY] = name, parent, *here
-    return f"{name:016x}", f"{parent:016x}"
+        return f"{name:016x}", f"{parent:016x}"
+
+    return table.region.lock.run(look)
 
 
 def _process(table: Table) -> tuple[int, int]:
@@ -197,8 +200,11 @@ def _process(table: Table) -> tuple[int, int]:
 
 def descended(table: Table, index: Index, save: str) -> None:
     """Note that a table has just been loaded from the save called `save`."""
-    with table.region.lock:
+
+    def note() -> None:
         index.counters[IDENTITY] = 1 + secrets.randbelow(2**63 - 1), int(save, 16), *_process(table)
+
+    table.region.lock.run(note)
 
 
 # Saving ----------------------------------------------------------------------------------------------
@@ -226,9 +232,10 @@ class _Cut:
         return dataclasses.replace(self, **{name: getattr(self, name)[chosen] for name in arrays})
 
 
-def _cut(index: Index) -> tuple[int, _Cut]:
-    """Begin to read; the ticket, and what is there."""
-    with index._locked():
+def _cut(index: Index, ticket: Ticket) -> _Cut:
+    """Begin to read under a new ticket; what is there."""
+
+    def look() -> _Cut:
         now = time.monotonic_ns()  # before what is too old goes: nothing that stays is older than it may be
         index._expire()
         slots = np.flatnonzero(index.state == READY)
@@ -246,8 +253,11 @@ def _cut(index: Index) -> tuple[int, _Cut]:
             num_inserted=next_sequence - int(index.counters[FIRST_SEQUENCE]),
             num_sampled=int(index.counters[NUM_SAMPLED]),
         )
-        ticket = index._begin_read()
-    return ticket, cut.take(np.argsort(cut.sequences, kind="stable"))
+        ticket.begin(index)
+        return cut
+
+    cut = index._locked(look)
+    return cut.take(np.argsort(cut.sequences, kind="stable"))
 
 
 class _Save:
@@ -303,9 +313,10 @@ class _Save:
     def run(self, progress: bool) -> None:
         """Write everything; on failure the previous checkpoint is as it was."""
         committing = False
+        ticket = Ticket()
         with contextlib.ExitStack() as stack:
-            ticket, cut = _cut(self.index)
             try:
+                cut = _cut(self.index, ticket)
                 self._choose_segments(cut)
                 fresh = cut.take(~self._is_stored(cut))
                 advance, extend = stack.enter_context(
@@ -318,21 +329,18 @@ class _Save:
                     if self._bytes(fresh) <= HOLD_BYTES or turn == MAX_ROUNDS - 1:
                         self._write_segment(pipeline, fresh, held=True)
                         break
-                    self.index.end_read(ticket)
-                    ticket = -1
+                    ticket.end()
                     self._write_segment(pipeline, fresh, held=False)
-                    ticket, cut = _cut(self.index)
+                    ticket = Ticket()
+                    cut = _cut(self.index, ticket)
                     fresh = cut.take(~self._is_stored(cut))
                     extend(self._bytes(fresh))
-                if ticket >= 0:
-                    self.index.end_read(ticket)
-                    ticket = -1
+                ticket.end()
                 data = self._finish(cut)
                 committing = True
                 self._commit(data)
             except BaseException:
-                if ticket >= 0:
-                    self.index.end_read(ticket)
+                ticket.end()
                 if not committing:  # else nobody knows which of the two manifests is there
                     with contextlib.suppress(OSError):
                         _sweep(self.directory, self.old)
@@ -431,9 +439,10 @@ class _Save:
 
         def fill(buffer: Array, begin: int, end: int) -> None:
             which, block, inside, steps, row = rows.pieces(begin, end)
-            ticket = -1 if held else index.begin_read()
+            ticket = Ticket()
             try:
                 if not held:
+                    index.begin_read(ticket)
                     here = np.arange(which[0], which[-1] + 1)
                     slots = fresh.slots[here]
                     gone = (index.state[slots] != READY) | (index.sequence[slots] != fresh.sequences[here])
@@ -448,9 +457,9 @@ class _Save:
                 sources = data.ctypes.data + ids * column.block_stride + inside * column.step_bytes
                 targets = buffer.ctypes.data + row * column.step_bytes
                 copy_pieces(targets, sources, steps * column.step_bytes)
+                ticket.end()
             finally:
-                if ticket >= 0:
-                    index.end_read(ticket)
+                ticket.end()  # again: an exception may arrive anywhere
 
         return fill
 

@@ -27,7 +27,7 @@ from gear_loader.kernels.plan import GatherPlan, PlacePlan
 from gear_loader.native_tree import READY
 from gear_loader.schema import Window
 from gear_loader.slots import Array
-from gear_loader.table import Table
+from gear_loader.table import Table, Ticket
 from gear_loader.transport.spec import Piece, WindowSpec
 
 __all__ = ["NAMES", "ShardBuffers", "ShardCollector", "ShardRows"]
@@ -119,8 +119,17 @@ class ShardCollector(Collector):
 
     # ---------------------------------------------------------------- collecting
 
-    def collect_rows(self, buffers: Buffers, rows: ShardRows) -> dict[int, int]:
+    def new_ticket(self) -> dict[int, Ticket]:
+        """See `Collector.new_ticket`: shard -> ticket under which it is read."""
+        return {}
+
+    def collect_rows(
+        self, buffers: Buffers, rows: ShardRows, tickets: dict[int, Ticket] | None = None
+    ) -> dict[int, Ticket]:
         """Fill the first rows of `buffers`.
+
+        Args:
+            tickets: from `new_ticket`, or None.
 
         Returns:
             Shard -> ticket under which it is read: for `end_read`, when the gather has finished.
@@ -130,7 +139,7 @@ class ShardCollector(Collector):
             StaleIndexError, TableEmptyError: rows were gone, and no others can be had.
         """
         assert isinstance(buffers, ShardBuffers)
-        tickets: dict[int, int] = {}
+        tickets = {} if tickets is None else tickets
         try:
             with self._filling(buffers):
                 self._collect_rows(buffers, rows, tickets)
@@ -154,7 +163,7 @@ class ShardCollector(Collector):
         copy_batch(buffers.batch, gpu.staging.batch)
         gpu.filled.record()
 
-    def _collect_rows(self, buffers: ShardBuffers, rows: ShardRows, tickets: dict[int, int]) -> None:
+    def _collect_rows(self, buffers: ShardBuffers, rows: ShardRows, tickets: dict[int, Ticket]) -> None:
         if buffers.gpu is not None and isinstance(buffers.gpu.staging, ShardBuffers):
             buffers = buffers.gpu.staging
         parts: list[tuple[int, Part]] = []
@@ -177,7 +186,7 @@ class ShardCollector(Collector):
             self._gather(buffers, rows, self._instead(rows, left, tickets))
         self._write_names(buffers, rows)
 
-    def _alive(self, rows: ShardRows, which: Array, tickets: dict[int, int]) -> Array:
+    def _alive(self, rows: ShardRows, which: Array, tickets: dict[int, Ticket]) -> Array:
         """Take tickets for rows of this node's shards; those that are gone get others in their place."""
         gone = [
             mine[~self._check(shard, rows.records[mine], tickets)]
@@ -188,11 +197,12 @@ class ShardCollector(Collector):
             self._instead(rows, missing, tickets)
         return which
 
-    def _check(self, shard: int, records: Array, tickets: dict[int, int]) -> Array:
+    def _check(self, shard: int, records: Array, tickets: dict[int, Ticket]) -> Array:
         """Whether rows of a shard of this node are there: bool [n]. They stay until the ticket is given back."""
         table = self._table(shard)
         if shard not in tickets:
-            tickets[shard] = table.begin_read()
+            tickets[shard] = Ticket()
+            table.begin_read(tickets[shard])
         state, generation, _ = table.slot_states()
         slots = records["slot"]
         alive: Array = (state[slots] == READY) & (generation[slots] == records["generation"])
@@ -203,7 +213,7 @@ class ShardCollector(Collector):
         assert table is not None
         return table
 
-    def _instead(self, rows: ShardRows, which: Array, tickets: dict[int, int]) -> Array:
+    def _instead(self, rows: ShardRows, which: Array, tickets: dict[int, Ticket]) -> Array:
         """Rows of this rank's own shard in place of some that cannot be had; which they are, int64 [n]."""
         if rows.spare is None:
             raise StaleIndexError(
@@ -338,8 +348,8 @@ class ShardCollector(Collector):
 
     def end_read(self, tickets: Any) -> None:
         """See `Collector.end_read`: of all the shards that were read."""
-        for shard, ticket in tickets.items():
-            self._table(shard).end_read(ticket)
+        for ticket in tickets.values():
+            ticket.end()
 
 
 def _joined(parts: list[Array]) -> Array:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gear_loader.distributed.records import PUBLISHED, record_dtype
-from gear_loader.index import Changes, Snapshot
+from gear_loader.index import Changes, Snapshot, Ticket
 from gear_loader.native_tree import READY
 from gear_loader.priorities import ANCHORS, LEAVES, PrioritySelection, checked_weights, draw_key
 from gear_loader.priority_tree import uniforms
@@ -323,14 +323,16 @@ class PriorityEngine(PrioritySelection, Engine):
         """
         table = self.job.table
         with self._mutex:
-            ticket = self._follow()
+            ticket = Ticket()
             try:
+                self._follow(ticket)
                 state, generation, _ = table.slot_states()
                 here = (state[slots] == READY) & (generation[slots] == generations)
                 items = self._map.all_items(slots[here], *table.index_arrays())
                 self._tree.update(items, np.ascontiguousarray(leaves[np.repeat(here, counts)]))
+                ticket.end()
             finally:
-                table.end_read(ticket)
+                ticket.end()  # again: an exception may arrive anywhere
 
     def state_with_ids(self) -> dict[str, Any]:
         """As `state_dict`, by ids instead of sequence numbers, in arrays; what changed since `publish` is not in it."""

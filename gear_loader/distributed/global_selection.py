@@ -121,7 +121,9 @@ class GlobalSelection(Selection):
 
     # ---------------------------------------------------------------- one batch
 
-    def fill(self, collector: Collector, buffers: Buffers, draw: Draw, frozen: Any) -> tuple[Any, int]:
+    def fill(
+        self, collector: Collector, buffers: Buffers, draw: Draw, frozen: Any, ticket: Any = None
+    ) -> tuple[Any, int]:
         """See `Selection.fill`. The ticket is one for `ShardCollector.end_read`."""
         assert isinstance(collector, ShardCollector)
         shards, records, weigh = self._drawn(draw, frozen)
@@ -132,7 +134,7 @@ class GlobalSelection(Selection):
                 ((draw.epoch, draw.step), Remembered(draw.count, records[["id", "step"]], weights))
             )
         rows = ShardRows(shards, records, weigh, self._spare(draw), names)
-        return collector.collect_rows(buffers, rows), len(rows)
+        return collector.collect_rows(buffers, rows, ticket), len(rows)
 
     def _drawn(
         self, draw: Draw, view: PassView | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from gear_loader.slots import Array
-from gear_loader.table import Table
+from gear_loader.table import Table, Ticket
 
 __all__ = ["IdMap"]
 
@@ -25,12 +25,14 @@ class IdMap:
 
     def slots(self, ids: Array) -> Array:
         """Slots of trajectories, int64 [n]; -1 for those that are not there."""
-        ticket, changes = self._table.begin_changes(self._position)
+        ticket = Ticket()
         try:
-            self._position = changes.position
+            _, changes = self._table.begin_changes(self._position, ticket=ticket)
             fresh = self._table.ids(changes.slots)
+            ticket.end()
         finally:
-            self._table.end_read(ticket)
+            ticket.end()  # again: an exception may arrive anywhere
+        self._position = changes.position
         for slot, before in zip(changes.slots.tolist(), self._id_of[changes.slots].tolist(), strict=True):
             if before >= 0 and self._slots.get(before) == slot:
                 del self._slots[before]

@@ -16,7 +16,7 @@ from gear_loader.distributed.shards import Shards
 from gear_loader.errors import TableFullError, TransportError
 from gear_loader.index_ops import READY
 from gear_loader.slots import Array, ranges
-from gear_loader.table import Table
+from gear_loader.table import Table, Ticket
 
 __all__ = ["Chosen", "Mover", "choose"]
 
@@ -83,11 +83,14 @@ def choose(
         without: ids of those that have been chosen already.
     """
     table = engine.job.table
-    ticket = table.begin_read()  # nothing takes another one's place meanwhile
+    ticket = Ticket()  # nothing takes another one's place meanwhile
     try:
-        return _choose(engine, table, by_mass, amount, steps, count, block_steps, most_steps, without)
+        table.begin_read(ticket)
+        chosen = _choose(engine, table, by_mass, amount, steps, count, block_steps, most_steps, without)
+        ticket.end()
+        return chosen
     finally:
-        table.end_read(ticket)
+        ticket.end()  # again: an exception may arrive anywhere
 
 
 def _choose(
@@ -199,15 +202,17 @@ class Mover:
                 return
 
     def _copy(self, source: Table, ids: Array, slots: Array, target: Holder) -> None:
-        ticket = source.begin_read()
+        ticket = Ticket()
         try:
+            source.begin_read(ticket)
             state, _, _ = source.slot_states()
             alive = (state[slots] == READY) & (source.ids(slots) == ids)
             ids, slots = ids[alive], slots[alive]
             trajectories = [_read(source, slot) for slot in slots.tolist()]
             priorities = source.priorities()[slots].copy()
+            ticket.end()
         finally:
-            source.end_read(ticket)
+            ticket.end()  # again: an exception may arrive anywhere
         if len(ids) == 0:
             return
         if target.table is not None:

@@ -15,7 +15,7 @@ import torch
 from gear_loader import native
 from gear_loader.errors import RegionError, SchemaError, StaleIndexError, TransportError
 from gear_loader.ids import check_ids
-from gear_loader.index import Index
+from gear_loader.index import Index, Ticket
 from gear_loader.index_ops import DIRTY, READY, UNSET
 from gear_loader.kernels import reference
 from gear_loader.kernels.plan import (
@@ -103,11 +103,12 @@ class Held:
             LockTimeoutError: it could not be had.
         """
         index = self._hasty if at_once else self._patient
-        ticket = index.begin_read()
+        ticket = Ticket()
         try:
+            index.begin_read(ticket)
             yield
         finally:
-            index.end_read(ticket)
+            ticket.end()
 
     def live(self, slots: Array, generations: Array) -> Array:
         """Where there is a live trajectory of that generation at that slot; bool [n]. The caller is `reading`."""
