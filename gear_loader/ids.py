@@ -92,7 +92,7 @@ def check_ids(ids: Any, count: int) -> Array:
     Raises:
         SchemaError: they are none, or one is given twice.
     """
-    values = np.asarray(as_array(ids))
+    values = np.asarray(as_array(ids, "ids"))
     if values.dtype.kind not in "iu" and values.size:
         raise SchemaError(f"ids has dtype {values.dtype}; expected int64 [{count}], -1 where there is none.")
     if values.shape != (count,):

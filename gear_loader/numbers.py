@@ -1,4 +1,4 @@
-"""Priorities as users give them, made float32."""
+"""Numbers that users give as tensors or arrays: whether their memory can be read, and priorities as float32."""
 
 from __future__ import annotations
 
@@ -7,15 +7,67 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["as_array", "narrowed"]
+from gear_loader.errors import SchemaError
+
+__all__ = ["address_of", "as_array", "narrowed", "shown", "unreadable"]
 
 Array = np.ndarray[Any, Any]
 
 
-def as_array(value: Any) -> Any:
-    """A tensor as an array on the host (bfloat16, which numpy lacks, as float32); anything else as it is."""
+def address_of(tensor: torch.Tensor) -> int:
+    """The address of a contiguous tensor's elements; 0 if its storage does not hold all of them (or there are none)."""
+    try:
+        end = tensor.storage_offset() * tensor.itemsize + tensor.nbytes
+        return tensor.data_ptr() if end <= tensor.untyped_storage().nbytes() else 0
+    except RuntimeError:  # it has no storage
+        return 0
+
+
+def unreadable(tensor: torch.Tensor) -> str | None:
+    """What a tensor is whose elements do not lie in strided memory, for an error; None if they do."""
+    if tensor.is_nested or tensor.layout != torch.strided:
+        return "nested tensor" if tensor.is_nested else f"tensor of layout {tensor.layout}"
+    if tensor.is_meta:
+        return "meta tensor"
+    try:
+        storage = tensor.untyped_storage()
+        address, held = storage.data_ptr(), storage.nbytes()
+    except RuntimeError:
+        return "tensor without storage (as torch.func and torch._efficientzerotensor make them)"
+    if not tensor.numel():
+        return None
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.itemsize
+    if address == 0 or held < needed:
+        held = held if address else 0
+        return f"tensor whose storage holds {held:,} bytes, while its shape needs {needed:,}"
+    return None
+
+
+def shown(value: Any) -> str:
+    """The value for an error; torch cannot print tensors whose elements cannot be read."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            kind = unreadable(item) if isinstance(item, torch.Tensor) else None
+            if kind is not None:
+                return f"a {type(value).__name__} that holds a {kind}"
+    return repr(value)
+
+
+def as_array(value: Any, name: str) -> Any:
+    """A tensor as an array on the host (bfloat16, which numpy lacks, as float32); anything else as it is.
+
+    Args:
+        name: how an error calls it.
+
+    Raises:
+        SchemaError: a tensor whose elements cannot be read.
+    """
     if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
+        kind = unreadable(value)
+        if kind is not None:
+            raise SchemaError(f"{name} is a {kind}; expected a strided tensor with its data, or an array.")
+        value = value.detach().resolve_conj().resolve_neg().cpu()
         return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
     return value
 

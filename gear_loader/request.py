@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from gear_loader.errors import PriorityError, SchemaError
-from gear_loader.numbers import as_array, narrowed
+from gear_loader.numbers import as_array, narrowed, shown
 from gear_loader.slots import Array
 
 __all__ = ["Request", "check_names", "request"]
@@ -76,14 +76,14 @@ def check_names(anchor: Any, unit: Literal["trajectory", "step"]) -> None:
 
 
 def _array(name: str, value: Any, kinds: str, count: int | None = None) -> Array:
-    value = as_array(value)
+    value = as_array(value, name)
     try:
         array = np.atleast_1d(np.asarray(value))
         fits = array.dtype.kind in kinds or array.size == 0
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):
         fits = False
     if not fits or array.ndim != 1 or (count is not None and len(array) != count):
-        shape = f"{array.dtype} {list(array.shape)}" if fits else repr(value)
+        shape = f"{array.dtype} {list(array.shape)}" if fits else shown(value)
         kind = "numbers" if "f" in kinds else "integers"
         raise SchemaError(
             f"{name} is {shape}; expected {kind} [{'n' if count is None else count}]"

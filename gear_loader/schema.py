@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from gear_loader.errors import SchemaError
+from gear_loader.numbers import address_of, unreadable
 
-__all__ = ["BATCH_KEYS", "DTYPES", "Column", "Schema", "Window"]
+__all__ = ["BATCH_KEYS", "DTYPES", "Column", "Schema", "Window", "copied", "keeps", "settled"]
 
 DTYPES: dict[str, torch.dtype] = {
     "bool": torch.bool,
@@ -195,7 +196,7 @@ class Schema(Mapping[str, Column]):
         """
         # What is as it should be is seen at a glance; everything else is looked at closely.
         if type(rows) is dict and len(rows) == len(self._columns):
-            length, addresses = 0, []
+            length, addresses, values = 0, [], []
             for name, (dtype, array_dtype, shape) in self._expected.items():
                 value = rows.get(name)
                 if type(value) is np.ndarray:
@@ -204,7 +205,8 @@ class Schema(Mapping[str, Column]):
                 elif type(value) is torch.Tensor:
                     fits = value.dtype is dtype and value.layout is torch.strided and value.is_cpu
                     fits = fits and not value.is_nested and value.is_contiguous() and not value.is_neg()
-                    address = value.data_ptr() if fits else 0
+                    address = address_of(value) if fits else 0
+                    fits = fits and address != 0
                 else:
                     break
                 if not fits or value.ndim == 0 or value.shape[1:] != shape:
@@ -214,8 +216,9 @@ class Schema(Mapping[str, Column]):
                 if length == 0 or len(value) != length:
                     break
                 addresses.append(address)
+                values.append(value)
             else:
-                return length, addresses, rows
+                return length, addresses, values
         length, arrays = self.validate(rows, what=what)
         return length, [array.ctypes.data for array in arrays.values()], arrays
 
@@ -246,10 +249,12 @@ class Schema(Mapping[str, Column]):
             padded = value.shape[1] if padded < 0 else padded
             if value.shape[:2] != (count, padded):
                 return None
-            if isinstance(value, torch.Tensor):
-                addresses.append(value.data_ptr())
-            else:
-                addresses.append(value.__array_interface__["data"][0])
+            address = (
+                address_of(value) if isinstance(value, torch.Tensor) else value.__array_interface__["data"][0]
+            )
+            if not address:
+                return None
+            addresses.append(address)
             strides.append(value.nbytes // max(count, 1))
         return (padded, addresses, strides) if padded > 0 else None
 
@@ -264,7 +269,7 @@ class Schema(Mapping[str, Column]):
 
         Returns:
             T, and for each column a C-contiguous uint8 array ``[T, step_bytes]``. No copy is made of
-            contiguous CPU data; a CUDA tensor is copied to the host, which waits for its stream.
+            contiguous CPU data in a dict; a CUDA tensor is copied to the host, which waits for its stream.
 
         Raises:
             SchemaError: a missing or unknown column, a wrong type, dtype or shape, uneven lengths, no steps.
@@ -275,6 +280,7 @@ class Schema(Mapping[str, Column]):
                 f"with the columns {list(self)}."
             )
         self.validate_names(rows, what=what)
+        rows = settled(rows)
         arrays = {name: self._as_bytes(name, rows[name], what) for name in self}
         lengths = {name: len(array) for name, array in arrays.items()}
         if len(set(lengths.values())) != 1:
@@ -336,12 +342,32 @@ NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
 """The numpy dtype of each torch dtype that has one (bfloat16 has none: give tensors)."""
 
 
+def keeps(iterable: Any) -> bool:
+    """Whether an iterable yields objects that it holds itself: a list or a tuple.
+
+    Any other one may refill the same arrays for each item: what it yields has to be copied before it is asked for more.
+    """
+    return type(iterable) in (list, tuple)
+
+
+def settled(rows: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rows with values that stay as they are: a mapping that is no dict may compute them into one array."""
+    if type(rows).__getitem__ is dict.__getitem__:
+        return rows
+    return {name: copied(rows[name]) for name in rows}
+
+
+def copied(value: Any) -> Any:
+    """A copy of an array or of a tensor that can be read; anything else as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone() if unreadable(value) is None else value
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
 def _unsupported(value: Any) -> str | None:
     """What `value` is, if it is no array that can be copied byte by byte."""
     if isinstance(value, torch.Tensor):
-        if value.is_nested or value.layout != torch.strided:
-            return "nested tensor" if value.is_nested else f"tensor of layout {value.layout}"
-        return "meta tensor" if value.is_meta else None
+        return unreadable(value)
     plain = isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray)
     return None if plain else type(value).__name__
 

@@ -14,6 +14,7 @@ import torch
 
 from gear_loader import native
 from gear_loader.errors import (
+    CheckpointError,
     LockTimeoutError,
     PrivateTableError,
     SchemaError,
@@ -43,11 +44,11 @@ from gear_loader.index_ops import (
 )
 from gear_loader.layout import Layout
 from gear_loader.limiters import RateLimiter
-from gear_loader.numbers import as_array, narrowed
+from gear_loader.numbers import as_array, narrowed, shown, unreadable
 from gear_loader.patience import Patience
 from gear_loader.region import Region
 from gear_loader.rules import OnFull, Rules, check_on_full, check_seconds
-from gear_loader.schema import Column, Schema
+from gear_loader.schema import Column, Schema, keeps, settled
 from gear_loader.stats import TableStats, stats_of
 from gear_loader.writer import Writer
 
@@ -252,7 +253,7 @@ class Table:
             CheckpointError: the disk is full or fails, the directory holds something else or a checkpoint of another
                 schema or version, or another save into it is going on. The previous checkpoint is as it was.
         """
-        importlib.import_module("gear_loader.checkpoint").save(self, path, progress=progress)
+        importlib.import_module("gear_loader.checkpoint").save(self, _checked_path(path), progress=progress)
 
     @classmethod
     def load(
@@ -294,7 +295,7 @@ class Table:
         """
         table: Table = importlib.import_module("gear_loader.checkpoint").load(
             cls,
-            path,
+            _checked_path(path),
             schema=schema,
             name=name,
             max_steps=max_steps,
@@ -394,8 +395,9 @@ class Table:
 
         Args:
             trajectories: an iterable of mappings as for `add`; or, with `lengths`, one mapping of stacked arrays
-                ``[n, T, *shape]`` of which trajectory i has the first ``lengths[i]`` steps. An iterator (a generator)
-                may fill the same arrays anew for each trajectory: what it yields is copied first.
+                ``[n, T, *shape]`` of which trajectory i has the first ``lengths[i]`` steps. A list or a tuple is read
+                where it is. Any other iterable (a generator, say) may refill the same arrays for each trajectory:
+                what it yields is copied before the next one is asked for.
             lengths: int [n], with stacked arrays.
             priority: as for `add`: one for all, or [n].
 
@@ -454,14 +456,15 @@ class Table:
                 f"A {type(trajectories).__name__} was received; expected an iterable of trajectories."
             ) from None
         lengths, addresses, holds = [], [], []
+        kept = keeps(trajectories)
         for i, trajectory in enumerate(each):
             what = f"trajectory {i}"
-            if each is trajectories:
-                length, arrays = self.schema.validate(trajectory, what=what)
-                hold: Any = [array.copy() for array in arrays.values()]
-                places = [array.ctypes.data for array in hold]
-            else:
+            if kept:
                 length, places, hold = self.schema.locate(trajectory, what=what)
+            else:
+                length, arrays = self.schema.validate(trajectory, what=what)
+                hold = [array.copy() for array in arrays.values()]
+                places = [array.ctypes.data for array in hold]
             lengths.append(length)
             addresses.append(places)
             holds.append(hold)
@@ -474,7 +477,9 @@ class Table:
                 "[n, T, ...]."
             )
         try:
-            counts = np.asarray(lengths.detach().cpu() if isinstance(lengths, torch.Tensor) else lengths)
+            counts = np.asarray(as_array(lengths, "lengths"))
+        except SchemaError:
+            raise
         except ValueError:
             raise SchemaError(f"lengths is {lengths!r}; expected integers [n].") from None
         if counts.ndim != 1 or (counts.dtype.kind not in "iu" and counts.size):
@@ -486,7 +491,7 @@ class Table:
             return Steps(np.empty((0, len(self.schema)), dtype=np.int64), np.empty(0, dtype=np.int64), None)
         located = self.schema.locate_stacked(stacked, len(counts))
         padded, places, apart, hold = (
-            (*located, stacked) if located else self._looked_at(stacked, len(counts))
+            (*located, tuple(stacked.values())) if located else self._looked_at(stacked, len(counts))
         )
         if counts.min() < 1 or counts.max() > padded:
             bad = int(np.flatnonzero((counts < 1) | (counts > padded))[0])
@@ -496,9 +501,7 @@ class Table:
         addresses = np.array(places, dtype=np.int64) + np.arange(len(counts))[:, None] * np.array(apart)
         return Steps(addresses, counts.astype(np.int64), hold)
 
-    def _looked_at(
-        self, stacked: Mapping[str, Any], count: int
-    ) -> tuple[int, list[int], list[int], dict[str, Array]]:
+    def _looked_at(self, stacked: Mapping[str, Any], count: int) -> tuple[int, list[int], list[int], object]:
         """As `Schema.locate_stacked`, of whatever can be stored; and what has to be kept as long as it is used.
 
         Raises:
@@ -506,11 +509,12 @@ class Table:
         """
         flat: dict[str, Any] = {}
         padded = None
-        for name, value in stacked.items():
-            if not isinstance(value, (np.ndarray, torch.Tensor)):
+        for name, value in settled(stacked).items():
+            kind = unreadable(value) if isinstance(value, torch.Tensor) else None
+            if not isinstance(value, (np.ndarray, torch.Tensor)) or kind is not None:
                 raise SchemaError(
-                    f"Column {name!r} of the stacked trajectories is a {type(value).__name__}; expected a numpy array "
-                    "or a torch tensor [n, T, ...]."
+                    f"Column {name!r} of the stacked trajectories is a {kind or type(value).__name__}; expected a "
+                    "numpy array or a strided torch tensor [n, T, ...] with its data."
                 )
             shape = list(value.shape)
             if len(shape) < 2 or shape[0] != count or shape[1] != (padded := padded or shape[1]):
@@ -518,8 +522,7 @@ class Table:
                     f"Column {name!r} of the stacked trajectories has shape {shape}; expected [{count}, "
                     f"{padded or 'T'}, ...] as lengths has {count} entries."
                 )
-            strided = isinstance(value, np.ndarray) or value.layout == torch.strided
-            flat[name] = value.reshape(shape[0] * shape[1], *shape[2:]) if strided else value
+            flat[name] = value.reshape(shape[0] * shape[1], *shape[2:])
         _, arrays = self.schema.validate(flat, what="the stacked trajectories")
         assert padded is not None
         places = [array.ctypes.data for array in arrays.values()]
@@ -802,17 +805,31 @@ def _attach(name: str, on_full: OnFull, timeout: float | None) -> Table:
     return Table.attach(name, on_full=on_full, timeout=timeout)
 
 
+def _checked_path(path: str | os.PathLike[str]) -> str:
+    """A checkpoint's path as a string that the system can take."""
+    try:
+        text = os.fspath(path)
+        if isinstance(text, str) and b"\0" not in os.fsencode(text):
+            return text
+    except (TypeError, UnicodeEncodeError):
+        pass
+    raise CheckpointError(
+        f"The path {path!r} was received; expected the path of a directory, a string without NUL that the file "
+        "system can encode."
+    )
+
+
 def _check_priorities(priority: Any, count: int) -> Array:
     if priority is None:
         return np.full(count, UNSET, dtype=np.float32)
-    priority = as_array(priority)
+    priority = as_array(priority, "priority")
     try:
         values = np.asarray(priority)
         fits = values.dtype.kind in "biuf" or not values.size
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):
         fits = False
     if not fits:
-        raise SchemaError(f"priority is {priority!r}; expected a number or {count} of them.")
+        raise SchemaError(f"priority is {shown(priority)}; expected a number or {count} of them.")
     values = values.astype(np.float64)
     if values.ndim and values.shape != (count,):
         raise SchemaError(f"priority has shape {list(values.shape)}; expected one number or [{count}].")

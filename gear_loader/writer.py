@@ -17,9 +17,9 @@ from gear_loader import native
 from gear_loader.errors import GearError, SchemaError
 from gear_loader.index import Claim
 from gear_loader.index_ops import UNSET, Array
-from gear_loader.numbers import as_array, narrowed
+from gear_loader.numbers import address_of, as_array, narrowed, shown, unreadable
 from gear_loader.options import at_least
-from gear_loader.schema import NUMPY_DTYPES, Column
+from gear_loader.schema import NUMPY_DTYPES, Column, settled
 
 if TYPE_CHECKING:
     from gear_loader.index import Index
@@ -149,7 +149,7 @@ class Writer:
             In each case nothing was appended, but of several steps with chunks those in the chunks before. Who has
             waited in vain may call it again with the same step.
         """
-        rows = columns if steps is None else {**steps, **columns}
+        rows = columns if steps is None else self._joined(steps, columns)
         if len(rows) != len(self._columns):
             self._table.schema.validate_names(rows, what="the step")
         self._check_usable()
@@ -173,6 +173,14 @@ class Writer:
                     return self._append_many(rows)
                 raise column.misfit(value)
         return self._appended(1)
+
+    def _joined(self, steps: Mapping[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(steps, Mapping):
+            raise SchemaError(
+                f"The step is a {type(steps).__name__}; expected a mapping of the columns {list(self._table.schema)}, "
+                "or the columns as keywords."
+            )
+        return {**settled(steps), **columns}
 
     def _appended(self, count: int) -> tuple[int, ...]:
         """So many steps more have been written; cut them off if they complete a chunk."""
@@ -407,11 +415,13 @@ class Writer:
         if priority is None:
             return float(UNSET)
         try:
-            values = np.asarray(as_array(priority))
-        except (TypeError, ValueError):
+            values = np.asarray(as_array(priority, "priority"))
+        except SchemaError:
+            raise
+        except (TypeError, ValueError, RuntimeError):
             values = np.empty(0)
         if values.shape != () or values.dtype.kind not in "biuf":
-            raise SchemaError(f"priority is {priority!r}; expected a number.")
+            raise SchemaError(f"priority is {shown(priority)}; expected a number.")
         narrow, bad = narrowed(values.astype(np.float64).reshape(1))
         if bad >= 0:
             raise SchemaError(
@@ -501,9 +511,10 @@ class _StepColumn:
         return not self.shape and self._put_number(place, value)
 
     def _put_tensor(self, place: int, value: torch.Tensor) -> bool:
-        if value.dtype is not self._column.dtype or tuple(value.shape) != self.shape:
+        if value.is_nested or value.dtype is not self._column.dtype or tuple(value.shape) != self.shape:
             return False
-        if value.layout is not torch.strided or value.is_meta or value.is_nested:
+        plain = value.is_contiguous() and address_of(value) != 0
+        if not plain and unreadable(value) is not None:
             return False
         value = value.detach().resolve_neg().cpu()
         self._view[place] = (value.view(torch.int16) if self._dtype is None else value).numpy()
@@ -536,7 +547,10 @@ class _StepColumn:
         """The error for a value that does not fit."""
         shape = list(self.shape)
         expected = f"{self._column.dtype} and shape {shape} (or [k, ...] of k steps in every column)"
-        if isinstance(value, (np.ndarray, torch.Tensor)):
+        kind = unreadable(value) if isinstance(value, torch.Tensor) else None
+        if kind is not None:
+            what = f"is a {kind}"
+        elif isinstance(value, (np.ndarray, torch.Tensor)):
             what = f"has dtype {value.dtype} and shape {list(value.shape)}"
         else:
             what = f"is {value!r}, of type {type(value).__name__}"

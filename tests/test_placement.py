@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -251,3 +252,22 @@ def test_ranks_place_on_their_node_and_on_others() -> None:
     assert "Shard 2, stage 0 (table 'gear-test-" in ranks[1]["full"]
     assert "on node b" in ranks[1]["full"]
     assert [found["left"] for found in ranks] == [[], [], []]
+
+
+class Refilling:
+    """An iterable (no iterator) that fills the same arrays for each trajectory."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        shared = {name: np.array(values) for name, values in trajectory(0, 5).items()}
+        for number in range(6):
+            for name, values in trajectory(number, 5).items():
+                shared[name][...] = values
+            yield shared
+
+
+def test_an_iterable_may_use_its_arrays_again() -> None:
+    parts = tables(2)
+    shards, indices = Placement(Shards(parts)).extend(Refilling())
+    for number, (shard, index) in enumerate(zip(shards.tolist(), indices.tolist(), strict=True)):
+        stored = parts[shard][index]
+        assert all(torch.equal(stored[n], torch.as_tensor(v)) for n, v in trajectory(number, 5).items())

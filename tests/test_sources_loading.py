@@ -512,3 +512,26 @@ def test_the_public_names_are_sorted_and_there() -> None:
     assert sources.__all__ == sorted(sources.__all__)
     for name in sources.__all__:
         assert hasattr(sources, name)
+
+
+class Refilling:
+    """An iterable (no iterator) that fills the same arrays for each episode."""
+
+    def __init__(self, given: list[dict[str, np.ndarray]]) -> None:
+        self.given = given
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        shared = {name: values.copy() for name, values in self.given[0].items()}
+        for episode in self.given:
+            for name, values in episode.items():
+                shared[name][...] = values
+            yield shared
+
+
+def test_an_iterable_may_use_its_arrays_again() -> None:
+    given = episodes([7, 7, 7, 7])
+    expected = load(given)
+    for again in (Refilling(given), iter(Refilling(given))):
+        with load(again) as table:
+            for found, wanted in zip(contents(table), contents(expected), strict=True):
+                assert all(torch.equal(found[name], wanted[name]) for name in wanted)

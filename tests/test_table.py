@@ -10,7 +10,7 @@ import pickle
 import random
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -208,6 +208,92 @@ def test_extend_from_a_generator_that_fills_the_same_arrays_anew(table: gear.Tab
 
     table.extend(generate())
     assert numbers_of(table) == [0, 1, 2, 3, 4]
+
+
+class Fresh:
+    """An iterable (no iterator) that yields one dict, with new arrays each time."""
+
+    def __init__(self, numbers: range, length: int) -> None:
+        self.numbers, self.length = numbers, length
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        trajectory: dict[str, np.ndarray] = {}
+        for number in self.numbers:
+            trajectory.update(rows(number, self.length))
+            yield trajectory
+
+
+class Refilling(Fresh):
+    """As `Fresh`, but it fills the same arrays again."""
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        trajectory = rows(0, self.length)
+        for number in self.numbers:
+            for name, values in rows(number, self.length).items():
+                trajectory[name][:] = values
+            yield trajectory
+
+
+class Lazy(Sequence[Any]):
+    """A sequence of trajectories that reads each into the same arrays."""
+
+    def __init__(self, numbers: range, length: int) -> None:
+        self.numbers, self.buffer = numbers, rows(0, length)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, place: Any) -> dict[str, np.ndarray]:
+        for name, values in rows(self.numbers[place], len(self.buffer["step"])).items():
+            self.buffer[name][:] = values
+        return self.buffer
+
+
+class Computed(Mapping[str, Any]):
+    """A mapping that computes its columns into one buffer."""
+
+    buffer = np.empty(1000, dtype=np.uint8)
+
+    def __init__(self, number: int, length: int) -> None:
+        self.number, self.length = number, length
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        values = rows(self.number, self.length)[name]
+        target = self.buffer[: values.nbytes].view(values.dtype).reshape(values.shape)
+        target[...] = values
+        return target
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COLUMNS)
+
+    def __len__(self) -> int:
+        return len(COLUMNS)
+
+
+@pytest.mark.parametrize("kind", [Fresh, Refilling, Lazy])
+@pytest.mark.parametrize("method", ["extend", "extend_as"])
+def test_an_iterable_may_use_its_dict_or_its_arrays_again(table: gear.Table, kind: Any, method: str) -> None:
+    more = {"ids": [-1] * 10} if method == "extend_as" else {}
+    getattr(table, method)(kind(range(10), 6), **more)
+    assert numbers_of(table) == list(range(10))
+
+
+def test_a_mapping_may_compute_its_columns_into_one_array(table: gear.Table) -> None:
+    table.add(Computed(1, 7))
+    table.extend([Computed(2, 5), Computed(3, 9)])
+    with table.writer() as writer:
+        writer.append(Computed(4, 3))
+    assert numbers_of(table) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("kind", [Fresh, Refilling])
+def test_many_trajectories_of_an_iterable_that_uses_its_dict_again(kind: Any) -> None:
+    count, length = 5000, 3
+    with gear.Table.create(COLUMNS, max_steps=count * length, max_trajectories=count, block_steps=8) as table:
+        for begin in range(0, count, 1000):
+            table.extend(kind(range(begin, begin + 1000), length))
+            gc.collect()
+        assert numbers_of(table) == list(range(count))
 
 
 def test_extend_with_one_trajectory_several_times(table: gear.Table) -> None:

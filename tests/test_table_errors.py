@@ -33,6 +33,7 @@ from table_common import (
 import gear_loader as gear
 from gear_loader import errors
 from gear_loader.errors import (
+    CheckpointError,
     GearError,
     LockTimeoutError,
     PrivateTableError,
@@ -341,6 +342,119 @@ def test_extend_refuses(table: gear.Table, given: Any, options: dict[str, Any], 
     with unchanged(table), pytest.raises(SchemaError) as caught:
         table.extend(given, **options)
     assert message in str(caught.value)
+
+
+# Tensors whose elements do not lie in memory ---------------------------------------------------------
+
+Use = Callable[[torch.Tensor], None]
+
+
+def emptied(view: torch.Tensor, left: int = 0) -> torch.Tensor:
+    """A tensor whose storage has been made smaller than its elements need."""
+    view.untyped_storage().resize_(left)
+    return view
+
+
+def inside(transform: Any) -> Callable[[Use, torch.Tensor], None]:
+    """Calls a function with the tensor that a transform of torch.func makes of another one."""
+
+    def call(use: Use, values: torch.Tensor) -> None:
+        def inner(value: torch.Tensor) -> torch.Tensor:
+            use(value)
+            return value.sum()
+
+        transform(inner)(values)
+
+    return call
+
+
+WITHOUT_DATA: dict[str, tuple[Callable[[Use, torch.Tensor], None], str]] = {
+    "zero tensor": (lambda use, v: use(torch._efficientzerotensor(v.shape)), "tensor without storage"),
+    "no storage": (lambda use, v: use(emptied(v.clone())), "tensor whose storage holds 0 bytes, while its"),
+    "small storage": (lambda use, v: use(emptied(v.clone(), 3)), "tensor whose storage holds 3 bytes, while"),
+    "view": (lambda use, v: use(emptied(torch.stack([v, v])[1], v.nbytes)), "tensor whose storage holds"),
+    "strided": (
+        lambda use, v: use(emptied(torch.stack([v, v], -1)[..., 0], v.nbytes - 1)),
+        "tensor whose storage holds",
+    ),
+    "functionalize": (inside(torch.func.functionalize), "tensor without storage"),
+    "grad": (inside(torch.func.grad), "tensor without storage"),
+    "vmap": (lambda use, v: inside(torch.func.vmap)(use, v[None]), "tensor without storage"),
+    "jagged": (lambda use, v: use(torch.nested.nested_tensor([*v], layout=torch.jagged)), "nested tensor"),
+    "nested": (lambda use, v: use(torch.nested.nested_tensor([*v], layout=torch.strided)), "nested tensor"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("kind", list(WITHOUT_DATA))
+@pytest.mark.parametrize("method", ["add", "list", "generator", "stacked", "append", "append many"])
+def test_a_tensor_without_its_data_is_refused(table: gear.Table, kind: str, method: str) -> None:
+    make, message = WITHOUT_DATA[kind]
+    writer = table.writer()
+    store: dict[str, Callable[[dict[str, Any]], object]] = {
+        "add": table.add,
+        "list": lambda given: table.extend([rows(1, 2), given]),
+        "generator": lambda given: table.extend(iter([rows(1, 2), given])),
+        "stacked": lambda given: table.extend(given, lengths=[5]),
+        "append": writer.append,
+        "append many": writer.append,
+    }
+    caught: list[str] = []
+
+    def give(value: torch.Tensor) -> None:
+        given = {
+            name: values[None] if method == "stacked" else values[0] if method == "append" else values
+            for name, values in rows(9, 6).items()
+        }
+        with pytest.raises(SchemaError) as error:
+            store[method]({**given, "value": value})
+        caught.append(str(error.value))
+
+    with unchanged(table):
+        nested = kind in ("jagged", "nested")
+        shapes = {"stacked": (1, 6, 3), "append": (1, 3) if nested else (3,)}
+        make(give, torch.ones(shapes.get(method, (6, 3))))
+    assert caught[0].startswith("Column 'value' of ")
+    assert f" is a {message}" in caught[0]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in WITHOUT_DATA if kind not in ("jagged", "nested")])
+@pytest.mark.parametrize("method", ["add", "extend", "commit", "update"])
+def test_a_priority_without_its_data_is_refused(table: gear.Table, kind: str, method: str) -> None:
+    make, message = WITHOUT_DATA[kind]
+    dataset = gear.ReplayDataset(table, batch_size=2, windows=gear.Window(1), selector=gear.Prioritized())
+    writer = table.writer()
+    writer.append(rows(9, 6))
+    index = table.indices()
+    store: dict[str, Callable[[Any], object]] = {
+        "add": lambda priority: table.add(rows(9, 6), priority=priority),
+        "extend": lambda priority: table.extend([rows(9, 2), rows(8, 2)], priority=priority),
+        "commit": writer.commit,
+        "update": lambda priority: dataset.update_priority(index, priority),
+    }
+    caught: list[str] = []
+
+    def give(value: torch.Tensor) -> None:
+        with pytest.raises(SchemaError) as error:
+            store[method](value)
+        caught.append(str(error.value))
+
+    with unchanged(table):
+        make(give, torch.ones(() if method in ("add", "commit") else 2))
+    assert f"priority is a {message}" in caught[0]
+    writer.close()
+
+
+@pytest.mark.parametrize("kind", ["zero tensor", "no storage"])
+def test_a_list_of_priorities_without_their_data_is_refused(table: gear.Table, kind: str) -> None:
+    make, _ = WITHOUT_DATA[kind]
+
+    def give(value: torch.Tensor) -> None:
+        with pytest.raises(SchemaError, match="priority is "):
+            table.extend([rows(9, 2), rows(8, 2)], priority=[value, 1.0])  # type: ignore[list-item]
+
+    with unchanged(table):
+        make(give, torch.ones(()))
 
 
 # Full ------------------------------------------------------------------------------------------------
@@ -700,6 +814,14 @@ def test_a_name_that_cannot_be_one(name: Any, how: str) -> None:
     assert str(caught.value).startswith(
         f"Table name {name!r} was received; expected 1 to 128 letters, digits,"
     )
+
+
+@pytest.mark.parametrize("path", ["a\0b", "\0", "\ud800", b"bytes", 5, None])
+def test_a_path_that_cannot_be_one(table: gear.Table, path: Any) -> None:
+    with unchanged(table), pytest.raises(CheckpointError, match="expected the path of a directory"):
+        table.save(path)
+    with pytest.raises(CheckpointError, match="expected the path of a directory"):
+        gear.Table.load(path)
 
 
 @pytest.mark.parametrize("name", ["a", "A.b-c_9", "9", "_", "x" * 128])

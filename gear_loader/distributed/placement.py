@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
-import torch
 
 from gear_loader.distributed.global_selection import GlobalSelection
 from gear_loader.distributed.holders import Holder, refused, take_back
@@ -23,7 +22,7 @@ from gear_loader.ids import joined
 from gear_loader.index_ops import UNSET
 from gear_loader.priorities import exponent, needs_priorities
 from gear_loader.priority_tree import weigh
-from gear_loader.schema import Schema
+from gear_loader.schema import Schema, copied, keeps, settled
 from gear_loader.slots import Array
 from gear_loader.table import _check_priorities
 
@@ -178,11 +177,11 @@ class Placement:
                 f"A {type(trajectories).__name__} was received; expected an iterable of trajectories."
             ) from None
         given, lengths = [], []
+        kept = keeps(trajectories)
         for i, trajectory in enumerate(each):
-            length, _ = self.schema.validate(trajectory, what=f"trajectory {i}")
-            if each is trajectories:  # an iterator may fill the same arrays anew
-                trajectory = {name: _copied(value) for name, value in trajectory.items()}
-            given.append(dict(trajectory))
+            rows = settled(trajectory) if isinstance(trajectory, Mapping) else trajectory
+            length, _ = self.schema.validate(rows, what=f"trajectory {i}")
+            given.append(dict(rows) if kept else {name: copied(value) for name, value in rows.items()})
             lengths.append(length)
         longest = min(
             (
@@ -402,7 +401,3 @@ class _Storing:
 
 class _UncertainError(Exception):
     """Stage 0 may have what was sent to it."""
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else np.array(value)

@@ -71,7 +71,7 @@ class Updates:
     def _checked_shards(self, shard: Any, count: int) -> Array:
         if shard is None and self._shards.num_shards == 1:
             return np.zeros(count, dtype=np.int64)
-        values = None if shard is None else np.asarray(as_array(shard))
+        values = None if shard is None else np.asarray(as_array(shard, "shard"))
         if values is None or values.dtype.kind not in "iu" or values.shape != (count,):
             got = "none" if values is None else f"{values.dtype} {list(values.shape)}"
             raise SchemaError(

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from gear_loader.errors import SourceError
-from gear_loader.schema import Column
+from gear_loader.numbers import unreadable
+from gear_loader.schema import Column, copied, keeps
 from gear_loader.sources._optional import progress_bar
 from gear_loader.sources.episodes import (
     FINITE_REMEDY,
@@ -185,6 +186,7 @@ class _Listed(EpisodeReader):
         lengths: list[int] = []
         chosen: dict[str, str] = {}
         planned: dict[str, Column] = {}
+        kept = keeps(episodes)
         for number, episode in enumerate(_watched(itertools.islice(episodes, most), source)):
             where = f"{source}, episode {number}"
             if not isinstance(episode, Mapping) or not episode:
@@ -200,6 +202,8 @@ class _Listed(EpisodeReader):
                         f"{where} has no column {role!r}; it has {list(episode)}. Expected the columns of the first."
                     )
                 values = _array(episode[role], f"{where}: column {role!r}")
+                if not kept or type(episode) is not dict:
+                    values = copied(values)
                 if name not in planned:
                     planned[name] = _plan(values, role, f"{where}: column {role!r}", keep_float64)
                 target = planned[name] if schema is None else schema.get(name, planned[name])
@@ -244,10 +248,14 @@ def _array(values: Any, where: str) -> _Values:
             raise SourceError(
                 f"{where} is {describe(values)}; expected an array [T, ...]: {error}"
             ) from error
+    if isinstance(values, torch.Tensor):
+        kind = unreadable(values)
+        if kind is not None:
+            raise SourceError(f"{where} is a {kind}; expected a strided tensor with its data.")
     if values.ndim == 0:
         raise SourceError(f"{where} is {describe(values)}; expected an array [T, ...].")
     if isinstance(values, torch.Tensor):
-        tensor = values.detach().cpu()
+        tensor = values.detach().resolve_neg().cpu()
         return tensor if tensor.dtype == torch.bfloat16 else tensor.numpy()
     return np.asarray(values)
 
