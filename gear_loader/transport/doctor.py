@@ -12,9 +12,10 @@ import platform
 import re
 import resource
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from gear_loader.transport.child import child_command
 
 __all__ = ["report"]
 
@@ -154,7 +155,7 @@ def _run(program: str, deadline: float, **environment: str) -> tuple[str, str | 
     """What a program wrote, and what became of it if it did not end well."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", program],
+            child_command("-c", program),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
