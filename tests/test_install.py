@@ -54,7 +54,8 @@ def test_an_installed_copy_imports_from_everywhere(tmp_path: Path) -> None:
     run(*pip, site, ".", cwd=clone)
     installed = site / "gear_loader" / "kernels" / "gather.py"
     assert origin(elsewhere, site) == installed
-    assert origin(clone, site).resolve() == clone / "triton_kernels" / "gather.py"  # the folder there comes first
+    # In a clone its own folder comes first.
+    assert origin(clone, site).resolve() == clone / "triton_kernels" / "gather.py"
     assert "single-server" in run("-m", "benchmarks", "list", cwd=clone, path=site)
     server = child_command("serve", "--help")[2:]
     assert "--secret-file" in run(site / "gear_loader" / "transport" / "child.py", *server, cwd=clone)

@@ -9,8 +9,9 @@ import sys
 
 __all__ = ["child_command"]
 
+# Before anything else is imported: Python has put this folder on the path, whose files are modules of the package.
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
-    del sys.path[0]  # this folder, whose modules are no modules by themselves; before anything else is imported
+    del sys.path[0]
 
 import importlib.machinery
 import importlib.util
