@@ -55,12 +55,12 @@ _SPIN, _PAUSE = 3e-4, 5e-5  # and `nixl_reader`
 def missing(carrier: str) -> str | None:
     """Why a carrier cannot be measured here; None if it can."""
     if carrier == "ucx" and importlib.util.find_spec("ucxx") is None:
-        return "ucxx is not installed: pip install 'gear-loader[ucx]'"
+        return "ucxx is not installed: pip install '.[ucx]'"
     if carrier == "nixl":
         from gear_loader.transport.nixl_agent import installed
 
         if installed() is None:
-            return "NIXL is not installed: pip install 'gear-loader[nixl]'"
+            return "NIXL is not installed: pip install '.[nixl]'"
     return None
 
 

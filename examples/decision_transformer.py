@@ -12,7 +12,7 @@ reward should come, and takes the actions that went with it. This file goes thro
     python examples/decision_transformer.py             # about 2 minutes on two cores
     python examples/decision_transformer.py --quick     # about 10 seconds, to see that it runs
 
-It needs pip install 'gear-loader[lightning,sources,bench]' and no network. A table of asked and achieved returns
+It needs pip install '.[lightning,sources,bench]' and no network. A table of asked and achieved returns
 is printed at the end; a plot and the figures are written to the folder --out. The exit status is 1 if the policy
 did not do what it was asked to.
 """

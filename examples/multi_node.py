@@ -13,7 +13,7 @@ another node come over a transport while the batch before them is trained on.
         examples/multi_node.py --host ADDRESS
 
 With --check one process draws the same global batches from the same tables, and must find the same losses.
-It needs pip install 'gear-loader[sources]'; --transport ucx also 'gear-loader[ucx]'.
+It needs pip install '.[sources]'; --transport ucx also '.[ucx]'.
 """
 
 import argparse

@@ -15,7 +15,7 @@ what is drawn is, and who waits for whom, to TensorBoard.
     python examples/online_actors.py             # about a minute on two cores
     python examples/online_actors.py --quick     # about 20 seconds, to see that it runs
 
-It needs pip install 'gear-loader[lightning,sources]' and tensorboard, and no network. The exit status is 1 if the
+It needs pip install '.[lightning,sources]' and tensorboard, and no network. The exit status is 1 if the
 policy that was learnt does not balance, or if something was lost. If the trainer itself is killed, the actors end by
 themselves, and the table stays: `gear-loader rm` removes it, or a new trainer goes on with all that it holds, if it
 attaches by the table's name and fits with ckpt_path=; the checkpoint holds the state_dict of the data, with priorities.

@@ -6,7 +6,7 @@ them. It finds the rule behind the noise and balances longer than the demonstrat
 
     python examples/plain_pytorch.py     # about 10 seconds
 
-It needs pip install 'gear-loader[sources]'.
+It needs pip install '.[sources]'.
 """
 
 import gymnasium

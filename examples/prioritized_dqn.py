@@ -13,7 +13,7 @@ its own, with everything but the draw the same:
     python examples/prioritized_dqn.py             # about a minute and a half on two cores
     python examples/prioritized_dqn.py --quick     # about 10 seconds, to see that it runs
 
-It needs pip install 'gear-loader[sources,bench]' and no network. A plot and the figures are written to the folder
+It needs pip install '.[sources,bench]' and no network. A plot and the figures are written to the folder
 --out. The exit status is 1 if the policy that was learnt by priority does not balance. CartPole is easy, and this is
 one run of each: which of them learns faster changes with the seed, and the plot is no measurement of it.
 """

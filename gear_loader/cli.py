@@ -376,7 +376,7 @@ def _print_report(found: dict[str, Any]) -> None:
         console.print(Text(line), soft_wrap=True)
     for slow in found["slow"]:
         console.print(Text(f"Slow: {slow['what']}, because {slow['why']}."), style="yellow", soft_wrap=True)
-        console.print(Text(f"  What to do: {slow['remedy'].rstrip('.')}."), soft_wrap=True)
+        console.print(Text(f"  What to do: {slow['remedy']}."), soft_wrap=True)
 
 
 def _findings(found: dict[str, Any]) -> list[str]:

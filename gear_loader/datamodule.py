@@ -112,6 +112,9 @@ class ReplayDataModule(LightningDataModule):
 
         Trainer(strategy="ddp", devices=2).fit(model, ReplayDataModule(shards, batch_size=..., windows=...))
 
+    Where the table has a rate limiter, `fit` waits for it before it asks how long an epoch is, so that actors may begin
+    later than the trainer.
+
     Every rank gets its slice of each batch. The checkpoint, which Lightning saves on rank 0, holds the state of all.
 
     Args:
@@ -219,6 +222,8 @@ class ReplayDataModule(LightningDataModule):
         """
         if self.val_dataset is None:
             return []
+        if self.train_dataset is not None and self.trainer is not None and self.trainer.state.fn == "fit":
+            self.train_dataset._await_first()  # validation itself does not count for the rate limiter
         return [DataLoader(self.val_dataset, batch_size=None, num_workers=self._num_workers)]
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,10 +7,12 @@ import itertools
 import json
 import logging
 import math
+import os
 import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 
 import gear_loader as gear
 from gear_loader.datamodule import ReplayDataModule, Split
-from gear_loader.errors import PrivateTableError, RegionError, SchemaError, SourceError
+from gear_loader.errors import PrivateTableError, RateLimitError, RegionError, SchemaError, SourceError
 
 pytestmark = [
     # Lightning imports and calls what torch has deprecated meanwhile.
@@ -556,6 +558,105 @@ def test_columns_of_the_table(table: gear.Table) -> None:
     for loader in (data.train_dataloader(), *data.val_dataloader()):
         assert set(next(iter(loader))) == {*SCHEMA, "mask", "index", "anchor", "generation"}
         assert len(loader) == len(list(loader))
+
+
+# ---------------------------------------------------------------- actors that begin later
+
+README = Path(__file__).parents[1] / "README.md"
+ACTOR = """
+import sys, time, numpy as np, gear_loader as gear
+
+class Steps:
+    # The environment of one episode: it is done after 25 steps.
+    left = 25
+    def __bool__(self):
+        self.left -= 1
+        return self.left < 0
+
+obs, action, reward = np.ones(11, np.float32), np.ones(3, np.float32), np.float32(1)
+while True:
+    done = Steps()
+    exec(sys.argv[1])
+    table.close()
+"""
+
+
+def readme_code(section: str) -> str:
+    """The first Python block of a section of the README."""
+    text = README.read_text(encoding="utf-8").partition(f"\n## {section}\n")[2]
+    return text.partition("```python\n")[2].partition("```")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("val_fraction", [0, 0.1])
+def test_fit_waits_for_actors_that_begin_later(tmp_path: Path, val_fraction: float) -> None:
+    """The README's own code; the actor's process is started when fit has begun."""
+    name = f"actors-begin-later-{os.getpid()}"
+    code = readme_code("Train while actors collect").replace('"replay"', repr(name))
+    create, act, fit = code.split("\n\n")
+    fit = fit.replace("val_fraction=0", f"val_fraction={val_fraction}")
+    assert all(word in code for word in ("SampleToInsertRatio", "min_size=100", "val_fraction=0"))
+    actors: list[subprocess.Popen[bytes]] = []
+
+    class Learner(lightning.LightningModule):
+        batches = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(11, 1)
+
+        def on_fit_start(self) -> None:
+            assert len(table) == 0
+            actors.append(subprocess.Popen([sys.executable, "-W", "ignore", "-c", ACTOR, act]))
+
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            assert batch["observation"].shape == (128, 20, 11)
+            self.batches += 1
+            return self.layer(batch["observation"]).square().mean()
+
+        def validation_step(self, batch: Any, _: int) -> None:
+            assert batch["mask"].any()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 1e-6)
+
+    def made(callbacks: list[Callback]) -> lightning.Trainer:
+        return trainer(None, *callbacks, max_steps=12, max_epochs=-1, num_sanity_val_steps=2)
+
+    schema = {
+        "observation": gear.Column(torch.float32, (11,)),
+        "action": gear.Column(torch.float32, (3,)),
+        "reward": gear.Column(torch.float32),
+    }
+    model = Learner()
+    names: dict[str, Any] = {
+        "gear": gear,
+        "schema": schema,
+        "model": model,
+        "lightning": types.SimpleNamespace(Trainer=made),
+    }
+    exec(create, names)
+    table = names["table"]
+    try:
+        exec(fit, names)
+        assert model.batches == 12
+        assert table.stats().num_inserted >= 100
+    finally:
+        for actor in actors:
+            actor.kill()
+            actor.wait()
+        table.unlink()
+        table.close()
+
+
+def test_nothing_is_waited_for_beyond_the_deadline() -> None:
+    options = {"rate_limiter": gear.MinSize(5), "timeout": 0.2}
+    with make_table([3] * 4, **options) as table:
+        for val_fraction in (0, 0.5):
+            with pytest.raises(RateLimitError, match="MinSize\\(min_size=5\\) did not let 8 rows be sampled"):
+                trainer().fit(Model(), module(table, val_fraction=val_fraction))
+        table.add(episode(4, 3))
+        trainer(max_steps=1).fit(Model(), module(table, val_fraction=0))
 
 
 # ---------------------------------------------------------------- split

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -207,3 +208,24 @@ def test_every_package_folder_is_packaged() -> None:
     }
     assert sorted(folders) == sorted(settings["packages"])
     assert (ROOT / "gear_loader" / "py.typed").is_file()
+
+
+def test_install_hints_name_what_can_be_installed() -> None:
+    """No package index has this package: hints say ``pip install '.[extra]'``, of extras that there are."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    prose = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    code = [
+        path
+        for folder in ("gear_loader", "triton_kernels", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
+    wrong, found = [], set()
+    for path in [*prose, *code, *(ROOT / "benchmarks").rglob("*.py")]:
+        text = path.read_text(encoding="utf-8")
+        if re.search(r"gear-loader\[|pip install '?gear[-_]loader", text):
+            wrong.append(str(path.relative_to(ROOT)))
+        for extras in re.findall(r"pip install '\.\[([^\]]*)\]'", text):
+            found.update(extras.split(","))
+    assert not wrong
+    found.discard("{}")
+    assert {"lightning", "nixl", "sources", "ucx"} <= found <= set(settings["optional-dependencies"])

@@ -395,7 +395,7 @@ for call in (
         call()
         print("done")
     except ImportError as error:
-        print(error.name, "pip install 'gear-loader[sources]'" in str(error))
+        print(error.name, "pip install '.[sources]'" in str(error))
 """
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output.splitlines() == [

@@ -385,5 +385,5 @@ def test_what_minaris_storage_needs_is_named_too(monkeypatch: pytest.MonkeyPatch
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, package, None)
             patch.delitem(sys.modules, "minari.dataset._storages.hdf5_storage")
-            with pytest.raises(ImportError, match=rf"{package}.*pip install 'gear-loader\[sources\]'"):
+            with pytest.raises(ImportError, match=rf"{package}.*pip install '\.\[sources\]'"):
                 read_minari(dataset.id)

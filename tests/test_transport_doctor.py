@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import resource
 from pathlib import Path
 from typing import Any
@@ -200,3 +201,40 @@ def test_the_report_as_text(elsewhere: Elsewhere) -> None:
     assert (
         "Slow: transport='ucx' goes over TCP between machines, because InfiniBand is not possible." in lines
     )
+
+
+MISSING = {"problem": "ModuleNotFoundError: No module named 'ucxx'"}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"ucxx": MISSING, "nixl": MISSING},
+        {"ucxx": {"problem": "it was ended by signal 11"}, "nixl": {"problem": "OSError: Cannot open x."}},
+        {"ucxx": {"verbs": False}, "nixl": {"verbs": False}},
+        {"cuda": {"available": False, "problem": "It is broken."}},
+        {"triton": {"problem": "ImportError: x."}, "numba": {"problem": "ImportError: y."}},
+    ],
+)
+def test_every_sentence_of_the_report_ends_once(
+    elsewhere: Elsewhere, changed: dict[str, dict[str, Any]]
+) -> None:
+    for name, found in changed.items():
+        elsewhere.found[name].update(found)
+    (elsewhere.folder / "dev/uverbs0").rmdir()
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0, result.output
+    told = [line for line in result.output.splitlines() if line.startswith(("Slow: ", "  What to do: "))]
+    assert told
+    for line in [*told, *(elsewhere.infiniband(carrier)["reason"] for carrier in ("ucx", "ucp", "nixl"))]:
+        assert re.search(r"[^. ]\.$", line), line
+        assert not re.search(r"\.\.|\. \.|\.\)", line), line
+
+
+def test_what_is_missing_is_installed_from_a_clone(elsewhere: Elsewhere) -> None:
+    elsewhere.found["ucxx"], elsewhere.found["nixl"] = dict(MISSING), dict(MISSING)
+    assert "| pip install '.[ucx]' (in a clone of Gear Loader)" in elsewhere.slow()
+    for name in ("ucx", "nixl"):
+        expected = f"It is not installed. pip install '.[{name}]' (in a clone of Gear Loader)."
+        assert elsewhere.infiniband(name)["reason"].endswith(expected)

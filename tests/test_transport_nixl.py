@@ -409,7 +409,7 @@ def test_after_a_fork_and_after_close() -> None:
 
 def test_without_nixl_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(TransportError, match=r"pip install 'gear-loader\[nixl\]'"):
+    with pytest.raises(TransportError, match=r"pip install '\.\[nixl\]'"):
         NixlOwner(["t"])
 
 

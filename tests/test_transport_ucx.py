@@ -348,7 +348,7 @@ def test_a_fork_is_refused() -> None:
 
 def test_without_a_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(TransportError, match=r"neither ucxx nor ucp .* pip install 'gear-loader\[ucx\]'"):
+    with pytest.raises(TransportError, match=r"neither ucxx nor ucp .* pip install '\.\[ucx\]'"):
         carrier("ucx")
 
 

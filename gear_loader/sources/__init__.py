@@ -3,7 +3,8 @@
     table = gear.sources.load("hopper_medium.hdf5")          # or a Minari id, or a list of episodes
     episodes = gear.sources.collect("Hopper-v5", policy, episodes=100, seed=0)
 
-Gymnasium, Minari and h5py are imported by the function that needs them: pip install 'gear-loader[sources]'.
+Gymnasium, Minari and h5py are imported by the function that needs them: pip install '.[sources]' (in a clone of
+Gear Loader).
 """
 
 from gear_loader.sources.environment import collect, collect_iter

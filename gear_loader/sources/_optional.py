@@ -21,7 +21,7 @@ def require(module: str, purpose: str) -> Any:
     except ImportError as error:
         raise ImportError(
             f"{purpose} needs the package {module!r}, which cannot be imported ({error}). "
-            "Install it: pip install 'gear-loader[sources]'",
+            "Install it: pip install '.[sources]' (in a clone of Gear Loader)",
             name=module,
         ) from error
 

@@ -100,7 +100,8 @@ def _open(minari: Any, dataset: Any, download: bool) -> Any:
 def _missing(source: str, error: ImportError) -> ImportError:
     return ImportError(
         f"Reading {source} needs a package that cannot be imported ({error}). Install it: "
-        "pip install 'gear-loader[sources]'; for data sets in arrow or parquet format: pip install 'minari[arrow]'",
+        "pip install '.[sources]' (in a clone of Gear Loader); for data sets in arrow or parquet format: "
+        "pip install 'minari[arrow]'",
         name=error.name,
     )
 

@@ -28,7 +28,11 @@ def as_bytes(part: Bytes | bytes | bytearray) -> memoryview:
 
 CARRIERS: dict[str, tuple[str, str, str]] = {
     "socket": ("gear_loader.transport.socket_channel", "SocketCarrier", ""),
-    "ucx": ("gear_loader.transport.ucx_channel", "UcxCarrier", "pip install 'gear-loader[ucx]'"),
+    "ucx": (
+        "gear_loader.transport.ucx_channel",
+        "UcxCarrier",
+        "pip install '.[ucx]' (in a clone of Gear Loader)",
+    ),
 }
 """Name of a carrier: its module, its class, and what installs it."""
 

@@ -12,9 +12,10 @@ import platform
 import re
 import resource
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from gear_loader.transport.child import child_command
 
 __all__ = ["report"]
 
@@ -24,6 +25,7 @@ _NO_DEVICE = "gear-loader-asks"  # no device is called so: UCX answers with a li
 _DEVICE = re.compile(r"'([^']+)'\((\w+)\)")
 _MEMLOCK = 1 << 30  # bytes below which a limit of locked memory is worth a line
 _SHM = 1 << 30
+_INSTALL = "pip install '.[{}]' (in a clone of Gear Loader)"
 _SYS, _DEV = Path("/sys/class/infiniband"), Path("/dev/infiniband")
 
 # Each prints a JSON object behind the mark; UCX and NIXL write to standard output as they like.
@@ -104,7 +106,7 @@ def report(*, deadline: float = _DEADLINE) -> dict[str, Any]:
         - ``memory``: ``locked_limit`` in bytes (None: no limit), ``shm_bytes`` and ``shm_free``;
         - ``cuda``, ``triton``, ``numba``;
         - ``environment``: what is set of UCX_*, NIXL_* and RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY;
-        - ``slow``: a list of ``what``, ``why`` and ``remedy``, one a slow path.
+        - ``slow``: a list of ``what``, ``why`` and ``remedy``, one a slow path, without full stops at their ends.
     """
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         probes = {name: pool.submit(_probe, program, deadline) for name, program in _PROBES.items()}
@@ -154,7 +156,7 @@ def _run(program: str, deadline: float, **environment: str) -> tuple[str, str | 
     """What a program wrote, and what became of it if it did not end well."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", program],
+            child_command("-c", program),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -236,11 +238,8 @@ def _infiniband(name: str, carrier: dict[str, Any], adapters: list[str], files: 
             f"{_DEV} has no uverbs device: load ib_uverbs; in a container pass --device={_DEV} and --cap-add=IPC_LOCK."
         )
     if not carrier["installed"] or carrier["problem"]:
-        extra = {"ucx": "ucx", "nixl": "nixl"}.get(name)
-        reasons.append(
-            f"{carrier['problem']} "
-            + (f"pip install 'gear-loader[{extra}]'." if extra else "ucxx has taken its place.")
-        )
+        remedy = "ucxx has taken its place." if name == "ucp" else f"{_INSTALL.format(name)}."
+        reasons.append(f"{_phrase(carrier['problem'])}. {remedy}")
     elif not carrier.get("verbs"):
         reasons.append(_no_verbs(carrier))
     elif (
@@ -251,6 +250,11 @@ def _infiniband(name: str, carrier: dict[str, Any], adapters: list[str], files: 
             "and whether a port is active (ibv_devinfo)."
         )
     return {"possible": not reasons, "reason": " ".join(reasons) or None}
+
+
+def _phrase(text: Any) -> str:
+    """Without the full stop at its end: the report makes sentences of it."""
+    return str(text).strip().rstrip(".")
 
 
 def _no_verbs(carrier: dict[str, Any]) -> str:
@@ -273,7 +277,7 @@ def _slow(found: dict[str, Any]) -> list[dict[str, str]]:
 
     def add(when: Any, what: str, why: str, remedy: str) -> None:
         if when:
-            slow.append({"what": what, "why": why, "remedy": remedy})
+            slow.append({"what": what, "why": _phrase(why), "remedy": _phrase(remedy)})
 
     cuda, memory, carriers = found["cuda"], found["memory"], found["carriers"]
     ucx, nixl, environment = carriers["ucx"], carriers["nixl"], found["environment"]
@@ -282,7 +286,7 @@ def _slow(found: dict[str, Any]) -> list[dict[str, str]]:
         not gpu,
         "batches are gathered on the CPU",
         f"there is no CUDA device (torch {cuda.get('torch', 'unknown')}"
-        + (f": {cuda['problem']})" if cuda["problem"] else ")"),
+        + (f": {_phrase(cuda['problem'])})" if cuda["problem"] else ")"),
         "on a machine with a GPU, install torch's CUDA build",
     )
     add(
@@ -294,13 +298,13 @@ def _slow(found: dict[str, Any]) -> list[dict[str, str]]:
     add(
         gpu and found["triton"]["problem"],
         "a GPU's batches are gathered on the CPU and copied",
-        f"Triton cannot be imported ({found['triton']['problem']})",
+        f"Triton cannot be imported ({_phrase(found['triton']['problem'])})",
         "pip install triton",
     )
     add(
         found["numba"]["problem"],
         "gathering on the CPU, changes of tables, reading by NIXL",
-        f"numba cannot be imported ({found['numba']['problem']}): plain Python and torch do it",
+        f"numba cannot be imported ({_phrase(found['numba']['problem'])}): plain Python and torch do it",
         "pip install numba",
     )
     ucx_works, nixl_works = not ucx["problem"], not nixl["problem"]
@@ -308,7 +312,7 @@ def _slow(found: dict[str, Any]) -> list[dict[str, str]]:
         not ucx_works and carriers["ucp"]["problem"],
         "rows of other nodes come over plain TCP sockets",
         f"ucxx: {ucx['problem']}",
-        "pip install 'gear-loader[ucx]'",
+        _INSTALL.format("ucx"),
     )
     for name, works in (("ucx", ucx_works), ("nixl", nixl_works)):
         add(

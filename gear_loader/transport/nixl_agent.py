@@ -81,7 +81,8 @@ def new_agent(name: str, *, loopback: bool) -> Any:
     package = installed()
     if package is None:
         raise TransportError(
-            "NIXL is not installed: pip install 'gear-loader[nixl]'. `gear-loader doctor` shows what else there is."
+            "NIXL is not installed: pip install '.[nixl]' (in a clone of Gear Loader). "
+            "`gear-loader doctor` shows what else there is."
         )
     try:
         api = importlib.import_module(f"{package}._api")

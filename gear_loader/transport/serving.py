@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 from gear_loader.errors import HandshakeError, TransportError
 from gear_loader.transport.channel import CARRIERS
+from gear_loader.transport.child import child_command
 from gear_loader.transport.handshake import check_secret
 from gear_loader.transport.server import Server
 
@@ -234,7 +235,7 @@ def start_server(
         raise TransportError(f"Tables {tables!r} were received; expected at least one name.")
     ours, theirs = os.pipe()[::-1]
     shown = f"[{host}]" if ":" in host else host
-    command = [sys.executable, "-m", "gear_loader", "serve", "--parent", str(theirs)]
+    command = child_command("serve", "--parent", str(theirs))
     for name in carriers:
         command += ["--carrier", name]
     command += ["--listen", f"{shown}:{port}", *(["--one-sided"] if one_sided else []), "--", *tables]

@@ -100,7 +100,7 @@ class UcxChannel(Channel):
             if family(theirs) != family(self.library):
                 raise HandshakeError(
                     f"{self._other()} uses {theirs!r}, this side {self.library!r}, which do not talk to each other. "
-                    "Install the same library on both: pip install 'gear-loader[ucx]' brings ucxx."
+                    "Install the same library on both: pip install '.[ucx]' (in a clone of Gear Loader) brings ucxx."
                 )
             remote = await self._reader.readexactly(address_bytes)
             (tag,) = _NUMBER.unpack(await self._reader.readexactly(_NUMBER.size))
@@ -264,7 +264,8 @@ class UcxCarrier(Carrier):
         if parts.library and family(parts.library) != family(self.library):
             raise HandshakeError(
                 f"{address} is served by {parts.library}, and this side has {self.library}, which do not talk to each "
-                "other. Install the same library on both: pip install 'gear-loader[ucx]' brings ucxx."
+                "other. Install the same library on both: pip install '.[ucx]' (in a clone of Gear Loader) brings "
+                "ucxx."
             )
         streams = await asyncio.open_connection(parts.host, parts.port)
         try:

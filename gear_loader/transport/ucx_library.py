@@ -191,14 +191,15 @@ class UcxPy(Library):
                 raise TransportError(
                     f"ucx-py has been started in this process already ({error}), with settings of somebody else. "
                     "Let Gear Loader start it, or use ucxx, which knows several contexts: "
-                    "pip install 'gear-loader[ucx]'."
+                    "pip install '.[ucx]' (in a clone of Gear Loader)."
                 ) from error
             UcxPy._started_with = os.getpid(), loopback
         elif started[1] != loopback and "UCX_NET_DEVICES" not in os.environ:
             raise TransportError(
                 f"ucx-py runs in this process with {'the loopback device only' if started[1] else 'all devices'}, and "
                 f"{'others are' if started[1] else 'only that is'} wanted now; it has one context in a process. Set "
-                "UCX_NET_DEVICES before the first connection, or use ucxx: pip install 'gear-loader[ucx]'."
+                "UCX_NET_DEVICES before the first connection, or use ucxx: pip install '.[ucx]' (in a clone of Gear "
+                "Loader)."
             )
         self.loopback = loopback
         self._kept: set[asyncio.Task[Any]] = set()
