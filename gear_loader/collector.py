@@ -127,7 +127,7 @@ class Collector:
         self.batch_size = batch_size
         self.device = device
         self.programs = programs
-        self.zero_copy = device.type == "cuda" and table.region.pin()
+        self.zero_copy = device.type == "cuda" and table.region.pin(device)
         index = table.index_arrays()
         self._extent, self._block_ids = index
         self._block_steps = table.region.layout.block_steps

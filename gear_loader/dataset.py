@@ -413,7 +413,11 @@ class ReplayDataset(IterableDataset[Batch]):
                 self._selection = SnapshotSelection(job)
             elif self.shards is not None:
                 self._selection = LocalPrioritySelection(job, history=history)
-            elif self.device.type == "cuda" and self.table.region.pin() and not self._host_draws(job):
+            elif (
+                self.device.type == "cuda"
+                and self.table.region.pin(self.device)
+                and not self._host_draws(job)
+            ):
                 self._selection = DevicePrioritySelection(job, history=history, device=self.device)
             else:
                 self._selection = PrioritySelection(job, history=history)
@@ -678,7 +682,7 @@ class ReplayDataset(IterableDataset[Batch]):
             "weighs": self.selector.weighs,
         }
         if self.shards is not None and self._everywhere:
-            zero_copy = self.device.type == "cuda" and self.shards.pin()
+            zero_copy = self.device.type == "cuda" and self.shards.pin(self.device)
             kind = DeviceShardCollector if zero_copy else ShardCollector
             return kind(self.shards, self.windows, **options)
         return Collector(self.table, self.windows, informs=self.sample_info, **options)

@@ -49,7 +49,7 @@ class DevicePrioritySelection(PrioritySelection):
         self._leave()  # what comes on other streams comes after the tensors were made
 
     def _make_tree(self, capacity: int) -> None:
-        from gear_loader.kernels.items import Index
+        from gear_loader.kernels.items import Blocks, Index
 
         self._wide = SumTree(capacity, self._device)
         table, steps = self.job.table, self._map.steps
@@ -58,16 +58,24 @@ class DevicePrioritySelection(PrioritySelection):
         addresses = [array.ctypes.data for array in (generation, extent, block_ids)]
         layout = table.region.layout
 
-        def zeros(count: int) -> torch.Tensor:
-            return torch.zeros(count, dtype=torch.int32, device=self._device)
+        def full(count: int, value: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.full((count,), value, dtype=dtype, device=self._device)
 
+        slots, blocks = layout.max_trajectories, layout.num_blocks
         self._index = Index(
             addresses=torch.tensor(addresses, dtype=torch.int64).to(self._device),
             num_ids=len(block_ids),
             block_steps=layout.block_steps,
-            known=zeros(layout.max_trajectories),
-            owner=zeros(layout.num_blocks) - 1 if steps else None,
-            number=zeros(layout.num_blocks) if steps else None,
+            known=full(slots, 0),
+            blocks=Blocks(
+                owner=full(blocks, -1),
+                number=full(blocks, 0),
+                place=full(blocks, -1, torch.int64),
+                first=full(slots, 0, torch.int64),
+                steps=full(slots, 0),
+            )
+            if steps
+            else None,
         )
 
     # ---------------------------------------------------------------- order of work
@@ -81,7 +89,8 @@ class DevicePrioritySelection(PrioritySelection):
         if stream.cuda_stream not in self._streams:
             # When this is dropped, its memory is not given to others before the stream has done with it.
             self._streams.add(stream.cuda_stream)
-            for part in (*vars(self._wide).values(), *vars(self._index).values()):
+            blocks = () if self._index.blocks is None else vars(self._index.blocks).values()
+            for part in (*vars(self._wide).values(), *vars(self._index).values(), *blocks):
                 if isinstance(part, torch.Tensor):
                     part.record_stream(stream)
 
@@ -224,12 +233,15 @@ class DevicePrioritySelection(PrioritySelection):
         alpha, eps = self._exponent()
         generations = self.job.table.slot_states()[1][leaves.slots].astype(np.int32)
         known = np.where(leaves.added, generations, np.int32(0))
-        self._index.known[self._upload(leaves.slots)] = self._upload(known)
-        if self._index.owner is not None and self._index.number is not None:
-            blocks = leaves.blocks
-            places = self._upload(blocks)
-            self._index.owner[places] = self._upload(self._map.owner[blocks])
-            self._index.number[places] = self._upload(self._map.number[blocks])
+        slots, places = self._upload(leaves.slots), self._upload(leaves.blocks)
+        self._index.known[slots] = self._upload(known)
+        blocks, follows = self._index.blocks, self._map
+        if blocks is not None:
+            blocks.owner[places] = self._upload(follows.owner[leaves.blocks])
+            blocks.number[places] = self._upload(follows.number[leaves.blocks])
+            blocks.place[places] = self._upload(follows.place[leaves.blocks])
+            blocks.first[slots] = self._upload(follows.start[leaves.slots])
+            blocks.steps[slots] = self._upload(follows.length[leaves.slots])
         floor = float(leaves.priorities.max(initial=0))
         priority.update(
             self._wide,

@@ -57,7 +57,7 @@ class PriorityError(GearError, ValueError):
 
 
 class PrivateTableError(GearError, ValueError):
-    """A table without a name was to be used by another process."""
+    """A table without a name was to be used by another process, or by a child forked after it was pinned."""
 
 
 class StaleIndexError(GearError, IndexError):

@@ -24,6 +24,7 @@ from gear_loader.slots import Array, ranges
 __all__ = ["ItemMap", "Leaves"]
 
 _GONE = np.float32(GONE)
+_STREAM_PLACES, _STREAMS = 1 << 32, 1 << 31  # places of a stream; streams until their numbers start again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +66,11 @@ class ItemMap:
         next_sequence: trajectories with lower sequence numbers are known.
         owner, number: where an item is a step: int32 [num_blocks], the slot that a block belongs to (-1 for none) and
             which of its blocks it is.
+        place: where an item is a step: int64 [num_blocks]: where in its stream of steps a block lies, -1 for a block
+            that no trajectory has. Each stream has a range of 2**32 places.
+        start, length: where an item is a step: int64 [num_slots], int32 [num_slots]: the place of a trajectory's first
+            block, and its steps. Block number n of the trajectory is the one whose place is ``start + n``, whichever
+            trajectories share it: that lets a kernel, which has no `_others`, tell whether a trajectory has a block.
     """
 
     def __init__(self, *, steps: bool, num_slots: int, num_blocks: int, block_steps: int) -> None:
@@ -76,6 +82,10 @@ class ItemMap:
         if steps:
             self.owner: Array = np.full(num_blocks, -1, dtype=np.int32)
             self.number: Array = np.zeros(num_blocks, dtype=np.int32)
+            self.place: Array = np.full(num_blocks, -1, dtype=np.int64)
+            self.start: Array = np.zeros(num_slots, dtype=np.int64)
+            self.length: Array = np.zeros(num_slots, dtype=np.int32)
+            self._streams = 0  # so many ranges of places have been given out
             self._first: Array = np.full(num_slots, -1, dtype=np.int32)  # a slot's first block
             self._count: Array = np.zeros(num_slots, dtype=np.int32)  # and how many it has
             self._next: Array = np.full(num_blocks, -1, dtype=np.int32)  # the block that comes after a block
@@ -148,7 +158,7 @@ class ItemMap:
                     self.owner[block], self.number[block] = share.slot, share.number
                     kept.append((block, share.steps))
                 else:
-                    self.owner[block] = -1
+                    self.owner[block] = self.place[block] = -1
                     freed.append(block)
                 if not others:
                     self._others.pop(block, None)
@@ -167,13 +177,18 @@ class ItemMap:
         number = ranges(np.zeros_like(counts), counts)
         blocks = block_ids[ranges(starts, counts)].astype(np.int64)
         known = np.zeros(len(blocks), dtype=np.int64)  # steps of a block that another trajectory has already
+        start = (self._streams + np.arange(len(slots))) % _STREAMS * _STREAM_PLACES
+        self._streams += len(slots)
         for place in np.flatnonzero(self.owner[blocks] >= 0).tolist():
             block = int(blocks[place])
             owner, at = int(self.owner[block]), int(self.number[block])
             known[place] = min(self.block_steps, int(extent[owner, 0]) - at * self.block_steps)
             self._others.setdefault(block, []).append(_Share(owner, at, int(known[place])))
+            start[which[place]] = self.place[block] - number[place]  # a later part of the same stream
         self.owner[blocks] = slots[which]
         self.number[blocks] = number
+        self.place[blocks] = start[which] + number
+        self.start[slots], self.length[slots] = start, lengths
         self._next[blocks[:-1]] = blocks[1:]
         self._first[slots] = blocks[ends - counts]
         self._count[slots] = counts

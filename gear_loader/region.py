@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from gear_loader import names
-from gear_loader.errors import RegionError, TableClosedError
+from gear_loader.errors import PrivateTableError, RegionError, TableClosedError
 from gear_loader.index_ops import BELL
 from gear_loader.layout import HEADER_LIMIT, Layout, round_up
 from gear_loader.lock import IndexLock
@@ -27,6 +27,7 @@ from gear_loader.notice import notice
 
 __all__ = ["Region", "region_path"]
 
+_WIPE_ON_FORK, _KEEP_ON_FORK = 18, 19  # MADV_WIPEONFORK and MADV_KEEPONFORK, which `mmap` does not name
 _REGISTER_CHUNK = 1 << 36  # one cudaHostRegister call of 512 GiB fails, 64 GiB at a time works
 _ATTACH_TIMEOUT = 10.0  # seconds; who removes or looks at a region needs milliseconds
 
@@ -42,6 +43,7 @@ class _Mapping:
     """
 
     registry: ClassVar[dict[tuple[int, int], _Mapping]] = {}
+    every: ClassVar[weakref.WeakSet[_Mapping]] = weakref.WeakSet()
     released: ClassVar[collections.deque[_Mapping | None]] = collections.deque()
 
     def __init__(self, memory: mmap.mmap, name: str, fd: int | None, key: tuple[int, int] | None) -> None:
@@ -55,6 +57,10 @@ class _Mapping:
         self.lock = IndexLock(name, fd)
         self.pinned: bool | None = None
         self.registered: list[int] = []
+        self.devices: set[int] = set()  # GPUs whose kernels read it
+        self.is_parents = False  # private memory of which forked children get nothing
+        self.is_lost = False  # such memory of this process's parent
+        self.every.add(self)
 
     @classmethod
     def make(cls, path: str, name: str, layout: Layout) -> _Mapping:
@@ -146,13 +152,18 @@ class _Mapping:
 
     def unmap(self) -> None:
         """Unregister and unmap, the last user having gone; the caller holds the guard."""
-        if self.registered:
-            torch.cuda.synchronize()  # kernels may still be reading
-            self.unregister()
+        if self.devices:
+            for device in sorted(self.devices):
+                torch.cuda.synchronize(device)  # kernels may still be reading
+            with torch.cuda.device(min(self.devices)):
+                self.unregister()
         self.pinned = None
         self.lock.hear(None)
         memory, self.memory = self.memory, None
         assert memory is not None
+        if self.is_lost:
+            _lost.append(memory)  # its addresses may belong to others here: not to be unmapped
+            return
         try:
             memory.close()
         except BufferError:  # somebody holds a view, with which it goes
@@ -183,12 +194,15 @@ class _Mapping:
             self.fd = None
 
     def register(self, base: int, total: int) -> bool:
+        """Register the memory with CUDA; the device that is to read it is the current one."""
         torch.cuda.init()
+        self.keep_from_children()
         for start in range(0, total, _REGISTER_CHUNK):
             count = min(_REGISTER_CHUNK, total - start)
             code = int(torch.cuda.cudart().cudaHostRegister(base + start, count, 1))
             if code != 0:
                 self.unregister()
+                self.keep_from_children(undo=True)
                 _clear_cuda_error()
                 notice(
                     "pin",
@@ -200,6 +214,22 @@ class _Mapping:
             self.registered.append(base + start)
         return True
 
+    def keep_from_children(self, *, undo: bool = False) -> None:
+        """Let forked processes have none of a private memory's pages.
+
+        The kernel copies pinned private pages into each child at once, and a parent that wrote to a page that it
+        shares with a child would write to a copy that the GPU does not read.
+        """
+        if self.fd is not None or self.memory is None:  # shared memory is not copied
+            return
+        self.is_parents = not undo
+        wipe, drop = (_KEEP_ON_FORK, mmap.MADV_DOFORK) if undo else (_WIPE_ON_FORK, mmap.MADV_DONTFORK)
+        try:
+            self.memory.madvise(wipe)
+        except OSError:  # not known to this kernel
+            with contextlib.suppress(OSError):
+                self.memory.madvise(drop)
+
     def unregister(self) -> None:
         while self.registered:
             code = int(torch.cuda.cudart().cudaHostUnregister(self.registered.pop()))
@@ -209,10 +239,13 @@ class _Mapping:
 
     @classmethod
     def after_fork(cls) -> None:
-        for mapping in cls.registry.values():
-            mapping.pinned, mapping.registered = None, []  # CUDA's registrations stay with the parent
+        for mapping in list(cls.every):
+            mapping.is_lost |= mapping.is_parents and mapping.memory is not None
+            # CUDA's registrations stay with the parent.
+            mapping.pinned, mapping.registered, mapping.devices = None, [], set()
 
 
+_lost: list[mmap.mmap] = []
 os.register_at_fork(after_in_child=_Mapping.after_fork)
 names.afterwards.append(_Mapping.sweep)
 
@@ -339,11 +372,24 @@ class Region:
 
     def _view(self) -> np.ndarray[Any, Any]:
         view = self.bytes  # once: another thread may close the region
-        if view is None:
-            raise TableClosedError(
-                f"The table {self.name or '(private)'} is closed; attach or create it again."
-            )
+        if view is None or self._mapping.is_lost:
+            raise self.absence()
         return view
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is the parent's: a private region that was pinned there before this process was forked."""
+        return self._mapping.is_lost
+
+    def absence(self) -> TableClosedError | PrivateTableError:
+        """The error for a region that is closed, or not this process's."""
+        if self.is_lost:
+            return PrivateTableError(
+                f"This process ({os.getpid()}) was forked from one that had pinned this private table for a GPU, and "
+                "has no copy of it. Create the table with a name, Table.create(..., name='replay'), which forked "
+                "processes share; or fork before the first batch is drawn for a GPU."
+            )
+        return TableClosedError(f"The table {self.name or '(private)'} is closed; attach or create it again.")
 
     # ---------------------------------------------------------------- pinning
 
@@ -352,27 +398,40 @@ class Region:
         """Whether this process has registered the region with CUDA."""
         return bool(self._mapping.registered)
 
-    def pin(self) -> bool:
+    def pin(self, device: torch.device | None = None) -> bool:
         """Register the region with CUDA in this process, so that kernels can read it; idempotent.
 
-        Waits for nothing on the GPU, but touches and locks every page.
+        Waits for nothing on the GPU, but touches and locks every page. A private region that is pinned is not copied
+        into forked processes: there every use of it raises PrivateTableError.
+
+        Args:
+            device: whose kernels are to read it: the current GPU by default. Nothing is done on any other.
 
         Returns:
             False where there is no GPU, or where CUDA refused: then a notice says why.
         """
-        if self._mapping.pinned is None:
-            if not torch.cuda.is_available():
-                notice(
-                    "pin",
-                    "No CUDA device: tables lie in plain host memory and batches are gathered on the CPU.",
-                )
-                return False
-            base = self._view().ctypes.data
-            with guarded():
-                if self._mapping.pinned is None:
-                    total = round_up(self.layout.region_bytes, mmap.PAGESIZE)
-                    self._mapping.pinned = self._mapping.register(base, total)
-        return bool(self._mapping.pinned)
+        mapping = self._mapping
+        if mapping.pinned is False:
+            return False
+        if not torch.cuda.is_available():
+            notice(
+                "pin",
+                "No CUDA device: tables lie in plain host memory and batches are gathered on the CPU.",
+            )
+            return False
+        index = None if device is None else device.index
+        index = torch.cuda.current_device() if index is None else index
+        if index in mapping.devices:
+            return True
+        base = self._view().ctypes.data
+        with guarded():
+            if mapping.pinned is None:
+                total = round_up(self.layout.region_bytes, mmap.PAGESIZE)
+                with torch.cuda.device(index):
+                    mapping.pinned = mapping.register(base, total)
+            if mapping.pinned:
+                mapping.devices.add(index)
+        return bool(mapping.pinned)
 
     def close(self) -> None:
         """Unregister and unmap, with the last user in this process; idempotent."""
@@ -400,4 +459,4 @@ def _too_large(count: int) -> str:
 def _clear_cuda_error() -> None:
     # A failed runtime call leaves its code for the next launch check to find: let a tiny launch find it.
     with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device="cuda").add_(1)
+        torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())).add_(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import time
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, ClassVar, NamedTuple
@@ -19,7 +20,6 @@ from gear_loader.errors import (
     PrivateTableError,
     SchemaError,
     StaleIndexError,
-    TableClosedError,
 )
 from gear_loader.ids import check_ids, check_origin, ids_of, origin_of
 from gear_loader.index import (
@@ -84,6 +84,9 @@ class Table:
     has a name, by several processes of the same machine (which must see each other's process ids). It is a context
     manager: leaving it closes it. A named table pickles as a handle: whoever unpickles it attaches by name.
 
+    A forked process shares a named table, and has a copy of a private one, as it was at the fork; of a private table
+    that was pinned for a GPU by then it has nothing: every use of it there raises PrivateTableError.
+
     Nothing here waits for a GPU, but for `add` and `extend` of CUDA tensors, which copies them to the host.
     """
 
@@ -102,6 +105,7 @@ class Table:
         self._step_bytes = layout.schema.step_bytes
         self.longest: int = min(layout.max_steps, layout.num_blocks * layout.block_steps)
         """Steps of the longest trajectory that the table can hold."""
+        _tables.add(self)
         self.schema: Schema = region.layout.schema
         """The columns, a mapping of name to `Column`."""
         self.name: str | None = region.name
@@ -343,7 +347,8 @@ class Table:
 
     def __repr__(self) -> str:
         if self._index is None:
-            return f"<Table {self.name or 'private'}, closed>"
+            state = "of the parent process" if self._region.is_lost else "closed"
+            return f"<Table {self.name or 'private'}, {state}>"
         return f"<Table {self.name or 'private'}: {len(self):,} trajectories, {self.num_steps:,} steps>"
 
     # ---------------------------------------------------------------- adding
@@ -795,10 +800,22 @@ class Table:
 
     def _live(self) -> Index:
         if self._index is None:
-            raise TableClosedError(
-                f"The table {self.name or '(private)'} is closed; attach or create it again."
-            )
+            raise self._region.absence()
         return self._index
+
+
+_tables: weakref.WeakSet[Table] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    # In a forked child: what the parent pinned is not here, see `Region.pin`.
+    for table in list(_tables):
+        if table._region.is_lost:
+            table._index = None
+            table._reads.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _attach(name: str, on_full: OnFull, timeout: float | None) -> Table:

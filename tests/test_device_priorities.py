@@ -154,6 +154,61 @@ def test_batches_are_those_of_the_cpu_while_the_table_changes(
         assert torch.equal(getattr(restored._wide, name), getattr(device._wide, name))
 
 
+def shared_steps(table: gear.Table) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Every step of every trajectory: slots, generations, steps."""
+    slots, lengths = table.indices(), table.lengths()
+    rows = np.repeat(slots, lengths)
+    steps = np.concatenate([np.arange(length) for length in lengths])
+    return tuple(torch.from_numpy(part) for part in (rows, table.slot_states()[1][rows], steps))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("stale", ["ignore", "error"])
+def test_updates_of_shared_steps_are_those_of_the_cpu(table: gear.Table, stale: Any) -> None:
+    """Whichever of the trajectories that have a step names it, while writers go on between the draw and the update."""
+    device, host = both(table, gear.Prioritized(1.0, unit="step"))
+    random = np.random.default_rng(4)
+    writers = [
+        table.writer(chunk_steps=chunk, overlap_steps=overlap) for chunk, overlap in ((24, 16), (32, 8))
+    ]
+    errors = 0
+
+    def write(number: int) -> None:
+        for writer in writers:
+            writer.append({"value": np.full((random.integers(1, 20), 2), number, np.float32)})
+
+    write(0)
+    for turn in range(10):
+        for selection in (device, host):
+            table.end_read(selection._follow())
+        names = shared_steps(table)
+        for _ in range(int(random.integers(0, 3))):
+            write(turn)  # commits, evicts, and makes other trajectories share blocks
+        if turn % 3 == 2:
+            add(table, random, turn)
+            table.remove(int(table.indices()[int(random.integers(len(table)))]))
+        rows = torch.from_numpy(random.permutation(len(names[0]))[:60])  # some of them name the same step
+        slots, generations, steps = (part[rows] for part in names)
+        priority = torch.from_numpy(random.random(len(rows)).astype(np.float32))
+        messages = []
+        for selection in (device, host):
+            try:
+                selection.update_priority(
+                    slots, priority, generation=generations, anchor=steps, stale=stale, between=now
+                )
+                messages.append("")
+            except StaleIndexError as error:
+                messages.append(str(error))
+        assert messages[0] == messages[1]
+        errors += bool(messages[0])
+        assert device.num_stale == host.num_stale
+        capacity = host._map.capacity
+        assert device._wide.leaves[:capacity].numpy().tobytes() == host._tree.leaves[:capacity].tobytes()
+        assert float(device._wide.maximum) == host._maximum
+    assert host._map._others  # steps were shared to the end
+    assert (errors > 0) == (stale == "error")
+    assert (host.num_stale > 0) == (stale == "ignore")
+
+
 @pytest.mark.parametrize("unit", ["trajectory", "step"])
 def test_rows_that_name_nothing_known_are_stale(table: gear.Table, unit: Any) -> None:
     device, host = both(table, gear.Prioritized(unit=unit))

@@ -16,7 +16,7 @@ from gear_loader.kernels import sum_tree as _tree
 from gear_loader.kernels.priority import check, on_device, uniform
 from gear_loader.kernels.sum_tree import SumTree
 
-__all__ = ["ANCHORS", "Index", "locate", "resolve", "weigh"]
+__all__ = ["ANCHORS", "Blocks", "Index", "locate", "resolve", "weigh"]
 
 STALE = tl.constexpr(_tree.STALE)
 
@@ -38,17 +38,34 @@ class Index:
         num_ids: entries of `block_ids`.
         block_steps: steps of a block.
         known: int32 [T] on the device: generation of the trajectory that the tree knows in a slot (its low 32 bits),
-            0 if none.
-        owner, number: int32 [num_blocks] on the device, where an item is a step: the slot of a block, -1 for none, and
-            which of its blocks it is. Else None.
+            0 if there is no such trajectory.
+        blocks: which blocks those trajectories have, where an item is a step. Else None.
     """
 
     addresses: torch.Tensor
     num_ids: int
     block_steps: int
     known: torch.Tensor
-    owner: torch.Tensor | None
-    number: torch.Tensor | None
+    blocks: Blocks | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Which blocks the trajectories have that the tree knows; all on the device. See `gear_loader.item_map.ItemMap`.
+
+    Attributes:
+        owner, number: int32 [num_blocks]: the slot that a block's steps are drawn for, -1 for none, and which of the
+            trajectory's blocks it is.
+        place: int64 [num_blocks]: where in its stream of steps a block lies, -1 where no trajectory has it.
+        first, steps: int64 [T], int32 [T]: the place of a trajectory's first block, and its length. Its block number n
+            is the one whose place is ``first + n``, whichever trajectories share that block.
+    """
+
+    owner: torch.Tensor
+    number: torch.Tensor
+    place: torch.Tensor
+    first: torch.Tensor
+    steps: torch.Tensor
 
 
 # ---------------------------------------------------------------- locate
@@ -60,8 +77,9 @@ def locate_kernel(
     p_anchor,  # int64 [B]
     p_generation,  # int64 [B]
     p_known,
-    p_owner,
-    p_number,
+    p_place,
+    p_first,
+    p_steps,
     p_addresses,
     p_status,
     p_items,  # int64 [B]
@@ -85,19 +103,20 @@ def locate_kernel(
         m_known = m_known & (b_generation.to(tl.int32) == b_known)
     i_item = i_slot
     if STEPS:
-        # The slot may be given to another trajectory while this is read: what counts is what the tree knows.
+        # The index may change while this reads it: a block counts if the trajectory that the tree knows has it, alone
+        # or together with others that were cut from the same stream.
         p_extent = tl.load(p_addresses + 1).to(tl.pointer_type(tl.int64))
         p_ids = tl.load(p_addresses + 2).to(tl.pointer_type(tl.int32))
         i_step = tl.load(p_anchor + i_row, mask=m_row, other=0)
-        steps = tl.load(p_extent + i_slot * 2, mask=m_known, other=0)
-        o_ids = tl.load(p_extent + i_slot * 2 + 1, mask=m_known, other=0)
+        steps = tl.load(p_steps + i_slot, mask=m_known, other=0)
         m_known = m_known & (i_step >= 0) & (i_step < steps)
         i_number = tl.where(m_known, i_step // block_steps, 0)
+        o_ids = tl.load(p_extent + i_slot * 2 + 1, mask=m_known, other=0)
         o_id = tl.minimum(tl.maximum(o_ids + i_number, 0), num_ids - 1)
         i_block = tl.load(p_ids + o_id, mask=m_known, other=0).to(tl.int64)
         i_block = tl.minimum(tl.maximum(i_block, 0), num_blocks - 1)
-        m_known = m_known & (tl.load(p_owner + i_block, mask=m_known, other=-1) == i_slot)
-        m_known = m_known & (tl.load(p_number + i_block, mask=m_known, other=-1) == i_number)
+        first = tl.load(p_first + i_slot, mask=m_known, other=0)
+        m_known = m_known & (tl.load(p_place + i_block, mask=m_known, other=-1) == first + i_number)
         i_item = i_block * block_steps + (i_step - i_number * block_steps)
     tl.store(p_items + i_row, tl.where(m_known, i_item, -1), mask=m_row)
     stale = tl.sum((m_row & ~m_known).to(tl.int64), axis=0)
@@ -130,8 +149,8 @@ def locate(
         TypeError, ValueError: other shapes, dtypes or devices; nothing has been launched then.
     """
     count = len(index)
-    steps = known.owner is not None
-    if steps and anchor is None:
+    blocks = known.blocks
+    if blocks is not None and anchor is None:
         raise ValueError("No anchor was given, but an item is a step.")
     for name, tensor in (("index", index), ("items", items), ("anchor", anchor), ("generation", generation)):
         if tensor is not None:
@@ -142,20 +161,21 @@ def locate(
     with on_device(tree.device):
         locate_kernel[(triton.cdiv(count, LAUNCH["ROWS"]),)](
             index,
-            anchor if steps else index,
+            index if blocks is None else anchor,
             index if generation is None else generation,
             known.known,
-            dummy if known.owner is None else known.owner,
-            dummy if known.number is None else known.number,
+            dummy if blocks is None else blocks.place,
+            dummy if blocks is None else blocks.first,
+            dummy if blocks is None else blocks.steps,
             known.addresses,
             tree.status,
             items,
             count,
             len(known.known),
-            0 if known.owner is None else len(known.owner),
+            0 if blocks is None else len(blocks.place),
             known.num_ids,
             known.block_steps,
-            STEPS=steps,
+            STEPS=blocks is not None,
             CHECK=generation is not None,
             **LAUNCH,
         )
@@ -258,17 +278,17 @@ def resolve(
     check("rows", rows, torch.int64, (5, max(size, count)), device)
     check("ids", ids, torch.int32, (size, ids.shape[-1]), device)
     check("random", random, torch.int64, (3,), random.device)
-    if anchor not in ANCHORS or (anchor == "item") != (known.owner is not None):
+    if anchor not in ANCHORS or (anchor == "item") != (known.blocks is not None):
         raise ValueError(f"anchor is {anchor!r}; expected one of {ANCHORS}, 'item' where an item is a step.")
     if count == 0:
         return
-    dummy = known.known
+    dummy, blocks = known.known, known.blocks
     with on_device(device):
         resolve_kernel[(triton.cdiv(count, LAUNCH["ROWS"]),)](
             items,
             random,
-            dummy if known.owner is None else known.owner,
-            dummy if known.number is None else known.number,
+            dummy if blocks is None else blocks.owner,
+            dummy if blocks is None else blocks.number,
             known.addresses,
             rows,
             ids,

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 
 from gear_loader.distributed.exchange import Exchange, Solo
@@ -384,10 +385,10 @@ class Shards:
         table = source.table if source is not None else None
         return Holder(shard, stage, each.schema, table=table or Table.attach(each.table or ""), **names)
 
-    def pin(self) -> bool:
-        """Let this process's GPU read the tables of this node; whether it can read all of them."""
+    def pin(self, device: torch.device | None = None) -> bool:
+        """Let a GPU (the current one by default) read the tables of this node; whether it can read all of them."""
         tables = [source.table for source in self._sources.values() if source.table is not None]
-        pinned = [table.region.pin() for table in tables]  # all of them, whatever the first one says
+        pinned = [table.region.pin(device) for table in tables]  # all of them, whatever the first one says
         return all(pinned)
 
     def lose(self, shard: int, error: TransportError) -> None:
