@@ -314,3 +314,166 @@ def test_anchors_at_an_end(name: str, anchor: str) -> None:
         rows = zip(batch["shard"].tolist(), batch["index"].tolist(), strict=True)
         lengths = [int(shards.own[shard].index_arrays()[0][index, 0]) for shard, index in rows]
         assert batch["anchor"].tolist() == [0 if anchor == "first" else length - 1 for length in lengths]
+
+
+# ---------------------------------------------------------------- shards without anything to draw
+
+
+def batches_of(shards: Shards, name: str, **options: Any) -> list[dict[str, Any]]:
+    data = dataset(shards, name, 1, prefetch=0, batches_per_epoch=4, **options)
+    found = [kept(batch) for batch in data]
+    found.append(kept(data.sample()))
+    return found
+
+
+@pytest.mark.parametrize("name", list(SELECTORS))
+@pytest.mark.parametrize("counts", [[40, 0], [0, 0, 30, 5, 0]])
+def test_shards_without_mass_bring_nothing_and_end_nothing(name: str, counts: list[int]) -> None:
+    for batch in batches_of(alone(counts), name):
+        assert set(np.flatnonzero(counts)) >= set(batch["shard"].tolist())
+        numbers = batch["act"].max(axis=1) // 1000
+        assert set((numbers // 100).tolist()) == set(batch["shard"].tolist())
+
+
+@pytest.mark.parametrize(
+    "name", ["uniform", "uniform steps", "uniform pass", "top", "fifo", "lifo steps", "fifo pass"]
+)
+def test_an_empty_shard_changes_nothing_in_what_one_table_draws(name: str) -> None:
+    """Of a job whose data lie in one shard of three the batches are those of one table."""
+    options = {"anchor": "first"} if SELECTORS[name].unit == "trajectory" else {}
+    one = gear.ReplayDataset(
+        filled(None, 1, [0, 23, 0]), batch_size=ROWS, windows=WINDOWS, selector=SELECTORS[name], seed=5, copy=True,
+        prefetch=0, batches_per_epoch=4, **options,
+    )  # fmt: skip
+    many = dataset(alone([0, 23, 0]), name, 1, prefetch=0, batches_per_epoch=4, **options)
+    for mine, expected in zip(many, one, strict=True):
+        for key in ("obs", "act", "flag", "mask", "anchor"):
+            assert torch.equal(mine[key], expected[key]), key
+
+
+def sparse_rank(rank: int, world: int) -> dict[str, list[dict[str, Any]]]:
+    with shards_of(rank, [0, 40]) as shards:
+        return draw_all(shards, world, 2)
+
+
+def test_ranks_with_empty_shards_draw_what_one_process_draws() -> None:
+    ranks, one = run_ranks(2, sparse_rank), draw_all(alone([0, 40]), 1, 2)
+    for name in SELECTORS:
+        for number in range(BATCHES):
+            for key, expected in one[name][number].items():
+                together = np.concatenate([rank[name][number][key] for rank in ranks])
+                np.testing.assert_array_equal(together, expected, err_msg=f"{name}, batch {number}, {key}")
+
+
+@pytest.mark.parametrize("name", list(SELECTORS))
+@pytest.mark.parametrize("lost", [[1], [0, 2]])
+def test_shards_that_cannot_be_reached_are_left_out(name: str, lost: list[int], monkeypatch: Any) -> None:
+    shards = alone([36, 40, 40])
+    monkeypatch.setattr(shards, "lost", lambda: lost)
+    data = dataset(shards, name, 1, prefetch=0, batches_per_epoch=4)
+    for batch in data:
+        check_batch(batch, WINDOWS)
+        if not SELECTORS[name].passes:  # a pass goes over what there was when it began
+            assert not set(lost) & set(batch["shard"].tolist())
+
+
+@pytest.mark.parametrize("name", list(SELECTORS))
+def test_if_no_shard_can_be_reached_by_all_ranks_all_are_drawn_from(name: str, monkeypatch: Any) -> None:
+    """Then each rank reads what it can reach, and takes rows of its own shard for the others."""
+    shards = alone([36, 40, 40])
+    expected = batches_of(shards, name)
+    shards = alone([36, 40, 40])
+    monkeypatch.setattr(shards, "lost", lambda: [0, 1, 2])
+    for mine, batch in zip(batches_of(shards, name), expected, strict=True):
+        for key in batch:
+            np.testing.assert_array_equal(mine[key], batch[key])
+
+
+# ---------------------------------------------------------------- shards that are emptied
+
+
+@pytest.mark.parametrize("name", list(SELECTORS))
+@pytest.mark.parametrize("emptied", [[0, 2], [1]])
+def test_rows_of_a_shard_that_is_emptied_fall_to_the_others(name: str, emptied: list[int]) -> None:
+    shards = alone([40, 40, 40])
+    data = dataset(shards, name, 1, prefetch=0, batches_per_epoch=6)
+    for number, batch in enumerate(data):
+        check_batch(batch, WINDOWS)
+        assert len(batch["index"]) == ROWS or SELECTORS[name].passes
+        if number >= 1:
+            assert not set(emptied) & set(batch["shard"].tolist())
+        if number == 0:
+            for shard in emptied:
+                shards.own[shard].remove(shards.own[shard].indices())
+    for shard in set(range(3)) - set(emptied):
+        shards.own[shard].remove(shards.own[shard].indices())
+    with pytest.raises((gear.errors.TableEmptyError, gear.errors.PriorityError)):
+        data.sample()
+    shards.own[emptied[0]].add(trajectory(7, 3))
+    if name != "prioritized distinct":  # which finds too few
+        assert set(data.sample()["shard"].tolist()) == {emptied[0]}
+
+
+def emptying(shards: Shards, world: int, barrier: Any) -> dict[str, list[dict[str, Any]]]:
+    """Shard 1 is emptied before the third batch, and shard 2 before the fifth; shard 1 is filled again by then."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, selector in SELECTORS.items():
+        for shard, table in shards.own.items():
+            refill(table, shard)
+        barrier()
+        data = dataset(shards, name, world, prefetch=0)
+        found[name] = []
+        for number, batch in enumerate(data):
+            check_batch(batch, WINDOWS)
+            found[name].append(kept(batch))
+            barrier()
+            for shard, table in shards.own.items():
+                if (number, shard) in ((1, 1), (3, 2)):
+                    table.remove(table.indices())
+                elif (number, shard) == (3, 1):
+                    refill(table, shard)
+            if isinstance(selector, BY_PRIORITY):
+                data.update_priority(batch, new_priorities(batch, number))
+            barrier()
+    return found
+
+
+def refill(table: gear.Table, shard: int) -> None:
+    table.remove(table.indices())
+    for i in range(20):
+        table.add(trajectory(100 * shard + i, i + 1), priority=i % 5 + 0.5)
+
+
+def emptying_rank(rank: int, world: int) -> dict[str, list[dict[str, Any]]]:
+    with shards_of(rank, [0] * world) as shards:
+        return emptying(shards, world, torch.distributed.barrier)
+
+
+def test_ranks_draw_the_same_instead_of_what_was_emptied() -> None:
+    ranks, one = run_ranks(4, emptying_rank), emptying(alone([0] * 4), 1, lambda: None)
+    for name in SELECTORS:
+        shards = [set(batch["shard"].tolist()) for batch in one[name]]
+        assert 1 not in shards[2], name
+        assert 2 not in shards[4], name
+        for number in range(BATCHES):
+            for key, expected in one[name][number].items():
+                together = np.concatenate([rank[name][number][key] for rank in ranks])
+                np.testing.assert_array_equal(together, expected, err_msg=f"{name}, batch {number}, {key}")
+
+
+def test_rows_that_vanish_before_they_are_read_come_from_a_shard_that_has_some(monkeypatch: Any) -> None:
+    """This process's first shard is emptied between the draw and the read."""
+    for name in SELECTORS:
+        shards = alone([20, 20])
+        data = dataset(shards, name, 1, prefetch=0)
+        collect = gear.distributed.collector.ShardCollector.collect_rows
+
+        def remove_first(collector: Any, buffers: Any, rows: Any, shards: Shards = shards) -> Any:
+            shards.own[0].remove(shards.own[0].indices())
+            return collect(collector, buffers, rows)  # noqa: B023
+
+        with monkeypatch.context() as patch:
+            patch.setattr(gear.distributed.collector.ShardCollector, "collect_rows", remove_first)
+            batch = data.sample()
+        check_batch(batch, WINDOWS)
+        assert set(batch["shard"].tolist()) == {1}, name

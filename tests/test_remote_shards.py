@@ -151,6 +151,31 @@ def test_rows_of_a_node_that_is_lost_are_drawn_elsewhere_until_it_is_back() -> N
     assert count < 150
 
 
+def cut_off_rank(rank: int, world: int) -> tuple[list[list[int]], int]:
+    """From the third batch on no server answers."""
+    with far_shards(rank, transport="socket", timeout=6, on_failure="redraw") as shards:
+        data = dataset(shards, gear.Prioritized(), batches_per_epoch=12, prefetch=0)
+        seen = []
+        for number, batch in enumerate(data):
+            check_batch(batch, WINDOWS)
+            seen.append(sorted(set(batch["shard"].tolist())))
+            if number == 2:
+                shards.exchange.barrier()
+                os.kill(shards._server.pid, signal.SIGSTOP)
+                shards.exchange.barrier()
+        os.kill(shards._server.pid, signal.SIGCONT)
+        shards.exchange.barrier()
+        shards.table.unlink()
+        return seen, data.num_lost
+
+
+def test_nodes_that_all_cannot_reach_each_other_draw_each_from_its_own_shard() -> None:
+    for rank, (seen, lost) in enumerate(run_ranks(2, cut_off_rank)):
+        assert [0, 1] in seen[:3]
+        assert seen[3:] == [[rank]] * 9
+        assert lost > 0
+
+
 # ---------------------------------------------------------------- by hand
 
 

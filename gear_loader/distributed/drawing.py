@@ -13,9 +13,11 @@ from gear_loader.priority_tree import uniforms
 from gear_loader.selectors import Draw, Fifo, Lifo, Prioritized, Selector, SnapshotSelector, TopK
 from gear_loader.slots import Array
 
-__all__ = ["Merge", "PassView", "merged", "merges", "nothing", "scattered"]
+__all__ = ["Merge", "PassView", "by_mass", "merged", "merges", "nothing", "scattered"]
 
-_SHARDS = 6  # stream of random numbers, beside those of `gear_loader.priorities` and of engines
+# Streams of random numbers, beside those of `gear_loader.priorities` and of engines: for rows that are drawn for the
+# first time, and once more.
+_SHARDS, _AGAIN = 6, 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +78,7 @@ def scattered(
         view: what an epoch passes over.
     """
     if isinstance(selector, Prioritized):
-        return _by_mass(draw, masses), None
+        return by_mass(draw, masses, draw.count), None
     assert isinstance(selector, SnapshotSelector)
     if view is not None and view.order is not None:
         return _by_order(selector, draw, view, view.order)
@@ -89,11 +91,13 @@ def scattered(
     return shards, items - (ends - counts)[shards]
 
 
-def _by_mass(draw: Draw, masses: Array) -> Array:
+def by_mass(draw: Draw, masses: Array, count: int, *, turn: int = 0) -> Array:
+    """Shards in proportion to their masses, int64 [count]; `turn` counts how often rows of this draw are drawn."""
     if len(masses) == 1:
-        return np.zeros(draw.count, dtype=np.int64)
+        return np.zeros(count, dtype=np.int64)
     ends = np.cumsum(masses)
-    numbers = uniforms(draw.count, key=draw_key(draw, _SHARDS), step=draw.step) * ends[-1]
+    stream = _SHARDS if turn == 0 else _AGAIN + turn
+    numbers = uniforms(count, key=draw_key(draw, stream), step=draw.step) * ends[-1]
     # Rounding must not lead to a shard, at the end, in which there is nothing.
     last = int(np.flatnonzero(masses > 0)[-1])
     shards: Array = np.minimum(np.searchsorted(ends, numbers, side="right"), last)

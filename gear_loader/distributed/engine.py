@@ -56,11 +56,18 @@ class Engine(abc.ABC):
 
         Returns:
             Records [m].
+
+        Raises:
+            TableEmptyError, PriorityError: rows are gone, and nothing is left to draw from.
         """
 
     @abc.abstractmethod
     def spare(self, draw: Draw, count: int, turn: int) -> Array:
-        """Records of more rows of this shard, for some that could not be had; `turn` tells how often that was."""
+        """Records of more rows of this shard, for some that could not be had; `turn` tells how often that was.
+
+        Raises:
+            TableEmptyError, PriorityError: there is nothing to draw from.
+        """
 
     @abc.abstractmethod
     def candidates(self, draw: Draw, count: int) -> Array:
@@ -166,17 +173,35 @@ class SnapshotEngine(Engine):
 
     def candidates(self, draw: Draw, count: int) -> Array:
         """See `Engine.candidates`: the oldest or newest, by their ids."""
+        for _ in range(_TURNS):
+            records = self._candidates(draw, count)
+            gone = self._gone(records)
+            if len(gone) == 0:
+                break
+            self._view = self._selection.view()
+        there: Array = np.delete(records, gone)
+        return there
+
+    def _candidates(self, draw: Draw, count: int) -> Array:
         selector = self.job.selector
         assert isinstance(selector, Fifo)
         view = self._by_age()
         size = selector.num_items(view)
         items = np.arange(min(count, size))
         items = size - 1 - items if selector.newest else items
-        slots, steps, lengths, _ = self._located(view, items)
+        slots, steps, lengths, generations = self._located(view, items)
         if steps is None:
             # Which row of the batch a candidate becomes is not known yet: an anchor by its own number.
             steps = _anchors(self.job, lengths, draw, self.shard)
-        return records_of(self.job.table, slots, steps)
+        records = records_of(self.job.table, slots, steps)
+        records["generation"] = generations
+        return records
+
+    def _gone(self, records: Array) -> Array:
+        """Which rows are of trajectories that are not in the table any more."""
+        state, generation, _ = self.job.table.slot_states()
+        slots = records["slot"]
+        return np.flatnonzero((state[slots] != READY) | (generation[slots] != records["generation"]))
 
     def _by_age(self) -> Snapshot:
         """`view`, in the order of ids: those of trajectories that came from another shard do not ascend."""
@@ -268,19 +293,27 @@ class PriorityEngine(PrioritySelection, Engine):
 
     def candidates(self, draw: Draw, count: int) -> Array:
         """See `Engine.candidates`: by priority, or by the time at which each would be drawn."""
-        selector = self.job.selector
         with self._mutex:
-            if isinstance(selector, TopK):
-                items, leaves = self._tree.top(min(count, self._tree.capacity), largest=selector.largest)
-                items, leaves = items[items >= 0], leaves[items >= 0]
-                records = self._describe(draw, items, leaves, shard_stream(ANCHORS, self.shard))
-            else:
-                key = draw_key(draw, shard_stream(LEAVES, self.shard))
-                items, leaves = self._tree.draw_some(count, key=key, step=draw.step)
-                records = self._describe(draw, items, leaves, shard_stream(ANCHORS, self.shard))
-                records["time"] = self._times(draw, leaves.astype(np.float64))
-            there: Array = np.delete(records, self._gone(records))
+            for _ in range(_TURNS):
+                records = self._candidates(draw, count)
+                gone = self._gone(records)
+                if len(gone) == 0:
+                    break
+                self._keep_up()
+            there: Array = np.delete(records, gone)
             return there
+
+    def _candidates(self, draw: Draw, count: int) -> Array:
+        selector = self.job.selector
+        if isinstance(selector, TopK):
+            items, leaves = self._tree.top(min(count, self._tree.capacity), largest=selector.largest)
+            items, leaves = items[items >= 0], leaves[items >= 0]
+            return self._describe(draw, items, leaves, shard_stream(ANCHORS, self.shard))
+        key = draw_key(draw, shard_stream(LEAVES, self.shard))
+        items, leaves = self._tree.draw_some(count, key=key, step=draw.step)
+        records = self._describe(draw, items, leaves, shard_stream(ANCHORS, self.shard))
+        records["time"] = self._times(draw, leaves.astype(np.float64))
+        return records
 
     def _times(self, draw: Draw, leaves: Array) -> Array:
         """When each of the items, in the order in which they were drawn, would be drawn if all shards raced.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from gear_loader.collector import Buffers, Collector, resolve
 from gear_loader.distributed import state
 from gear_loader.distributed.collector import ShardCollector, ShardRows
 from gear_loader.distributed.courier import Courier
-from gear_loader.distributed.drawing import Merge, PassView, merged, merges, nothing, scattered
+from gear_loader.distributed.drawing import Merge, PassView, by_mass, merged, merges, nothing, scattered
 from gear_loader.distributed.engine import PriorityEngine, SnapshotEngine, records_of
 from gear_loader.distributed.exchange import Solo
 from gear_loader.distributed.id_map import IdMap
@@ -23,7 +23,7 @@ from gear_loader.distributed.records import NAME, PUBLISHED
 from gear_loader.distributed.shards import Shards
 from gear_loader.distributed.state import Remembered
 from gear_loader.distributed.updates import Updates
-from gear_loader.errors import PriorityError, SchemaError, StaleIndexError
+from gear_loader.errors import PriorityError, SchemaError, StaleIndexError, TableEmptyError
 from gear_loader.index import Snapshot
 from gear_loader.priorities import needs_priorities
 from gear_loader.selection import Job, Selection
@@ -34,6 +34,8 @@ from gear_loader.table import Table
 __all__ = ["GlobalSelection"]
 
 _MORE = 32  # candidates that a shard brings beyond what is expected of it
+_ROUNDS = 8  # in which rows are drawn once more, because their shard was emptied
+_EMPTIED = 1 << 5  # turns of `Engine.spare` from here on are for such rows
 
 
 class GlobalSelection(Selection):
@@ -65,11 +67,12 @@ class GlobalSelection(Selection):
             maxlen=history
         )
         self._pending: dict[tuple[int, int], Remembered] = {}
-        make: Any = PriorityEngine if self.by_priority else SnapshotEngine
         self.engines: dict[int, Any] = {
-            shard: make(dataclasses.replace(job, table=table, limited=False), shard)
-            for shard, table in shards.own.items()
+            shard: self._new_engine(shard, table) for shard, table in shards.own.items()
         }
+        self._others: dict[
+            int, Any
+        ] = {}  # engines of other processes' shards: for spare rows, as they come up
         self._reach = reach
         blocks = 0
         if reach is not None:
@@ -81,6 +84,10 @@ class GlobalSelection(Selection):
         self._brought: Array | None = None  # rows that shards had in the last batch that was merged
         self._view: PassView | None = None
         self._looks = 0
+
+    def _new_engine(self, shard: int, table: Table) -> Any:
+        make: Any = PriorityEngine if self.by_priority else SnapshotEngine
+        return make(dataclasses.replace(self.job, table=table, limited=False), shard)
 
     # ---------------------------------------------------------------- what there is
 
@@ -144,16 +151,16 @@ class GlobalSelection(Selection):
         restored = self._restored(draw)
         if restored is not None:
             return restored
+        masses = self._masses(published)
         for _ in range(2):  # new priorities may be on their way: to their owners, and into the trees
-            if published["mass"][~self._courier.lost].sum() > 0:
+            if masses.sum() > 0:
                 break
             self._updates.clock += 2
             self._courier.published = None
             published = self._known_offers()
-        masses = np.where(self._courier.lost, 0.0, published["mass"])
-        if not masses.sum() > 0:
-            self._courier.published = None  # looked at anew the next time
-            raise nothing(self.job.selector, len(self.look()))
+            masses = self._masses(published)
+        if not masses.sum() > 0 or (view is not None and len(view) == 0):
+            raise self._nothing()
         draw_rows = self._merge if merges(self.job.selector) else self._scatter
         fallen, rows, records, least = draw_rows(draw, masses, view)
         self._updates.clock += 1
@@ -164,6 +171,20 @@ class GlobalSelection(Selection):
         if isinstance(selector, Prioritized) and selector.normalize == "table":
             least = float(published["least"].min())
         return fallen[mine], records[np.searchsorted(rows, mine)], self._weigher(draw, least)
+
+    def _masses(self, published: Array) -> Array:
+        """The mass of each shard in a draw, float64 [S]: 0 for shards that some rank cannot reach.
+
+        If that leaves no mass, the draw is made from all shards: each rank then reads what it can reach, and draws the
+        other rows from its own shard.
+        """
+        reached = np.where(self._courier.lost, 0.0, published["mass"])
+        return reached if reached.sum() > 0 else published["mass"].copy()
+
+    def _nothing(self) -> TableEmptyError | PriorityError:
+        """The error for a draw that finds no mass in any shard. All ranks call it alike."""
+        self._courier.published = None  # looked at again the next time
+        return nothing(self.job.selector, len(self.look()))
 
     # ---------------------------------------------------------------- the exchange
 
@@ -194,25 +215,89 @@ class GlobalSelection(Selection):
     def _scatter(self, draw: Draw, masses: Array, view: PassView | None) -> tuple[Array, Array, Array, float]:
         """Shards of all rows of the batch; which rows this rank was told of, and their records; the least leaf."""
         fallen, items = scattered(self.job.selector, draw, masses, view)
+        numbers = {shard: number for number, shard in enumerate(self.engines)}
 
-        def resolve() -> tuple[dict[int, tuple[Array, Array]], Array]:
-            found = {}
-            for number, (shard, engine) in enumerate(self.engines.items()):
-                rows = np.flatnonzero(fallen == shard)
-                if view is None:
-                    records = engine.resolve(draw, rows, None if items is None else items[rows])
-                else:
-                    assert items is not None
-                    records = engine.resolve_in(view.own[number], draw, rows, items[rows])
-                found[shard] = (rows, self._with_blocks(engine.job.table, records))
+        def resolve(shard: int, rows: Array) -> Array:
+            some = None if items is None else items[rows]
+            if view is None:
+                return cast(Array, self.engines[shard].resolve(draw, rows, some))
+            return cast(Array, self.engines[shard].resolve_in(view.own[numbers[shard]], draw, rows, some))
+
+        told, least = [self._dealt(fallen, fallen, resolve)], np.inf
+        for turn in range(_ROUNDS):
+            rows, records, lightest = told[-1]
+            published = self._courier.published
+            assert published is not None
+            least = min(least, lightest)
+            emptied = published["emptied"] > 0
+            if not emptied.any():
+                break
+            # All ranks know whose rows are missing, and what the shards have by now: they fall to others.
+            kept = ~emptied[fallen[rows]]
+            told[-1] = (rows[kept], records[kept], lightest)
+            fallen, again = self._fallen_again(draw, fallen, turn, emptied, published)
+            told.append(
+                self._dealt(
+                    fallen,
+                    again,
+                    lambda shard, rows, turn=turn: self.engines[shard].spare(  # type: ignore[misc]
+                        draw, len(rows), _EMPTIED + turn
+                    ),
+                )
+            )
+        else:
+            raise TableEmptyError(
+                f"Rows of a batch were drawn {1 + _ROUNDS} times, and each time their shard was emptied meanwhile. "
+                "The tables are emptied faster than they are read: remove less, or make them larger."
+            )
+        rows = np.concatenate([rows for rows, _, _ in told])
+        records = np.concatenate([records for _, records, _ in told])
+        order = np.argsort(rows, kind="stable")
+        return fallen, rows[order], records[order], least
+
+    def _fallen_again(
+        self, draw: Draw, fallen: Array, turn: int, emptied: Array, published: Array
+    ) -> tuple[Array, Array]:
+        """Rows of emptied shards fall to others: the shards of all rows; and of those rows alone, -1 elsewhere."""
+        which = np.flatnonzero(emptied[fallen])
+        masses = np.where(emptied, 0.0, self._masses(published))
+        if not masses.sum() > 0:
+            raise self._nothing()
+        again: Array = np.full(len(fallen), -1, dtype=np.int64)
+        again[which] = by_mass(draw, masses, len(which), turn=1 + turn)
+        return np.where(again >= 0, again, fallen), again
+
+    def _dealt(
+        self, fallen: Array, wanted: Array, resolve: Callable[[int, Array], Array]
+    ) -> tuple[Array, Array, float]:
+        """Resolve rows in the shards of this process, and tell the ranks that get them; see `Courier.deal`.
+
+        Args:
+            fallen: int64 [n]: the shard of each row. wanted: as `fallen`, -1 for rows that are resolved already.
+            resolve: records of some rows of a shard; it may find that the shard was emptied.
+        """
+
+        def of_all() -> tuple[dict[int, tuple[Array, Array]], Array]:
+            found, least, emptied = {}, [], []
+            for shard, engine in self.engines.items():
+                rows = np.flatnonzero(wanted == shard)
+                records: Array = np.zeros(len(rows), dtype=self._courier.dtype)
+                gone = False
+                try:
+                    if len(rows):
+                        records = self._with_blocks(engine.job.table, resolve(shard, rows))
+                except (TableEmptyError, PriorityError):
+                    gone = True
+                found[shard] = (rows, records)
+                least.append(np.inf if gone else records["leaf"].min(initial=np.inf))
+                emptied.append(gone)
             offers = self._offers(self._updates.clock)
-            for offer, (_, records) in zip(offers, found.values(), strict=True):
-                offer["batch_least"] = records["leaf"].min(initial=np.inf)
+            offers["batch_least"], offers["emptied"] = least, emptied
             return found, offers
 
-        answer, failure = self._try(resolve)
+        answer, failure = self._try(of_all)
         found, offers = answer if failure is None else ({}, answer)
-        return (fallen, *self._courier.deal(fallen, found, offers, failure))
+        return self._courier.deal(wanted, found, offers, failure)
 
     # ---------------------------------------------------------------- candidates
 
@@ -237,12 +322,13 @@ class GlobalSelection(Selection):
         sent = np.zeros_like(asked)
         brought = [self._courier.none] * num_shards
         while True:
+            # Ends: a shard that is asked for more brings at least one more, until it has brought `count` or ended.
             for shard, part in self._courier.bring(count, own, sent, asked, offers, failure).items():
                 brought[shard] = np.concatenate((brought[shard], part))
-            merge = merged(selector, count, brought, asked >= count)
+            merge = merged(selector, count, brought, (asked >= count) | (masses == 0))
             if not merge.more.any():
                 break
-            sent, asked = asked, np.where(merge.more, np.minimum(2 * asked, count), asked)
+            sent, asked = asked, np.where(merge.more, np.clip(2 * asked, 1, count), asked)
         self._brought = np.bincount(merge.shards, minlength=num_shards).astype(np.float64)
         return self._in_turn(draw, merge)
 
@@ -369,8 +455,28 @@ class GlobalSelection(Selection):
     def _spare(self, draw: Draw) -> Callable[[int, int], tuple[Array, int]] | None:
         if self.shards.num_stages > 1:
             return None
-        shard, engine = next(iter(self.engines.items()))
-        return lambda count, turn: (engine.spare(draw, count, turn), shard)
+        return lambda count, turn: self._spare_rows(draw, count, turn)
+
+    def _spare_rows(self, draw: Draw, count: int, turn: int) -> tuple[Array, int]:
+        """Records of rows from this process's shards, or if they are empty from another one of this node; and which."""
+        failure: TableEmptyError | PriorityError | None = None
+        for shard in [*self.engines, *self.shards.near()]:
+            try:
+                return self._engine_near(shard).spare(draw, count, turn), shard
+            except (TableEmptyError, PriorityError) as error:
+                failure = failure or error
+        assert failure is not None
+        raise failure
+
+    def _engine_near(self, shard: int) -> Any:
+        """The engine of a shard whose table is on this node: for spare rows alone, if it is not this process's."""
+        if shard in self.engines:
+            return self.engines[shard]
+        if shard not in self._others:
+            table = self.shards.source(shard).table
+            assert table is not None
+            self._others[shard] = self._new_engine(shard, table)
+        return self._others[shard]
 
     # ---------------------------------------------------------------- updates
 

@@ -18,6 +18,10 @@ PUBLISHED = np.dtype(
             "batch_least",
             "<f8",
         ),  # smallest leaf among the rows that this shard has in the batch of this exchange
+        (
+            "emptied",
+            "<i8",
+        ),  # 1: it has nothing left to draw from, so that its rows of this batch fall to others
     ]
 )
 """What a shard tells with each exchange: of what the next batch is drawn from, and of this one."""

@@ -71,7 +71,8 @@ class Shards:
             third of that, so that the other ranks still wait for the one that waits.
         on_failure: what happens when a node's rows cannot be had: ``"raise"`` an error, or ``"redraw"`` those rows from
             this rank's shard, and leave the shards of that node out of what is drawn until they can be reached again;
-            both is logged and counted (`num_lost`).
+            both is logged and counted (`num_lost`). If no shard can be reached by all ranks, none is left out, and each
+            rank draws what it cannot reach from its own.
         host: the address on which this node's server listens: loopback, unless it is told.
         node: a name that ranks have in common if they see the same shared memory; found out by default.
         secret: at least 16 bytes that servers and ranks prove to each other to know; by default made up by the first
@@ -365,6 +366,10 @@ class Shards:
     def source(self, shard: int) -> Near | RemoteShard:
         """Where rows of a shard are read, the columns of this rank's stage."""
         return self._sources[shard]
+
+    def near(self) -> list[int]:
+        """Shards whose tables this process reads directly."""
+        return [shard for shard, source in self._sources.items() if isinstance(source, Near)]
 
     def holder(self, shard: int, stage: int) -> Holder:
         """Who has the columns of a stage of a shard, to write to. Attaches, or connects, when first asked."""
