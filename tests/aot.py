@@ -2,10 +2,11 @@
 
 Run as a program, without TRITON_INTERPRET, because Triton reads that variable when a kernel is defined:
 
-    python tests/aot.py [PREFIX ...]
+    python tests/aot.py [--arch 90] [PREFIX ...]
 
 A prefix leaves out the kernels whose names do not begin with it. One line a kernel, variant and architecture:
 
+    triton             version of Triton that compiled it
     registers, spills  registers of a thread; bytes of stack and local memory
     shared             bytes of shared memory
     instructions       how often each instruction on global or local memory occurs in the machine code
@@ -17,6 +18,7 @@ A prefix leaves out the kernels whose names do not begin with it. One line a ker
 
 from __future__ import annotations
 
+import argparse
 import collections
 import dataclasses
 import itertools
@@ -206,14 +208,21 @@ def compile_for(variant: Variant, arch: int) -> dict[str, Any]:
     }
 
 
-def main(prefixes: tuple[str, ...]) -> None:
+def main() -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         sys.exit("TRITON_INTERPRET is set: compilation needs it unset")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("prefixes", nargs="*")
+    parser.add_argument(
+        "--arch", type=int, action="append", help="80 for sm_80; several if repeated; all without it"
+    )
+    arguments = parser.parse_args()
     for variant in VARIANTS:
-        if variant.name.startswith(prefixes or ""):
-            for arch in ARCHITECTURES:
-                print(json.dumps({"kernel": variant.name, "arch": arch, **compile_for(variant, arch)}))
+        if variant.name.startswith(tuple(arguments.prefixes) or ""):
+            for arch in arguments.arch or ARCHITECTURES:
+                report = {"kernel": variant.name, "arch": arch, "triton": triton.__version__}
+                print(json.dumps({**report, **compile_for(variant, arch)}))
 
 
 if __name__ == "__main__":
-    main(tuple(sys.argv[1:]))
+    main()

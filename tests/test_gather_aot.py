@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-import json
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.slow  # seconds of compiling, once for all tests
+import aot_common
 
-ARCHITECTURES = (80, 90, 100)
+# Seconds of compiling, once for all tests; the first run fetches a Triton.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
 VARIANTS = (
     "16",
     "4",
@@ -32,48 +27,30 @@ LINE_LOADS_A_THREAD = {16: 32 * 32 // 4 // 128, 4: 32 * 32 // 256, 1: 32 * 32 //
 Report = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Report]:
-    """Variant and architecture -> what tests/aot.py printed for it."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    program = Path(__file__).with_name("aot.py")
-    run = subprocess.run(
-        [sys.executable, str(program), "gather"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    lines = [json.loads(line) for line in run.stdout.splitlines()]
-    shutil.rmtree(environment["TRITON_CACHE_DIR"])
-    return {(line["kernel"].removeprefix("gather_"), line["arch"]): line for line in lines}
+@pytest.fixture(params=aot_common.TARGETS)
+def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+    """Variant -> what became of it with one version of Triton on one architecture."""
+    return aot_common.reports("gather", request.param, aot_common.shared_folder(tmp_path_factory))
 
 
-@pytest.fixture(
-    params=[(name, arch) for name in VARIANTS for arch in ARCHITECTURES], ids=lambda p: f"{p[0]}-sm_{p[1]}"
-)
-def variant(request: pytest.FixtureRequest, reports: dict[tuple[str, int], Report]) -> tuple[int, Report]:
-    """Word size, and what became of that variant on one architecture."""
-    return int(request.param[0].removesuffix("_rows")), reports[request.param]
+@pytest.fixture(params=VARIANTS)
+def variant(request: pytest.FixtureRequest, reports: dict[str, Report]) -> tuple[int, Report]:
+    """Word size, and what became of that variant."""
+    return int(request.param.removesuffix("_rows")), reports[request.param]
 
 
 def instructions(report: Report, *prefixes: str) -> dict[str, int]:
     return {name: count for name, count in report["instructions"].items() if name.startswith(prefixes)}
 
 
-def test_every_variant_was_compiled(reports: dict[tuple[str, int], Report]) -> None:
-    assert sorted(reports) == sorted((name, arch) for name in VARIANTS for arch in ARCHITECTURES)
+def test_every_variant_was_compiled(reports: dict[str, Report]) -> None:
+    assert sorted(reports) == sorted(VARIANTS)
 
 
-def test_rows_that_are_not_chosen_cost_nothing(reports: dict[tuple[str, int], Report]) -> None:
+def test_rows_that_are_not_chosen_cost_nothing(reports: dict[str, Report]) -> None:
     # No look-up of rows: fewer loads of eight bytes than where there is one.
-    for word, arch in itertools.product((16, 4, 1), ARCHITECTURES):
-        plain, chosen = (
-            reports[name, arch]["instructions"]["LDG.E.64"] for name in (f"{word}", f"{word}_rows")
-        )
+    for word in (16, 4, 1):
+        plain, chosen = (reports[name]["instructions"]["LDG.E.64"] for name in (f"{word}", f"{word}_rows"))
         assert plain < chosen
 
 
@@ -131,15 +108,6 @@ def test_a_smaller_batch_needs_no_other_code(variant: tuple[int, Report]) -> Non
 
 
 def test_the_program_says_what_it_needs() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    program = Path(__file__).with_name("aot.py")
-    run = subprocess.run(
-        [sys.executable, str(program)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    run = aot_common.run([], TRITON_INTERPRET="1")
     assert run.returncode == 1
     assert "TRITON_INTERPRET is set" in run.stderr

@@ -2,61 +2,43 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.slow  # half a minute of compiling, once for all tests
+import aot_common
 
-ARCHITECTURES = (80, 90, 100)
+# Half a minute of compiling, once for all tests; the first run fetches a Triton.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
 UPDATES = ("update", "update_alpha", "update_unset", "update_unset_alpha")
 KERNELS = ("draw", "distinct", *UPDATES)
 
 Report = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Report]:
-    """Kernel and architecture -> what tests/aot.py printed for it."""
-    lines = compiled("priority", tmp_path_factory.mktemp("triton"))
-    return {(line["kernel"].removeprefix("priority_"), line["arch"]): line for line in lines}
+@pytest.fixture(params=aot_common.TARGETS)
+def target(request: pytest.FixtureRequest) -> aot_common.Target:
+    """Triton's version and an architecture."""
+    found: aot_common.Target = request.param
+    return found
 
 
-def compiled(kernels: str, cache: Path) -> list[Report]:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(cache)
-    program = Path(__file__).with_name("aot.py")
-    run = subprocess.run(
-        [sys.executable, str(program), kernels],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    shutil.rmtree(cache)
-    return [json.loads(line) for line in run.stdout.splitlines()]
+@pytest.fixture
+def reports(target: aot_common.Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+    """Kernel -> what became of it with one version of Triton on one architecture."""
+    return aot_common.reports("priority", target, aot_common.shared_folder(tmp_path_factory))
 
 
-@pytest.fixture(
-    params=[(kernel, arch) for kernel in KERNELS for arch in ARCHITECTURES],
-    ids=lambda p: f"{p[0]}-sm_{p[1]}",
-)
-def variant(request: pytest.FixtureRequest, reports: dict[tuple[str, int], Report]) -> tuple[str, Report]:
-    """A kernel's name, and what became of it on one architecture."""
-    return request.param[0], reports[request.param]
+@pytest.fixture(params=KERNELS)
+def variant(request: pytest.FixtureRequest, reports: dict[str, Report]) -> tuple[str, Report]:
+    """A kernel's name, and what became of it."""
+    return request.param, reports[request.param]
 
 
-def test_every_variant_was_compiled(reports: dict[tuple[str, int], Report]) -> None:
-    assert sorted(reports) == sorted((kernel, arch) for kernel in KERNELS for arch in ARCHITECTURES)
+def test_every_variant_was_compiled(reports: dict[str, Report]) -> None:
+    assert sorted(reports) == sorted(KERNELS)
 
 
 def test_no_spills(variant: tuple[str, Report]) -> None:
@@ -80,7 +62,13 @@ def test_phases_are_kept_apart_by_barriers(variant: tuple[str, Report]) -> None:
     assert report["barriers"] >= {"draw": 0, "distinct": 6}.get(name, 1)
     if name == "draw":  # one warp, to which a draw needs nothing from the others
         assert report["barriers"] == 0
-        assert report["shared"] == 0
+        # Triton 3.6 rearranges one tile within the warp through shared memory, 3.7 by shuffles.
+        assert report["shared"] <= (512 if report["triton"].startswith("3.6.") else 0)
+
+
+def test_a_draw_sums_its_children_once(reports: dict[str, Report]) -> None:
+    # Sums that the compiler repeats in a second layout take 16 leaves a thread: 160 registers.
+    assert reports["draw"]["registers"] <= 128
 
 
 def test_no_value_makes_the_launcher_compile_anew(variant: tuple[str, Report]) -> None:
@@ -96,16 +84,17 @@ def test_every_access_is_known_to_be_global(variant: tuple[str, Report]) -> None
     assert all(name.startswith(("LDG.", "STG.")) for name in names), names
 
 
-def test_a_draw_loads_children_side_by_side(reports: dict[tuple[str, int], Report]) -> None:
-    for arch in ARCHITECTURES:
-        assert reports["draw", arch]["instructions"].get("LDG.E.128", 0) >= 2
+def test_a_draw_loads_children_side_by_side(reports: dict[str, Report]) -> None:
+    assert reports["draw"]["instructions"].get("LDG.E.128", 0) >= 2
 
 
-def test_the_kernels_between_items_and_rows(tmp_path: Path) -> None:
-    lines = compiled("items", tmp_path)
-    assert len(lines) == 8 * len(ARCHITECTURES)
-    for line in lines:
-        assert line["spills"] == 0, line
-        assert [name for name in line["specialised"] if not name.startswith("p_")] == []
-        if "resolve" in line["kernel"]:
-            assert line["fused"] == [0, 0]
+def test_the_kernels_between_items_and_rows(
+    target: aot_common.Target, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    reports = aot_common.reports("items", target, aot_common.shared_folder(tmp_path_factory))
+    assert len(reports) == 8
+    for kernel, report in reports.items():
+        assert report["spills"] == 0, report
+        assert [name for name in report["specialised"] if not name.startswith("p_")] == []
+        if "resolve" in kernel:
+            assert report["fused"] == [0, 0]

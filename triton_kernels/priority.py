@@ -48,7 +48,7 @@ LOWEST_CLAIM = tl.constexpr(-(1 << 31))  # bits with the sign: below those of an
 # Fused multiply-adds would round otherwise than the other implementations do.
 DRAW = {"ROWS": 8, "num_warps": 1, "enable_fp_fusion": False}
 UPDATE = {"ROWS": 256, "num_warps": 16, "enable_fp_fusion": False}
-DISTINCT = {"ROWS": 32, "num_warps": 8, "enable_fp_fusion": False}
+DISTINCT = {"ROWS": 32, "num_warps": 8, "maxnreg": 255, "enable_fp_fusion": False}
 ALONE = 4096
 """Rows up to which one program does a whole update: it passes a barrier between levels, not a launch."""
 MOST_CLAIMS = 1 << 22
@@ -93,7 +93,13 @@ def _node_sum(b_children, LEAVES: tl.constexpr):
 
 @triton.jit
 def _step_down(b_part, b_rest, i_place, LEAVES: tl.constexpr):
-    """One binary step of a draw: past the left one of two partial sums, or not."""
+    """One binary step of a draw: past the left one of two partial sums, or not.
+
+    Args:
+        b_part: float64 or float32 [ROWS, n], partial sums. One of a row is picked, so either type picks it exactly.
+        b_rest: float64 [ROWS], what is left of the drawn number.
+        i_place: int32 [ROWS], where the two begin.
+    """
     WIDTH: tl.constexpr = b_part.shape[1]
     if LEAVES:
         i_left = i_place
@@ -102,8 +108,8 @@ def _step_down(b_part, b_rest, i_place, LEAVES: tl.constexpr):
         i_left = i_place * 2
         i_right = i_left + 1
     i_part = tl.arange(0, WIDTH)[None, :]
-    b_left = tl.sum(tl.where(i_part == i_left[:, None], b_part, 0.0), axis=1)
-    b_right = tl.sum(tl.where(i_part == i_right[:, None], b_part, 0.0), axis=1)
+    b_left = tl.sum(tl.where(i_part == i_left[:, None], b_part, 0.0), axis=1).to(tl.float64)
+    b_right = tl.sum(tl.where(i_part == i_right[:, None], b_part, 0.0), axis=1).to(tl.float64)
     # What is left over may have been rounded up to all of the right part, even where that is nothing.
     m_right = (b_rest >= b_left) & (b_right > 0)
     return tl.where(m_right, b_rest - b_left, b_rest), tl.where(m_right, i_right, i_left)
@@ -111,8 +117,12 @@ def _step_down(b_part, b_rest, i_place, LEAVES: tl.constexpr):
 
 @triton.jit
 def _choose(b_children, b_uniform, LEAVES: tl.constexpr):
-    """Draw one of 32 children in proportion to them: its place, int32 [ROWS]."""
-    b_16 = _add_pairs(b_children, LEAVES)
+    """Draw one of 32 children in proportion to them: its place, int32 [ROWS].
+
+    Leaves come as float32 and are widened only where they are added: threads exchange half the bytes for the last
+    step, and Triton 3.6 does not repeat the sums in a second layout (which spilled 48 bytes in `draw_distinct`).
+    """
+    b_16 = _add_pairs(b_children.to(tl.float64), LEAVES)
     b_8 = _add_pairs(b_16, LEAVES)
     b_4 = _add_pairs(b_8, LEAVES)
     b_2 = _add_pairs(b_4, LEAVES)
@@ -146,7 +156,7 @@ def _draw_rows(p_leaves, p_sums, p_levels, depth, key, step, i_row):
         i_child = _choose(b_children, uniform(key, step, i_row, level), False)
         i_node = i_node * 32 + i_child
     b_leaves = tl.load(p_leaves + i_node[:, None] * 32 + o_child)
-    i_child = _choose(b_leaves.to(tl.float64), uniform(key, step, i_row, 0), True)
+    i_child = _choose(b_leaves, uniform(key, step, i_row, 0), True)
     b_leaf = tl.sum(tl.where(o_child == i_child[:, None], b_leaves, 0.0), axis=1)
     return i_node * 32 + i_child, b_leaf
 

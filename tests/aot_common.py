@@ -1,0 +1,140 @@
+"""Kernels compiled by each Triton that they must compile with: the installed one, and others that pip fetches.
+
+A Triton that is not installed goes into `$XDG_CACHE_HOME/gear-loader-tests` (else `~/.cache/gear-loader-tests`; about
+640 MB each) and stays there for the next run. Where it cannot be fetched, its tests are skipped with pip's reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ARCHITECTURES = (80, 90, 100)
+INSTALLED = importlib.metadata.version("triton")
+VERSIONS = tuple(sorted({"3.6.0", "3.7.1", INSTALLED}))
+TARGETS = [
+    pytest.param((version, arch), id=f"{version}-sm_{arch}", marks=[] if arch == 90 else pytest.mark.long)
+    for version in VERSIONS
+    for arch in ARCHITECTURES
+]
+"""Triton's version and the GPU's architecture."""
+
+Target = tuple[str, int]
+Report = dict[str, Any]
+Reports = dict[str, Report]
+"""What tests/aot.py printed for each kernel, by the kernel's name."""
+
+
+def reports(kernels: str, target: Target, session: Path) -> Reports:
+    """Compile kernels, once in a run of pytest, whichever of its processes asks first.
+
+    Args:
+        kernels: what their names begin with.
+        target: see `TARGETS`.
+        session: a folder that all processes of this run of pytest share, see `shared_folder`.
+    """
+    version, arch = target
+    result = session / f"aot-{kernels}-{version}-{arch}.json"
+    with _locked(result.with_suffix(".lock")):
+        if not result.exists():
+            result.write_text(json.dumps(_compile(kernels, version, arch)))
+    found = json.loads(result.read_text())
+    if isinstance(found, str):
+        pytest.skip(found)
+    assert {report["triton"] for report in found} == {version}
+    return {report["kernel"].removeprefix(f"{kernels}_"): report for report in found}
+
+
+def shared_folder(factory: pytest.TempPathFactory) -> Path:
+    """The folder that all processes of this run of pytest share."""
+    own = factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+def run(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    """tests/aot.py as a program of its own, which has TRITON_INTERPRET only if it is given."""
+    inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("aot.py")), *arguments],
+        env={**inherited, **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def _compile(kernels: str, version: str, arch: int) -> list[Report] | str:
+    """The reports, or why that Triton is not here."""
+    environment = {}
+    if version != INSTALLED:
+        try:
+            folders = [str(fetched(version)), *filter(None, [os.environ.get("PYTHONPATH")])]
+        except NotFetchedError as error:
+            return str(error)
+        environment["PYTHONPATH"] = os.pathsep.join(folders)
+    with tempfile.TemporaryDirectory() as cache:
+        done = run(["--arch", str(arch), kernels], TRITON_CACHE_DIR=cache, **environment)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+class NotFetchedError(Exception):
+    """Why a version of Triton could not be fetched."""
+
+
+def fetched(version: str) -> Path:
+    """A folder from which this version of Triton can be imported.
+
+    Raises:
+        NotFetchedError: pip could not fetch it.
+    """
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gear-loader-tests"
+    folder = root / f"triton-{version}-{sys.implementation.cache_tag}-{platform.machine()}"
+    if folder.is_dir():  # renamed when it was complete
+        return folder
+    root.mkdir(parents=True, exist_ok=True)
+    with _locked(root / f"{folder.name}.lock"):
+        if not folder.is_dir():
+            part = tempfile.mkdtemp(prefix=f".{folder.name}-", dir=root)
+            try:
+                _pip_install(version, part)
+                os.rename(part, folder)
+            finally:
+                shutil.rmtree(part, ignore_errors=True)
+    return folder
+
+
+def _pip_install(version: str, folder: str) -> None:
+    options = ["--disable-pip-version-check", "--quiet", "--no-input", "--retries=1", "--timeout=30"]
+    what = ["--no-deps", "--only-binary=:all:", "--target", folder, f"triton=={version}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", *options, *what],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if line.strip()] or ["pip printed no error"]
+        raise NotFetchedError(f"Triton {version} could not be fetched: {errors[-1]}")
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
