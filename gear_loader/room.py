@@ -64,12 +64,13 @@ class Ticket:
         counted: rows that were counted as drawn under it.
     """
 
-    __slots__ = ("_room", "counted", "number", "row")
+    __slots__ = ("_pid", "_room", "counted", "number", "row")
 
     def __init__(self) -> None:
         self.number = next(_numbers)
         self.row = -1
         self.counted = 0
+        self._pid = os.getpid()
         self._room: Room | None = None
 
     def begin(self, room: Room) -> None:
@@ -80,15 +81,15 @@ class Ticket:
     def end(self) -> None:
         """Give it back; idempotent. Takes no lock."""
         room = self._room
-        if room is None:
-            return
+        if room is None or self._pid != os.getpid():
+            return  # in a forked child the region may not even be mapped, see `Region.pin`
         rows = (
             [self.row] if self.row >= 0 else np.flatnonzero(room.readers[:, TICKET] == self.number).tolist()
         )
         for row in rows:
             pid, _, reading, number = room.readers[row].tolist()
             # Read in this order by `tolist`: a row that another reader has taken since has another number.
-            if number == self.number and pid == os.getpid() and reading:
+            if number == self.number and pid == self._pid and reading:
                 room.readers[row, READING] = 0
         self._room = None
 

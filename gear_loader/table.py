@@ -812,7 +812,6 @@ def _after_fork() -> None:
     for table in list(_tables):
         if table._region.is_lost:
             table._index = None
-            table._reads.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)
