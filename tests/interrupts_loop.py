@@ -1,7 +1,7 @@
 """What `test_interrupts` runs in a process of its own: calls that an exception interrupts, and what that leaves.
 
-    python interrupts_loop.py opcodes CALL STRIDE   raise at every STRIDE-th opcode of a call, one after another
-    python interrupts_loop.py signals COUNT SEED    raise COUNT times, from a signal's handler at a random time
+    python interrupts_loop.py opcodes CALLS COUNT SEED   raise at COUNT random opcodes of each call; 0: at every one
+    python interrupts_loop.py signals COUNT SEED         raise COUNT times, from a signal's handler at a random time
 
 It prints how often calls were interrupted, and ends with 1 and a traceback if anything was left.
 """
@@ -264,25 +264,52 @@ def interrupt_at(call: Callable[[], object], number: int) -> BaseException | Non
     return None
 
 
-def at_opcodes(name: str, stride: int, first: int) -> int:
-    """Interrupt a call at every `stride`-th opcode."""
+def opcodes_of(call: Callable[[], object]) -> int:
+    """Opcodes inside the package that a call executes."""
+    count = 0
+
+    def opcode(frame: types.FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        count += event == "opcode" and frame.f_lasti not in never_interrupted(frame.f_code)
+        return opcode
+
+    def function(frame: types.FrameType, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(FILES):
+            return None
+        frame.f_trace_opcodes = True
+        return opcode
+
+    sys.settrace(function)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+    return count
+
+
+def at_opcodes(names: str, count: int, seed: int) -> int:
+    """Interrupt calls at `count` random opcodes each, or at every one; how often they were interrupted."""
+    generator = random.Random(seed)
+    done = 0
     subject = Subject()
     try:
-        call = subject.calls[name]
-        for _ in range(3):
+        for name in list(subject.calls) if names == "all" else names.split(","):
+            call = subject.calls[name]
+            for _ in range(3):
+                call()
+            subject.check()
+            numbers = range(1, 1 + opcodes_of(call))
+            for number in sorted(generator.sample(numbers, count)) if count else numbers:
+                error = interrupt_at(call, number)
+                done += error is not None
+                try:
+                    subject.check()
+                except BaseException as failure:
+                    raise AssertionError(f"{name}, opcode {number}: {error}: {failure}") from failure
+                error = None
             call()
-        subject.check()
-        number, count = first, 0
-        while (error := interrupt_at(call, number)) is not None:
-            try:
-                subject.check()
-            except BaseException as failure:
-                raise AssertionError(f"{name}, opcode {number}: {error}: {failure}") from failure
-            error = None
-            number, count = number + stride, count + 1
-        call()
-        subject.check()
-        return count
+            subject.check()
+        return done
     finally:
         subject.close()
 
@@ -346,8 +373,8 @@ def at_signals(count: int, seed: int) -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    kind, what, number, *more = sys.argv[1:]
+    kind, *options = sys.argv[1:]
     if kind == "opcodes":
-        print(at_opcodes(what, int(number), int(more[0]) if more else 1))
+        print(at_opcodes(options[0], int(options[1]), int(options[2])))
     else:
-        print(at_signals(int(what), int(number)))
+        print(at_signals(int(options[0]), int(options[1])))
