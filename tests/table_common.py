@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import multiprocessing
 import os
+import signal
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 import torch
 
 import gear_loader as gear
@@ -275,3 +279,28 @@ class Reading:
             values = torch.from_numpy(data.copy()).view(column.dtype)
             found[name] = values.reshape(self.length, *column.shape)
         assert number_of(found) == self.number
+
+
+# Forked children -------------------------------------------------------------------------------------
+
+forks = pytest.mark.filterwarnings("ignore:.*use of fork.*may lead to deadlocks:DeprecationWarning")
+
+
+def forked(work: Callable[[], None]) -> None:
+    """Run `work` in a forked child; fails with its traceback."""
+    pipe, theirs = multiprocessing.Pipe(duplex=False)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+            theirs.send(None)
+        except BaseException:
+            theirs.send(traceback.format_exc())
+        finally:
+            os._exit(0)
+    theirs.close()
+    failure = pipe.recv() if pipe.poll(60.0) else "no answer"
+    if failure is not None:
+        os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert failure is None, failure

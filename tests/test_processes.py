@@ -14,7 +14,6 @@ import random
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -29,6 +28,8 @@ from table_common import (
     Fragile,
     Reading,
     bury,
+    forked,
+    forks,
     fresh_name,
     in_three_steps,
     mortal,
@@ -813,28 +814,6 @@ def _descriptors() -> list[str]:
 
 
 # Fork ------------------------------------------------------------------------------------------------
-
-forks = pytest.mark.filterwarnings("ignore:.*use of fork.*may lead to deadlocks:DeprecationWarning")
-
-
-def forked(work: Callable[[], None]) -> None:
-    """Run `work` in a forked child; fails with its traceback."""
-    pipe, theirs = multiprocessing.Pipe(duplex=False)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-            theirs.send(None)
-        except BaseException:
-            theirs.send(traceback.format_exc())
-        finally:
-            os._exit(0)
-    theirs.close()
-    failure = pipe.recv() if pipe.poll(PATIENCE) else "no answer"
-    if failure is not None:
-        os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    assert failure is None, failure
 
 
 @forks

@@ -674,7 +674,7 @@ def test_a_commit_that_cannot_get_the_lock_gives_its_room_back() -> None:
 
 def test_too_many_readers_at_once(table: gear.Table) -> None:
     tickets = [table.begin_snapshot()[0] for _ in range(256)]
-    assert sorted(tickets) == list(range(256))
+    assert sorted(ticket.row for ticket in tickets) == list(range(256))
     with pytest.raises(GearError, match="256 batches are being read at once, which is the limit"):
         table.begin_snapshot()
     for ticket in tickets:

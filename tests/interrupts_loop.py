@@ -1,0 +1,380 @@
+"""What `test_interrupts` runs in a process of its own: calls that an exception interrupts, and what that leaves.
+
+    python interrupts_loop.py opcodes CALLS COUNT SEED   raise at COUNT random opcodes of each call; 0: at every one
+    python interrupts_loop.py signals COUNT SEED         raise COUNT times, from a signal's handler at a random time
+
+It prints how often calls were interrupted, and ends with 1 and a traceback if anything was left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dis
+import functools
+import gc
+import math
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import gear_loader as gear
+from gear_loader import lock
+from gear_loader.index_ops import PID, READING, WRITING
+
+FILES = (str(Path(gear.__file__).parent), contextlib.__file__)
+SCHEMA = {"x": gear.Column(torch.float32, (4,))}
+PATIENCE = 60.0
+
+
+class Interruption(KeyboardInterrupt):
+    """Raised in the middle of a call."""
+
+
+class Subject:
+    """A table, and calls that change it or read it."""
+
+    def __init__(self) -> None:
+        self.table = gear.Table.create(
+            SCHEMA,
+            max_steps=400,
+            max_trajectories=40,
+            block_steps=4,
+            name=f"test.interrupts.{os.getpid()}",
+            on_full="evict_oldest",
+        )
+        self.table.extend([self.rows(7) for _ in range(20)])
+        self.other = _Other(self.table.name or "")
+        options: dict[str, Any] = {"batch_size": 4, "windows": gear.Window(2), "device": "cpu"}
+        options["batches_per_epoch"] = math.inf
+        self.uniform = gear.ReplayDataset(self.table, prefetch=0, **options)
+        self.once = gear.ReplayDataset(
+            self.table, prefetch=0, selector=gear.Uniform(replacement=False), **options
+        )
+        self.fifo = gear.ReplayDataset(self.table, prefetch=0, selector=gear.Fifo(), **options)
+        self.ahead = gear.ReplayDataset(self.table, prefetch=2, **options)
+        self.prioritized = gear.ReplayDataset(
+            self.table, prefetch=0, selector=gear.Prioritized(unit="step"), **options
+        )
+        self.prioritized_ahead = gear.ReplayDataset(
+            self.table, prefetch=2, selector=gear.Prioritized(), **options
+        )
+        self.writers: list[Any] = []
+        self.calls: dict[str, Callable[[], object]] = {
+            "add": lambda: self.table.add(self.rows(5)),
+            "extend": self.extend,
+            "extend_in_three_steps": self.extend_in_three_steps,
+            "read": lambda: self.table[int(self.table.indices()[0])],
+            "remove": lambda: self.table.remove(self.table.indices()[:1]),
+            "stats": lambda: (self.table.stats(), self.table.snapshot(), self.table.lengths()),
+            "write": self.write,
+            "write_chunks": lambda: self.write(chunk_steps=8, overlap_steps=4),
+            "write_overlapping_chunks": lambda: self.write(chunk_steps=7, overlap_steps=3),
+            "sample": self.uniform.sample,
+            "sample_once": self.once.sample,
+            "sample_fifo": self.fifo.sample,
+            "sample_prioritized": lambda: self.update(self.prioritized, self.prioritized.sample()),
+            "iterate": lambda: self.iterate(self.uniform),
+            "iterate_ahead": lambda: self.iterate(self.ahead),
+            "iterate_prioritized": lambda: self.iterate(self.prioritized_ahead),
+            "state": lambda: self.prioritized_ahead.load_state_dict(self.prioritized_ahead.state_dict()),
+        }
+
+    @staticmethod
+    def rows(length: int) -> dict[str, Any]:
+        return {"x": np.ones((length, 4), dtype=np.float32)}
+
+    def extend(self) -> None:
+        self.table.extend([self.rows(3), self.rows(9)], priority=2.0)
+
+    def extend_in_three_steps(self) -> None:
+        ids = np.arange(2) + (int(self.table.ids(self.table.indices()).max(initial=0)) + (1 << 16))
+        self.table.extend_as([self.rows(3), self.rows(9)], ids=ids)
+
+    def write(self, **options: Any) -> None:
+        with self.table.writer(**options) as writer:
+            self.writers.append(writer)
+            for _ in range(10):
+                writer.append(x=np.zeros(4, dtype=np.float32))
+            writer.append(self.rows(6))
+            writer.commit(priority=1.0)
+        self.writers.clear()
+
+    def update(self, dataset: gear.ReplayDataset, batch: Any) -> None:
+        dataset.update_priority(batch, torch.rand(4) + 0.5)
+
+    def iterate(self, dataset: gear.ReplayDataset) -> None:
+        batches = iter(dataset)
+        with contextlib.closing(batches):  # type: ignore[type-var]
+            for _ in range(2):
+                batch = next(batches)
+                if dataset is self.prioritized_ahead:
+                    self.update(dataset, batch)
+
+    # ---------------------------------------------------------------- what is left
+
+    def check(self) -> None:
+        """Nothing is held and nothing is taken, but what an open writer is writing."""
+        assert not lock.holds_any(), "this thread holds a lock"
+        self._check_another_thread()
+        self.other.check()
+        self._check_tickets()
+        index = self.table._live()
+        for writer in self.writers:
+            writer.discard()
+        self.writers.clear()
+        own = (index.state == WRITING) & (index.owner[:, PID] == os.getpid())
+        assert not own.any(), f"slots {np.flatnonzero(own).tolist()} are being written by nobody"
+        self.table.check_valid()
+
+    def _check_another_thread(self) -> None:
+        failures: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                index = self.table._live()
+                index._lock.timeout = PATIENCE
+                index._locked(int)
+                for dataset in (self.prioritized, self.prioritized_ahead):
+                    mutex = dataset._selected()._mutex
+                    assert mutex.acquire(timeout=PATIENCE), "a selection's mutex is held"
+                    mutex.release()
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        if failures:
+            raise failures[0]
+
+    def _check_tickets(self) -> None:
+        # A prefetch thread may still be at work if closing its iterator was interrupted.
+        readers = self.table.region.array("readers")
+        end = time.monotonic() + PATIENCE
+        while (taken := np.flatnonzero((readers[:, PID] == os.getpid()) & (readers[:, READING] > 0))).size:
+            assert time.monotonic() < end, f"the tickets in rows {taken.tolist()} are left"
+            time.sleep(1e-3)
+
+    def close(self) -> None:
+        self.other.close()
+        self.table.unlink()
+        self.table.close()
+
+
+class _Other:
+    """Another process, which takes the table's lock when it is asked to."""
+
+    def __init__(self, name: str) -> None:
+        (self._hear, say), (hear, self._say) = os.pipe(), os.pipe()
+        parent, self._pid = os.getpid(), os.fork()
+        if self._pid:
+            return
+        try:
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+            while os.getppid() == parent and os.read(hear, 1):
+                with gear.Table.attach(name) as table:
+                    table.region.lock.timeout = PATIENCE
+                    table.region.lock.run(int)
+                os.write(say, b".")
+        finally:
+            os._exit(1)
+
+    def check(self) -> None:
+        """Raises AssertionError unless the other process gets the lock."""
+        os.write(self._say, b"?")
+        assert os.read(self._hear, 1) == b".", "another process cannot have the lock"
+
+    def close(self) -> None:
+        os.close(self._say)
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+
+
+# ---------------------------------------------------------------- opcodes
+
+
+@functools.cache
+def never_interrupted(code: types.CodeType) -> frozenset[int]:
+    """Offsets between the end of a with-block and the call of ``__exit__``, where CPython looks for no signal.
+
+    It looks at the beginning of functions, at backward jumps and after calls; so ``with mutex:`` of a mutex in C always
+    releases it. Everywhere else, also where CPython would look for none, the trace function does raise.
+    """
+    instructions = list(dis.get_instructions(code))
+    found: set[int] = set()
+    for i in range(len(instructions) - 3):
+        three = instructions[i : i + 3]
+        nones = all(one.opname in ("LOAD_CONST", "DUP_TOP") and one.argval is None for one in three)
+        if nones and three[0].opname == "LOAD_CONST":
+            found.update(one.offset for one in three)
+            for one in instructions[i + 3 : i + 5]:
+                if one.opname.startswith(("PRECALL", "CALL")):
+                    found.add(one.offset)
+    return frozenset(found)
+
+
+def interrupt_at(call: Callable[[], object], number: int) -> BaseException | None:
+    """Call it, and raise at opcode `number` inside the package; None if it has fewer.
+
+    Returns:
+        The exception, with its traceback, which keeps all frames of the call.
+    """
+    left = number
+    where = ""
+
+    def opcode(frame: types.FrameType, event: str, _: Any) -> Any:
+        nonlocal left, where
+        if event == "opcode" and frame.f_lasti not in never_interrupted(frame.f_code):
+            left -= 1
+            if left == 0:
+                where = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name} +{frame.f_lasti}"
+                raise Interruption(where)
+        return opcode
+
+    def function(frame: types.FrameType, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(FILES):
+            return None
+        frame.f_trace_opcodes = True
+        return opcode
+
+    try:
+        sys.settrace(function)
+        try:
+            call()
+        finally:
+            sys.settrace(None)
+    except BaseException as error:
+        # What ends a generator or a with-block may be raised in place of it.
+        if left > 0:
+            raise
+        return error
+    if left <= 0:
+        return Interruption(f"swallowed: {where}")  # in a finalizer
+    return None
+
+
+def opcodes_of(call: Callable[[], object]) -> int:
+    """Opcodes inside the package that a call executes."""
+    count = 0
+
+    def opcode(frame: types.FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        count += event == "opcode" and frame.f_lasti not in never_interrupted(frame.f_code)
+        return opcode
+
+    def function(frame: types.FrameType, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(FILES):
+            return None
+        frame.f_trace_opcodes = True
+        return opcode
+
+    sys.settrace(function)
+    try:
+        call()
+    finally:
+        sys.settrace(None)
+    return count
+
+
+def at_opcodes(names: str, count: int, seed: int) -> int:
+    """Interrupt calls at `count` random opcodes each, or at every one; how often they were interrupted."""
+    generator = random.Random(seed)
+    done = 0
+    subject = Subject()
+    try:
+        for name in list(subject.calls) if names == "all" else names.split(","):
+            call = subject.calls[name]
+            for _ in range(3):
+                call()
+            subject.check()
+            numbers = range(1, 1 + opcodes_of(call))
+            for number in sorted(generator.sample(numbers, count)) if count else numbers:
+                error = interrupt_at(call, number)
+                done += error is not None
+                try:
+                    subject.check()
+                except BaseException as failure:
+                    raise AssertionError(f"{name}, opcode {number}: {error}: {failure}") from failure
+                error = None
+            call()
+            subject.check()
+        return done
+    finally:
+        subject.close()
+
+
+# ---------------------------------------------------------------- signals
+
+
+@contextlib.contextmanager
+def handler(call: Callable[[int, Any], None]) -> Iterator[None]:
+    before = signal.signal(signal.SIGALRM, call)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def at_signals(count: int, seed: int) -> int:
+    """Interrupt calls by signals, each after a random time."""
+    generator = random.Random(seed)
+    subject = Subject()
+    armed = False
+
+    def interrupt(*_: Any) -> None:
+        nonlocal armed
+        if armed:
+            armed = False
+            raise Interruption
+
+    try:
+        for call in subject.calls.values():
+            call()
+        subject.check()
+        names = list(subject.calls)
+        with handler(interrupt):
+            for turn in range(count):
+                some = generator.choices(names, k=3)
+                error: BaseException | None = None
+                try:
+                    armed = True
+                    signal.setitimer(signal.ITIMER_REAL, math.exp(generator.uniform(-11, -5)))
+                    while armed:
+                        for name in some:
+                            subject.calls[name]()
+                except Interruption as caught:
+                    error = caught
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                try:
+                    subject.check()
+                except BaseException as failure:
+                    raise AssertionError(f"turn {turn} of {some}: {failure}") from error
+                error = None
+                if turn % 100 == 0:
+                    gc.collect()
+        for call in subject.calls.values():
+            call()
+        subject.check()
+        return count
+    finally:
+        subject.close()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    kind, *options = sys.argv[1:]
+    if kind == "opcodes":
+        print(at_opcodes(options[0], int(options[1]), int(options[2])))
+    else:
+        print(at_signals(int(options[0]), int(options[1])))
