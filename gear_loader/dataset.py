@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from gear_loader.collector import Batch, Buffers, Collector, reach_of
+from gear_loader.collector import Batch, Buffers, Collector, outside_inference, reach_of
 from gear_loader.device_priorities import DevicePrioritySelection
 from gear_loader.distributed.collector import ShardCollector
 from gear_loader.distributed.device_collector import DeviceShardCollector
@@ -181,7 +181,9 @@ class ReplayDataset(IterableDataset[Batch]):
         # shared out the rest (0 in the main process), and the batches that this process has delivered since.
         self._position = (0, 0, 0)
         # What the next iteration starts with: shared, because workers may be new processes every epoch.
-        self._shared = torch.zeros(_JOINED + _MAX_WORKERS, dtype=torch.int64).share_memory_()
+        with outside_inference():
+            self._shared = torch.zeros(_JOINED + _MAX_WORKERS, dtype=torch.int64, device="cpu")
+            self._shared.share_memory_()
         self._restart: tuple[int, int, int] | None = None  # goes first: where a worker resumes
         self._samples, self._sampled_items = 0, 0
         self._sampler: tuple[int, Prefetcher] | None = None
@@ -710,7 +712,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def _open_round(self, key: int) -> None:
         epoch, before, opened = self._shared[: _ROUND + 1].tolist()
-        self._shared[:_JOINED] = torch.tensor([epoch + 1, 0, opened + 1, key, epoch, before])
+        self._shared[:_JOINED] = torch.tensor([epoch + 1, 0, opened + 1, key, epoch, before], device="cpu")
 
     def start_workers(self) -> None:
         """Say that a loader's workers start to iterate, before they do.
