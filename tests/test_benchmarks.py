@@ -130,6 +130,7 @@ echo "$*" >>"$CALLS"
 case "$*" in
     *"import rich, typer"*) [[ -z $LACKS ]] || { echo "No module named '$LACKS'"; exit 1; } ;;
     *"benchmarks select"*) exit 3 ;;
+    "-m pytest"*) cp "$OUT_DIR/summary.txt" "$OUT_DIR/before-$(wc -l <"$CALLS").txt" ;;
 esac
 """
 """In place of Python: has a GPU, and `select` fails; notes what it is called with."""
@@ -146,6 +147,7 @@ def gpu_check(tmp_path: Path, lacks: str) -> tuple[int, str, list[str]]:
         "PYTHON": str(interpreter),
         "CALLS": str(calls),
         "LACKS": lacks,
+        "OUT_DIR": str(tmp_path / "out"),
         "BENCH": "--repeats 2",
     }
     script = ["bash", str(ROOT / "benchmarks" / "gpu_check.sh"), str(tmp_path / "out")]
@@ -159,9 +161,10 @@ def test_gpu_check_runs_the_most_important_first_within_nine_minutes(tmp_path: P
     status, summary, calls = gpu_check(tmp_path, lacks="")
     assert status == 1  # `select` failed, and those after it ran all the same
     names = ["single-server", "collect", "select", "overlap", "batch-size", "train"]
-    assert [line[:14].strip() for line in summary.splitlines()] == ["gpu tests", *names]
-    assert [line.split()[1] for line in summary.splitlines()[1:]] == [
-        "FAILED" if name == "select" else "passed" for name in names
+    stages = [f"{name} tests" for name in ("gather", "priority", "place", "shards")]
+    assert [line[:14].strip() for line in summary.splitlines()] == [*stages, *names]
+    assert [line[15:29].strip() for line in summary.splitlines()] == [
+        "FAILED (3)" if name == "select" else "passed" for name in (*stages, *names)
     ]
     found = [call.split() for call in calls if call.startswith("-m benchmarks")]
     minutes = [float(call[call.index("--minutes") + 1]) for call in found]
@@ -171,9 +174,20 @@ def test_gpu_check_runs_the_most_important_first_within_nine_minutes(tmp_path: P
         assert call[7:] == ["--out", out, "--repeats", "2"]
     assert minutes == sorted(minutes)  # what one leaves, the next may have
     assert 0.5 < minutes[0] < minutes[-1] < 8.5
-    tests = next(call for call in calls if "pytest" in call)
-    assert "-m gpu" in tests
-    assert "tests/test_benchmarks.py" in tests
+    # What must be correct comes first, each kind in a stage of its own, without the benchmarks' tests.
+    tests = [call for call in calls if call.startswith("-m pytest")]
+    assert [call.split()[-1] for call in tests] == [
+        f"tests/test_{name}.py" for name in ("gather_gpu", "priority_gpu", "place", "shards_gpu")
+    ]
+    for call, stage in zip(tests, stages, strict=True):
+        assert " -m gpu -v " in call  # a line a test, as it ends
+        name = stage.replace(" ", "-")
+        assert f"--junitxml={tmp_path}/out/{name}.xml" in call
+        assert (tmp_path / "out" / f"{name}.log").exists()
+    assert calls.index(tests[-1]) < calls.index(" ".join(found[0]))
+    # Each stage's line is there before the next begins.
+    seen = sorted((tmp_path / "out").glob("before-*.txt"), key=lambda path: int(path.stem.split("-")[1]))
+    assert [len(path.read_text(encoding="utf-8").splitlines()) for path in seen] == [0, 1, 2, 3]
 
 
 def test_gpu_check_without_a_package_of_the_benchmarks_still_tests(tmp_path: Path) -> None:
