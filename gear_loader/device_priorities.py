@@ -326,6 +326,7 @@ class DevicePrioritySelection(PrioritySelection):
     # ---------------------------------------------------------------- state
 
     def _some_leaves(self) -> Array:
+        self._enter()
         leaves: Array = self._wide.leaves[:: self._every()].cpu().numpy()
         return leaves
 

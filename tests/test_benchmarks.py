@@ -454,6 +454,64 @@ def test_copies_of_the_driver_give_the_kernels_batch(version: float, tmp_path: P
     assert len([call for call in library.calls if call[0] == "single"]) == 4 * 3
 
 
+class Registered(Library):
+    """A driver that copies from memory that was registered in pieces: not across two of them."""
+
+    bound = 0
+
+    def _move(self, target: int, source: int, count: int) -> None:
+        assert not source < self.bound < source + count
+        super()._move(target, source, count)
+
+
+@pytest.mark.parametrize("inside", [0, 100])
+def test_copies_of_the_driver_stop_where_a_registration_does(
+    inside: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = importlib.import_module("benchmarks.copies_gpu")
+    library = Registered(13.0)
+    table, rows = swept()
+    with table:
+        whole = copies.row_copies(rows, 0)
+        _, sources, sizes = whole
+        library.bound = bound = int(sources[1]) + inside
+        spanning = sum(a < bound < a + b for a, b in zip(sources.tolist(), sizes.tolist(), strict=True))
+        assert spanning >= (inside > 0)
+        base = table.region.array("counters").ctypes.data
+        monkeypatch.setattr(table.region._mapping, "registered", [base, library.bound])
+        assert table.region.pinned_bounds == [library.bound]
+        left = harness.Left(session(tmp_path / "rows.jsonl"))
+        found = copies.copy_variants(Rehearsal(), copies.Driver(library), rows, left)
+        assert left.reasons == []
+        assert len(found) == 2
+        parts = copies.split(whole, [bound])
+        assert {len(part) for part in parts} == {3 + spanning}
+        assert parts[2].sum() == sizes.sum()
+        assert all(variant.measure() > 0 for variant in found)
+
+
+def test_the_yardstick_s_copies_stop_there_too() -> None:
+    engine = importlib.import_module("benchmarks.engine")
+    source = torch.arange(4096)
+    first = source.data_ptr()
+    bounds = [first + 8 * word for word in (512, 1000, 3000)]
+    spans: list[tuple[int, int]] = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if getattr(function, "__name__", "") == "copy_":
+                spans.append((args[1].data_ptr(), args[1].data_ptr() + args[1].nbytes))
+            return function(*args, **(kwargs or {}))
+
+    copies = engine.Copies(Rehearsal(), source, 8 * 2048, bounds=bounds)
+    for _ in range(20):
+        with Watch():
+            copies.copy()
+        copies.compare()
+    assert len(spans) > 20
+    assert not any(begin < bound < end for begin, end in spans for bound in bounds)
+
+
 @pytest.mark.parametrize(
     ("library", "reasons"),
     [
