@@ -65,8 +65,8 @@ class ReplayDataset(IterableDataset[Batch]):
 
     **How long a batch stays valid:** batches lie in a ring of recycled buffers. A batch is valid until `keep`
     more batches have been requested, from the same iterator or from the one after it (2 by default: the batch in
-    use and one that a trainer fetched ahead). ``copy=True`` gives each batch memory of its own: on a GPU a copy that the
-    GPU makes, without the host waiting. In `DataLoader` workers it always has.
+    use and one that a trainer fetched ahead). ``copy=True`` gives each batch memory of its own: on a GPU a copy that
+    the GPU makes, without the host waiting. In `DataLoader` workers it always has.
 
     **Order:** batch number and seed decide every draw, so `prefetch` and `num_workers` do not change the order.
     Rank r of w ranks gets the batches number r, r + w, r + 2 w, ...
@@ -107,8 +107,8 @@ class ReplayDataset(IterableDataset[Batch]):
         rank, world_size: by default those of `torch.distributed` where it is initialised, else 0 of 1.
 
     On a GPU nothing waits for the host from the draw to the batch; the consumer's stream waits for the side stream
-    by an event. If the GPU fails while it gathers, the next batch raises GpuError, and what the GPU may still read stays
-    reserved until the process ends. Works with torchdata's `StatefulDataLoader`.
+    by an event. If the GPU fails while it gathers, the next batch raises GpuError, and what the GPU may still read
+    stays reserved until the process ends. Works with torchdata's `StatefulDataLoader`.
 
     Raises:
         SchemaError: options that make no sense for this table.

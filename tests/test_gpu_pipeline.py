@@ -189,6 +189,10 @@ def test_the_thread_is_on_the_dataset_s_device(
     assert set(cuda.devices_of("event.synchronize")) == {1}
     assert set(cuda.devices_of("record")) <= {0, 1}  # `released`, on the consumer's thread
     assert driver.relaxed == ["gear-loader-release"]  # and never the caller's thread
+    assert cuda.devices_of("cudaHostRegister") == [1]
+    table.close()
+    assert cuda.synchronized == [1]
+    assert cuda.devices_of("cudaHostUnregister") == [1]
 
 
 def test_threads_that_fill_let_others_capture_graphs(
