@@ -186,7 +186,8 @@ def _table_copies(engine: Engine, table: gear.Table, sizes: Sizes) -> Copies:
     """Copies out of the table's own memory, which is registered with CUDA rather than allocated by it."""
     largest = max(table.schema, key=lambda name: table.schema[name].step_bytes)
     source = torch.from_numpy(table.region.column(largest)).view(-1).view(torch.int64)
-    return Copies(engine, source, min(sizes.copy_bytes, len(source) * 4), f"{YARDSTICK}, table")
+    count = min(sizes.copy_bytes, len(source) * 4)
+    return Copies(engine, source, count, f"{YARDSTICK}, table", bounds=table.region.pinned_bounds)
 
 
 def _dataset(

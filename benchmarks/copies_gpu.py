@@ -8,7 +8,8 @@ each
 ========================== ===================================================================================
 
 Both need rows that lie in one piece, and both have their addresses computed beforehand. The driver refuses batches
-of copies on the default stream, so both go to one of their own.
+of copies on the default stream, so both go to one of their own, and copies that span two registrations of host memory,
+so a row that does is two copies.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from benchmarks.gather_rows import QueueRows
 from benchmarks.harness import Incorrect, Left, Variant
 from benchmarks.workloads import poison
 
-__all__ = ["BATCHED", "SINGLE", "Attributes", "Driver", "Unavailable", "copy_variants", "row_copies"]
+__all__ = ["BATCHED", "SINGLE", "Attributes", "Driver", "Unavailable", "copy_variants", "row_copies", "split"]
 
 BATCHED = "cuMemcpyBatchAsync"
 SINGLE = "cuMemcpyHtoDAsync, a row each"
@@ -142,7 +143,7 @@ class Driver:
 def row_copies(rows: QueueRows, i: int) -> Copy:
     """Batch `i` of a queue as copies: addresses of targets and sources, and bytes; uint64 [columns * batch] each.
 
-    All columns but the masks.
+    All columns but the masks. More where rows span two registrations of the table's memory.
     """
     assert rows.whole
     slots, anchors = rows.slots[i].cpu().numpy(), rows.anchors[i].cpu().numpy()
@@ -160,6 +161,23 @@ def row_copies(rows: QueueRows, i: int) -> Copy:
         parts[1].append(column.ctypes.data + block * column.shape[1] + inside)
         parts[2].append(np.full(len(slots), count))
     targets, sources, sizes = (np.concatenate(part).astype(np.uint64) for part in parts)
+    return split((targets, sources, sizes), rows.table.region.pinned_bounds)
+
+
+def split(copies: Copy, bounds: Sequence[int]) -> Copy:
+    """Copies none of which reads across one of these addresses: those that do are cut there."""
+    targets, sources, sizes = copies
+    for bound in bounds:
+        at = np.uint64(bound)
+        cut = np.flatnonzero((sources < at) & (sources + sizes > at))
+        if len(cut):
+            first = at - sources[cut]
+            rest = targets[cut] + first, np.full(len(cut), at), sizes[cut] - first
+            sizes = sizes.copy()
+            sizes[cut] = first
+            targets, sources, sizes = (
+                np.concatenate(parts) for parts in zip((targets, sources, sizes), rest, strict=True)
+            )
     return targets, sources, sizes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -135,14 +136,24 @@ class Copies:
         source: int64 [n] in pinned memory.
         count: bytes of a copy, less than those of the source.
         name: how rows and tables call it.
+        bounds: addresses that no copy of the driver's may span: see `Region.pinned_bounds`.
 
     Attributes:
         bytes: of a copy.
     """
 
-    def __init__(self, engine: Engine, source: torch.Tensor, count: int, name: str = YARDSTICK) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        source: torch.Tensor,
+        count: int,
+        name: str = YARDSTICK,
+        *,
+        bounds: Sequence[int] = (),
+    ) -> None:
         self._engine, self._source, self._name = engine, source, name
         self._words = count // 8
+        self._bounds = [(bound - source.data_ptr()) // 8 for bound in bounds]  # in words of the source
         self.bytes = self._words * 8
         self._target = torch.empty(self._words, dtype=torch.int64, device=engine.device)
         self._first = 0
@@ -162,7 +173,11 @@ class Copies:
     def copy(self) -> None:
         """Queue one copy, from a random place."""
         self._first = 512 * int(torch.randint((len(self._source) - self._words) // 512 + 1, ()))
-        self._target.copy_(self._source[self._first : self._first + self._words], non_blocking=True)
+        last = self._first + self._words
+        edges = [self._first, *(bound for bound in self._bounds if self._first < bound < last), last]
+        for begin, end in itertools.pairwise(edges):
+            target = self._target[begin - self._first : end - self._first]
+            target.copy_(self._source[begin:end], non_blocking=True)
 
     def compare(self) -> None:
         """Raise `Incorrect` unless the last copy is right; waits for it."""

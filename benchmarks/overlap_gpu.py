@@ -271,7 +271,7 @@ class _Copy:
 
     def __init__(self, engine: Engine, table: gear.Table, count: int) -> None:
         source = torch.from_numpy(table.region.column("observation")).view(-1).view(torch.int64)
-        self._copies = Copies(engine, source, min(count, len(source) * 4))
+        self._copies = Copies(engine, source, min(count, len(source) * 4), bounds=table.region.pinned_bounds)
         self.name, self.bytes = YARDSTICK, self._copies.bytes
         self.parameters: dict[str, Any] = {}
         self.launch, self.check = self._copies.copy, self._copies.compare

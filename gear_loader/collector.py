@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,7 +17,17 @@ from gear_loader.schema import Window
 from gear_loader.slots import Array
 from gear_loader.table import Table, Ticket
 
-__all__ = ["Batch", "Buffers", "Collector", "Drawn", "copy_batch", "reach_of", "resolve"]
+__all__ = [
+    "Batch",
+    "Buffers",
+    "Collector",
+    "Drawn",
+    "clone_batch",
+    "copy_batch",
+    "outside_inference",
+    "reach_of",
+    "resolve",
+]
 
 Batch = dict[str, Any]
 _PADS = {"keep": PAD_KEEP, "head": PAD_HEAD, "tail": PAD_TAIL}
@@ -60,6 +71,7 @@ class GpuSide:
         staging: where the GPU cannot read the region: a batch in pinned memory, gathered on the CPU.
         filled, released: events: the batch is complete; its last user has finished.
         consumers: the streams that have used the batch.
+        copy: a copy of the batch in memory of its own, where that is what is delivered.
     """
 
     host: tuple[torch.Tensor, ...] | None
@@ -69,6 +81,7 @@ class GpuSide:
     filled: torch.cuda.Event
     released: torch.cuda.Event
     consumers: set[int] = dataclasses.field(default_factory=set)
+    copy: Batch | None = None
 
 
 @dataclasses.dataclass
@@ -132,7 +145,8 @@ class Collector:
         self._extent, self._block_ids = index
         self._block_steps = table.region.layout.block_steps
         # Copied, which waits: computed there, it might not be ready when another stream reads it.
-        self._numbers = torch.arange(batch_size).to(device)
+        with outside_inference():
+            self._numbers = torch.arange(batch_size, device="cpu").to(device)
         self._row_bytes = sum(
             table.schema[name].step_bytes * window.length for name, window in windows.items()
         )
@@ -162,19 +176,22 @@ class Collector:
         host: tuple[torch.Tensor, ...] | None = None
         mirror: tuple[torch.Tensor, ...] | None = None
         staging = random = None
+
+        def pinned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(*shape, dtype=dtype, device="cpu", pin_memory=True)
+
         if self.zero_copy:
-            random = torch.empty(3, dtype=torch.int64, pin_memory=True)
+            random = pinned(3, dtype=torch.int64)
             blocks = (self._last - self._first) // self._block_steps + 2
             host = (
-                torch.empty(5, self.batch_size, dtype=torch.int64, pin_memory=True),
-                torch.zeros(self.batch_size, blocks, dtype=torch.int32, pin_memory=True),
+                pinned(5, self.batch_size, dtype=torch.int64),
+                pinned(self.batch_size, blocks, dtype=torch.int32).zero_(),
             )
             if self.weighs:
-                host += (torch.empty(self.batch_size, dtype=torch.float32, pin_memory=True),)
+                host += (pinned(self.batch_size, dtype=torch.float32),)
             if self.informs:
                 host += tuple(
-                    torch.empty(2, self.batch_size, dtype=dtype, pin_memory=True)
-                    for dtype in (torch.int64, torch.float32)
+                    pinned(2, self.batch_size, dtype=dtype) for dtype in (torch.int64, torch.float32)
                 )
             mirror = tuple(part.to(self.device) for part in host)
             if self.informs:
@@ -250,13 +267,15 @@ class Collector:
         # What the last batch in these buffers was copied from is about to be written again. That batch has been
         # delivered: this waits only if the host is ahead of the GPU by as many batches as there are buffers.
         gpu.filled.synchronize()
-        if gpu.host is not None and gpu.mirror is not None:
-            self._collect_zero_copy(buffers, gpu, gpu.host, gpu.mirror, rows)
-        elif gpu.staging is not None:
-            self._collect_cpu(gpu.staging, rows)
-            torch.cuda.current_stream().wait_event(gpu.released)
-            copy_batch(buffers.rows(len(rows)), gpu.staging.rows(len(rows)))
-        gpu.filled.record()
+        try:
+            if gpu.host is not None and gpu.mirror is not None:
+                self._collect_zero_copy(buffers, gpu, gpu.host, gpu.mirror, rows)
+            elif gpu.staging is not None:
+                self._collect_cpu(gpu.staging, rows)
+                torch.cuda.current_stream().wait_event(gpu.released)
+                copy_batch(buffers.rows(len(rows)), gpu.staging.rows(len(rows)))
+        finally:
+            gpu.filled.record()  # also behind the part of a batch that failed: it is read from the same memory
 
     def collect_drawn(
         self, buffers: Buffers, count: int, draw: Callable[[GpuSide, tuple[torch.Tensor, ...]], None]
@@ -273,9 +292,11 @@ class Collector:
         assert gpu.mirror is not None
         gpu.filled.synchronize()  # see `collect`
         torch.cuda.current_stream().wait_event(gpu.released)
-        draw(gpu, gpu.mirror)
-        self._launch(buffers, gpu.mirror, count)
-        gpu.filled.record()
+        try:
+            draw(gpu, gpu.mirror)
+            self._launch(buffers, gpu.mirror, count)
+        finally:
+            gpu.filled.record()
 
     def use_on(self, stream: torch.cuda.Stream) -> None:
         """Say that gathers will be queued on this stream: what they read is not given back before them."""
@@ -351,6 +372,11 @@ class Collector:
         )
 
 
+def outside_inference() -> contextlib.AbstractContextManager[object]:
+    """Leave `torch.inference_mode` for what is made in it: tensors that are used again must serve training too."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+
+
 def reach_of(windows: Mapping[str, Window]) -> tuple[int, int]:
     """The first and last step, relative to the anchor, that any of the windows covers."""
     first = min(window.offset for window in windows.values())
@@ -386,6 +412,20 @@ def resolve(
 def _named(counts: torch.Tensor, numbers: torch.Tensor) -> dict[str, torch.Tensor]:
     """``sample_info`` of two tensors [2, B], integers and floats."""
     return {**dict(zip(_COUNTS, counts, strict=True)), **dict(zip(_NUMBERS, numbers, strict=True))}
+
+
+def clone_batch(batch: Batch) -> Batch:
+    """The batch in memory of its own, without waiting; tensors that are one stay one."""
+    clones: dict[int, torch.Tensor] = {}
+
+    def clone(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: clone(part) for key, part in value.items()}
+        if id(value) not in clones:
+            clones[id(value)] = value.clone()
+        return clones[id(value)]
+
+    return {key: clone(value) for key, value in batch.items()}
 
 
 def copy_batch(target: Batch, source: Batch) -> None:

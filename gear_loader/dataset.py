@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from gear_loader.collector import Batch, Buffers, Collector, reach_of
+from gear_loader.collector import Batch, Buffers, Collector, outside_inference, reach_of
 from gear_loader.device_priorities import DevicePrioritySelection
 from gear_loader.distributed.collector import ShardCollector
 from gear_loader.distributed.device_collector import DeviceShardCollector
@@ -67,8 +67,8 @@ class ReplayDataset(IterableDataset[Batch]):
 
     **How long a batch stays valid:** batches lie in a ring of recycled buffers. A batch is valid until `keep`
     more batches have been requested, from the same iterator or from the one after it (2 by default: the batch in
-    use and one that a trainer fetched ahead). ``copy=True`` gives each batch memory of its own. In `DataLoader`
-    workers it always has.
+    use and one that a trainer fetched ahead). ``copy=True`` gives each batch memory of its own: on a GPU a copy that
+    the GPU makes, without the host waiting. In `DataLoader` workers it always has.
 
     **Order:** batch number and seed decide every draw, so `prefetch` and `num_workers` do not change the order.
     Rank r of w ranks gets the batches number r, r + w, r + 2 w, ...
@@ -90,7 +90,7 @@ class ReplayDataset(IterableDataset[Batch]):
         seed: decides all draws.
         device: ``"auto"`` (the current GPU if there is one, else the CPU) or a torch device.
         prefetch: batches that are prepared ahead: by a thread on the CPU, on a side stream on a GPU. 0 for none.
-        copy: give each batch memory of its own.
+        copy: give each batch memory of its own. Costs a copy within the GPU's memory; on the CPU new memory a batch.
         keep: see above; at least 1.
         batches_per_epoch: length of an epoch on each rank; by default one pass's worth, ceil(items / batch_size)
             over all ranks. ``math.inf`` never ends.
@@ -109,7 +109,8 @@ class ReplayDataset(IterableDataset[Batch]):
         rank, world_size: by default those of `torch.distributed` where it is initialised, else 0 of 1.
 
     On a GPU nothing waits for the host from the draw to the batch; the consumer's stream waits for the side stream
-    by an event. Works with torchdata's `StatefulDataLoader`.
+    by an event. If the GPU fails while it gathers, the next batch raises GpuError, and what the GPU may still read
+    stays reserved until the process ends. Works with torchdata's `StatefulDataLoader`.
 
     Raises:
         SchemaError: options that make no sense for this table.
@@ -183,7 +184,9 @@ class ReplayDataset(IterableDataset[Batch]):
         # shared out the rest (0 in the main process), and the batches that this process has delivered since.
         self._position = (0, 0, 0)
         # What the next iteration starts with: shared, because workers may be new processes every epoch.
-        self._shared = torch.zeros(_JOINED + _MAX_WORKERS, dtype=torch.int64).share_memory_()
+        with outside_inference():
+            self._shared = torch.zeros(_JOINED + _MAX_WORKERS, dtype=torch.int64, device="cpu")
+            self._shared.share_memory_()
         self._restart: tuple[int, int, int] | None = None  # goes first: where a worker resumes
         self._samples, self._sampled_items = 0, 0
         self._sampler: tuple[int, Prefetcher] | None = None
@@ -379,7 +382,7 @@ class ReplayDataset(IterableDataset[Batch]):
             prefetcher.release(buffers, ticket)
             return count
         except BaseException:
-            prefetcher.abandon(ticket)
+            prefetcher.abandon(buffers, ticket)
             raise
 
     def _selected(self) -> Selection:
@@ -772,7 +775,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def _open_round(self, key: int) -> None:
         epoch, before, opened = self._shared[: _ROUND + 1].tolist()
-        self._shared[:_JOINED] = torch.tensor([epoch + 1, 0, opened + 1, key, epoch, before])
+        self._shared[:_JOINED] = torch.tensor([epoch + 1, 0, opened + 1, key, epoch, before], device="cpu")
 
     def start_workers(self) -> None:
         """Say that a loader's workers start to iterate, before they do.

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from gear_loader.collector import Buffers, Collector, GpuSide
+from gear_loader.collector import Buffers, Collector, GpuSide, outside_inference
 from gear_loader.errors import PriorityError, SchemaError
 from gear_loader.index import Snapshot, Ticket
 from gear_loader.item_map import Leaves
@@ -39,12 +39,13 @@ class DevicePrioritySelection(PrioritySelection):
     def __init__(self, job: Job, *, history: int, device: torch.device) -> None:
         self._device = device
         self._cuda = device.type == "cuda"  # else under Triton's interpreter, in tests
-        super().__init__(job, history=history)
+        with outside_inference():
+            super().__init__(job, history=history)
+            self._status = torch.tensor([NOWHERE, 0, 0, 0], device="cpu", pin_memory=self._cuda)
         self._drawn: collections.deque[tuple[tuple[int, int], torch.Tensor, torch.Tensor | None]]
         self._drawn = collections.deque(maxlen=history)
         self._stream: Any = None  # where batches are filled, and updates are queued
         self._last: Any = torch.cuda.Event() if self._cuda else None  # behind all that has been queued
-        self._status = torch.tensor([NOWHERE, 0, 0, 0], pin_memory=self._cuda)  # copied after each call
         self._streams: set[int] = set()  # where the tensors below have been used
         self._leave()  # what comes on other streams comes after the tensors were made
 
@@ -63,7 +64,7 @@ class DevicePrioritySelection(PrioritySelection):
 
         slots, blocks = layout.max_trajectories, layout.num_blocks
         self._index = Index(
-            addresses=torch.tensor(addresses, dtype=torch.int64).to(self._device),
+            addresses=torch.tensor(addresses, dtype=torch.int64, device="cpu").to(self._device),
             num_ids=len(block_ids),
             block_steps=layout.block_steps,
             known=full(slots, 0),
@@ -331,6 +332,7 @@ class DevicePrioritySelection(PrioritySelection):
     # ---------------------------------------------------------------- state
 
     def _some_leaves(self) -> Array:
+        self._enter()
         leaves: Array = self._wide.leaves[:: self._every()].cpu().numpy()
         return leaves
 

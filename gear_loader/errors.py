@@ -10,6 +10,7 @@ from __future__ import annotations
 __all__ = [
     "CheckpointError",
     "GearError",
+    "GpuError",
     "HandshakeError",
     "LockTimeoutError",
     "PeerTimeoutError",
@@ -97,3 +98,7 @@ class PeerTimeoutError(TransportError, TimeoutError):
 
 class RankError(GearError, RuntimeError):
     """Another rank has failed, or was waited for until the deadline; the message names it."""
+
+
+class GpuError(GearError, RuntimeError):
+    """The GPU failed while it read a table; the process has to be started again."""

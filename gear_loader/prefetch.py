@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import itertools
 import os
 import queue
@@ -15,9 +16,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from gear_loader.collector import Batch, Buffers, Collector
-from gear_loader.errors import GearError, LockTimeoutError
+from gear_loader.collector import Batch, Buffers, Collector, clone_batch, outside_inference
+from gear_loader.errors import GearError, GpuError, LockTimeoutError
 from gear_loader.lock import LOCK_TIMEOUT, holds_any
+from gear_loader.notice import notice
 from gear_loader.patience import Interrupted, interruptible
 
 __all__ = ["Pool", "Prefetcher"]
@@ -72,7 +74,8 @@ class Prefetcher:
         pool: where buffers come from and go to.
         prefetch: batches ahead; 0 fills when asked.
         keep: a batch stays valid until this many more have been requested.
-        fresh: never recycle: new buffers for each batch.
+        fresh: give each batch memory of its own: new buffers on the CPU; on a GPU a copy there, which the stream that
+            fills makes as soon as the batch is complete.
         complete: when closed, draw what has been asked for all the same, because it has taken its turn among the calls
             of `between`.
     """
@@ -82,7 +85,8 @@ class Prefetcher:
         self._pool = pool
         self._prefetch = prefetch
         self._keep = keep
-        self._fresh = fresh
+        self._copies = fresh and pool.stream is not None
+        self._fresh = fresh and not self._copies
         self._complete = complete
         self._delivered, pool.delivered = pool.delivered, collections.deque()
         self._stream = pool.stream
@@ -173,6 +177,8 @@ class Prefetcher:
         """The thread."""
         signal: BaseException | object = _STOP
         try:
+            if self._stream is not None:
+                allow_captures()
             with interruptible(self._stop.is_set):
                 while self._obey(self._orders.get(), signals):
                     pass
@@ -231,7 +237,7 @@ class Prefetcher:
             if self._accepting:
                 self._orders.put(call)
                 return
-        with self._on_stream():
+        with outside_inference(), self._on_stream():
             call()
 
     def settle(self) -> None:
@@ -249,8 +255,14 @@ class Prefetcher:
 
     def _run(self, fill: Callable[[Buffers, Item], int], buffers: Buffers, item: Item) -> int:
         try:
-            with self._on_stream():
-                return fill(buffers, item)
+            if self._releaser is not None:
+                self._releaser.check()
+            with outside_inference(), self._on_stream():
+                count = fill(buffers, item)
+                if self._copies and buffers.gpu is not None:
+                    buffers.gpu.copy = clone_batch(buffers.rows(count))
+                    buffers.gpu.filled.record()
+                return count
         except BaseException:
             self._pool.free.append(buffers)
             raise
@@ -271,7 +283,7 @@ class Prefetcher:
         except IndexError:
             # Allocated on the stream that fills them: memory that is given back with work still queued is used
             # again only behind that work.
-            with self._on_stream():
+            with outside_inference(), self._on_stream():
                 return self.collector.buffers(shared=self._pool.shared)
 
     def _deliver(self, buffers: Buffers, count: int) -> Batch:
@@ -279,6 +291,11 @@ class Prefetcher:
         if gpu is not None:
             consumer = torch.cuda.current_stream(self.collector.device)
             consumer.wait_event(gpu.filled)
+            copy, gpu.copy = gpu.copy, None
+            if copy is not None:
+                _record(copy, consumer)
+                self._delivered.append(buffers)
+                return copy
             if consumer.cuda_stream not in gpu.consumers:
                 # Nor before the consumer's work, should the buffers be given back during it.
                 _record(buffers.batch, consumer)
@@ -290,7 +307,7 @@ class Prefetcher:
     def _recycle(self) -> None:
         while len(self._delivered) >= self._keep:
             buffers = self._delivered.popleft()
-            if buffers.gpu is not None:
+            if buffers.gpu is not None and buffers.gpu.consumers:  # else only copies of it were delivered
                 buffers.gpu.released.record(torch.cuda.current_stream(self.collector.device))
             self._pool.free.append(buffers)
 
@@ -301,13 +318,16 @@ class Prefetcher:
         if self._releaser is None or buffers.gpu is None:
             self.collector.end_read(ticket)
         else:
-            self._releaser.put(buffers.gpu.filled, ticket)
+            self._releaser.put(buffers, ticket)
 
-    def abandon(self, ticket: Any) -> None:
+    def abandon(self, buffers: Buffers, ticket: Any) -> None:
         """A batch has failed: give its ticket back, once the GPU has done what was queued for it."""
         if self._releaser is not None and self._stream is not None:
-            with contextlib.suppress(RuntimeError):  # a broken CUDA context reads nothing any more
+            try:
                 self._stream.synchronize()
+            except RuntimeError:  # it is not known when a GPU that failed stops to read
+                _unfinished.append((buffers, ticket))
+                return
         self.collector.end_read(ticket)
 
     @property
@@ -353,31 +373,81 @@ class Prefetcher:
                 self._pool.free.append(self._ready.popleft()[0])
 
 
+_unfinished: list[tuple[Buffers, Any]] = []  # what a GPU that failed may still read or write
+
+
 class _Releaser:
-    """Gives tickets back when the GPU has finished reading, however long the consumer sleeps meanwhile."""
+    """Gives tickets back when the GPU has finished reading, however long the consumer sleeps meanwhile.
+
+    Until then it keeps the buffers: kernels read pinned memory of theirs, which nothing else keeps from being used
+    again. If the GPU fails while it reads, it is not known when it stops: tickets and buffers are kept until the
+    process ends, and the next batch is an error.
+    """
 
     def __init__(self, collector: Collector) -> None:
         self._collector = collector
-        self._queue: queue.SimpleQueue[tuple[torch.cuda.Event, Any] | None] = queue.SimpleQueue()
+        index = collector.device.index
+        self._device = torch.cuda.current_device() if index is None else index
+        self._failure: BaseException | None = None
+        self._queue: queue.SimpleQueue[tuple[Buffers, Any] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="gear-loader-release", daemon=True)
         self._thread.start()
 
-    def put(self, event: torch.cuda.Event, ticket: Any) -> None:
-        self._queue.put((event, ticket))
+    def put(self, buffers: Buffers, ticket: Any) -> None:
+        """Give `ticket` back when what has been queued into `buffers` is done."""
+        self._queue.put((buffers, ticket))
 
     def stop(self) -> None:
         """End the thread once everything has been given back."""
         self._queue.put(None)
 
+    def check(self) -> None:
+        """Raise GpuError if the GPU failed while it read."""
+        if self._failure is not None:
+            raise GpuError(
+                f"cuda:{self._device} failed while it gathered an earlier batch: {self._failure} What it may still "
+                "read stays reserved until this process ends. Start the process again."
+            ) from self._failure
+
     def _work(self) -> None:
-        while True:
-            entry = self._queue.get()
-            if entry is None:
-                return
-            event, ticket = entry
-            with contextlib.suppress(RuntimeError):  # a broken CUDA context reads nothing any more
-                event.synchronize()
+        torch.cuda.set_device(self._device)  # of this thread; else waiting would make a context on GPU 0
+        allow_captures()
+        while (entry := self._queue.get()) is not None:
+            self._release(*entry)
+            del entry  # its memory is not kept until the next one comes
+
+    def _release(self, buffers: Buffers, ticket: Any) -> None:
+        assert buffers.gpu is not None
+        try:
+            buffers.gpu.filled.synchronize()
+        except RuntimeError as error:
+            _unfinished.append((buffers, ticket))
+            if self._failure is None:
+                self._failure = error
+                notice("gpu-failed", f"cuda:{self._device} failed while it gathered a batch: {error}")
+        else:
             self._collector.end_read(ticket)
+
+
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+def allow_captures() -> None:
+    """Let other threads capture CUDA graphs whatever this thread does.
+
+    By default a capture fails if any thread waits for an event, or allocates, in the meantime.
+    """
+    try:
+        exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+        code: int | str = exchange(ctypes.byref(ctypes.c_int(_RELAXED)))
+    except (OSError, AttributeError) as error:
+        code = str(error)
+    if code != 0:
+        notice(
+            "captures",
+            f"Threads that prepare batches may disturb the capture of CUDA graphs ({code}): capture them with "
+            "torch.cuda.graph(..., capture_error_mode='thread_local').",
+        )
 
 
 def _record(batch: Batch, stream: torch.cuda.Stream) -> None:

@@ -152,7 +152,7 @@ class HostTree:
     @staticmethod
     def _draw_twin(tree: SumTree, items: Array, leaves: Array, key: int, step: int, distinct: bool) -> int:
         draw = reference.draw_distinct if distinct else reference.draw
-        random = torch.tensor([key, step], dtype=torch.int64)
+        random = torch.tensor([key, step], dtype=torch.int64, device="cpu")
         draw(tree, random, torch.from_numpy(items), torch.from_numpy(leaves))
         return int(np.count_nonzero(items >= 0))
 
@@ -176,7 +176,9 @@ class HostTree:
 def uniforms(count: int, *, key: int, step: int) -> Array:
     """float64 [count] in [0, 1) with 53 random bits, the same that kernels draw with these."""
     if not native.require():
-        drawn: Array = reference.uniforms(torch.tensor([key, step]), torch.arange(count), 0).numpy()
+        drawn: Array = reference.uniforms(
+            torch.tensor([key, step], device="cpu"), torch.arange(count, device="cpu"), 0
+        ).numpy()
         return drawn
     us: Array = np.empty((2, count))
     native_tree.uniforms(key, step, us, np.empty((4, 64), dtype=np.uint64))

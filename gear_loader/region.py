@@ -433,6 +433,14 @@ class Region:
                 mapping.devices.add(index)
         return bool(mapping.pinned)
 
+    @property
+    def pinned_bounds(self) -> list[int]:
+        """Addresses where one registration with CUDA ends and the next begins; none if there is only one.
+
+        Kernels read across them; a copy by the driver must not span two registrations.
+        """
+        return sorted(self._mapping.registered)[1:]
+
     def close(self) -> None:
         """Unregister and unmap, with the last user in this process; idempotent."""
         self.bytes = None

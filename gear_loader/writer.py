@@ -534,7 +534,9 @@ class _StepColumn:
         if not fits:
             return False
         if self._dtype is None:
-            number = torch.tensor(float(number), dtype=self._column.dtype).view(torch.int16).item()
+            number = (
+                torch.tensor(float(number), dtype=self._column.dtype, device="cpu").view(torch.int16).item()
+            )
         self._view[place] = number
         return True
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 WAIT = 60.0
 """Seconds after which a wait that should end has failed: the machine may be busy."""
@@ -76,6 +78,7 @@ class FakeCuda:
         synchronized: devices that were waited for.
         registered: addresses registered by now. `refuse` makes further registrations fail.
         host_waits: how often the main thread waited for an event that was not done.
+        recorded: the tensors that a stream was said to use: their addresses.
         held: None, or the events that were recorded since `hold`.
     """
 
@@ -85,6 +88,7 @@ class FakeCuda:
         self.registered: dict[int, int] = {}
         self.refuse = False
         self.host_waits = 0
+        self.recorded: list[int] = []
         self.held: list[Event] | None = None
         self._thread = threading.local()
         self._defaults = [Stream(number, cuda=self) for number in range(devices)]
@@ -116,6 +120,9 @@ class FakeCuda:
         }
         for name, value in replaced.items():
             monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(
+            torch.Tensor, "record_stream", lambda tensor, stream: cuda.recorded.append(tensor.data_ptr())
+        )
 
     @property
     def current(self) -> int:
@@ -179,3 +186,35 @@ class FakeCuda:
     def cudaHostUnregister(self, address: int) -> int:
         self.note("cudaHostUnregister")
         return 0 if self.registered.pop(address, None) else 713
+
+
+class OnCpu(TorchFunctionMode):
+    """Tensors of CUDA devices, and pinned ones, lie in plain memory; of the calling thread alone.
+
+    Attributes:
+        blocking: copies to a GPU that made the host wait.
+        pinned: tensors that were made in pinned memory, as long as they live.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocking = 0
+        self.pinned: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        name = getattr(function, "__name__", "")
+        if name == "to" and len(args) > 1 and _is_cuda(args[1]):
+            self.blocking += not options.get("non_blocking", False)
+            return args[0].clone()
+        if _is_cuda(options.get("device")):
+            options["device"] = "cpu"
+        if options.pop("pin_memory", False):
+            made = function(*args, **options)
+            self.pinned.add(made)
+            return made
+        return function(*args, **options)
+
+
+def _is_cuda(device: Any) -> bool:
+    return isinstance(device, (str, torch.device)) and torch.device(device).type == "cuda"

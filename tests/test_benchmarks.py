@@ -130,6 +130,7 @@ echo "$*" >>"$CALLS"
 case "$*" in
     *"import rich, typer"*) [[ -z $LACKS ]] || { echo "No module named '$LACKS'"; exit 1; } ;;
     *"benchmarks select"*) exit 3 ;;
+    "-m pytest"*) cp "$OUT_DIR/summary.txt" "$OUT_DIR/before-$(wc -l <"$CALLS").txt" ;;
 esac
 """
 """In place of Python: has a GPU, and `select` fails; notes what it is called with."""
@@ -146,6 +147,7 @@ def gpu_check(tmp_path: Path, lacks: str) -> tuple[int, str, list[str]]:
         "PYTHON": str(interpreter),
         "CALLS": str(calls),
         "LACKS": lacks,
+        "OUT_DIR": str(tmp_path / "out"),
         "BENCH": "--repeats 2",
     }
     script = ["bash", str(ROOT / "benchmarks" / "gpu_check.sh"), str(tmp_path / "out")]
@@ -159,9 +161,10 @@ def test_gpu_check_runs_the_most_important_first_within_nine_minutes(tmp_path: P
     status, summary, calls = gpu_check(tmp_path, lacks="")
     assert status == 1  # `select` failed, and those after it ran all the same
     names = ["single-server", "collect", "select", "overlap", "batch-size", "train"]
-    assert [line[:14].strip() for line in summary.splitlines()] == ["gpu tests", *names]
-    assert [line.split()[1] for line in summary.splitlines()[1:]] == [
-        "FAILED" if name == "select" else "passed" for name in names
+    stages = [f"{name} tests" for name in ("gather", "priority", "place", "shards")]
+    assert [line[:14].strip() for line in summary.splitlines()] == [*stages, *names]
+    assert [line[15:29].strip() for line in summary.splitlines()] == [
+        "FAILED (3)" if name == "select" else "passed" for name in (*stages, *names)
     ]
     found = [call.split() for call in calls if call.startswith("-m benchmarks")]
     minutes = [float(call[call.index("--minutes") + 1]) for call in found]
@@ -171,9 +174,20 @@ def test_gpu_check_runs_the_most_important_first_within_nine_minutes(tmp_path: P
         assert call[7:] == ["--out", out, "--repeats", "2"]
     assert minutes == sorted(minutes)  # what one leaves, the next may have
     assert 0.5 < minutes[0] < minutes[-1] < 8.5
-    tests = next(call for call in calls if "pytest" in call)
-    assert "-m gpu" in tests
-    assert "tests/test_benchmarks.py" in tests
+    # What must be correct comes first, each kind in a stage of its own, without the benchmarks' tests.
+    tests = [call for call in calls if call.startswith("-m pytest")]
+    assert [call.split()[-1] for call in tests] == [
+        f"tests/test_{name}.py" for name in ("gather_gpu", "priority_gpu", "place", "shards_gpu")
+    ]
+    for call, stage in zip(tests, stages, strict=True):
+        assert " -m gpu -v " in call  # a line a test, as it ends
+        name = stage.replace(" ", "-")
+        assert f"--junitxml={tmp_path}/out/{name}.xml" in call
+        assert (tmp_path / "out" / f"{name}.log").exists()
+    assert calls.index(tests[-1]) < calls.index(" ".join(found[0]))
+    # Each stage's line is there before the next begins.
+    seen = sorted((tmp_path / "out").glob("before-*.txt"), key=lambda path: int(path.stem.split("-")[1]))
+    assert [len(path.read_text(encoding="utf-8").splitlines()) for path in seen] == [0, 1, 2, 3]
 
 
 def test_gpu_check_without_a_package_of_the_benchmarks_still_tests(tmp_path: Path) -> None:
@@ -438,6 +452,64 @@ def test_copies_of_the_driver_give_the_kernels_batch(version: float, tmp_path: P
         ("batched", 3, copies.ORDER_ANY, 0, [0, 0, 0, 0], STREAM)
     ] * 4
     assert len([call for call in library.calls if call[0] == "single"]) == 4 * 3
+
+
+class Registered(Library):
+    """A driver that copies from memory that was registered in pieces: not across two of them."""
+
+    bound = 0
+
+    def _move(self, target: int, source: int, count: int) -> None:
+        assert not source < self.bound < source + count
+        super()._move(target, source, count)
+
+
+@pytest.mark.parametrize("inside", [0, 100])
+def test_copies_of_the_driver_stop_where_a_registration_does(
+    inside: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = importlib.import_module("benchmarks.copies_gpu")
+    library = Registered(13.0)
+    table, rows = swept()
+    with table:
+        whole = copies.row_copies(rows, 0)
+        _, sources, sizes = whole
+        library.bound = bound = int(sources[1]) + inside
+        spanning = sum(a < bound < a + b for a, b in zip(sources.tolist(), sizes.tolist(), strict=True))
+        assert spanning >= (inside > 0)
+        base = table.region.array("counters").ctypes.data
+        monkeypatch.setattr(table.region._mapping, "registered", [base, library.bound])
+        assert table.region.pinned_bounds == [library.bound]
+        left = harness.Left(session(tmp_path / "rows.jsonl"))
+        found = copies.copy_variants(Rehearsal(), copies.Driver(library), rows, left)
+        assert left.reasons == []
+        assert len(found) == 2
+        parts = copies.split(whole, [bound])
+        assert {len(part) for part in parts} == {3 + spanning}
+        assert parts[2].sum() == sizes.sum()
+        assert all(variant.measure() > 0 for variant in found)
+
+
+def test_the_yardstick_s_copies_stop_there_too() -> None:
+    engine = importlib.import_module("benchmarks.engine")
+    source = torch.arange(4096)
+    first = source.data_ptr()
+    bounds = [first + 8 * word for word in (512, 1000, 3000)]
+    spans: list[tuple[int, int]] = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if getattr(function, "__name__", "") == "copy_":
+                spans.append((args[1].data_ptr(), args[1].data_ptr() + args[1].nbytes))
+            return function(*args, **(kwargs or {}))
+
+    copies = engine.Copies(Rehearsal(), source, 8 * 2048, bounds=bounds)
+    for _ in range(20):
+        with Watch():
+            copies.copy()
+        copies.compare()
+    assert len(spans) > 20
+    assert not any(begin < bound < end for begin, end in spans for bound in bounds)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cuda_common import FakeCuda
 
 import gear_loader as gear
 from gear_loader.collector import Collector, GpuSide
@@ -377,6 +378,24 @@ def test_a_batch_is_gathered_from_what_the_kernels_drew(
             assert count == BATCH
         for key, values in expected_buffers.batch.items():
             torch.testing.assert_close(buffers.batch[key], values, rtol=1e-6, atol=0)
+
+
+def test_quantiles_wait_for_the_updates_before_them(
+    table: gear.Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = FakeCuda(monkeypatch)
+    device, host = both(table, gear.Prioritized(1.0))
+    rows = expected(host, Draw(0, 0, 0, 0, BATCH))
+    drawn(device, Draw(0, 0, 0, 0, BATCH))
+    for selection in (device, host):
+        update(selection, rows, torch.arange(1.0, BATCH + 1))
+    # From here on as on a GPU: updates were queued on another stream.
+    device._cuda, device._last = True, torch.cuda.Event()
+    stream: Any = torch.cuda.current_stream()
+    shares = np.array([0.0, 0.5, 1.0])
+    np.testing.assert_array_equal(device.quantiles(shares), host.quantiles(shares))
+    assert stream.waited == [device._last]
+    assert len(cuda.recorded) >= 7  # nor is the tree's memory given away before this stream has read it
 
 
 def test_priorities_of_float64_beyond_float32_keep_their_sign(table: gear.Table) -> None:

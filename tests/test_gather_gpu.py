@@ -6,6 +6,8 @@ import collections
 import gc
 import itertools
 import os
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -448,8 +450,9 @@ def test_buffers_are_recycled(table: Table, staged: bool) -> None:
     assert len(places) <= 2 + 2 + 2
 
 
-def test_the_host_does_not_wait(table: Table) -> None:
-    ours, _ = datasets(table, "one window", prefetch=2, keep=2, batches_per_epoch=60)
+@pytest.mark.parametrize("copy", [False, True])
+def test_the_host_does_not_wait(table: Table, copy: bool) -> None:
+    ours, _ = datasets(table, "one window", prefetch=2, keep=2, batches_per_epoch=60, copy=copy)
     batches = iter(ours)
     for _ in range(20):
         next(batches)  # buffers are made, the kernel is compiled
@@ -613,6 +616,101 @@ def test_a_table_that_is_closed_under_way(staged: bool) -> None:
         with pytest.raises(TableClosedError):
             collections.deque(batches, maxlen=0)
         torch.cuda.synchronize()  # nothing has read unmapped memory
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork.*may lead to deadlocks:DeprecationWarning")
+def test_a_pinned_private_table_is_not_in_forked_processes() -> None:
+    """The child gets an error; what the parent writes from then on is what its GPU reads."""
+    with Table.create(NUMBERED, max_steps=500, max_trajectories=9, block_steps=16) as table:
+        table.add(numbered(1, 40))
+        dataset = ReplayDataset(table, batch_size=8, windows=Window(24, -12), device=DEVICE)
+        dataset.sample()
+        torch.cuda.synchronize()
+        ours, theirs = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                answer = str(len(table))
+            except BaseException as error:
+                answer = type(error).__name__
+            os.write(theirs, answer.encode())
+            os._exit(0)
+        os.close(theirs)
+        with open(ours, "rb") as pipe:
+            assert pipe.read() == b"PrivateTableError"
+        os.waitpid(pid, 0)
+        table.remove(table.indices())
+        table.add(numbered(2, 40))
+        for _ in range(5):
+            assert_whole(on_cpu(dataset.sample()), Window(24, -12))
+        assert (on_cpu(dataset.sample())["number"] >= 0).all()
+
+
+def test_graphs_can_be_captured_while_batches_are_prepared(table: Table) -> None:
+    """The thread that gives tickets back waits for events, which a capture does not allow other threads by default."""
+    ours, _ = datasets(table, "one window", prefetch=3, batches_per_epoch=20)
+    batches = iter(ours)
+    next(batches)
+    (pool,) = ours._pools.values()
+    value, side = torch.zeros(8, device=DEVICE), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    for _ in range(5):
+        for _ in range(3):  # so that the thread begins to wait for one while the graph is captured
+            with torch.cuda.stream(pool.stream):
+                torch.cuda._sleep(SLEEP)
+            next(batches)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(side):
+            graph.capture_begin()  # capture_error_mode="global"
+            time.sleep(0.1)
+            value += 1
+            graph.capture_end()
+            graph.replay()
+    batches.close()
+    torch.cuda.synchronize()
+    assert value.tolist() == [5.0] * 8
+    wait_until(lambda: no_reader(table), "the tickets of all batches")
+
+
+SECOND_GPU = """
+import numpy as np, torch
+import gear_loader as gear
+
+with gear.Table.create({"x": gear.Column(torch.float32, (8,))}, max_steps=1000, max_trajectories=50) as table:
+    for number in range(20):
+        table.add({"x": np.full((10, 8), number, np.float32)})
+    for selector in (gear.Uniform(), gear.Prioritized()):
+        data = gear.ReplayDataset(table, batch_size=8, windows=gear.Window(4), device="cuda:1", selector=selector)
+        for _ in range(8):
+            batch = data.sample()
+            assert batch["x"].device == torch.device("cuda", 1)
+            if selector.weighs:
+                data.update_priority(batch, torch.ones(8, device="cuda:1"))
+        torch.cuda.synchronize(1)
+        del data, batch
+print([torch._C._cuda_hasPrimaryContext(device) for device in range(2)])
+"""
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_dataset_of_the_second_gpu_leaves_the_first_alone() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", SECOND_GPU], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.stdout == "[False, True]\n", run.stderr
+
+
+def test_another_default_device_and_inference_mode(table: Table) -> None:
+    torch.set_default_device(DEVICE)
+    try:
+        with torch.inference_mode():
+            ours, theirs = datasets(table, "one window", batches_per_epoch=4)
+            found = [on_cpu(batch) for batch in ours]
+    finally:
+        torch.set_default_device(None)
+    for one, other in zip(found, theirs, strict=True):
+        assert_same(one, flat(other))
+    assert not any(value.is_inference() for batch in ours for value in flat(batch).values())
 
 
 def test_a_trajectory_added_from_the_gpu() -> None:

@@ -254,9 +254,15 @@ def test_while_trajectories_come_and_go(table: gear.Table) -> None:
     table.check_valid()
 
 
-def test_the_host_does_not_wait(table: gear.Table) -> None:
+@pytest.mark.parametrize("copy", [False, True])
+def test_the_host_does_not_wait(table: gear.Table, copy: bool) -> None:
     dataset = gear.ReplayDataset(
-        table, batch_size=64, windows=gear.Window(8), selector=gear.Prioritized(unit="step"), device="cuda"
+        table,
+        batch_size=64,
+        windows=gear.Window(8),
+        selector=gear.Prioritized(unit="step"),
+        device="cuda",
+        copy=copy,
     )
 
     def turn() -> None:
@@ -377,3 +383,48 @@ def test_trajectories_that_share_blocks(table: gear.Table) -> None:
         assert torch.equal((batch["step"][:, 0] // 1000).float(), batch["value"][:, 0].flatten(1)[:, 0])
         dataset.update_priority(batch, torch.rand(64, device="cuda"))
     table.check_valid()
+
+
+def test_shared_steps_are_updated_whichever_trajectory_names_them(table: gear.Table) -> None:
+    """The CPU's priorities and counts, while a writer goes on between the draw and the update."""
+    writer = table.writer(chunk_steps=48, overlap_steps=32)
+    datasets = [
+        gear.ReplayDataset(
+            table,
+            batch_size=64,
+            windows=gear.Window(1),
+            selector=gear.Prioritized(1.0, unit="step"),
+            device=device,
+        )
+        for device in ("cuda", "cpu")
+    ]
+    random = np.random.default_rng(3)
+
+    def write(number: int) -> None:
+        steps = int(random.integers(1, 20))
+        writer.append({"value": np.full((steps, 6), number, np.float32), "step": np.arange(steps)})
+
+    for number in range(30):
+        write(number)
+        for dataset in datasets:
+            dataset.sample()
+        slots, lengths = table.indices(), table.lengths()
+        chosen = random.integers(len(slots) // 2, len(slots), 64)
+        names = [
+            torch.from_numpy(part)
+            for part in (
+                slots[chosen],
+                table.slot_states()[1][slots[chosen]],
+                random.integers(0, lengths[chosen]),
+            )
+        ]
+        write(number)
+        priority = torch.from_numpy(random.random(64).astype(np.float32))
+        for dataset in datasets:
+            index, generation, anchor, values = (part.to(dataset.device) for part in (*names, priority))
+            dataset.update_priority(index, values, generation=generation, anchor=anchor)
+        assert datasets[0].num_stale == datasets[1].num_stale
+        shares = [0.0, 0.25, 0.5, 1.0]
+        assert datasets[0].priority_quantiles(shares) == datasets[1].priority_quantiles(shares)
+    states = [dataset.state_dict()["priorities"] for dataset in datasets]
+    assert torch.equal(states[0]["leaves"], states[1]["leaves"])

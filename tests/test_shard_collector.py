@@ -67,7 +67,7 @@ def made(device: bool, shards: Shards, batch_size: int) -> tuple[Any, Any]:
     )
     if not device:
         return collector, collector.buffers()
-    sides = [DeviceRows.make(batch_size, 4) for _ in range(2)]
+    sides = [DeviceRows.make(batch_size, 4, device=torch.device("cpu")) for _ in range(2)]
     gpu: Any = GpuSide(None, None, None, None, FakeEvent(), FakeEvent())
     return collector, collector.with_rows(collector._buffers(torch.device("cpu")), *sides, gpu)
 
@@ -137,6 +137,8 @@ def test_a_node_that_does_not_answer(device: bool, fake_stream: list[Any]) -> No
     collector, buffers = made(device, shards, 24)
     with pytest.raises(PeerTimeoutError, match="node b did not answer"):
         collector.collect_rows(buffers, some_rows(shards, 24, 1))
+    if device:  # what was queued until then is waited for before its memory is used again
+        assert buffers.gpu.filled.calls[-1] == "record"
     for table in shards.own.values():
         assert not table._live().readers[:, READING].any()
     shards.on_failure = "redraw"

@@ -169,9 +169,9 @@ class GatherPlan:
         self.block_steps = block_steps
         self.batch_size = first.shape[0]
         self.device = first.device
-        self.table = torch.tensor([self._row(column) for column in columns], dtype=torch.int64).reshape(
-            -1, WIDTH
-        )
+        self.table = torch.tensor(
+            [self._row(column) for column in columns], dtype=torch.int64, device="cpu"
+        ).reshape(-1, WIDTH)
         self.launches = [(word, table, table.to(self.device)) for word, table in self._launches()]
 
     def _row(self, column: GatherColumn) -> list[int]:
@@ -210,7 +210,7 @@ class GatherPlan:
                 masks.append(mask)
         parts = [(word, part) for word, part in parts if part]
         parts[0][1].extend(masks)
-        return [(word, torch.tensor(part, dtype=torch.int64)) for word, part in parts]
+        return [(word, torch.tensor(part, dtype=torch.int64, device="cpu")) for word, part in parts]
 
     def tiles(self, table: torch.Tensor, count: int, tile: int, entries: int) -> int:
         """Tiles that a launch over `count` rows of the batch has: of `tile` lines, or `entries` of a mask."""
@@ -300,7 +300,7 @@ class PlacePlan:
         self.outs = tuple(outs)
         self.batch_size = len(first)
         self.device = first.device
-        self.table = torch.tensor([self._row(out) for out in outs], dtype=torch.int64)
+        self.table = torch.tensor([self._row(out) for out in outs], dtype=torch.int64, device="cpu")
         self.device_table = self.table.to(self.device)
 
     @staticmethod
@@ -333,6 +333,7 @@ class PlacePlan:
                 for offset, out in zip(self.offsets(count), self.outs, strict=True)
             ],
             dtype=torch.int64,
+            device="cpu",
         )
 
     def check_rows(self, staging: torch.Tensor, rows: torch.Tensor) -> int:

@@ -520,7 +520,7 @@ def _launch_update(
     floor: float = 0.0,
 ) -> None:
     # Kernels get floats as float32; the interpreter would not round them.
-    floor, alpha, eps = torch.tensor([floor, alpha, eps], dtype=torch.float32).tolist()
+    floor, alpha, eps = torch.tensor([floor, alpha, eps], dtype=torch.float32, device="cpu").tolist()
     with on_device(tree.device):
         update_kernel[(programs,)](
             items,

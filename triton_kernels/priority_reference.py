@@ -48,9 +48,8 @@ def update(
     """See `gear_loader.kernels.priority.update`."""
     if len(items) == 0:
         return
-    alpha, eps, floor = torch.tensor(
-        [alpha, eps, floor], dtype=torch.float32
-    ).tolist()  # as a kernel gets them
+    # As a kernel gets them.
+    alpha, eps, floor = torch.tensor([alpha, eps, floor], dtype=torch.float32, device="cpu").tolist()
     maximum = max(float(tree.maximum), floor)
     gone = (values == GONE) & unset
     given = ~gone & ~((values == UNSET) & unset)
@@ -70,7 +69,9 @@ def update(
     items, leaves = items[inside], leaves[inside].float()
     # The last row of equal items.
     unique, place = items.unique(return_inverse=True)
-    last = torch.zeros_like(unique).scatter_reduce_(0, place, torch.arange(len(items)), "amax")
+    last = torch.zeros_like(unique).scatter_reduce_(
+        0, place, torch.arange(len(items), device=items.device), "amax"
+    )
     tree.leaves[unique] = leaves[last]
     _refresh(tree, unique)
 
@@ -95,7 +96,7 @@ def _refresh(tree: SumTree, items: torch.Tensor) -> None:
 
 def build(tree: SumTree) -> None:
     """See `gear_loader.kernels.priority.build`."""
-    _refresh(tree, torch.arange(0, tree.capacity, FANOUT))
+    _refresh(tree, torch.arange(0, tree.capacity, FANOUT, device=tree.device))
 
 
 def uniforms(random: torch.Tensor, rows: torch.Tensor, level: int) -> torch.Tensor:
@@ -128,7 +129,7 @@ def draw(tree: SumTree, random: torch.Tensor, items: torch.Tensor, values: torch
         values.fill_(0)
         tree.status[EMPTY_DRAWS] += 1
         return
-    items.copy_(_draw(tree, random, torch.arange(len(items))))
+    items.copy_(_draw(tree, random, torch.arange(len(items), device=items.device)))
     values.copy_(tree.leaves[items])
 
 
@@ -168,9 +169,9 @@ def draw_distinct(tree: SumTree, random: torch.Tensor, items: torch.Tensor, valu
     if count and not tree.total() > 0:
         tree.status[EMPTY_DRAWS] += 1
     while filled < count and tree.total() > 0:
-        drawn = _draw(tree, random, turn * count + torch.arange(count - filled))
+        drawn = _draw(tree, random, turn * count + torch.arange(count - filled, device=tree.device))
         unique, place = drawn.unique(return_inverse=True)
-        rows = torch.arange(len(drawn))
+        rows = torch.arange(len(drawn), device=drawn.device)
         first = torch.full_like(unique, len(drawn)).scatter_reduce_(0, place, rows, "amin").sort().values
         end = filled + len(first)
         items[filled:end] = drawn[first]

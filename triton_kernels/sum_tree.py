@@ -81,9 +81,9 @@ class SumTree:
         self.sums = torch.zeros(offset, dtype=torch.float64, device=self.device)
         self.mins = torch.full((offset,), torch.inf, dtype=torch.float32, device=self.device)
         self.maxs = torch.zeros(offset, dtype=torch.float32, device=self.device)
-        self.levels = torch.tensor(self.shape, dtype=torch.int64).to(self.device)
+        self.levels = torch.tensor(self.shape, dtype=torch.int64, device="cpu").to(self.device)
         self.maximum = torch.ones(1, dtype=torch.float32, device=self.device)
-        self.status = torch.tensor([NOWHERE, 0, 0, 0], dtype=torch.int64).to(self.device)
+        self.status = torch.tensor([NOWHERE, 0, 0, 0], dtype=torch.int64, device="cpu").to(self.device)
 
     @property
     def depth(self) -> int:

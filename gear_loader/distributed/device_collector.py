@@ -41,11 +41,13 @@ class DeviceRows:
     weights: torch.Tensor
 
     @classmethod
-    def make(cls, batch_size: int, blocks: int, **options: Any) -> DeviceRows:
+    def make(
+        cls, batch_size: int, blocks: int, *, device: torch.device, pin_memory: bool = False
+    ) -> DeviceRows:
         """Fresh ones."""
 
         def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.zeros(*shape, dtype=dtype, **options)
+            return torch.zeros(*shape, dtype=dtype, device=device, pin_memory=pin_memory)
 
         return cls(
             empty(4, batch_size),
@@ -85,7 +87,7 @@ class DeviceShardCollector(ShardCollector):
         """See `Collector.buffers`."""
         made = self._buffers(self.device)
         blocks = max((self._last - self._first) // steps + 2 for steps in self.shards.block_steps.values())
-        host = DeviceRows.make(self.batch_size, blocks, pin_memory=True)
+        host = DeviceRows.make(self.batch_size, blocks, device=torch.device("cpu"), pin_memory=True)
         mirror = DeviceRows.make(self.batch_size, blocks, device=self.device)
         filled, released = torch.cuda.Event(blocking=True), torch.cuda.Event()
         return self.with_rows(made, host, mirror, GpuSide(None, None, None, None, filled, released))
@@ -109,8 +111,10 @@ class DeviceShardCollector(ShardCollector):
             self._staging.give(buffers.parts.pop().memory)
         buffers.used = [0, 0]
         torch.cuda.current_stream().wait_event(gpu.released)
-        yield
-        gpu.filled.record()
+        try:
+            yield
+        finally:
+            gpu.filled.record()  # also behind the part of a batch that failed: it is read from the same memory
 
     def _gather(self, buffers: ShardBuffers, rows: ShardRows, which: Array) -> None:
         from gear_loader.kernels import gather

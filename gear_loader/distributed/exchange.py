@@ -116,7 +116,7 @@ class Exchange(Solo):
         sent = torch.from_numpy(np.concatenate([piece for part in parts for piece in (head, part)]))
         outs = [_HEAD.size + len(part) for part in parts]
         ins = [_HEAD.size + size for size in sizes]
-        received = torch.empty(sum(ins), dtype=torch.uint8)
+        received = torch.empty(sum(ins), dtype=torch.uint8, device="cpu")
         self._call(
             "its part of a batch",
             lambda: dist.all_to_all_single(received, sent, ins, outs, group=self._group),
@@ -150,11 +150,11 @@ class Exchange(Solo):
     def share_array(self, values: Array) -> list[Array]:
         """See `Solo.share_array`."""
         mine = np.ascontiguousarray(values)
-        count = torch.tensor([mine.nbytes])
+        count = torch.tensor([mine.nbytes], device="cpu")
         counts = [torch.zeros_like(count) for _ in self.ranks]
         self._call("how much it has", lambda: dist.all_gather(counts, count, group=self._group))
         most = max(int(c) for c in counts)
-        padded = torch.zeros(max(most, 1), dtype=torch.uint8)
+        padded = torch.zeros(max(most, 1), dtype=torch.uint8, device="cpu")
         padded.numpy()[: mine.nbytes] = mine.reshape(-1).view(np.uint8)
         parts = [torch.empty_like(padded) for _ in self.ranks]
         self._call("what it has", lambda: dist.all_gather(parts, padded, group=self._group))

@@ -41,7 +41,7 @@ class Staging:
                     return self._free.pop(i)
             if self._free:  # too small for what is asked by now
                 self._free.pop()
-        memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8, pin_memory=self._pinned)
+        memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
         first = -memory.data_ptr() % ALIGNMENT
         return memory[first : first + size]
 

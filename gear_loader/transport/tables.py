@@ -405,7 +405,7 @@ class Opened:
         out: Array,
     ) -> None:
         n, count = len(slots), len(self._table)
-        parts = [torch.empty(n, piece.row_bytes, dtype=torch.uint8) for piece in pieces]
+        parts = [torch.empty(n, piece.row_bytes, dtype=torch.uint8, device="cpu") for piece in pieces]
         masks = dict(zip(self._masked, parts[count:], strict=True))
         columns = [
             GatherColumn(

@@ -1,0 +1,201 @@
+"""Modes of torch that the caller may be in: another default device, and inference mode."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gear_loader as gear
+
+ROOT = Path(__file__).resolve().parents[1]
+FACTORIES = (
+    *(
+        "arange",
+        "as_tensor",
+        "asarray",
+        "empty",
+        "empty_strided",
+        "eye",
+        "full",
+        "linspace",
+        "logspace",
+        "ones",
+        "rand",
+    ),
+    *("randint", "randn", "randperm", "range", "scalar_tensor", "tensor", "zeros"),
+)
+SCHEMA = {
+    "value": gear.Column(torch.float32, (6,)),
+    "half": gear.Column(torch.bfloat16),
+    "number": gear.Column(torch.int64),
+}
+
+
+def rows(number: int, length: int = 9) -> dict[str, Any]:
+    return {
+        "value": np.full((length, 6), number, np.float32),
+        "half": torch.full((length,), 1.0, dtype=torch.bfloat16, device="cpu"),
+        "number": np.arange(length),
+    }
+
+
+@pytest.fixture
+def table() -> Iterator[gear.Table]:
+    with gear.Table.create(SCHEMA, max_steps=2000, max_trajectories=100, block_steps=8) as table:
+        for number in range(40):
+            table.add(rows(number))
+        yield table
+
+
+def factories_without_device(source: str) -> list[int]:
+    """The lines with a call of a factory of torch's that does not say where."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and isinstance(node.func.value, ast.Name)
+            and node.func.value.id == "torch"
+            and node.func.attr in FACTORIES
+            and "device" not in {keyword.arg for keyword in node.keywords}
+        ):
+            found.append(node.lineno)
+    return found
+
+
+def test_every_factory_names_its_device() -> None:
+    """What it makes would be wherever `torch.set_default_device` says."""
+    assert factories_without_device("torch.zeros(3, dtype=int)\ntorch.ones(3, device='cpu')") == [1]
+    paths = [*(ROOT / "gear_loader").rglob("*.py"), *(ROOT / "triton_kernels").rglob("*.py")]
+    assert len(paths) > 80
+    found = {str(path.relative_to(ROOT)): factories_without_device(path.read_text()) for path in paths}
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+SELECTORS = {
+    "uniform": gear.Uniform(),
+    "without replacement": gear.Uniform(replacement=False),
+    "priority": gear.Prioritized(),
+    "steps": gear.Prioritized(unit="step", replacement=False),
+    "top": gear.TopK(),
+    "fifo": gear.Fifo(),
+}
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_batches_are_on_the_cpu_whatever_the_default_device(
+    table: gear.Table, name: str, prefetch: int
+) -> None:
+    def batches(turn: int) -> list[dict[str, Any]]:
+        selector = SELECTORS[name]
+        data = gear.ReplayDataset(
+            table,
+            batch_size=8,
+            windows={"value": gear.Window(4, -3), "half": gear.Window(2)},
+            selector=selector,
+            device="cpu",
+            prefetch=prefetch,
+            copy=True,
+            batches_per_epoch=4,
+            sample_info=True,
+        )
+        found = []
+        for batch in data:
+            found.append(batch)
+            if selector.weighs or name == "top":
+                data.update_priority(batch, np.arange(8) + turn + 1.0)
+        found.append(data.sample())
+        state = data.state_dict()
+        data.load_state_dict(state)
+        return found
+
+    expected = batches(0)
+    torch.set_default_device("meta")
+    try:
+        found = batches(0)
+    finally:
+        torch.set_default_device(None)
+    for one, other in zip(found, expected, strict=True):
+        for key in ("value", "half", "index", "anchor", "generation"):
+            assert one[key].device.type == "cpu"
+            assert torch.equal(one[key], other[key]), key
+        assert one["mask"]["value"].device.type == "cpu"
+
+
+def test_tables_work_whatever_the_default_device(tmp_path: Path) -> None:
+    torch.set_default_device("meta")
+    try:
+        with gear.Table.create(SCHEMA, max_steps=500, max_trajectories=30, block_steps=8) as table:
+            table.add(rows(0))
+            table.extend([rows(1), rows(2)])
+            with table.writer(chunk_steps=8, overlap_steps=0) as writer:
+                for step in range(16):
+                    writer.append(value=np.full(6, 3, np.float32), half=1.0, number=step)
+            assert table[1]["value"].device.type == "cpu"
+            table.stats()
+            table.check_valid()
+            table.save(tmp_path)
+            before = [{name: part.numpy(force=True).copy() for name, part in table[i].items() if name != "half"}
+                      for i in table.indices().tolist()]  # fmt: skip
+        with gear.Table.load(tmp_path) as loaded:
+            for i, wanted in zip(loaded.indices().tolist(), before, strict=True):
+                for name, values in wanted.items():
+                    np.testing.assert_array_equal(loaded[i][name].numpy(), values)
+    finally:
+        torch.set_default_device(None)
+
+
+def test_a_datamodule_works_whatever_the_default_device(table: gear.Table) -> None:
+    pytest.importorskip("lightning")
+    from gear_loader.datamodule import ReplayDataModule
+
+    torch.set_default_device("meta")
+    try:
+        module = ReplayDataModule(table, batch_size=8, windows=gear.Window(2), val_fraction=0.25)
+        module.setup("fit")
+        for loader in (module.train_dataloader(), *module.val_dataloader()):
+            # Not through the loader: torch's own draws a seed on the default device, and meta tensors have no values.
+            assert next(iter(loader.dataset))["value"].device.type == "cpu"
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("copy", [False, True])
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_buffers_made_in_inference_mode_serve_training(table: gear.Table, prefetch: int, copy: bool) -> None:
+    with torch.inference_mode():
+        data = gear.ReplayDataset(
+            table,
+            batch_size=8,
+            windows=gear.Window(4),
+            columns=["value"],
+            selector=gear.Prioritized(),
+            device="cpu",
+            prefetch=prefetch,
+            copy=copy,
+            batches_per_epoch=6,
+        )
+        iterator = iter(data)
+        for _ in range(3):
+            batch = next(iterator)
+            data.update_priority(batch, np.ones(8))
+        data.sample()
+    weight = torch.nn.Parameter(torch.ones(6))
+    turns = 0
+    for batch in (*iterator, *data, data.sample()):
+        assert not batch["value"].is_inference()
+        assert not batch["priority_weight"].is_inference()
+        loss = ((batch["value"] * weight).square().mean((1, 2)) * batch["priority_weight"]).sum()
+        loss.backward()
+        data.update_priority(batch, (batch["priority_weight"] + 1).detach())
+        turns += 1
+    assert turns == 3 + 6 + 1
+    assert weight.grad is not None
+    assert weight.grad.abs().sum() > 0
