@@ -50,7 +50,7 @@ PATIENCE = 60.0  # seconds for what takes milliseconds
 
 @pytest.fixture
 def shelf(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory in place of /dev/shm, where nobody else has tables; forked children have it too."""
+    """A directory of one test alone; forked children have it too."""
     directory = Path(tempfile.mkdtemp(prefix="gear-loader-test.", dir=names.DIRECTORY))
     directory.chmod(0o1777)
     monkeypatch.setattr(names, "DIRECTORY", str(directory))
@@ -155,7 +155,7 @@ def holder(how: str, name: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
-    """`gear-loader ...` as a program of its own, on the real /dev/shm."""
+    """`gear-loader ...` as a program of its own, on the directory of all tests."""
     return subprocess.run(
         [sys.executable, "-m", "gear_loader", *words],
         capture_output=True,
