@@ -390,7 +390,7 @@ def _findings(found: dict[str, Any]) -> list[str]:
         f"Machine: {found['machine']['cores']} cores, Python {found['machine']['python']}, "
         f"{found['machine']['system']}",
         f"InfiniBand adapters: {', '.join(adapters) or 'none'}",
-        f"Memory that may be locked: {'all' if limit is None else _size(limit)}; /dev/shm: "
+        f"Memory that may be locked: {'all' if limit is None else _size(limit)}; {names.DIRECTORY}: "
         f"{_size(memory['shm_free'])} of {_size(memory['shm_bytes'])} free",
         f"CUDA: {', '.join(cuda.get('devices') or ()) or 'no device'}{pinning}; torch {cuda.get('torch', 'unknown')}",
         f"Triton: {found['triton'].get('version') or found['triton']['problem']}; "

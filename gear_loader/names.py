@@ -30,7 +30,9 @@ __all__ = [
     "Key",
     "OpenFile",
     "afterwards",
+    "check_directory",
     "descriptors",
+    "filesystem",
     "guarded",
     "hold",
     "in_use",
@@ -42,7 +44,9 @@ __all__ = [
     "users",
 ]
 
-DIRECTORY = "/dev/shm"
+_SHARED_MEMORY = "/dev/shm"
+DIRECTORY = os.environ.get("GEAR_LOADER_DIR") or _SHARED_MEMORY
+"""Where named tables lie: $GEAR_LOADER_DIR as it was when this module was imported, else /dev/shm."""
 PREFIX = "gear-loader."
 MAGIC = b"GEARLDR\0"
 """What every region begins with, of whatever format version."""
@@ -83,18 +87,69 @@ def region_path(name: str) -> str:
     """The file of the region called `name`.
 
     Raises:
-        RegionError: a name that cannot be one.
+        RegionError: a name that cannot be one, or a directory that cannot hold tables.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise RegionError(
             f"Table name {name!r} was received; expected 1 to 128 letters, digits, '_', '.', '-', "
             "not starting with '.' or '-'."
         )
+    check_directory()
     return os.path.join(DIRECTORY, PREFIX + name)
 
 
+def check_directory() -> None:
+    """Check that $GEAR_LOADER_DIR is a directory in which no other user can replace this user's tables.
+
+    Raises:
+        RegionError: it is not an absolute path of a directory, it belongs to another user than this one or root, or
+            others may write to it and it is not sticky.
+    """
+    if DIRECTORY == _SHARED_MEMORY:
+        return
+    what = f"GEAR_LOADER_DIR is {DIRECTORY!r}"
+    if not os.path.isabs(DIRECTORY):
+        raise RegionError(f"{what}; expected an absolute path.")
+    try:
+        info = os.stat(DIRECTORY)
+    except (OSError, ValueError) as error:
+        raise RegionError(f"{what}: {error}. Make it, or unset GEAR_LOADER_DIR.") from None
+    if not stat.S_ISDIR(info.st_mode):
+        raise RegionError(f"{what}, which is no directory.")
+    if info.st_uid not in (0, os.geteuid()):
+        raise RegionError(
+            f"{what}, which belongs to user {info.st_uid}, and this process runs as user {os.geteuid()}; expected a "
+            "directory of the same user or of root."
+        )
+    if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not info.st_mode & stat.S_ISVTX:
+        raise RegionError(
+            f"{what}, which has mode {stat.S_IMODE(info.st_mode):#o}, so that other users can replace tables in it; "
+            "expected 0o700, or 0o1777 for tables of several users."
+        )
+
+
+def filesystem() -> str:
+    """The type of file system on which named tables lie, as the kernel calls it; "unknown" if that cannot be told."""
+    device = os.stat(DIRECTORY).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with (
+        contextlib.suppress(OSError),
+        open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file,
+    ):
+        for words in map(str.split, file):
+            if words[2] == number:
+                return words[words.index("-") + 1]
+    return "unknown"
+
+
 def region_names() -> list[str]:
-    """What follows the prefix of every file that has it, sorted; not all of them need be regions."""
+    """What follows the prefix of every file that has it, sorted; not all of them need be regions.
+
+    Bytes that are not UTF-8 are surrogates, see `os.fsdecode`.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
     return sorted(entry[len(PREFIX) :] for entry in os.listdir(DIRECTORY) if entry.startswith(PREFIX))
 
 

@@ -29,6 +29,7 @@ __all__ = ["Region", "region_path"]
 
 _WIPE_ON_FORK, _KEEP_ON_FORK = 18, 19  # MADV_WIPEONFORK and MADV_KEEPONFORK, which `mmap` does not name
 _REGISTER_CHUNK = 1 << 36  # one cudaHostRegister call of 512 GiB fails, 64 GiB at a time works
+_MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
 _ATTACH_TIMEOUT = 10.0  # seconds; who removes or looks at a region needs milliseconds
 
 
@@ -278,7 +279,7 @@ class Region:
         a full `/dev/shm` is an error here and not a crash later.
 
         Raises:
-            RegionError: the name is taken, or there is not enough memory.
+            RegionError: the name is taken, there is not enough memory, or $GEAR_LOADER_DIR cannot hold tables.
         """
         if name is None:
             try:
@@ -307,6 +308,12 @@ class Region:
             if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise RegionError(_too_large(layout.region_bytes)) from error
             raise RegionError(f"Table {name!r} cannot be made in {names.DIRECTORY}: {error}.") from error
+        if (kind := names.filesystem()) not in _MEMORY_FILESYSTEMS:
+            notice(
+                "directory",
+                f"Named tables lie in {names.DIRECTORY}, which is {kind} and not tmpfs: the system also writes them to "
+                "its storage, which is slow. Let GEAR_LOADER_DIR name a directory on a tmpfs.",
+            )
         return cls(mapping, layout, name)
 
     @classmethod
@@ -460,7 +467,8 @@ def _too_large(count: int) -> str:
         f"A named table of {_size(count)} does not fit into {names.DIRECTORY}, which has "
         f"{_size(free.f_bavail * free.f_frsize)} free. Lower max_steps, max_trajectories or max_blocks, remove "
         "tables that are no longer used (`gear-loader ls` and `gear-loader rm`), or enlarge it (in Docker: "
-        f"--shm-size; else: mount -o remount,size=... {names.DIRECTORY})."
+        f"--shm-size; else: mount -o remount,size=... {names.DIRECTORY}), or let GEAR_LOADER_DIR name a directory on "
+        "a larger tmpfs."
     )
 
 

@@ -145,8 +145,10 @@ class Table:
             max_blocks: most blocks. By default as many as `max_steps` steps in `max_trajectories` trajectories can
                 need, whatever their lengths. Where the lengths are known, `required_blocks` gives the exact number
                 and less memory is reserved.
-            name: under which other processes attach. The table then outlives this process, until `unlink`.
-                Without a name it is private memory, of which the system gives pages only as they are written.
+            name: under which other processes attach. The table then outlives this process, until `unlink`. It lies
+                in `/dev/shm`, or in the directory that the environment variable ``GEAR_LOADER_DIR`` named when
+                `gear_loader` was imported: an absolute path on a tmpfs, the same in all processes. Without a name it
+                is private memory, of which the system gives pages only as they are written.
             on_full: what those who add do when there is no room, unless they say otherwise: ``"error"`` raises
                 `TableFullError`; ``"evict_oldest"`` drops the oldest trajectories; ``"evict_lowest_priority"`` those
                 with the lowest priority (as given last, to `add` or to `ReplayDataset.update_priority`; of equal ones
@@ -160,7 +162,8 @@ class Table:
 
         Raises:
             SchemaError: sizes or columns that make no sense.
-            RegionError: the name is taken or cannot be one, or there is not enough memory.
+            RegionError: the name is taken or cannot be one, there is not enough memory, or `GEAR_LOADER_DIR` is no
+                directory in which only this user and root can replace tables.
         """
         schema = Schema(schema)
         sizes = {"max_steps": max_steps, "max_trajectories": max_trajectories, "block_steps": block_steps}

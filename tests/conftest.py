@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +17,15 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUM
     os.environ.setdefault(_name, str(min(4, _cores)))
 
 os.environ.setdefault("GEAR_LOADER_PEERS", "")  # the benchmarks' peers are not what is tested
+
+# Named tables of this process and its children lie in a directory of their own, which is removed in the end. A
+# worker of xdist makes its own in that of the process that started it.
+TABLES = Path(
+    tempfile.mkdtemp(
+        prefix=f"gear-loader-tests-{os.getpid()}-", dir=os.environ.get("GEAR_LOADER_DIR") or "/dev/shm"
+    )
+)
+os.environ["GEAR_LOADER_DIR"] = str(TABLES)
 
 import pytest
 import torch
@@ -47,6 +58,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", "timeout(seconds): not enforced, pytest-timeout is not installed")
 
 
+def pytest_unconfigure() -> None:
+    shutil.rmtree(TABLES, ignore_errors=True)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if HAS_GPU:
         return
@@ -59,61 +74,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 # Shared memory ---------------------------------------------------------------------------------------
 
-_SHARED_MEMORY = Path("/dev/shm")
-_foreign: set[Path] = set()  # files that other processes of this machine brought along
+_PATIENCE = 10.0  # seconds for a child on its way out
 
 
-def _regions() -> set[Path]:
-    found = {*_SHARED_MEMORY.glob("gear-loader.*"), *_SHARED_MEMORY.glob(".gear-loader.*")}  # dot: half made
-    return found - _foreign
+def _files() -> set[bytes]:
+    """Whatever lies in the tests' directory, half made files too. Bytes, because a name may be any."""
+    return {entry for entry in os.listdir(os.fsencode(TABLES)) if b"gear-loader." in entry}
 
 
-def _ancestors(pid: int) -> Iterator[int]:
-    """`pid`, its parent, its parent's parent, ..."""
-    while pid > 0:
-        yield pid
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, IndexError, ValueError):
-            return
-
-
-def _used_elsewhere(region: Path) -> bool:
-    """Whether a process that does not descend from this one has the file mapped."""
-    try:
-        info = region.stat()
-    except OSError:
-        return False
-    # By number: in the process that made it, the mapping does not bear the file's name.
-    file = [f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}", str(info.st_ino)]
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            mapped = any(line.split()[3:5] == file for line in maps.read_text().splitlines())
-            if mapped and os.getpid() not in _ancestors(int(maps.parent.name)):
-                return True
-        except OSError:  # gone in the meantime, or not ours to read
-            continue
-    return False
-
-
-def _left_behind(before: set[Path]) -> list[str]:
-    """Names of the regions that were made after `before` was taken and are still there; removes them."""
-    deadline = (
-        time.monotonic() + 2.0
-    )  # for a child on its way out, and another test run between two attachments
-    while (candidates := _regions() - before) and time.monotonic() < deadline:
-        _foreign.update(region for region in candidates if _used_elsewhere(region))
+def _check(before: set[bytes], what: str) -> None:
+    """Fail if files were made after `before` was taken and are still there; removes them."""
+    deadline = time.monotonic() + _PATIENCE
+    while (left := _files() - before) and time.monotonic() < deadline:
         time.sleep(0.05)
-    for region in candidates:
-        region.unlink(missing_ok=True)
-    return sorted(region.name for region in candidates)
-
-
-def _check(before: set[Path], what: str) -> None:
-    leaked = _left_behind(before)
-    if leaked:
+    for name in left:
+        (TABLES / os.fsdecode(name)).unlink(missing_ok=True)
+    if left:
+        # Escaped: what a worker of xdist reports has to be UTF-8.
+        names = ", ".join(name.decode("ascii", "backslashreplace") for name in sorted(left))
         pytest.fail(
-            f"{what} left {', '.join(leaked)} in {_SHARED_MEMORY}: call table.unlink(), or use "
+            f"{what} left {names} in {TABLES}: call table.unlink(), or use "
             "the table in a with-statement and unlink it (the files have been removed now).",
             pytrace=False,
         )
@@ -121,7 +101,7 @@ def _check(before: set[Path], what: str) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_region_outlives_the_session() -> Iterator[None]:
-    before = _regions()
+    before = _files()
     yield
     _check(before, "A fixture wider than one test")
 
@@ -130,6 +110,6 @@ def _no_region_outlives_the_session() -> Iterator[None]:
 def _no_region_outlives_its_test(request: pytest.FixtureRequest) -> Iterator[None]:
     # pytest sets up wider fixtures first and this one before the test's own, and takes them down in reverse:
     # what wider fixtures hold is in `before`, what the test's own fixtures hold is gone by the check.
-    before = _regions()
+    before = _files()
     yield
     _check(before, request.node.nodeid)

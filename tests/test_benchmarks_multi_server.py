@@ -19,6 +19,8 @@ import pytest
 import torch
 from benchmarks_common import ROOT, call, rows_of
 
+from gear_loader import names
+
 bare = importlib.import_module("benchmarks.multi_server_bare")
 harness = importlib.import_module("benchmarks.harness")
 nodes = importlib.import_module("benchmarks.multi_server_nodes")
@@ -32,7 +34,7 @@ HAS_IP = os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("
 
 
 def left_in_memory() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if f"bench-multi-{os.getpid()}-" in name}
+    return {name for name in os.listdir(names.DIRECTORY) if f"bench-multi-{os.getpid()}-" in name}
 
 
 def spaces() -> set[str]:

@@ -19,6 +19,7 @@ import torch
 from benchmarks_common import ROOT, call, rows_of, run
 
 import gear_loader as gear
+from gear_loader import names
 
 harness = importlib.import_module("benchmarks.harness")
 online = importlib.import_module("benchmarks.online")
@@ -42,7 +43,7 @@ SPEC = subjects.specify(SMALL, batch=4, seed=5)
 
 
 def left_in_memory() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if "bench-online-" in name}
+    return {name for name in os.listdir(names.DIRECTORY) if "bench-online-" in name}
 
 
 def check_row(row: dict[str, Any]) -> None:

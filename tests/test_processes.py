@@ -42,7 +42,7 @@ from table_common import (
 )
 
 import gear_loader as gear
-from gear_loader import native
+from gear_loader import names, native
 from gear_loader.errors import LockTimeoutError, RegionError, StaleIndexError, TableFullError
 from gear_loader.lock import process_start
 from gear_loader.region import region_path
@@ -760,12 +760,12 @@ def _die_creating(voice: Voice, name: str, where: str) -> None:
 
 @pytest.mark.parametrize("where", ["posix_fallocate", "pwrite", "fstat", "link"])
 def test_a_process_killed_while_it_creates_leaves_nothing(where: str) -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = set(os.listdir(names.DIRECTORY))
     name = fresh_name()
     child = Child(_die_creating, name, where)
     child.process.join(PATIENCE)
     assert child.process.exitcode == -signal.SIGKILL
-    assert not [entry for entry in set(os.listdir("/dev/shm")) - before if name in entry]
+    assert not [entry for entry in set(os.listdir(names.DIRECTORY)) - before if name in entry]
     with named(name=name):
         pass
 

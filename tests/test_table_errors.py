@@ -8,6 +8,7 @@ import math
 import mmap
 import os
 import pickle
+import re
 import socket
 import struct
 import threading
@@ -31,7 +32,7 @@ from table_common import (
 )
 
 import gear_loader as gear
-from gear_loader import errors
+from gear_loader import errors, names
 from gear_loader.errors import (
     CheckpointError,
     GearError,
@@ -902,7 +903,7 @@ def test_a_named_table_too_large_for_shared_memory(sizes: dict[str, int], shape:
         )
     message = str(caught.value)
     assert message.startswith("A named table of ")
-    assert " GiB) does not fit into /dev/shm, which has " in message
+    assert f" GiB) does not fit into {names.DIRECTORY}, which has " in message
     assert "remount,size=" in message
     assert not os.path.exists(region_path(name))
 
@@ -915,7 +916,7 @@ def test_a_named_table_for_which_the_memory_runs_out_on_the_way(monkeypatch: pyt
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     name = fresh_name()
-    message = r"^A named table of [0-9,]+ bytes \(0.00 GiB\) does not fit into /dev/shm"
+    message = rf"^A named table of [0-9,]+ bytes \(0.00 GiB\) does not fit into {re.escape(names.DIRECTORY)}"
     with nothing_left_open(), pytest.raises(RegionError, match=message):
         gear.Table.create(COLUMNS, **SIZES, name=name)
     assert not os.path.exists(region_path(name))
@@ -935,7 +936,7 @@ def test_a_creation_that_fails_leaves_nothing(
     with nothing_left_open(), pytest.raises(expected) as caught:
         gear.Table.create(COLUMNS, **SIZES, name=name)
     if expected is RegionError:
-        assert "cannot be made in /dev/shm: [Errno 5] Input/output error." in str(caught.value)
+        assert f"cannot be made in {names.DIRECTORY}: [Errno 5] Input/output error." in str(caught.value)
     assert not os.path.exists(region_path(name))
 
 

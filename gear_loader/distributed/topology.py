@@ -9,8 +9,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from gear_loader import names
 from gear_loader.errors import GearError, RankError, SchemaError
-from gear_loader.names import DIRECTORY
 from gear_loader.schema import Schema
 from gear_loader.table import Table
 
@@ -142,7 +142,8 @@ def this_machine() -> str:
 
 def this_node() -> str:
     """A name that processes have in common if they see the same shared memory and each other's process ids."""
-    return f"{this_machine()}/{os.stat(DIRECTORY).st_dev}/{os.stat('/proc/self/ns/pid').st_ino}"
+    shared = os.stat(names.DIRECTORY)
+    return f"{this_machine()}/{shared.st_dev}.{shared.st_ino}/{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def check_members(members: Sequence[Member]) -> None:

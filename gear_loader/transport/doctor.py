@@ -15,6 +15,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from gear_loader import names
 from gear_loader.transport.child import child_command
 
 __all__ = ["report"]
@@ -214,7 +215,7 @@ def _memory() -> dict[str, Any]:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     found: dict[str, Any] = {"locked_limit": None if soft == resource.RLIM_INFINITY else soft}
     try:
-        info = os.statvfs("/dev/shm")
+        info = os.statvfs(names.DIRECTORY)
         found["shm_bytes"], found["shm_free"] = info.f_blocks * info.f_frsize, info.f_bavail * info.f_frsize
     except OSError as error:
         found["shm_bytes"] = found["shm_free"] = 0
@@ -349,7 +350,7 @@ def _slow(found: dict[str, Any]) -> list[dict[str, str]]:
     add(
         memory["shm_bytes"] < _SHM,
         "tables that processes share have little room",
-        f"/dev/shm has {memory['shm_bytes']:,} bytes",
-        "in Docker --shm-size; else mount -o remount,size=... /dev/shm",
+        f"{names.DIRECTORY} has {memory['shm_bytes']:,} bytes",
+        f"in Docker --shm-size; else mount -o remount,size=... {names.DIRECTORY}, or GEAR_LOADER_DIR on a larger tmpfs",
     )
     return slow
