@@ -18,7 +18,7 @@ from gear_loader.errors import GearError, LockTimeoutError, SchemaError
 from gear_loader.index_ops import UNSET, Array
 from gear_loader.numbers import as_array, narrowed
 from gear_loader.options import at_least
-from gear_loader.schema import NUMPY_DTYPES, Column
+from gear_loader.schema import NUMPY_DTYPES, Column, as_mapping
 
 if TYPE_CHECKING:
     from gear_loader.index import Index
@@ -147,7 +147,7 @@ class Writer:
             In each case nothing was appended, but of several steps with chunks those in the chunks before. Who has
             waited in vain may call it again with the same step.
         """
-        rows = columns if steps is None else {**steps, **columns}
+        rows = columns if steps is None else {**as_mapping(steps), **columns}
         if len(rows) != len(self._columns):
             self._table.schema.validate_names(rows, what="the step")
         self._check_usable()

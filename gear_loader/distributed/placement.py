@@ -23,7 +23,7 @@ from gear_loader.ids import joined
 from gear_loader.index_ops import UNSET
 from gear_loader.priorities import exponent, needs_priorities
 from gear_loader.priority_tree import weigh
-from gear_loader.schema import Schema
+from gear_loader.schema import Schema, as_mapping
 from gear_loader.slots import Array
 from gear_loader.table import _check_priorities
 
@@ -179,6 +179,7 @@ class Placement:
             ) from None
         given, lengths = [], []
         for i, trajectory in enumerate(each):
+            trajectory = as_mapping(trajectory)
             length, _ = self.schema.validate(trajectory, what=f"trajectory {i}")
             if each is trajectories:  # an iterator may fill the same arrays anew
                 trajectory = {name: _copied(value) for name, value in trajectory.items()}
