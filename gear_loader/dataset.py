@@ -290,19 +290,19 @@ class ReplayDataset(IterableDataset[Batch]):
         """Batches of an epoch on this rank, for the trajectories that are in the table now.
 
         While the table holds fewer trajectories than its rate limiter's `min_size`, this waits for them, as drawing the
-        first batch does. `batches_per_epoch` is an answer at once.
+        first batch does; not if `batches_per_epoch` is given.
 
         Raises:
             TypeError: the dataset is endless.
             TableEmptyError: there is nothing to draw from.
             RateLimitError: the rate limiter was waited for until the table's deadline.
         """
-        if self.batches_per_epoch == math.inf:
+        if self.batches_per_epoch is None:
+            self._await_first()
+        count = self._epoch_batches(self._selected().last_look(), self._rank()[1])
+        if count == math.inf:
             raise TypeError("This ReplayDataset has no length: batches_per_epoch is math.inf.")
-        if self.batches_per_epoch is not None:
-            return int(self.batches_per_epoch)
-        self._await_first()
-        return int(self._epoch_batches(self._selected().last_look(), self._rank()[1]))
+        return int(count)
 
     def _await_first(self) -> None:
         """Wait until the rate limiter lets the first batch be drawn; afterwards this returns at once."""
