@@ -17,6 +17,7 @@ from gear_loader.collector import Batch
 from gear_loader.dataset import ReplayDataset
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import SchemaError, SourceError
+from gear_loader.options import at_least, windows_of
 from gear_loader.random import hashed
 from gear_loader.schema import Window
 from gear_loader.selectors import Uniform
@@ -59,6 +60,20 @@ class Split:
         chosen: Array = sequences == low + number.astype(np.int64)
         return chosen if self.second else ~chosen
 
+    def explain_empty(self, count: int) -> str:
+        """Why none of a table's `count` trajectories belongs to this part, and what to do."""
+        fraction = f"val_fraction={self.fraction:g}"
+        if self.second:
+            return (
+                f"{fraction} sets none of the table's {count:,} trajectories aside for validation: it takes about one "
+                f"in {1 / self.fraction:.3g}. Add trajectories, raise val_fraction, or give val_fraction=0 for no "
+                "validation."
+            )
+        return (
+            f"{fraction} leaves none of the table's {count:,} trajectories for training. Add trajectories, or lower "
+            "val_fraction."
+        )
+
     def _first(self, strata: Array) -> Array:
         return np.ceil(strata / self.fraction).astype(np.int64)
 
@@ -66,15 +81,27 @@ class Split:
 class ReplayDataLoader(DataLoader[Batch]):
     """The `DataLoader` that `ReplayDataModule` makes; with its state, so that Lightning resumes it."""
 
-    def __init__(self, module: ReplayDataModule, dataset: ReplayDataset, *, num_workers: int) -> None:
+    def __init__(
+        self,
+        module: ReplayDataModule,
+        dataset: ReplayDataset,
+        *,
+        num_workers: int,
+        sampler: None = None,
+        batch_sampler: None = None,
+    ) -> None:
+        # Lightning makes the loader again for `overfit_batches`, with these two; of an IterableDataset they are None.
+        del sampler, batch_sampler
         super().__init__(
             dataset, batch_size=None, num_workers=num_workers, persistent_workers=num_workers > 0
         )
         self._module = module
 
     def __iter__(self) -> Any:
+        assert isinstance(self.dataset, ReplayDataset)
+        if self._module._overfits():
+            self.dataset.repeat_epoch()
         if self.num_workers:
-            assert isinstance(self.dataset, ReplayDataset)
             self.dataset.start_workers()
         iterator = super().__iter__()
         self._module._note_start()
@@ -136,7 +163,8 @@ class ReplayDataModule(LightningDataModule):
         train_dataset, val_dataset: the datasets, from `setup` on.
 
     Raises:
-        SchemaError: options that make no sense; in `setup`: `Shards` that were made before the process group.
+        SchemaError, TypeError: options that make no sense, those of `ReplayDataset` too; in `setup`: options that do
+            not fit the table that is opened there, and `Shards` that were made before the process group.
         SourceError, RegionError: in `prepare_data` or `setup`: the file or the table is not there.
     """
 
@@ -159,15 +187,26 @@ class ReplayDataModule(LightningDataModule):
         **options: Any,
     ) -> None:
         super().__init__()
-        if isinstance(val_fraction, str) or not 0 <= val_fraction < 1:
+        numbers = (int, float, np.integer, np.floating)
+        if not isinstance(val_fraction, numbers) or not 0 <= val_fraction < 1:
             raise SchemaError(f"val_fraction is {val_fraction!r}; expected a share from 0 to below 1.")
         if isinstance(split_seed, bool) or not isinstance(split_seed, (int, np.integer)):
             raise SchemaError(f"split_seed is {split_seed!r}; expected an integer.")
+        at_least("num_workers", num_workers, least=0)
+        if val_batch_size is not None:
+            at_least("val_batch_size", val_batch_size)
+        if load_options is not None and not isinstance(load_options, Mapping):
+            raise SchemaError(f"load_options is {load_options!r}; expected a mapping of options.")
         if "subset" in options:
             raise SchemaError(
                 "subset was given; ReplayDataModule sets it. Use val_fraction, or ReplayDataset."
             )
-        self._source = table if isinstance(table, (Table, Shards)) or callable(table) else os.fspath(table)
+        if not isinstance(table, (Table, Shards, str, os.PathLike)) and not callable(table):
+            raise SchemaError(
+                f"table is {table!r}; expected a Table, Shards, a table's name, the path of an HDF5 file, or a "
+                "function that returns a Table or Shards."
+            )
+        self._source = os.fspath(table) if isinstance(table, (str, os.PathLike)) else table
         self._options = {"batch_size": batch_size, "windows": windows, **options}
         self._val_fraction = val_fraction
         self._val_batch_size = batch_size if val_batch_size is None else val_batch_size
@@ -181,6 +220,24 @@ class ReplayDataModule(LightningDataModule):
         self.shards = None
         self.train_dataset = None
         self.val_dataset = None
+        self._check_options()
+
+    def _check_options(self) -> None:
+        """Check what goes to the datasets, as far as it can be known before `setup`."""
+        options = dict(self._options)
+        device = options.get("device")
+        if isinstance(device, torch.device) and device.type not in ("cpu", "cuda"):
+            options["device"] = "cpu"  # as in `_dataset`
+        ReplayDataset.check_options(**options)
+        if not isinstance(self._source, (Table, Shards)):
+            return
+        table = self._source if isinstance(self._source, Table) else self._source.table
+        windows_of(table.schema, options["windows"], options.get("columns"))
+        if isinstance(self._source, Shards):
+            self._check_workers()
+        limiter = table.rules.rate_limiter
+        if limiter is not None and options.get("rate_limited", True):
+            limiter.check_batch(options["batch_size"])
 
     # ---------------------------------------------------------------- Lightning's hooks
 
@@ -205,13 +262,23 @@ class ReplayDataModule(LightningDataModule):
         # yields its own share of the length.
         warnings.filterwarnings("ignore", message=".*does not have many workers")
         warnings.filterwarnings("ignore", message="Your `IterableDataset` has `__len__` defined")
+        # With overfit_batches: the loader itself sees to it that epochs are equal.
+        warnings.filterwarnings("ignore", message="You requested to overfit but enabled")
         if not self._val_fraction:
             warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
             warnings.filterwarnings("ignore", message="You passed in a `val_dataloader` but have no")
 
     def train_dataloader(self) -> ReplayDataLoader:
-        """Batches for training: `ReplayDataset` in a `DataLoader`."""
-        assert self.train_dataset is not None, "setup() has not been called"
+        """Batches for training: `ReplayDataset` in a `DataLoader`.
+
+        With the trainer's `overfit_batches` every epoch is the first one, so that its batches are the same each time
+        as long as the table and the priorities are.
+
+        Raises:
+            SchemaError: `setup` has not been called.
+        """
+        if self.train_dataset is None:
+            raise _not_set_up("train_dataloader")
         return ReplayDataLoader(self, self.train_dataset, num_workers=self._num_workers)
 
     def val_dataloader(self) -> list[DataLoader[Batch]]:
@@ -219,10 +286,16 @@ class ReplayDataModule(LightningDataModule):
 
         Over `Shards` each rank gets its slice of every batch. Slices differ by a row at most; if the last batch has
         fewer rows than there are ranks, some of them come on several.
+
+        Raises:
+            SchemaError: `setup` has not been called.
+            RateLimitError: in `fit`: the table's rate limiter was waited for until the deadline.
         """
-        if self.val_dataset is None:
+        if not self._val_fraction:
             return []
-        if self.train_dataset is not None and self.trainer is not None and self.trainer.state.fn == "fit":
+        if self.train_dataset is None or self.val_dataset is None:
+            raise _not_set_up("val_dataloader")
+        if self.trainer is not None and self.trainer.state.fn == "fit":
             self.train_dataset._await_first()  # validation itself does not count for the rate limiter
         return [DataLoader(self.val_dataset, batch_size=None, num_workers=self._num_workers)]
 
@@ -286,17 +359,21 @@ class ReplayDataModule(LightningDataModule):
             )
 
     def _check_shards(self, shards: Shards) -> None:
-        if self._num_workers:
-            raise SchemaError(
-                f"num_workers is {self._num_workers}, but a DataLoader worker cannot draw from Shards: it is no rank. "
-                "Use num_workers=0: batches are prefetched in the background anyway."
-            )
+        self._check_workers()
         ranks = torch.distributed.get_world_size() if _distributed() else 1
         if ranks > 1 and not shards.members:
             raise SchemaError(
                 f"The Shards were made before torch.distributed was initialised, so they know {shards.num_shards} "
                 f"shards of this process only; {ranks} processes train. Give ReplayDataModule a function that makes "
                 "them: it is called in setup, when the process group exists."
+            )
+
+    def _check_workers(self) -> None:
+        """Refuse workers for Shards."""
+        if self._num_workers:
+            raise SchemaError(
+                f"num_workers is {self._num_workers}, but a DataLoader worker cannot draw from Shards: it is no rank. "
+                "Use num_workers=0: batches are prefetched in the background anyway."
             )
 
     def _dataset(self, *, second: bool) -> ReplayDataset:
@@ -317,6 +394,10 @@ class ReplayDataModule(LightningDataModule):
         options.update(sample_info=False, rate_limited=False, scope="global")
         options["selector"] = Uniform(replacement=False, unit="step")
         return _ValidationDataset(source, **options)
+
+    def _overfits(self) -> bool:
+        """Whether the trainer wants the same batches in every epoch."""
+        return bool(getattr(self.trainer, "overfit_batches", 0) > 0)
 
     def _note_start(self) -> None:
         """The training loader begins to iterate: remember where, and what the trainer counts by then."""
@@ -349,6 +430,13 @@ class ReplayDataModule(LightningDataModule):
         assert self.train_dataset is not None
         self.train_dataset.load_state_dict(state)
         self._start = None
+
+
+def _not_set_up(what: str) -> SchemaError:
+    return SchemaError(
+        f"{what}() was called before setup(), which opens the table. A Trainer calls setup() itself; in a loop of your "
+        "own call it first, or use ReplayDataset."
+    )
 
 
 def _distributed() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import queue
@@ -23,7 +24,7 @@ from gear_loader.distributed.local_selection import LocalPrioritySelection, gath
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import GearError, PrivateTableError, SchemaError
 from gear_loader.notice import notice
-from gear_loader.options import at_least, device_of, integer, windows_of
+from gear_loader.options import at_least, check_device, check_windows, device_of, integer, windows_of
 from gear_loader.prefetch import Pool, Prefetcher
 from gear_loader.priorities import PrioritySelection, needs_priorities
 from gear_loader.random import key
@@ -40,6 +41,56 @@ _EPOCH, _BEFORE, _ROUND, _KEY, _ROUND_EPOCH, _ROUND_BEFORE, _JOINED = range(7)  
 _ANY = -1
 _LOCAL = 0x6C6F6361  # stream of random numbers
 _STATE = ("epoch", "before", "step", "past", "workers", "samples", "sampled_items")
+
+
+def _check_options(
+    *,
+    batch_size: Any,
+    windows: Any,
+    columns: Any,
+    anchor: Any,
+    selector: Any,
+    seed: Any,
+    device: Any,
+    prefetch: Any,
+    keep: Any,
+    batches_per_epoch: Any,
+    subset: Any,
+    programs: Any,
+    scope: Any,
+    rank: Any,
+    world_size: Any,
+    **_: Any,
+) -> None:
+    """SchemaError if an option of `ReplayDataset` makes no sense, whatever the table."""
+    at_least("batch_size", batch_size)
+    check_windows(windows, columns)
+    if anchor not in ("uniform", "first", "last"):
+        raise SchemaError(f"anchor is {anchor!r}; expected 'uniform', 'first' or 'last'.")
+    if selector is not None and not isinstance(selector, Selector):
+        raise SchemaError(
+            f"selector is {selector!r}; expected an object such as gear_loader.Uniform() or gear_loader.Prioritized()."
+        )
+    if selector is not None and selector.unit == "step" and anchor != "uniform":
+        raise SchemaError(
+            f"anchor={anchor!r} goes with a selector of trajectories; {selector!r} chooses the steps itself."
+        )
+    integer("seed", seed)
+    check_device(device)
+    at_least("prefetch", prefetch, least=0)
+    at_least("keep", keep)
+    if batches_per_epoch is not None and batches_per_epoch != math.inf:
+        at_least("batches_per_epoch", batches_per_epoch, otherwise=" or math.inf")
+    if subset is not None and not callable(subset):
+        raise SchemaError(f"subset is {subset!r}; expected a function of the sequence numbers (int64 [n]).")
+    if programs is not None:
+        at_least("programs", programs)
+    if (rank is None) != (world_size is None) or (rank is not None and not 0 <= rank < (world_size or 0)):
+        raise SchemaError(
+            f"rank {rank} of world_size {world_size}; expected both, with 0 <= rank < world_size."
+        )
+    if scope not in ("global", "local"):
+        raise SchemaError(f"scope is {scope!r}; expected 'global' or 'local'.")
 
 
 class ReplayDataset(IterableDataset[Batch]):
@@ -140,44 +191,50 @@ class ReplayDataset(IterableDataset[Batch]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> None:
+        if not isinstance(table, (Table, Shards)):
+            remedy = f" Attach to it by its name: gear_loader.Table.attach({table!r})."
+            raise SchemaError(
+                f"table is {table!r}; expected a gear_loader.Table or gear_loader.distributed.Shards."
+                f"{remedy if isinstance(table, str) else ''}"
+            )
+        self.check_options(
+            batch_size=batch_size,
+            windows=windows,
+            columns=columns,
+            anchor=anchor,
+            selector=selector,
+            seed=seed,
+            device=device,
+            prefetch=prefetch,
+            keep=keep,
+            batches_per_epoch=batches_per_epoch,
+            subset=subset,
+            programs=programs,
+            scope=scope,
+            rank=rank,
+            world_size=world_size,
+        )
         self.shards = table if isinstance(table, Shards) else None
         self.table: Table = table.table if isinstance(table, Shards) else table
         table = self.table
-        self.batch_size = at_least("batch_size", batch_size)
+        self.batch_size = int(batch_size)
         self.windows = windows_of(table.schema, windows, columns)
         self.selector: Selector = Uniform() if selector is None else selector
-        if anchor not in ("uniform", "first", "last"):
-            raise SchemaError(f"anchor is {anchor!r}; expected 'uniform', 'first' or 'last'.")
-        if self.selector.unit == "step" and anchor != "uniform":
-            raise SchemaError(
-                f"anchor={anchor!r} goes with a selector of trajectories; {self.selector!r} chooses the steps itself."
-            )
         self.anchor: Literal["uniform", "first", "last"] = anchor
-        self.seed = integer("seed", seed)
+        self.seed = int(seed)
         self.device = device_of(device)
-        self.prefetch = at_least("prefetch", prefetch, least=0)
-        self.keep = at_least("keep", keep)
+        self.prefetch = int(prefetch)
+        self.keep = int(keep)
         self.copy = copy
-        if batches_per_epoch is not None and batches_per_epoch != math.inf:
-            batches_per_epoch = at_least("batches_per_epoch", batches_per_epoch, otherwise=" or math.inf")
-        self.batches_per_epoch = batches_per_epoch
+        endless = batches_per_epoch is None or batches_per_epoch == math.inf
+        self.batches_per_epoch = batches_per_epoch if endless else int(batches_per_epoch or 0)
         self.drop_last = drop_last
-        if subset is not None and not callable(subset):
-            raise SchemaError(
-                f"subset is {subset!r}; expected a function of the sequence numbers (int64 [n])."
-            )
         self.subset = subset
         self.sample_info = sample_info
         self.rate_limited = rate_limited
         self._check_rate(self.batch_size)
-        self.programs = None if programs is None else at_least("programs", programs)
-        if (rank is None) != (world_size is None) or (rank is not None and not 0 <= rank < (world_size or 0)):
-            raise SchemaError(
-                f"rank {rank} of world_size {world_size}; expected both, with 0 <= rank < world_size."
-            )
+        self.programs = None if programs is None else int(programs)
         self._shard = None if rank is None or world_size is None else (rank, world_size)
-        if scope not in ("global", "local"):
-            raise SchemaError(f"scope is {scope!r}; expected 'global' or 'local'.")
         self.scope: Literal["global", "local"] = scope
         self._exchange = self._meet()
         # Where iteration stands here: the epoch, the batches of it that had been delivered before DataLoader workers
@@ -198,6 +255,21 @@ class ReplayDataset(IterableDataset[Batch]):
             0  # the process that made the connections to other shards, in a forked child of it
         )
         _datasets.add(self)
+
+    @classmethod
+    def check_options(cls, **options: Any) -> None:
+        """Check options of the constructor as far as no table is needed for it. Asks nothing of CUDA.
+
+        Args:
+            options: all but `table`; those that are left out have their defaults.
+
+        Raises:
+            TypeError: an option that there is not, or `batch_size` or `windows` is missing.
+            SchemaError: a value that makes no sense for any table.
+        """
+        given = inspect.signature(cls).bind(None, **options)
+        given.apply_defaults()
+        _check_options(**given.arguments)
 
     # ---------------------------------------------------------------- shards
 
@@ -227,19 +299,19 @@ class ReplayDataset(IterableDataset[Batch]):
         """Batches of an epoch on this rank, for the trajectories that are in the table now.
 
         While the table holds fewer trajectories than its rate limiter's `min_size`, this waits for them, as drawing the
-        first batch does. `batches_per_epoch` is an answer at once.
+        first batch does; not if `batches_per_epoch` is given.
 
         Raises:
             TypeError: the dataset is endless.
             TableEmptyError: there is nothing to draw from.
             RateLimitError: the rate limiter was waited for until the table's deadline.
         """
-        if self.batches_per_epoch == math.inf:
+        if self.batches_per_epoch is None:
+            self._await_first()
+        count = self._epoch_batches(self._selected().last_look(), self._rank()[1])
+        if count == math.inf:
             raise TypeError("This ReplayDataset has no length: batches_per_epoch is math.inf.")
-        if self.batches_per_epoch is not None:
-            return int(self.batches_per_epoch)
-        self._await_first()
-        return int(self._epoch_batches(self._selected().last_look(), self._rank()[1]))
+        return int(count)
 
     def _await_first(self) -> None:
         """Wait until the rate limiter lets the first batch be drawn; afterwards this returns at once."""
@@ -776,6 +848,11 @@ class ReplayDataset(IterableDataset[Batch]):
     def _open_round(self, key: int) -> None:
         epoch, before, opened = self._shared[: _ROUND + 1].tolist()
         self._shared[:_JOINED] = torch.tensor([epoch + 1, 0, opened + 1, key, epoch, before], device="cpu")
+
+    def repeat_epoch(self) -> None:
+        """Make the next iteration epoch 0, unless it goes on in the middle of one. For a loader that overfits."""
+        if self._next()[2] == 0:
+            self.set_epoch(0)
 
     def start_workers(self) -> None:
         """Say that a loader's workers start to iterate, before they do.

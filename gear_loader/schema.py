@@ -14,7 +14,7 @@ import torch
 from gear_loader.errors import SchemaError
 from gear_loader.numbers import address_of, unreadable
 
-__all__ = ["BATCH_KEYS", "DTYPES", "Column", "Schema", "Window", "copied", "keeps", "settled"]
+__all__ = ["BATCH_KEYS", "DTYPES", "Column", "Schema", "Window", "as_mapping", "copied", "keeps", "settled"]
 
 DTYPES: dict[str, torch.dtype] = {
     "bool": torch.bool,
@@ -32,8 +32,8 @@ DTYPES: dict[str, torch.dtype] = {
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-BATCH_KEYS = ("anchor", "generation", "index", "mask", "priority_weight")
-"""Keys that a batch itself uses; a column cannot be called so."""
+BATCH_KEYS = ("anchor", "generation", "index", "mask", "priority_weight", "sample_info", "shard")
+"""Keys that batches use themselves, all of them or some; a column cannot be called so."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Schema(Mapping[str, Column]):
                 raise SchemaError(f"Column name {name!r} was received; expected a non-empty string.")
             if name in BATCH_KEYS:
                 raise SchemaError(
-                    f"Column name {name!r} is taken: every batch has a key of that name. Rename the column."
+                    f"Column name {name!r} is taken: batches have a key of that name. Rename the column."
                 )
             if not isinstance(column, Column):
                 raise SchemaError(
@@ -194,6 +194,8 @@ class Schema(Mapping[str, Column]):
         Raises:
             SchemaError: as `validate`.
         """
+        if type(rows) is not dict:
+            rows = as_mapping(rows)
         # What is as it should be is seen at a glance; everything else is looked at closely.
         if type(rows) is dict and len(rows) == len(self._columns):
             length, addresses, values = 0, [], []
@@ -274,6 +276,7 @@ class Schema(Mapping[str, Column]):
         Raises:
             SchemaError: a missing or unknown column, a wrong type, dtype or shape, uneven lengths, no steps.
         """
+        rows = as_mapping(rows)
         if not isinstance(rows, Mapping):
             raise SchemaError(
                 f"{what} is a {type(rows).__name__}; expected a mapping of column names to arrays [T, ...] "
@@ -334,6 +337,25 @@ class Schema(Mapping[str, Column]):
             value = (tensor.view(torch.int16) if column.dtype is torch.bfloat16 else tensor).numpy()
         array = np.ascontiguousarray(value).reshape(len(value), math.prod(column.shape))
         return array.view(np.uint8)
+
+
+def as_mapping(rows: Any) -> Any:
+    """`rows` as a dict of its columns, if it is a TensorDict; everything else as it is.
+
+    A TensorDict (or tensorclass) of the package tensordict is a mapping whose iteration does not give its keys but its
+    steps. It is recognised by its interface: `keys`, `items` and `batch_size`. One inside another gives a column for
+    each leaf, with the keys joined by dots: ``next.observation``. No data are copied.
+    """
+    if isinstance(rows, dict) or not all(hasattr(rows, name) for name in ("batch_size", "items", "keys")):
+        return rows
+    columns: dict[Any, Any] = {}
+    for name, value in rows.items():
+        inner = as_mapping(value)
+        if inner is value:
+            columns[name] = value
+        else:
+            columns.update({f"{name}.{leaf}": part for leaf, part in inner.items()})
+    return columns
 
 
 NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {

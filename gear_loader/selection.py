@@ -71,6 +71,9 @@ class Job:
     def empty(self) -> TableEmptyError:
         """The error for a table in which nothing counts."""
         count = len(self.table)
+        explain = getattr(self.subset, "explain_empty", None)  # of the part that `ReplayDataModule` makes
+        if count and explain is not None:
+            return TableEmptyError(explain(count))
         if count:
             return TableEmptyError(
                 f"None of the table's {count:,} trajectories belongs to this dataset's subset."

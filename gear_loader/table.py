@@ -48,7 +48,7 @@ from gear_loader.numbers import as_array, narrowed, shown, unreadable
 from gear_loader.patience import Patience
 from gear_loader.region import Region
 from gear_loader.rules import OnFull, Rules, check_on_full, check_seconds
-from gear_loader.schema import Column, Schema, keeps, settled
+from gear_loader.schema import Column, Schema, as_mapping, keeps, settled
 from gear_loader.stats import TableStats, stats_of
 from gear_loader.writer import Writer
 
@@ -361,7 +361,8 @@ class Table:
 
         Args:
             trajectory: column name -> numpy array or torch tensor ``[T, *shape]`` of exactly the column's dtype,
-                the same T >= 1 in all of them.
+                the same T >= 1 in all of them. A TensorDict is one, too; one inside another has the columns
+                ``outer.inner``.
             priority: what a selector of priorities begins with: finite and not negative. By default the largest
                 priority that it has seen by then (1 if none), so that everything new is drawn soon.
 
@@ -452,7 +453,7 @@ class Table:
         return self._store(index, steps, priorities, given if (given >= 0).any() else None)
 
     def _listed(self, trajectories: Any) -> Steps:
-        if isinstance(trajectories, Mapping):
+        if isinstance(as_mapping(trajectories), Mapping):
             raise SchemaError(
                 "One mapping was received without lengths; expected an iterable of trajectories, or stacked arrays "
                 "[n, T, ...] with lengths=[n]. For a single trajectory use add()."
@@ -479,6 +480,7 @@ class Table:
         return Steps(np.array(addresses, dtype=np.int64), np.array(lengths, dtype=np.int64), holds)
 
     def _stacked(self, stacked: Any, lengths: Any) -> Steps:
+        stacked = as_mapping(stacked)
         if not isinstance(stacked, Mapping):
             raise SchemaError(
                 f"With lengths a {type(stacked).__name__} was received; expected one mapping of stacked arrays "

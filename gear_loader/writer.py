@@ -19,7 +19,7 @@ from gear_loader.index import Claim
 from gear_loader.index_ops import UNSET, Array
 from gear_loader.numbers import address_of, as_array, narrowed, shown, unreadable
 from gear_loader.options import at_least
-from gear_loader.schema import NUMPY_DTYPES, Column, settled
+from gear_loader.schema import NUMPY_DTYPES, Column, as_mapping, settled
 
 if TYPE_CHECKING:
     from gear_loader.index import Index
@@ -175,6 +175,7 @@ class Writer:
         return self._appended(1)
 
     def _joined(self, steps: Mapping[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
+        steps = as_mapping(steps)
         if not isinstance(steps, Mapping):
             raise SchemaError(
                 f"The step is a {type(steps).__name__}; expected a mapping of the columns {list(self._table.schema)}, "

@@ -27,7 +27,14 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCh
 
 import gear_loader as gear
 from gear_loader.datamodule import ReplayDataModule, Split
-from gear_loader.errors import PrivateTableError, RateLimitError, RegionError, SchemaError, SourceError
+from gear_loader.errors import (
+    PrivateTableError,
+    RateLimitError,
+    RegionError,
+    SchemaError,
+    SourceError,
+    TableEmptyError,
+)
 
 pytestmark = [
     # Lightning imports and calls what torch has deprecated meanwhile.
@@ -497,28 +504,111 @@ def test_workers_with_a_private_table() -> None:
             {"subset": lambda s: s > 0},
             "subset was given; ReplayDataModule sets it. Use val_fraction, or ReplayDataset",
         ),
+        ({"val_fraction": None}, r"val_fraction is None; expected a share from 0 to below 1"),
         ({"split_seed": 0.5}, r"split_seed is 0\.5; expected an integer"),
-    ],
-)
-def test_wrong_options_are_refused(table: gear.Table, options: Any, message: str) -> None:
-    with pytest.raises(SchemaError, match=message):
-        module(table, **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+        ({"num_workers": -1}, "num_workers is -1; expected an integer of at least 0"),
+        ({"load_options": 3}, "load_options is 3; expected a mapping of options"),
+        ({"val_batch_size": 0}, "val_batch_size is 0; expected an integer of at least 1"),
         ({"batch_size": 0}, "batch_size is 0; expected an integer of at least 1"),
-        ({"val_batch_size": 0}, "batch_size is 0; expected an integer of at least 1"),
         ({"windows": 4}, "windows is 4; expected a Window or a mapping"),
+        ({"windows": {"reward": 4}}, "The window of column 'reward' is 4; expected"),
         ({"keep": 0}, "keep is 0; expected an integer of at least 1"),
+        ({"anchor": "middle"}, "anchor is 'middle'; expected"),
+        ({"selector": "prioritized"}, "selector is 'prioritized'; expected an object such as"),
+        ({"device": "gpu"}, "device is 'gpu'; expected 'auto', 'cpu' or a CUDA device"),
+        ({"batches_per_epoch": 0}, "batches_per_epoch is 0; expected"),
+        ({"scope": "all"}, "scope is 'all'; expected 'global' or 'local'"),
     ],
 )
-def test_wrong_options_of_the_dataset_are_refused_at_setup(
-    table: gear.Table, options: Any, message: str
+def test_wrong_options_are_refused_at_once(
+    table: gear.Table, tmp_path: Path, options: Any, message: str
 ) -> None:
-    with pytest.raises(SchemaError, match=message):
-        module(table, **options).setup()
+    """Before there is a table: also of one that is only named, or made later."""
+    for source in (table, "a-name", tmp_path / "file.hdf5", lambda: table):
+        with pytest.raises(SchemaError, match=message):
+            module(source, **options)
+
+
+def test_what_does_not_fit_an_open_table_is_refused_at_once(table: gear.Table) -> None:
+    with pytest.raises(SchemaError, match=r"Columns \['speed'\] were asked for; .* Unknown: \['speed'\]"):
+        module(table, columns=["speed"])
+    limiter = gear.SampleToInsertRatio(1.0, 2, 2)
+    with make_table(LENGTHS[:2], rate_limiter=limiter) as limited:
+        with pytest.raises(SchemaError, match="A batch of 800 rows does not fit"):
+            module(limited, batch_size=800)
+        module(limited, batch_size=800, rate_limited=False)
+    with gear.distributed.Shards(table) as shards, pytest.raises(SchemaError, match="it is no rank"):
+        module(shards, num_workers=1)
+
+
+def test_options_that_there_are_not(table: gear.Table) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'batchsize'"):
+        module(table, batchsize=3)
+    with pytest.raises(SchemaError, match="table is 3; expected a Table, Shards, a table's name, the path"):
+        module(3)
+
+
+def test_loaders_before_setup(table: gear.Table) -> None:
+    data = module(table)
+    for loader in (data.train_dataloader, data.val_dataloader):
+        with pytest.raises(
+            SchemaError, match=r"dataloader\(\) was called before setup\(\), .* call it first"
+        ):
+            loader()
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_too_few_trajectories_to_set_any_aside(count: int) -> None:
+    with make_table([5] * count) as table:
+        message = (
+            rf"val_fraction=0.1 sets none of the table's {count} trajectories aside for validation: it takes about one "
+            r"in 10. Add trajectories, raise val_fraction, or give val_fraction=0"
+        )
+        with pytest.raises(TableEmptyError, match=message):
+            trainer().fit(Model(), module(table, val_fraction=0.1))
+        trainer(max_epochs=1).fit(Model(), module(table, val_fraction=0))
+
+
+def test_too_few_trajectories_to_train_on() -> None:
+    seed = next(seed for seed in range(1000) if Split(0.9, seed=seed, second=True)(np.arange(1)).all())
+    message = (
+        r"val_fraction=0.9 leaves none of the table's 1 trajectories for training. Add trajectories, or lower"
+    )
+    with make_table([5]) as table, pytest.raises(TableEmptyError, match=message):
+        trainer().fit(Model(), module(table, val_fraction=0.9, split_seed=seed))
+
+
+# ---------------------------------------------------------------- a few batches again and again
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_overfitting_repeats_the_same_batches(table: gear.Table, workers: int) -> None:
+    model = Model()
+    trainer(overfit_batches=2, max_epochs=3).fit(model, module(table, num_workers=workers))
+    assert len(model.seen) == 6
+    assert model.seen[0] != model.seen[1]
+    assert model.seen[:2] == model.seen[2:4] == model.seen[4:]
+    assert model.validated == [model.validated[0]] * 3
+    assert len(model.validated[0]) == 2
+    gc.collect()
+    nothing_left(table)
+
+
+def test_overfitting_on_a_share_and_without_validation(table: gear.Table) -> None:
+    model = Model()
+    trainer(overfit_batches=0.5, max_epochs=2).fit(model, module(table, val_fraction=0, batch_size=6))
+    assert len(model.seen) == 10
+    assert model.seen[:5] == model.seen[5:]
+
+
+@pytest.mark.parametrize("stop", [1, 2, 4, 5])
+def test_overfitting_is_resumed(table: gear.Table, tmp_path: Path, stop: int) -> None:
+    whole, first, second = Model(), Model(), Model()
+    trainer(overfit_batches=3, max_epochs=3).fit(whole, module(table))
+    trainer(tmp_path, overfit_batches=3, max_epochs=3, max_steps=stop).fit(first, module(table))
+    resumed = trainer(overfit_batches=3, max_epochs=3)
+    resumed.fit(second, module(table), ckpt_path=tmp_path / f"step={stop}.ckpt")
+    assert first.seen + second.seen == whole.seen
 
 
 def test_all_options_of_the_dataset_pass_through(table: gear.Table) -> None:

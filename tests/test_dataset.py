@@ -1014,11 +1014,8 @@ def copies_of(data: gear.ReplayDataset) -> list[dict[str, Any]]:
         ({"rank": 2, "world_size": 2}, "rank 2 of world_size 2; expected both, with 0 <= rank < world_size"),
         ({"rank": -1, "world_size": 2}, "rank -1 of world_size 2; expected both"),
         ({"windows": 20}, "windows is 20; expected a Window or a mapping of column names to Windows"),
-        (
-            {"windows": {}},
-            r"Columns \[\] were asked for; the table has \['observation', 'action', 'reward'\]",
-        ),
-        ({"columns": []}, r"Columns \[\] were asked for; the table has"),
+        ({"windows": {}}, "No columns were asked for; expected at least one in windows or columns"),
+        ({"columns": []}, "No columns were asked for; expected at least one in windows or columns"),
         (
             {"columns": ["reward", "speed"]},
             r"Columns \['reward', 'speed'\] were asked .* Unknown: \['speed'\]",
@@ -1034,11 +1031,28 @@ def copies_of(data: gear.ReplayDataset) -> list[dict[str, Any]]:
             r"columns \['action'\] and the windows' columns \['reward'\] differ; give one",
         ),
         ({"subset": "even"}, "subset is 'even'; expected a function of the sequence numbers"),
+        ({"scope": "all"}, "scope is 'all'; expected 'global' or 'local'"),
+        (
+            {"selector": "prioritized"},
+            r"selector is 'prioritized'; expected an object such as .*Prioritized\(\)",
+        ),
+        (
+            {"selector": gear.Prioritized},
+            r"selector is <class .*>; expected an object such as .*Prioritized\(\)",
+        ),
     ],
 )
 def test_wrong_options_are_refused(table: gear.Table, options: Any, message: str) -> None:
     with pytest.raises(SchemaError, match=message):
         dataset(table, **options)
+
+
+@pytest.mark.parametrize("given", ["replay", None, 3, SCHEMA])
+def test_a_table_that_is_none(given: Any) -> None:
+    remedy = r" Attach to it by its name: gear_loader\.Table\.attach\('replay'\)\.$"
+    message = r"table is .*; expected a gear_loader\.Table or gear_loader\.distributed\.Shards\."
+    with pytest.raises(SchemaError, match=message + (remedy if given == "replay" else "$")):
+        gear.ReplayDataset(given, batch_size=1, windows=WINDOW)
 
 
 def test_a_gpu_where_there_is_none(table: gear.Table, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,11 +184,27 @@ def test_schema_refuses_a_name(name: Any) -> None:
     assert str(caught.value) == f"Column name {name!r} was received; expected a non-empty string."
 
 
+def test_batches_use_no_other_keys() -> None:
+    """`BATCH_KEYS` are those of all kinds of batches together."""
+    tables = [
+        gear.Table.create({"reward": gear.Column(torch.float32)}, max_steps=20, max_trajectories=4)
+        for _ in range(2)
+    ]
+    for table in tables:
+        table.add({"reward": np.ones(5, np.float32)})
+    options: dict[str, Any] = {"batch_size": 2, "windows": gear.Window(2), "selector": gear.Prioritized()}
+    keys: set[str] = set()
+    keys |= set(gear.ReplayDataset(tables[0], **options, sample_info=True).sample())
+    with gear.distributed.Shards(tables) as shards:
+        keys |= set(gear.ReplayDataset(shards, **options).sample())
+    for table in tables:
+        table.close()
+    assert keys == {"reward", *BATCH_KEYS}
+
+
 @pytest.mark.parametrize("name", BATCH_KEYS)
 def test_schema_refuses_the_keys_of_a_batch(name: str) -> None:
-    with pytest.raises(
-        SchemaError, match=f"Column name '{name}' is taken: every batch has a key of that name"
-    ):
+    with pytest.raises(SchemaError, match=f"Column name '{name}' is taken: batches have a key of that name"):
         Schema({name: gear.Column(torch.bool)})
 
 

@@ -358,6 +358,29 @@ def test_damaged_metadata() -> None:
             read_minari("made-v0")
 
 
+def test_load_fetches_what_is_not_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its error says so, and it does so."""
+    with pytest.raises(SourceError, match=r"not found locally .* download=True .*dataset\. Expected an id"):
+        gear.sources.load("mujoco/hopper/medium-v0")
+    dataset = build([buffer(4)])
+    asked = []
+
+    def load_dataset(name: str, download: bool = False) -> minari.MinariDataset:
+        asked.append((name, download))
+        return dataset
+
+    monkeypatch.setattr(minari, "load_dataset", load_dataset)
+    with gear.sources.load("mujoco/hopper/medium-v0", download=True, progress=False) as table:
+        assert asked == [("mujoco/hopper/medium-v0", True)]
+        assert table.num_steps == 4
+    for wrong in ("a.hdf5", tmp_path, [{"reward": np.zeros(3)}]):
+        with pytest.raises(
+            SourceError, match=r"download=True was given with .*; expected the id of a Minari"
+        ):
+            gear.sources.load(wrong, download=True)
+    assert len(asked) == 1
+
+
 def test_sources_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(
         SourceError, match=r"'no/where-v0' cannot be opened: FileNotFoundError.*list_local_datasets"

@@ -22,7 +22,7 @@ from gear_loader.ids import joined
 from gear_loader.index_ops import UNSET
 from gear_loader.priorities import exponent, needs_priorities
 from gear_loader.priority_tree import weigh
-from gear_loader.schema import Schema, copied, keeps, settled
+from gear_loader.schema import Schema, as_mapping, copied, keeps, settled
 from gear_loader.slots import Array
 from gear_loader.table import _check_priorities
 
@@ -179,7 +179,8 @@ class Placement:
         given, lengths = [], []
         kept = keeps(trajectories)
         for i, trajectory in enumerate(each):
-            rows = settled(trajectory) if isinstance(trajectory, Mapping) else trajectory
+            rows = as_mapping(trajectory)
+            rows = settled(rows) if isinstance(rows, Mapping) else rows
             length, _ = self.schema.validate(rows, what=f"trajectory {i}")
             given.append(dict(rows) if kept else {name: copied(value) for name, value in rows.items()})
             lengths.append(length)

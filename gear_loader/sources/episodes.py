@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from gear_loader.errors import SchemaError, SourceError
-from gear_loader.schema import DTYPES, NUMPY_DTYPES, Column
+from gear_loader.schema import DTYPES, NUMPY_DTYPES, Column, as_mapping
 
 __all__ = [
     "FINITE_REMEDY",
@@ -118,6 +118,7 @@ def infer_schema(episodes: Any) -> dict[str, Column]:
     """
     if isinstance(episodes, EpisodeReader):
         return dict(episodes.schema)
+    episodes = as_mapping(episodes)
     if isinstance(episodes, Mapping):
         return _schema_of(episodes, "the episode")
     if not isinstance(episodes, Sequence) or isinstance(episodes, (str, bytes)):
@@ -131,6 +132,7 @@ def infer_schema(episodes: Any) -> dict[str, Column]:
 
 
 def _schema_of(episode: Any, where: str) -> dict[str, Column]:
+    episode = as_mapping(episode)
     if not isinstance(episode, Mapping) or not episode:
         raise SourceError(f"{where} is {episode!r}; expected a mapping of column names to arrays [T, ...].")
     schema = {}

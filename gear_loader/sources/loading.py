@@ -12,7 +12,7 @@ import torch
 
 from gear_loader.errors import SourceError
 from gear_loader.numbers import unreadable
-from gear_loader.schema import Column, copied, keeps
+from gear_loader.schema import Column, as_mapping, copied, keeps
 from gear_loader.sources._optional import progress_bar
 from gear_loader.sources.episodes import (
     FINITE_REMEDY,
@@ -51,6 +51,7 @@ def load(
     priority: float = 1.0,
     keep_float64: bool = False,
     allow_nonfinite: bool = False,
+    download: bool = False,
     progress: bool = True,
 ) -> Table:
     """Fill a table from a source: every trajectory of it, or none.
@@ -68,7 +69,8 @@ def load(
     Args:
         source: the path of a D4RL-style file (ending in .hdf5 or .h5, see `read_hdf5`); a Minari data set, its
             id or its directory (see `read_minari`); a reader that one of these two returned, with options of
-            its own; or an iterable of episodes, each {column: array [T, *shape]}, as `collect` returns them.
+            its own; or an iterable of episodes, each {column: array [T, *shape]}, as `collect` returns them, or a
+            TensorDict.
         table: the table to add to; None makes one.
         columns: names of the columns to take, or {name in the table: name in the source}. None takes the
             table's columns, or without a table the source's standard ones (all of an iterable's).
@@ -78,6 +80,7 @@ def load(
         priority: of every trajectory.
         keep_float64: keep float64 columns in the table made here instead of making them float32.
         allow_nonfinite: take NaN and infinite rewards, which otherwise are an error.
+        download: fetch the Minari data set of this id if it is not on this machine.
         progress: show a progress bar where standard error is a terminal.
 
     Returns:
@@ -110,7 +113,12 @@ def load(
         "keep_float64": keep_float64,
         "allow_nonfinite": allow_nonfinite,
     }
-    reader = _open(source, options, max_trajectories, None if table is None else table.schema)
+    if download and (not isinstance(source, str) or _is_hdf5(source)):
+        given = repr(source) if isinstance(source, str) else describe(source)
+        raise SourceError(
+            f"download=True was given with {given}; expected the id of a Minari data set: nothing else is fetched."
+        )
+    reader = _open(source, options, max_trajectories, None if table is None else table.schema, download)
     lengths = reader.lengths[:max_trajectories]
     if table is not None:
         _check_fit(reader, lengths, table)
@@ -132,8 +140,16 @@ def load(
         raise
 
 
+def _is_hdf5(path: Any) -> bool:
+    return isinstance(path, str) and path.lower().endswith((".hdf5", ".h5"))
+
+
 def _open(
-    source: Any, options: dict[str, Any], most: int | None, schema: Mapping[str, Column] | None
+    source: Any,
+    options: dict[str, Any],
+    most: int | None,
+    schema: Mapping[str, Column] | None,
+    download: bool,
 ) -> EpisodeReader:
     if isinstance(source, EpisodeReader):
         if options["columns"] is None:
@@ -141,12 +157,12 @@ def _open(
         return _Renamed(source, select(requested(options["columns"], ()), list(source.schema), source.source))
     if isinstance(source, (str, os.PathLike)):
         path = os.fspath(source)
-        if isinstance(path, str) and path.lower().endswith((".hdf5", ".h5")):
+        if _is_hdf5(path):
             return read_hdf5(path, **options)
-        return read_minari(source, **options)
+        return read_minari(source, **options, download=download)
     if hasattr(source, "storage") and hasattr(source, "iterate_episodes"):
         return read_minari(source, **options)
-    if isinstance(source, Mapping) or not isinstance(source, Iterable):
+    if isinstance(as_mapping(source), Mapping) or not isinstance(source, Iterable):
         raise SourceError(
             f"{describe(source)} was received; expected a path, a Minari data set, a reader or an iterable of "
             "episodes. A single episode goes into a list: load([episode])."
@@ -189,6 +205,7 @@ class _Listed(EpisodeReader):
         kept = keeps(episodes)
         for number, episode in enumerate(_watched(itertools.islice(episodes, most), source)):
             where = f"{source}, episode {number}"
+            episode = as_mapping(episode)
             if not isinstance(episode, Mapping) or not episode:
                 raise SourceError(
                     f"{where} is {describe(episode)}; expected a mapping of columns to arrays [T, ...]."

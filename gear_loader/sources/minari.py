@@ -88,7 +88,7 @@ def _open(minari: Any, dataset: Any, download: bool) -> Any:
         raise _missing(str(dataset), error) from error
     except Exception as error:
         raise SourceError(
-            f"The Minari data set {str(dataset)!r} cannot be opened: {type(error).__name__}: {error}. Expected an "
+            f"The Minari data set {str(dataset)!r} cannot be opened: {_text(error).rstrip('.')}. Expected an "
             "id that minari.list_local_datasets() shows, or the directory of an undamaged data set."
         ) from error
     raise SourceError(
