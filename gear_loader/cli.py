@@ -284,7 +284,9 @@ def serve_tables(
     secret_file: Annotated[
         str | None,
         typer.Option(
-            metavar="FILE", help="The secret that requesters must know. [default: $GEAR_LOADER_SECRET]"
+            metavar="FILE",
+            help="The secret that requesters must know, at least 16 bytes that only you may read. "
+            "[default: $GEAR_LOADER_SECRET]",
         ),
     ] = None,
     one_sided: Annotated[
@@ -298,6 +300,7 @@ def serve_tables(
     """Serve windows of tables to other nodes, and store what they send. Prints its addresses as one JSON line."""
     # Here, because they load torch.
     from gear_loader.errors import GearError
+    from gear_loader.transport.handshake import check_secret, read_secret
     from gear_loader.transport.serving import read_parent, run_server
 
     host, colon, port = listen.rpartition(":")
@@ -309,7 +312,10 @@ def serve_tables(
     if int(port) and len(chosen) > 1:
         raise typer.BadParameter("Several carriers cannot listen at one port: give port 0, or one carrier.")
     try:
-        secret = read_parent(parent) if parent is not None else _secret(secret_file)
+        if parent is not None:
+            secret = check_secret(read_parent(parent))
+        else:
+            secret = _secret_of_environment() if secret_file is None else read_secret(secret_file)
         listens = [(name, host.strip("[]"), int(port)) for name in chosen]
         run_server(tables, listens, secret, parent=parent, one_sided=one_sided)
     except (GearError, OSError) as error:
@@ -317,20 +323,17 @@ def serve_tables(
         raise typer.Exit(1) from None
 
 
-def _secret(path: str | None) -> bytes:
-    """The secret of a server that is started by hand."""
-    if path is None:
-        secret = os.environb.get(b"GEAR_LOADER_SECRET", b"")
-    else:
-        with open(path, "rb") as file:
-            secret = file.read(1 << 16)
-    secret = secret.strip()
+def _secret_of_environment() -> bytes:
+    """The secret of a server that is started by hand without a file."""
+    from gear_loader.transport.handshake import check_secret
+
+    secret = os.environb.get(b"GEAR_LOADER_SECRET", b"").strip()
     if not secret:
         raise typer.BadParameter(
-            f"{'GEAR_LOADER_SECRET' if path is None else path} holds no secret; give --secret-file a file with one, "
-            "such as `openssl rand -hex 32` prints, and the same to all nodes."
+            "GEAR_LOADER_SECRET holds no secret; give --secret-file a file with one, such as `openssl rand -hex 32` "
+            "prints, and the same to all nodes."
         )
-    return secret
+    return check_secret(secret)
 
 
 # ---------------------------------------------------------------- doctor

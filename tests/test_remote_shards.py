@@ -203,5 +203,5 @@ def test_servers_that_were_started_by_hand(tmp_path: Path) -> None:
     assert run_ranks(2, by_hand_rank, str(tmp_path)) == [ROWS // 2 * BATCHES] * 2
     with pytest.raises(gear.errors.SchemaError, match="servers were given without their secret"):
         Shards(filled(None, 0, [1]), servers={"a": "socket://127.0.0.1:1"})
-    with pytest.raises(gear.errors.SchemaError, match="secret has less than 16 bytes"):
+    with pytest.raises(gear.errors.HandshakeError, match="5 bytes was received; expected at least 16 bytes"):
         Shards(filled(None, 0, [1]), secret=b"short")

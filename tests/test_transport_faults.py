@@ -37,6 +37,7 @@ from gear_loader.index_ops import UNSET
 from gear_loader.schema import Window
 from gear_loader.transport import Peer, ServerProcess, WindowSpec, start_server
 from gear_loader.transport.connection import Connection
+from gear_loader.transport.handshake import read_secret
 from gear_loader.transport.serving import is_loopback
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -216,7 +217,7 @@ def test_several_carriers_must_not_share_a_port(table: gear.Table) -> None:
             start_server([str(table.name)], secret=SECRET, **arguments)  # type: ignore[arg-type]
     with pytest.raises(TransportError, match="expected at least one name"):
         start_server("abc", secret=SECRET)
-    with pytest.raises(HandshakeError, match="expected bytes"):
+    with pytest.raises(HandshakeError, match="expected at least 16 bytes"):
         start_server([str(table.name)], secret=b"")
 
 
@@ -304,9 +305,59 @@ def test_the_command_is_checked(
     assert "serve" in run("--help")[1]
 
 
+def serve_with(path: Path) -> str:
+    """What `gear-loader serve` says of a secret file that it refuses."""
+    result = CliRunner().invoke(app, ["serve", "a", "--secret-file", str(path)])
+    assert result.exit_code == 1
+    return " ".join(result.output.split())
+
+
+def test_a_secret_is_as_long_for_serve_as_for_those_who_ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "secret"
+    path.touch(0o600)
+    for secret in (b"x", b"x" * 15 + b"\n"):
+        path.write_bytes(secret)
+        size = len(secret.strip())
+        assert f"and {size} bytes was received; expected at least 16 bytes" in serve_with(path)
+        with pytest.raises(HandshakeError, match=f"and {size} bytes was received; expected at least 16 bytes"):
+            Peer("socket://a:1", secret=secret.strip(), timeout=1, name="b")
+        with pytest.raises(HandshakeError, match="expected at least 16 bytes"):
+            start_server(["a"], secret=secret.strip())
+        monkeypatch.setenv("GEAR_LOADER_SECRET", secret.decode())
+        result = CliRunner().invoke(app, ["serve", "a"])
+        assert result.exit_code == 1
+        assert "expected at least 16 bytes" in result.output
+    path.write_bytes(b"x" * 16)
+    assert read_secret(str(path)) == b"x" * 16
+
+
+def test_a_secret_file_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(SECRET)
+    for mode, what in ((0o602, "write"), (0o620, "write"), (0o604, "read"), (0o666, "write and read")):
+        path.chmod(mode)
+        said = serve_with(path)
+        assert f"Other users may {what} the secret file {path} (mode 0{mode:o})" in said
+        assert f"chmod 600 {path}" in said
+        assert SECRET.decode() not in said
+    for mode in (0o400, 0o600, 0o640):
+        path.chmod(mode)
+        assert read_secret(str(path)) == SECRET
+    path.chmod(0o600)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    if os.getuid() != 0:
+        assert f"belongs to user {os.getuid()}; expected user 12345" in serve_with(path)
+    else:
+        os.chown(path, 23456, -1)
+        assert "belongs to user 23456; expected user 12345" in serve_with(path)
+
+
 def test_a_server_started_by_hand_ends_at_once_with_a_store_that_waits(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(SECRET + b"\n")
+    secret.chmod(0o600)
     with named(max_steps=10, max_trajectories=2, on_full="wait") as full:
         full.add(rows(0, 10))
         command = [sys.executable, "-m", "gear_loader", "serve", str(full.name), "--secret-file", str(secret)]

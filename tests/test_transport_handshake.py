@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,7 +27,7 @@ from transport_common import (
 )
 
 import gear_loader as gear
-from gear_loader.errors import HandshakeError, RegionError, SchemaError, TransportError
+from gear_loader.errors import HandshakeError, PeerTimeoutError, RegionError, SchemaError, TransportError
 from gear_loader.transport import Address, Limits, Peer, Server, WindowSpec, socket_channel
 from gear_loader.transport import link as links
 from gear_loader.transport.handshake import check_library, check_secret
@@ -67,7 +68,7 @@ def test_a_wrong_secret_is_refused_and_logged(
     shelf: tuple[gear.Table, Serving], caplog: pytest.LogCaptureFixture
 ) -> None:
     table, server = shelf
-    wrong = b"a wrong secret"
+    wrong = b"a wrong secret, as long"
     with caplog.at_level(logging.WARNING), pytest.raises(HandshakeError) as found:
         ask(server.peer(secret=wrong), table)
     message = str(found.value)
@@ -140,10 +141,10 @@ def test_a_proof_is_worth_nothing_on_another_connection(shelf: tuple[gear.Table,
         assert raw.text() == "The secrets differ. Give the same one to both sides."
 
 
-@pytest.mark.parametrize("secret", [b"", "text", None])
-def test_a_secret_that_is_none_is_refused(secret: Any) -> None:
+@pytest.mark.parametrize("secret", [b"", b"fifteen bytes..", "text", "a text of more than 16 letters", None])
+def test_an_invalid_secret_is_refused(secret: Any) -> None:
     for make in (lambda: check_secret(secret), lambda: Server([], secret)):
-        with pytest.raises(HandshakeError, match=r"expected bytes, such as secrets.token_bytes\(32\)"):
+        with pytest.raises(HandshakeError, match=r"at least 16 bytes, such as secrets.token_bytes\(32\)"):
             make()
 
 
@@ -356,12 +357,20 @@ def test_only_so_many_connections() -> None:
         for i in range(4):
             table.add(rows(i, 5 + i))
         with serving(str(table.name), limits=Limits(connections=2)) as server:
-            with server.proven(), server.proven(), server.raw() as third:
-                assert third.text() == "connections: this server takes 2 at a time."
-                peer = server.peer()
-                with pytest.raises(HandshakeError, match="connections: this server takes 2 at a time"):
-                    ask(peer, table)
-            wait_until(lambda: server.server.num_connections == 0)
+            hasty = server.peer(timeout=0.5)
+            with server.proven(), server.proven(), server.raw() as silent:
+                with pytest.raises(
+                    PeerTimeoutError, match=r"the server is busy: it serves 2 connections, as many as it takes"
+                ):
+                    ask(hasty, table)
+                # Who has the time tries until there is a place.
+                peer, spec = server.peer(), spec_of(table)
+                none, out = np.empty(0, dtype=np.int64), poisoned(spec, 0)
+                waiting = peer.fetch(spec, none, none, none, out)
+                time.sleep(0.2)
+                assert not waiting.done()
+            waiting.result(PATIENCE)
+            assert silent.socket.fileno() < 0
             fetch(peer, table)
 
 
@@ -408,7 +417,7 @@ def test_a_server_that_sends_nonsense_after_the_handshake(
 def test_a_peer_is_made_of_sensible_things() -> None:
     with pytest.raises(TransportError, match="expected <carrier>://"):
         Peer("nowhere", secret=SECRET, timeout=1, name="b")
-    with pytest.raises(HandshakeError, match="expected bytes"):
+    with pytest.raises(HandshakeError, match="expected at least 16 bytes"):
         Peer("socket://a:1", secret=b"", timeout=1, name="b")
     for timeout in (0, -1, "1", float("nan"), float("inf")):
         with pytest.raises(SchemaError, match="expected a positive number of seconds"):

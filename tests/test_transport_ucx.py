@@ -8,10 +8,12 @@ import importlib.util
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 import types
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -352,6 +354,90 @@ def test_without_a_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyP
         carrier("ucx")
 
 
+# ---------------------------------------------------------------- without a registration cache
+
+ABORT = """
+import asyncio, sys
+import numpy as np
+from test_transport_ucx import BIG, STOP, Server, asking
+from gear_loader.errors import TransportError
+from gear_loader.transport.ucx_channel import UcxCarrier
+
+async def work(address):
+    channel = await UcxCarrier().connect(address)
+    await channel.secured()
+    await channel.send(asking(STOP, 0))
+    sending = asyncio.ensure_future(channel.send(np.zeros(BIG, dtype=np.uint8)))
+    await asyncio.sleep(0.5)  # nobody answers: it is still under way
+    sending.cancel()
+    await asyncio.gather(sending, return_exceptions=True)
+    await channel.close()
+    print("closed")
+
+if __name__ == "__main__":
+    server = None
+    try:
+        server = Server()
+        asyncio.run(asyncio.wait_for(work(server.address), 30))
+    except (AssertionError, EOFError, TransportError) as error:
+        print(type(error).__name__, error)
+    finally:
+        if server is not None:
+            server.end()
+"""
+START = """
+import asyncio
+from gear_loader.errors import TransportError
+from gear_loader.transport.ucx_library import Ucxx, library_in_loop
+
+async def work():
+    library_in_loop(Ucxx, loopback=True)
+
+try:
+    asyncio.run(work())
+except TransportError as error:
+    print(error)
+"""
+
+
+def run_with(program: str, folder: Path, **environment: str) -> str:
+    """What a program prints that runs in a process of its own with these variables; it has to end in peace."""
+    path = folder / "program.py"  # a file: it is loaded again by the processes that it spawns
+    path.write_text(program)
+    here = Path(__file__).parent
+    found = subprocess.run(
+        [sys.executable, str(path)],
+        env={**os.environ, **environment, "PYTHONPATH": f"{here}:{here.parent}"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert found.returncode == 0, (found.returncode, found.stdout, found.stderr[-2000:])
+    return found.stdout
+
+
+@UCXX
+@pytest.mark.slow
+def test_closing_while_a_message_to_a_stopped_peer_is_under_way(tmp_path: Path) -> None:
+    """Without a registration cache, UCX before 1.22 ends the process here; it is not started without one."""
+    assert run_with(ABORT, tmp_path, UCX_RCACHE_ENABLE="n") == "closed\n"
+
+
+@UCXX
+@pytest.mark.slow
+@pytest.mark.parametrize("variable", ["UCX_MEM_EVENTS=n", "UCX_MEM_MMAP_HOOK_MODE=none"])
+def test_without_memory_hooks_ucx_does_not_start(tmp_path: Path, variable: str) -> None:
+    name, _, value = variable.partition("=")
+    said = run_with(START, tmp_path, **{name: value})
+    if ucx_library.Ucxx.ucx_version() >= ucx_library._SOUND:
+        assert said == ""
+    else:
+        assert "UCX cannot start" in said
+        assert "is not started without its registration cache" in said
+        assert name in said
+        assert "transport='socket'" in said
+
+
 # ---------------------------------------------------------------- ucx-py, by a stand-in
 
 
@@ -375,6 +461,9 @@ class StandIn(types.ModuleType):
         self.inits.append(
             {"options": options, "env": env_takes_precedence, "blocking": blocking_progress_mode}
         )
+
+    def get_ucx_version(self) -> tuple[int, int, int]:
+        return 1, 18, 0
 
     def get_worker_address(self) -> bytes:
         return b"stand-in"
@@ -459,8 +548,8 @@ def test_ucx_py_is_used_where_it_alone_is_installed(stand_in: StandIn) -> None:
         await listener.close()
 
     run(work)
-    options = {"POSIX_ERROR_HANDLING": "y", "NET_DEVICES": "lo"}
-    assert stand_in.inits == [{"options": options, "env": True, "blocking": True}]
+    options = {"POSIX_ERROR_HANDLING": "y", "NET_DEVICES": "lo", "RCACHE_ENABLE": "y"}
+    assert stand_in.inits == [{"options": options, "env": False, "blocking": True}]
 
 
 def test_ucx_py_has_one_context(stand_in: StandIn) -> None:

@@ -193,7 +193,7 @@ def test_a_header_with_one_wrong_bit_is_none(noise: bytes, bit: int) -> None:
 
 
 def test_a_header_of_no_kind_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="kind 99; expected 1 to 15"):
+    with pytest.raises(ProtocolError, match="kind 99; expected 1 to 16"):
         Header.parse(memoryview(Header(99, 0, 0, 0).pack()))  # type: ignore[arg-type]
 
 

@@ -29,6 +29,7 @@ from gear_loader.distributed.topology import (
 from gear_loader.errors import GearError, PrivateTableError, SchemaError, TransportError
 from gear_loader.rules import check_seconds
 from gear_loader.table import Table
+from gear_loader.transport.handshake import check_secret
 
 __all__ = ["Near", "Shards"]
 
@@ -88,7 +89,7 @@ class Shards:
         SchemaError: options or tables that do not fit together.
         PrivateTableError: a table without a name, where there is more than one rank.
         RankError: another rank has failed, or was waited for too long; it is named.
-        TransportError: the server cannot be started.
+        HandshakeError: a secret of fewer than 16 bytes. TransportError: the server cannot be started.
     """
 
     def __init__(
@@ -111,8 +112,8 @@ class Shards:
         self.timeout = check_seconds("timeout", timeout)
         self.rows_timeout = self.timeout / 3
         self.on_failure: OnFailure = on_failure
-        if secret is not None and (not isinstance(secret, bytes) or len(secret) < 16):
-            raise SchemaError("secret has less than 16 bytes, or is no bytes; use secrets.token_bytes(32).")
+        if secret is not None:
+            check_secret(secret)
         if servers and secret is None:
             raise SchemaError("servers were given without their secret; give secret as well.")
         self._host = host

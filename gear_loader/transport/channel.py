@@ -79,8 +79,13 @@ class Channel(abc.ABC):
             ConnectionError: the connection is gone; how much of the buffer was written is not known.
         """
 
-    async def linger(self, seconds: float) -> None:  # noqa: B027 - for carriers that lose what was sent last
-        """Before `close`: give the other side so long to receive what was sent last. What it sends is thrown away."""
+    async def linger(  # noqa: B027 - for carriers that lose what was sent last
+        self, seconds: float, most: float = float("inf")
+    ) -> None:
+        """Before `close`: give the other side so long to receive what was sent last.
+
+        What it sends meanwhile is thrown away, until it has sent `most` bytes.
+        """
 
     @abc.abstractmethod
     async def close(self) -> None:

@@ -154,7 +154,7 @@ class Connection:
             )
         try:
             spec = WindowSpec.from_bytes(bytes(fields.rest()))
-            opened = await self._server.gatherers.run(lambda: Opened(spec, self._server.shelf))
+            opened = await self._server.waiters(spec.table).run(lambda: Opened(spec, self._server.shelf))
         except (GearError, OSError) as error:
             self._opened[number] = error if isinstance(error, GearError) else TransportError(str(error))
             await self._send(Kind.ERROR, request, pack_error(error))
@@ -168,14 +168,14 @@ class Connection:
         fields.end()
         call = self._server.metadata.get(name)
         try:
-            self._server.shelf.check(table)
+            threads = self._server.waiters(table)
             if call is None:
                 raise TransportError(
                     f"This server has nothing called {name[:40]!r} to tell; it has "
                     f"{', '.join(sorted(self._server.metadata)) or 'nothing'}. Start it with that carrier."
                 )
             found = call
-            answer = await self._server.gatherers.run(lambda: found(table))
+            answer = await threads.run(lambda: found(table))
         except Exception as error:
             await self._fail(request, error, f"telling {name[:40]!r} of {table!r}")
             return
@@ -245,16 +245,22 @@ class Connection:
                 f"{self._limits.reply_bytes:,} at a time. Ask for fewer rows."
             )
         out = await self._buffer(size)
-        held = opened.held()
-        if size <= _AT_ONCE and not held.is_dirty:
+        waiters = self._server.waiters(opened.spec.table)
+        held = opened.held() if opened.is_attached else await waiters.run(opened.held)
+
+        def read(*, at_once: bool) -> None:
+            opened.read(held, slots, anchors, generations, out, at_once=at_once)
+
+        if not held.is_dirty:
             try:
-                opened.read(held, slots, anchors, generations, out, at_once=True)
+                if size <= _AT_ONCE:
+                    read(at_once=True)
+                else:
+                    await self._server.gatherers.run(lambda: read(at_once=True))
                 return out
             except LockTimeoutError:
                 pass
-        await self._server.gatherers.run(
-            lambda: opened.read(held, slots, anchors, generations, out, at_once=False)
-        )
+        await waiters.run(lambda: read(at_once=False))
         return out
 
     async def _buffer(self, size: int) -> Array:
@@ -296,7 +302,7 @@ class Connection:
             return server.shelf.get(store.table).store(store, data)
 
         try:
-            slots = await server.writers.run(work)
+            slots = await server.writers(store.table).run(work)
         except Exception as error:
             await self._fail(request, error, f"storing into {store.table!r}")
             return

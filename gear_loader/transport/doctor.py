@@ -46,7 +46,8 @@ _PROBES = {
     + """
 import ucxx
 from ucxx._lib.libucxx import UCXContext
-info = UCXContext({}).info
+from gear_loader.transport.ucx_library import ucx_options
+info = UCXContext(ucx_options(False, tuple(ucxx.get_ucx_version()))).info
 answer(version=ucxx.__version__, ucx=".".join(map(str, ucxx.get_ucx_version())), verbs=has_verbs(),
        library=next(iter(path for path in ucx_libraries() if "/libucp" in path), ""),
        transports=sorted(set(re.findall(r"resource.*-- (\\S+)/\\S+", info))))

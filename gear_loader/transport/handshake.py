@@ -9,8 +9,11 @@ the secret keeps others from being served, not from listening on the wire.
 from __future__ import annotations
 
 import hmac
+import os
 import secrets
+import stat
 import struct
+from collections.abc import Callable
 
 from gear_loader.errors import HandshakeError
 from gear_loader.transport.channel import Address, Channel, family
@@ -29,7 +32,11 @@ from gear_loader.transport.wire import (
     send,
 )
 
-__all__ = ["answer", "check_library", "check_secret", "introduce", "refuse"]
+__all__ = ["MIN_SECRET", "answer", "check_library", "check_secret", "introduce", "read_secret", "refuse"]
+
+MIN_SECRET = 16
+"""Fewest bytes of a secret: as many as can be chosen by chance and not be guessed."""
+_MOST_SECRET = 1 << 16
 
 _MOST_NAME = 64  # bytes of a library's or a carrier's name
 _INTRODUCTION = (2 + _MOST_NAME) * 2 + NONCE
@@ -42,14 +49,50 @@ def check_secret(secret: bytes) -> bytes:
     """The secret, if it can be one.
 
     Raises:
-        HandshakeError: it is empty, or no bytes.
+        HandshakeError: it has fewer than `MIN_SECRET` bytes, or is not of type bytes.
     """
-    if not isinstance(secret, bytes) or not secret:
+    if not isinstance(secret, bytes) or len(secret) < MIN_SECRET:
+        size = f" and {len(secret)} bytes" if isinstance(secret, bytes) else ""
         raise HandshakeError(
-            f"A secret of type {type(secret).__name__}{' and no bytes' if not secret else ''} was received; expected "
+            f"A secret of type {type(secret).__name__}{size} was received; expected at least {MIN_SECRET} "
             "bytes, such as secrets.token_bytes(32), the same on both sides."
         )
     return secret
+
+
+def read_secret(path: str) -> bytes:
+    """The secret that a file holds, without white space around it.
+
+    Raises:
+        HandshakeError: users other than its owner may write or read the file, it belongs to another user, or
+            `check_secret` refuses what it holds.
+        OSError: the file cannot be read.
+    """
+    with open(path, "rb") as file:
+        info = os.fstat(file.fileno())
+        secret = file.read(_MOST_SECRET).strip()
+    if not stat.S_ISCHR(info.st_mode):  # of a terminal, what is typed counts
+        others = [
+            what
+            for what, bits in (("write", stat.S_IWGRP | stat.S_IWOTH), ("read", stat.S_IROTH))
+            if info.st_mode & bits
+        ]
+        if others:
+            raise HandshakeError(
+                f"Other users may {' and '.join(others)} the secret file {path} (mode {stat.S_IMODE(info.st_mode):04o}), "
+                f"so that what it holds is no secret. Write a new secret, and keep it to its owner: chmod 600 {path}."
+            )
+        if info.st_uid not in (os.geteuid(), 0):
+            raise HandshakeError(
+                f"The secret file {path} belongs to user {info.st_uid}; expected user {os.geteuid()}, who reads it, or "
+                "root. Give a file of your own."
+            )
+    if not secret:
+        raise HandshakeError(
+            f"{path} holds no secret; expected a file with one, such as `openssl rand -hex 32` prints, and the same on "
+            "all nodes."
+        )
+    return check_secret(secret)
 
 
 def check_library(ours: str, theirs: str, *, peer: str) -> None:
@@ -101,7 +144,7 @@ async def introduce(channel: Channel, secret: bytes, address: Address, *, peer: 
 
     Raises:
         HandshakeError: either side refuses; the message says why and names both.
-        ConnectionError: the connection is gone.
+        ConnectionError: the connection is gone, or the server takes no more of them now: worth another attempt.
     """
     nonce = secrets.token_bytes(NONCE)
     ours = _introduction(channel, address.carrier, nonce)
@@ -141,19 +184,28 @@ async def introduce(channel: Channel, secret: bytes, address: Address, *, peer: 
 
 
 async def _expect(channel: Channel, kind: Kind, most: int, peer: str) -> tuple[Kind, memoryview]:
-    header, small = await receive_small(channel, {kind: (most, 0), Kind.REFUSE: (2 + MAX_TEXT, 0)}, _WHEN)
+    text = (2 + MAX_TEXT, 0)
+    header, small = await receive_small(channel, {kind: (most, 0), Kind.REFUSE: text, Kind.BUSY: text}, _WHEN)
     if header.kind is Kind.REFUSE:
-        text = Fields(small, Kind.REFUSE.name).text("The text")
-        raise HandshakeError(f"{peer} refused the connection: {printable(text, MAX_TEXT)}")
+        why = Fields(small, Kind.REFUSE.name).text("The text")
+        raise HandshakeError(f"{peer} refused the connection: {printable(why, MAX_TEXT)}")
+    if header.kind is Kind.BUSY:
+        why = Fields(small, Kind.BUSY.name).text("The text")
+        raise ConnectionRefusedError(f"the server is busy: {printable(why, MAX_TEXT)}")
     return header.kind, small
 
 
-async def answer(channel: Channel, secret: bytes, carrier: str, limits: Limits) -> None:
+async def answer(
+    channel: Channel, secret: bytes, carrier: str, limits: Limits, admit: Callable[[], str] = lambda: ""
+) -> None:
     """The server's side; the caller has a deadline.
+
+    Args:
+        admit: called when the requester has proven itself. Returns why it cannot be served now, or "".
 
     Raises:
         HandshakeError: the requester was refused, and told so if it could be.
-        ConnectionError: the connection is gone.
+        ConnectionError: the connection is gone, or `admit` has not admitted it, and it was told so.
     """
     try:
         _, small = await receive_small(channel, {Kind.HELLO: (_INTRODUCTION, 0)}, _WHEN)
@@ -179,6 +231,10 @@ async def answer(channel: Channel, secret: bytes, carrier: str, limits: Limits) 
     except HandshakeError as error:
         why = error
     else:
+        busy = admit()
+        if busy:
+            await send(channel, Kind.BUSY, 0, pack_text(busy))
+            raise ConnectionRefusedError(busy)
         await send(channel, Kind.WELCOME, 0, _prove(secret, b"server", theirs, ours) + limits.pack())
         await channel.secured()
         return

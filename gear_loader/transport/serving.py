@@ -30,6 +30,7 @@ _START = 120.0  # seconds: a machine that compiles the loops for the first time 
 _STOP = 5.0  # seconds from asking it to end to killing it
 _LOOK = 1.0  # seconds between looks whether the parent is there
 _CLOSE = 0.5  # seconds to say goodbye to connections
+_ATTACH = 1.0  # seconds that being ready waits for tables; those that are locked meanwhile are attached later
 _MOST_SECRET = 1 << 16
 _SIZE = struct.Struct("<I")
 
@@ -117,11 +118,8 @@ async def _serve(
         )
         server.metadata["nixl"] = owner.metadata
     addresses = {name: await server.listen(name, host, port) for name, host, port in listens}
-    for name in tables:
-        with contextlib.suppress(OSError):
-            server.shelf.get(name)
-            continue
-        server.log.info("there is no table %r yet; it is looked for when it is asked for", name)
+    attaching = [asyncio.ensure_future(_attach(server, name)) for name in dict.fromkeys(tables)]
+    await asyncio.wait(attaching, timeout=_ATTACH)
     print(json.dumps({"addresses": addresses, "pid": os.getpid()}), flush=True)
     server.log.info("serving %s at %s", ", ".join(tables), ", ".join(addresses.values()))
     ancestor = os.getppid()
@@ -133,6 +131,14 @@ async def _serve(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # threads that wait for a table would keep it; what they began, others repair
+
+
+async def _attach(server: Server, name: str) -> None:
+    """Attach a table before it is asked for."""
+    try:
+        await server.waiters(name).run(lambda: server.shelf.get(name))
+    except OSError as error:
+        server.log.info("table %r is attached when it is asked for: %s", name, error)
 
 
 def _parent_is_gone(fd: int, over: asyncio.Event) -> None:

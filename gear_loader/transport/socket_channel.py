@@ -9,7 +9,8 @@ import socket
 from collections.abc import Awaitable, Callable
 
 from gear_loader.errors import TransportError
-from gear_loader.transport.channel import Address, Bytes, Carrier, Channel, Listener, as_bytes
+from gear_loader.transport.accepting import TcpListener, listening_sockets
+from gear_loader.transport.channel import Address, Bytes, Carrier, Channel, as_bytes
 
 __all__ = ["SocketCarrier", "SocketChannel"]
 
@@ -87,15 +88,15 @@ class SocketChannel(Channel):
             await self._others()
             return count
 
-    async def linger(self, seconds: float) -> None:
+    async def linger(self, seconds: float, most: float = float("inf")) -> None:
         # Closed with something unread, the other side's system would throw away what it has not read either.
         with contextlib.suppress(OSError, asyncio.TimeoutError):
             self._live().shutdown(socket.SHUT_WR)
-            await asyncio.wait_for(self._discard(), seconds)
+            await asyncio.wait_for(self._discard(most), seconds)
 
-    async def _discard(self) -> None:
-        while True:
-            await self._receive(self._ahead)
+    async def _discard(self, most: float) -> None:
+        while most > 0:
+            most -= await self._receive(self._ahead)
 
     async def close(self) -> None:
         connection, self._socket = self._socket, None
@@ -160,44 +161,6 @@ def _closed() -> ConnectionError:
     return ConnectionAbortedError(errno.ECONNABORTED, "The connection was closed on this side.")
 
 
-class SocketListener(Listener):
-    """Listening sockets, one for each address of the host."""
-
-    def __init__(self, sockets: list[socket.socket], serve: Callable[[Channel], Awaitable[None]]) -> None:
-        host, port = sockets[0].getsockname()[:2]
-        self.address = str(Address("socket", host, port))
-        self._sockets = sockets
-        self._serve = serve
-        self._tasks = [asyncio.ensure_future(self._accept(each)) for each in sockets]
-        self._served: set[asyncio.Future[None]] = set()
-
-    async def _accept(self, listening: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, _ = await loop.sock_accept(listening)
-            except OSError:  # too many open files, or a connection that is gone already: others may follow
-                await asyncio.sleep(0.05)
-                continue
-            try:
-                channel = SocketChannel(connection)
-            except OSError:
-                connection.close()
-                continue
-            task = asyncio.ensure_future(self._serve(channel))
-            self._served.add(task)
-            task.add_done_callback(self._served.discard)
-
-    async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        for task in self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-        for each in self._sockets:
-            each.close()
-
-
 class SocketCarrier(Carrier):
     """TCP."""
 
@@ -227,24 +190,15 @@ class SocketCarrier(Carrier):
                 raise
         raise last
 
-    async def listen(
-        self, host: str, port: int, serve: Callable[[Channel], Awaitable[None]]
-    ) -> SocketListener:
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        sockets: list[socket.socket] = []
-        try:
-            for kind, type_, protocol, _, place in found[:1] if port == 0 else found:
-                listening = socket.socket(kind, type_, protocol)
-                sockets.append(listening)
-                listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if kind == socket.AF_INET6:
-                    listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                listening.setblocking(False)
-                listening.bind(place)
-                listening.listen(128)
-        except BaseException:
-            for each in sockets:
-                each.close()
-            raise
-        return SocketListener(sockets, serve)
+    async def listen(self, host: str, port: int, serve: Callable[[Channel], Awaitable[None]]) -> TcpListener:
+        async def begin(connection: socket.socket) -> None:
+            try:
+                channel = SocketChannel(connection)
+            except OSError:  # it is gone already
+                connection.close()
+                return
+            await serve(channel)
+
+        sockets = await listening_sockets(host, port)
+        name, number = sockets[0].getsockname()[:2]
+        return TcpListener(sockets, str(Address(self.name, name, number)), begin)

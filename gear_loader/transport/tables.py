@@ -7,6 +7,7 @@ import copy
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -222,7 +223,9 @@ class Shelf:
         self._names = frozenset(tables)
         self._timeout = timeout
         self._held: dict[str, Held] = {}
-        self._guard = threading.Lock()
+        self._attempts: dict[str, Future[Held]] = {}  # to attach, under way
+        self._guard = threading.Lock()  # around both; nothing waits for a table while it has it
+        self._closed = False
         for name in tables:
             region_path(name)
 
@@ -235,19 +238,38 @@ class Shelf:
             )
 
     def get(self, name: str) -> Held:
-        """The table, attached.
+        """The table, attached. May wait for its lock; threads that ask for it meanwhile share that wait.
 
         Raises:
-            RegionError: it is not served, or there is none of that name.
+            RegionError: it is not served, or there is none of that name. LockTimeoutError: its lock could not be had.
         """
         self.check(name)
         with self._guard:
             held = self._held.get(name)
-            if held is None or not held.is_current:
-                self._held.pop(name, None)
-                held = None
-                held = self._held[name] = Held(name, self._timeout)
-            return held
+            if held is not None and held.is_current:
+                return held
+            self._held.pop(name, None)
+            held = None
+            attempt = self._attempts.get(name)
+            others = attempt is not None
+            if attempt is None:
+                attempt = self._attempts[name] = Future()
+        return attempt.result() if others else self._attach(name, attempt)
+
+    def _attach(self, name: str, attempt: Future[Held]) -> Held:
+        try:
+            held = Held(name, self._timeout)
+        except BaseException as error:
+            with self._guard:
+                del self._attempts[name]
+            attempt.set_exception(error)
+            raise
+        with self._guard:
+            del self._attempts[name]
+            if not self._closed:
+                self._held[name] = held
+        attempt.set_result(held)
+        return held
 
     def sweep(self) -> list[str]:
         """Let go of tables that have lost their names, or their memory would not be freed; those names."""
@@ -260,6 +282,7 @@ class Shelf:
     def close(self) -> None:
         """Let go of all."""
         with self._guard:
+            self._closed = True
             self._held.clear()
 
 
@@ -301,27 +324,33 @@ class Opened:
         self._masked = [names.index(piece.name) for piece in self.spec.pieces(1) if piece.kind == "mask"]
         return held
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether `held` need not attach the table, for which it may wait."""
+        return self._held is not None
+
     def release(self) -> None:
         """Let go of the table, if it has lost its name: asked again, it is attached anew."""
         if self._held is not None and not self._held.is_current:
             self._held = None
 
     def held(self) -> Held:
-        """The table.
+        """The table. Waits for its lock if it has to be attached; see `is_attached`.
 
         Raises:
             TransportError: it has been removed, or another one has its name by now. The next call attaches that.
         """
-        if self._held is None:
-            self._held = self._attach()
-        elif not self._held.is_current:
+        held = self._held
+        if held is None:
+            held = self._held = self._attach()
+        elif not held.is_current:
             self._held = None
             raise StaleIndexError(
                 f"Table {self.spec.table!r} has been removed since it was first asked for; slots and generations that "
                 "were drawn before mean nothing any more. Draw anew: the next request attaches to the table that has "
                 "the name by then."
             )
-        return self._held
+        return held
 
     def read(
         self, held: Held, slots: Array, anchors: Array, generations: Array, out: Array, *, at_once: bool

@@ -32,10 +32,11 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from gear_loader.errors import HandshakeError, TransportError
-from gear_loader.transport.channel import Address, Bytes, Carrier, Channel, Listener, family
+from gear_loader.transport.accepting import TcpListener, listening_sockets
+from gear_loader.transport.channel import Address, Bytes, Carrier, Channel, family
 from gear_loader.transport.ucx_library import Library, available, library_in_loop
 
-__all__ = ["UcxCarrier", "UcxChannel", "UcxListener"]
+__all__ = ["UcxCarrier", "UcxChannel"]
 
 _MAGIC = b"GEARUCX1"
 _SIZES = struct.Struct("<HI")
@@ -43,6 +44,8 @@ _NUMBER = struct.Struct("<Q")
 _MAX_LIBRARY = 64
 _MAX_ADDRESS = 1 << 16
 _UNSECURED_BYTES = 1 << 16  # largest message before `secured`: those of a handshake are smaller
+_STREAM_BYTES = 1 << 12  # after which a connection's stream is not read ahead
+_RECEIVE_BUFFER = 1 << 15  # bytes of an accepted stream that the system keeps: little is sent over it
 _LINGER = 0.5  # seconds that `close` gives the other side to receive what has been sent
 
 
@@ -199,16 +202,17 @@ class UcxChannel(Channel):
             with contextlib.suppress(Exception):  # it may have failed by itself
                 self._ucx.abort(endpoint)
 
-    async def linger(self, seconds: float) -> None:
+    async def linger(self, seconds: float, most: float = float("inf")) -> None:
         if self._watcher is not None:
             return  # `close` does it
         with contextlib.suppress(OSError, asyncio.TimeoutError):
             self._writer.write_eof()
-            await asyncio.wait_for(self._discard(), seconds)
+            await asyncio.wait_for(self._discard(most), seconds)
 
-    async def _discard(self) -> None:
-        while await self._reader.read(1 << 16):
-            pass
+    async def _discard(self, most: float) -> None:
+        while most > 0:
+            part = await self._reader.read(1 << 16)
+            most -= len(part) or most
 
     async def close(self) -> None:
         if self._closed:
@@ -231,17 +235,6 @@ class UcxChannel(Channel):
             self._writer.close()
             with contextlib.suppress(OSError, asyncio.TimeoutError):
                 await asyncio.wait_for(self._writer.wait_closed(), _LINGER)
-
-
-class UcxListener(Listener):
-    """Accepts connections; see `UcxCarrier.listen`."""
-
-    def __init__(self, server: asyncio.AbstractServer, address: str) -> None:
-        self._server = server
-        self.address = address
-
-    async def close(self) -> None:
-        self._server.close()
 
 
 class UcxCarrier(Carrier):
@@ -267,7 +260,7 @@ class UcxCarrier(Carrier):
                 "other. Install the same library on both: pip install '.[ucx]' (in a clone of Gear Loader) brings "
                 "ucxx."
             )
-        streams = await asyncio.open_connection(parts.host, parts.port)
+        streams = await asyncio.open_connection(parts.host, parts.port, limit=_STREAM_BYTES)
         try:
             _no_delay(streams[1])
             library = library_in_loop(
@@ -278,29 +271,36 @@ class UcxCarrier(Carrier):
             streams[1].close()
             raise
 
-    async def listen(self, host: str, port: int, serve: Callable[[Channel], Awaitable[None]]) -> UcxListener:
+    async def listen(self, host: str, port: int, serve: Callable[[Channel], Awaitable[None]]) -> TcpListener:
         """Accept connections.
 
         UCX's sockets are kept to the loopback device if all addresses of `host` are; otherwise UCX opens one on every
         device, or on those that UCX_NET_DEVICES names.
         """
 
-        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            _no_delay(writer)
-            channel = UcxChannel((reader, writer), library)
+        async def begin(connection: socket.socket) -> None:
+            connection.setblocking(False)
+            try:
+                streams = await asyncio.open_connection(sock=connection, limit=_STREAM_BYTES)
+                _no_delay(streams[1])
+            except OSError:  # it is gone already
+                connection.close()
+                return
+            channel = UcxChannel(streams, library)
             try:
                 await serve(channel)
             finally:
                 await channel.close()
 
-        server = await asyncio.start_server(accept, host, port)
+        sockets = await listening_sockets(host, port, receive_buffer=_RECEIVE_BUFFER)
         try:
-            names = [each.getsockname() for each in server.sockets]
+            names = [each.getsockname() for each in sockets]
             library = library_in_loop(self._kind, loopback=all(map(_is_loopback, names)))
         except BaseException:
-            server.close()
+            for each in sockets:
+                each.close()
             raise
-        return UcxListener(server, str(Address(self.name, names[0][0], names[0][1], self.library)))
+        return TcpListener(sockets, str(Address(self.name, names[0][0], names[0][1], self.library)), begin)
 
 
 def _bytes_of(part: Bytes) -> int:

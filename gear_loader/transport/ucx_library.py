@@ -27,10 +27,11 @@ from typing import Any
 
 from gear_loader.errors import TransportError
 
-__all__ = ["Library", "UcxPy", "Ucxx", "available", "library_in_loop", "speaking_softly"]
+__all__ = ["Library", "UcxPy", "Ucxx", "available", "library_in_loop", "speaking_softly", "ucx_options"]
 
 _environment = threading.RLock()
 _LOOKS = 100  # before a worker goes to sleep while something is expected
+_SOUND = (1, 22)  # the first UCX that closes an endpoint without a registration cache and does not crash
 
 
 class Library:
@@ -50,6 +51,11 @@ class Library:
     @classmethod
     def title(cls) -> str:
         """The library with its version; loads it."""
+        raise NotImplementedError
+
+    @classmethod
+    def ucx_version(cls) -> tuple[int, ...]:
+        """The version of UCX itself; loads it."""
         raise NotImplementedError
 
     def address(self) -> bytes:
@@ -81,6 +87,10 @@ class Ucxx(Library):
         with speaking_softly():
             return f"ucxx-{importlib.import_module('ucxx').__version__}"
 
+    @classmethod
+    def ucx_version(cls) -> tuple[int, ...]:
+        return tuple(importlib.import_module("ucxx").get_ucx_version())
+
     def __init__(self, *, loopback: bool) -> None:
         self.name = self.title()
         try:
@@ -88,7 +98,7 @@ class Ucxx(Library):
             self._array = importlib.import_module("ucxx._lib.arr").Array
             types = importlib.import_module("ucxx.types")
             self._tag, self._full = types.Tag, types.TagMaskFull
-            self._context = self._api.UCXContext(_options(loopback))
+            self._context = self._api.UCXContext(ucx_options(loopback, self.ucx_version()))
             self._worker = self._api.UCXWorker(
                 self._context, enable_delayed_submission=False, enable_python_future=False
             )
@@ -178,6 +188,10 @@ class UcxPy(Library):
         with speaking_softly():
             return f"ucx-py-{importlib.import_module('ucp').__version__}"
 
+    @classmethod
+    def ucx_version(cls) -> tuple[int, ...]:
+        return tuple(importlib.import_module("ucp").get_ucx_version())
+
     def __init__(self, *, loopback: bool) -> None:
         self.name = self.title()
         self._ucp = importlib.import_module("ucp")
@@ -185,7 +199,9 @@ class UcxPy(Library):
         if started is None or started[0] != os.getpid():
             try:
                 self._ucp.init(
-                    options=_options(loopback), env_takes_precedence=True, blocking_progress_mode=True
+                    options=ucx_options(loopback, self.ucx_version()),
+                    env_takes_precedence=False,  # `ucx_options` leaves out what the environment may decide
+                    blocking_progress_mode=True,
                 )
             except RuntimeError as error:
                 raise TransportError(
@@ -255,11 +271,18 @@ def speaking_softly(**more: str) -> Iterator[None]:
                 os.environ.pop(name, None)
 
 
-def _options(loopback: bool) -> dict[str, str]:
+def ucx_options(loopback: bool, version: tuple[int, ...]) -> dict[str, str]:
+    """What UCX of this version is to do. The user's environment comes first, but for what would end the process."""
     # Where UCX is to notice that the other side has died it leaves shared memory aside, unless told otherwise. Here the
     # connection's stream notices.
     options = {"POSIX_ERROR_HANDLING": "y", **({"NET_DEVICES": "lo"} if loopback else {})}
-    return {key: value for key, value in options.items() if f"UCX_{key}" not in os.environ}
+    found = {key: value for key, value in options.items() if f"UCX_{key}" not in os.environ}
+    if version < _SOUND:
+        # Started without a registration cache, such a UCX ends the process by SIGSEGV when an endpoint is closed while
+        # a large message to a peer that has stopped is under way (openucx/ucx#11467). By default it does start without
+        # one where its memory hooks do not work; so it refuses to start.
+        found["RCACHE_ENABLE"] = "y"
+    return found
 
 
 def available() -> type[Library]:
@@ -306,8 +329,20 @@ def library_in_loop(kind: type[Library], *, loopback: bool) -> Library:
         except (ImportError, TransportError):
             raise
         except Exception as error:
-            raise TransportError(
-                f"UCX cannot start: {error}. `gear-loader doctor` shows what it finds; UCX_TLS and UCX_NET_DEVICES "
-                "may name what is not there."
-            ) from error
+            raise TransportError(f"UCX cannot start: {error}. {_remedy(kind.ucx_version())}") from error
     return workers[loopback]
+
+
+def _remedy(version: tuple[int, ...]) -> str:
+    """What to do about a UCX that does not start."""
+    text = (
+        "`gear-loader doctor` shows what it finds; UCX_TLS and UCX_NET_DEVICES may name what is not there, and "
+        "transport='socket' does without UCX."
+    )
+    if version < _SOUND:
+        text += (
+            f" UCX {'.'.join(map(str, version))} is not started without its registration cache, because it could end "
+            "the process later; it has none if UCX_MEM_EVENTS or UCX_MEM_MMAP_HOOK_MODE turn its memory hooks off "
+            f"(unset them), or if another library's hooks are in the way. UCX {'.'.join(map(str, _SOUND))} needs no cache."
+        )
+    return text

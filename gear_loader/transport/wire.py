@@ -33,6 +33,7 @@ itself over the channel. All integers are little-endian::
     DESCRIBED          bulk: bytes
     ERROR              small: `CODES` u16, text; the connection stays
     BYE                the requester closes
+    BUSY               small: text; the server takes no more connections now, and closes   server
 
 HELLO, CHALLENGE, PROOF, WELCOME come first, in this order. Then the requester may send any number of requests without
 waiting; answers need not come in order. No pickle, and no size that is not checked before memory is taken for it.
@@ -117,6 +118,7 @@ class Kind(enum.IntEnum):
     DESCRIBED = 13
     ERROR = 14
     BYE = 15
+    BUSY = 16
 
 
 _KINDS = {int(kind): kind for kind in Kind}
@@ -131,7 +133,8 @@ class Limits:
         reply_bytes: bytes of a reply. Two buffers of this size are the most that a connection takes.
         store_bytes: bytes of the trajectories of one request to store them.
         specs: what a connection may have opened at a time.
-        connections: at a time.
+        connections: that have proven themselves, at a time; one more is told that the server is busy.
+        unproven: connections that have not, at a time: for one more the oldest of them is closed.
         handshake: seconds until a connection must have proven itself.
         patience: seconds until a message that has begun must have come, and an answer must have been taken.
     """
@@ -141,6 +144,7 @@ class Limits:
     store_bytes: int = 1 << 28
     specs: int = 64
     connections: int = 256
+    unproven: int = 256
     handshake: float = 5.0
     patience: float = 60.0
 

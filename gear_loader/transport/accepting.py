@@ -1,0 +1,92 @@
+"""Listening TCP sockets, and the loop that accepts their connections."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Awaitable, Callable
+
+from gear_loader.transport.channel import Listener
+
+__all__ = ["TcpListener", "listening_sockets"]
+
+_BACKLOG = 1024  # connections that the system keeps until they are accepted
+
+
+async def listening_sockets(host: str, port: int, *, receive_buffer: int | None = None) -> list[socket.socket]:
+    """Sockets that listen on the addresses of a host: on all of them, or on the first one if the port is 0.
+
+    Args:
+        receive_buffer: bytes that the system keeps of a connection until they are read; by default what it chooses.
+
+    Raises:
+        OSError: it cannot listen there.
+    """
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    sockets: list[socket.socket] = []
+    try:
+        for kind, type_, protocol, _, place in found[:1] if port == 0 else found:
+            listening = socket.socket(kind, type_, protocol)
+            sockets.append(listening)
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if receive_buffer is not None:  # the accepted sockets inherit it
+                listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+            if kind == socket.AF_INET6:
+                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listening.setblocking(False)
+            listening.bind(place)
+            listening.listen(_BACKLOG)
+    except BaseException:
+        for each in sockets:
+            each.close()
+        raise
+    return sockets
+
+
+class TcpListener(Listener):
+    """Accepts the connections of listening sockets.
+
+    Between two connections everything else in the event loop has its turn: however many connections come, those that
+    were accepted before go on with their handshakes.
+
+    Args:
+        sockets: as of `listening_sockets`; they are closed with the listener.
+        address: as `Carrier.connect` takes it.
+        serve: called with each accepted socket, in a task of its own; closes it and raises nothing.
+    """
+
+    def __init__(
+        self,
+        sockets: list[socket.socket],
+        address: str,
+        serve: Callable[[socket.socket], Awaitable[None]],
+    ) -> None:
+        self.address = address
+        self._sockets = sockets
+        self._serve = serve
+        self._tasks = [asyncio.ensure_future(self._accept(each)) for each in sockets]
+        self._served: set[asyncio.Future[None]] = set()
+
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listening)
+            except OSError:  # too many open files, or a connection that is gone already: others may follow
+                await asyncio.sleep(0.05)
+                continue
+            task = asyncio.ensure_future(self._serve(connection))
+            self._served.add(task)
+            task.add_done_callback(self._served.discard)
+            await asyncio.sleep(0)  # while connections are waiting, `sock_accept` returns at once
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        for each in self._sockets:
+            each.close()
