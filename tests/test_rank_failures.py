@@ -18,6 +18,7 @@ from test_global_selection import COUNTS, shards_of
 
 import gear_loader as gear
 from gear_loader.distributed import Shards
+from gear_loader.distributed.collector import ShardCollector
 from gear_loader.distributed.exchange import Exchange
 
 TIMEOUT = 3.0
@@ -179,6 +180,67 @@ def test_a_rank_that_is_killed_at_any_moment_is_named(tmp_path: Path) -> None:
         for message, seconds in answers[:3]:
             assert message.startswith("RankError: Rank 3 "), (delay, message)
             assert seconds < 8.0 + SLACK, (delay, message)
+
+
+# ---------------------------------------------------------------- ranks that leave
+
+
+def breaking_rank(rank: int, world: int, then: str) -> str:
+    """Rank 1 leaves its loop alone."""
+    with shards_of(rank, COUNTS, timeout=6.0) as shards:
+        data = gear.ReplayDataset(
+            shards, batch_size=8, windows=gear.Window(2), batches_per_epoch=9, prefetch=0
+        )
+        try:
+            for number, _ in enumerate(data):
+                if rank == 1 and number == 3:
+                    break
+            if rank == 1 and then == "epoch":
+                next(iter(data))
+            elif rank == 1:
+                time.sleep(20)
+        except gear.errors.RankError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("then", ["sleeps", "epoch"])
+def test_a_rank_that_leaves_its_loop_alone_is_named(then: str) -> None:
+    first, other, third = run_ranks(3, breaking_rank, then)
+    for message in (first, third):
+        assert message.startswith("Rank 1 did not send its part of a batch: was waited for"), message
+        assert "has not asked for as many batches" in message
+    assert other.startswith("" if then == "sleeps" else "Rank 1 (this one) did not send "), other
+
+
+def leaving_rank(rank: int, world: int, parent: int) -> list[float]:
+    """Rank 0 is through first, and ends; the others still read rows of its node."""
+    table = filled(f"gear-leaving-{parent}-{rank}", rank, COUNTS)
+    shards = Shards(table, node=f"node-{rank}", transport="socket", timeout=30)
+    data = gear.ReplayDataset(shards, batch_size=16, windows=gear.Window(2), batches_per_epoch=4, prefetch=0)
+    if rank:  # the last batch, and closing, come late
+        collect = ShardCollector.collect_rows
+
+        def late(self: Any, *args: Any) -> Any:
+            time.sleep(1.0)
+            return collect(self, *args)
+
+        ShardCollector.collect_rows = late  # type: ignore[method-assign]
+    rows = sum(len(batch["index"]) for batch in data)
+    ended = time.time()
+    time.sleep(2.0 * rank)
+    closing = time.time()
+    shards.close()
+    table.unlink()
+    return [rows, ended, closing, time.time(), data.num_lost]
+
+
+@pytest.mark.slow
+def test_the_first_to_leave_waits_for_the_others() -> None:
+    answers = run_ranks(2, leaving_rank, os.getpid())
+    assert [(answer[0], answer[4]) for answer in answers] == [(64, 0)] * 2
+    assert all(closed >= answers[1][2] - 0.5 for _, _, _, closed, _ in answers)
 
 
 # ---------------------------------------------------------------- ranks that differ

@@ -29,6 +29,7 @@ __all__ = ["Exchange", "Solo"]
 _HEAD = struct.Struct("<qi244s")  # number of the exchange; whether the sender has failed; why
 _OK, _FAILED = 0, 1
 _SLICE = 0.5  # seconds between two looks at the other ranks while a collective runs
+_BATCH, _CALL = "batch", "call"  # kinds of calls: collectives, and waiting in the store before the rare ones
 _MADE: dict[tuple[int, ...], int] = {}  # exchanges of these ranks so far
 _logger = logging.getLogger("gear_loader")
 
@@ -118,6 +119,9 @@ class Exchange(Solo):
         ranks: of the default process group; all of them make the exchange, with the same list.
         timeout: seconds that each call waits for the others, and that the exchange may take to be made.
 
+    Attributes:
+        position: how many calls this rank has begun, and the kind of the last one.
+
     Raises:
         RankError: a rank did not come, or died; it is named.
     """
@@ -128,7 +132,7 @@ class Exchange(Solo):
         self.size = len(self.ranks)
         self.rank = self.ranks.index(dist.get_rank())
         self._number = 0
-        self._entered = 0
+        self.position = (0, _CALL)
         self._broken: RankError | None = None
         self._group: Any = None
         turn = _MADE[tuple(self.ranks)] = _MADE.get(tuple(self.ranks), 0) + 1
@@ -239,6 +243,7 @@ class Exchange(Solo):
 
     def share_array(self, values: Array) -> list[Array]:
         """See `Solo.share_array`."""
+        self._line_up("what it has")
         mine = np.ascontiguousarray(values)
         count = torch.tensor([mine.nbytes])
         counts = [torch.zeros_like(count) for _ in self.ranks]
@@ -260,6 +265,7 @@ class Exchange(Solo):
 
     def compare(self, what: str, options: Mapping[str, Any]) -> None:
         """See `Solo.compare`."""
+        self._line_up("its options")
         text = json.dumps(options, sort_keys=True)
         mine = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
         digests = [torch.empty_like(mine) for _ in self.ranks]
@@ -315,11 +321,7 @@ class Exchange(Solo):
             what: it brings, for errors.
             start: starts it, and returns torch's `Work`.
         """
-        if self._broken is not None:
-            raise self._broken
-        self._entered += 1
-        if self._liveness is not None:
-            self._liveness.positions[self._prefix] = self._entered
+        self._enter(_BATCH)
         search = Search(self, f"did not send {what}", time.monotonic())
         try:
             work = start()
@@ -329,6 +331,33 @@ class Exchange(Solo):
             raise
         except RuntimeError as error:
             raise search.after(error) from error
+
+    def _enter(self, kind: str) -> None:
+        """Begin a call; heartbeats tell that this rank is there."""
+        if self._broken is not None:
+            raise self._broken
+        self.position = (self.position[0] + 1, kind)
+        if self._liveness is not None:
+            self._liveness.positions[self._prefix] = self.position
+
+    def _line_up(self, what: str) -> None:
+        """Wait in the store until all ranks have come to this call, which is not one of those for each batch.
+
+        Ranks that have left their loops at different places are found out so: in gloo messages of different sizes would
+        meet, which ends the process.
+        """
+        self._enter(_CALL)
+        if self._liveness is None:
+            return
+        search = Search(self, f"did not send {what}", time.monotonic())
+        call = f"call/{self.position[0]}"
+        with search.blaming():
+            self._count(call)
+            turn = 0
+            while self._liveness.read(f"{self._prefix}/{call}/all") is None:
+                search.look()
+                pause(turn)
+                turn += 1
 
     def give_up(self, error: RankError) -> RankError:
         """Fail with this error from now on."""
@@ -346,11 +375,6 @@ class Exchange(Solo):
     def key(self) -> str:
         """Under which heartbeats tell this exchange's position."""
         return self._prefix
-
-    @property
-    def position(self) -> int:
-        """Collectives that this rank has entered."""
-        return self._entered
 
     @property
     def liveness(self) -> Liveness | None:

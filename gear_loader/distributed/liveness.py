@@ -29,11 +29,11 @@ class Beat:
 
     Attributes:
         count: beats so far.
-        positions: exchange -> collectives of it that the rank has entered.
+        positions: exchange -> how many calls of it the rank has begun, and the kind of the last one.
     """
 
     count: int
-    positions: dict[str, int]
+    positions: dict[str, Any]
 
 
 class Liveness:
@@ -50,7 +50,7 @@ class Liveness:
 
     Attributes:
         store: a connection of its own to the same store.
-        positions: exchange -> collectives of it that this rank has entered: told with the heartbeats.
+        positions: exchange -> `Exchange.position` of this rank: told with the heartbeats.
         failed: whether an exchange of this process has given up: then nothing is waited for at the end.
     """
 
@@ -62,7 +62,7 @@ class Liveness:
         # A connection of its own: calls of the other one may block for as long as they like.
         self.store = store.clone() if hasattr(store, "clone") else store
         self.rank = rank
-        self.positions: dict[str, int] = {}
+        self.positions: dict[str, Any] = {}
         self.failed = False
         self._node = this_node()
         self._processes: dict[int, tuple[int, int]] = {}  # of this node

@@ -39,7 +39,8 @@ class Search:
         self._what = what
         self._began = began
         self._looked = self._listened = 0.0
-        self._others = [rank for rank in exchange.ranks if rank != exchange.ranks[exchange.rank]]
+        self._mine = exchange.ranks[exchange.rank]
+        self._others = [rank for rank in exchange.ranks if rank != self._mine]
         self._ended_at: float | None = None
         self._beats: dict[
             int, tuple[Beat, float]
@@ -86,16 +87,8 @@ class Search:
     def _heed_failure(self) -> None:
         """Raise what another rank has found out."""
         told = self._exchange.failure()
-        if told is None:
-            return
-        mine = self._exchange.ranks[self._exchange.rank]
-        if mine in told["ranks"]:
-            raise self._exchange.give_up(
-                RankError(
-                    f"This rank ({mine}) was given up by the others: it {self._what}, it {told['why']}. {_ADVICE}"
-                )
-            )
-        raise self._exchange.give_up(self._error(told["ranks"], told["why"]))
+        if told is not None:
+            raise self._exchange.give_up(self._error(told["ranks"], told["why"]))
 
     def _listen(self, liveness: Liveness) -> None:
         now = self._listened = time.monotonic()
@@ -176,12 +169,19 @@ class Search:
         return "; torch.distributed's store, which rank 0 usually holds, does not answer either"
 
     def _behind(self) -> list[int]:
-        """Ranks that have not come as far as this one."""
-        key, position = self._exchange.key, self._exchange.position
-        if position == 0:
+        """Ranks that have not come as far as this one, or to another call: of two groups the smaller."""
+        key, (number, kind) = self._exchange.key, self._exchange.position
+        if number == 0:
             with contextlib.suppress(Exception):
                 return [rank for rank in self._exchange.missing("joined") if rank in self._others]
-        return [rank for rank, (beat, _) in self._beats.items() if beat.positions.get(key, 0) < position]
+            return []
+        positions = {rank: beat.positions.get(key, [0, ""]) for rank, (beat, _) in self._beats.items()}
+        behind = [rank for rank, (count, _) in positions.items() if count < number]
+        elsewhere = [rank for rank, position in positions.items() if position == [number, _other(kind)]]
+        if behind or 2 * len(elsewhere) <= self._exchange.size:
+            return behind or elsewhere
+        alike = [rank for rank, position in positions.items() if position == [number, kind]]
+        return sorted([*alike, self._mine])
 
     def _failed(self, ranks: list[int], why: str) -> RankError:
         """The error for these ranks, which the other ranks get too."""
@@ -191,5 +191,12 @@ class Search:
         return self._exchange.give_up(self._error(ranks, why))
 
     def _error(self, ranks: list[Any], why: str) -> RankError:
+        if self._mine in ranks:
+            why = f"as the others say, {why}"
         who = self._exchange.names(ranks) if ranks else "A rank, which could not be found out,"
-        return RankError(f"{who} {self._what}: {why}. {_ADVICE}")
+        this = " (this one)" if ranks == [self._mine] else ""
+        return RankError(f"{who}{this} {self._what}: {why}. {_ADVICE}")
+
+
+def _other(kind: str) -> str:
+    return {"batch": "call", "call": "batch"}[kind]
