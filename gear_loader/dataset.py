@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 import os
 import queue
@@ -22,7 +23,7 @@ from gear_loader.distributed.exchange import Solo
 from gear_loader.distributed.global_selection import GlobalSelection
 from gear_loader.distributed.local_selection import LocalPrioritySelection, gathered, meet, own_part
 from gear_loader.distributed.shards import Shards
-from gear_loader.errors import GearError, PrivateTableError, SchemaError
+from gear_loader.errors import GearError, PrivateTableError, RankError, SchemaError
 from gear_loader.notice import notice
 from gear_loader.options import at_least, check_device, check_windows, device_of, integer, windows_of
 from gear_loader.prefetch import Pool, Prefetcher
@@ -35,6 +36,8 @@ from gear_loader.slots import Array
 from gear_loader.table import Table
 
 __all__ = ["ReplayDataset"]
+
+_logger = logging.getLogger("gear_loader")
 
 _MAX_WORKERS = 1024
 _EPOCH, _BEFORE, _ROUND, _KEY, _ROUND_EPOCH, _ROUND_BEFORE, _JOINED = range(7)  # places in `_shared`
@@ -124,6 +127,10 @@ class ReplayDataset(IterableDataset[Batch]):
     **Order:** batch number and seed decide every draw, so `prefetch` and `num_workers` do not change the order.
     Rank r of w ranks gets the batches number r, r + w, r + 2 w, ...
 
+    Over `Shards` a batch has rows for every rank: if the last batch of a pass has fewer rows than there are ranks, some
+    of its rows come on several of them (`drop_last` leaves that batch out), and an epoch ends when all ranks have
+    collected their last batch. All ranks give the same options.
+
     Workers and ranks look at the table each for itself when they start an epoch. If it is written at that moment, they
     may find different trajectories: then an epoch without replacement is not exact, and its length may differ between
     ranks. `batches_per_epoch` makes it the same.
@@ -145,7 +152,7 @@ class ReplayDataset(IterableDataset[Batch]):
         keep: see above; at least 1.
         batches_per_epoch: length of an epoch on each rank; by default one pass's worth, ceil(items / batch_size)
             over all ranks. ``math.inf`` never ends.
-        drop_last: without replacement: leave out a last batch that is not full.
+        drop_last: without replacement: leave out a last batch that is not full (over `Shards`: on all ranks).
         subset: a function of the sequence numbers (int64 [n], the order of addition to the table that stored them
             first) to a boolean array: which trajectories belong to this dataset. `ReplayDataModule` splits train and
             validation so.
@@ -282,7 +289,29 @@ class ReplayDataset(IterableDataset[Batch]):
                 "rank, world_size or sample_info was given with Shards, which know their ranks, and do not tell "
                 "sample_info. Leave them out."
             )
-        return self.shards.new_exchange()
+        exchange = self.shards.new_exchange()
+        try:
+            exchange.compare("ReplayDatasets", self._options(self.shards))
+        except BaseException:
+            exchange.close()
+            raise
+        return exchange
+
+    def _options(self, shards: Shards) -> dict[str, Any]:
+        """What all ranks have to agree on; windows within a pipeline stage."""
+        subset = self.subset
+        return {
+            **self._config(),
+            "batch_size": self.batch_size,
+            "batches_per_epoch": self.batches_per_epoch,
+            "prefetch": self.prefetch,
+            "keep": self.keep,
+            "scope": self.scope,
+            "subset": None if subset is None else getattr(subset, "__qualname__", type(subset).__qualname__),
+            f"windows of pipeline stage {shards.place.stage}": {
+                name: repr(window) for name, window in self.windows.items()
+            },
+        }
 
     @property
     def _everywhere(self) -> bool:
@@ -387,6 +416,16 @@ class ReplayDataset(IterableDataset[Batch]):
                 rows = min(size, self.selector.num_items(view) - first)
                 yield Draw(seed, epoch, batch, first, rows, turn, past + number), view
             number += every
+        if self._exchange is not None and self._everywhere:
+            self._end_together(self._exchange)
+
+    @staticmethod
+    def _end_together(exchange: Solo) -> None:
+        """Wait until all ranks have collected their last batch: none leaves before, and takes its rows along."""
+        try:
+            exchange.barrier()
+        except RankError as error:  # all batches of this rank have been drawn: they are right
+            _logger.warning("The epoch has ended here, but not on all ranks: %s", error)
 
     def _draw_seed(self) -> int:
         """Shards that are drawn from each for itself have different random numbers."""
@@ -608,9 +647,10 @@ class ReplayDataset(IterableDataset[Batch]):
         The newest trajectories of the fullest shards are copied to the emptiest, as far as there is room, and removed
         from where they were when they are there: in a pipeline in all stages. They keep their ids, their priorities
         and what `update_priority` has taught of them; new priorities for batches from before follow them. Trajectories
-        that share steps with others stay. Whoever is killed meanwhile leaves a trajectory in two shards at worst, and
-        the next call removes one of them. To a table's own policy, such as eviction of the oldest, those that came are
-        new. A pass without replacement that is under way draws others in place of those that moved.
+        that share steps with others stay. A rank that is killed meanwhile leaves a trajectory in two shards at worst;
+        the next call, or the next dataset that is made over these tables, before it draws, removes one of them (the
+        logger `gear_loader` tells how many). To a table's own policy, such as eviction of the oldest, those that came
+        are new. A pass without replacement that is under way draws others in place of those that moved.
 
         Args:
             by: what is to be equal: ``"steps"``, or ``"mass"``: what is drawn from, the sum of priorities (or how many
@@ -621,7 +661,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
         Returns:
             "moved": how many trajectories; "steps", "bytes": of them; "before", "after": float64 [S], the shards'
-            steps or masses; "leftovers": copies that were removed because somebody had been killed. The same on every
+            steps or masses; "leftovers": removed copies that an interrupted call had left. The same on every
             rank.
 
         Raises:

@@ -66,7 +66,7 @@ def draw_all(shards: Shards, world: int, prefetch: int) -> dict[str, list[dict[s
 def shards_of(rank: int, counts: list[int], **options: Any) -> Shards:
     table = filled(f"gear-test-{os.getppid()}-{rank}", rank, counts)
     try:
-        return Shards(table, timeout=30, **options)
+        return Shards(table, **({"timeout": 30} | options))
     finally:
         table.unlink()  # whoever has attached goes on
 

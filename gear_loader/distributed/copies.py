@@ -12,9 +12,16 @@ from gear_loader.ids import LARGEST_ORIGIN
 from gear_loader.slots import Array
 from gear_loader.table import Table
 
-__all__ = ["Leftovers", "remove_ids"]
+__all__ = ["Leftovers", "brought_ids", "remove_ids"]
 
 SlotsOf = Callable[[int, Array], Array]
+
+
+def brought_ids(table: Table) -> Array:
+    """Ids, int64 [n], of the trajectories of a table that it did not number itself: they came from another shard."""
+    view = table.snapshot()
+    ids: Array = table.ids(view.slots)[table._live().ident[view.slots] >= 0]
+    return ids
 
 
 def remove_ids(table: Table, slots_of: SlotsOf, shard: int, ids: Array) -> int:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import json
+import logging
 import struct
+import threading
 import time
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from gear_loader.distributed.liveness import Liveness, pause
+from gear_loader.distributed.search import Search
+from gear_loader.distributed.topology import check_alike
 from gear_loader.errors import RankError
 from gear_loader.slots import Array
 
@@ -21,7 +28,10 @@ __all__ = ["Exchange", "Solo"]
 
 _HEAD = struct.Struct("<qi244s")  # number of the exchange; whether the sender has failed; why
 _OK, _FAILED = 0, 1
-_GRACE = 5.0  # seconds in which ranks that see a failure tell each other that they are there
+_SLICE = 0.5  # seconds between two looks at the other ranks while a collective runs
+_BATCH, _CALL = "batch", "call"  # kinds of calls: collectives, and waiting in the store before the rare ones
+_MADE: dict[tuple[int, ...], int] = {}  # exchanges of these ranks so far
+_logger = logging.getLogger("gear_loader")
 
 
 class Solo:
@@ -65,6 +75,24 @@ class Solo:
     def barrier(self) -> None:
         """Wait for all ranks."""
 
+    def compare(self, what: str, options: Mapping[str, Any]) -> None:
+        """Check that all ranks have the same options.
+
+        Args:
+            what: has them, for errors.
+            options: by name, as JSON holds them. An option may be there on some ranks alone.
+
+        Raises:
+            SchemaError: on all ranks: they differ; the message names the options, the ranks and their values.
+        """
+
+    def part(self, *, wait: bool) -> None:
+        """Say that this rank needs the others no longer.
+
+        Args:
+            wait: for the others to say so too: until the deadline, and not for those that have died.
+        """
+
     def put(self, key: str, value: str) -> None:
         """Leave a note that any rank may look up at any time."""
         _NOTES[key] = value
@@ -84,11 +112,18 @@ class Exchange(Solo):
     """The exchange of the ranks of a process group, over one of its own, so that it does not mix with training's.
 
     Every rank makes it and calls its methods in the same order. Messages lie in host memory, so the group's backend is
-    gloo, whatever the job trains with.
+    gloo, whatever the job trains with. While a call waits, it looks every half second whether a rank has died, or has
+    been found missing by another rank; so the error comes early, and is the same on all ranks.
 
     Args:
         ranks: of the default process group; all of them make the exchange, with the same list.
-        timeout: seconds that each call waits for the others.
+        timeout: seconds that each call waits for the others, and that the exchange may take to be made.
+
+    Attributes:
+        position: how many calls this rank has begun, and the kind of the last one.
+
+    Raises:
+        RankError: a rank did not come, or died; it is named.
     """
 
     def __init__(self, ranks: Sequence[int], *, timeout: float) -> None:
@@ -97,15 +132,74 @@ class Exchange(Solo):
         self.size = len(self.ranks)
         self.rank = self.ranks.index(dist.get_rank())
         self._number = 0
+        self.position = (0, _CALL)
         self._broken: RankError | None = None
-        self._group: Any = dist.new_group(
-            self.ranks,
-            backend="gloo",
-            timeout=datetime.timedelta(seconds=timeout),
-            use_local_synchronization=self.size < dist.get_world_size(),
-        )
-        self._store: Any = _store()
-        self._prefix = f"gear_loader/{getattr(self._group, 'group_name', '0')}"
+        self._group: Any = None
+        turn = _MADE[tuple(self.ranks)] = _MADE.get(tuple(self.ranks), 0) + 1
+        self._prefix = f"gear_loader/exchange/{zlib.crc32(repr(self.ranks).encode()):08x}/{turn}"
+        began = time.monotonic()
+        self._liveness = Liveness.of_job()
+        self._join(began)
+        self._group = self._new_group(began)
+
+    # ---------------------------------------------------------------- being made
+
+    def _join(self, began: float) -> None:
+        """Wait in the store until all ranks are here: which ones are missing is known there, and in gloo it is not."""
+        if self._liveness is None:
+            return
+        search = Search(self, "did not join the others", began)
+        with search.blaming():
+            self._count("joined")
+            turn = 0
+            while self._liveness.read(f"{self._prefix}/joined/all") is None:
+                search.look()
+                pause(turn)
+                turn += 1
+            self._liveness.learn()
+
+    def _count(self, what: str) -> None:
+        """Leave a note that this rank is here; the last one notes that all are."""
+        assert self._liveness is not None
+        self._liveness.write(f"{self._prefix}/{what}/{self.rank}", "1")
+        if self._liveness.count(f"{self._prefix}/{what}") == self.size:
+            self._liveness.write(f"{self._prefix}/{what}/all", "1")
+
+    def missing(self, what: str) -> list[int]:
+        """Ranks, of the default group, that have not left such a note."""
+        assert self._liveness is not None
+        keys = [f"{self._prefix}/{what}/{rank}" for rank in range(self.size)]
+        return [rank for rank, key in zip(self.ranks, keys, strict=True) if self._liveness.read(key) is None]
+
+    def _new_group(self, began: float) -> Any:
+        """The process group, made in a thread of its own: what torch and gloo wait for has deadlines of their own."""
+        made: list[Any] = []
+
+        def make() -> None:
+            try:
+                made.append(
+                    dist.new_group(
+                        self.ranks,
+                        backend="gloo",
+                        timeout=datetime.timedelta(seconds=2 * self.timeout + 10),  # ours comes first
+                        use_local_synchronization=self.size < dist.get_world_size(),
+                    )
+                )
+            except Exception as error:
+                made.append(error)
+
+        thread = threading.Thread(target=make, name="gear-loader-rendezvous", daemon=True)
+        thread.start()
+        search = Search(self, "did not join the others", began)
+        while not made:
+            thread.join(_SLICE)
+            if not made:
+                search.look()
+        if isinstance(made[0], Exception):
+            raise search.after(made[0])
+        return made[0]
+
+    # ---------------------------------------------------------------- calls
 
     def swap(
         self, parts: Sequence[Array], sizes: Sequence[int], failure: BaseException | None = None
@@ -119,7 +213,7 @@ class Exchange(Solo):
         received = torch.empty(sum(ins), dtype=torch.uint8, device="cpu")
         self._call(
             "its part of a batch",
-            lambda: dist.all_to_all_single(received, sent, ins, outs, group=self._group),
+            lambda: dist.all_to_all_single(received, sent, ins, outs, group=self._group, async_op=True),
         )
         if failure is not None:
             raise failure
@@ -149,15 +243,18 @@ class Exchange(Solo):
 
     def share_array(self, values: Array) -> list[Array]:
         """See `Solo.share_array`."""
+        self._line_up("what it has")
         mine = np.ascontiguousarray(values)
         count = torch.tensor([mine.nbytes], device="cpu")
         counts = [torch.zeros_like(count) for _ in self.ranks]
-        self._call("how much it has", lambda: dist.all_gather(counts, count, group=self._group))
+        self._call(
+            "how much it has", lambda: dist.all_gather(counts, count, group=self._group, async_op=True)
+        )
         most = max(int(c) for c in counts)
         padded = torch.zeros(max(most, 1), dtype=torch.uint8, device="cpu")
         padded.numpy()[: mine.nbytes] = mine.reshape(-1).view(np.uint8)
         parts = [torch.empty_like(padded) for _ in self.ranks]
-        self._call("what it has", lambda: dist.all_gather(parts, padded, group=self._group))
+        self._call("what it has", lambda: dist.all_gather(parts, padded, group=self._group, async_op=True))
         return [
             part.numpy()[: int(count)].view(mine.dtype) for part, count in zip(parts, counts, strict=True)
         ]
@@ -166,64 +263,132 @@ class Exchange(Solo):
         """See `Solo.barrier`."""
         self.share({})
 
+    def compare(self, what: str, options: Mapping[str, Any]) -> None:
+        """See `Solo.compare`."""
+        self._line_up("its options")
+        text = json.dumps(options, sort_keys=True)
+        mine = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
+        digests = [torch.empty_like(mine) for _ in self.ranks]
+        self._call("its options", lambda: dist.all_gather(digests, mine, group=self._group, async_op=True))
+        if all(torch.equal(digest, mine) for digest in digests):
+            return
+        check_alike(what, self.share(options), self.ranks)
+
+    def part(self, *, wait: bool) -> None:
+        """See `Solo.part`."""
+        if self._liveness is None or self._broken is not None or self._liveness.failed:
+            return
+        with contextlib.suppress(Exception):  # the store may have gone with the rank that held it
+            self._count("parted")
+            began, turn = time.monotonic(), 0
+            while wait and self._liveness.read(f"{self._prefix}/parted/all") is None:
+                if turn % 16 == 15:
+                    missing = self.missing("parted")
+                    if len(self._liveness.ended(missing)) == len(missing):
+                        return
+                    if self.failure() is not None:
+                        return
+                    if time.monotonic() - began > self.timeout:
+                        _logger.warning(
+                            "%s did not close the Shards within %g s after this rank; it is waited for no longer.",
+                            self.names(missing),
+                            self.timeout,
+                        )
+                        return
+                pause(turn)
+                turn += 1
+
     # ---------------------------------------------------------------- notes
 
     def put(self, key: str, value: str) -> None:
         """See `Solo.put`."""
-        if self._store is not None:
-            self._store.set(f"{self._prefix}/{key}", value)
+        if self._liveness is not None:
+            self._liveness.write(f"{self._prefix}/{key}", value)
 
     def get(self, key: str) -> str | None:
-        """See `Solo.get`."""
-        name = f"{self._prefix}/{key}"
-        if self._store is None or not self._store.check([name]):
-            return None
-        value: str = self._store.get(name).decode()
-        return value
+        """See `Solo.get`; None also if the store does not answer."""
+        if self._liveness is not None:
+            with contextlib.suppress(Exception):
+                return self._liveness.read(f"{self._prefix}/{key}")
+        return None
 
     # ---------------------------------------------------------------- failures
 
-    def _call(self, what: str, call: Any) -> None:
+    def _call(self, what: str, start: Callable[[], Any]) -> None:
+        """Run a collective, until the deadline or until it is known that it will not end.
+
+        Args:
+            what: it brings, for errors.
+            start: starts it, and returns torch's `Work`.
+        """
+        self._enter(_BATCH)
+        search = Search(self, f"did not send {what}", time.monotonic())
+        try:
+            work = start()
+            while not _done(work):
+                search.look()
+        except RankError:
+            raise
+        except RuntimeError as error:
+            raise search.after(error) from error
+
+    def _enter(self, kind: str) -> None:
+        """Begin a call; heartbeats tell that this rank is there."""
         if self._broken is not None:
             raise self._broken
-        began = time.monotonic()
-        try:
-            call()
-        except RuntimeError as error:
-            self._broken = self._blame(what, error, time.monotonic() - began)
-            raise self._broken from error
+        self.position = (self.position[0] + 1, kind)
+        if self._liveness is not None:
+            self._liveness.positions[self._prefix] = self.position
 
-    def _blame(self, what: str, error: RuntimeError, waited: float) -> RankError:
-        """The error for a collective that has failed. Ranks that see it say so: the others are to blame."""
-        silent: list[int] | None = None
-        with contextlib.suppress(Exception):  # the store may be gone with the rank that holds it
-            self.put(f"here/{self.rank}", str(self._number))
-            end = time.monotonic() + min(_GRACE, self.timeout)
-            while True:
-                silent = [r for r in range(self.size) if self.get(f"here/{r}") is None]
-                if not silent or time.monotonic() > end:
-                    break
-                time.sleep(0.02)
-        if silent is None:
-            who = "The rank that holds torch.distributed's store (usually rank 0) does not answer either: it"
-        elif silent:
-            who = self._names(silent)
-        else:
-            who = "A rank that was late, and has given up by now,"
-        late = waited >= 0.9 * self.timeout
-        why = (
-            f"was waited for {waited:.3g} s (timeout={self.timeout:g})"
-            if late
-            else "has closed its connection"
-        )
-        return RankError(
-            f"{who} did not send {what}: {why}. It was killed, stopped, or has failed; look at its log. Start the job "
-            f"anew from its last checkpoint, or give a longer timeout. ({str(error).splitlines()[0][:200]})"
-        )
+    def _line_up(self, what: str) -> None:
+        """Wait in the store until all ranks have come to this call, which is not one of those for each batch.
+
+        Ranks that have left their loops at different places are found out so: in gloo messages of different sizes would
+        meet, which ends the process.
+        """
+        self._enter(_CALL)
+        if self._liveness is None:
+            return
+        search = Search(self, f"did not send {what}", time.monotonic())
+        call = f"call/{self.position[0]}"
+        with search.blaming():
+            self._count(call)
+            turn = 0
+            while self._liveness.read(f"{self._prefix}/{call}/all") is None:
+                search.look()
+                pause(turn)
+                turn += 1
+
+    def give_up(self, error: RankError) -> RankError:
+        """Fail with this error from now on."""
+        self._broken = error
+        if self._liveness is not None:
+            self._liveness.failed = True
+        return error
+
+    def failure(self) -> dict[str, Any] | None:
+        """What another rank has found out about why this exchange cannot go on: "ranks" and "why"."""
+        told = self.get("failed")
+        return None if told is None else json.loads(told)
+
+    @property
+    def key(self) -> str:
+        """Under which heartbeats tell this exchange's position."""
+        return self._prefix
+
+    @property
+    def liveness(self) -> Liveness | None:
+        """What is known of the processes of the ranks."""
+        return self._liveness
 
     def _names(self, ranks: Sequence[int]) -> str:
         """How errors call ranks of this exchange: by their numbers in the default group."""
-        numbers = [str(self.ranks[rank]) for rank in ranks]
+        return self.names([self.ranks[rank] for rank in ranks])
+
+    @staticmethod
+    def names(ranks: Sequence[int]) -> str:
+        """How errors call ranks of the default group."""
+        numbers = [str(rank) for rank in ranks]
         return f"Rank {numbers[0]}" if len(numbers) == 1 else f"Ranks {', '.join(numbers)}"
 
     def close(self) -> None:
@@ -242,7 +407,16 @@ def _head(number: int, failure: BaseException | None) -> bytes:
     return _HEAD.pack(number, _FAILED, text)
 
 
-def _store() -> Any:
-    """The store of the default process group, which torch has no public name for."""
-    get = getattr(dist.distributed_c10d, "_get_default_store", None)
-    return None if get is None else get()
+def _done(work: Any) -> bool:
+    """Wait for a collective for a moment; whether it has ended.
+
+    Raises:
+        RuntimeError: it has failed.
+    """
+    try:
+        work.wait(datetime.timedelta(seconds=_SLICE))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # raises, unless it has ended just now
+    return True

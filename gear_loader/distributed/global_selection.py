@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -12,6 +13,7 @@ import numpy as np
 from gear_loader.collector import Buffers, Collector, resolve
 from gear_loader.distributed import state
 from gear_loader.distributed.collector import ShardCollector, ShardRows
+from gear_loader.distributed.copies import brought_ids
 from gear_loader.distributed.courier import Courier
 from gear_loader.distributed.drawing import Merge, PassView, by_mass, merged, merges, nothing, scattered
 from gear_loader.distributed.engine import PriorityEngine, SnapshotEngine, records_of
@@ -33,6 +35,9 @@ from gear_loader.table import Table
 
 __all__ = ["GlobalSelection"]
 
+_logger = logging.getLogger("gear_loader")
+
+_MOST_BROUGHT = 10_000_000  # trajectories that have moved, up to which the first look lists their ids
 _MORE = 32  # candidates that a shard brings beyond what is expected of it
 _ROUNDS = 8  # in which rows are drawn once more, because their shard was emptied
 _EMPTIED = 1 << 5  # turns of `Engine.spare` from here on are for such rows
@@ -84,6 +89,7 @@ class GlobalSelection(Selection):
         self._brought: Array | None = None  # rows that shards had in the last batch that was merged
         self._view: PassView | None = None
         self._looks = 0
+        self._begun = False
 
     def _new_engine(self, shard: int, table: Table) -> Any:
         make: Any = PriorityEngine if self.by_priority else SnapshotEngine
@@ -93,6 +99,7 @@ class GlobalSelection(Selection):
 
     def look(self) -> PassView:
         """What there is now in all shards."""
+        self._begin()
         own = tuple(Selection(engine.job).view() for engine in self.engines.values())
         counts = [np.array([len(view), view.num_steps], dtype=np.int64) for view in own]
         everyone = np.stack(self._courier.of_all(counts))
@@ -102,6 +109,26 @@ class GlobalSelection(Selection):
         self._looks += 1
         self._view = PassView(self._looks, everyone[:, 0], everyone[:, 1], tuple(self.engines), own, order)
         return self._view
+
+    def _begin(self) -> None:
+        """The first time, remove what an interrupted migration has left twice. All ranks call it alike."""
+        if self._begun:
+            return
+        self._begun = True
+        counts = [brought_ids(engine.job.table).size for engine in self.engines.values()]
+        total = sum(int(part.sum()) for part in self.exchange.share_array(np.array(counts, dtype=np.int64)))
+        if total > _MOST_BROUGHT:
+            _logger.warning(
+                "%d trajectories have moved between shards: too many to look for copies that an interrupted migration "
+                "has left. If a rank was killed in rebalance(), call rebalance(max_bytes=0), which removes them.",
+                total,
+            )
+        elif total:
+            removed = Rebalance(self, by="steps", max_bytes=0, tolerance=0.0).remove_leftovers()
+            if removed:
+                _logger.warning(
+                    "Removed %d copies of trajectories, left by an interrupted migration.", removed
+                )
 
     @property
     def offers(self) -> Array | None:
@@ -147,6 +174,7 @@ class GlobalSelection(Selection):
         self, draw: Draw, view: PassView | None
     ) -> tuple[Array, Array, Callable[[Array], Array] | None]:
         """Shards and records of this rank's rows; and what makes weights of leaves."""
+        self._begin()
         published = self._known_offers()
         restored = self._restored(draw)
         if restored is not None:
@@ -415,6 +443,7 @@ class GlobalSelection(Selection):
 
     def rebalance(self, **options: Any) -> dict[str, Any]:
         """See `Rebalance`: between two draws, on all ranks at the same time."""
+        self._begun = True
         try:
             return Rebalance(self, **options).run()
         finally:
@@ -507,6 +536,7 @@ class GlobalSelection(Selection):
     def state_dict(self) -> dict[str, Any]:
         """Priorities in all shards by the trajectories' ids, counters, the rows of the last batches, and new priorities
         that are on their way. Every rank gets the same."""
+        self._begin()
         self._updates.send_all()
         kept = state.of_engines(self.engines, self._updates.received, self._updates.clock)
         mine = [(*key, some) for key, some in self._history] if self.shards.place.stage == 0 else []

@@ -67,8 +67,8 @@ class Rebalance:
     """One rebalancing, of which every rank does its part at the same time.
 
     A trajectory is copied to its new shard, with its id, and only removed from the old one when its new owner has said
-    that it is there: in all stages, in stage 0 last. Whoever is killed in between leaves both; the next time one of
-    them is removed.
+    that it is there: in all stages, in stage 0 last. A rank that is killed in between leaves both; the next
+    rebalancing, or the next selection before it draws, removes one of them.
 
     Args:
         selection: between two draws.
@@ -97,13 +97,13 @@ class Rebalance:
 
         Returns:
             "moved": trajectories; "steps" and "bytes" of them; "before" and "after": float64 [S], the shards' loads;
-            "leftovers": copies that somebody who was killed had left, and that have been removed. The same on every
+            "leftovers": removed copies that an interrupted rebalancing had left. The same on every
             rank.
 
         Raises:
             RankError: another rank has failed; nothing was lost.
         """
-        leftovers = self._remove_leftovers()
+        leftovers = self.remove_leftovers()
         before = self._loads()
         self._flows = plan(before, self._tolerance) if self._max_bytes else []
         moved = [np.empty(0, dtype=MOVE)]
@@ -161,7 +161,8 @@ class Rebalance:
 
     # ---------------------------------------------------------------- what there is
 
-    def _remove_leftovers(self) -> int:
+    def remove_leftovers(self) -> int:
+        """Remove copies that an interrupted migration has left; how many, in all shards. All ranks call it."""
         leftovers = Leftovers(self._tables, self._selection.slots_of, patience=self._shards.timeout)
         leftovers.learn_brought(self._all("list its ids", leftovers.brought))
         leftovers.learn_held(self._all("find ids", leftovers.held))

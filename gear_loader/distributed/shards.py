@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -203,6 +205,7 @@ class Shards:
         answers = self._share(told, "join")
         self.members = [Member.from_json(answer["member"]) for answer in answers]
         check_members(self.members)
+        self.exchange.compare("Shards", self._options())
         if self._secret is None:
             self._secret = bytes.fromhex(answers[0]["secret"])
         self.leads = [self._rank_at(Place(shard, 0)) for shard in range(self.num_shards)]
@@ -212,6 +215,18 @@ class Shards:
         ]
         self.block_steps = {shard: each.block_steps for shard, each in enumerate(stage)}
         self._reach(stage)
+
+    def _options(self) -> dict[str, Any]:
+        """What all ranks have to agree on."""
+        secret = None if self._secret is None else hashlib.sha256(self._secret).hexdigest()[:8]
+        return {
+            "on_failure": self.on_failure,
+            "timeout": self.timeout,
+            "transport": self.transport,
+            "secret (start of its SHA-256)": secret,
+            "servers": self._by_hand,
+            "mesh (data, pipeline)": [[place.data, place.stage] for place in self.places],
+        }
 
     def _first_secret(self, rank: int) -> str | None:
         if self._secret is None and rank == 0:
@@ -413,8 +428,13 @@ class Shards:
     def close(self) -> None:
         """End this node's server and the connections, and detach from other ranks' tables; not from this rank's own.
 
-        Idempotent, and no collective: ranks may close at different times, once no dataset uses the shards any more.
+        Ranks may close at different times, once no dataset uses the shards any more: so that none takes away what
+        others still read, each waits until all have come here, for `timeout` at most (then a warning names who is
+        missing), and not for ranks that have died, nor if it has failed itself: while an exception is handled, or after
+        a `RankError`. Idempotent.
         """
+        if not self._closed.is_set():
+            self.exchange.part(wait=sys.exc_info()[0] is None)
         self._closed.set()
         if self._watch is not None:
             self._watch.join()
@@ -443,6 +463,9 @@ class Shards:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is not None:
+            self.exchange.part(wait=False)
+            self._closed.set()
         self.close()
 
     def __reduce__(self) -> Any:

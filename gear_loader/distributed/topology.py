@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ __all__ = [
     "Member",
     "Place",
     "agreed",
+    "check_alike",
     "check_members",
     "described",
     "member",
@@ -184,6 +186,39 @@ def agreed(answers: Sequence[dict[str, Any]], numbers: Sequence[int], what: str)
     for number, answer in zip(numbers, answers, strict=True):
         if answer.get("error"):
             raise RankError(f"Rank {number} could not {what}: {answer['error']}")
+
+
+def check_alike(what: str, options: Sequence[dict[str, Any]], numbers: Sequence[int]) -> None:
+    """Raise an error unless all ranks have the same options.
+
+    Args:
+        what: has the options, for errors.
+        options: of each rank, by name; an option counts where it is given.
+        numbers: of the ranks.
+
+    Raises:
+        SchemaError: options differ; the message names them, the ranks and their values.
+    """
+    different = []
+    for name in sorted({name for some in options for name in some}):
+        ranks: dict[str, list[int]] = {}
+        for number, some in zip(numbers, options, strict=True):
+            if name in some:
+                ranks.setdefault(_shown(some[name]), []).append(number)
+        if len(ranks) > 1:
+            values = ", and ".join(
+                f"{value} on rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}"
+                for value, who in ranks.items()
+            )
+            different.append(f"{name} is {values}")
+    if different:
+        raise SchemaError(
+            f"The ranks' {what} have different options: {'; '.join(different)}. Expected the same on all ranks."
+        )
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
 def described(error: BaseException) -> str:
