@@ -76,10 +76,10 @@ class _Crew:
         ids: Array,
         steps: int,
         rows: Array | None = None,
-    ) -> bool:
-        """Gather all entries in so many chunks; False, and nothing done, while another thread has the crew at work."""
+    ) -> int | None:
+        """Gather all entries in so many chunks; None, and nothing done, while another thread has the crew at work."""
         if not self._turn.acquire(blocking=False):
-            return False
+            return None
         try:
             job: tuple[int, ...] = (
                 len(slots),
@@ -99,9 +99,9 @@ class _Crew:
                     if asleep >> member & 1:
                         self._wake[member].release()
             finally:  # also when interrupted: members that have taken a chunk write into the caller's memory
-                native.finish(self._mailbox, self._base, chunks)
+                bad: int = native.finish(self._mailbox, self._base, chunks)
                 self._ended = time.perf_counter()
-            return True
+            return bad
         finally:
             self._turn.release()
 
@@ -120,19 +120,24 @@ def gather(
     block_steps: int,
     row_bytes: int,
     rows: Array | None = None,
-) -> None:
+) -> int:
     """`gear_loader.native.gather` of all entries, by as many threads as torch uses (at most `MAX_THREADS`).
 
     Args:
         columns, slots, anchors, extent, ids, block_steps: see there; all contiguous.
         row_bytes: bytes of one row of the batch, to decide how many chunks are worth it.
         rows: int64 [n], contiguous, distinct: the row of the batch that each entry fills; None: one after another.
+
+    Returns:
+        As `gear_loader.native.gather`.
     """
     count = len(slots)
     threads = min(torch.get_num_threads(), MAX_THREADS)
     chunks = min(count, count * row_bytes // _CHUNK_BYTES, 16 * threads)
     if threads > 1 and chunks > 1 and count * row_bytes > _ALONE_BYTES:
         crew = _crew(os.getpid(), threads - 1)
-        if crew.gather(chunks, columns, slots, anchors, extent, ids, block_steps, rows):
-            return
-    native.gather(columns, slots, anchors, extent, ids, block_steps, 0, count, rows)
+        bad = crew.gather(chunks, columns, slots, anchors, extent, ids, block_steps, rows)
+        if bad is not None:
+            return bad
+    alone: int = native.gather(columns, slots, anchors, extent, ids, block_steps, 0, count, rows)
+    return alone

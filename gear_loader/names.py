@@ -30,6 +30,7 @@ __all__ = [
     "Key",
     "OpenFile",
     "afterwards",
+    "check_own",
     "descriptors",
     "guarded",
     "hold",
@@ -96,6 +97,29 @@ def region_path(name: str) -> str:
 def region_names() -> list[str]:
     """What follows the prefix of every file that has it, sorted; not all of them need be regions."""
     return sorted(entry[len(PREFIX) :] for entry in os.listdir(DIRECTORY) if entry.startswith(PREFIX))
+
+
+def check_own(info: os.stat_result, name: str) -> None:
+    """Check that no other user can have written a region: what is in it is followed as it stands.
+
+    Args:
+        info: of the open file.
+        name: how an error calls it.
+
+    Raises:
+        RegionError: it belongs to another user, or others may write to it.
+    """
+    user = os.geteuid()
+    if info.st_uid != user:
+        raise RegionError(
+            f"{name} belongs to user {info.st_uid}, and this process runs as user {user}; expected a table of the same "
+            "user. Run both as one user, or serve the table (`gear-loader serve`)."
+        )
+    if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise RegionError(
+            f"{name} has mode {stat.S_IMODE(info.st_mode):#o}, so that other users may write to it; expected 0o600. "
+            "If nobody else has written to it, `chmod 600` makes it usable."
+        )
 
 
 # ---------------------------------------------------------------- in use or not

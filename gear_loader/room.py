@@ -81,6 +81,17 @@ class Room(Slots):
     def _patience(self) -> Patience:
         return Patience(self._lock.timeout if self.timeout is None else self.timeout)
 
+    def check_bounds(self) -> None:
+        """Check that all values of the index name existing slots, blocks and places. Takes the lock only in doubt.
+
+        Raises:
+            CorruptTableError: a value does not.
+        """
+        if self.damage() is None:
+            return
+        with self._locked():  # another process may have been in the middle of a change
+            self._require_whole(self.damage())
+
     # ---------------------------------------------------------------- the rate limiter, and age
 
     def _expire(self) -> None:

@@ -299,8 +299,14 @@ _MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "a complex number": (_step_with(step=1j), r"'step' of the step is 1j, of type complex"),
     "a number for a shape": (_step_with(value=1.0), r"'value' of the step is 1.0, of type float"),
     "text": (_step_with(step="1"), r"'step' of the step is '1', of type str"),
-    "sparse": (_step_with(value=torch.zeros(3).to_sparse()), r"'value' of the step has dtype torch.float32"),
-    "meta": (_step_with(value=torch.zeros(3, device="meta")), r"'value' of the step has dtype torch.float32"),
+    "sparse": (
+        _step_with(value=torch.zeros(3).to_sparse()),
+        r"'value' of the step is a tensor of layout torch",
+    ),
+    "meta": (
+        _step_with(value=torch.zeros(3, device="meta")),
+        r"'value' of the step is a meta tensor; expected",
+    ),
     "masked": (_step_with(value=np.ma.zeros(3, np.float32)), r"'value' of the step has dtype float32"),
     "byte order": (_step_with(value=np.zeros(3, ">f4")), r"'value' of the step has dtype >f4"),
     "one of several": (
