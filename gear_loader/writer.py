@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from types import TracebackType
@@ -102,6 +103,8 @@ class Writer:
         ]
         self._pid = os.getpid()
         self._open: list[int] = []  # the slot that is being written, for the finalizer
+        self._thread = 0  # which began it
+        self._index.writers.add(self)
         self._give_up = weakref.finalize(self, _give_up, self._index, self._open, self._pid)
         self._give_up.atexit = False
         self._ids: list[int] = []  # its blocks
@@ -143,7 +146,8 @@ class Writer:
 
         Raises:
             SchemaError: a value does not fit, or the trajectory would become longer than the table can hold.
-            TableFullError, RateLimitError, LockTimeoutError: as `Table.add`.
+            TableFullError, RateLimitError, LockTimeoutError: as `Table.add`. Where the open writers of this very thread
+                hold the room, TableFullError comes at once: nobody else can end them.
             In each case nothing was appended, but of several steps with chunks those in the chunks before. Who has
             waited in vain may call it again with the same step.
         """
@@ -240,6 +244,11 @@ class Writer:
 
     # ---------------------------------------------------------------- room
 
+    @property
+    def open_slots(self) -> tuple[int, list[int]]:
+        """The thread that this writer is used in, and the slots that it is writing; of a forked child's copy none."""
+        return self._thread, list(self._open) if os.getpid() == self._pid else []
+
     def _make_room(self, count: int) -> None:
         """Room for `count` more steps."""
         needed = self._steps + count
@@ -267,6 +276,7 @@ class Writer:
             first = needed
         slots, ids = self._index.begin(np.array([first]), evict=evict, wait=wait)
         self._open.append(int(slots[0]))
+        self._thread = threading.get_ident()
         return ids.tolist(), first
 
     def _look_at(self, block: int) -> None:
@@ -474,7 +484,8 @@ class _StepColumn:
         plain = value.is_contiguous() and address_of(value) != 0
         if not plain and unreadable(value) is not None:
             return False
-        value = value.detach().resolve_neg().cpu()
+        if value.requires_grad or not value.is_cpu or value.is_neg():
+            value = value.detach().resolve_neg().cpu()
         self._view[place] = (value.view(torch.int16) if self._dtype is None else value).numpy()
         return True
 
