@@ -323,7 +323,7 @@ class Collector:
                 buffers.plan, torch.from_numpy(slots), torch.from_numpy(anchors), extent, block_ids
             )
             return
-        crew.gather(
+        bad = crew.gather(
             buffers.plan.table.numpy(),
             slots,
             anchors,
@@ -332,6 +332,7 @@ class Collector:
             self._block_steps,
             self._row_bytes,
         )
+        self.table.check_gathered(bad)
 
     def _collect_zero_copy(
         self,
@@ -398,7 +399,9 @@ def resolve(
     lengths, block_ids = table.index_arrays()
     block_steps = table.region.layout.block_steps
     if native.require():
-        native.resolve(slots, anchors, lengths, block_ids, block_steps, *reach, extent, ids)
+        num_blocks = table.region.layout.num_blocks
+        bad = native.resolve(slots, anchors, lengths, block_ids, block_steps, *reach, extent, ids, num_blocks)
+        table.check_gathered(bad)
         return
     steps, row = lengths[slots, 0], lengths[slots, 1]
     low = np.clip(anchors + reach[0], 0, steps - 1) // block_steps

@@ -77,8 +77,8 @@ class _Crew:
         ids: Array,
         steps: int,
         rows: Array | None = None,
-    ) -> bool:
-        """Gather all entries in so many chunks; False, and nothing done, while another thread has the crew at work."""
+    ) -> int | None:
+        """Gather all entries in so many chunks; None, and nothing done, while another thread has the crew at work."""
         job: tuple[int, ...] = (
             len(slots),
             columns.ctypes.data,
@@ -90,7 +90,7 @@ class _Crew:
         job += (0 if rows is None else rows.ctypes.data,)
         return run_alone(self._turn, lambda: self._work_on(job, chunks))
 
-    def _work_on(self, job: tuple[int, ...], chunks: int) -> None:
+    def _work_on(self, job: tuple[int, ...], chunks: int) -> int:
         mailbox, base = self._mailbox, self._base
         mailbox[native.ROWS : native.ROWS + len(job)] = job
         soon = time.perf_counter() - self._ended < _AWAKE_SECONDS
@@ -101,7 +101,7 @@ class _Crew:
             for member in range(self._members):
                 if asleep >> member & 1:
                     self._wake[member].release()
-            native.finish(mailbox, base, chunks)
+            bad: int = native.finish(mailbox, base, chunks)
         except BaseException:
             # Interrupted: `post` has marked members as awake, and those that have taken a chunk write into the
             # caller's memory. One that is woken without need finds nothing to do.
@@ -110,6 +110,7 @@ class _Crew:
             native.finish(mailbox, base, chunks)
             raise
         self._ended = time.perf_counter()
+        return bad
 
 
 @functools.cache
@@ -126,19 +127,24 @@ def gather(
     block_steps: int,
     row_bytes: int,
     rows: Array | None = None,
-) -> None:
+) -> int:
     """`gear_loader.native.gather` of all entries, by as many threads as torch uses (at most `MAX_THREADS`).
 
     Args:
         columns, slots, anchors, extent, ids, block_steps: see there; all contiguous.
         row_bytes: bytes of one row of the batch, to decide how many chunks are worth it.
         rows: int64 [n], contiguous, distinct: the row of the batch that each entry fills; None: one after another.
+
+    Returns:
+        As `gear_loader.native.gather`.
     """
     count = len(slots)
     threads = min(torch.get_num_threads(), MAX_THREADS)
     chunks = min(count, count * row_bytes // _CHUNK_BYTES, 16 * threads)
     if threads > 1 and chunks > 1 and count * row_bytes > _ALONE_BYTES:
         crew = _crew(os.getpid(), threads - 1)
-        if crew.gather(chunks, columns, slots, anchors, extent, ids, block_steps, rows):
-            return
-    native.gather(columns, slots, anchors, extent, ids, block_steps, 0, count, rows)
+        bad = crew.gather(chunks, columns, slots, anchors, extent, ids, block_steps, rows)
+        if bad is not None:
+            return bad
+    alone: int = native.gather(columns, slots, anchors, extent, ids, block_steps, 0, count, rows)
+    return alone

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 __all__ = [
     "CheckpointError",
+    "CorruptTableError",
     "GearError",
     "GpuError",
     "HandshakeError",
@@ -39,6 +40,10 @@ class SchemaError(GearError, ValueError):
 
 class RegionError(GearError, OSError):
     """A region cannot be created or attached: it exists, is missing, too large, or no table."""
+
+
+class CorruptTableError(RegionError):
+    """The index of a table holds an impossible value; the message names the table and the value."""
 
 
 class TableFullError(GearError):

@@ -322,6 +322,8 @@ class Index(Room):
             As `begin`.
         """
         before = int(self.extent[slot, 0])
+        if not 0 < before < length:
+            raise self.corrupt(f"slot {slot}, which is to hold {length} steps, has {before}")
         have = int(self.blocks_of(before))
         full = -(-length // self.block_steps) * self.block_steps  # the last block is taken anyway
         most = max(most, full)
@@ -510,11 +512,16 @@ class Index(Room):
         """The slots that were touched since a position, each once; None if that is not known any more."""
         position = int(self.counters[NUM_TOUCHED])
         count = position - since
-        if since < 0 or count > self.num_slots:
+        if since < 0 or not 0 <= count <= self.num_slots:
             return None
         if count == 0:
             return _NO_SLOTS
-        return np.unique(self.touched[np.arange(since, position) % self.num_slots]).astype(np.int64)
+        slots = np.unique(self.touched[np.arange(since, position) % self.num_slots]).astype(np.int64)
+        if slots[0] < 0 or slots[-1] >= self.num_slots:
+            raise self.corrupt(
+                f"slots {slots[0]} to {slots[-1]} were touched, expected 0 to {self.num_slots - 1}"
+            )
+        return slots
 
     def begin_ends(
         self, count: int, *, newest: bool, samples: int = 0, ticket: Ticket | None = None
@@ -549,7 +556,10 @@ class Index(Room):
         return self._when_samplable(samples, look)
 
     def _ends(self, count: int, newest: bool) -> Array:
-        slots = np.empty(min(count, int(self.counters[NUM_READY])), dtype=np.int64)
+        ready = int(self.counters[NUM_READY])
+        if not 0 <= ready <= self.num_slots:
+            raise self.corrupt(f"it counts {ready} trajectories, expected 0 to {self.num_slots}")
+        slots = np.empty(min(count, ready), dtype=np.int64)
         self._ops.walk(self._where, newest, slots)
         return slots
 

@@ -4,6 +4,10 @@ There is one implementation. Where numba can be imported it is compiled (`COMPIL
 let a process die at every single store, it runs as the Python that it is (`PLAIN`). So it is written as loops over
 plain arrays, and every store counts: a process may be killed after any of them.
 
+Another process may have written anything into the index, by mistake. So whatever is read from it and used as an index
+is checked, no loop relies on it to end, and IndexError is raised where it cannot be right (`gear_loader.slots` makes
+that an error that names the table). A change that ends so leaves the index marked dirty.
+
 The slots are the truth (see `gear_loader.slots`). What makes a change of several slots one change is a mark in
 `counters` that is set when everything that it needs has been written, and by which a repair finishes it:
 
@@ -141,27 +145,43 @@ if AVAILABLE:
     def _fence() -> Any:
         return lambda: _barrier()
 
+    # An index outside of an array raises IndexError, as it does in Python; negative ones count from the end.
+    _operation = register_jitable(boundscheck=True)
+
 else:  # pragma: no cover - depends on the environment
 
-    def register_jitable(function: Any) -> Any:
+    def _operation(function: Any) -> Any:
         return function
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
+def require(holds: Any) -> None:
+    """Raise IndexError unless `holds`: what the index says cannot be, and would be used as an address."""
+    if not holds:
+        raise IndexError("the index contradicts itself")
+
+
+@_operation  # type: ignore[untyped-decorator]
+def check_extent(v: Any, start: Any, count: Any) -> None:
+    """Raise IndexError unless so many entries of `block_ids` are there."""
+    require(start >= 0 and count >= 0 and start <= 2 * v.half_size - count)
+
+
+@_operation  # type: ignore[untyped-decorator]
 def begin_change(v: Any) -> None:
     """The index contradicts itself from here on: whoever finds the mark derives everything anew."""
     v.counters[DIRTY] = 1
     fence()
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def end_change(v: Any) -> None:
     """It does so no longer."""
     fence()
     v.counters[DIRTY] = 0
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def blocks_of(v: Any, length: Any) -> Any:
     """Blocks that a trajectory of this length takes."""
     return (length + v.block_steps - 1) // v.block_steps
@@ -170,14 +190,14 @@ def blocks_of(v: Any, length: Any) -> Any:
 # ---------------------------------------------------------------- commit, retire, free
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def touch(v: Any, slot: Any) -> None:
     """Tell those who follow the table that something has come to or gone from a slot."""
     v.touched[v.counters[NUM_TOUCHED] % v.num_slots] = slot
     v.counters[NUM_TOUCHED] += 1
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def append(v: Any, slot: Any) -> None:
     """Make a slot the newest."""
     counters = v.counters
@@ -191,14 +211,14 @@ def append(v: Any, slot: Any) -> None:
     counters[NEWEST] = slot + 1
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def bound(v: Any, slot: Any, priority: Any) -> None:
     """Keep the bound of a slot's group below its priority."""
     if priority >= 0 and priority < v.lowest[slot // v.group]:
         v.lowest[slot // v.group] = priority
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def describe(v: Any, slot: Any, sequence: Any, priority: Any, created: Any, times: Any) -> None:
     """Write what is known of a trajectory before it becomes visible."""
     v.sequence[slot] = sequence
@@ -208,7 +228,7 @@ def describe(v: Any, slot: Any, sequence: Any, priority: Any, created: Any, time
     bound(v, slot, priority)
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def publish(v: Any, slots: Any) -> None:
     """Make slots visible, which have been described with ascending sequence numbers."""
     counters, count = v.counters, len(slots)
@@ -233,7 +253,7 @@ def publish(v: Any, slots: Any) -> None:
     counters[COMMITTING] = 0
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def commit(v: Any, slots: Any, priorities: Any, now: Any) -> None:
     """Make written slots visible, under the next sequence numbers."""
     begin_change(v)
@@ -243,7 +263,7 @@ def commit(v: Any, slots: Any, priorities: Any, now: Any) -> None:
     end_change(v)
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def commit_as(v: Any, slots: Any, sequences: Any, priorities: Any, created: Any, times: Any) -> None:
     """Make written slots visible, under sequence numbers of their own, ascending and none used before.
 
@@ -257,7 +277,7 @@ def commit_as(v: Any, slots: Any, sequences: Any, priorities: Any, created: Any,
     end_change(v)
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def raise_numbering(v: Any, following: Any) -> None:
     """The next trajectory gets this number or a higher one; as many count as added as before."""
     counters = v.counters
@@ -275,11 +295,13 @@ def raise_numbering(v: Any, following: Any) -> None:
     end_change(v)
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def unlink(v: Any, slot: Any) -> None:
     """Take a slot out of the order of age."""
     counters = v.counters
     older, newer = v.links[slot, 0], v.links[slot, 1]
+    require((v.links[older, 1] if older >= 0 else counters[OLDEST] - 1) == slot)
+    require((v.links[newer, 0] if newer >= 0 else counters[NEWEST] - 1) == slot)
     if older >= 0:
         v.links[older, 1] = newer
     else:
@@ -290,7 +312,7 @@ def unlink(v: Any, slot: Any) -> None:
         counters[NEWEST] = older + 1
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def retire(v: Any, slot: Any, count: Any) -> None:
     """Nobody finds a trajectory from now on; who has found it may go on reading.
 
@@ -298,6 +320,10 @@ def retire(v: Any, slot: Any, count: Any) -> None:
         count: the place in `counters` of those that went for the same reason.
     """
     counters = v.counters
+    require(slot >= 0 and v.state[slot] == READY)
+    length, start = v.extent[slot, 0], v.extent[slot, 1]
+    blocks = blocks_of(v, length)
+    check_extent(v, start, blocks)
     unlink(v, slot)
     v.epoch[slot] = counters[EPOCH]
     counters[LEAVING_COUNT] = count
@@ -316,21 +342,23 @@ def retire(v: Any, slot: Any, count: Any) -> None:
     counters[VERSION] += 1
     counters[NUM_RETIRED] += 1
     counters[NUM_READY] -= 1
-    length, start = v.extent[slot, 0], v.extent[slot, 1]
     counters[NUM_STEPS] -= length
-    for i in range(start, start + blocks_of(v, length)):
+    for i in range(start, start + blocks):
         block = v.block_ids[i]
+        require(block >= 0)
         v.uses[block, LIVE] -= 1
         if v.uses[block, LIVE] == 0:
             counters[RETIRED_BLOCKS] += 1
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def let_go(v: Any, start: Any, count: Any, live: Any) -> None:
     """Part of a block table is given up, last block first; `live` if the slot was not retired."""
     counters = v.counters
+    check_extent(v, start, count)
     for i in range(start + count - 1, start - 1, -1):
         block = v.block_ids[i]
+        require(block >= 0 and v.uses[block, ALL] > 0 and counters[NUM_FREE_BLOCKS] >= 0)
         v.uses[block, ALL] -= 1
         if live:
             v.uses[block, LIVE] -= 1
@@ -343,17 +371,18 @@ def let_go(v: Any, start: Any, count: Any, live: Any) -> None:
             counters[RETIRED_BLOCKS] += 1
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def free(v: Any, slot: Any, live: Any) -> None:
     """Give back a slot and its blocks."""
     length, start = v.extent[slot, 0], v.extent[slot, 1]
+    require(v.counters[NUM_FREE_SLOTS] >= 0)
     v.state[slot] = FREE
     let_go(v, start, blocks_of(v, length), live)
     v.free_slots[v.counters[NUM_FREE_SLOTS]] = slot
     v.counters[NUM_FREE_SLOTS] += 1
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def abort(v: Any, slots: Any) -> None:
     """Give back those of some slots that are still WRITING."""
     begin_change(v)
@@ -369,7 +398,7 @@ def abort(v: Any, slots: Any) -> None:
     end_change(v)
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def oldest_reader(v: Any) -> Any:
     """The earliest epoch that somebody reads."""
     oldest = np.int64(2**63 - 1)
@@ -380,7 +409,7 @@ def oldest_reader(v: Any) -> Any:
     return oldest
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def reclaim(v: Any) -> None:
     """Free the retired slots that no reader can still see."""
     counters = v.counters
@@ -392,6 +421,7 @@ def reclaim(v: Any) -> None:
     begin_change(v)
     while counters[NUM_RETIRED] > 0:
         slot = v.retired[counters[RETIRED_FIRST]]
+        require(slot >= 0 and v.state[slot] == RETIRED)
         if v.epoch[slot] >= oldest:
             break
         counters[RETIRED_FIRST] = (counters[RETIRED_FIRST] + 1) % v.num_slots
@@ -400,7 +430,7 @@ def reclaim(v: Any) -> None:
     end_change(v)
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def remove(v: Any, slots: Any) -> None:
     """Retire READY slots, each given once: all or, if the process dies before the mark, none."""
     begin_change(v)
@@ -418,7 +448,7 @@ def remove(v: Any, slots: Any) -> None:
     reclaim(v)
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def expire(v: Any, before: Any) -> None:
     """Retire what was committed before a time."""
     counters = v.counters
@@ -433,7 +463,7 @@ def expire(v: Any, before: Any) -> None:
 # ---------------------------------------------------------------- room
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def missing(v: Any, slots: Any, blocks: Any, steps: Any) -> Any:
     """Whether there is no room, even if nobody were reading."""
     counters = v.counters
@@ -444,14 +474,14 @@ def missing(v: Any, slots: Any, blocks: Any, steps: Any) -> Any:
     )
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def lowest(v: Any) -> Any:
     """The READY slot with the lowest priority; the oldest if none has been given one; -1 if there is none.
 
     Each group of slots has a bound that is never above its lowest priority. The group with the lowest bound is looked
     through; if the bound was too low it is corrected, and the search goes on.
     """
-    while True:
+    for _ in range(len(v.lowest) + 1):  # a bound is corrected once at most
         first, best = 0, np.float32(np.inf)
         for i in range(len(v.lowest)):
             if v.lowest[i] < best:
@@ -468,9 +498,10 @@ def lowest(v: Any) -> Any:
         if found >= 0 and least == best:
             return found
         v.lowest[first] = least
+    raise IndexError("the bounds of the priorities change")
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def make_room(v: Any, slots: Any, blocks: Any, steps: Any, evict: Any) -> Any:
     """Room for so many slots, blocks and steps, evicting if that is the policy.
 
@@ -479,6 +510,7 @@ def make_room(v: Any, slots: Any, blocks: Any, steps: Any, evict: Any) -> Any:
         unfinished writes hold it; READ if readers do; FLIP if the block tables have to be moved.
     """
     counters = v.counters
+    require(counters[HALF] >= 0 and counters[HALF] <= 1 and counters[HEAD + counters[HALF]] >= 0)
     if missing(v, slots, blocks, steps):
         if slots > v.num_slots or blocks > v.num_blocks or steps > v.max_steps:
             return FULL
@@ -502,11 +534,13 @@ def make_room(v: Any, slots: Any, blocks: Any, steps: Any, evict: Any) -> Any:
     return DONE
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def take_slot(v: Any, length: Any, start: Any, pid: Any, process_start: Any, stream: Any) -> Any:
     """A free slot becomes WRITING, with this extent; the caller sees to the blocks."""
     counters = v.counters
+    require(counters[NUM_FREE_SLOTS] > 0)
     slot = v.free_slots[counters[NUM_FREE_SLOTS] - 1]
+    require(slot >= 0 and v.state[slot] == FREE)
     counters[NUM_FREE_SLOTS] -= 1
     v.extent[slot, 0] = length
     v.extent[slot, 1] = start
@@ -524,11 +558,13 @@ def take_slot(v: Any, length: Any, start: Any, pid: Any, process_start: Any, str
     return slot
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def take_block(v: Any, place: Any) -> Any:
     """A free block goes to a place in `block_ids`."""
     counters = v.counters
+    require(counters[NUM_FREE_BLOCKS] > 0)
     block = v.free_blocks[counters[NUM_FREE_BLOCKS] - 1]
+    require(block >= 0 and v.uses[block, ALL] == 0)
     counters[NUM_FREE_BLOCKS] -= 1
     v.block_ids[place] = block
     v.uses[block, LIVE] = 1
@@ -536,7 +572,7 @@ def take_block(v: Any, place: Any) -> Any:
     return block
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def allocate(v: Any, lengths: Any, pid: Any, process_start: Any, slots: Any, ids: Any) -> None:
     """Slots and blocks for trajectories of these lengths; there is room."""
     counters = v.counters
@@ -555,7 +591,7 @@ def allocate(v: Any, lengths: Any, pid: Any, process_start: Any, slots: Any, ids
     end_change(v)
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def begin(v: Any, lengths: Any, evict: Any, pid: Any, process_start: Any, slots: Any, ids: Any) -> Any:
     """`make_room` and `allocate`: slots and blocks for trajectories of these lengths (int64 [n]).
 
@@ -575,7 +611,7 @@ def begin(v: Any, lengths: Any, evict: Any, pid: Any, process_start: Any, slots:
 # ---------------------------------------------------------------- trajectories that grow
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def grow(v: Any, slot: Any, length: Any, evict: Any, run: Any, ids: Any) -> Any:
     """More room for a slot that is being written.
 
@@ -590,6 +626,8 @@ def grow(v: Any, slot: Any, length: Any, evict: Any, run: Any, ids: Any) -> Any:
     counters = v.counters
     before, start = v.extent[slot, 0], v.extent[slot, 1]
     had, count = blocks_of(v, before), blocks_of(v, length)
+    check_extent(v, start, had)
+    require(v.state[slot] == WRITING and had <= count and count - had <= len(ids))
     answer = make_room(v, 0, count - had, length - before, evict)
     if answer != DONE and answer != FLIP:
         return answer
@@ -600,6 +638,8 @@ def grow(v: Any, slot: Any, length: Any, evict: Any, run: Any, ids: Any) -> Any:
     last = start + had == head and count - had <= room
     if not kept and not last and count > room:
         return FLIP
+    if kept:
+        check_extent(v, start, count)
     begin_change(v)
     place = start
     if last and not kept:
@@ -623,11 +663,13 @@ def grow(v: Any, slot: Any, length: Any, evict: Any, run: Any, ids: Any) -> Any:
     return DONE
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def shorten(v: Any, slot: Any, length: Any) -> None:
     """Give back what a slot that is being written has beyond `length` steps."""
     before, start = v.extent[slot, 0], v.extent[slot, 1]
     had, count = blocks_of(v, before), blocks_of(v, length)
+    require(length <= before)
+    check_extent(v, start, had)
     v.extent[slot, 0] = length
     fence()
     let_go(v, start + count, had - count, True)
@@ -635,7 +677,7 @@ def shorten(v: Any, slot: Any, length: Any) -> None:
     v.counters[WRITING_BLOCKS] -= had - count
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def finish(v: Any, slots: Any, length: Any, priorities: Any, now: Any) -> None:
     """`shorten` and `commit` of the one slot in `slots`."""
     begin_change(v)
@@ -646,7 +688,7 @@ def finish(v: Any, slots: Any, length: Any, priorities: Any, now: Any) -> None:
     end_change(v)
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def roll(
     v: Any, slots: Any, length: Any, shared: Any, priorities: Any, now: Any, evict: Any, pid: Any, start: Any
 ) -> Any:
@@ -662,7 +704,9 @@ def roll(
         As `make_room`.
     """
     slot = slots[0]
+    check_extent(v, v.extent[slot, 1], blocks_of(v, v.extent[slot, 0]))
     steps = v.extent[slot, 0] - shared * v.block_steps
+    require(v.state[slot] == WRITING and steps > 0)
     answer = make_room(v, 1, 0, steps - (v.extent[slot, 0] - length), evict)
     if answer != DONE:
         return answer
@@ -687,7 +731,7 @@ def roll(
 # ---------------------------------------------------------------- reading
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def begin_read(v: Any, pid: Any, process_start: Any, number: Any) -> Any:
     """A row of `readers` for the ticket `number`; -1 if all are taken.
 
@@ -704,7 +748,7 @@ def begin_read(v: Any, pid: Any, process_start: Any, number: Any) -> Any:
     return -1
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def count_samples(v: Any, slots: Any, generations: Any, limit: Any, total: Any, times: Any) -> Any:
     """Count that rows are drawn.
 
@@ -724,7 +768,9 @@ def count_samples(v: Any, slots: Any, generations: Any, limit: Any, total: Any, 
     for i in range(len(slots)):
         slot = slots[i]
         times[i] = 0
-        if v.state[slot] != READY or v.generation[slot] != generations[i]:
+        if slot < 0 or slot >= v.num_slots or v.state[slot] != READY:
+            continue
+        if v.generation[slot] != generations[i]:
             continue
         if limit > 0 and v.sampled[slot] >= limit:
             continue
@@ -753,7 +799,7 @@ def count_samples(v: Any, slots: Any, generations: Any, limit: Any, total: Any, 
     return counted
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def set_priorities(v: Any, slots: Any, generations: Any, priorities: Any) -> None:
     """Write new priorities of trajectories that are still there; of equal ones the last counts.
 
@@ -771,11 +817,12 @@ def set_priorities(v: Any, slots: Any, generations: Any, priorities: Any) -> Non
         v.priority[slot] = priorities[i]
 
 
-@register_jitable  # type: ignore[untyped-decorator]
+@_operation  # type: ignore[untyped-decorator]
 def walk(v: Any, newest: Any, slots: Any) -> None:
     """Fill `slots` (int64 [n], no more than there are) with the oldest slots, or the newest, in order."""
     slot = v.counters[NEWEST if newest else OLDEST] - 1
     for i in range(len(slots)):
+        require(slot >= 0)
         slots[i] = slot
         slot = v.links[slot, 0 if newest else 1]
 

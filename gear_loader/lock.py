@@ -99,20 +99,17 @@ def holds_any() -> bool:
     return False
 
 
-def run_alone(mutex: Any, section: Callable[[], object]) -> bool:
-    """Call `section` while holding a mutex of `new_mutex`; False, and not called, if any thread holds it already.
+def run_alone(mutex: Any, section: Callable[[], _T]) -> _T | None:
+    """What `section` returns, called while holding a mutex of `new_mutex`; None, and not called, if it is held already.
 
     As with `IndexLock.run`, an exception at any bytecode leaves the mutex free.
     """
     owned = mutex._is_owned
     if owned():
-        return False
+        return None
     try:
         try:
-            if not mutex.acquire(blocking=False):
-                return False
-            section()
-            return True
+            return section() if mutex.acquire(blocking=False) else None
         finally:
             if owned():
                 mutex.release()

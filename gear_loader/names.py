@@ -31,6 +31,7 @@ __all__ = [
     "OpenFile",
     "afterwards",
     "check_directory",
+    "check_own",
     "descriptors",
     "filesystem",
     "guarded",
@@ -151,6 +152,29 @@ def region_names() -> list[str]:
         OSError: the directory cannot be read.
     """
     return sorted(entry[len(PREFIX) :] for entry in os.listdir(DIRECTORY) if entry.startswith(PREFIX))
+
+
+def check_own(info: os.stat_result, name: str) -> None:
+    """Check that no other user can have written a region: what is in it is followed as it stands.
+
+    Args:
+        info: of the open file.
+        name: how an error calls it.
+
+    Raises:
+        RegionError: it belongs to another user, or others may write to it.
+    """
+    user = os.geteuid()
+    if info.st_uid != user:
+        raise RegionError(
+            f"{name} belongs to user {info.st_uid}, and this process runs as user {user}; expected a table of the same "
+            "user. Run both as one user, or serve the table (`gear-loader serve`)."
+        )
+    if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise RegionError(
+            f"{name} has mode {stat.S_IMODE(info.st_mode):#o}, so that other users may write to it; expected 0o600. "
+            "If nobody else has written to it, `chmod 600` makes it usable."
+        )
 
 
 # ---------------------------------------------------------------- in use or not

@@ -15,6 +15,7 @@ import numpy as np
 
 from gear_loader.kernels.plan import (
     BASE,
+    BLOCKS,
     LENGTH,
     MASK,
     OFFSET,
@@ -108,6 +109,7 @@ def append_steps(
 #
 #     TICKET        job number << 32 | number of its chunks << 16 | next chunk that nobody has taken
 #     DONE          chunks finished
+#     BAD           what `gather` has returned for the job's chunks, together
 #     SPINS         how often a member that has run out of work looks for more before it sleeps
 #     ROWS, ...     the job: valid for whoever has taken a chunk of it, until all its chunks are finished
 #     STATE + i     member i: AWAKE or ASLEEP
@@ -118,7 +120,7 @@ _CHUNK_BITS = 16
 _CHUNK_MASK = (1 << _CHUNK_BITS) - 1
 
 # Places in the mailbox, 64 bytes apart where several threads write.
-_TICKET, DONE, _JOB, SPINS, STATE = 0, 8, 16, 27, 32
+_TICKET, DONE, _JOB, SPINS, _BAD, STATE = 0, 8, 16, 27, 28, 32
 (
     ROWS,
     _COLUMNS,
@@ -152,7 +154,8 @@ if AVAILABLE:
             )
             return njit(nogil=True)(function)
 
-    assert (BASE, STRIDE, STEP_BYTES, OUT, LENGTH, OFFSET, PAD, MASK, WIDTH) == (0, 1, 2, 3, 4, 5, 6, 7, 9)
+    assert (BASE, STRIDE, STEP_BYTES, OUT, LENGTH, OFFSET, PAD, MASK) == (0, 1, 2, 3, 4, 5, 6, 7)
+    assert (BLOCKS, WIDTH) == (9, 10)
     assert (PAD_KEEP, PAD_HEAD) == (0, 1)
 
     @intrinsic  # type: ignore[untyped-decorator]
@@ -293,35 +296,55 @@ if AVAILABLE:
     # Inlined: called as a function, it costs W2 a fifth of its speed.
     @njit(inline="always")  # type: ignore[untyped-decorator]
     def _copy_steps(  # type: ignore[no-untyped-def]
-        target, base, stride, step_bytes, low, count, block_ids, row, block_steps
-    ) -> None:
-        """Copy steps `low` to `low + count - 1` of a trajectory out of its blocks of one column."""
+        target, base, stride, step_bytes, blocks, low, count, block_ids, row, block_steps
+    ) -> bool:
+        """Copy steps `low` to `low + count - 1` of a trajectory out of its blocks of one column.
+
+        Returns:
+            False if its block table has a place or a block that is not there; then some steps have been copied.
+        """
         step, end = low, low + count
         while step < end:
             block = step // block_steps
             inside = step - block * block_steps
             take = min(block_steps - inside, end - step)
-            source = base + int64(block_ids[row + block]) * stride + inside * step_bytes
+            place = row + block
+            if place < 0 or place >= len(block_ids):
+                return False
+            number = int64(block_ids[place])
+            if number < 0 or number >= blocks:
+                return False
+            source = base + number * stride + inside * step_bytes
             _copy(target, source, take * step_bytes)
             target += take * step_bytes
             step += take
+        return True
 
     @njit(inline="always")  # type: ignore[untyped-decorator]
     def _gather_rows(  # type: ignore[no-untyped-def]
         columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
-    ) -> None:
+    ) -> int:
+        bad = 0
         for b in range(first, last):
-            steps, row = extent[slots[b], 0], extent[slots[b], 1]
+            if slots[b] >= 0 and slots[b] < len(extent):
+                steps, row = extent[slots[b], 0], extent[slots[b], 1]
+            else:
+                steps, row, bad = int64(0), int64(0), bad + 1
             target = rows[b] if chosen else b
             for c in range(columns.shape[0]):
                 step_bytes, length = columns[c, STEP_BYTES], columns[c, LENGTH]
                 low, count, head = _window(anchors[b] + columns[c, OFFSET], length, steps, columns[c, PAD])
-                out = columns[c, OUT] + target * length * step_bytes
+                begin = columns[c, OUT] + target * length * step_bytes
+                out = begin
                 if head > 0:
                     _fill(out, 0, head * step_bytes)
                 out += head * step_bytes
-                base, stride = columns[c, BASE], columns[c, STRIDE]
-                _copy_steps(out, base, stride, step_bytes, low, count, block_ids, row, block_steps)
+                base, stride, blocks = columns[c, BASE], columns[c, STRIDE], columns[c, BLOCKS]
+                if not _copy_steps(
+                    out, base, stride, step_bytes, blocks, low, count, block_ids, row, block_steps
+                ):
+                    _fill(begin, 0, length * step_bytes)
+                    bad += 1
                 tail = length - head - count
                 if tail > 0:
                     _fill(out + count * step_bytes, 0, tail * step_bytes)
@@ -331,23 +354,33 @@ if AVAILABLE:
                     _fill(mask, 0, head)
                     _fill(mask + head, 1, count)
                     _fill(mask + head + count, 0, tail)
+        return bad
 
     @compiled
     def gather(  # type: ignore[no-untyped-def]
         columns, slots, anchors, extent, block_ids, block_steps, first, last, rows=None
-    ) -> None:
+    ):
         """Fill rows of a batch from entries `first` to `last - 1`: steps, padding and masks of every column.
 
         Args:
             columns: int64 [C, WIDTH], one row a column, as `gear_loader.kernels.plan` lays it out.
             slots, anchors: int64 [n]. extent: int64 [T, 2]. block_ids: int32 [H]. block_steps: int.
             rows: int64 [n]: entry b fills row ``rows[b]`` of the batch; None: row b.
+
+        Returns:
+            How many slots, block tables and blocks are not there: 0 unless the index is corrupt. These windows are
+            zeros.
         """
         # What is not used is given as an array of the right type.
         if rows is None:
-            _gather_rows(columns, slots, anchors, extent, block_ids, block_steps, first, last, slots, False)
+            bad = _gather_rows(
+                columns, slots, anchors, extent, block_ids, block_steps, first, last, slots, False
+            )
         else:
-            _gather_rows(columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, True)
+            bad = _gather_rows(
+                columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, True
+            )
+        return int64(bad)
 
     @compiled
     def place(pieces, rows) -> None:  # type: ignore[no-untyped-def]
@@ -364,8 +397,8 @@ if AVAILABLE:
 
     @compiled
     def resolve(  # type: ignore[no-untyped-def]
-        slots, anchors, extent, block_ids, block_steps, first, last, out_extent, out_ids
-    ) -> None:
+        slots, anchors, extent, block_ids, block_steps, first, last, out_extent, out_ids, num_blocks
+    ) -> int:
         """Copy what the windows of a batch need of the index, so that a GPU need not look it up itself.
 
         Args:
@@ -374,17 +407,27 @@ if AVAILABLE:
             out_extent: int64 [B, 2], row b: length in steps, and the place in `out_ids` where the block table of the
                 trajectory would start; it holds the blocks of the windows only, so this may be negative.
             out_ids: int32 [B, K], the windows' blocks.
+            num_blocks: blocks of the table: a block id is below it.
+
+        Returns:
+            How many slots, block tables and blocks are not there: 0 unless the index is corrupt. Their blocks are 0.
         """
-        width = out_ids.shape[1]
+        width, bad = out_ids.shape[1], 0
         for b in range(len(slots)):
-            steps = extent[slots[b], 0]
-            row = extent[slots[b], 1]
+            steps, row = int64(1), int64(-1)
+            if slots[b] >= 0 and slots[b] < len(extent):
+                steps, row = extent[slots[b], 0], extent[slots[b], 1]
             low = min(max(anchors[b] + first, 0), steps - 1) // block_steps
             high = min(max(anchors[b] + last, 0), steps - 1) // block_steps
             out_extent[b, 0] = steps
             out_extent[b, 1] = b * width - low
-            for i in range(high - low + 1):
-                out_ids[b, i] = block_ids[row + low + i]
+            for i in range(min(high - low + 1, width)):
+                place = row + low + i
+                number = block_ids[place] if place >= 0 and place < len(block_ids) else -1
+                if number < 0 or number >= num_blocks:
+                    number, bad = 0, bad + 1
+                out_ids[b, i] = number
+        return bad
 
     # The crew's loops: see `gear_loader.crew`.
 
@@ -410,9 +453,11 @@ if AVAILABLE:
             first, last = rows * chunk // chunks, rows * (chunk + 1) // chunks
             if mailbox[_PLACES] != 0:
                 places = carray(pointer(mailbox[_PLACES]), (rows,), np.int64)
-                gather(columns, slots, anchors, extent, ids, steps, first, last, places)
+                bad = gather(columns, slots, anchors, extent, ids, steps, first, last, places)
             else:
-                gather(columns, slots, anchors, extent, ids, steps, first, last, None)
+                bad = gather(columns, slots, anchors, extent, ids, steps, first, last, None)
+            if bad:
+                atomic_add(base + 8 * _BAD, bad)
             atomic_add(base + 8 * DONE, 1)
 
     @compiled
@@ -447,6 +492,7 @@ if AVAILABLE:
     def post(base: int, members: int, chunks: int) -> int:
         """Open the job that has been written into the mailbox; a bit mask of the members to wake."""
         atomic_store(base + 8 * DONE, 0)
+        atomic_store(base + 8 * _BAD, 0)
         number = (atomic_load(base + 8 * _TICKET) >> 2 * _CHUNK_BITS) + 1
         atomic_store(base + 8 * _TICKET, (number << _CHUNK_BITS | chunks) << _CHUNK_BITS)
         asleep = 0
@@ -456,11 +502,12 @@ if AVAILABLE:
         return asleep
 
     @compiled
-    def finish(mailbox: _Array, base: int, chunks: int) -> None:
-        """The caller's share of the work, then wait for the chunks that others have taken."""
+    def finish(mailbox, base, chunks):  # type: ignore[no-untyped-def]
+        """The caller's share of the work, then wait for the chunks that others have taken; what `gather` returned."""
         _work(mailbox, base)
         while atomic_load(base + 8 * DONE) < chunks:
             pause()
+        return atomic_load(base + 8 * _BAD)
 
 else:  # pragma: no cover - depends on the environment
     scatter = append = gather = place = resolve = serve = look = post = finish = None

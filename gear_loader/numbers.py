@@ -17,7 +17,8 @@ Array = np.ndarray[Any, Any]
 def address_of(tensor: torch.Tensor) -> int:
     """The address of a contiguous tensor's elements; 0 if its storage does not hold all of them (or there are none)."""
     try:
-        end = tensor.storage_offset() * tensor.itemsize + tensor.nbytes
+        offset = tensor.storage_offset()
+        end = tensor.nbytes + offset * tensor.itemsize if offset else tensor.nbytes
         return tensor.data_ptr() if end <= tensor.untyped_storage().nbytes() else 0
     except RuntimeError:  # it has no storage
         return 0

@@ -110,6 +110,7 @@ class _Mapping:
                     os.close(fd)
                     return None
                 info = os.fstat(fd)
+                names.check_own(info, name)
                 layout = Layout.read(os.pread(fd, HEADER_LIMIT, 0), info.st_size, name)
                 memory = mmap.mmap(fd, layout.region_bytes, flags=mmap.MAP_SHARED)
             except BaseException:
@@ -321,7 +322,8 @@ class Region:
         """Map an existing region.
 
         Raises:
-            RegionError: there is none of that name, the file is no table of this version, or somebody keeps it locked.
+            RegionError: there is none of that name, the file is no table of this version, it belongs to another user
+                or others may write to it, or somebody keeps it locked.
         """
         path = region_path(name)
         deadline = time.monotonic() + _ATTACH_TIMEOUT

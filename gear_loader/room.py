@@ -8,9 +8,11 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import threading
 import time
+import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -118,12 +120,20 @@ def _process(pid: int) -> tuple[int, int]:
 os.register_at_fork(after_in_child=_process.cache_clear)
 
 
+class OpenWriter(Protocol):
+    """What is asked of a `gear_loader.writer.Writer`."""
+
+    @property
+    def open_slots(self) -> tuple[int, list[int]]: ...
+
+
 class Room(Slots):
     """What the operations of an `Index` have in common.
 
     Attributes:
         timeout: seconds that room, or the rate limiter, is waited for; None for as long as for the lock.
         waited: nanoseconds that additions have waited here so far.
+        writers: those that write through this handle.
     """
 
     def __init__(self, region: Region) -> None:
@@ -133,6 +143,7 @@ class Room(Slots):
         self._max_age = None if self.rules.max_age is None else int(self.rules.max_age * 1e9)
         self.timeout: float | None = None
         self.waited = 0
+        self.writers: weakref.WeakSet[OpenWriter] = weakref.WeakSet()
 
     # ---------------------------------------------------------------- lock
 
@@ -149,6 +160,17 @@ class Room(Slots):
 
     def _patience(self) -> Patience:
         return Patience(self._lock.timeout if self.timeout is None else self.timeout)
+
+    def check_bounds(self) -> None:
+        """Check that all values of the index name existing slots, blocks and places. Takes the lock only in doubt.
+
+        Raises:
+            CorruptTableError: a value does not.
+        """
+        if self.damage() is None:
+            return
+        # Another process may have been in the middle of a change.
+        self._locked(lambda: self._require_whole(self.damage()))
 
     # ---------------------------------------------------------------- the rate limiter, and age
 
@@ -268,7 +290,7 @@ class Room(Slots):
             if answer == DONE:
                 self._note_wait(patience)
                 return answer, ""
-            if answer == FULL or (answer == SHORT and not wait):
+            if answer == FULL or (answer == SHORT and not wait) or self._is_own_doing(answer):
                 raise TableFullError(self._full_message(*needed, evict, wait))
             return answer, (
                 self._full_message(*needed, evict, wait) if answer == SHORT else self._busy_message()
@@ -326,6 +348,8 @@ class Room(Slots):
         )
         writing = int(counters[NUM_WRITING])
         unfinished = f" ({writing:,} more are being written)" if writing else ""
+        if writing:
+            remedy = f"{self._writing_message()} {remedy}"
         return (
             f"The table is full: {slots} trajectories of {steps:,} steps ({blocks:,} blocks of {self.block_steps}) "
             f"were to be added to {int(counters[NUM_READY]):,} of at most {self.num_slots:,} trajectories{unfinished}, "
@@ -338,8 +362,41 @@ class Room(Slots):
         writing = sorted({int(pid) for pid in self.owner[self.state == WRITING, PID]})
         return (
             f"what is to be reused is still being read by the processes {busy} or written by {writing}. They may be "
-            "stopped, or hold a batch too long."
-        )
+            f"stopped, or hold a batch too long. {self._writing_message()}"
+        ).rstrip()
+
+    def _writing_message(self) -> str:
+        """Which processes hold how many steps by trajectories that they have not committed; "" if there are none."""
+        slots = np.flatnonzero(self.state == WRITING)
+        pids, lengths = self.owner[slots, PID], self.extent[slots, 0]
+        here = os.getpid()
+        held = []
+        for pid in sorted(set(pids.tolist()), key=lambda pid: (pid != here, pid)):
+            count, steps = int((pids == pid).sum()), int(lengths[pids == pid].sum())
+            whose = f"this process ({pid})" if pid == here else f"process {pid}"
+            held.append(f"{count:,} of {whose} with {steps:,} steps")
+        if not held:
+            return ""
+        remedy = " commit() or discard() in this process gives room back." if here in pids else ""
+        return f"Unfinished trajectories of open writers hold room: {', '.join(held)}.{remedy}"
+
+    def _is_own_doing(self, answer: int) -> bool:
+        """Whether there is no room because of writers of this very thread: then waiting for it cannot help.
+
+        A writer is for one thread, so nobody else commits or discards what these hold.
+        """
+        if answer not in (SHORT, BUSY) or (answer == SHORT and self.counters[NUM_READY]):
+            return False
+        try:
+            writers = list(self.writers)
+        except RuntimeError:  # another thread has just made one
+            return False
+        mine: set[int] = set()
+        for writer in writers:
+            thread, slots = writer.open_slots
+            if thread == threading.get_ident():
+                mine.update(slots)
+        return bool(mine) and mine.issuperset(np.flatnonzero(self.state == WRITING).tolist())
 
     # ---------------------------------------------------------------- processes that died
 

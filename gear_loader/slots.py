@@ -6,6 +6,9 @@ blocks) is derived from them. A mutation marks the index dirty while it works; w
 dirty, because a process was killed in the middle, derives it all anew. That is why a slot's state is always written
 last. The mutations are in `gear_loader.index_ops`; here is what derives.
 
+A value that a process stored by mistake is not recovered from: `damage` finds those that name no existing slot, block
+or place when a process attaches, operations find them where they would follow them, and the table is refused.
+
 Block tables grow in one half of `block_ids`; when it is full, the live ones are copied to the other half. The half
 that was left stays as it was until the next such move, so a reader that still uses it is not disturbed. A writer
 gets its block ids when it gets its slots, and looks at no block table.
@@ -18,13 +21,15 @@ in its middle has some entries twice until then.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
 from gear_loader import index_ops
-from gear_loader.ids import first_free, ids_of, origin_of
+from gear_loader.errors import CorruptTableError
+from gear_loader.ids import LARGEST_ORIGIN, first_free, ids_of, origin_of
 from gear_loader.index_ops import (
     ALL,
     COMMITTING,
@@ -47,6 +52,7 @@ from gear_loader.index_ops import (
     MOVING,
     NEWEST,
     NEXT_SEQUENCE,
+    NUM_EVICTED,
     NUM_EXPIRED,
     NUM_FREE_BLOCKS,
     NUM_FREE_SLOTS,
@@ -58,6 +64,7 @@ from gear_loader.index_ops import (
     NUM_TOUCHED,
     NUM_WRITING,
     OLDEST,
+    ORIGIN,
     PID,
     RAISING,
     RAISING_FIRST,
@@ -93,6 +100,7 @@ class Slots:
 
     def __init__(self, region: Region) -> None:
         layout = region.layout
+        self.name = region.name
         self.rules = layout.rules
         self.block_steps = layout.block_steps
         self.max_steps = layout.max_steps
@@ -127,7 +135,10 @@ class Slots:
     def operate(self, *, compiled: bool) -> None:
         """Use the compiled operations, or those in Python (on the arrays that are attributes now)."""
         self._view = View(*(getattr(self, name) for name in View._fields))
-        self._ops: Any = index_ops.COMPILED if compiled else index_ops.PLAIN
+        self.operations: Any = index_ops.COMPILED if compiled else index_ops.PLAIN
+        self._ops = types.SimpleNamespace(
+            **{name: _checked(operation, self.name) for name, operation in vars(self.operations).items()}
+        )
         self._where: Any = index_ops.places_of(self._view) if compiled else self._view
 
     @contextlib.contextmanager
@@ -144,7 +155,93 @@ class Slots:
     def row(self, slot: int) -> Array:
         """The block ids of a slot, int32 [blocks] (a copy). The caller holds the lock, or a ticket for the slot."""
         length, start = self.extent[slot].tolist()
-        return self.block_ids[start : start + self.blocks_of(length)].copy()
+        blocks = self.blocks_of(length)
+        if not (0 < length <= self.max_steps and 0 <= start <= len(self.block_ids) - blocks):
+            raise self.corrupt(f"slot {slot} has {length} steps and its block table at {start}")
+        return self.ids_at(np.arange(start, start + blocks))
+
+    def ids_at(self, places: Array) -> Array:
+        """The entries of the block tables at these places, int64 [n]: block ids, int32 [n]. As for `row`."""
+        if len(places) and not 0 <= places.min() <= places.max() < len(self.block_ids):
+            raise self.corrupt(f"block tables have the places {places.min()} to {places.max()}")
+        ids: Array = self.block_ids[places]
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.num_blocks:
+            raise self.corrupt(f"block tables hold the blocks {ids.min()} to {ids.max()}")
+        return ids
+
+    # ---------------------------------------------------------------- values that cannot be
+
+    def corrupt(self, what: str) -> CorruptTableError:
+        """The error for an index with an impossible value; `what` describes it."""
+        return _corrupt(self.name, what)
+
+    def damage(self) -> str | None:
+        """The first value in the index that names no existing slot, block or place; None if there is no such value."""
+        marks = (COMMITTING, REMOVING, DRAWING, LEAVING, RAISING, MOVING)
+        if not self.counters[DIRTY] and any(self.counters[mark] for mark in marks):
+            return "a change is marked as unfinished and as finished"
+        return self._bad_marks() or self._bad_slots() or self._bad_derived()
+
+    def _bad_marks(self) -> str | None:
+        """What is wrong with the marks of unfinished changes."""
+        counters, slots = self.counters, self.num_slots
+        if not 0 <= counters[MOVING] <= 2 or not 0 <= counters[HALF] <= 1:
+            return f"the half in use is {counters[HALF]}, being moved to {counters[MOVING]}"
+        if not (0 <= counters[DRAWING] <= slots and 0 <= counters[LEAVING] <= slots):
+            return f"slots {counters[DRAWING]} and {counters[LEAVING]} are being counted"
+        if counters[LEAVING] and counters[LEAVING_COUNT] not in (NUM_EVICTED, NUM_REMOVED, NUM_EXPIRED):
+            return f"a slot is being counted at {counters[LEAVING_COUNT]}"
+        return None
+
+    def _bad_slots(self) -> str | None:
+        """What is wrong with the slots in use, from which everything else is derived."""
+        found = _outside("state", self.state, FREE, RETIRED)
+        found = found or _outside("block_ids", self.block_ids, 0, self.num_blocks - 1)
+        if found is not None:
+            return found
+        used = self.state != FREE
+        lengths, starts = self.extent[:, 0], self.extent[:, 1]
+        left = np.where(starts < self.half_size, self.half_size, 2 * self.half_size) - starts
+        inside = (lengths >= 1) & (lengths <= self.max_steps) & (starts >= 0)
+        inside &= lengths <= left * self.block_steps
+        bad = np.flatnonzero(used & ~inside)
+        if len(bad):
+            length, start = self.extent[bad[0]].tolist()
+            return f"slot {bad[0]} has {length} steps and its block table at {start}"
+        priority = self.priority
+        odd = used & ~(np.isfinite(priority) & ((priority >= 0) | (priority == UNSET)))
+        odd &= self.state == READY
+        if odd.any():
+            slot = np.flatnonzero(odd)[0]
+            return f"slot {slot} has the priority {priority[slot]}"
+        return None
+
+    def _bad_derived(self) -> str | None:
+        """What is wrong with what is derived from the slots."""
+        slots, blocks = self.num_slots, self.num_blocks
+        for counts, most in (
+            ((NUM_READY, NUM_WRITING, NUM_RETIRED, NUM_FREE_SLOTS, OLDEST, NEWEST), slots),
+            ((NUM_FREE_BLOCKS, RETIRED_BLOCKS), blocks),
+            ((HEAD, HEAD + 1), self.half_size),
+            ((NUM_STEPS, WRITING_STEPS), self.max_steps),
+            ((RETIRED_FIRST,), slots - 1),
+            ((ORIGIN,), LARGEST_ORIGIN + 1),
+        ):
+            for place in counts:
+                if not 0 <= self.counters[place] <= most:
+                    return f"counter {place} is {self.counters[place]}, expected 0 to {most}"
+        for name, least, most in (
+            ("links", -1, slots - 1),
+            ("free_slots", 0, slots - 1),
+            ("retired", 0, slots - 1),
+            ("touched", 0, slots - 1),
+            ("free_blocks", 0, blocks - 1),
+            ("uses", 0, slots),
+        ):
+            found = _outside(name, getattr(self, name), least, most)
+            if found is not None:
+                return found
+        return "a bound of priorities is NaN" if np.isnan(self.lowest).any() else None
 
     # ---------------------------------------------------------------- moving the block tables
 
@@ -205,7 +302,10 @@ class Slots:
             head, place = places.get(row[0], (i, 0))
             before = sizes.get(head, 0)
             chain[i], skipped[i] = head, (place, max(0, before - place))
-            assert before - place <= lengths[i]
+            if before - place > lengths[i]:
+                raise self.corrupt(
+                    f"the block tables of stream {self.stream[slots[i]]} do not follow each other"
+                )
             for j in range(before - place, len(row)):
                 places[row[j]] = head, place + j
             sizes[head] = place + len(row)
@@ -214,6 +314,7 @@ class Slots:
     def _move(self, last: int) -> None:
         """Move the block tables in use to the other half; the block table of `last` will end where there is room."""
         half = 1 - int(self.counters[HALF])
+        self._require_whole(self._bad_marks() or self._bad_slots())
         with self._mutation():
             slots, places, begins, lengths, total = self._pieces(last)
             target = half * self.half_size
@@ -228,6 +329,8 @@ class Slots:
         counters = self.counters
         half = int(counters[MOVING]) - 1
         slots = np.flatnonzero(self.state != FREE)
+        if (self.moved[slots] + self.blocks_of(self.extent[slots, 0]) > self.half_size).any():
+            raise self.corrupt("a block table is being moved out of its half")
         self.extent[slots, 1] = half * self.half_size + self.moved[slots].astype(np.int64)
         ends = self.extent[slots, 1] + self.blocks_of(self.extent[slots, 0])
         counters[HEAD + half] = int(ends.max(initial=half * self.half_size)) - half * self.half_size
@@ -317,13 +420,22 @@ class Slots:
         self.owner[marked, PID] = 0
         counters[REMOVING] = 0
 
+    def _require_whole(self, damage: str | None) -> None:
+        if damage is not None:
+            raise self.corrupt(damage)
+
     def _rebuild(self) -> None:
         counters = self.counters
         counters[DIRTY] = 1
+        self._require_whole(self._bad_marks())
         self._complete()
+        self._require_whole(self._bad_slots())
         derived = self._derive()
         for place, value in derived["counts"].items():
             counters[place] = value
+        self.links[:] = -1
+        for name in ("free_slots", "free_blocks", "retired", "touched"):
+            getattr(self, name)[:] = 0
         # Stacks grow upwards: the lowest slots and blocks are handed out first.
         self.free_slots[: len(derived["free_slots"])] = derived["free_slots"][::-1]
         self.free_blocks[: len(derived["free_blocks"])] = derived["free_blocks"][::-1]
@@ -419,6 +531,35 @@ class Slots:
         least = np.full(len(self.lowest), np.inf)
         np.minimum.at(least, ready // self.group, np.where(priorities == UNSET, np.inf, priorities))
         assert (self.lowest <= least).all(), "a priority is lower than the bound of its group"
+
+
+def _corrupt(name: str | None, what: str) -> CorruptTableError:
+    known = "The private table" if name is None else f"Table {name!r}"
+    remedy = "Create it again" if name is None else f"Remove it (`gear-loader rm {name}`)"
+    return CorruptTableError(
+        f"{known} has a corrupt index: {what}. Another process may have written into its memory. {remedy}; "
+        "Table.load restores the last checkpoint."
+    )
+
+
+def _checked(operation: Callable[..., Any], name: str | None) -> Callable[..., Any]:
+    """The operation, raising CorruptTableError where it raises IndexError."""
+
+    def call(*given: Any) -> Any:
+        try:
+            return operation(*given)
+        except IndexError as error:
+            raise _corrupt(name, str(error)) from error
+
+    return call
+
+
+def _outside(name: str, values: Array, least: int, most: int) -> str | None:
+    """What of an array is not from `least` to `most`."""
+    found = int(values.min()), int(values.max())
+    if least <= found[0] and found[1] <= most:
+        return None
+    return f"{name} holds {found[0]} to {found[1]}, expected {least} to {most}"
 
 
 def ranges(starts: Array, counts: Array) -> Array:

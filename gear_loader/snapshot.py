@@ -103,6 +103,8 @@ class Log:
         fresh = touched[(index.state[touched] == READY) & (index.sequence[touched] > last)]
         fresh = fresh[np.argsort(index.sequence[fresh], kind="stable")]
         gone = rows.shape[1] + len(fresh) - int(index.counters[NUM_READY])
+        if not 0 <= gone <= rows.shape[1]:
+            return False
         if gone:
             kept = _still_there(index, rows[:, :gone])
             if kept.any():

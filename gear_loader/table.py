@@ -209,12 +209,20 @@ class Table:
             timeout: as for `create`.
 
         Raises:
-            RegionError: there is none, or the file is no table, or one of another format version.
+            RegionError: there is none, or the file is no table, one of another format version or of another user, or
+                other users may write to it.
+            CorruptTableError: its index names slots, blocks or places that are not there.
         """
         if on_full is not None:
             check_on_full(on_full)
         timeout = None if timeout is None else check_seconds("timeout", timeout)
-        return cls(Region.attach(name), on_full=on_full, timeout=timeout)
+        table = cls(Region.attach(name), on_full=on_full, timeout=timeout)
+        try:
+            table._live().check_bounds()
+        except BaseException:
+            table.close()
+            raise
+        return table
 
     @staticmethod
     def required_blocks(lengths: Iterable[int] | Array, block_steps: int) -> int:
@@ -725,6 +733,11 @@ class Table:
         """`extent` and `block_ids` of the index, as views; see `gear_loader.layout`."""
         index = self._live()
         return index.extent, index.block_ids
+
+    def check_gathered(self, bad: int) -> None:
+        """Raise CorruptTableError if `gear_loader.native.gather` or `resolve` found `bad` windows that cannot be."""
+        if bad:
+            raise self._live().corrupt(f"{bad:,} windows of a batch have slots or blocks that do not exist")
 
     def slot_states(self) -> tuple[Array, Array, Array]:
         """`state`, `generation` and `sequence` of the index, as views."""

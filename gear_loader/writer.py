@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from types import TracebackType
@@ -104,6 +105,8 @@ class Writer:
         self._pid = os.getpid()
         # The slot that is being written comes last; while chunks are cut, the next one's is here before it is taken.
         self._open: list[Claim] = []
+        self._thread = 0  # which began it
+        self._index.writers.add(self)
         self._give_up = weakref.finalize(self, _give_up, self._index, self._open, self._pid)
         self._give_up.atexit = False
         self._ids: list[int] = []  # its blocks
@@ -145,7 +148,8 @@ class Writer:
 
         Raises:
             SchemaError: a value does not fit, or the trajectory would become longer than the table can hold.
-            TableFullError, RateLimitError, LockTimeoutError: as `Table.add`.
+            TableFullError, RateLimitError, LockTimeoutError: as `Table.add`. Where the open writers of this very thread
+                hold the room, TableFullError comes at once: nobody else can end them.
             In each case nothing was appended, but of several steps with chunks those in the chunks before. Who has
             waited in vain may call it again with the same step.
         """
@@ -243,6 +247,12 @@ class Writer:
 
     # ---------------------------------------------------------------- room
 
+    @property
+    def open_slots(self) -> tuple[int, list[int]]:
+        """The thread that this writer is used in, and the slots that it is writing; of a forked child's copy none."""
+        claims = list(self._open) if os.getpid() == self._pid else []
+        return self._thread, [int(claim.slots[0]) for claim in claims if claim.slots[0] >= 0]
+
     def _make_room(self, count: int) -> None:
         """Room for `count` more steps."""
         if self._cuts and self._steps == self._chunk:
@@ -298,6 +308,7 @@ class Writer:
         if first > self._table.free_steps():
             first = needed
         claim = Claim(1)
+        self._thread = threading.get_ident()
         self._open.append(claim)  # before it is taken: who interrupts this finds it there
         try:
             _, ids = self._index.begin(np.array([first]), evict=evict, wait=wait, claim=claim)
@@ -517,7 +528,8 @@ class _StepColumn:
         plain = value.is_contiguous() and address_of(value) != 0
         if not plain and unreadable(value) is not None:
             return False
-        value = value.detach().resolve_neg().cpu()
+        if value.requires_grad or not value.is_cpu or value.is_neg():
+            value = value.detach().resolve_neg().cpu()
         self._view[place] = (value.view(torch.int16) if self._dtype is None else value).numpy()
         return True
 

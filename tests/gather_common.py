@@ -82,7 +82,7 @@ class Store:
             for size in step_bytes
         ]
         blocks = [-(-length // block_steps) for length in lengths]
-        num_blocks = sum(blocks) + 3
+        num_blocks = self.num_blocks = sum(blocks) + 3
         order = random.permutation(num_blocks)[: sum(blocks)]  # three blocks belong to nobody
 
         # Block tables in random order, with a gap before each that names a block of nobody's.
@@ -121,10 +121,15 @@ class Store:
         """What the collector hands to a GPU instead of slots and index: row numbers and the windows' own blocks."""
         first = min(spec.offset for spec in specs)
         last = max(spec.offset + spec.length - 1 for spec in specs)
-        layout = types.SimpleNamespace(block_steps=self.block_steps)
+        layout = types.SimpleNamespace(block_steps=self.block_steps, num_blocks=self.num_blocks)
+
+        def check(bad: int) -> None:
+            assert bad == 0
+
         stub: Any = types.SimpleNamespace(
             region=types.SimpleNamespace(layout=layout),
             index_arrays=lambda: (self.extent.numpy(), self.block_ids.numpy()),
+            check_gathered=check,
         )
         extent = torch.full((len(slots), 2), -(2**40), dtype=torch.int64)
         ids = torch.full(

@@ -492,5 +492,5 @@ def test_the_operation_behind_a_load_without_a_compiler(
         expected = contents(table)
     monkeypatch.setattr(index_ops, "COMPILED", None)
     with gear.Table.load(tmp_path) as copy:
-        assert copy._live()._ops is PLAIN
+        assert copy._live().operations is PLAIN
         assert contents(copy) == expected

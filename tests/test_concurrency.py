@@ -107,7 +107,7 @@ def attach(name: str, **options: Any) -> gear.Table:
     """In a child: attached, and with deadlines that a busy machine does not miss."""
     table = gear.Table.attach(name, timeout=PATIENCE, **options)
     table.region.lock.timeout = PATIENCE
-    assert table._live()._ops is index_ops.COMPILED
+    assert table._live().operations is index_ops.COMPILED
     return table
 
 

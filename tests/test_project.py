@@ -27,8 +27,9 @@ FRONT_DOOR = "__init__"
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"kernels"}),
     frozenset({"errors", "notice", "patience"}),
-    frozenset({"native", "schema"}),
-    frozenset({"index_ops", "limiters", "lock", "names", "native_tree", "numbers", "options"}),
+    frozenset({"native", "numbers"}),
+    frozenset({"schema"}),
+    frozenset({"index_ops", "limiters", "lock", "names", "native_tree", "options"}),
     frozenset({"ids", "rules", "snapshot"}),
     frozenset({"layout"}),
     frozenset({"region"}),

@@ -159,6 +159,7 @@ class World:
             max(lasts),
             extent,
             ids,
+            region.layout.num_blocks,
         )
         return (slots, anchors, region.array("generation")[slots]), {"extent": extent, "block_ids": ids}
 

@@ -300,8 +300,14 @@ _MISFITS: dict[str, tuple[dict[str, Any], str]] = {
     "a complex number": (_step_with(step=1j), r"'step' of the step is 1j, of type complex"),
     "a number for a shape": (_step_with(value=1.0), r"'value' of the step is 1.0, of type float"),
     "text": (_step_with(step="1"), r"'step' of the step is '1', of type str"),
-    "sparse": (_step_with(value=torch.zeros(3).to_sparse()), r"'value' of the step has dtype torch.float32"),
-    "meta": (_step_with(value=torch.zeros(3, device="meta")), r"'value' of the step has dtype torch.float32"),
+    "sparse": (
+        _step_with(value=torch.zeros(3).to_sparse()),
+        r"'value' of the step is a tensor of layout torch",
+    ),
+    "meta": (
+        _step_with(value=torch.zeros(3, device="meta")),
+        r"'value' of the step is a meta tensor; expected",
+    ),
     "masked": (_step_with(value=np.ma.zeros(3, np.float32)), r"'value' of the step has dtype float32"),
     "byte order": (_step_with(value=np.zeros(3, ">f4")), r"'value' of the step has dtype >f4"),
     "one of several": (
@@ -640,13 +646,73 @@ def test_evicting_where_others_are_writing(on_full: Any) -> None:
         first, second = table.writer(), table.writer()
         first.append(x=np.arange(14))
         second.append(x=np.arange(6))
-        with pytest.raises(LockTimeoutError, match=rf"or written by \[{os.getpid()}\]"):
+        began = time.monotonic()
+        with pytest.raises(
+            TableFullError, match=rf"hold room: 2 of this process \({os.getpid()}\) with 20 steps"
+        ):
             second.append(x=6)
+        assert (
+            time.monotonic() - began < 30
+        )  # nobody but this thread could give room, so it was not waited for
         assert second.num_steps == 6
         first.commit()
         second.append(x=6)
         second.commit()
         assert contents(table) == [list(range(7))]
+
+
+@pytest.mark.parametrize("on_full", ["evict_oldest", "evict_lowest_priority", "wait"])
+@pytest.mark.parametrize("how", ["append", "add", "extend"])
+def test_all_room_is_held_by_writers_of_this_thread(on_full: Any, how: str) -> None:
+    """It is said at once: nobody else can end them."""
+    with make(max_steps=32, max_trajectories=8, block_steps=4, on_full=on_full) as table:
+        writers = [table.writer() for _ in range(8)]
+        for writer in writers:
+            writer.append(x=np.arange(4))
+        began = time.monotonic()
+        message = rf"open writers hold room: 8 of this process \({os.getpid()}\) with 32 steps\. commit\(\) or discard"
+        store: dict[str, Any] = {
+            "append": lambda: writers[3].append(x=1),
+            "add": lambda: table.add({"x": np.arange(2)}),
+            "extend": lambda: table.extend([{"x": np.arange(2)}]),
+        }
+        with pytest.raises(TableFullError, match=message):
+            store[how]()
+        assert time.monotonic() - began < 30  # the deadline is 60 s
+        assert writers[3].num_steps == 4
+        writers[0].discard()
+        writers[3].append(x=4)
+        for writer in writers[1:]:
+            writer.commit()
+        assert sorted(map(len, contents(table))) == [4] * 6 + [5]
+
+
+def test_room_that_writers_of_several_threads_hold_is_waited_for() -> None:
+    with make(max_steps=8, max_trajectories=8, block_steps=4, on_full="evict_oldest", timeout=30) as table:
+        mine, other = table.writer(), table.writer()
+        mine.append(x=np.arange(4))
+        wrote, give = threading.Event(), threading.Event()
+
+        def work() -> None:
+            other.append(x=np.arange(4))
+            wrote.set()
+            give.wait(30)
+            other.commit()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        wrote.wait(30)
+        table._live().timeout = 0.05
+        with pytest.raises(
+            LockTimeoutError, match=r"hold room: 2 of this process \(\d+\) with 8 steps\. commit"
+        ):
+            mine.append(x=4)
+        table._live().timeout = 30
+        threading.Timer(0.05, give.set).start()
+        mine.append(x=4)
+        thread.join()
+        mine.commit()
+        assert contents(table) == [list(range(5))]
 
 
 def test_waiting_for_room_that_another_thread_makes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import torch
 
 __all__ = [
     "BASE",
+    "BLOCKS",
     "LENGTH",
     "LINE",
     "LINES",
@@ -45,7 +46,8 @@ OFFSET = 5  # first step of the window relative to the anchor
 PAD = 6  # PAD_KEEP, PAD_HEAD, PAD_TAIL
 MASK = 7  # address of the mask [batch, length], or 0
 LINES = 8  # most lines that one row of the batch can touch; 0 marks a mask, whose address is OUT
-WIDTH = 9
+BLOCKS = 9  # blocks of the column: a block id is below it
+WIDTH = 10
 
 PAD_KEEP, PAD_HEAD, PAD_TAIL = range(3)
 
@@ -185,6 +187,7 @@ class GatherPlan:
         row[PAD] = column.pad
         row[MASK] = column.mask.data_ptr() if column.mask is not None else 0
         row[LINES] = column.lines(self.block_steps)
+        row[BLOCKS] = column.source.shape[0]
         return row
 
     def _launches(self) -> list[tuple[int, torch.Tensor]]:

@@ -25,7 +25,7 @@ import xxhash
 from gear_loader import native
 from gear_loader.checkpoint.manifest import REMEDY, FileRecord
 from gear_loader.errors import CheckpointError
-from gear_loader.kernels.plan import BASE, LENGTH, OUT, STEP_BYTES, WIDTH
+from gear_loader.kernels.plan import BASE, BLOCKS, LENGTH, OUT, STEP_BYTES, WIDTH
 from gear_loader.slots import Array
 
 __all__ = [
@@ -105,7 +105,7 @@ def copy_pieces(targets: Array, sources: Array, counts: Array) -> None:
         return
     columns = np.zeros((len(counts), WIDTH), dtype=np.int64)
     columns[:, BASE], columns[:, OUT], columns[:, LENGTH] = sources, targets, counts
-    columns[:, STEP_BYTES] = 1
+    columns[:, STEP_BYTES], columns[:, BLOCKS] = 1, 1
     steps = int(counts.max())
     extent = np.array([[steps, 0]], dtype=np.int64)
     native.gather(columns, _ZERO, _ZERO, extent, _ZERO_ID, steps, 0, 1)

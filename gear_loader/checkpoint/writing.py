@@ -453,7 +453,7 @@ class _Save:
                             array[left] for array in (which, block, inside, steps, row)
                         )
                 place = index.extent[fresh.slots[which], 1] + block
-                ids = index.block_ids[place].astype(np.int64)
+                ids = index.ids_at(place).astype(np.int64)
                 sources = data.ctypes.data + ids * column.block_stride + inside * column.step_bytes
                 targets = buffer.ctypes.data + row * column.step_bytes
                 copy_pieces(targets, sources, steps * column.step_bytes)

@@ -250,7 +250,7 @@ class ShardCollector(Collector):
             slots, anchors = (np.ascontiguousarray(records[name]) for name in ("slot", "step"))
             extent, block_ids = table.index_arrays()
             if native.require():
-                crew.gather(
+                bad = crew.gather(
                     plan.table.numpy(),
                     slots,
                     anchors,
@@ -260,6 +260,7 @@ class ShardCollector(Collector):
                     self._row_bytes,
                     rows=mine,
                 )
+                table.check_gathered(bad)
             else:
                 reference.gather(
                     plan,

@@ -21,6 +21,7 @@ from gear_loader.index_ops import DIRTY, READY, UNSET
 from gear_loader.kernels import reference
 from gear_loader.kernels.plan import (
     BASE,
+    BLOCKS,
     LENGTH,
     MASK,
     OFFSET,
@@ -319,6 +320,7 @@ class Opened:
         self._table = np.zeros((len(self.spec.windows), WIDTH), dtype=np.int64)
         for row, (name, window) in zip(self._table, self.spec.windows.items(), strict=True):
             row[[BASE, STRIDE, STEP_BYTES]] = base[order[name]]
+            row[BLOCKS] = layout.num_blocks
             row[LENGTH], row[OFFSET], row[PAD] = window.length, window.offset, _PADS[window.pad]
         names = list(self.spec.windows)
         self._masked = [names.index(piece.name) for piece in self.spec.pieces(1) if piece.kind == "mask"]
@@ -412,7 +414,7 @@ class Opened:
         if not native.require():
             self._gather_in_torch(held, slots, anchors, rows, layout.pieces, out)
             return
-        native.gather(
+        bad = native.gather(
             layout.table,
             slots,
             anchors,
@@ -423,6 +425,7 @@ class Opened:
             len(slots),
             rows,
         )
+        held.table.check_gathered(bad)
 
     def _gather_in_torch(
         self,
