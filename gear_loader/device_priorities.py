@@ -14,8 +14,24 @@ from gear_loader.collector import Buffers, Collector, GpuSide
 from gear_loader.errors import PriorityError, SchemaError
 from gear_loader.index import Snapshot
 from gear_loader.item_map import Leaves
-from gear_loader.kernels.sum_tree import BAD_POSITION, DISTINCT_MISSING, EMPTY_DRAWS, NOWHERE, STALE, SumTree
-from gear_loader.priorities import ANCHORS, LEAVES, PrioritySelection, checked_weights, draw_key
+from gear_loader.kernels.sum_tree import (
+    BAD_POSITION,
+    DISTINCT_MISSING,
+    EMPTY_DRAWS,
+    LOWEST_LEAF,
+    NOWHERE,
+    STALE,
+    SumTree,
+)
+from gear_loader.priorities import (
+    ANCHORS,
+    LEAVES,
+    SHARE,
+    PrioritySelection,
+    checked_weights,
+    draw_key,
+    out_of_range,
+)
 from gear_loader.request import check_names, request
 from gear_loader.selection import Job
 from gear_loader.selectors import SAMPLE_EPOCH, Draw, Prioritized, TopK
@@ -45,6 +61,7 @@ class DevicePrioritySelection(PrioritySelection):
         self._stream: Any = None  # where batches are filled, and updates are queued
         self._last: Any = torch.cuda.Event() if self._cuda else None  # behind all that has been queued
         self._status = torch.tensor([NOWHERE, 0, 0, 0], pin_memory=self._cuda)  # copied after each call
+        self._out_of_range = torch.zeros(1, dtype=torch.bool, pin_memory=self._cuda)  # likewise
         self._streams: set[int] = set()  # where the tensors below have been used
         self._leave()  # what comes on other streams comes after the tensors were made
 
@@ -52,6 +69,7 @@ class DevicePrioritySelection(PrioritySelection):
         from gear_loader.kernels.items import Index
 
         self._wide = SumTree(capacity, self._device)
+        self._cut = torch.zeros(1, dtype=torch.bool, device=self._device)
         table, steps = self.job.table, self._map.steps
         generation = table.slot_states()[1]
         extent, block_ids = table.index_arrays()
@@ -81,12 +99,14 @@ class DevicePrioritySelection(PrioritySelection):
         if stream.cuda_stream not in self._streams:
             # When this is dropped, its memory is not given to others before the stream has done with it.
             self._streams.add(stream.cuda_stream)
-            for part in (*vars(self._wide).values(), *vars(self._index).values()):
+            for part in (*vars(self._wide).values(), *vars(self._index).values(), self._cut):
                 if isinstance(part, torch.Tensor):
                     part.record_stream(stream)
 
     def _leave(self) -> None:
         self._status.copy_(self._wide.status, non_blocking=True)
+        if self._may_leave_range:
+            self._out_of_range.copy_(self._cut, non_blocking=True)
         if self._cuda:
             self._last.record(torch.cuda.current_stream(self._device))
 
@@ -98,9 +118,11 @@ class DevicePrioritySelection(PrioritySelection):
             elif not self._last.query():
                 return
         bad, empty, missing, _ = self._status.tolist()
-        if bad == NOWHERE and not empty and not missing:
+        cut = bool(self._out_of_range)
+        if bad == NOWHERE and not empty and not missing and not cut:
             return
         self._enter()
+        self._cut.zero_()
         self._wide.status[BAD_POSITION] = NOWHERE
         self._wide.status[EMPTY_DRAWS] = 0
         self._wide.status[DISTINCT_MISSING] = 0
@@ -111,6 +133,8 @@ class DevicePrioritySelection(PrioritySelection):
                 f"{self.job.selector!r}. Nothing was changed by it, nor by the updates since; the GPU found it, which "
                 "is why this comes late."
             )
+        if cut:
+            raise out_of_range(self.job.selector)
         if len(self.view()) == 0:
             raise self.job.empty()
         raise PriorityError(
@@ -186,6 +210,7 @@ class DevicePrioritySelection(PrioritySelection):
             assert isinstance(selector, Prioritized)
             leaves = torch.empty(count, dtype=torch.float32, device=self._device)
             choose = priority.draw if selector.replacement else priority.draw_distinct
+            self._note_range()
             choose(self._wide, random, items, leaves)
             kernels.weigh(
                 self._wide,
@@ -197,6 +222,16 @@ class DevicePrioritySelection(PrioritySelection):
         anchor = "item" if selector.unit == "step" else self.job.anchor
         kernels.resolve(self._index, items, random, rows, ids, anchor=anchor, first=reach[0], last=reach[1])
         self._remember(draw, rows[:3, :count].clone(), weights[0][:count].clone() if weights else None)
+
+    def _note_range(self) -> None:
+        """Queue what `_check_range` does on the host; `_raise_late` raises what it has found."""
+        if not self._may_leave_range:
+            return
+        total, leaves = self._wide.total(), self._wide.leaves
+        lowest = (leaves == LOWEST_LEAF).sum() * LOWEST_LEAF
+        largest = torch.finfo(torch.float32).max
+        faint = (total > LOWEST_LEAF) & (lowest > total * SHARE)
+        self._cut |= faint | ((total > largest * (1 + SHARE)) & (leaves == largest).any())
 
     def _top_rows(self, selector: TopK, count: int) -> torch.Tensor:
         items, _ = self._wide.top(min(count, self._wide.capacity), largest=selector.largest)
