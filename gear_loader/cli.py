@@ -22,6 +22,9 @@ from gear_loader.errors import RegionError
 
 __all__ = ["app"]
 
+_MOST_OF_A_NAME = 60  # characters of a column's name that are shown
+_MOST_OF_A_PROBLEM = 500
+
 app = typer.Typer(
     help="Gear Loader: tables in shared memory.",
     no_args_is_help=True,
@@ -45,7 +48,7 @@ class _Entry:
     name: str
     path: str
     bytes: int
-    created: str
+    created: str | None
     owner: str
     in_use: bool | None = None
     processes: list[int] = dataclasses.field(default_factory=list)
@@ -83,12 +86,11 @@ def _entries() -> list[_Entry]:
 
 
 def _entry(name: str, info: os.stat_result, pids: list[int]) -> _Entry:
-    created = datetime.datetime.fromtimestamp(info.st_mtime, datetime.timezone.utc)
     entry = _Entry(
         name=name,
         path=_path(name),
         bytes=info.st_size,
-        created=created.isoformat(timespec="seconds"),
+        created=_date(info.st_mtime),
         owner=_user(info.st_uid),
         in_use=True if pids else None,
         processes=pids,
@@ -116,7 +118,10 @@ def _describe(entry: _Entry, file: names.OpenFile) -> None:
 
     layout = Layout.read(os.pread(file.fd, HEADER_LIMIT, 0), file.info.st_size, "It")
     offset, dtype, (count,) = layout.arrays["counters"]
-    counters = struct.unpack(f"={count}q", os.pread(file.fd, count * dtype.itemsize, offset))
+    data = os.pread(file.fd, count * dtype.itemsize, offset)
+    if len(data) < count * dtype.itemsize:
+        raise RegionError("It was cut while it was read.")
+    counters = struct.unpack(f"={count}q", data)
     entry.trajectories, entry.steps = counters[NUM_READY], counters[NUM_STEPS]
     entry.max_trajectories, entry.max_steps = layout.max_trajectories, layout.max_steps
     entry.columns = {
@@ -141,18 +146,19 @@ def _print(entries: list[_Entry]) -> None:
             _fraction(entry.trajectories, entry.max_trajectories),
             _fraction(entry.steps, entry.max_steps),
             _columns(entry.columns),
-            _age(time.time() - datetime.datetime.fromisoformat(entry.created).timestamp()),
+            _age(entry.created),
             entry.owner,
             _state(entry),
         )
-        table.add_row(*(Text(cell) for cell in cells))
+        table.add_row(*(Text(_printable(cell)) for cell in cells))
     console = Console()
     if not console.is_terminal:
         console = Console(width=10_000)  # a line a table, for a file or a pipe
     console.print(table)
     for entry in entries:
         if entry.problem is not None:
-            console.print(Text(f"{_shown(entry.name)}: {entry.problem}"), soft_wrap=True)
+            problem = _printable(entry.problem, _MOST_OF_A_PROBLEM)
+            console.print(Text(f"{_shown(entry.name)}: {problem}"), soft_wrap=True)
 
 
 def _state(entry: _Entry) -> str:
@@ -166,7 +172,8 @@ def _columns(columns: dict[str, dict[str, Any]] | None, most: int = 4) -> str:
     if columns is None:
         return "?"
     shown = [
-        f"{name} {column['dtype']}{column['shape'] or ''}" for name, column in list(columns.items())[:most]
+        f"{_printable(name, _MOST_OF_A_NAME)} {column['dtype']}{column['shape'] or ''}"
+        for name, column in list(columns.items())[:most]
     ]
     more = [f"and {len(columns) - most} more"] if len(columns) > most else []
     return ", ".join(shown + more)
@@ -183,7 +190,18 @@ def _size(count: int) -> str:
     return f"{count} B"
 
 
-def _age(seconds: float) -> str:
+def _date(seconds: float) -> str | None:
+    """A file's time as ISO 8601 has it, or None: a file may have any time, also one that no calendar has."""
+    try:
+        return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).isoformat(timespec="seconds")
+    except (OverflowError, ValueError, OSError):
+        return None
+
+
+def _age(created: str | None) -> str:
+    if created is None:
+        return "?"
+    seconds = time.time() - datetime.datetime.fromisoformat(created).timestamp()
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
@@ -261,6 +279,15 @@ def _region_names() -> list[str]:
 
 def _path(name: str) -> str:
     return os.path.join(names.DIRECTORY, names.PREFIX + name)
+
+
+def _printable(text: str, most: int | None = None) -> str:
+    """Text that comes from a file, so that it neither moves the terminal's cursor nor fills the screen."""
+    if most is not None and len(text) > most:
+        text = f"{text[:most]}..."
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text
+    )
 
 
 def _shown(name: str) -> str:

@@ -14,8 +14,24 @@ from gear_loader.collector import Buffers, Collector, GpuSide, outside_inference
 from gear_loader.errors import PriorityError, SchemaError
 from gear_loader.index import Snapshot, Ticket
 from gear_loader.item_map import Leaves
-from gear_loader.kernels.sum_tree import BAD_POSITION, DISTINCT_MISSING, EMPTY_DRAWS, NOWHERE, STALE, SumTree
-from gear_loader.priorities import ANCHORS, LEAVES, PrioritySelection, checked_weights, draw_key
+from gear_loader.kernels.sum_tree import (
+    BAD_POSITION,
+    DISTINCT_MISSING,
+    EMPTY_DRAWS,
+    LOWEST_LEAF,
+    NOWHERE,
+    STALE,
+    SumTree,
+)
+from gear_loader.priorities import (
+    ANCHORS,
+    LEAVES,
+    SHARE,
+    PrioritySelection,
+    checked_weights,
+    draw_key,
+    out_of_range,
+)
 from gear_loader.request import check_names, request
 from gear_loader.selection import Job
 from gear_loader.selectors import SAMPLE_EPOCH, Draw, Prioritized, TopK
@@ -42,6 +58,7 @@ class DevicePrioritySelection(PrioritySelection):
         with outside_inference():
             super().__init__(job, history=history)
             self._status = torch.tensor([NOWHERE, 0, 0, 0], device="cpu", pin_memory=self._cuda)
+            self._out_of_range = torch.zeros(1, dtype=torch.bool, device="cpu", pin_memory=self._cuda)
         self._drawn: collections.deque[tuple[tuple[int, int], torch.Tensor, torch.Tensor | None]]
         self._drawn = collections.deque(maxlen=history)
         self._stream: Any = None  # where batches are filled, and updates are queued
@@ -53,6 +70,7 @@ class DevicePrioritySelection(PrioritySelection):
         from gear_loader.kernels.items import Blocks, Index
 
         self._wide = SumTree(capacity, self._device)
+        self._cut = torch.zeros(1, dtype=torch.bool, device=self._device)
         table, steps = self.job.table, self._map.steps
         generation = table.slot_states()[1]
         extent, block_ids = table.index_arrays()
@@ -91,12 +109,14 @@ class DevicePrioritySelection(PrioritySelection):
             # When this is dropped, its memory is not given to others before the stream has done with it.
             self._streams.add(stream.cuda_stream)
             blocks = () if self._index.blocks is None else vars(self._index.blocks).values()
-            for part in (*vars(self._wide).values(), *vars(self._index).values(), *blocks):
+            for part in (*vars(self._wide).values(), *vars(self._index).values(), *blocks, self._cut):
                 if isinstance(part, torch.Tensor):
                     part.record_stream(stream)
 
     def _leave(self) -> None:
         self._status.copy_(self._wide.status, non_blocking=True)
+        if self._may_leave_range:
+            self._out_of_range.copy_(self._cut, non_blocking=True)
         if self._cuda:
             self._last.record(torch.cuda.current_stream(self._device))
 
@@ -108,9 +128,11 @@ class DevicePrioritySelection(PrioritySelection):
             elif not self._last.query():
                 return
         bad, empty, missing, _ = self._status.tolist()
-        if bad == NOWHERE and not empty and not missing:
+        cut = bool(self._out_of_range)
+        if bad == NOWHERE and not empty and not missing and not cut:
             return
         self._enter()
+        self._cut.zero_()
         self._wide.status[BAD_POSITION] = NOWHERE
         self._wide.status[EMPTY_DRAWS] = 0
         self._wide.status[DISTINCT_MISSING] = 0
@@ -121,6 +143,8 @@ class DevicePrioritySelection(PrioritySelection):
                 f"{self.job.selector!r}. Nothing was changed by it, nor by the updates since; the GPU found it, which "
                 "is why this comes late."
             )
+        if cut:
+            raise out_of_range(self.job.selector)
         if len(self.view()) == 0:
             raise self.job.empty()
         raise PriorityError(
@@ -202,6 +226,7 @@ class DevicePrioritySelection(PrioritySelection):
             assert isinstance(selector, Prioritized)
             leaves = torch.empty(count, dtype=torch.float32, device=self._device)
             choose = priority.draw if selector.replacement else priority.draw_distinct
+            self._note_range()
             choose(self._wide, random, items, leaves)
             kernels.weigh(
                 self._wide,
@@ -213,6 +238,16 @@ class DevicePrioritySelection(PrioritySelection):
         anchor = "item" if selector.unit == "step" else self.job.anchor
         kernels.resolve(self._index, items, random, rows, ids, anchor=anchor, first=reach[0], last=reach[1])
         self._remember(draw, rows[:3, :count].clone(), weights[0][:count].clone() if weights else None)
+
+    def _note_range(self) -> None:
+        """Queue what `_check_range` does on the host; `_raise_late` raises what it has found."""
+        if not self._may_leave_range:
+            return
+        total, leaves = self._wide.total(), self._wide.leaves
+        lowest = (leaves == LOWEST_LEAF).sum() * LOWEST_LEAF
+        largest = torch.finfo(torch.float32).max
+        faint = (total > LOWEST_LEAF) & (lowest > total * SHARE)
+        self._cut |= faint | ((total > largest * (1 + SHARE)) & (leaves == largest).any())
 
     def _top_rows(self, selector: TopK, count: int) -> torch.Tensor:
         items, _ = self._wide.top(min(count, self._wide.capacity), largest=selector.largest)

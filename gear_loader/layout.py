@@ -39,6 +39,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import mmap
+import reprlib
 import struct
 import zlib
 from typing import Any
@@ -50,7 +51,17 @@ from gear_loader.names import MAGIC
 from gear_loader.rules import Rules
 from gear_loader.schema import Schema
 
-__all__ = ["FORMAT_VERSION", "HEADER_LIMIT", "LINE", "MAX_READERS", "ColumnLayout", "Layout", "round_up"]
+__all__ = [
+    "FORMAT_VERSION",
+    "HEADER_LIMIT",
+    "LARGEST_COUNT",
+    "LARGEST_SIZE",
+    "LINE",
+    "MAX_READERS",
+    "ColumnLayout",
+    "Layout",
+    "round_up",
+]
 
 LINE = 128
 """Bytes of one line: the unit in which a GPU reads host memory, and the alignment of everything."""
@@ -59,6 +70,10 @@ FORMAT_VERSION = 4
 HEADER_LIMIT = 1 << 20
 """Most bytes of preamble and JSON."""
 MAX_READERS = 256
+LARGEST_SIZE = 2**37 - 1
+"""Of `max_steps` and `block_steps`."""
+LARGEST_COUNT = 2**31 - 1
+"""Of `max_trajectories` and `num_blocks`: indices are 32 bits long."""
 _PREAMBLE = struct.Struct("<8sIIQ")
 _CHECKSUM = struct.Struct("<I")
 
@@ -213,9 +228,7 @@ class Layout:
                 "Remove it and create the table anew."
             )
         try:
-            fields = json.loads(body)
-            schema = Schema.from_json(fields.pop("schema"))
-            layout = cls(schema, rules=Rules.from_json(fields.pop("rules")), **fields)
+            layout = cls._of_header(json.loads(body))
         except Exception as error:
             raise RegionError(
                 f"{name} has a damaged header ({error}). Remove it and create the table anew."
@@ -226,3 +239,31 @@ class Layout:
                 f"{layout.region_bytes}. Remove it and create the table anew."
             )
         return layout
+
+    @classmethod
+    def _of_header(cls, fields: Any) -> Layout:
+        """The layout that a header's JSON describes.
+
+        Raises:
+            SchemaError: a field is missing, unknown, or of a type or size that `Table.create` never gives it.
+            Whatever `Rules.from_json` raises.
+        """
+        sizes = {
+            "max_steps": LARGEST_SIZE,
+            "max_trajectories": LARGEST_COUNT,
+            "block_steps": LARGEST_SIZE,
+            "num_blocks": LARGEST_COUNT,
+        }
+        expected = sorted([*sizes, "schema", "rules"])
+        if not isinstance(fields, dict) or sorted(fields) != expected:
+            raise SchemaError(f"{reprlib.repr(fields)} was found; expected a mapping with {expected}")
+        for key, largest in sizes.items():
+            value = fields[key]
+            if type(value) is not int or not 1 <= value <= largest:
+                raise SchemaError(
+                    f"{key} is {reprlib.repr(value)}; expected an integer from 1 to {largest:,}"
+                )
+        if not isinstance(fields["rules"], dict):
+            raise SchemaError(f"rules are {reprlib.repr(fields['rules'])}; expected a mapping")
+        schema, rules = Schema.from_json(fields["schema"]), Rules.from_json(fields["rules"])
+        return cls(schema, rules=rules, **{key: fields[key] for key in sizes})

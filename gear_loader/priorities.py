@@ -16,7 +16,7 @@ from gear_loader.collector import Buffers, Collector
 from gear_loader.errors import GearError, PriorityError, SchemaError, StaleIndexError, TableEmptyError
 from gear_loader.index import Changes, Snapshot, Ticket
 from gear_loader.item_map import ItemMap, Leaves
-from gear_loader.kernels.sum_tree import GONE
+from gear_loader.kernels.sum_tree import GONE, LOWEST_LEAF
 from gear_loader.lock import new_mutex
 from gear_loader.priority_tree import HostTree, uniforms, weigh
 from gear_loader.random import key
@@ -28,18 +28,24 @@ from gear_loader.slots import READY, UNSET, Array, ranges
 __all__ = [
     "ANCHORS",
     "LEAVES",
+    "SHARE",
     "PrioritySelection",
     "Rows",
     "checked_weights",
     "draw_key",
     "exponent",
+    "may_leave_range",
     "needs_priorities",
+    "out_of_range",
 ]
 
 LEAVES, ANCHORS = 3, 4  # streams of random numbers, beside those of `gear_loader.selectors`
 assert native_tree.READY == READY
 _LARGEST = float(np.finfo(np.float32).max)
 _MANY = 1 << 18  # leaves that are looked at for statistics
+SHARE = 2.0**-10
+"""A draw in which weights that float32 cannot hold have more than this share of the probability is refused."""
+_DOUBTFUL_EPS = 2.0**100  # a sum with less does not leave float32's range by more than rounding does
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +106,7 @@ class PrioritySelection(Selection):
             )
         self._maximum = 1.0
         self._num_stale = 0
+        self._may_leave_range = may_leave_range(job.selector)
         self._make_tree(self._map.capacity)
         self._history: collections.deque[tuple[tuple[int, int], Rows]] = collections.deque(maxlen=history)
         self._pending: dict[tuple[int, int], Rows] = {}
@@ -241,6 +248,7 @@ class PrioritySelection(Selection):
                 items = self._top(selector, draw.count)
             else:
                 assert isinstance(selector, Prioritized)
+                self._check_range()
                 items, leaves = self._tree.draw(
                     draw.count,
                     key=draw_key(draw, streams[0]),
@@ -256,6 +264,21 @@ class PrioritySelection(Selection):
             steps = self._anchors(table.index_arrays()[0][slots, 0], draw, streams[1])
         likely = None if leaves is None or not self.job.informs else leaves / self._tree.total
         return Rows(slots[:0], slots, steps, table.slot_states()[1][slots], None, leaves, likely)
+
+    def _check_range(self) -> None:
+        """Refuse to draw where the leaves no longer say what the priorities do.
+
+        Raises:
+            PriorityError: leaves that were cut to float32's range would decide.
+        """
+        if not self._may_leave_range:
+            return
+        total, leaves = self._tree.total, self._tree.leaves
+        if LOWEST_LEAF < total <= len(leaves) * LOWEST_LEAF / SHARE:
+            if np.count_nonzero(leaves == LOWEST_LEAF) * LOWEST_LEAF > total * SHARE:
+                raise out_of_range(self.job.selector)
+        elif total > _LARGEST * (1 + SHARE) and (leaves == _LARGEST).any():
+            raise out_of_range(self.job.selector)
 
     def _importance(self, draw: Draw, leaves: Array) -> Array:
         """Importance weights of drawn leaves, float32 [n]."""
@@ -515,6 +538,21 @@ def exponent(selector: Selector) -> tuple[float, float]:
     if not isinstance(selector, Prioritized):
         return 1.0, 0.0
     return float(np.float32(selector.alpha)), float(np.float32(selector.eps))
+
+
+def may_leave_range(selector: Selector) -> bool:
+    """Whether float32 may not hold what valid priorities are raised to."""
+    alpha, eps = exponent(selector)
+    return alpha > 1 or eps > _DOUBTFUL_EPS
+
+
+def out_of_range(selector: Selector) -> PriorityError:
+    """The error of a draw in which leaves that were cut to float32's range would decide."""
+    return PriorityError(
+        f"{selector!r} raises the priorities out of float32's range (1.2e-38 to 3.4e38), so that very different ones "
+        "would be drawn equally often. Use a smaller alpha (with 1 or less every priority fits), scale the priorities "
+        "so that they are about 1, or use an eps that keeps small ones from vanishing."
+    )
 
 
 def checked_weights(selector: Selector, priorities: Array) -> Array:

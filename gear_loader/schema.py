@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+import reprlib
+import unicodedata
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -31,6 +33,11 @@ DTYPES: dict[str, torch.dtype] = {
 """The dtypes a column can have, by the name that is stored with a table."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+_UNPRINTABLE = frozenset({"Cc", "Zl", "Zp"})
+"""Unicode's control characters and line breaks: no column name has them, so that it fits on a line of any output."""
+_MOST_DIMENSIONS = 64
+_LARGEST_EXTENT = 2**37 - 1
 
 BATCH_KEYS = ("anchor", "generation", "index", "mask", "priority_weight", "sample_info", "shard")
 """Keys that batches use themselves, all of them or some; a column cannot be called so."""
@@ -124,8 +131,8 @@ class Schema(Mapping[str, Column]):
     """The columns of a table, by name, in the order in which they were given.
 
     Raises:
-        SchemaError: no column, a name that is no non-empty string or that a batch uses itself, a value that
-            is no `Column`.
+        SchemaError: no column, a name that is no non-empty string, that has control characters or line breaks or that
+            a batch uses itself, a value that is no `Column`.
     """
 
     def __init__(self, columns: Mapping[str, Column]) -> None:
@@ -137,6 +144,11 @@ class Schema(Mapping[str, Column]):
         for name, column in columns.items():
             if not isinstance(name, str) or not name:
                 raise SchemaError(f"Column name {name!r} was received; expected a non-empty string.")
+            if any(unicodedata.category(letter) in _UNPRINTABLE for letter in name):
+                raise SchemaError(
+                    f"Column name {name!r} was received; expected one without control characters and line breaks. "
+                    "Rename the column."
+                )
             if name in BATCH_KEYS:
                 raise SchemaError(
                     f"Column name {name!r} is taken: batches have a key of that name. Rename the column."
@@ -174,9 +186,35 @@ class Schema(Mapping[str, Column]):
         return [[name, column.dtype_name, list(column.shape)] for name, column in self.items()]
 
     @classmethod
-    def from_json(cls, rows: list[list[Any]]) -> Schema:
-        """The inverse of `to_json`."""
-        return cls({name: Column(DTYPES[dtype], tuple(shape)) for name, dtype, shape in rows})
+    def from_json(cls, rows: Any) -> Schema:
+        """The inverse of `to_json`; every value is checked, as what is read may come from anywhere.
+
+        Raises:
+            SchemaError: `rows` is something else.
+        """
+        if not isinstance(rows, list):
+            raise SchemaError(f"Columns {reprlib.repr(rows)} were received; expected a list of columns.")
+        columns: dict[str, Column] = {}
+        for row in rows:
+            if not isinstance(row, list) or len(row) != 3:
+                raise SchemaError(f"Column {reprlib.repr(row)} was received; expected [name, dtype, shape].")
+            name, dtype, shape = row
+            if not isinstance(name, str) or name in columns:
+                raise SchemaError(f"Column name {reprlib.repr(name)} was received; expected each name once.")
+            if not isinstance(dtype, str) or dtype not in DTYPES:
+                raise SchemaError(
+                    f"Column dtype {reprlib.repr(dtype)} was received; expected one of {', '.join(DTYPES)}."
+                )
+            fits = isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS
+            if not fits or not all(
+                type(extent) is int and 1 <= extent <= _LARGEST_EXTENT for extent in shape
+            ):
+                raise SchemaError(
+                    f"Column shape {reprlib.repr(shape)} was received; expected at most {_MOST_DIMENSIONS} positive "
+                    "integers."
+                )
+            columns[name] = Column(DTYPES[dtype], tuple(shape))
+        return cls(columns)
 
     # ---------------------------------------------------------------- rows
 

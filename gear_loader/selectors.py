@@ -29,6 +29,8 @@ __all__ = [
     "replacements",
 ]
 
+_LARGEST = float(np.finfo(np.float32).max)
+_LARGEST_ALPHA = 16.0
 _ITEMS, _ANCHORS, _REPLACED = range(3)  # streams of random numbers
 SAMPLE_EPOCH = 1 << 62
 """`ReplayDataset.sample` draws from this epoch and those that follow, far from those of iteration."""
@@ -186,12 +188,19 @@ class Prioritized(Selector):
     exact probability with which the item was drawn, divided by the largest such weight. New priorities come from
     `ReplayDataset.update_priority`.
 
+    Weights are float32: what is raised to `alpha` counts between 2 ** -126 and 2 ** 128. With an `alpha` of at most 1
+    that holds every priority. With a larger one it holds those between 2 ** (-126 / alpha) and 2 ** (128 / alpha), and
+    smaller ones count as the smallest weight. `update_priority` refuses larger ones. A draw in which weights that do
+    not fit would decide raises PriorityError, instead of being uniform.
+
     Args:
-        alpha: how much priorities count: 0 is uniform.
+        alpha: how much priorities count: 0 is uniform. At most 16, for which priorities from 1/235 to 256 still have
+            different weights.
         beta: how much of the bias the weights take back: 1 is all of it. A number, or a function of the number of
             batches drawn so far (iteration and `sample` count for themselves), for example a `LinearSchedule`.
         eps: added to every priority. With 0 an item of priority zero is never drawn; a small number keeps items whose
-            error happens to be zero.
+            error happens to be zero. At most 3.4e38, as float32 has it, and so small that a priority of 1, with which
+            items begin, has a weight: ``(1 + eps) ** alpha`` is at most 3.4e38.
         replacement: whether an item may come twice in a batch. Without, a batch's items are drawn one after another,
             each in proportion to the priorities of those that are left; their weights are as if with replacement.
         unit: as for `Uniform`; with ``"step"`` each step of each trajectory has a priority of its own.
@@ -222,6 +231,16 @@ class Prioritized(Selector):
         for name, value in (("alpha", alpha), ("eps", eps)):
             if not _finite(value) or value < 0:
                 raise SchemaError(f"{name} is {value!r}; expected a finite number of at least 0.")
+        if alpha > _LARGEST_ALPHA:
+            raise SchemaError(
+                f"alpha is {alpha!r}; expected at most {_LARGEST_ALPHA:g}: with a larger one only priorities close to "
+                "1 have weights that float32 holds, and all others would count the same."
+            )
+        if eps > _LARGEST or float(alpha) * math.log2(1 + float(eps)) >= 128:
+            raise SchemaError(
+                f"eps is {eps!r} and alpha {alpha!r}; expected an eps of at most {_LARGEST:.2g}, and (1 + eps) ** "
+                "alpha of at most that, which is the largest weight that float32 holds. Use a smaller eps."
+            )
         if not callable(beta) and (not _finite(beta) or beta < 0):
             raise SchemaError(
                 f"beta is {beta!r}; expected a number of at least 0, or a function of the number of batches drawn."
@@ -282,7 +301,10 @@ class TopK(Selector):
 
 def _finite(value: Any) -> bool:
     number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
-    return number and math.isfinite(value)
+    try:
+        return number and math.isfinite(value)
+    except OverflowError:  # an integer beyond what a float holds
+        return False
 
 
 # ---------------------------------------------------------------- from a snapshot

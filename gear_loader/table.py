@@ -261,12 +261,14 @@ class Table:
         them.
 
         Args:
-            path: a directory with a checkpoint, an empty one, or one that is made here.
+            path: a directory with a checkpoint, an empty one, or one that is made here. It may be a symbolic link; in
+                the checkpoint no link is followed, and nothing but the files of earlier saves is removed.
             progress: show a progress bar if standard error is a terminal and `rich` is installed.
 
         Raises:
             CheckpointError: the disk is full or fails, the directory holds something else or a checkpoint of another
-                schema or version, or another save into it is going on. The previous checkpoint is as it was.
+                schema or version, one of its own directories or files is a symbolic link, or another save into it is
+                going on. The previous checkpoint is as it was.
         """
         importlib.import_module("gear_loader.checkpoint").save(self, _checked_path(path), progress=progress)
 

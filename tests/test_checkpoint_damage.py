@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -9,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from table_common import COLUMNS, fresh_name, rows
 
 import gear_loader as gear
 from gear_loader.checkpoint import files as files_module
+from gear_loader.checkpoint import manifest as manifest_module
 from gear_loader.checkpoint import reading, writing
 from gear_loader.errors import CheckpointError, GearError, RegionError
 
@@ -323,10 +326,16 @@ def test_every_field_of_the_manifest_is_checked(path: Path) -> None:
         (put(3, "max_trajectories"), "at 'num_trajectories': it has 7; expected an integer from 0 to 3"),
         (put(6, "num_trajectories"), "'sequence' is int64 [7]; expected int64 [6]"),
         (put(100, "num_steps"), "lengths add up to 105, expected 100"),
-        (put([["x", "complex64", []]], "schema"), "expected [name, dtype, shape] for each column"),
-        (put([["x", "int8", [0]]], "schema"), "expected a shape of positive integers"),
+        (
+            put([["x", "complex64", []]], "schema"),
+            "expected a schema (Column dtype 'complex64' was received; expected one of bool",
+        ),
+        (put([["x", "int8", [0]]], "schema"), "expected a schema (Column shape [0] was received"),
         (put([["mask", "int8", []]], "schema"), "expected a schema (Column name 'mask' is taken"),
-        (put([["x", "int8", []], ["x", "int8", []]], "schema"), "expected columns of different names"),
+        (
+            put([["x", "int8", []], ["x", "int8", []]], "schema"),
+            "expected a schema (Column name 'x' was received; expected each name once",
+        ),
         (put("tar", "format"), "expected 'gear-loader checkpoint'"),
         (drop("index"), "expected a field 'index'"),
     ],
@@ -437,6 +446,88 @@ def test_another_header(path: Path) -> None:
     message = refused(path)
     assert f"{file} has the header" in message
     assert "expected" in message
+
+
+# What refusing costs ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def nothing_is_parsed() -> Iterator[None]:
+    """Reading JSON is an error meanwhile: what is refused by its size costs neither time nor memory."""
+    with pytest.MonkeyPatch.context() as patch:
+
+        def parse(*_args: Any, **_options: Any) -> Any:
+            raise AssertionError("it was parsed")
+
+        patch.setattr(json, "loads", parse)
+        yield
+
+
+def test_a_manifest_that_is_larger_than_its_files_can_make_it(path: Path, table: gear.Table) -> None:
+    def grow(fields: Any) -> None:
+        segment = fields["segments"][0]
+        fields["next_segment"] = 130_000
+        fields["segments"] = [{**segment, "number": number} for number in range(1, 46_000)]
+
+    rewrite(path, grow)
+    size = (path / "manifest.json").stat().st_size
+    assert size > 33 << 20
+    expected = f"{path / 'manifest.json'} is no manifest: it has {size:,} bytes; expected at most 4,"
+    before = files(path)
+    tracemalloc.start()
+    try:
+        with nothing_is_parsed():
+            assert expected in refused(path)
+            with pytest.raises(CheckpointError, match="is no manifest: it has"):
+                table.save(path)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+    assert files(path) == before
+
+
+@pytest.mark.parametrize("part", [b"[],", b"{},", b"0,", b"[[[["])
+def test_a_manifest_of_more_values_than_its_files_can_make_it_have(path: Path, part: bytes) -> None:
+    data = b'{"schema": [' + part * ((4 << 20) // len(part) - 10)
+    (path / "manifest.json").write_bytes(data)
+    with nothing_is_parsed():
+        message = refused(path)
+    assert f"{path / 'manifest.json'} is no manifest: it has about" in message
+    assert f"expected at most {300_000 + 16 * 10:,}, as many as the 10 files beside it can need" in message
+
+
+def test_a_manifest_that_is_large_because_its_files_are(
+    path: Path, table: gear.Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a save writes is never refused for its size: limits grow with the files there are."""
+    monkeypatch.setattr(manifest_module, "_BASE_BYTES", 100)
+    monkeypatch.setattr(manifest_module, "_BASE_VALUES", 10)
+    monkeypatch.setattr(manifest_module, "CHUNK_BYTES", 4096)
+    table.add(rows(7, 200))
+    table.save(path)
+    assert loaded(path) == contents(table)
+    monkeypatch.setattr(manifest_module, "_FILE_VALUES", 1)
+    before = files(path)
+    table.add(rows(8, 10))
+    with pytest.raises(CheckpointError, match="is no manifest: it has about"):
+        table.save(path)
+    assert files(path) == before
+
+
+def test_an_index_that_is_larger_than_its_trajectories_make_it(path: Path) -> None:
+    file = path / "index.000002.safetensors"
+    size = 60 * 7 + (1 << 16) + 1
+    with open(file, "ab") as stream:
+        stream.truncate(size)
+    rewrite(path, lambda fields: fields["index"].update(bytes=size))
+    assert f"{file} has {size:,} bytes; expected at most {size - 1:,} for 7 trajectories" in refused(path)
+
+
+def test_an_error_looks_at_no_more_of_a_value_than_it_shows(path: Path) -> None:
+    rewrite(path, put({"a": ["x" * 1000] * 3_000, "b": {}}, "rules", "on_full"))
+    message = refused(path)
+    assert "at 'rules.on_full'" in message
+    assert len(message) < 1000
 
 
 # Saving beside damage --------------------------------------------------------------------------------

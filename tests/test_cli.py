@@ -21,12 +21,15 @@ import tempfile
 import threading
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from table_common import COLUMNS, fresh_name, named, numbers_of, rows
 from typer.testing import CliRunner
 
@@ -336,6 +339,144 @@ def test_all_removes_damaged_tables_and_spares_what_never_was_one(shelf: Path, k
             "If nobody needs it, remove it by its name: gear-loader rm bad\n"
         )
         assert path.read_bytes() == data
+
+
+def _with_header(path: Path, fields: Any) -> None:
+    """Give a table's file another header, with sizes and a checksum that fit as far as they can."""
+    body = fields if isinstance(fields, bytes) else json.dumps(fields, separators=(",", ":")).encode()
+    data = path.read_bytes()
+    head = struct.pack("<8sIIQ", names.MAGIC, FORMAT_VERSION, len(body), len(data))
+    head = (head + struct.pack("<I", zlib.crc32(head + body))).ljust(64, b"\0") + body
+    path.write_bytes(head.ljust(len(data), b"\0") if len(head) < len(data) else head)
+
+
+def _header(path: Path) -> dict[str, Any]:
+    data = path.read_bytes()
+    fields: dict[str, Any] = json.loads(data[64 : 64 + struct.unpack_from("<I", data, 12)[0]])
+    return fields
+
+
+HEADERS: list[dict[str, Any]] = [
+    {"max_steps": "a"},
+    {"max_steps": None},
+    {"max_steps": True},
+    {"max_steps": 1e300},
+    {"max_steps": 2**37},
+    {"max_trajectories": [1]},
+    {"max_trajectories": 0},
+    {"block_steps": {"a": 1}},
+    {"num_blocks": -1},
+    {"num_blocks": 10**4000},
+    {"schema": {}},
+    {"schema": [["x", "int8", [2**37]]]},
+    {"schema": [["x", "int8", [9] * 65]]},
+    {"schema": [["x", "int8", []], ["x", "int8", []]]},
+    {"schema": [["\x1b[2J\x1b]0;mine\x07", "int8", []]]},
+    {"rules": []},
+    {"rules": {"on_full": ["error"]}},
+    {"more": 1},
+]
+
+
+@pytest.mark.parametrize("change", HEADERS, ids=lambda change: str(change)[:40])
+def test_a_header_of_other_types_is_one_bad_line(shelf: Path, change: dict[str, Any]) -> None:
+    """Its checksum is right: attaching and listing call the same thing damaged."""
+    path = leave("bad", 1)
+    leave("good", 1)
+    _with_header(path, {**_header(path), **change})
+    entries = listed()
+    assert "damaged" in entries["bad"]["problem"]
+    assert (entries["bad"]["trajectories"], entries["bad"]["columns"]) == (None, None)
+    assert entries["good"]["problem"] is None
+    code, text = run("ls")
+    assert code == 0
+    assert text.replace("\n", "").isprintable()
+    assert len(text.splitlines()) == 4, "a heading, two tables, and what is wrong with one"
+    with pytest.raises(RegionError, match="damaged"):
+        gear.Table.attach("bad")
+    assert run("rm", "bad")[0] == 0
+    assert list(listed()) == ["good"]
+
+
+@pytest.mark.parametrize("seconds", [10**15, -(10**15), 253402300800])
+def test_a_time_that_no_calendar_has(shelf: Path, seconds: int) -> None:
+    path = leave("old", 1)
+    try:
+        os.utime(path, (seconds, seconds))
+    except OverflowError:
+        pytest.skip("this system has no such time")
+    if int(path.stat().st_mtime) != seconds:
+        pytest.skip("this file system has no such time")
+    leave("good", 1)
+    entries = listed()
+    assert (entries["old"]["created"], entries["old"]["problem"]) == (None, None)
+    assert entries["old"]["trajectories"] == 1
+    assert entries["good"]["created"] is not None
+    code, text = run("ls")
+    assert code == 0
+    assert len(text.splitlines()) == 3
+    assert run("rm", "old")[0] == 0
+
+
+def test_column_names_do_not_reach_the_terminal_as_they_are(shelf: Path) -> None:
+    """Those that a table can have, and that are not printable."""
+    columns = {"right\u202eleft": gear.Column(torch.int8), "x" * 5000: gear.Column(torch.int8)}
+    with gear.Table.create(columns, max_steps=9, max_trajectories=2, name="odd"):
+        assert list(listed()["odd"]["columns"]) == list(columns)
+        code, text = run("ls")
+        assert code == 0
+        assert text.replace("\n", "").isprintable()
+        assert "right\\u202eleft int8" in text
+        assert f"{'x' * 60}... int8" in text
+        assert "x" * 61 not in text
+
+
+_JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.sampled_from(["", "a", "\x1b[2J", "float32", "error", "\udc80", 10**400]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
+    max_leaves=8,
+)
+_ROWS = st.lists(
+    st.tuples(
+        st.text(max_size=4) | _JSON,
+        st.sampled_from(["int8", "float32", "x"]) | _JSON,
+        st.lists(st.integers(-1, 2**40), max_size=3) | _JSON,
+    ),
+    max_size=3,
+)
+_FIELDS = ("max_steps", "max_trajectories", "block_steps", "num_blocks", "rules", "schema", "other")
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    changes=st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=3),
+    rows=st.none() | _ROWS,
+    dropped=st.sets(st.sampled_from(_FIELDS), max_size=1),
+    whole=st.none() | _JSON | st.binary(max_size=40),
+    seconds=st.none() | st.integers(-(2**33), 2**63 // 10**9),
+)
+def test_no_header_makes_ls_fail(
+    shelf: Path, changes: dict[str, Any], rows: Any, dropped: set[str], whole: Any, seconds: int | None
+) -> None:
+    path = Path(region_path("bad"))
+    path.unlink(missing_ok=True)
+    leave("bad", 1)
+    fields = {**_header(path), **changes, **({} if rows is None else {"schema": rows})}
+    fields = {key: value for key, value in fields.items() if key not in dropped}
+    _with_header(path, fields if whole is None else whole)
+    if seconds is not None:
+        os.utime(path, (seconds, seconds))
+    entry = listed()["bad"]
+    assert (entry["problem"] is None) == (entry["trajectories"] is not None)
+    code, text = run("ls")
+    assert code == 0
+    assert text.replace("\n", "").isprintable()
+    assert len(text.splitlines()) == (2 if entry["problem"] is None else 3)
+    assert run("rm", "--all")[0] == 0
 
 
 @pytest.mark.parametrize("kind", ["directory", "link", "dangling link", "pipe", "socket"])

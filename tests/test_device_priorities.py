@@ -260,6 +260,35 @@ def test_a_bad_priority_that_only_the_gpu_sees_changes_nothing_and_is_raised_lat
     assert not torch.equal(device._wide.leaves, before)
 
 
+@pytest.mark.parametrize("first", [[1e-20, 2e-20], [1e30, 2e30]], ids=["too small", "too large"])
+def test_priorities_out_of_range_are_an_error_where_the_host_raises_it(
+    table: gear.Table, first: list[float]
+) -> None:
+    table.remove(table.indices())
+    indices = [table.add({"value": np.zeros((3, 2), np.float32)}, priority=priority) for priority in first]
+    device, host = both(table, gear.Prioritized(alpha=2.0))
+    with pytest.raises(PriorityError) as caught:
+        expected(host, Draw(0, 0, 0, 0, BATCH))
+    drawn(device, Draw(0, 0, 0, 0, BATCH))
+    with pytest.raises(PriorityError) as late:
+        device._raise_late()
+    assert str(late.value) == str(caught.value)
+    assert "out of float32's range" in str(late.value)
+    device._raise_late()  # it is over
+    for selection in (device, host):
+        selection.update_priority(
+            torch.tensor(indices),
+            torch.tensor([1.0, 2.0]),
+            generation=None,
+            anchor=None,
+            stale="ignore",
+            between=now,
+        )
+    rows = expected(host, Draw(0, 0, 1, 0, BATCH))
+    assert (drawn(device, Draw(0, 0, 1, 0, BATCH))[0][0].numpy() == rows.slots).all()
+    device._raise_late()
+
+
 def test_new_trajectories_arrive_while_a_bad_update_is_pending(table: gear.Table) -> None:
     device, host = both(table, gear.Prioritized())
     draw = Draw(0, 0, 0, 0, BATCH)

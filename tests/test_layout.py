@@ -49,7 +49,9 @@ columns = st.builds(gear.Column, st.sampled_from(DTYPES), st.lists(st.integers(1
 layouts = st.builds(
     Layout,
     st.dictionaries(
-        st.text(min_size=1, max_size=8).filter(lambda s: s not in gear.schema.BATCH_KEYS),
+        st.text(st.characters(exclude_categories=("Cc", "Cs", "Zl", "Zp")), min_size=1, max_size=8).filter(
+            lambda s: s not in gear.schema.BATCH_KEYS
+        ),
         columns,
         min_size=1,
         max_size=5,

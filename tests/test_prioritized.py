@@ -747,6 +747,63 @@ def test_a_priority_that_alpha_raises_beyond_float32_is_refused(table: gear.Tabl
     assert set(numbers_of(data.sample())) == {0}
 
 
+TOO_SMALL: list[tuple[float, float, list[float]]] = [
+    (4, 0, [1e-12, 1e-11, 1e-10]),
+    (2, 0, [1e-20, 2e-20, 3e-21]),
+    (16, 0, [0.004, 0.003, 0.002]),
+    (16, 1e-6, [0.004, 0.003, 0.002]),
+    (2, 0, [1e-19, 1e-20, 1e-21]),  # the largest fits, but the others are cut to a good part of it
+]
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+@pytest.mark.parametrize(("alpha", "eps", "priorities"), TOO_SMALL)
+def test_priorities_that_alpha_makes_vanish_are_not_drawn_uniformly(
+    alpha: float, eps: float, priorities: list[float], replacement: bool
+) -> None:
+    with make_table([]) as table:
+        table.extend([episode(i, 2) for i in range(3)], priority=priorities)
+        selector = gear.Prioritized(alpha, eps=eps, replacement=replacement)
+        data = dataset(table, selector, batch_size=2)
+        message = (
+            r"^Prioritized\(alpha=.* raises the priorities out of float32's range .* Use a smaller alpha"
+        )
+        for _ in range(2):
+            with pytest.raises(PriorityError, match=message):
+                data.sample()
+        assign(data, {(2, 0): 1.0})
+        if replacement:
+            assert set(numbers_of(data.sample())) == {2}, (
+                "what has vanished beside a priority of 1 is never drawn"
+            )
+
+
+def test_first_priorities_that_alpha_raises_beyond_float32_are_not_drawn_uniformly() -> None:
+    with make_table([]) as table:
+        table.extend([episode(i, 2) for i in range(3)], priority=[1e30, 1e25, 1.0])
+        data = dataset(table, gear.Prioritized(2))
+        with pytest.raises(PriorityError, match=r"raises the priorities out of float32's range"):
+            data.sample()
+        assign(data, {(0, 0): 4.0, (1, 0): 2.0})
+        assert data.sample() is not None
+        assert leaves_of(data) == {(0, 0): 16.0, (1, 0): 4.0, (2, 0): 1.0}
+
+
+def test_large_and_small_priorities_that_fit_are_drawn_as_they_are() -> None:
+    for priorities in ([1e-30, 3e-30], [1e-37, 3e-37], [1e38, 3e38], [3.4e38, 3.4e38]):
+        with make_table([]) as table:
+            table.extend([episode(i, 2) for i in range(2)], priority=priorities)
+            data = dataset(table, gear.Prioritized(1.0), batch_size=2000)
+            share = numbers_of(data.sample()).count(1) / 2000
+            assert share == pytest.approx(priorities[1] / sum(priorities), abs=0.06)
+    with make_table([]) as table:  # squares, close to both ends
+        table.extend([episode(i, 2) for i in range(2)], priority=[1e-17, 2e-17])
+        data = dataset(table, gear.Prioritized(2), batch_size=2000)
+        assert numbers_of(data.sample()).count(1) / 2000 == pytest.approx(0.8, abs=0.06)
+        assign(data, {(0, 0): 9e18, (1, 0): 1.8e19})
+        assert numbers_of(data.sample()).count(1) / 2000 == pytest.approx(0.8, abs=0.06)
+
+
 ODD: dict[str, tuple[dict[str, Any], str]] = {
     "fewer priorities": (
         {"priority": [1.0]},

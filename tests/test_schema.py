@@ -450,3 +450,36 @@ def test_no_numpy_dtype_passes_for_another(dtype: torch.dtype) -> None:
             continue
         accepted.append(np.dtype(name).name)
     assert accepted == ([] if dtype is torch.bfloat16 else [str(dtype).removeprefix("torch.")])
+
+
+@pytest.mark.parametrize(
+    "name", ["a\nb", "\x1b[2J", "nul\0", "\x7f", "\x85", "line\u2028", "paragraph\u2029"]
+)
+def test_column_names_without_control_characters(name: str) -> None:
+    with pytest.raises(SchemaError) as caught:
+        Schema({name: gear.Column(torch.int8)})
+    assert str(caught.value) == (
+        f"Column name {name!r} was received; expected one without control characters and line breaks. "
+        "Rename the column."
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (None, "Columns None were received; expected a list"),
+        ([["x", "int8"]], "expected [name, dtype, shape]"),
+        ([["x", "int8", []], ["x", "int8", []]], "Column name 'x' was received; expected each name once"),
+        ([[1, "int8", []]], "Column name 1 was received"),
+        ([["x", ["int8"], []]], "Column dtype ['int8'] was received; expected one of bool"),
+        ([["x", "int8", 3]], "Column shape 3 was received"),
+        ([["x", "int8", [True]]], "Column shape [True] was received"),
+        ([["x", "int8", [2**37]]], "positive integers"),
+        ([["x", "int8", [1] * 65]], "at most 64 positive integers"),
+        ([], "with at least one column"),
+    ],
+)
+def test_stored_columns_that_make_no_sense(rows: Any, message: str) -> None:
+    with pytest.raises(SchemaError) as caught:
+        Schema.from_json(rows)
+    assert message in str(caught.value)

@@ -358,3 +358,26 @@ def test_a_schedule_that_returns_no_beta(value: Any) -> None:
         SchemaError, match=r"The schedule .* gave .* for batch 3; expected a finite number of at"
     ):
         selector.beta_at(3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"eps": 1e39}, r"eps is 1e\+39 and alpha 0.6; expected an eps of at most 3.4e\+38"),
+        ({"eps": 3.4e38, "alpha": 1.1}, r"\(1 \+ eps\) \*\* alpha of at most that"),
+        ({"eps": 2.0**64, "alpha": 2}, r"eps is .* and alpha 2; .* Use a smaller eps"),
+        ({"alpha": 1e300}, r"alpha is 1e\+300; expected at most 16: .* only priorities close to 1"),
+        ({"alpha": 16.5}, r"alpha is 16.5; expected at most 16"),
+        ({"alpha": 10**400}, "alpha is 1000.*; expected a finite number of at least 0"),
+        ({"beta": 10**400}, "beta is 1000.*; expected a number of at least 0"),
+    ],
+)
+def test_options_that_float32_cannot_hold(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SchemaError, match=message):
+        gear.Prioritized(**options)
+
+
+def test_options_at_their_limits() -> None:
+    largest = float(np.finfo(np.float32).max)
+    for options in ({"eps": largest}, {"alpha": 16}, {"alpha": 2, "eps": 1.8e19}, {"alpha": 1e-300}):
+        gear.Prioritized(**options)  # type: ignore[arg-type]

@@ -422,8 +422,11 @@ def check_update(tree: SumTree, items: torch.Tensor, values: torch.Tensor, alpha
     count = len(items)
     check("items", items, torch.int64, (count,), tree.device)
     check("values", values, torch.float32, (count,), tree.device)
-    if not 0 <= alpha < float("inf") or not 0 <= eps < float("inf"):
-        raise ValueError(f"alpha is {alpha} and eps {eps}; expected finite numbers that are not negative.")
+    largest = torch.finfo(torch.float32).max
+    if not 0 <= alpha <= largest or not 0 <= eps <= largest:
+        raise ValueError(
+            f"alpha is {alpha} and eps {eps}; expected numbers that are finite as float32 and not negative."
+        )
     return count
 
 

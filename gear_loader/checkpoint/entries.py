@@ -6,19 +6,18 @@ It is checked before anything is done with what it says: it may have been damage
 from __future__ import annotations
 
 import dataclasses
-import os
-import stat
 
 import numpy as np
 import xxhash
 
+from gear_loader.checkpoint.directory import REMEDY, Directory
 from gear_loader.checkpoint.manifest import (
     LARGEST_COUNT,
     MANIFEST_NAME,
-    REMEDY,
     WITHOUT_IDS,
     Manifest,
     index_file,
+    read_limited,
 )
 from gear_loader.errors import CheckpointError
 from gear_loader.ids import LARGEST_ID, following, joined
@@ -27,6 +26,8 @@ from gear_loader.slots import UNSET, Array
 __all__ = ["Entries", "read_entries"]
 
 _LARGEST_TIMES = 2**31 - 1
+_ENTRY_BYTES = 60  # of a trajectory in the index
+_HEADER_BYTES = 1 << 16  # of a safetensors file with these arrays: far less than a thousand
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Entries:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
-def read_entries(directory: str, manifest: Manifest) -> Entries:
+def read_entries(directory: Directory, manifest: Manifest) -> Entries:
     """Read and check the index.
 
     Raises:
@@ -72,20 +73,22 @@ def read_entries(directory: str, manifest: Manifest) -> Entries:
     import safetensors
     import safetensors.numpy
 
-    path = os.path.join(directory, index_file(manifest.saves))
-    limit = manifest.index.bytes
+    path = directory.at(index_file(manifest.saves))
+    limit = _ENTRY_BYTES * manifest.num_trajectories + _HEADER_BYTES
+
+    def check(size: int) -> None:
+        if size != manifest.index.bytes:
+            raise CheckpointError(f"{path} has {size:,} bytes; expected {manifest.index.bytes:,}. {REMEDY}")
+        if size > limit:
+            raise CheckpointError(
+                f"{path} has {size:,} bytes; expected at most {limit:,} for {manifest.num_trajectories:,} "
+                f"trajectories. {REMEDY}"
+            )
+
     try:
-        info = os.stat(path)
-        if not stat.S_ISREG(info.st_mode) or info.st_size != limit:
-            raise CheckpointError(f"{path} has {info.st_size:,} bytes; expected {limit:,}. {REMEDY}")
-        with open(path, "rb") as file:
-            data = file.read(limit)
+        data = read_limited(directory, index_file(manifest.saves), check)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing; {MANIFEST_NAME} beside it names it. {REMEDY}") from error
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. {REMEDY}") from error
     found = xxhash.xxh3_128_hexdigest(data)
     if found != manifest.index.xxh128:
         raise CheckpointError(

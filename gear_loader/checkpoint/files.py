@@ -23,7 +23,8 @@ import numpy as np
 import xxhash
 
 from gear_loader import native
-from gear_loader.checkpoint.manifest import REMEDY, FileRecord
+from gear_loader.checkpoint.directory import REMEDY, Directory, named
+from gear_loader.checkpoint.manifest import FileRecord
 from gear_loader.errors import CheckpointError
 from gear_loader.kernels.plan import BASE, BLOCKS, LENGTH, OUT, STEP_BYTES, WIDTH
 from gear_loader.slots import Array
@@ -33,9 +34,8 @@ __all__ = [
     "Rows",
     "check_size",
     "copy_pieces",
-    "opened",
     "read_piece",
-    "sync_directory",
+    "read_through",
     "write_small",
 ]
 
@@ -114,21 +114,11 @@ def copy_pieces(targets: Array, sources: Array, counts: Array) -> None:
 # Files -----------------------------------------------------------------------------------------------
 
 
-def sync_directory(path: str) -> None:
-    """Make the names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def write_small(directory: Directory, name: str, data: bytes) -> FileRecord:
+    """Write and sync a new file that fits into memory."""
+    fd = directory.create(name)
     try:
-        with _named(path):
-            os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def write_small(path: str, data: bytes) -> FileRecord:
-    """Write and sync a file that fits into memory."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        with _named(path):
+        with named(directory.at(name)):
             _write_all(fd, memoryview(data))
             os.fsync(fd)
     finally:
@@ -136,30 +126,22 @@ def write_small(path: str, data: bytes) -> FileRecord:
     return FileRecord(len(data), xxhash.xxh3_128_hexdigest(data))
 
 
-def check_size(path: str, expected: int) -> None:
-    """Check that there is a file of this size.
+def check_size(directory: Directory, name: str, expected: int) -> None:
+    """Check that there is a file of this size, or a link to one.
 
     Raises:
         CheckpointError: there is none, or it is shorter or longer.
     """
+    path = directory.at(name)
     try:
-        info = os.stat(path)
+        with named(path):
+            info = os.stat(name, dir_fd=directory.fd)
     except OSError as error:
         raise CheckpointError(f"{path} is missing or cannot be read: {error}. {REMEDY}") from error
     if not stat.S_ISREG(info.st_mode) or info.st_size != expected:
         raise CheckpointError(
             f"{path} has {info.st_size:,} bytes; expected a file of {expected:,}: it was cut or changed. {REMEDY}"
         )
-
-
-@contextlib.contextmanager
-def _named(path: str) -> Iterator[None]:
-    """Put the file's name into what goes wrong with it."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or path
-        raise
 
 
 def _write_all(fd: int, view: memoryview) -> None:
@@ -184,16 +166,15 @@ def _write_all(fd: int, view: memoryview) -> None:
         view = view[done:]
 
 
-def _open_new(path: str) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+def _open_new(directory: Directory, name: str) -> int:
     try:
-        return os.open(path, flags | os.O_EXCL | _O_DIRECT, 0o666)
+        return directory.create(name, _O_DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL or not _O_DIRECT:
             raise
-    return os.open(
-        path, flags | os.O_TRUNC, 0o666
-    )  # without O_DIRECT; some file systems made the file before
+    with contextlib.suppress(FileNotFoundError):
+        directory.remove_file(name)  # some file systems make the file before they refuse O_DIRECT
+    return directory.create(name)
 
 
 class _Checksum:
@@ -251,7 +232,8 @@ class Pipeline:
 
     def write(
         self,
-        path: str,
+        directory: Directory,
+        name: str,
         header: bytes,
         steps: int,
         step_bytes: int,
@@ -262,13 +244,15 @@ class Pipeline:
         """Write a column's file and sync it.
 
         Args:
+            directory, name: where; there is no such entry yet.
             header: what comes before the first step, a multiple of 4096 bytes.
             chunk_bytes: so many bytes have a checksum of their own.
             fill: called with an array uint8 ``[(end - begin) * step_bytes]``, `begin` and `end`: put steps there.
         """
         checksum = _Checksum(chunk_bytes)
         work: list[concurrent.futures.Future[None] | None] = [None] * BUFFERS
-        fd = _open_new(path)
+        path = directory.at(name)
+        fd = _open_new(directory, name)
         try:
             held, done, turn = header, 0, 0
             while done < steps:
@@ -287,7 +271,7 @@ class Pipeline:
                 turn = (turn + 1) % BUFFERS
             for turn in range(BUFFERS):
                 _wait(work, turn)
-            with _named(path):
+            with named(path):
                 os.fsync(fd)
         finally:
             concurrent.futures.wait(
@@ -298,7 +282,8 @@ class Pipeline:
 
     def read(
         self,
-        path: str,
+        directory: Directory,
+        name: str,
         record: FileRecord,
         header: bytes,
         step_bytes: int,
@@ -313,11 +298,12 @@ class Pipeline:
         Raises:
             CheckpointError: the file is missing, cut, longer, or its header or checksum is wrong.
         """
-        check_size(path, record.bytes)
+        path = directory.at(name)
+        check_size(directory, name, record.bytes)
         checksum = xxhash.xxh3_128()
         starts = range(0, record.bytes, PIECE_BYTES)
         ahead: collections.deque[concurrent.futures.Future[int]] = collections.deque()
-        with opened(path) as fd:
+        with read_through(directory, name) as fd:
 
             def fetch(piece: int) -> None:
                 if piece < len(starts):
@@ -371,7 +357,7 @@ def _wait(work: list[concurrent.futures.Future[None] | None], turn: int) -> None
 
 
 def _write_piece(fd: int, path: str, view: memoryview) -> None:
-    with _named(path):
+    with named(path):
         _write_all(fd, view)
 
 
@@ -391,15 +377,15 @@ def read_piece(fd: int, path: str, view: memoryview, begin: int) -> int:
 
 
 @contextlib.contextmanager
-def opened(path: str) -> Iterator[int]:
+def read_through(directory: Directory, name: str) -> Iterator[int]:
     """Open a file that will be read once, from its beginning to its end."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. {REMEDY}") from error
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            fd, _ = stack.enter_context(directory.opened(name))
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise CheckpointError(f"{directory.at(name)} cannot be read: {error}. {REMEDY}") from error
         with contextlib.suppress(OSError):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         yield fd
-    finally:
-        os.close(fd)

@@ -6,20 +6,23 @@ It is checked field by field before anything is done with what it says: it may h
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import re
-import stat
+import reprlib
 import urllib.parse
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import xxhash
 
+from gear_loader.checkpoint.directory import REMEDY, Directory, open_to_load
 from gear_loader.errors import CheckpointError, SchemaError
 from gear_loader.ids import LARGEST_ORIGIN
 from gear_loader.rules import Rules
-from gear_loader.schema import DTYPES, Schema
+from gear_loader.schema import Schema
 
 __all__ = [
     "CHUNK_BYTES",
@@ -28,8 +31,9 @@ __all__ = [
     "LEAST_CHUNK",
     "LOCK_NAME",
     "MANIFEST_NAME",
-    "REMEDY",
+    "PART",
     "SEGMENTS_NAME",
+    "SEGMENT_NAME",
     "SHARDS_NAME",
     "VERSION",
     "WITHOUT_IDS",
@@ -37,11 +41,16 @@ __all__ = [
     "FileRecord",
     "Manifest",
     "Segment",
+    "check_cost",
     "column_file",
     "index_file",
+    "is_column_file",
     "manifest_bytes",
+    "no_manifest",
     "npy_header",
+    "open_checkpoint",
     "read_fields",
+    "read_limited",
     "read_manifest",
     "schema_of",
     "segment_folder",
@@ -56,15 +65,28 @@ SHARDS_NAME = "shards.json"
 SEGMENTS_NAME = "segments"
 LOCK_NAME = ".gear-loader.lock"
 INDEX_NAME = re.compile(r"index\.([0-9]{6,12})\.safetensors")
-REMEDY = "Restore it from a copy, or load another checkpoint."
+SEGMENT_NAME = re.compile(r"[0-9]{6,12}")
+PART = ".part"
+"""What the name of an unfinished file or segment ends with."""
 CHUNK_BYTES = 4 << 20
 """Bytes of a column's file that have a checksum of their own."""
 LEAST_CHUNK = 1 << 12
+
+# What a manifest costs before it is known to be sound. Its size and the number of its JSON values are bounded by the
+# files that are really there: it names each of them once, with a checksum for each chunk of at least LEAST_CHUNK bytes.
 _MANIFEST_LIMIT = 1 << 28
+_BASE_BYTES = 4 << 20
+"""Bytes that it may have without any files; the schema has at most 1 MiB as a table's header has it."""
+_FILE_BYTES = 1 << 10
+"""Bytes that it may have more for each file."""
+_BASE_VALUES = 300_000
+"""As many JSON values: a schema of 1 MiB has less."""
+_FILE_VALUES = 16
 _LIMIT = 2**37  # of the sizes, as in `Table.create`
 LARGEST_COUNT = 2**62  # of numbers that are counted up
 _NAME_LIMIT = 100
 _HEADER_MULTIPLE = 4096  # so that the data begin where a disk's sector does
+_COLUMN_NAME = re.compile(r"[A-Za-z0-9_.~%-]+\.npy")
 _HEX = re.compile(r"[0-9a-f]+")
 
 
@@ -88,6 +110,11 @@ def column_file(column: str) -> str:
         digest = xxhash.xxh3_128_hexdigest(column.encode("utf-8", "surrogatepass"))
         quoted = f"{quoted[:_NAME_LIMIT]}-{digest}"
     return quoted + ".npy"
+
+
+def is_column_file(name: str) -> bool:
+    """Whether a file name is one that `column_file` returns."""
+    return _COLUMN_NAME.fullmatch(name) is not None
 
 
 def npy_header(dtype: str, steps: int, shape: tuple[int, ...]) -> bytes:
@@ -201,8 +228,7 @@ class Fields:
 
     def wrong(self, key: str, value: Any, expected: str) -> CheckpointError:
         name = f"{self.where}{'.' if self.where and key else ''}{key}"
-        shown = repr(value)
-        shown = shown if len(shown) <= 200 else shown[:200] + "..."
+        shown = _shown(value)
         return CheckpointError(
             f"{self.path} is damaged{f' at {name!r}' if name else ''}: it has {shown}; expected {expected}. {REMEDY}"
         )
@@ -249,32 +275,62 @@ class Fields:
         return FileRecord(size, checksum, fields.hexadecimal("chunks", 16 * -(-size // chunk_bytes)))
 
 
-def read_manifest(directory: str) -> Manifest:
+def no_manifest(directory: str, *, several: bool = False) -> str:
+    """The error of a directory that is no checkpoint.
+
+    Args:
+        several: whether it is one of several tables.
+    """
+    if several:
+        return (
+            f"{directory} is a checkpoint of several tables: it has {SHARDS_NAME} and no {MANIFEST_NAME}. Load it with "
+            "gear_loader.distributed.load()."
+        )
+    return (
+        f"{directory} is no checkpoint: it has no {MANIFEST_NAME}. Give the directory that Table.save() wrote; "
+        "a first save that was killed leaves none."
+    )
+
+
+def open_checkpoint(path: str) -> Directory:
+    """Open the directory of a checkpoint of one table, to load it.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    return open_to_load(path, no_manifest(path))
+
+
+def read_manifest(directory: Directory) -> Manifest:
     """Read and check `manifest.json`.
 
     Raises:
         CheckpointError: there is none, it is damaged, or of another version.
     """
-    path = os.path.join(directory, MANIFEST_NAME)
-    missing = (
-        f"{directory} is no checkpoint: it has no {MANIFEST_NAME}. Give the directory that Table.save() wrote; "
-        "a first save that was killed leaves none."
+    missing = no_manifest(directory.path, several=directory.has(SHARDS_NAME))
+    known = (WITHOUT_IDS, VERSION)
+    fields, version = read_fields(
+        directory, MANIFEST_NAME, FORMAT, known, missing=missing, count=_count_columns
     )
-    if os.path.lexists(os.path.join(directory, SHARDS_NAME)):
-        missing = (
-            f"{directory} is a checkpoint of several tables: it has {SHARDS_NAME} and no {MANIFEST_NAME}. Load it with "
-            "gear_loader.distributed.load()."
-        )
-    fields, version = read_fields(path, FORMAT, (WITHOUT_IDS, VERSION), missing=missing)
     return _parse(fields, version)
 
 
-def read_fields(path: str, kind: str, versions: tuple[int, ...], *, missing: str) -> tuple[Fields, int]:
+def read_fields(
+    directory: Directory,
+    name: str,
+    kind: str,
+    versions: tuple[int, ...],
+    *,
+    missing: str,
+    count: Callable[[Directory], tuple[int, int]],
+) -> tuple[Fields, int]:
     """Read a manifest as far as all of them are alike, and check its checksum.
 
     Args:
+        name: of the file.
         kind: what it has to have as its format. versions: those that can be read.
         missing: the error if there is no file.
+        count: counts what it can name, and the bytes of that: see `_check_bytes`.
 
     Returns:
         Its fields, and its version.
@@ -282,20 +338,12 @@ def read_fields(path: str, kind: str, versions: tuple[int, ...], *, missing: str
     Raises:
         CheckpointError: there is none, it is damaged, or of another version.
     """
+    path = directory.at(name)
     try:
-        info = os.stat(path)
-        if not stat.S_ISREG(info.st_mode) or info.st_size > _MANIFEST_LIMIT:
-            raise CheckpointError(
-                f"{path} is no manifest: expected a file of at most {_MANIFEST_LIMIT:,} bytes. {REMEDY}"
-            )
-        with open(path, "rb") as file:
-            data = file.read(_MANIFEST_LIMIT)
+        data = read_limited(directory, name, lambda size: _check_bytes(directory, path, size, count))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(missing) from error
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. {REMEDY}") from error
+    _check_values(directory, path, data, count)
     try:
         parsed = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -317,6 +365,119 @@ def read_fields(path: str, kind: str, versions: tuple[int, ...], *, missing: str
     return fields, version
 
 
+def read_limited(directory: Directory, name: str, check: Callable[[int], None]) -> bytes:
+    """The contents of a file that fits into memory.
+
+    Args:
+        check: called with its size before it is read; raises CheckpointError if it is not what it should be.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        CheckpointError: it cannot be read, or what `check` raises.
+    """
+    try:
+        with directory.opened(name) as (fd, info):
+            check(info.st_size)
+            with open(fd, "rb", closefd=False) as file:
+                return file.read(info.st_size)
+    except (CheckpointError, FileNotFoundError):
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{directory.at(name)} cannot be read: {error}. {REMEDY}") from error
+
+
+def check_cost(directory: Directory, name: str, data: bytes) -> None:
+    """Check before a manifest is written that it will not be refused for its size when it is read.
+
+    Raises:
+        CheckpointError: it would be.
+    """
+    _check_bytes(directory, directory.at(name), len(data), _count_columns)
+    _check_values(directory, directory.at(name), data, _count_columns)
+
+
+def _count_columns(directory: Directory) -> tuple[int, int]:
+    """How many columns' files the segments have, and their bytes together."""
+    files = size = 0
+    try:
+        with directory.child(SEGMENTS_NAME) as segments:
+            for segment in filter(SEGMENT_NAME.fullmatch, segments.names()):
+                with segments.child(segment) as folder, os.scandir(folder.fd) as entries:
+                    for entry in entries:
+                        if is_column_file(entry.name):
+                            files, size = files + 1, size + entry.stat().st_size
+    except OSError:  # then fewer count
+        pass
+    return files, size
+
+
+def _check_bytes(
+    directory: Directory, path: str, size: int, count: Callable[[Directory], tuple[int, int]]
+) -> None:
+    """Check the size of a manifest before it is read.
+
+    Raises:
+        CheckpointError: it is larger than the files that are there can make it.
+    """
+    if size <= _BASE_BYTES:
+        return
+    files, data = count(directory)
+    limit = min(_BASE_BYTES + _FILE_BYTES * files + 16 * (data // LEAST_CHUNK), _MANIFEST_LIMIT)
+    if size > limit:
+        raise CheckpointError(
+            f"{path} is no manifest: it has {size:,} bytes; expected at most {limit:,}, as much as the {files:,} files "
+            f"beside it with {data:,} bytes can need. {REMEDY}"
+        )
+
+
+def _check_values(
+    directory: Directory, path: str, data: bytes, count: Callable[[Directory], tuple[int, int]]
+) -> None:
+    """Check how many JSON values a manifest has before it is parsed: each of them takes a hundred bytes of memory.
+
+    Raises:
+        CheckpointError: it has more than the files that are there can make it have.
+    """
+    values = sum(data.count(mark) for mark in (b",", b"[", b"{"))
+    if values <= _BASE_VALUES:
+        return
+    files, _ = count(directory)
+    limit = _BASE_VALUES + _FILE_VALUES * files
+    if values > limit:
+        raise CheckpointError(
+            f"{path} is no manifest: it has about {values:,} values; expected at most {limit:,}, as many as the "
+            f"{files:,} files beside it can need. {REMEDY}"
+        )
+
+
+class _Shortened(reprlib.Repr):
+    """Values of JSON, of which no more is looked at than is shown; mappings keep their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxlist = self.maxdict = 50
+        self.maxstring = self.maxlong = self.maxother = 250
+
+    def repr_dict(self, value: dict[Any, Any], level: int) -> str:
+        if level <= 0:
+            return "{...}"
+        parts = [
+            f"{self.repr1(key, level - 1)}: {self.repr1(value[key], level - 1)}"
+            for key in itertools.islice(value, self.maxdict)
+        ]
+        return "{" + ", ".join(parts + (["..."] if len(value) > self.maxdict else [])) + "}"
+
+
+def _shown(value: Any) -> str:
+    """A value in an error: at most about 200 characters, whatever it is, and at no cost."""
+    return _cut(_Shortened().repr(value))
+
+
+def _cut(text: str, most: int = 200) -> str:
+    return text if len(text) <= most else text[:most] + "..."
+
+
 def manifest_bytes(kind: str, version: int, fields: dict[str, Any]) -> bytes:
     """A manifest's contents. Its checksum is of the same bytes with 32 zeros in its own place."""
     everything = {"checksum": "0" * 32, "format": kind, "version": version, **fields}
@@ -329,11 +490,13 @@ def _parse(fields: Fields, version: int) -> Manifest:
     saves = fields.integer("saves", 1, 10**12 - 1)
     next_segment = fields.integer("next_segment", 1, 10**12 - 1)
     segments: list[Segment] = []
+    numbers: set[int] = set()
     for i, value in enumerate(fields.items("segments")):
         inner = Fields(value, fields.path, f"segments[{i}]")
         number = inner.integer("number", 1, next_segment - 1)
-        if any(number == segment.number for segment in segments):
+        if number in numbers:
             raise inner.wrong("number", number, "a number that no other segment has")
+        numbers.add(number)
         steps = inner.integer("steps", 1, 2**48)
         # Segments of a checkpoint of the version before, which later ones have taken over, have no chunks.
         chunk_bytes = 0 if version == WITHOUT_IDS else inner.integer("chunk_bytes", 0, 2**40)
@@ -385,7 +548,7 @@ def _rules(fields: Fields, max_trajectories: int) -> Rules:
         try:
             rules = Rules.from_json({key: value})
         except (SchemaError, ArithmeticError, LookupError, TypeError) as error:
-            raise inner.wrong(key, value, f"a rule of a table ({error})") from error
+            raise inner.wrong(key, value, f"a rule of a table ({_cut(str(error))})") from error
         if rules.rate_limiter is not None and rules.rate_limiter.min_size > max_trajectories:
             expected = f"a min_size of at most max_trajectories={max_trajectories:,}"
             raise inner.wrong(key, value, expected)
@@ -397,16 +560,7 @@ def _rules(fields: Fields, max_trajectories: int) -> Rules:
 def schema_of(fields: Fields) -> Schema:
     """The schema in a manifest."""
     rows = fields.items("schema")
-    for row in rows:
-        fits = isinstance(row, list) and len(row) == 3 and all(isinstance(part, str) for part in row[:2])
-        if not (fits and row[1] in DTYPES and isinstance(row[2], list) and len(row[2]) <= 64):
-            raise fields.wrong("schema", row, "[name, dtype, shape] for each column")
-        if not all(isinstance(extent, int) and 1 <= extent < _LIMIT for extent in row[2]):
-            raise fields.wrong("schema", row, "a shape of positive integers")
     try:
-        schema = Schema.from_json(rows)
+        return Schema.from_json(rows)
     except SchemaError as error:
-        raise fields.wrong("schema", rows, f"a schema ({error})") from error
-    if len(schema) != len(rows):
-        raise fields.wrong("schema", list(schema), "columns of different names")
-    return schema
+        raise fields.wrong("schema", rows, f"a schema ({_cut(str(error))})") from error

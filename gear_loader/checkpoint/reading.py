@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from gear_loader.checkpoint.directory import Directory
 from gear_loader.checkpoint.entries import Entries, read_entries
 from gear_loader.checkpoint.files import Pipeline, Rows, check_size, copy_pieces
 from gear_loader.checkpoint.manifest import (
@@ -18,6 +19,7 @@ from gear_loader.checkpoint.manifest import (
     Segment,
     column_file,
     npy_header,
+    open_checkpoint,
     read_manifest,
     segment_folder,
 )
@@ -53,79 +55,90 @@ def load(
     progress: bool,
 ) -> Table:
     """A table with the contents of the checkpoint in directory `path`. See `Table.load`."""
-    directory = os.path.abspath(os.fspath(path))
+    where = os.path.abspath(os.fspath(path))
     expected = None if schema is None else Schema(schema)
+    sizes = {
+        "max_steps": max_steps,
+        "max_trajectories": max_trajectories,
+        "block_steps": block_steps,
+        "max_blocks": max_blocks,
+    }
     for attempt in range(_ATTEMPTS):
-        manifest = read_manifest(directory)
-        manifest_path = os.path.join(directory, MANIFEST_NAME)
-        if expected is not None and expected.to_json() != manifest.schema.to_json():
-            raise CheckpointError(
-                f"{manifest_path} is of a table with the schema {manifest.schema}; expected {expected}. Give the "
-                "schema that was saved (or none), or load another checkpoint."
-            )
-        sizes: dict[str, Any] = {
-            "max_steps": max_steps,
-            "max_trajectories": max_trajectories,
-            "block_steps": block_steps,
-            "max_blocks": max_blocks,
-        }
-        as_saved = all(size is None for size in sizes.values())
-        for key in ("max_steps", "max_trajectories", "block_steps"):
-            if sizes[key] is None:
-                sizes[key] = getattr(manifest, key)
-        try:
-            entries = read_entries(directory, manifest)
-            check_files(directory, manifest)
-            if as_saved:
-                # What shared blocks in the table that was saved has blocks of its own now.
-                needed = kind.required_blocks(entries.length, manifest.block_steps)
-                sizes["max_blocks"] = max(manifest.num_blocks, needed)
-            table = kind.create(
-                manifest.schema,
-                **sizes,
-                name=name,
-                on_full=manifest.rules.on_full if on_full is None else on_full,
-                rate_limiter=manifest.rules.rate_limiter,
-                max_times_sampled=manifest.rules.max_times_sampled,
-                max_age=manifest.rules.max_age,
-            )
+        with open_checkpoint(where) as directory:
+            manifest = read_manifest(directory)
+            if expected is not None and expected.to_json() != manifest.schema.to_json():
+                raise CheckpointError(
+                    f"{directory.at(MANIFEST_NAME)} is of a table with the schema {manifest.schema}; expected "
+                    f"{expected}. Give the schema that was saved (or none), or load another checkpoint."
+                )
             try:
-                part = Part(directory, manifest, entries, np.arange(len(entries.length)))
-                fill(table, directory, [part], contents_of(manifest, entries), progress=progress)
-                descended(table, table._live(), manifest.save)
-            except BaseException:
-                table.close()
-                if name is not None:
-                    table.unlink()
-                raise
-            return table
-        except CheckpointError:
-            # Somebody may have saved into the directory meanwhile, and removed what this manifest names.
-            if attempt == _ATTEMPTS - 1 or not _replaced(directory, manifest):
-                raise
+                return _load(kind, directory, manifest, sizes, name, on_full, progress)
+            except CheckpointError:
+                # Somebody may have saved into the directory meanwhile, and removed what this manifest names.
+                if attempt == _ATTEMPTS - 1 or not _replaced(directory, manifest):
+                    raise
     raise AssertionError("unreachable")
 
 
-def _replaced(directory: str, manifest: Manifest) -> bool:
+def _load(
+    kind: type[Table],
+    directory: Directory,
+    manifest: Manifest,
+    given: Mapping[str, int | None],
+    name: str | None,
+    on_full: OnFull | None,
+    progress: bool,
+) -> Table:
+    """A table with what one manifest names."""
+    as_saved = all(size is None for size in given.values())
+    sizes: dict[str, Any] = dict(given)
+    for key in ("max_steps", "max_trajectories", "block_steps"):
+        if sizes[key] is None:
+            sizes[key] = getattr(manifest, key)
+    entries = read_entries(directory, manifest)
+    check_files(directory, manifest)
+    if as_saved:
+        # What shared blocks in the table that was saved has blocks of its own now.
+        needed = kind.required_blocks(entries.length, manifest.block_steps)
+        sizes["max_blocks"] = max(manifest.num_blocks, needed)
+    table = kind.create(
+        manifest.schema,
+        **sizes,
+        name=name,
+        on_full=manifest.rules.on_full if on_full is None else on_full,
+        rate_limiter=manifest.rules.rate_limiter,
+        max_times_sampled=manifest.rules.max_times_sampled,
+        max_age=manifest.rules.max_age,
+    )
+    try:
+        part = Part("", manifest, entries, np.arange(len(entries.length)))
+        fill(table, directory, [part], contents_of(manifest, entries), progress=progress)
+        descended(table, table._live(), manifest.save)
+    except BaseException:
+        table.close()
+        if name is not None:
+            table.unlink()
+        raise
+    return table
+
+
+def _replaced(directory: Directory, manifest: Manifest) -> bool:
     try:
         return read_manifest(directory).save != manifest.save
     except CheckpointError:
         return False
 
 
-def check_files(directory: str, manifest: Manifest) -> None:
+def check_files(directory: Directory, manifest: Manifest) -> None:
     """Check that every file of the segments is there, and as long as it should be.
 
     Raises:
         CheckpointError: one is not.
     """
     for segment in manifest.segments:
-        for column, record in segment.files.items():
-            check_size(_file(directory, segment.number, column), record.bytes)
-
-
-def _file(directory: str, segment: int, column: str) -> str:
-    return os.path.join(directory, segment_folder(segment), column_file(column))
+        with directory.child_to_load(segment_folder(segment.number)) as folder:
+            for column, record in segment.files.items():
+                check_size(folder, column_file(column), record.bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,14 +146,19 @@ class Part:
     """Trajectories of a checkpoint that go into a table.
 
     Attributes:
+        folder: of the checkpoint, relative to the directory that is loaded; "" if it is that directory itself.
         entries: those of them that are wanted, [n].
         places: int64 [n]: which of the new table's trajectories each of them is, counted from the oldest.
     """
 
-    directory: str
+    folder: str
     manifest: Manifest
     entries: Entries
     places: Array
+
+    def segment(self, segment: Segment) -> str:
+        """Where a segment lies, relative to the directory that is loaded."""
+        return os.path.join(self.folder, segment_folder(segment.number))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,17 +187,19 @@ def contents_of(manifest: Manifest, entries: Entries) -> Contents:
     )
 
 
-def fill(table: Table, where: str, parts: Sequence[Part], contents: Contents, *, progress: bool) -> None:
+def fill(
+    table: Table, directory: Directory, parts: Sequence[Part], contents: Contents, *, progress: bool
+) -> None:
     """Read everything into the blocks of an empty table; it becomes visible when all of it has proved sound.
 
     Args:
-        where: how errors call what is loaded.
+        directory: what is loaded.
         parts: together they have every trajectory of `contents` once.
 
     Raises:
         CheckpointError: a file is damaged, or somebody has added to the table meanwhile.
     """
-    index = table._live()
+    index, where = table._live(), directory.path
     blocks = index.blocks_of(contents.length)
     _check_room(table, where, contents.length, int(blocks.sum()))
     claim = Claim(len(contents.length))
@@ -193,7 +213,7 @@ def fill(table: Table, where: str, parts: Sequence[Part], contents: Contents, *,
             advance, _ = stack.enter_context(progress_bar("Loading", total, enabled=progress))
             pipeline = stack.enter_context(Pipeline(largest, advance))
             for one in wanted:
-                one.read(table, pipeline, first_ids, ids, advance)
+                one.read(directory, table, pipeline, first_ids, ids, advance)
         loaded = index.commit_as(
             slots,
             contents.priority,
@@ -244,7 +264,13 @@ class _Wanted:
         return _Wanted(part, segment, which, runs, whole, segment.steps if whole else steps)
 
     def read(
-        self, table: Table, pipeline: Pipeline, first_ids: Array, ids: Array, advance: Callable[[int], None]
+        self,
+        directory: Directory,
+        table: Table,
+        pipeline: Pipeline,
+        first_ids: Array,
+        ids: Array,
+        advance: Callable[[int], None],
     ) -> None:
         """Read the files, or the chunks of them in which it lies.
 
@@ -256,15 +282,16 @@ class _Wanted:
         segment, entries, layout = self.segment, self.part.entries, table.region.layout
         rows = Rows(entries.first[self.which], entries.length[self.which], layout.block_steps)
         places = first_ids[self.part.places[self.which]]
-        for name, column in table.schema.items():
-            header = npy_header(column.dtype_name, segment.steps, column.shape)
-            take = _taker(table.region.column(name), layout.columns[name], rows, places, ids)
-            path, record = _file(self.part.directory, segment.number, name), segment.files[name]
-            if self.whole:
-                pipeline.read(path, record, header, column.step_bytes, take)
-                continue
-            read_runs(path, record, segment.chunk_bytes, len(header), column.step_bytes, self.runs, take)
-            advance(self.steps * column.step_bytes)
+        with directory.child_to_load(self.part.segment(segment)) as folder:
+            for name, column in table.schema.items():
+                header = npy_header(column.dtype_name, segment.steps, column.shape)
+                take = _taker(table.region.column(name), layout.columns[name], rows, places, ids)
+                file, record, size = column_file(name), segment.files[name], column.step_bytes
+                if self.whole:
+                    pipeline.read(folder, file, record, header, size, take)
+                    continue
+                read_runs(folder, file, record, segment.chunk_bytes, len(header), size, self.runs, take)
+                advance(self.steps * size)
 
 
 def _runs(first: Array, lengths: Array) -> Array:

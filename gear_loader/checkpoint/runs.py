@@ -7,8 +7,9 @@ from collections.abc import Callable
 import numpy as np
 import xxhash
 
-from gear_loader.checkpoint.files import check_size, opened, read_piece
-from gear_loader.checkpoint.manifest import REMEDY, FileRecord
+from gear_loader.checkpoint.directory import REMEDY, Directory
+from gear_loader.checkpoint.files import check_size, read_piece, read_through
+from gear_loader.checkpoint.manifest import FileRecord
 from gear_loader.errors import CheckpointError
 from gear_loader.slots import Array
 
@@ -16,7 +17,8 @@ __all__ = ["read_runs"]
 
 
 def read_runs(
-    path: str,
+    directory: Directory,
+    name: str,
     record: FileRecord,
     chunk_bytes: int,
     header_bytes: int,
@@ -33,10 +35,11 @@ def read_runs(
     Raises:
         CheckpointError: the file is missing, cut, longer, or one of the chunks is damaged.
     """
-    check_size(path, record.bytes)
+    path = directory.at(name)
+    check_size(directory, name, record.bytes)
     memory = bytearray(step_bytes + min(chunk_bytes, record.bytes))
     buffer = np.frombuffer(memory, dtype=np.uint8)
-    with opened(path) as fd:
+    with read_through(directory, name) as fd:
         for begin, end in _joined(runs, chunk_bytes, header_bytes, step_bytes):
             low, high = header_bytes + begin * step_bytes, header_bytes + end * step_bytes
             held, done = 0, begin

@@ -20,13 +20,14 @@ from typing import Any
 
 import xxhash
 
+from gear_loader.checkpoint.directory import REMEDY, Directory, open_to_load
 from gear_loader.checkpoint.entries import read_entries
-from gear_loader.checkpoint.files import sync_directory, write_small
+from gear_loader.checkpoint.files import write_small
 from gear_loader.checkpoint.manifest import (
     LARGEST_COUNT,
     LOCK_NAME,
     MANIFEST_NAME,
-    REMEDY,
+    PART,
     SEGMENTS_NAME,
     SHARDS_NAME,
     Fields,
@@ -36,11 +37,12 @@ from gear_loader.checkpoint.manifest import (
     index_file,
     manifest_bytes,
     read_fields,
+    read_limited,
     read_manifest,
     schema_of,
     segment_folder,
 )
-from gear_loader.checkpoint.writing import check_owned
+from gear_loader.checkpoint.writing import check_owned, refuse_links, remove_checkpoint
 from gear_loader.errors import CheckpointError
 from gear_loader.ids import LARGEST_ORIGIN, following
 from gear_loader.schema import Schema
@@ -48,11 +50,14 @@ from gear_loader.schema import Schema
 __all__ = [
     "Shard",
     "ShardsManifest",
+    "check_shard_links",
     "check_shards_directory",
     "link_shard",
     "next_number",
     "open_shard",
+    "open_shards",
     "read_shards",
+    "remove_shard",
     "shard_folder",
     "shard_of",
     "sweep_saves",
@@ -62,8 +67,8 @@ __all__ = [
 SAVES_NAME = "saves"
 FORMAT = "gear-loader distributed checkpoint"
 VERSION = 1
-_PART = ".part"
 _SAVE_NAME = re.compile(r"[0-9]{6,12}")
+_RANK_NAME = re.compile(r"[0-9]{5}")
 _MOST_RANKS = LARGEST_ORIGIN + 1
 
 
@@ -124,19 +129,31 @@ class ShardsManifest:
         return manifest_bytes(FORMAT, VERSION, fields)
 
 
-def read_shards(directory: str) -> ShardsManifest:
+def _no_shards(directory: str) -> str:
+    return (
+        f"{directory} is no checkpoint of several tables: it has no {SHARDS_NAME}. Give the directory that "
+        "gear_loader.distributed.save() wrote; a first save that was killed leaves none. What Table.save() wrote is "
+        "loaded with Table.load()."
+    )
+
+
+def open_shards(path: str) -> Directory:
+    """Open the directory of a checkpoint of several tables, to load it.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    return open_to_load(path, _no_shards(path))
+
+
+def read_shards(directory: Directory) -> ShardsManifest:
     """Read and check `shards.json`.
 
     Raises:
         CheckpointError: there is none, it is damaged, or of another version.
     """
-    path = os.path.join(directory, SHARDS_NAME)
-    missing = (
-        f"{directory} is no checkpoint of several tables: it has no {SHARDS_NAME}. Give the directory that "
-        "gear_loader.distributed.save() wrote; a first save that was killed leaves none. What Table.save() wrote is "
-        "loaded with Table.load()."
-    )
-    fields, _ = read_fields(path, FORMAT, (VERSION,), missing=missing)
+    path, missing = directory.at(SHARDS_NAME), _no_shards(directory.path)
+    fields, _ = read_fields(directory, SHARDS_NAME, FORMAT, (VERSION,), missing=missing, count=_count_shards)
     schema = schema_of(fields)
     number = fields.integer("number", 1, 10**12 - 1)
     world_size = fields.integer("world_size", 1, _MOST_RANKS)
@@ -162,34 +179,49 @@ def read_shards(directory: str) -> ShardsManifest:
     return ShardsManifest(schema, fields.hexadecimal("save", 16), number, tuple(shards))
 
 
-def open_shard(directory: str, shards: ShardsManifest, rank: int) -> tuple[str, Manifest]:
-    """The directory of one rank's checkpoint, and its manifest.
+def _count_shards(directory: Directory) -> tuple[int, int]:
+    """How many ranks' directories the saves have; see `read_fields`."""
+    ranks = 0
+    with contextlib.suppress(OSError), directory.child(SAVES_NAME) as saves:
+        for save in filter(_SAVE_NAME.fullmatch, saves.names()):
+            with saves.child(save) as folder:
+                ranks += sum(_RANK_NAME.fullmatch(name) is not None for name in folder.names())
+    return ranks, 0
+
+
+def open_shard(directory: Directory, shards: ShardsManifest, rank: int) -> tuple[Directory, Manifest]:
+    """The directory of one rank's checkpoint, which the caller closes, and its manifest.
 
     Raises:
         CheckpointError: it is not the one that `shards.json` names, or damaged.
     """
-    folder = os.path.join(directory, shard_folder(shards.number, rank))
-    path, shard = os.path.join(folder, MANIFEST_NAME), shards.shards[rank]
-    found = _record(path)
-    if (found.bytes, found.xxh128) != (shard.bytes, shard.xxh128):
+    folder = directory.child_to_load(shard_folder(shards.number, rank))
+    try:
+        return folder, _manifest(directory, folder, shards, rank)
+    except BaseException:
+        folder.__exit__()
+        raise
+
+
+def _manifest(directory: Directory, folder: Directory, shards: ShardsManifest, rank: int) -> Manifest:
+    path, shard = folder.at(MANIFEST_NAME), shards.shards[rank]
+    other = f"{path} is not the one that {directory.at(SHARDS_NAME)} names: it has"
+    found = _record(folder, shard.bytes, other)
+    if found.xxh128 != shard.xxh128:
         raise CheckpointError(
-            f"{path} is not the one that {os.path.join(directory, SHARDS_NAME)} names: it has {found.bytes:,} bytes "
-            f"with the checksum {found.xxh128}, expected {shard.bytes:,} with {shard.xxh128}. It is damaged, or of "
-            f"another save. {REMEDY}"
+            f"{other} the checksum {found.xxh128}, expected {shard.xxh128}. It is damaged, or of another save. {REMEDY}"
         )
     manifest = read_manifest(folder)
     said = (shard.save, shard.table, shard.origin, shard.num_trajectories, shard.num_steps)
     has = (manifest.save, manifest.table, manifest.origin, manifest.num_trajectories, manifest.num_steps)
     if has != said or manifest.schema.to_json() != shards.schema.to_json():
-        raise CheckpointError(
-            f"{path} contradicts {os.path.join(directory, SHARDS_NAME)}: {has} and {said}. {REMEDY}"
-        )
-    return folder, manifest
+        raise CheckpointError(f"{path} contradicts {directory.at(SHARDS_NAME)}: {has} and {said}. {REMEDY}")
+    return manifest
 
 
-def shard_of(folder: str) -> Shard:
+def shard_of(folder: Directory) -> Shard:
     """What the manifest of all says of a checkpoint that has just been written."""
-    record = _record(os.path.join(folder, MANIFEST_NAME))
+    record = _record(folder)
     manifest = read_manifest(folder)
     entries = read_entries(folder, manifest)
     return Shard(
@@ -204,11 +236,19 @@ def shard_of(folder: str) -> Shard:
     )
 
 
-def _record(path: str) -> FileRecord:
+def _record(folder: Directory, expected: int | None = None, other: str = "") -> FileRecord:
+    """Size and checksum of a manifest, which has to have `expected` bytes; else the error begins with `other`."""
+
+    def check(size: int) -> None:
+        if expected is not None and size != expected:
+            raise CheckpointError(
+                f"{other} {size:,} bytes, expected {expected:,}. It is damaged, or of another save. {REMEDY}"
+            )
+
     try:
-        with open(path, "rb") as file:
-            data = file.read()
-    except OSError as error:
+        data = read_limited(folder, MANIFEST_NAME, check)
+    except FileNotFoundError as error:
+        path = folder.at(MANIFEST_NAME)
         raise CheckpointError(f"{path} is missing or cannot be read: {error}. {REMEDY}") from error
     return FileRecord(len(data), xxhash.xxh3_128_hexdigest(data))
 
@@ -216,23 +256,32 @@ def _record(path: str) -> FileRecord:
 # Writing ---------------------------------------------------------------------------------------------
 
 
-def check_shards_directory(directory: str) -> None:
-    """Refuse to write into a directory that holds anything but such a checkpoint, or the rest of a first save."""
-    known = (LOCK_NAME, SAVES_NAME, SHARDS_NAME + _PART)
+def check_shards_directory(directory: Directory) -> None:
+    """Refuse to write into a directory that holds anything but such a checkpoint, or the rest of a first save.
+
+    Raises:
+        CheckpointError: it does, or one of its own directories or files is a symbolic link.
+    """
+    known = (LOCK_NAME, SAVES_NAME, SHARDS_NAME + PART)
     check_owned(directory, SHARDS_NAME, lambda name: name in known, what="checkpoint of several tables")
+    directory.refuse_links(lambda name: name == SHARDS_NAME or name in known)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), directory.child(SAVES_NAME) as saves:
+        saves.refuse_links(lambda name: _SAVE_NAME.fullmatch(name) is not None)
+        for name in filter(_SAVE_NAME.fullmatch, saves.names()):
+            with contextlib.suppress(NotADirectoryError), saves.child(name) as save:
+                save.refuse_links(lambda name: _RANK_NAME.fullmatch(name) is not None)
 
 
-def next_number(directory: str, old: ShardsManifest | None) -> int:
+def next_number(directory: Directory, old: ShardsManifest | None) -> int:
     """A number that no save there has, finished or not."""
-    numbers = [old.number] if old else []
-    with contextlib.suppress(FileNotFoundError):
-        for name in os.listdir(os.path.join(directory, SAVES_NAME)):
-            if _SAVE_NAME.fullmatch(name):
-                numbers.append(int(name))
-    return max(numbers, default=0) + 1
+    number = old.number + 1 if old else 1
+    with contextlib.suppress(FileNotFoundError), directory.child(SAVES_NAME) as saves:
+        while saves.has(f"{number:06d}"):
+            number += 1
+    return number
 
 
-def link_shard(directory: str, old: ShardsManifest, table: str, parent: str, folder: str) -> None:
+def link_shard(directory: Directory, old: ShardsManifest, table: str, parent: str, folder: Directory) -> None:
     """Fill a new directory with what the save before has of a table, so that what is still right is not written again.
 
     Args:
@@ -242,56 +291,98 @@ def link_shard(directory: str, old: ShardsManifest, table: str, parent: str, fol
     Raises:
         CheckpointError: what there is of it is damaged.
     """
-    ranks = [rank for rank, shard in enumerate(old.shards) if shard.table == table or shard.save == parent]
-    if not ranks:
+    rank = _rank_of(old, table, parent)
+    if rank is None:
         return
-    source, manifest = open_shard(directory, old, ranks[0])
-    files = {segment_folder(segment.number): list(segment.files) for segment in manifest.segments}
-    os.makedirs(os.path.join(folder, SEGMENTS_NAME), exist_ok=True)
-    for segment, columns in files.items():
-        os.mkdir(os.path.join(folder, segment))
-        for column in columns:
-            _link(
-                os.path.join(source, segment, column_file(column)),
-                os.path.join(folder, segment, column_file(column)),
-            )
-        sync_directory(os.path.join(folder, segment))
-    for name in (index_file(manifest.saves), MANIFEST_NAME):
-        _link(os.path.join(source, name), os.path.join(folder, name))
+    source, manifest = open_shard(directory, old, rank)
+    with source, folder.made(SEGMENTS_NAME) as segments:
+        for segment in manifest.segments:
+            name = f"{segment.number:06d}"
+            segments.mkdir(name)
+            with source.child_to_load(segment_folder(segment.number)) as before, segments.child(name) as new:
+                for column in segment.files:
+                    _link(before, new, column_file(column))
+                new.sync()
+        for name in (index_file(manifest.saves), MANIFEST_NAME):
+            _link(source, folder, name)
 
 
-def _link(source: str, target: str) -> None:
+def check_shard_links(directory: Directory, old: ShardsManifest, table: str, parent: str) -> None:
+    """Refuse to take over a table's files from the save before if one is a symbolic link.
+
+    Raises:
+        CheckpointError: one is; the message names it.
+    """
+    rank = _rank_of(old, table, parent)
+    if rank is not None:
+        with (
+            contextlib.suppress(FileNotFoundError, NotADirectoryError),
+            directory.child(shard_folder(old.number, rank)) as folder,
+        ):
+            refuse_links(folder)
+
+
+def _rank_of(old: ShardsManifest, table: str, parent: str) -> int | None:
+    """The rank that saved a table, or None."""
+    ranks = [rank for rank, shard in enumerate(old.shards) if shard.table == table or shard.save == parent]
+    return ranks[0] if ranks else None
+
+
+def _link(source: Directory, target: Directory, name: str) -> None:
     """A second name for a file, or a copy where the file system has none."""
     try:
-        os.link(source, target)
+        os.link(name, name, src_dir_fd=source.fd, dst_dir_fd=target.fd, follow_symlinks=False)
         return
     except FileNotFoundError as error:
-        raise CheckpointError(f"{source} is missing. {REMEDY}") from error
+        raise CheckpointError(f"{source.at(name)} is missing. {REMEDY}") from error
     except OSError:
         pass
-    with open(source, "rb") as file, open(target, "xb") as copy:
+    with (
+        source.opened(name) as (fd, _),
+        open(fd, "rb", closefd=False) as file,
+        open(target.create(name), "wb") as copy,
+    ):
         shutil.copyfileobj(file, copy, 8 << 20)
         copy.flush()
         os.fsync(copy.fileno())
 
 
-def write_shards(directory: str, shards: ShardsManifest) -> None:
+def write_shards(directory: Directory, shards: ShardsManifest) -> None:
     """Make what all ranks have written the checkpoint."""
-    path = os.path.join(directory, SHARDS_NAME)
-    write_small(path + _PART, shards.to_bytes())
-    for folder in (f"{SAVES_NAME}/{shards.number:06d}", SAVES_NAME, "."):
-        sync_directory(os.path.join(directory, folder))
-    os.replace(path + _PART, path)
-    sync_directory(directory)
-    with contextlib.suppress(OSError):  # the directory's own name, if it is new
-        sync_directory(os.path.dirname(directory))
+    write_small(directory, SHARDS_NAME + PART, shards.to_bytes())
+    with directory.child(SAVES_NAME) as saves:
+        with saves.child(f"{shards.number:06d}") as save:
+            save.sync()
+        saves.sync()
+    directory.sync()
+    directory.replace(SHARDS_NAME + PART, SHARDS_NAME)
+    directory.sync()
+    directory.sync_parent()  # the directory's own name, if it is new
 
 
-def sweep_saves(directory: str, kept: ShardsManifest | None) -> None:
+def sweep_saves(directory: Directory, kept: ShardsManifest | None) -> None:
     """Remove what the checkpoint does not name. What cannot be removed is left to the next save."""
     with contextlib.suppress(OSError):
-        os.unlink(os.path.join(directory, SHARDS_NAME + _PART))
-    with contextlib.suppress(OSError):
-        for name in os.listdir(os.path.join(directory, SAVES_NAME)):
+        directory.remove_file(SHARDS_NAME + PART)
+    with contextlib.suppress(OSError), directory.child(SAVES_NAME) as saves:
+        for name in saves.names():
             if _SAVE_NAME.fullmatch(name) and (kept is None or int(name) != kept.number):
-                shutil.rmtree(os.path.join(directory, SAVES_NAME, name), ignore_errors=True)
+                _remove_save(saves, name)
+
+
+def _remove_save(saves: Directory, name: str) -> None:
+    with contextlib.suppress(OSError):
+        with saves.child(name) as save:
+            for rank in filter(_RANK_NAME.fullmatch, save.names()):
+                with contextlib.suppress(OSError):
+                    remove_checkpoint(save, rank)
+        saves.rmdir(name)
+
+
+def remove_shard(directory: Directory, number: int, rank: int) -> None:
+    """Remove what a rank has written of a save that failed. What cannot be removed is left to the next save."""
+    folder, name = os.path.split(shard_folder(number, rank))
+    with contextlib.suppress(OSError), directory.child(SAVES_NAME) as saves:
+        with saves.child(os.path.basename(folder)) as save:
+            remove_checkpoint(save, name)
+        saves.rmdir(os.path.basename(folder))  # by the last of all ranks

@@ -7,10 +7,11 @@ import dataclasses
 import numpy as np
 
 from gear_loader.checkpoint.dealing import deal, split_counts
+from gear_loader.checkpoint.directory import Directory
 from gear_loader.checkpoint.entries import Entries, read_entries
 from gear_loader.checkpoint.manifest import Manifest
 from gear_loader.checkpoint.reading import Contents, Part, check_files, contents_of
-from gear_loader.checkpoint.shards import ShardsManifest, open_shard
+from gear_loader.checkpoint.shards import ShardsManifest, open_shard, shard_folder
 from gear_loader.errors import CheckpointError
 from gear_loader.slots import Array
 from gear_loader.table import Table
@@ -29,11 +30,12 @@ class Share:
     parent: str
 
 
-def own_share(directory: str, shards: ShardsManifest, rank: int) -> Share:
+def own_share(directory: Directory, shards: ShardsManifest, rank: int) -> Share:
     """The table that this rank saved, as it was."""
     folder, manifest = open_shard(directory, shards, rank)
-    entries = read_entries(folder, manifest)
-    check_files(folder, manifest)
+    with folder:
+        entries = read_entries(folder, manifest)
+        check_files(folder, manifest)
     contents = contents_of(manifest, entries)
     if (manifest.origin or 0) != rank:
         # It was another shard: its ids stay, and it gives those of this one from now on.
@@ -48,7 +50,7 @@ def own_share(directory: str, shards: ShardsManifest, rank: int) -> Share:
         "block_steps": manifest.block_steps,
         "max_blocks": max(manifest.num_blocks, blocks),
     }
-    part = Part(folder, manifest, entries, np.arange(len(entries.length)))
+    part = Part(shard_folder(shards.number, rank), manifest, entries, np.arange(len(entries.length)))
     return Share([part], contents, sizes, manifest, manifest.save)
 
 
@@ -56,18 +58,24 @@ def _next_sequence(shards: ShardsManifest) -> int:
     return max(shard.next_sequence for shard in shards.shards)
 
 
-def dealt_share(directory: str, shards: ShardsManifest, rank: int, world_size: int) -> Share:
+def dealt_share(directory: Directory, shards: ShardsManifest, rank: int, world_size: int) -> Share:
     """A rank's share of all tables together."""
-    opened = [open_shard(directory, shards, i) for i in range(len(shards.shards))]
-    manifests = [manifest for _, manifest in opened]
-    _check_rules(directory, manifests)
-    indices = [read_entries(folder, manifest) for folder, manifest in opened]
+    manifests = []
+    for i in range(len(shards.shards)):
+        folder, manifest = open_shard(directory, shards, i)
+        with folder:
+            manifests.append(manifest)
+    _check_rules(directory.path, manifests)
+    indices = []
+    for i, manifest in enumerate(manifests):
+        with directory.child_to_load(shard_folder(shards.number, i)) as folder:
+            indices.append(read_entries(folder, manifest))
     shard = np.repeat(np.arange(len(indices)), [len(entries.length) for entries in indices])
     everything = Entries(
         *(np.concatenate(arrays) for arrays in zip(*(e.arrays().values() for e in indices), strict=True))
     )
     ids = np.concatenate([entries.ids(m.origin) for entries, m in zip(indices, manifests, strict=True)])
-    _check_distinct(directory, ids, shard)
+    _check_distinct(directory.path, ids, shard)
     stored = np.lexsort((everything.first, everything.segment, shard))
     owner = np.empty(len(ids), dtype=np.int64)
     owner[stored] = deal(everything.length[stored], world_size)
@@ -75,9 +83,10 @@ def dealt_share(directory: str, shards: ShardsManifest, rank: int, world_size: i
     mine = mine[np.argsort(ids[mine], kind="stable")]
     starts = np.searchsorted(shard, np.arange(len(indices)))
     parts = []
-    for i, (folder, manifest) in enumerate(opened):
+    for i, manifest in enumerate(manifests):
         places = np.flatnonzero(shard[mine] == i)
-        parts.append(Part(folder, manifest, indices[i].take(mine[places] - starts[i]), places))
+        folder_name = shard_folder(shards.number, i)
+        parts.append(Part(folder_name, manifest, indices[i].take(mine[places] - starts[i]), places))
     live = np.bincount(owner, minlength=world_size).tolist()
     chosen = everything.take(mine)
     counts = _counts(shards, manifests, live, rank)

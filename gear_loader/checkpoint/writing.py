@@ -7,35 +7,31 @@ import dataclasses
 import errno
 import fcntl
 import os
-import re
 import secrets
-import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
 
 from gear_loader.checkpoint import manifest as manifest_module
+from gear_loader.checkpoint.directory import Directory
 from gear_loader.checkpoint.entries import Entries, read_entries
-from gear_loader.checkpoint.files import (
-    Pipeline,
-    Rows,
-    check_size,
-    copy_pieces,
-    sync_directory,
-    write_small,
-)
+from gear_loader.checkpoint.files import Pipeline, Rows, check_size, copy_pieces, write_small
 from gear_loader.checkpoint.manifest import (
     INDEX_NAME,
     LOCK_NAME,
     MANIFEST_NAME,
+    PART,
+    SEGMENT_NAME,
     SEGMENTS_NAME,
     FileRecord,
     Manifest,
     Segment,
+    check_cost,
     column_file,
     index_file,
+    is_column_file,
     npy_header,
     read_manifest,
     segment_folder,
@@ -50,7 +46,17 @@ from gear_loader.notice import notice
 from gear_loader.slots import IDENTITY, READY, Array
 from gear_loader.table import Table
 
-__all__ = ["check_owned", "descended", "identity", "locked", "reporting", "save"]
+__all__ = [
+    "check_owned",
+    "descended",
+    "identity",
+    "locked",
+    "refuse_links",
+    "remove_checkpoint",
+    "reporting",
+    "save",
+    "save_into",
+]
 
 # While a trajectory is being copied, nothing that was retired meanwhile can be used again, so a writer of a full table
 # waits. Saving is therefore done in rounds: what there is to write is written piece by piece, each under a ticket of
@@ -64,20 +70,26 @@ MAX_ROUNDS = 6
 MAX_SEGMENTS = 16
 """With more, the smallest are written anew as one, until half as many are left."""
 
-_PART = ".part"
-_SEGMENT_NAME = re.compile(r"[0-9]{6,12}")
-
 
 def save(table: Table, path: str | os.PathLike[str], *, progress: bool = False) -> None:
     """Bring the checkpoint in directory `path` up to date with a table. See `Table.save`."""
+    table._live()
+    where = os.path.abspath(os.fspath(path))
+    with reporting(where), Directory.make(where) as directory:
+        save_into(table, directory, progress=progress)
+
+
+def save_into(table: Table, directory: Directory, *, progress: bool = False) -> None:
+    """Bring the checkpoint in an open directory up to date with a table.
+
+    Raises:
+        CheckpointError, OSError: it could not be written. The previous checkpoint is as it was.
+    """
     index = table._live()
-    directory = os.path.abspath(os.fspath(path))
-    with reporting(directory):
-        _check_directory(directory)
-        os.makedirs(directory, exist_ok=True)
-        with locked(directory):
-            old = _previous(directory)
-            _Save(table, index, directory, old).run(progress)
+    _check_directory(directory)
+    with locked(directory):
+        old = _previous(directory)
+        _Save(table, index, directory, old).run(progress)
 
 
 @contextlib.contextmanager
@@ -99,17 +111,40 @@ def reporting(directory: str) -> Iterator[None]:
         ) from error
 
 
-def _check_directory(directory: str) -> None:
-    known = (LOCK_NAME, SEGMENTS_NAME, MANIFEST_NAME + _PART)
-    check_owned(
-        directory,
-        MANIFEST_NAME,
-        lambda name: name in known or INDEX_NAME.fullmatch(name.removesuffix(_PART)) is not None,
-        what="checkpoint",
-    )
+def _check_directory(directory: Directory) -> None:
+    check_owned(directory, MANIFEST_NAME, _is_rest, what="checkpoint")
+    refuse_links(directory)
 
 
-def check_owned(directory: str, manifest: str, ours: Callable[[str], bool], *, what: str) -> None:
+def _is_rest(name: str) -> bool:
+    """Whether a first save that was killed may have left an entry of this name."""
+    known = (LOCK_NAME, SEGMENTS_NAME, MANIFEST_NAME + PART)
+    return name in known or INDEX_NAME.fullmatch(name.removesuffix(PART)) is not None
+
+
+def _is_segment(name: str) -> bool:
+    """Whether a segment, finished or not, may be called so."""
+    return SEGMENT_NAME.fullmatch(name.removesuffix(PART)) is not None
+
+
+def refuse_links(directory: Directory) -> None:
+    """Refuse to write into a checkpoint of which a directory or a file is a symbolic link.
+
+    Raises:
+        CheckpointError: one is; the message names it.
+    """
+    directory.refuse_links(lambda name: name == MANIFEST_NAME or _is_rest(name))
+    with (
+        contextlib.suppress(FileNotFoundError, NotADirectoryError),
+        directory.child(SEGMENTS_NAME) as segments,
+    ):
+        segments.refuse_links(_is_segment)
+        for name in filter(_is_segment, segments.names()):
+            with contextlib.suppress(NotADirectoryError), segments.child(name) as segment:
+                segment.refuse_links(is_column_file)
+
+
+def check_owned(directory: Directory, manifest: str, ours: Callable[[str], bool], *, what: str) -> None:
     """Refuse to write into a directory that holds anything but a checkpoint, or the rest of a first save.
 
     Args:
@@ -118,30 +153,23 @@ def check_owned(directory: str, manifest: str, ours: Callable[[str], bool], *, w
         what: the error calls such a checkpoint.
 
     Raises:
-        CheckpointError: it holds something else, or is a file.
+        CheckpointError: it holds something else.
     """
-    try:
-        names = os.listdir(directory)
-    except FileNotFoundError:
-        return
-    except NotADirectoryError as error:
-        raise CheckpointError(
-            f"{directory} is a file; expected a directory or a path where one can be made. Choose another path."
-        ) from error
+    names = directory.names()
     if manifest in names or not names:
         return
     if LOCK_NAME not in names or not all(ours(name) for name in names):
         raise CheckpointError(
-            f"{directory} holds {sorted(names)[0]!r} and no {manifest}: it is no {what}, and nothing was "
+            f"{directory.path} holds {sorted(names)[0]!r} and no {manifest}: it is no {what}, and nothing was "
             "written. Choose an empty directory or a new one."
         )
 
 
 @contextlib.contextmanager
-def locked(directory: str) -> Iterator[None]:
+def locked(directory: Directory) -> Iterator[None]:
     """Nobody else saves into this directory meanwhile."""
-    path = os.path.join(directory, LOCK_NAME)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    path = directory.at(LOCK_NAME)
+    fd = directory.open_lock(LOCK_NAME)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -154,27 +182,51 @@ def locked(directory: str) -> Iterator[None]:
         os.close(fd)
 
 
-def _previous(directory: str) -> Manifest | None:
+def _previous(directory: Directory) -> Manifest | None:
     """The manifest there is; removes what it does not name."""
-    manifest = read_manifest(directory) if os.path.lexists(os.path.join(directory, MANIFEST_NAME)) else None
-    sync_directory(directory)  # who wrote it may have died before; it must be durable before others go
+    manifest = read_manifest(directory) if directory.has(MANIFEST_NAME) else None
+    directory.sync()  # who wrote it may have died before; it must be durable before others go
     _sweep(directory, manifest)
     return manifest
 
 
-def _sweep(directory: str, manifest: Manifest | None) -> None:
+def _sweep(directory: Directory, manifest: Manifest | None) -> None:
     """Remove files of earlier and of unfinished saves. What cannot be removed is left to the next save."""
-    keep = {segment_folder(segment.number) for segment in manifest.segments} if manifest else set()
+    keep = {f"{segment.number:06d}" for segment in manifest.segments} if manifest else set()
     index = index_file(manifest.saves) if manifest else ""
-    for name in os.listdir(directory):
-        base = name.removesuffix(_PART)
-        if name == MANIFEST_NAME + _PART or (INDEX_NAME.fullmatch(base) and name != index):
+
+    def old(name: str) -> bool:
+        is_index = INDEX_NAME.fullmatch(name.removesuffix(PART)) is not None
+        return name == MANIFEST_NAME + PART or (is_index and name != index)
+
+    directory.remove_files(old)
+    with contextlib.suppress(OSError), directory.child(SEGMENTS_NAME) as segments:
+        _remove_segments(segments, keep)
+
+
+def _remove_segments(segments: Directory, keep: Collection[str]) -> None:
+    """Remove segments with all files that a save can have written there; what else there is stays."""
+    for name in segments.names():
+        if _is_segment(name) and name not in keep:
             with contextlib.suppress(OSError):
-                os.unlink(os.path.join(directory, name))
-    with contextlib.suppress(OSError):
-        for name in os.listdir(os.path.join(directory, SEGMENTS_NAME)):
-            if _SEGMENT_NAME.fullmatch(name.removesuffix(_PART)) and f"{SEGMENTS_NAME}/{name}" not in keep:
-                shutil.rmtree(os.path.join(directory, SEGMENTS_NAME, name), ignore_errors=True)
+                with segments.child(name) as segment:
+                    segment.remove_files(is_column_file)
+                segments.rmdir(name)
+
+
+def remove_checkpoint(parent: Directory, name: str) -> None:
+    """Remove a directory with a checkpoint, or a part of one, in it; of anything else as much as stands in its way.
+
+    Raises:
+        OSError: something could not be removed, or is no part of a checkpoint.
+    """
+    with parent.child(name) as directory:
+        with contextlib.suppress(FileNotFoundError):
+            with directory.child(SEGMENTS_NAME) as segments:
+                _remove_segments(segments, ())
+            directory.rmdir(SEGMENTS_NAME)
+        directory.remove_files(lambda name: name == MANIFEST_NAME or _is_rest(name))
+    parent.rmdir(name)
 
 
 # Identity --------------------------------------------------------------------------------------------
@@ -263,7 +315,7 @@ def _cut(index: Index, ticket: Ticket) -> _Cut:
 class _Save:
     """One save: what is there already, what it adds, and the steps from one to the other."""
 
-    def __init__(self, table: Table, index: Index, directory: str, old: Manifest | None) -> None:
+    def __init__(self, table: Table, index: Index, directory: Directory, old: Manifest | None) -> None:
         self.index, self.directory, self.old = index, directory, old
         self.schema, self.layout = table.schema, table.region.layout
         self.rules = table.rules
@@ -277,13 +329,13 @@ class _Save:
             return
         if old.schema.to_json() != table.schema.to_json():
             raise CheckpointError(
-                f"{os.path.join(directory, MANIFEST_NAME)} is of a table with the schema {old.schema}; this table has "
+                f"{directory.at(MANIFEST_NAME)} is of a table with the schema {old.schema}; this table has "
                 f"{table.schema}. Nothing was written. Choose another directory, or remove that checkpoint."
             )
         if old.table != self.name and old.save != parent:
             notice(
-                f"checkpoint {directory} of {old.table}",
-                f"The checkpoint in {directory} is of another table; saving replaces it.",
+                f"checkpoint {directory.path} of {old.table}",
+                f"The checkpoint in {directory.path} is of another table; saving replaces it.",
             )
             return
         self._reuse(old)
@@ -296,10 +348,10 @@ class _Save:
             notice(f"checkpoint {error}", f"{error} This table is saved anew as a whole.")
             return
         for segment in old.segments:
-            folder = os.path.join(self.directory, segment_folder(segment.number))
             try:
-                for name, record in segment.files.items():
-                    check_size(os.path.join(folder, column_file(name)), record.bytes)
+                with self.directory.child_to_load(segment_folder(segment.number)) as folder:
+                    for name, record in segment.files.items():
+                        check_size(folder, column_file(name), record.bytes)
             except CheckpointError as error:
                 notice(f"checkpoint {error}", f"{error} Its trajectories are saved anew.")
             else:
@@ -324,13 +376,13 @@ class _Save:
                 )
                 largest = max(column.step_bytes for column in self.schema.values())
                 pipeline = stack.enter_context(Pipeline(largest, advance))
-                os.makedirs(os.path.join(self.directory, SEGMENTS_NAME), exist_ok=True)
+                segments = stack.enter_context(self.directory.made(SEGMENTS_NAME))
                 for turn in range(MAX_ROUNDS):
                     if self._bytes(fresh) <= HOLD_BYTES or turn == MAX_ROUNDS - 1:
-                        self._write_segment(pipeline, fresh, held=True)
+                        self._write_segment(segments, pipeline, fresh, held=True)
                         break
                     ticket.end()
-                    self._write_segment(pipeline, fresh, held=False)
+                    self._write_segment(segments, pipeline, fresh, held=False)
                     ticket = Ticket()
                     cut = _cut(self.index, ticket)
                     fresh = cut.take(~self._is_stored(cut))
@@ -338,7 +390,7 @@ class _Save:
                 ticket.end()
                 data = self._finish(cut)
                 committing = True
-                self._commit(data)
+                self._commit(segments, data)
             except BaseException:
                 ticket.end()
                 if not committing:  # else nobody knows which of the two manifests is there
@@ -390,32 +442,37 @@ class _Save:
 
     # ---------------------------------------------------------------- segments
 
-    def _write_segment(self, pipeline: Pipeline, fresh: _Cut, *, held: bool) -> None:
+    def _write_segment(self, segments: Directory, pipeline: Pipeline, fresh: _Cut, *, held: bool) -> None:
         """Write trajectories as a new segment.
 
         Args:
+            segments: the directory of all of them.
             held: the caller holds the ticket of the cut. Otherwise some may be gone before their turn comes: what is
                 written in their place is never used.
         """
         if not len(fresh.slots):
             return
-        number = self.next_segment
-        folder = os.path.join(self.directory, segment_folder(number))
+        number = self._free_number(segments)
+        name = f"{number:06d}"
         ends = np.cumsum(fresh.lengths)
         first, steps = ends - fresh.lengths, int(ends[-1])
         rows = Rows(first, fresh.lengths, self.layout.block_steps)
-        os.mkdir(folder + _PART)
+        segments.mkdir(name + PART)
         files = {}
-        for name, column in self.schema.items():
-            header = npy_header(column.dtype_name, steps, column.shape)
-            fill = self._filler(name, fresh, rows, held)
-            file = os.path.join(folder + _PART, column_file(name))
-            files[name] = pipeline.write(
-                file, header, steps, column.step_bytes, fill, chunk_bytes=manifest_module.CHUNK_BYTES
-            )
-        sync_directory(folder + _PART)
-        os.rename(folder + _PART, folder)
-        self.next_segment += 1
+        with segments.child(name + PART) as folder:
+            for key, column in self.schema.items():
+                files[key] = pipeline.write(
+                    folder,
+                    column_file(key),
+                    npy_header(column.dtype_name, steps, column.shape),
+                    steps,
+                    column.step_bytes,
+                    self._filler(key, fresh, rows, held),
+                    chunk_bytes=manifest_module.CHUNK_BYTES,
+                )
+            folder.sync()
+        segments.rename(name + PART, name)
+        self.next_segment = number + 1
         self.segments[number] = Segment(number, steps, files, manifest_module.CHUNK_BYTES)
         count = len(fresh.slots)
         written = Entries(
@@ -431,6 +488,13 @@ class _Save:
         everything = zip(self.stored.arrays().values(), written.arrays().values(), strict=True)
         joined = Entries(*(np.concatenate(pair) for pair in everything))
         self.stored = joined.take(np.argsort(joined.sequence, kind="stable"))
+
+    def _free_number(self, segments: Directory) -> int:
+        """The number of the next segment: what could not be removed may have taken some."""
+        number = self.next_segment
+        while segments.has(f"{number:06d}") or segments.has(f"{number:06d}{PART}"):
+            number += 1
+        return number
 
     def _filler(self, name: str, fresh: _Cut, rows: Rows, held: bool) -> Callable[[Array, int, int], None]:
         """A function that copies rows of the segment out of the blocks of one column."""
@@ -480,10 +544,10 @@ class _Save:
         )
         used = np.unique(entries.segment).tolist()
         saves = self.old.saves + 1 if self.old else 1
-        path = os.path.join(self.directory, index_file(saves))
+        name = index_file(saves)
         arrays = {key: np.ascontiguousarray(array) for key, array in entries.arrays().items()}
-        record: FileRecord = write_small(path + _PART, safetensors.numpy.save(arrays))
-        os.rename(path + _PART, path)
+        record: FileRecord = write_small(self.directory, name + PART, safetensors.numpy.save(arrays))
+        self.directory.rename(name + PART, name)
         manifest = Manifest(
             schema=self.schema,
             save=f"{1 + secrets.randbelow(2**63 - 1):016x}",
@@ -506,16 +570,15 @@ class _Save:
         )
         return manifest.to_bytes()
 
-    def _commit(self, data: bytes) -> None:
+    def _commit(self, segments: Directory, data: bytes) -> None:
         """Make what has been written durable, and then the checkpoint."""
-        path = os.path.join(self.directory, MANIFEST_NAME)
-        write_small(path + _PART, data)
-        sync_directory(os.path.join(self.directory, SEGMENTS_NAME))
-        sync_directory(self.directory)
-        os.replace(path + _PART, path)
-        sync_directory(self.directory)
-        with contextlib.suppress(OSError):  # the directory's own name, if it is new
-            sync_directory(os.path.dirname(self.directory))
+        check_cost(self.directory, MANIFEST_NAME, data)  # what is written can be read
+        write_small(self.directory, MANIFEST_NAME + PART, data)
+        segments.sync()
+        self.directory.sync()
+        self.directory.replace(MANIFEST_NAME + PART, MANIFEST_NAME)
+        self.directory.sync()
+        self.directory.sync_parent()  # the directory's own name, if it is new
 
 
 def _no_entries() -> Entries:

@@ -9,29 +9,32 @@ import contextlib
 import dataclasses
 import os
 import secrets
-import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from gear_loader.checkpoint import save as save_table
+from gear_loader.checkpoint.directory import Directory
 from gear_loader.checkpoint.manifest import SHARDS_NAME
 from gear_loader.checkpoint.reading import fill
 from gear_loader.checkpoint.shards import (
     Shard,
     ShardsManifest,
+    check_shard_links,
     check_shards_directory,
     link_shard,
     next_number,
+    open_shards,
     read_shards,
+    remove_shard,
     shard_folder,
     shard_of,
     sweep_saves,
     write_shards,
 )
 from gear_loader.checkpoint.shares import dealt_share, own_share
-from gear_loader.checkpoint.writing import descended, identity, locked, reporting
+from gear_loader.checkpoint.writing import descended, identity, locked, remove_checkpoint, reporting
+from gear_loader.checkpoint.writing import save_into as save_table
 from gear_loader.errors import CheckpointError, RankError, SchemaError
 from gear_loader.ids import LARGEST_ORIGIN
 from gear_loader.notice import notice
@@ -138,6 +141,7 @@ def save(
     world_size: int,
     barrier: Callable[[], None],
     agree: Agree,
+    stage: str | None = None,
     progress: bool = False,
 ) -> None:
     """Save the tables of all ranks into one directory; called by all of them at the same time.
@@ -152,6 +156,7 @@ def save(
         rank, world_size: this process's place, and how many there are.
         barrier: waits for the other ranks.
         agree: an all-gather of JSON.
+        stage: the directory in `path` that is meant, where each stage of a pipeline has one.
         progress: show a progress bar.
 
     Raises:
@@ -160,43 +165,44 @@ def save(
         SchemaError: `rank` or `world_size` is none.
     """
     ranks = _Ranks(rank, world_size, agree)
-    directory = os.path.abspath(os.fspath(path))
+    where = os.path.abspath(os.fspath(path))
     with contextlib.ExitStack() as stack:
         old: ShardsManifest | None = None
+        top: Directory | None = None  # of rank 0
 
         def begin() -> dict[str, Any]:
-            nonlocal old
+            nonlocal old, top
             said: dict[str, Any] = {"origin": table.origin, "schema": table.schema.to_json()}
             if rank == 0:
-                with reporting(directory):
-                    check_shards_directory(directory)
-                    os.makedirs(directory, exist_ok=True)
-                    stack.enter_context(locked(directory))
-                    old = _previous(directory)
-                    sweep_saves(directory, old)
-                    said.update(number=next_number(directory, old), replaces=old.save if old else None)
+                with reporting(where):
+                    top = stack.enter_context(_directory(where, stage, make=True))
+                    check_shards_directory(top)
+                    stack.enter_context(locked(top))
+                    old = _previous(top)
+                    sweep_saves(top, old)
+                    said.update(number=next_number(top, old), replaces=old.save if old else None)
             return said
 
         said = ranks.together("begin to save", begin)
         _check_alike(said)
         number = said[0]["number"]
-        folder = os.path.join(directory, shard_folder(number, rank))
 
         def write() -> dict[str, Any]:
-            with reporting(directory):
+            with reporting(where), _directory(where, stage) as directory:
                 previous = _previous(directory) if rank else old
                 if (previous.save if previous else None) != said[0]["replaces"]:
                     raise CheckpointError(
-                        f"{directory} does not show rank {rank} the checkpoint that rank 0 sees there. Save into a "
-                        "directory that all ranks share."
+                        f"{directory.path} does not show rank {rank} the checkpoint that rank 0 sees there. Save into "
+                        "a directory that all ranks share."
                     )
-                return dataclasses.asdict(_write_shard(table, directory, previous, folder, progress))
+                return dataclasses.asdict(_write_shard(table, directory, previous, number, rank, progress))
 
         try:
             written = ranks.together("save their tables", write)
         except Exception:
             if not ranks.lost:  # else rank 0 may have heard of all, and name these files
-                shutil.rmtree(folder, ignore_errors=True)
+                with contextlib.suppress(OSError), _directory(where, stage) as directory:
+                    remove_shard(directory, number, rank)
             raise
         shards = ShardsManifest(
             table.schema,
@@ -207,37 +213,52 @@ def save(
 
         def commit() -> dict[str, Any]:
             if rank == 0:
-                with reporting(directory):
-                    write_shards(directory, shards)
+                assert top is not None
+                with reporting(where):
+                    write_shards(top, shards)
             return {}
 
         ranks.together("complete the checkpoint", commit)
         if rank == 0:
-            sweep_saves(directory, shards)
+            assert top is not None
+            sweep_saves(top, shards)
         barrier()
 
 
-def _previous(directory: str) -> ShardsManifest | None:
-    try:
-        os.lstat(os.path.join(directory, SHARDS_NAME))
-    except FileNotFoundError:
-        return None
-    return read_shards(directory)
+def _directory(path: str, stage: str | None, *, make: bool = False) -> Directory:
+    """Open the directory of a checkpoint of several tables, which is `stage` in `path` if that is given."""
+    top = Directory.make(path) if make else Directory.open(path)
+    if stage is None:
+        return top
+    with top:
+        return top.made(stage) if make else top.child(stage)
+
+
+def _previous(directory: Directory) -> ShardsManifest | None:
+    return read_shards(directory) if directory.has(SHARDS_NAME) else None
 
 
 def _write_shard(
-    table: Table, directory: str, old: ShardsManifest | None, folder: str, progress: bool
+    table: Table, directory: Directory, old: ShardsManifest | None, number: int, rank: int, progress: bool
 ) -> Shard:
-    os.makedirs(folder)
+    names = identity(table, table._live())
     if old is not None:
-        try:
-            link_shard(directory, old, *identity(table, table._live()), folder)
-        except CheckpointError as error:
-            notice(f"checkpoint {error}", f"{error} This table is saved anew as a whole.")
-            shutil.rmtree(folder)
-            os.mkdir(folder)
-    save_table(table, folder, progress=progress)
-    return shard_of(folder)
+        check_shard_links(directory, old, *names)
+    save, name = os.path.split(shard_folder(number, rank))
+    with contextlib.ExitStack() as stack:
+        parent = stack.enter_context(directory.made_all(save))
+        parent.mkdir(name)
+        folder = stack.enter_context(parent.child(name))
+        if old is not None:
+            try:
+                link_shard(directory, old, *names, folder)
+            except CheckpointError as error:
+                notice(f"checkpoint {error}", f"{error} This table is saved anew as a whole.")
+                remove_checkpoint(parent, name)
+                parent.mkdir(name)
+                folder = stack.enter_context(parent.child(name))
+        save_table(table, folder, progress=progress)
+        return shard_of(folder)
 
 
 def _check_alike(said: list[dict[str, Any]]) -> None:
@@ -270,6 +291,7 @@ def load(
     rank: int,
     world_size: int,
     agree: Agree | None = None,
+    stage: str | None = None,
     schema: Mapping[str, Column] | None = None,
     name: str | None = None,
     max_steps: int | None = None,
@@ -295,6 +317,7 @@ def load(
         rank, world_size: this process's place, and how many there are now.
         agree: as for `save`: then all ranks load, and the same checkpoint, or none does. Without it this rank asks
             nobody.
+        stage: as for `save`.
         schema, name, on_full, progress: as for `Table.load`.
         max_steps, max_trajectories, block_steps, max_blocks: as for `Table.load`; by default this rank's part of what
             the saved tables had together, or as much as it needs if that is more.
@@ -306,7 +329,8 @@ def load(
         SchemaError, RegionError: as `Table.create`.
     """
     ranks = _Ranks(rank, world_size, agree)
-    directory = os.path.abspath(os.fspath(path))
+    where = os.path.abspath(os.fspath(path))
+    where = where if stage is None else os.path.join(where, stage)
     expected = None if schema is None else Schema(schema)
     given = {
         "max_steps": max_steps,
@@ -318,7 +342,8 @@ def load(
         seen: list[ShardsManifest] = []
 
         def look(seen: list[ShardsManifest] = seen) -> dict[str, Any]:
-            seen.append(_expected_shards(directory, expected))
+            with _opened(where, stage) as directory:
+                seen.append(_expected_shards(directory, expected))
             return {"save": seen[0].save}
 
         said = ranks.together("find the checkpoint", look)
@@ -327,12 +352,13 @@ def load(
         tables: list[Table] = []
 
         def read(seen: list[ShardsManifest] = seen, tables: list[Table] = tables) -> dict[str, Any]:
-            try:
-                tables.append(_load_share(directory, seen[0], ranks, given, name, on_full, progress))
-            except CheckpointError:
-                # Somebody may have saved into the directory meanwhile, and removed what this manifest names.
-                if not _replaced(directory, seen[0]):
-                    raise
+            with _opened(where, stage) as directory:
+                try:
+                    tables.append(_load_share(directory, seen[0], ranks, given, name, on_full, progress))
+                except CheckpointError:
+                    # Somebody may have saved into the directory meanwhile, and removed what this manifest names.
+                    if not _replaced(directory, seen[0]):
+                        raise
             return {"loaded": bool(tables)}
 
         try:
@@ -342,7 +368,7 @@ def load(
             for table in tables:
                 _discard(table)
     raise CheckpointError(
-        f"{directory} was saved into again and again while it was to be loaded. Load it when nobody saves into it."
+        f"{where} was saved into again and again while it was to be loaded. Load it when nobody saves into it."
     )
 
 
@@ -352,25 +378,33 @@ def _discard(table: Table) -> None:
         table.unlink()
 
 
-def _replaced(directory: str, shards: ShardsManifest) -> bool:
+def _opened(path: str, stage: str | None) -> Directory:
+    """Open the directory that is loaded; `stage`, the last part of `path`, cannot be a link."""
+    if stage is None:
+        return open_shards(path)
+    with open_shards(os.path.dirname(path)) as top:
+        return top.child_to_load(stage)
+
+
+def _replaced(directory: Directory, shards: ShardsManifest) -> bool:
     try:
         return read_shards(directory).save != shards.save
     except CheckpointError:
         return False
 
 
-def _expected_shards(directory: str, expected: Schema | None) -> ShardsManifest:
+def _expected_shards(directory: Directory, expected: Schema | None) -> ShardsManifest:
     shards = read_shards(directory)
     if expected is not None and expected.to_json() != shards.schema.to_json():
         raise CheckpointError(
-            f"{directory} is of tables with the schema {shards.schema}; expected {expected}. Give the schema that was "
-            "saved (or none), or load another checkpoint."
+            f"{directory.path} is of tables with the schema {shards.schema}; expected {expected}. Give the schema that "
+            "was saved (or none), or load another checkpoint."
         )
     return shards
 
 
 def _load_share(
-    directory: str,
+    directory: Directory,
     shards: ShardsManifest,
     ranks: _Ranks,
     given: dict[str, int | None],

@@ -36,9 +36,10 @@ class _Stage:
         answers = self._exchange.share(said)
         return [answers[rank] for rank in self._members]
 
-    def folder(self, path: str | os.PathLike[str]) -> str:
-        """Where this stage's tables lie: a directory of its own, where there are several."""
-        return os.fspath(path) if self.stages == 1 else os.path.join(path, f"stage-{self.place.stage}")
+    @property
+    def folder(self) -> str | None:
+        """The directory where this stage's tables lie in the checkpoint's, where there are several; else None."""
+        return None if self.stages == 1 else f"stage-{self.place.stage}"
 
 
 def save(shards: Shards, path: str | os.PathLike[str], *, progress: bool = False) -> None:
@@ -66,11 +67,12 @@ def save(shards: Shards, path: str | os.PathLike[str], *, progress: bool = False
     stage = _Stage(shards.exchange, shards.places)
     checkpoint.save(
         shards.table,
-        stage.folder(path),
+        path,
         rank=stage.place.data,
         world_size=stage.size,
         barrier=shards.exchange.barrier,
         agree=stage.agree,
+        stage=stage.folder,
         progress=progress,
     )
 
@@ -125,7 +127,12 @@ def load(
     try:
         stage = _Stage(exchange, places)
         return checkpoint.load(
-            stage.folder(path), rank=stage.place.data, world_size=stage.size, agree=stage.agree, **options
+            path,
+            rank=stage.place.data,
+            world_size=stage.size,
+            agree=stage.agree,
+            stage=stage.folder,
+            **options,
         )
     finally:
         exchange.close()

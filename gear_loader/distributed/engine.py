@@ -275,6 +275,7 @@ class PriorityEngine(PrioritySelection, Engine):
     def _resolve(self, draw: Draw, count: int, turn: int) -> Array:
         first, second = (LEAVES, ANCHORS) if turn == 0 else (REDRAWN + 2 * turn, REDRAWN + 2 * turn + 1)
         key = draw_key(draw, shard_stream(first, self.shard))
+        self._check_range()
         items, leaves = self._tree.draw(count, key=key, step=draw.step)
         return self._describe(draw, items, leaves, shard_stream(second, self.shard))
 
