@@ -269,7 +269,7 @@ class _Nothing(ShardCollector):
     def __init__(self) -> None:
         pass
 
-    def collect_rows(self, buffers: Any, rows: Any) -> dict[int, int]:
+    def collect_rows(self, buffers: Any, rows: Any, tickets: Any = None) -> dict[int, Any]:
         return {}
 
 

@@ -166,6 +166,10 @@ class ReplayDataset(IterableDataset[Batch]):
             for the shard's share of all priorities as it was then.
         rank, world_size: by default those of `torch.distributed` where it is initialised, else 0 of 1.
 
+    **Forked children:** an iterator belongs to the process that made it; in a forked child it raises `GearError`, while
+    `sample` and new iterators work there, but for a dataset over `Shards`, and for priorities that the parent was
+    changing at that moment, which raise `GearError` too. Processes that are spawned get a dataset of their own.
+
     On a GPU nothing waits for the host from the draw to the batch; the consumer's stream waits for the side stream
     by an event. If the GPU fails while it gathers, the next batch raises GpuError, and what the GPU may still read
     stays reserved until the process ends. Works with torchdata's `StatefulDataLoader`.

@@ -16,6 +16,7 @@ import gear_loader as gear
 from gear_loader.collector import Collector, GpuSide
 from gear_loader.device_priorities import DevicePrioritySelection
 from gear_loader.errors import PriorityError, SchemaError, StaleIndexError, TableEmptyError
+from gear_loader.index import Ticket
 from gear_loader.priorities import ANCHORS, LEAVES, PrioritySelection, draw_key
 from gear_loader.selection import Anchor, Job
 from gear_loader.selectors import Draw, Selector
@@ -62,8 +63,9 @@ def drawn(selection: DevicePrioritySelection, draw: Draw) -> tuple[torch.Tensor,
     if selection.job.selector.weighs:
         mirror += (torch.full((BATCH,), torch.nan),)
     random = torch.tensor([draw_key(draw, LEAVES), draw.step, draw_key(draw, ANCHORS)])
-    ticket = selection._follow()
+    ticket = Ticket()
     try:
+        selection._follow(ticket)
         selection.draw_rows(draw, random, mirror, REACH)
         selection._leave()
     finally:
@@ -72,8 +74,9 @@ def drawn(selection: DevicePrioritySelection, draw: Draw) -> tuple[torch.Tensor,
 
 
 def expected(selection: PrioritySelection, draw: Draw) -> Any:
-    ticket = selection._follow()
+    ticket = Ticket()
     try:
+        selection._follow(ticket)
         rows = selection._draw(draw)
         if rows.leaves is not None and selection.job.selector.weighs:
             rows = dataclasses.replace(rows, weights=selection._importance(draw, rows.leaves))

@@ -14,7 +14,7 @@ from table_common import COLUMNS, Died, Reading, bury, mortal, number_of, number
 
 import gear_loader as gear
 from gear_loader.errors import LockTimeoutError, StaleIndexError, TableFullError
-from gear_loader.index import Changes, Index
+from gear_loader.index import Changes, Index, Ticket
 from gear_loader.index_ops import DIRTY, FREE, HALF, HEAD, NUM_REMOVED, NUM_TOUCHED, READY
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -34,7 +34,7 @@ class Entry:
 
 @dataclasses.dataclass
 class Reader:
-    ticket: int
+    ticket: Ticket
     began: int  # when
     readings: list[Reading]
     alive: bool = True

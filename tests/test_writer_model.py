@@ -17,7 +17,7 @@ import gear_loader as gear
 from gear_loader import index as index_module
 from gear_loader import index_ops
 from gear_loader.errors import GearError, LockTimeoutError, TableFullError
-from gear_loader.index import Index
+from gear_loader.index import Index, Ticket
 from gear_loader.index_ops import COMPILED, DIRTY, FREE, HALF, HEAD, INSERT_WAIT, READY, UNSET, WRITING
 from gear_loader.snapshot import Log
 
@@ -112,7 +112,7 @@ class Stream:
 
 @dataclasses.dataclass
 class Read:
-    ticket: int
+    ticket: Ticket
     seen: list[tuple[int, list[int]]]  # where a block table was, and the values
 
 
@@ -770,7 +770,7 @@ def survive(scene: Scene, stores: int, *, torn: bool, again: int | None = None) 
         extent = table.region.array("extent")
         seen = [(int(extent[slot, 1]), values_of(table, slot)) for slot in table.indices().tolist()]
         seen = seen if scene.reader else []
-        ticket = index.begin_read() if scene.reader else -1
+        ticket = index.begin_read() if scene.reader else None
         for count, act in [(stores, scene.act), (again, lambda _, heir: heir.snapshot())]:
             if count is None:
                 continue
@@ -798,7 +798,7 @@ def survive(scene: Scene, stores: int, *, torn: bool, again: int | None = None) 
         assert (index.state != WRITING).all()
         for start, values in seen:
             assert values_at(table, start, len(values)) == values
-        if ticket >= 0:
+        if ticket is not None:
             index.end_read(ticket)
         # No slot and no block has leaked: all that fits into an empty table does.
         table.remove(table.indices())
@@ -875,7 +875,7 @@ def test_compiled_or_not_makes_no_difference(seed: int, monkeypatch: pytest.Monk
         writers = [table.writer(chunk_steps=chunk, overlap_steps=overlap) for chunk, overlap in options]
         tables.append((table, writers))
     generator = np.random.default_rng(seed)
-    tickets: list[int] = []
+    tickets: list[Ticket] = []
     for _ in range(600):
         clock[0] = next(ticks)
         what = generator.choice(
