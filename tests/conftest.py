@@ -25,6 +25,7 @@ TABLES = Path(
         prefix=f"gear-loader-tests-{os.getpid()}-", dir=os.environ.get("GEAR_LOADER_DIR") or "/dev/shm"
     )
 )
+TABLES.chmod(0o711)  # a test becomes another user, who has to reach a directory in it
 os.environ["GEAR_LOADER_DIR"] = str(TABLES)
 
 import pytest

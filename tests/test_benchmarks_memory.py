@@ -19,6 +19,7 @@ process = importlib.import_module("benchmarks.peers.process")
 workers = importlib.import_module("benchmarks.memory_workers")
 
 COLUMNS = {"observation": (17,), "action": (6,), "reward": ()}
+LARGE = 300_000  # steps of 29 MB, of which what allocators keep is a small part
 
 
 def check_row(row: dict[str, Any]) -> None:
@@ -94,7 +95,9 @@ def test_rows_have_what_was_measured_and_others_that_fail_are_left_out(
         memory.Kind("short", lambda: Here(peers.Worker(Shorter))),
         memory.Kind("Reverb", missing),
     ]
-    rows, reasons = measured(tmp_path / "new" / "rows.jsonl", kinds, setting("first"), setting("second"))
+    rows, reasons = measured(
+        tmp_path / "new" / "rows.jsonl", kinds, setting("first", LARGE), setting("second", LARGE)
+    )
     for row in rows:
         check_row(row)
     assert [(row["workload"], row["variant"]) for row in rows] == [
@@ -115,7 +118,7 @@ def test_rows_have_what_was_measured_and_others_that_fail_are_left_out(
     assert "left out: Reverb, second, columns of W2: nowhere: No such file" in reasons
     shown = capsys.readouterr().out
     assert "Bytes resident for each byte of payload" in shown
-    assert "200 trajectories of" in shown
+    assert "2,000 trajectories of" in shown
 
 
 def test_ours_that_fails_ends_the_run(tmp_path: Path) -> None:
@@ -213,8 +216,10 @@ def interpreter(tmp_path: Path) -> Path:
 
 
 def test_a_peer_is_measured_in_its_own_interpreter(interpreter: Path, tmp_path: Path) -> None:
-    kinds = [kind for kind in memory.kinds(setting(), [interpreter]) if kind.name in ("cpprb", "Reverb")]
-    rows, reasons = measured(tmp_path / "rows.jsonl", kinds, setting())
+    kinds = [
+        kind for kind in memory.kinds(setting(steps=LARGE), [interpreter]) if kind.name in ("cpprb", "Reverb")
+    ]
+    rows, reasons = measured(tmp_path / "rows.jsonl", kinds, setting(steps=LARGE))
     (row,) = rows
     check_row(row)
     assert row["variant"] == "cpprb"

@@ -759,10 +759,13 @@ def test_unlink_takes_the_name_of_a_table_in_use(shelf: Path) -> None:
 
 def test_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names, "DIRECTORY", "/nowhere/at/all")
-    for words in (["ls"], ["rm", "--all"], ["rm", "a"]):
+    for words in (["ls"], ["rm", "--all"]):
         code, text = run(*words)
         assert code == 1
         assert text.startswith("/nowhere/at/all cannot be read: [Errno 2] ")
+    code, text = run("rm", "a")
+    assert code == 1
+    assert text.startswith("GEAR_LOADER_DIR is '/nowhere/at/all': [Errno 2] ")
 
 
 # Attaching against removing --------------------------------------------------------------------------

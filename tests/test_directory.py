@@ -48,7 +48,7 @@ def program(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
 def test_tests_have_a_directory_of_their_own() -> None:
     assert os.environ["GEAR_LOADER_DIR"] == names.DIRECTORY
     assert re.fullmatch(r"gear-loader-tests-[0-9]+-\w+", Path(names.DIRECTORY).name)
-    assert Path(names.DIRECTORY).stat().st_mode & 0o7777 == 0o700
+    assert Path(names.DIRECTORY).stat().st_mode & 0o7777 == 0o711
 
 
 @pytest.mark.parametrize("value", [None, ""])
