@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gear_loader.distributed.liveness import Liveness, pause
+from gear_loader.distributed.liveness import Liveness, SilentStoreError, pause
 from gear_loader.distributed.search import Search
 from gear_loader.distributed.topology import check_alike
 from gear_loader.errors import RankError
@@ -133,12 +133,20 @@ class Exchange(Solo):
         self.rank = self.ranks.index(dist.get_rank())
         self._number = 0
         self.position = (0, _CALL)
+        self._last_call: str | None = None
         self._broken: RankError | None = None
         self._group: Any = None
         turn = _MADE[tuple(self.ranks)] = _MADE.get(tuple(self.ranks), 0) + 1
         self._prefix = f"gear_loader/exchange/{zlib.crc32(repr(self.ranks).encode()):08x}/{turn}"
         began = time.monotonic()
-        self._liveness = Liveness.of_job()
+        self._liveness: Liveness | None = None
+        try:
+            self._liveness = Liveness.of_job()
+        except RuntimeError as error:
+            raise RankError(
+                f"The store of torch.distributed, which rank 0 usually holds, does not answer: {error} Is that rank "
+                "alive?"
+            ) from error
         self._join(began)
         self._group = self._new_group(began)
 
@@ -148,22 +156,32 @@ class Exchange(Solo):
         """Wait in the store until all ranks are here: which ones are missing is known there, and in gloo it is not."""
         if self._liveness is None:
             return
-        search = Search(self, "did not join the others", began)
+        self._assemble("joined", Search(self, "did not join the others", began), named=True)
+        with contextlib.suppress(RuntimeError):
+            self._liveness.learn()
+
+    def _assemble(self, what: str, search: Search, *, named: bool) -> None:
+        """Leave a note in the store that this rank is here, and wait until all have.
+
+        Args:
+            what: under which name. named: with a note for each rank, for `missing`.
+        """
+        liveness, key = self._liveness, f"{self._prefix}/{what}"
+        assert liveness is not None
+
+        def arrive() -> None:
+            if named:
+                liveness.store.set(f"{key}/{self.rank}", "1")
+            if liveness.store.add(key, 1) == self.size:
+                liveness.store.set(f"{key}/all", "1")
+
+        turn = 0
         with search.blaming():
-            self._count("joined")
-            turn = 0
-            while self._liveness.read(f"{self._prefix}/joined/all") is None:
+            _unless_silent(lambda: liveness.ask(arrive))
+            while _unless_silent(lambda: liveness.read(f"{key}/all")) is None:
                 search.look()
                 pause(turn)
                 turn += 1
-            self._liveness.learn()
-
-    def _count(self, what: str) -> None:
-        """Leave a note that this rank is here; the last one notes that all are."""
-        assert self._liveness is not None
-        self._liveness.write(f"{self._prefix}/{what}/{self.rank}", "1")
-        if self._liveness.count(f"{self._prefix}/{what}") == self.size:
-            self._liveness.write(f"{self._prefix}/{what}/all", "1")
 
     def missing(self, what: str) -> list[int]:
         """Ranks, of the default group, that have not left such a note."""
@@ -261,7 +279,10 @@ class Exchange(Solo):
 
     def barrier(self) -> None:
         """See `Solo.barrier`."""
-        self.share({})
+        if self._liveness is None:
+            self.share({})
+        else:
+            self._line_up("that it is here")
 
     def compare(self, what: str, options: Mapping[str, Any]) -> None:
         """See `Solo.compare`."""
@@ -278,8 +299,15 @@ class Exchange(Solo):
         """See `Solo.part`."""
         if self._liveness is None or self._broken is not None or self._liveness.failed:
             return
+        liveness, key = self._liveness, f"{self._prefix}/parted"
+
+        def arrive() -> None:
+            liveness.store.set(f"{key}/{self.rank}", "1")
+            if liveness.store.add(key, 1) == self.size:
+                liveness.store.set(f"{key}/all", "1")
+
         with contextlib.suppress(Exception):  # the store may have gone with the rank that held it
-            self._count("parted")
+            liveness.ask(arrive)
             began, turn = time.monotonic(), 0
             while wait and self._liveness.read(f"{self._prefix}/parted/all") is None:
                 if turn % 16 == 15:
@@ -351,13 +379,12 @@ class Exchange(Solo):
             return
         search = Search(self, f"did not send {what}", time.monotonic())
         call = f"call/{self.position[0]}"
-        with search.blaming():
-            self._count(call)
-            turn = 0
-            while self._liveness.read(f"{self._prefix}/{call}/all") is None:
-                search.look()
-                pause(turn)
-                turn += 1
+        self._assemble(call, search, named=False)
+        last, self._last_call = self._last_call, call
+        if self.rank == 0 and last is not None:  # all ranks have left it
+            store, keys = self._liveness.store, [f"{self._prefix}/{last}{end}" for end in ("", "/all")]
+            with contextlib.suppress(RuntimeError):
+                self._liveness.ask(lambda: [store.delete_key(key) for key in keys])
 
     def give_up(self, error: RankError) -> RankError:
         """Fail with this error from now on."""
@@ -405,6 +432,14 @@ def _head(number: int, failure: BaseException | None) -> bytes:
         return _HEAD.pack(number, _OK, b"")
     text = f"{type(failure).__name__}: {failure}".encode()[:244]
     return _HEAD.pack(number, _FAILED, text)
+
+
+def _unless_silent(call: Callable[[], Any]) -> Any:
+    """What a call to the store returns; None if it does not answer."""
+    try:
+        return call()
+    except SilentStoreError:
+        return None
 
 
 def _done(work: Any) -> bool:

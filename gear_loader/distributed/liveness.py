@@ -14,13 +14,20 @@ import torch.distributed as dist
 
 from gear_loader.distributed.topology import this_node
 
-__all__ = ["BEAT", "Beat", "Liveness", "default_store", "pause"]
+__all__ = ["BEAT", "Beat", "Liveness", "SilentStoreError", "default_store", "pause"]
 
 BEAT = 1.0  # seconds between two heartbeats of a rank
 _PROCESS, _BEAT = "gear_loader/process", "gear_loader/beat"
-_PATIENCE = 2.0  # seconds that an answer of the store is waited for
+_PATIENCE, _CONNECTING = (
+    5.0,
+    30.0,
+)  # seconds that an answer of the store, and a connection to it, are waited for
 _SILENT_STORE = "torch.distributed's store, which rank 0 usually holds, does not answer."
 _ENDED, _STOPPED = "ZXx", "Tt"  # states in /proc/<pid>/stat
+
+
+class SilentStoreError(RuntimeError):
+    """torch.distributed's store does not answer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +66,7 @@ class Liveness:
     def __init__(self, store: Any, rank: int) -> None:
         self._given = store
         self._owner = os.getpid()
-        # A connection of its own: calls of the other one may block for as long as they like.
-        self.store = store.clone() if hasattr(store, "clone") else store
+        self.store = store
         self.rank = rank
         self.positions: dict[str, Any] = {}
         self.failed = False
@@ -69,17 +75,26 @@ class Liveness:
         self._listed = 0
         self._stuck: threading.Thread | None = None
         self._over = threading.Event()
-        # Those of a node have a list of their own, so that nobody reads the notes of all ranks.
-        mine = (rank, os.getpid(), _process(os.getpid())[1])
-        place = self.store.add(f"{_PROCESS}/{self._node}", 1)
-        self.store.set(f"{_PROCESS}/{self._node}/{place}", json.dumps(mine))
-        self._beat(0)
+        self.ask(self._register, seconds=_CONNECTING)
         self._thread = threading.Thread(target=self._beats, name="gear-loader-heartbeat", daemon=True)
         self._thread.start()
 
+    def _register(self) -> None:
+        if hasattr(self.store, "clone"):  # a connection of its own: calls of the other one may block for long
+            self.store = self.store.clone()
+        # The processes of a node have a list of their own, so that nobody reads the notes of all ranks.
+        mine = (self.rank, os.getpid(), _process(os.getpid())[1])
+        place = self.store.add(f"{_PROCESS}/{self._node}", 1)
+        self.store.set(f"{_PROCESS}/{self._node}/{place}", json.dumps(mine))
+        self._beat(0)
+
     @classmethod
     def of_job(cls) -> Liveness | None:
-        """That of this process's default process group; None if the group has no store."""
+        """That of this process's default process group; None if the group has no store.
+
+        Raises:
+            RuntimeError: the store does not answer.
+        """
         store = default_store()
         current = cls._current
         if current is not None and (current._given is not store or current._owner != os.getpid()):
@@ -169,14 +184,15 @@ class Liveness:
 
     # ---------------------------------------------------------------- the store
 
-    def ask(self, call: Callable[[], Any]) -> Any:
+    def ask(self, call: Callable[[], Any], *, seconds: float = _PATIENCE) -> Any:
         """Call something that asks the store, for a few seconds at most: its host may be stopped.
 
         Raises:
-            RuntimeError: the store does not answer.
+            SilentStoreError: it does not answer; the call may still end, in its thread.
+            RuntimeError: as the call.
         """
         if self._stuck is not None and self._stuck.is_alive():
-            raise RuntimeError(_SILENT_STORE)
+            raise SilentStoreError(_SILENT_STORE)
         answer: list[Any] = []
         failure: list[BaseException] = []
 
@@ -188,12 +204,12 @@ class Liveness:
 
         thread = threading.Thread(target=work, name="gear-loader-store", daemon=True)
         thread.start()
-        thread.join(_PATIENCE)
+        thread.join(seconds)
         if failure:
             raise failure[0]
         if not answer:
             self._stuck = thread
-            raise RuntimeError(_SILENT_STORE)
+            raise SilentStoreError(_SILENT_STORE)
         return answer[0]
 
     def read(self, key: str) -> str | None:
@@ -216,15 +232,6 @@ class Liveness:
             RuntimeError: the store does not answer.
         """
         self.ask(lambda: self.store.set(key, value))
-
-    def count(self, key: str) -> int:
-        """Count one more under a key: how many that are.
-
-        Raises:
-            RuntimeError: the store does not answer.
-        """
-        found: int = self.ask(lambda: self.store.add(key, 1))
-        return found
 
 
 def _process(pid: int) -> tuple[str, int]:

@@ -138,7 +138,12 @@ class Shards:
         for each in tables:
             _check_table(each)
         if dist.is_available() and dist.is_initialized():
-            self._meet(tables, mesh, node)
+            try:
+                self._meet(tables, mesh, node)
+            except BaseException:
+                if hasattr(self, "exchange"):
+                    self.exchange.close()
+                raise
         else:
             self._alone(tables, mesh)
 
