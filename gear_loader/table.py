@@ -26,7 +26,6 @@ from gear_loader.index import EVICT_LOWEST, EVICT_OLDEST, REFUSE, Changes, Index
 from gear_loader.index_ops import (
     NEXT_SEQUENCE,
     NUM_FREE_BLOCKS,
-    NUM_READY,
     NUM_STEPS,
     NUM_TOUCHED,
     UNSET,
@@ -72,8 +71,8 @@ class Table:
     """Trajectories of uneven length, stored column by column in blocks of one memory region.
 
     Make one with `Table.create` or `Table.attach`. A table can be written and read by several threads and, if it
-    has a name, by several processes of the same machine (which must see each other's process ids). It is a context
-    manager: leaving it closes it. A named table pickles as a handle: whoever unpickles it attaches by name.
+    has a name, by several processes of one user on one machine (which must see each other's process ids). It is a
+    context manager: leaving it closes it. A named table pickles as a handle: whoever unpickles it attaches by name.
 
     Nothing here waits for a GPU, but for `add` and `extend` of CUDA tensors, which copies them to the host.
     """
@@ -605,7 +604,7 @@ class Table:
     __iter__: ClassVar[None] = None
 
     def __len__(self) -> int:
-        return int(self._live().counters[NUM_READY])
+        return self._live().num_ready()
 
     @property
     def num_steps(self) -> int:
