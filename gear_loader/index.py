@@ -500,7 +500,7 @@ class Index(Room):
         return Changes(
             position,
             int(self.counters[NEXT_SEQUENCE]),
-            int(self.counters[NUM_READY]),
+            self.num_ready(),
             everything,
             slots,
             self.state[slots] == READY,
@@ -556,10 +556,7 @@ class Index(Room):
         return self._when_samplable(samples, look)
 
     def _ends(self, count: int, newest: bool) -> Array:
-        ready = int(self.counters[NUM_READY])
-        if not 0 <= ready <= self.num_slots:
-            raise self.corrupt(f"it counts {ready} trajectories, expected 0 to {self.num_slots}")
-        slots = np.empty(min(count, ready), dtype=np.int64)
+        slots = np.empty(min(count, self.num_ready()), dtype=np.int64)
         self._ops.walk(self._where, newest, slots)
         return slots
 

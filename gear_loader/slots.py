@@ -152,6 +152,13 @@ class Slots:
         """Blocks that trajectories of these lengths take."""
         return -(-lengths // self.block_steps)
 
+    def num_ready(self) -> int:
+        """Live trajectories, as the index counts them. Takes no lock."""
+        count = int(self.counters[NUM_READY])
+        if not 0 <= count <= self.num_slots:
+            raise self.corrupt(f"it counts {count} trajectories, expected 0 to {self.num_slots}")
+        return count
+
     def row(self, slot: int) -> Array:
         """The block ids of a slot, int32 [blocks] (a copy). The caller holds the lock, or a ticket for the slot."""
         length, start = self.extent[slot].tolist()
@@ -202,7 +209,8 @@ class Slots:
         used = self.state != FREE
         lengths, starts = self.extent[:, 0], self.extent[:, 1]
         left = np.where(starts < self.half_size, self.half_size, 2 * self.half_size) - starts
-        inside = (lengths >= 1) & (lengths <= self.max_steps) & (starts >= 0)
+        inside = (lengths >= 1) & (lengths <= self.max_steps)
+        inside &= (starts >= 0) & (starts < 2 * self.half_size)
         inside &= lengths <= left * self.block_steps
         bad = np.flatnonzero(used & ~inside)
         if len(bad):

@@ -115,7 +115,7 @@ def stats_of(index: Index, layout: Layout) -> TableStats:
         block_steps=layout.block_steps,
         num_evicted=int(counters[NUM_EVICTED]),
         num_expired=int(counters[NUM_EXPIRED]),
-        num_inserted=int(counters[NEXT_SEQUENCE] - counters[FIRST_SEQUENCE]),
+        num_inserted=int(counters[NEXT_SEQUENCE]) - int(counters[FIRST_SEQUENCE]),
         num_sampled=int(counters[NUM_SAMPLED]),
         num_writing=int(counters[NUM_WRITING]),
         insert_wait=int(counters[INSERT_WAIT]) / 1e9,

@@ -35,7 +35,6 @@ from gear_loader.index import (
 from gear_loader.index_ops import (
     NEXT_SEQUENCE,
     NUM_FREE_BLOCKS,
-    NUM_READY,
     NUM_STEPS,
     NUM_TOUCHED,
     UNSET,
@@ -81,8 +80,8 @@ class Table:
     """Trajectories of uneven length, stored column by column in blocks of one memory region.
 
     Make one with `Table.create` or `Table.attach`. A table can be written and read by several threads and, if it
-    has a name, by several processes of the same machine (which must see each other's process ids). It is a context
-    manager: leaving it closes it. A named table pickles as a handle: whoever unpickles it attaches by name.
+    has a name, by several processes of one user on one machine (which must see each other's process ids). It is a
+    context manager: leaving it closes it. A named table pickles as a handle: whoever unpickles it attaches by name.
 
     A forked process shares a named table, and has a copy of a private one, as it was at the fork; of a private table
     that was pinned for a GPU by then it has nothing: every use of it there raises PrivateTableError.
@@ -628,7 +627,7 @@ class Table:
     __iter__: ClassVar[None] = None
 
     def __len__(self) -> int:
-        return int(self._live().counters[NUM_READY])
+        return self._live().num_ready()
 
     @property
     def num_steps(self) -> int:

@@ -151,7 +151,8 @@ def use(case: Case) -> list[str]:
         attempt("sample before", drawn.sample)
     if case.live:
         write(table.region.array(case.array), case)
-    drawn = drawn or attempt("dataset", dataset)
+    if drawn is None:
+        drawn = attempt("dataset", dataset)
     batch = attempt("sample", drawn.sample) if drawn is not None else None
     if batch is not None and selector.__class__ is gear.Prioritized:
         attempt("update", lambda: drawn.update_priority(batch, torch.ones(16)))

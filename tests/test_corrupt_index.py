@@ -84,6 +84,7 @@ OUT_OF_BOUNDS = {
     "length beyond the half": put("extent", 1, (50, 40)),
     "place": put("extent", (1, 1), -1),
     "place beyond": put("extent", (1, 1), 2**40),
+    "place far beyond": put("extent", (1, 1), 2**62),
     "block": put("block_ids", (0, 3), 10**6),
     "negative block": put("block_ids", (1, 3), -1),
     "link": put("links", (2, 1), 8),
@@ -132,6 +133,8 @@ def test_attach_refuses_what_is_out_of_bounds(table: gear.Table, kind: str) -> N
     "write",
     [
         put("extent", (1, 0), 2**50),
+        put("extent", (1, 1), 2**62),
+        put("extent", (1, 1), 8471207991015467062),
         put("state", 1, 77),
         put("block_ids", (0, 1), 2**30),
         put("counters", DRAWING, 2**40),

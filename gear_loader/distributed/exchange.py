@@ -288,10 +288,11 @@ class Exchange(Solo):
         """See `Solo.compare`."""
         self._line_up("its options")
         text = json.dumps(options, sort_keys=True)
-        mine = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
+        digest = hashlib.sha256(text.encode()).digest()
+        mine = torch.tensor(list(digest), dtype=torch.uint8, device="cpu")
         digests = [torch.empty_like(mine) for _ in self.ranks]
         self._call("its options", lambda: dist.all_gather(digests, mine, group=self._group, async_op=True))
-        if all(torch.equal(digest, mine) for digest in digests):
+        if all(torch.equal(each, mine) for each in digests):
             return
         check_alike(what, self.share(options), self.ranks)
 
