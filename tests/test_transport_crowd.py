@@ -25,11 +25,13 @@ from gear_loader.transport.wire import NONCE, Header, Kind, pack_text
 CARRIERS = [
     "socket",
     pytest.param(
-        "ucx", marks=pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed")
+        "ucx",
+        marks=pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed"),
     ),
 ]
 NIXL = pytest.param(
-    "nixl", marks=pytest.mark.skipif(importlib.util.find_spec("nixl_cu12") is None, reason="NIXL is not installed")
+    "nixl",
+    marks=pytest.mark.skipif(importlib.util.find_spec("nixl_cu12") is None, reason="NIXL is not installed"),
 )
 SECONDS = 12  # of the long attack
 CROWD = 400  # connections that it has at a time: more than a server takes of either kind
@@ -139,7 +141,9 @@ def test_a_silent_connection_keeps_its_deadline(table: gear.Table, carrier: str)
         with contextlib.ExitStack() as stack:
             crowd = []
             for said in partial_handshakes(carrier):
-                crowd.append(stack.enter_context(socket.create_connection((parts.host, parts.port), PATIENCE)))
+                crowd.append(
+                    stack.enter_context(socket.create_connection((parts.host, parts.port), PATIENCE))
+                )
                 crowd[-1].sendall(said)
             wait_until(lambda: not any(map(is_open, crowd)))
             wait_until(lambda: server.server.num_connections == 0)
@@ -184,9 +188,7 @@ def attack(address: str, carrier: str, seconds: float) -> subprocess.Popen[str]:
     parts = Address.parse(address)
     words = [parts.host, str(parts.port), str(seconds), str(CROWD)]
     said = [each.hex() for each in partial_handshakes(carrier)]
-    return subprocess.Popen(
-        [sys.executable, "-c", ATTACK, *words, *said], stdout=subprocess.PIPE, text=True
-    )
+    return subprocess.Popen([sys.executable, "-c", ATTACK, *words, *said], stdout=subprocess.PIPE, text=True)
 
 
 @pytest.mark.long
@@ -224,7 +226,9 @@ def test_an_attack_that_goes_on_refuses_nobody(table: gear.Table, carrier: str) 
             check_fetch(old, table, spec_of(table), slots, [2, 2])
             served, slowest = served + 1, max(slowest, time.monotonic() - began)
         made = json.loads(attacker.stdout.read())
-        print(f"{carrier}: {made:,} connections, {served:,} requesters served, the slowest in {slowest:.2f} s")
+        print(
+            f"{carrier}: {made:,} connections, {served:,} requesters served, the slowest in {slowest:.2f} s"
+        )
         assert made > 2 * CROWD
         assert served > 3
         assert server.alive()

@@ -321,7 +321,9 @@ def test_a_secret_is_as_long_for_serve_as_for_those_who_ask(
         path.write_bytes(secret)
         size = len(secret.strip())
         assert f"and {size} bytes was received; expected at least 16 bytes" in serve_with(path)
-        with pytest.raises(HandshakeError, match=f"and {size} bytes was received; expected at least 16 bytes"):
+        with pytest.raises(
+            HandshakeError, match=f"and {size} bytes was received; expected at least 16 bytes"
+        ):
             Peer("socket://a:1", secret=secret.strip(), timeout=1, name="b")
         with pytest.raises(HandshakeError, match="expected at least 16 bytes"):
             start_server(["a"], secret=secret.strip())

@@ -360,7 +360,8 @@ def test_only_so_many_connections() -> None:
             hasty = server.peer(timeout=0.5)
             with server.proven(), server.proven(), server.raw() as silent:
                 with pytest.raises(
-                    PeerTimeoutError, match=r"the server is busy: it serves 2 connections, as many as it takes"
+                    PeerTimeoutError,
+                    match=r"the server is busy: it serves 2 connections, as many as it takes",
                 ):
                     ask(hasty, table)
                 # Who has the time tries until there is a place.

@@ -14,7 +14,9 @@ __all__ = ["TcpListener", "listening_sockets"]
 _BACKLOG = 1024  # connections that the system keeps until they are accepted
 
 
-async def listening_sockets(host: str, port: int, *, receive_buffer: int | None = None) -> list[socket.socket]:
+async def listening_sockets(
+    host: str, port: int, *, receive_buffer: int | None = None
+) -> list[socket.socket]:
     """Sockets that listen on the addresses of a host: on all of them, or on the first one if the port is 0.
 
     Args:

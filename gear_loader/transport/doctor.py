@@ -46,9 +46,9 @@ _PROBES = {
     + """
 import ucxx
 from ucxx._lib.libucxx import UCXContext
-from gear_loader.transport.ucx_library import ucx_options
-info = UCXContext(ucx_options(False, tuple(ucxx.get_ucx_version()))).info
-answer(version=ucxx.__version__, ucx=".".join(map(str, ucxx.get_ucx_version())), verbs=has_verbs(),
+version = tuple(ucxx.get_ucx_version())
+info = UCXContext({"RCACHE_ENABLE": "y"} if version < (1, 22) else {}).info  # as ucx_library starts it
+answer(version=ucxx.__version__, ucx=".".join(map(str, version)), verbs=has_verbs(),
        library=next(iter(path for path in ucx_libraries() if "/libucp" in path), ""),
        transports=sorted(set(re.findall(r"resource.*-- (\\S+)/\\S+", info))))
 """,

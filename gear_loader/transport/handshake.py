@@ -80,7 +80,8 @@ def read_secret(path: str) -> bytes:
         if others:
             raise HandshakeError(
                 f"Other users may {' and '.join(others)} the secret file {path} (mode "
-                f"{stat.S_IMODE(info.st_mode):04o}), so that what it holds is no secret. Write a new secret, and keep it to its owner: chmod 600 {path}."
+                f"{stat.S_IMODE(info.st_mode):04o}), so that what it holds is no secret. Write a new secret, and keep "
+                f"it to its owner: chmod 600 {path}."
             )
         if info.st_uid not in (os.geteuid(), 0):
             raise HandshakeError(

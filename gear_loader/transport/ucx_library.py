@@ -27,7 +27,7 @@ from typing import Any
 
 from gear_loader.errors import TransportError
 
-__all__ = ["Library", "UcxPy", "Ucxx", "available", "library_in_loop", "speaking_softly", "ucx_options"]
+__all__ = ["Library", "UcxPy", "Ucxx", "available", "library_in_loop", "speaking_softly"]
 
 _environment = threading.RLock()
 _LOOKS = 100  # before a worker goes to sleep while something is expected
@@ -98,7 +98,7 @@ class Ucxx(Library):
             self._array = importlib.import_module("ucxx._lib.arr").Array
             types = importlib.import_module("ucxx.types")
             self._tag, self._full = types.Tag, types.TagMaskFull
-            self._context = self._api.UCXContext(ucx_options(loopback, self.ucx_version()))
+            self._context = self._api.UCXContext(_options(loopback, self.ucx_version()))
             self._worker = self._api.UCXWorker(
                 self._context, enable_delayed_submission=False, enable_python_future=False
             )
@@ -199,8 +199,8 @@ class UcxPy(Library):
         if started is None or started[0] != os.getpid():
             try:
                 self._ucp.init(
-                    options=ucx_options(loopback, self.ucx_version()),
-                    env_takes_precedence=False,  # `ucx_options` leaves out what the environment may decide
+                    options=_options(loopback, self.ucx_version()),
+                    env_takes_precedence=False,  # `_options` leaves out what the environment may decide
                     blocking_progress_mode=True,
                 )
             except RuntimeError as error:
@@ -271,7 +271,7 @@ def speaking_softly(**more: str) -> Iterator[None]:
                 os.environ.pop(name, None)
 
 
-def ucx_options(loopback: bool, version: tuple[int, ...]) -> dict[str, str]:
+def _options(loopback: bool, version: tuple[int, ...]) -> dict[str, str]:
     """What UCX of this version is to do. The user's environment comes first, but for what would end the process."""
     # Where UCX is to notice that the other side has died it leaves shared memory aside, unless told otherwise. Here the
     # connection's stream notices.
@@ -343,6 +343,7 @@ def _remedy(version: tuple[int, ...]) -> str:
         text += (
             f" UCX {'.'.join(map(str, version))} is not started without its registration cache, because it could end "
             "the process later; it has none if UCX_MEM_EVENTS or UCX_MEM_MMAP_HOOK_MODE turn its memory hooks off "
-            f"(unset them), or if another library's hooks are in the way. UCX {'.'.join(map(str, _SOUND))} needs no cache."
+            f"(unset them), or if another library's hooks are in the way. UCX {'.'.join(map(str, _SOUND))} needs no "
+            "cache."
         )
     return text
