@@ -606,7 +606,7 @@ def test_a_process_is_known_by_its_start_too(table: gear.Table) -> None:
         index.owner[slots] = pid, start - 1
         with pytest.raises(LockTimeoutError):
             table.add(rows(2, 160))
-        index.readers[ticket, :2] = pid, start - 1
+        index.readers[ticket.row, :2] = pid, start - 1
         table.add(rows(2, 160))
     assert numbers_of(table) == [2]
 
