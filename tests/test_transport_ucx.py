@@ -400,13 +400,13 @@ except TransportError as error:
 """
 
 
-def run_with(program: str, folder: Path, **environment: str) -> str:
+def run_with(program: str, folder: Path, *words: str, **environment: str) -> str:
     """What a program prints that runs in a process of its own with these variables; it has to end in peace."""
     path = folder / "program.py"  # a file: it is loaded again by the processes that it spawns
     path.write_text(program)
     here = Path(__file__).parent
     found = subprocess.run(
-        [sys.executable, str(path)],
+        [sys.executable, str(path), *words],
         env={**os.environ, **environment, "PYTHONPATH": f"{here}:{here.parent}"},
         capture_output=True,
         text=True,
@@ -436,6 +436,35 @@ def test_without_memory_hooks_ucx_does_not_start(tmp_path: Path, variable: str) 
         assert "is not started without its registration cache" in said
         assert name in said
         assert "transport='socket'" in said
+
+
+BOTH = """
+import asyncio, sys
+from gear_loader.transport.nixl_agent import new_agent
+from gear_loader.transport.ucx_library import Ucxx, library_in_loop
+
+async def work(loopback):
+    library_in_loop(Ucxx, loopback=loopback)
+
+for step in sys.argv[1].split(","):
+    if step == "nixl":
+        agent = new_agent("agent", loopback=True)
+    elif step == "load":
+        Ucxx.title()
+    else:
+        asyncio.run(work(step == "loopback"))
+    print(step, flush=True)
+"""
+
+
+@UCXX
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("nixl_cu12") is None, reason="NIXL is not installed")
+@pytest.mark.parametrize(
+    "steps", ["nixl,loopback,all", "load,nixl,loopback,all", "loopback,nixl,loopback,all,nixl,all"]
+)
+def test_ucx_starts_in_a_process_with_nixl(tmp_path: Path, steps: str) -> None:
+    assert run_with(BOTH, tmp_path, steps).split() == steps.split(",")
 
 
 # ---------------------------------------------------------------- ucx-py, by a stand-in

@@ -29,7 +29,7 @@ import numpy as np
 from gear_loader.errors import TransportError
 from gear_loader.schema import Schema
 from gear_loader.transport.spec import read_schema
-from gear_loader.transport.ucx_library import speaking_softly
+from gear_loader.transport.ucx_library import before_another_ucx, speaking_softly
 
 __all__ = ["Description", "installed", "new_agent", "register", "version"]
 
@@ -93,6 +93,7 @@ def new_agent(name: str, *, loopback: bool) -> Any:
         config = api.nixl_agent_config(
             enable_prog_thread=False, backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         )
+        before_another_ucx()
         # NIXL hands no settings on to UCX, which reads its environment when the backend is made.
         with speaking_softly(**({"UCX_NET_DEVICES": "lo"} if loopback else {})):
             agent = api.nixl_agent(name, config)

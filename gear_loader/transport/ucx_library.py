@@ -20,17 +20,27 @@ import contextlib
 import importlib
 import importlib.util
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Coroutine, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from gear_loader.errors import TransportError
 
-__all__ = ["Library", "UcxPy", "Ucxx", "available", "library_in_loop", "speaking_softly"]
+__all__ = [
+    "Library",
+    "UcxPy",
+    "Ucxx",
+    "available",
+    "before_another_ucx",
+    "library_in_loop",
+    "speaking_softly",
+]
 
 _environment = threading.RLock()
 _LOOKS = 100  # before a worker goes to sleep while something is expected
+_QUIET = ("UCX_LOG_FILE", "UCX_WARN_UNUSED_ENV_VARS")  # what `speaking_softly` sets
 _SOUND = (1, 22)  # the first UCX that closes an endpoint without a registration cache and does not crash
 
 
@@ -82,6 +92,22 @@ class Library:
 class Ucxx(Library):
     """A worker of ucxx that sleeps while there is nothing to do."""
 
+    # By process, loopback and the user's settings. They are kept: when another UCX has begun in the process, as NIXL's,
+    # its memory hooks take the place of this one's, and a new context has no registration cache.
+    _contexts: ClassVar[dict[tuple[Any, ...], Any]] = {}
+
+    @classmethod
+    def context(cls, loopback: bool) -> Any:
+        """The UCX context of this process, made by the first call."""
+        settings = {name: value for name, value in os.environ.items() if name.startswith("UCX_")}
+        for name in _QUIET:
+            settings.pop(name, None)
+        key = os.getpid(), loopback, frozenset(settings.items())
+        if key not in cls._contexts:
+            api = importlib.import_module("ucxx._lib.libucxx")
+            cls._contexts[key] = api.UCXContext(_options(loopback, cls.ucx_version()))
+        return cls._contexts[key]
+
     @classmethod
     def title(cls) -> str:
         with speaking_softly():
@@ -98,7 +124,7 @@ class Ucxx(Library):
             self._array = importlib.import_module("ucxx._lib.arr").Array
             types = importlib.import_module("ucxx.types")
             self._tag, self._full = types.Tag, types.TagMaskFull
-            self._context = self._api.UCXContext(_options(loopback, self.ucx_version()))
+            self._context = self.context(loopback)
             self._worker = self._api.UCXWorker(
                 self._context, enable_delayed_submission=False, enable_python_future=False
             )
@@ -283,6 +309,18 @@ def _options(loopback: bool, version: tuple[int, ...]) -> dict[str, str]:
         # one where its memory hooks do not work; so it refuses to start.
         found["RCACHE_ENABLE"] = "y"
     return found
+
+
+def before_another_ucx() -> None:
+    """Make ucxx's contexts if it is loaded, before another library starts a UCX of its own in this process.
+
+    Afterwards it could not be started any more. (Where it is loaded later, it can.)
+    """
+    if "ucxx" not in sys.modules:
+        return
+    with speaking_softly(), contextlib.suppress(Exception):  # who needs a context asks for it again
+        for loopback in (True, False):
+            Ucxx.context(loopback)
 
 
 def available() -> type[Library]:
