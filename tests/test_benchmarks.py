@@ -330,7 +330,7 @@ def test_the_workloads_are_those_of_the_published_figures() -> None:
 # The GPU side, rehearsed -----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_no_gpu
 def test_the_gpu_side_measures_what_it_should(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     collect_gpu = importlib.import_module("benchmarks.collect_gpu")

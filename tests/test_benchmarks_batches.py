@@ -199,7 +199,7 @@ def test_cuda_without_a_gpu_is_an_error_that_names_the_remedy(name: str) -> None
     assert "--device cpu" in " ".join(done.stderr.replace("│", " ").split())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_adding_has_rows_of_this_experiment(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     done = call(

@@ -211,7 +211,7 @@ def test_the_script_imports_nothing_of_this_project() -> None:
 # The command line ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_quick_measures_in_processes_and_names_what_is_missing(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     options = ["--quick", "--trajectories", "100", "--folder", str(tmp_path), "--out", str(out)]

@@ -241,7 +241,7 @@ def test_the_script_imports_nothing_of_this_project() -> None:
 # The command line ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_quick_measures_ours_in_processes_and_names_what_is_missing(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     done = run("memory", "--quick", "--payload", "4", "--peers", str(tmp_path / "none"), "--out", str(out))

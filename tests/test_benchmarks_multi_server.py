@@ -70,7 +70,7 @@ def check_row(row: dict[str, Any]) -> None:
     assert {"commit", "dirty", "source", "date", "run", "device", "machine", "versions"} <= set(row)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_measures_and_can_be_plotted(tmp_path: Path) -> None:
     for package in ("jinja2", "matplotlib"):
         pytest.importorskip(package)

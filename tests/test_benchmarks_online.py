@@ -73,7 +73,7 @@ def shelf() -> Iterator[Any]:
 # The command line ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_measures_names_what_is_left_out_and_can_be_plotted(tmp_path: Path) -> None:
     for package in ("jinja2", "matplotlib"):
         pytest.importorskip(package)
@@ -252,7 +252,7 @@ def test_yardsticks_copy_what_they_say(shelf: Any, name: str, mode: str) -> None
         workers._tables.popitem()[1].close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_writers_in_several_processes_are_checked_and_measured(
     shelf: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,7 +332,7 @@ def environment(tmp_path: Path) -> Path:
     return tmp_path / "peers"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_peers_are_measured_in_turn_with_ours_and_what_fails_is_left_out(
     environment: Path, tmp_path: Path, shelf: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,7 +52,7 @@ def session(path: Path, repeats: int = 2) -> Any:
 # The command line ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_measures_names_what_is_left_out_and_can_be_plotted(tmp_path: Path) -> None:
     for package in ("jinja2", "matplotlib"):
         pytest.importorskip(package)
@@ -437,7 +437,7 @@ class Rehearsal:
         pass
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @needs_no_gpu
 def test_the_gpu_side_measures_what_it_should(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

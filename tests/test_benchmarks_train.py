@@ -82,7 +82,7 @@ def session(out: Path) -> Any:
 # The command line ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_measures_names_what_is_left_out_and_appends_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

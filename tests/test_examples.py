@@ -17,7 +17,7 @@ import gear_loader as gear
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_prioritized_dqn(tmp_path: Path) -> None:
     command = [sys.executable, EXAMPLES / "prioritized_dqn.py", "--quick", "--out", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
@@ -26,7 +26,7 @@ def test_prioritized_dqn(tmp_path: Path) -> None:
     assert set(json.loads((tmp_path / "summary.json").read_text())["runs"]) == {"prioritized", "uniform"}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_plain_pytorch(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, EXAMPLES / "plain_pytorch.py"],
@@ -38,7 +38,7 @@ def test_plain_pytorch(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_online_actors(tmp_path: Path) -> None:
     command = [sys.executable, EXAMPLES / "online_actors.py", "--quick", "--out", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
@@ -50,7 +50,7 @@ def test_online_actors(tmp_path: Path) -> None:
     assert (tmp_path / "version_0" / "weights.safetensors").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_multi_node(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
     options = [
@@ -97,7 +97,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_online_actors_end_with_their_trainer(tmp_path: Path, how: signal.Signals) -> None:
     command = [sys.executable, EXAMPLES / "online_actors.py", "--updates", "1200", "--out", tmp_path]
