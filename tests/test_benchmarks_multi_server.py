@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from benchmarks_common import ROOT, call, rows_of
+from ucx_common import start_ucx_first
 
 from gear_loader import names
 
@@ -178,6 +179,7 @@ def test_parts_are_those_of_the_transport(rank: Any) -> None:
 def test_bare_exchanges_move_the_right_bytes(carrier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if (why := bare.missing(carrier)) is not None:
         pytest.skip(why)
+    start_ucx_first()
     monkeypatch.setenv("UCX_TLS", "tcp")
     command = [sys.executable, "-m", "benchmarks.multi_server_bare", carrier, "127.0.0.1"]
     senders = [peers.PeerProcess(command, patience=60, folder=ROOT) for _ in range(2)]

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 from pathlib import Path
 
+from gear_loader.transport.ucx_library import before_another_ucx
+
 LOOPBACK = {"0100007F", "0" * 24 + "01000000"}  # as /proc writes 127.0.0.1 and ::1
+
+
+def start_ucx_first() -> None:
+    """Start ucxx with the settings of now, before a test starts NIXL, or ucxx itself, with other settings.
+
+    Of two UCX in one process only that which starts last has memory hooks, without which ucxx is not started.
+    """
+    if importlib.util.find_spec("ucxx") is not None:
+        importlib.import_module("ucxx")
+        before_another_ucx()
 
 
 def listening(pid: int | None) -> list[str]:
