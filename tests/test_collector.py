@@ -367,7 +367,7 @@ def test_a_job_that_has_not_been_posted_is_not_begun(monkeypatch: pytest.MonkeyP
     for count in (2, 9, 3, 9):
         rows.clear()
         slots, zeros = rows.slots[:count], rows.zeros[:count]
-        assert alone.gather(count, columns, slots, zeros, extent, ids, 64)
+        assert alone.gather(count, columns, slots, zeros, extent, ids, 64) == 0
         assert rows.complete(0, count)
         assert not rows.complete(0, 9) or count == 9
     assert seen == [False] * 4
