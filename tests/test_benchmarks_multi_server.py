@@ -353,7 +353,7 @@ def test_the_fit_follows_what_was_measured() -> None:
 def test_a_played_rank_draws(selector: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[tuple[int, Any]] = []
 
-    def collect(self: Any, buffers: Any, rows: Any) -> dict[int, int]:
+    def collect(self: Any, buffers: Any, rows: Any, tickets: Any = None) -> dict[int, int]:
         drawn.append((len(rows), rows.records))
         return {}
 
