@@ -105,9 +105,11 @@ class _Crew:
         except BaseException:
             # Interrupted: `post` has marked members as awake, and those that have taken a chunk write into the
             # caller's memory. One that is woken without need finds nothing to do.
-            for wake in self._wake:
-                wake.release()
-            native.finish(mailbox, base, chunks)
+            try:
+                for wake in self._wake:
+                    wake.release()
+            finally:
+                native.finish(mailbox, base, chunks)
             raise
         self._ended = time.perf_counter()
         return bad

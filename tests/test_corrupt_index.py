@@ -165,7 +165,7 @@ def test_recovery_makes_again_what_is_derived(table: gear.Table) -> None:
 
 def test_attach_to_a_table_in_the_middle_of_a_change_waits_for_its_end(table: gear.Table) -> None:
     index = table._live()
-    with index._locked():
+    with table.region.lock:
         put("counters", COMMITTING, 1)(table)
         assert index.damage() is not None
         put("counters", COMMITTING, 0)(table)

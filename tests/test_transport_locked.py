@@ -35,7 +35,7 @@ if which == "file":  # as of a process that removes the table
     sys.stdin.read()
 else:
     table = gear.Table.attach(name)
-    with table._live()._locked():
+    with table.region.lock:
         print("held", flush=True)
         sys.stdin.read()
 """
