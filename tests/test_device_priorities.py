@@ -183,7 +183,9 @@ def test_updates_of_shared_steps_are_those_of_the_cpu(table: gear.Table, stale: 
     write(0)
     for turn in range(10):
         for selection in (device, host):
-            table.end_read(selection._follow())
+            ticket = Ticket()
+            selection._follow(ticket)
+            ticket.end()
         names = shared_steps(table)
         for _ in range(int(random.integers(0, 3))):
             write(turn)  # commits, evicts, and makes other trajectories share blocks
