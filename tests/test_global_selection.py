@@ -468,9 +468,11 @@ def test_rows_that_vanish_before_they_are_read_come_from_a_shard_that_has_some(m
         data = dataset(shards, name, 1, prefetch=0)
         collect = gear.distributed.collector.ShardCollector.collect_rows
 
-        def remove_first(collector: Any, buffers: Any, rows: Any, shards: Shards = shards) -> Any:
+        def remove_first(
+            collector: Any, buffers: Any, rows: Any, tickets: Any, shards: Shards = shards
+        ) -> Any:
             shards.own[0].remove(shards.own[0].indices())
-            return collect(collector, buffers, rows)  # noqa: B023
+            return collect(collector, buffers, rows, tickets)  # noqa: B023
 
         with monkeypatch.context() as patch:
             patch.setattr(gear.distributed.collector.ShardCollector, "collect_rows", remove_first)
