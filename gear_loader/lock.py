@@ -8,6 +8,8 @@ region's file once and closes it with the last user.
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -22,10 +24,19 @@ from typing import Any, TypeVar
 
 from gear_loader.errors import LockTimeoutError
 
-__all__ = ["LOCK_TIMEOUT", "IndexLock", "holds_any", "new_mutex", "process_start", "run_alone"]
+__all__ = [
+    "LOCK_TIMEOUT",
+    "IndexLock",
+    "holds_any",
+    "new_mutex",
+    "process_start",
+    "run_alone",
+    "uninterrupted",
+]
 
 _T = TypeVar("_T")
 
+_LOOK = 0.1  # seconds after which a thread that waits for another looks again
 _PAUSE = 1e-3  # seconds after which who waits looks again, whatever happens
 _PAUSE_SPEC = ctypes.byref((ctypes.c_long * 2)(0, int(_PAUSE * 1e9)))  # as a timespec
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())  # its number as a system call
@@ -116,6 +127,53 @@ def run_alone(mutex: Any, section: Callable[[], _T]) -> _T | None:
     finally:
         if owned():  # the release above was interrupted
             mutex.release()
+
+
+def uninterrupted(section: Callable[[], object]) -> None:
+    """Call `section`, wholly or not at all, whatever signals arrive; their exceptions come out afterwards.
+
+    Python runs signal handlers in the main thread alone, so there the section gets a thread of its own (some 0.1 ms).
+    """
+    if threading.current_thread() is not threading.main_thread():
+        section()
+        return
+    # Of C alone: an exception in the middle of a `threading.Event` leaves that one broken.
+    turn: list[bool] = [True]
+    finished: list[bool] = []
+    failures: list[BaseException] = []
+    ended = _thread.allocate_lock()
+    ended.acquire()
+
+    def work() -> None:
+        try:
+            if _takes(turn):
+                section()
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            finished.append(True)
+            ended.release()
+
+    try:
+        _thread.start_new_thread(work, ())
+        while not finished:
+            ended.acquire(timeout=_LOOK)
+    except BaseException:
+        if not _takes(turn):  # it has begun
+            while not finished:
+                with contextlib.suppress(BaseException):  # one exception is on its way already
+                    ended.acquire(timeout=_LOOK)
+        raise
+    if failures:
+        raise failures[0]
+
+
+def _takes(turn: list[bool]) -> bool:
+    """Whether this thread is the first of two to take `turn`."""
+    try:
+        return turn.pop()
+    except IndexError:
+        return False
 
 
 class IndexLock:

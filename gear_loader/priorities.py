@@ -17,7 +17,7 @@ from gear_loader.errors import GearError, PriorityError, SchemaError, StaleIndex
 from gear_loader.index import Changes, Snapshot, Ticket
 from gear_loader.item_map import ItemMap, Leaves
 from gear_loader.kernels.sum_tree import GONE, LOWEST_LEAF
-from gear_loader.lock import new_mutex
+from gear_loader.lock import new_mutex, uninterrupted
 from gear_loader.priority_tree import HostTree, uniforms, weigh
 from gear_loader.random import key
 from gear_loader.request import Request, request
@@ -104,6 +104,7 @@ class PrioritySelection(Selection):
                 f"{job.selector!r} would need {self._map.capacity:,} priorities, one for each place of a step; "
                 "expected less than 2**31. Use unit='trajectory', or a table with fewer blocks."
             )
+        self._unset: Leaves | None = None  # what the map has taken in, and the tree perhaps not yet
         self._maximum = 1.0
         self._num_stale = 0
         self._may_leave_range = may_leave_range(job.selector)
@@ -190,6 +191,7 @@ class PrioritySelection(Selection):
         Args:
             samples: rows that are about to be drawn, for the rate limiter.
         """
+        self._set_taken_in()
         _, changes = self.job.table.begin_changes(self._map.position, samples, ticket)
         known = self._map.position, self._map.next_sequence
         try:
@@ -198,7 +200,8 @@ class PrioritySelection(Selection):
             else:
                 self._map.position, self._map.next_sequence = changes.position, changes.next_sequence
         except BaseException:
-            self._map.position, self._map.next_sequence = known  # interrupted: to be taken in once more
+            if self._unset is None:  # else only the tree is behind
+                self._map.position, self._map.next_sequence = known  # interrupted: to be taken in once more
             raise
 
     def _keep_up(self) -> None:
@@ -213,7 +216,22 @@ class PrioritySelection(Selection):
 
     def _take_in(self, changes: Changes) -> None:
         chosen = self.job.chosen(changes.slots) if self.job.subset is not None else changes.ready
-        self._set(self._map.follow(changes, chosen, *self.job.table.index_arrays()))
+        arrays = self.job.table.index_arrays()
+
+        def follow() -> None:
+            self._unset = self._map.follow(changes, chosen, *arrays)
+
+        if self._map.steps:
+            uninterrupted(follow)  # a map of steps that is half changed cannot be taken up again
+        else:
+            follow()
+        self._set_taken_in()
+
+    def _set_taken_in(self) -> None:
+        """Set the leaves of what the map has taken in; repeating it after an interruption is right."""
+        if self._unset is not None:
+            self._set(self._unset)
+            self._unset = None
 
     def _set(self, leaves: Leaves) -> None:
         self._maximum = max(self._maximum, float(leaves.priorities.max(initial=0)))

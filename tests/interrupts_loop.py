@@ -323,7 +323,15 @@ def handler(call: Callable[[int, Any], None]) -> Iterator[None]:
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)  # else what has failed ends by the signal, and is not seen
         signal.signal(signal.SIGALRM, before)
+
+
+def is_interruption(error: BaseException | None) -> bool:
+    """Whether an error is an interruption or came of one: in `Thread.start` CPython makes a RuntimeError of it."""
+    while error is not None and not isinstance(error, Interruption):
+        error = error.__context__
+    return error is not None
 
 
 def at_signals(count: int, seed: int) -> int:
@@ -353,8 +361,10 @@ def at_signals(count: int, seed: int) -> int:
                     while armed:
                         for name in some:
                             subject.calls[name]()
-                except Interruption as caught:
+                except BaseException as caught:
                     error = caught
+                    if not is_interruption(caught):
+                        raise
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 try:
                     subject.check()
