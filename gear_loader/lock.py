@@ -132,7 +132,7 @@ def run_alone(mutex: Any, section: Callable[[], _T]) -> _T | None:
 def uninterrupted(section: Callable[[], object]) -> None:
     """Call `section`, wholly or not at all, whatever signals arrive; their exceptions come out afterwards.
 
-    Python runs signal handlers in the main thread alone, so there the section gets a thread of its own (some 0.1 ms).
+    Python runs signal handlers in the main thread alone, so there the section gets a thread of its own.
     """
     if threading.current_thread() is not threading.main_thread():
         section()
