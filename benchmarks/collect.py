@@ -44,7 +44,8 @@ from benchmarks.workloads import (
     expect,
     poison,
 )
-from gear_loader.collector import Collector, Drawn
+from gear_loader.collection.collector import Collector
+from gear_loader.storage.rows import SelectedRows
 
 __all__ = ["WARM_UP", "Trajectories", "check_dataset", "close", "command", "cpu", "iterated", "memcpy"]
 
@@ -279,7 +280,7 @@ def _collector(
         return slots[positions], rows.anchors.numpy(), generations[positions]
 
     def work(rows: tuple[Any, Any, Any]) -> None:
-        collector.collect(buffers, Drawn(*rows))
+        collector.gather(buffers, SelectedRows(*rows))
 
     def check() -> None:
         rows = data.draw(batch)

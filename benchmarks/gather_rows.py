@@ -11,7 +11,7 @@ import gear_loader as gear
 from benchmarks.engine import Engine, Launch
 from benchmarks.harness import Incorrect
 from benchmarks.workloads import Data, expect
-from gear_loader.collector import Collector
+from gear_loader.collection.collector import Collector
 from gear_loader.kernels import gather as kernel
 
 __all__ = [

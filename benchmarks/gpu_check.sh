@@ -114,12 +114,12 @@ tests() {
         --junitxml="$out/$name-tests.xml" "$@"
 }
 
-tests gather 60 tests/test_gather_gpu.py
-tests priority 40 tests/test_priority_gpu.py
-tests place 20 tests/test_place.py
-tests shards 25 tests/test_shards_gpu.py
+tests gather 60 tests/kernels/test_gather_gpu.py
+tests priority 40 tests/kernels/test_priority_gpu.py
+tests place 20 tests/kernels/test_place.py
+tests shards 25 tests/distributed/test_shards_gpu.py
 # Only files that hold GPU tests: others may import packages that are not here.
-mapfile -t files < <(grep -lE '\bmark\.gpu\b' tests/test_*.py |
+mapfile -t files < <(grep -lE '\bmark\.gpu\b' tests/test_*.py tests/*/test_*.py |
     grep -vE '/test_(gather_gpu|priority_gpu|place|shards_gpu|benchmarks.*)\.py$')
 ((${#files[@]})) && tests other 10 "${files[@]}"
 

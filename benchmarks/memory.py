@@ -46,8 +46,8 @@ from benchmarks.peers.environments import interpreters, start
 from benchmarks.peers.memory_peers import PEERS
 from benchmarks.peers.process import PeerFailed, PeerProcess
 from benchmarks.workloads import W1, W2
-from gear_loader.layout import Layout
-from gear_loader.schema import Schema
+from gear_loader.storage.layout import Layout
+from gear_loader.storage.schema import Schema
 
 __all__ = ["BLOCKS", "DISTRIBUTIONS", "Kind", "best_block", "command", "kinds", "run"]
 

@@ -21,7 +21,7 @@ import gear_loader as gear
 from benchmarks.peers.answering import serve
 from benchmarks.peers.memory_peers import Subject, Worker
 from gear_loader.errors import RegionError
-from gear_loader.names import region_path
+from gear_loader.storage.shared_memory import region_path
 
 __all__ = ["WORKERS", "FixedRows", "Listed", "Ours"]
 

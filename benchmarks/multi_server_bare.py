@@ -48,7 +48,7 @@ _REQUEST = struct.Struct("<QI")
 _LONGEST_REQUEST = 1 << 12  # more would have to be sent while answers are received
 _GREETING = struct.Struct("<IQ")
 _LOOKS = 100
-_BUSY, _IDLE, _STAY = 2e-5, 5e-3, 1.0  # seconds, as `gear_loader.transport.nixl_owner` has them
+_BUSY, _IDLE, _STAY = 2e-5, 5e-3, 1.0  # seconds, as `gear_loader.transport.nixl_server` has them
 _SPIN, _PAUSE = 3e-4, 5e-5  # and `nixl_reader`
 
 

@@ -18,7 +18,7 @@ from benchmarks import machine
 from benchmarks.harness import Incorrect, Variant
 from benchmarks.multi_server_nodes import Node, Undo
 from benchmarks.peers.process import PeerFailed, PeerProcess
-from gear_loader.region import region_path
+from gear_loader.storage.region import region_path
 
 __all__ = ["Job", "Subject"]
 

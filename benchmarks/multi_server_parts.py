@@ -11,7 +11,7 @@ from benchmarks.harness import Comparison, Result, Session, Variant, size
 from benchmarks.multi_server_job import Job, Subject
 from benchmarks.multi_server_nodes import Node
 from benchmarks.multi_server_ranks import TINY, WORKLOADS
-from gear_loader.schema import Schema
+from gear_loader.storage.schema import Schema
 from gear_loader.transport.spec import WindowSpec
 
 __all__ = ["SELECTORS", "Setting", "exchanging", "selecting"]
@@ -153,7 +153,14 @@ def _transport(session: Session, setting: Setting, job: Job, name: str) -> Itera
 
 
 def _requests(
-    session: Session, setting: Setting, job: Job, name: str, wanted: int, rows: int, one: int, in_flight: int
+    session: Session,
+    setting: Setting,
+    job: Job,
+    name: str,
+    wanted: int,
+    rows: int,
+    one: int,
+    in_flight: int,
 ) -> Iterator[list[Result]]:
     requests = max(in_flight, min(16, (1 << 23) // one))
     options = {"rows": rows, "in_flight": in_flight, "requests": requests}

@@ -24,11 +24,12 @@ import gear_loader as gear
 from benchmarks import multi_server_bare
 from benchmarks.harness import Incorrect
 from benchmarks.workloads import W1, W2, Data, Rows, Workload, expect, poison
-from gear_loader.collector import reach_of, resolve
+from gear_loader.collection.collector import resolve
+from gear_loader.collection.windows import reach_of
 from gear_loader.distributed.collector import ShardCollector, ShardRows
-from gear_loader.distributed.engine import records_of
 from gear_loader.distributed.records import record_dtype
 from gear_loader.distributed.remote import PART_BYTES
+from gear_loader.distributed.shard_sampler import records_of
 from gear_loader.distributed.shards import Shards
 from gear_loader.transport.spec import WindowSpec
 
@@ -278,7 +279,8 @@ class Collect(Subject):
 
     def work(self, inputs: ShardRows) -> None:
         self._turn = (self._turn + 1) % len(self._ring)
-        self._collector.end_read(self._collector.collect_rows(self._ring[self._turn], inputs))
+        self._collector.gather(self._ring[self._turn], inputs)
+        inputs.tickets.end()
 
     def check(self) -> None:
         for buffers in self._ring:

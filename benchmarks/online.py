@@ -36,7 +36,7 @@ from rich.markup import escape
 from benchmarks import online_parts, online_reads
 from benchmarks.harness import Left, Result, Session, grid, quantiles, verdict
 from benchmarks.online_parts import Setting
-from benchmarks.online_subjects import Crew, Shelf, peer_crews
+from benchmarks.online_subjects import Crew, TableCache, peer_crews
 from benchmarks.options import Minutes, Out, Peers, Quick, Repeats, Threads, numbers, opened, some_of
 from benchmarks.peers.environments import interpreters
 from benchmarks.peers.online_peers import MODES
@@ -111,7 +111,7 @@ def run(
         "loop": 1,
     }
     with contextlib.ExitStack() as stack:
-        shelf = stack.enter_context(Shelf())
+        shelf = stack.enter_context(TableCache())
         crews = {name: Crew(name) for name in ("memcpy", "torch", "ours")}
         if "insert" in parts:
             for name, crew, reason in peer_crews(pythons):

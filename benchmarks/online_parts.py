@@ -17,7 +17,7 @@ import numpy as np
 
 import gear_loader as gear
 from benchmarks.harness import Comparison, Incorrect, Session, Variant
-from benchmarks.online_subjects import Crew, Group, Shelf, specify
+from benchmarks.online_subjects import Crew, Group, TableCache, specify
 from benchmarks.peers import select_peers
 from benchmarks.peers.environments import start
 from benchmarks.peers.online_peers import PEERS, item_of
@@ -127,7 +127,7 @@ def inserting(
     left: LeftOut,
     setting: Setting,
     crews: Mapping[str, Crew],
-    shelf: Shelf,
+    shelf: TableCache,
     called: Callable[[Comparison], Comparison] = lambda comparison: comparison,
 ) -> Iterator[tuple[str, int]]:
     """Adding in every mode by so many writers; yields what has been measured.

@@ -12,10 +12,10 @@ import numpy as np
 import gear_loader as gear
 from benchmarks.harness import Comparison, Incorrect, Session, Variant
 from benchmarks.online_parts import LeftOut, Setting, measured
-from benchmarks.online_subjects import Crew, Group, Reader, Shelf, specify
+from benchmarks.online_subjects import Crew, Group, Reader, TableCache, specify
 from benchmarks.peers.online_peers import Source
 from benchmarks.peers.select_peers import ALPHA, BETA
-from gear_loader.limiters import SampleToInsertRatio
+from gear_loader.storage.limiters import SampleToInsertRatio
 
 __all__ = ["looping", "reading"]
 
@@ -26,7 +26,9 @@ RATIOS = (1, 8, 64)
 # ---------------------------------------------------------------- reading while others write
 
 
-def reading(session: Session, left: LeftOut, setting: Setting, crew: Crew, shelf: Shelf) -> Iterator[str]:
+def reading(
+    session: Session, left: LeftOut, setting: Setting, crew: Crew, shelf: TableCache
+) -> Iterator[str]:
     """`ReplayDataset.sample` while writers add at full speed; yields the selectors that have been measured."""
     with shelf.table(setting.workload, block_steps=setting.block_steps) as table:
         selectors = {
@@ -111,7 +113,9 @@ def _beside(setting: Setting, crew: Crew, table: gear.Table, selector: Any, writ
 # ---------------------------------------------------------------- all of it
 
 
-def looping(session: Session, left: LeftOut, setting: Setting, crew: Crew, shelf: Shelf) -> Iterator[str]:
+def looping(
+    session: Session, left: LeftOut, setting: Setting, crew: Crew, shelf: TableCache
+) -> Iterator[str]:
     """Two writers at full speed, and a reader that adds up each batch, with limits on how far one may run ahead."""
     label = f"2 writers and a reader, batch {setting.rows}"
     if session.deadline.passed(label):

@@ -25,10 +25,10 @@ from benchmarks.peers.online_peers import PEERS, Source, item_of
 from benchmarks.peers.process import PeerFailed, PeerProcess
 from benchmarks.workloads import Workload
 from gear_loader.errors import RateLimitError, RegionError
-from gear_loader.limiters import RateLimiter
-from gear_loader.names import region_path
+from gear_loader.storage.limiters import RateLimiter
+from gear_loader.storage.shared_memory import region_path
 
-__all__ = ["Crew", "Group", "Reader", "Shelf", "peer_crews", "specify"]
+__all__ = ["Crew", "Group", "Reader", "TableCache", "peer_crews", "specify"]
 
 SOURCES = 128
 _LEAD = 0.03  # seconds between telling writers to start and their start
@@ -56,7 +56,7 @@ def specify(workload: Workload, *, batch: int, seed: int) -> dict[str, Any]:
     }
 
 
-class Shelf:
+class TableCache:
     """Tables in shared memory, whose names are gone afterwards, even if this process is killed.
 
     A process in a session of its own waits for the end of this one, to remove what is left.
@@ -70,7 +70,7 @@ class Shelf:
             start_new_session=True,
         )
 
-    def __enter__(self) -> Shelf:
+    def __enter__(self) -> TableCache:
         return self
 
     def __exit__(self, *_: object) -> None:

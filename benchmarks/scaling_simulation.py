@@ -4,7 +4,7 @@ Three parts, added up:
 
 work      what one rank computes, in processor time. Measured here: `GlobalSelection` draws batches as one of W ranks,
           and what the others would send is made up by `Played`; the time that this takes does not count.
-letters   bytes of the messages. Computed by the functions that make them (`Letter.size_of`, `Exchange`'s head).
+letters   bytes of the messages. Computed by the functions that make them (`Message.size_of`, `Exchange`'s head).
 network   what it takes to exchange them. Computed from a cost a message, alpha, and a cost a byte, beta. Those of the
           loopback device are fitted to the rows of ``multi-server``; of others they are assumed, see `NETWORKS`.
 
@@ -32,15 +32,14 @@ import gear_loader as gear
 from benchmarks.harness import RESULTS, grid, size
 from benchmarks.multi_server_ranks import WORKLOADS
 from gear_loader.distributed import exchange as exchanges
-from gear_loader.distributed.collector import ShardCollector
-from gear_loader.distributed.exchange import Solo
+from gear_loader.distributed.exchange import SingleProcess
 from gear_loader.distributed.global_selection import GlobalSelection
-from gear_loader.distributed.post import Letter, Outbox
+from gear_loader.distributed.messages import Message, Outbox
 from gear_loader.distributed.records import PUBLISHED, UPDATE, record_dtype
 from gear_loader.distributed.remote import PART_BYTES
 from gear_loader.distributed.topology import Place
-from gear_loader.selection import Job
-from gear_loader.selectors import Draw
+from gear_loader.selection.base import SelectionContext
+from gear_loader.selection.selectors import Draw
 
 __all__ = [
     "NETWORKS",
@@ -206,8 +205,8 @@ def letter_bytes(selector: str, world: int, batch: int) -> dict[str, float]:
     if selector in MERGED:
         rows = min(math.ceil(_MARGIN * batch) + _MORE, batch * world)
     head = exchanges._HEAD.size
-    fixed = Letter.size_of(world, 1, 0, record, 0) + head
-    updates = Letter.size_of(world, 1, 0, record, room) + head - fixed
+    fixed = Message.size_of(world, 1, 0, record, 0) + head
+    updates = Message.size_of(world, 1, 0, record, room) + head - fixed
     return {
         "fixed": fixed,
         "updates": updates,
@@ -219,7 +218,7 @@ def letter_bytes(selector: str, world: int, batch: int) -> dict[str, float]:
 # ---------------------------------------------------------------- work
 
 
-class Played(Solo):
+class Played(SingleProcess):
     """The exchange of rank 0, with the other ranks made up: each has as much to offer as this one, and sends its rows.
 
     Attributes:
@@ -263,16 +262,6 @@ class Played(Solo):
     _count = 0
 
 
-class _Nothing(ShardCollector):
-    """Collects no rows."""
-
-    def __init__(self) -> None:
-        pass
-
-    def collect_rows(self, buffers: Any, rows: Any, tickets: Any = None) -> dict[int, Any]:
-        return {}
-
-
 def work(selector: str, world: int, batch: int, *, trajectories: int = 10_000, batches: int = 5) -> float:
     """Seconds of processor time of one of `world` ranks for a batch: median of a few, without the exchange itself."""
     random = np.random.default_rng(11)
@@ -303,7 +292,7 @@ def work(selector: str, world: int, batch: int, *, trajectories: int = 10_000, b
             block_steps={},
             exchange=played,
         )
-        job = Job(table, chosen, "last", None)
+        job = SelectionContext(table, chosen, "last", None)
         selection = GlobalSelection(job, shards, played, history=4, reach=None)
         taken = []
         for number in range(batches + 2):
@@ -313,7 +302,7 @@ def work(selector: str, world: int, batch: int, *, trajectories: int = 10_000, b
                 played.expect(batch)
             before, began = played.took, time.thread_time()
             draw = Draw(5, 0, number, 0, batch * world, number=number)
-            selection.fill(_Nothing(), None, draw, None)  # type: ignore[arg-type]
+            selection.draw(draw, selection.new_ticket())
             taken.append(time.thread_time() - began - (played.took - before))
         return float(np.median(taken[2:]))
 

@@ -4,8 +4,8 @@ Three operations: draw a batch with replacement; update a batch of items with ne
 and the cycle, which is what training does: draw a batch, then update what was drawn. On the CPU:
 
 ====================== =======================================================================================
-ours, tree             the yardstick: `HostTree`, sums only, as weights relative to the batch need them
-ours, with extremes    `HostTree` that also keeps minima and maxima, for weights relative to the table and for TopK
+ours, tree             the yardstick: `PriorityTree`, sums only, as weights relative to the batch need them
+ours, with extremes    `PriorityTree` that also keeps minima and maxima, for weights relative to the table and for TopK
 ours, dataset          `ReplayDataset.sample` and `update_priority`, with weights and a batch of one int32 column
 torch.multinomial      in float64; refuses more than 2**24 items
 cumsum, torch / numpy  running sums over all items at each draw, and a search in them

@@ -13,7 +13,7 @@ from benchmarks.harness import Incorrect
 from benchmarks.peers import select_peers
 from benchmarks.peers.process import PeerFailed, PeerProcess
 from benchmarks.peers.select_peers import ALPHA, BETA, Subject, chunks, priorities, weighed
-from gear_loader.priority_tree import HostTree
+from gear_loader.selection.tree import PriorityTree
 
 __all__ = [
     "Biased",
@@ -169,14 +169,14 @@ def _chi_square(found: np.ndarray, share: np.ndarray, what: str) -> Biased | Non
 
 
 class TreeSubject(Subject):
-    """`HostTree`: what the CPU path draws with and sets leaves in."""
+    """`PriorityTree`: what the CPU path draws with and sets leaves in."""
 
     item_bytes = 6
     extremes = False
 
     def __init__(self, truth: Truth) -> None:
         self.items = truth.items
-        self._tree = HostTree(truth.items, extremes=self.extremes)
+        self._tree = PriorityTree(truth.items, extremes=self.extremes)
         self._tree.leaves[: truth.items] = truth.priorities
         self._tree.build()
         self._step = 0

@@ -44,7 +44,7 @@ from benchmarks.batches_store import Store
 from benchmarks.harness import Comparison, Left, Session
 from benchmarks.online import show_rates
 from benchmarks.online_parts import Setting
-from benchmarks.online_subjects import Crew, Shelf, peer_crews
+from benchmarks.online_subjects import Crew, TableCache, peer_crews
 from benchmarks.options import Device, Minutes, Out, Peers, Quick, Repeats, Threads, opened, some_of
 from benchmarks.peers.environments import interpreters
 from benchmarks.workloads import W1, W2, Workload
@@ -131,7 +131,7 @@ def insert(session: Session, left: Left, pythons: Sequence[Path], *, quick: bool
         window=0.04 if quick else 0.4,
     )
     with contextlib.ExitStack() as stack, session.progress("insert", len(setting.modes)):
-        shelf = stack.enter_context(Shelf())
+        shelf = stack.enter_context(TableCache())
         crews = {name: Crew(name) for name in ("memcpy", "torch", "ours")}
         for name, crew, reason in peer_crews(pythons):
             if crew is None:

@@ -9,15 +9,15 @@ from gear_loader import errors
 
 if TYPE_CHECKING:
     from gear_loader import distributed, sources
-    from gear_loader.datamodule import ReplayDataModule
     from gear_loader.dataset import ReplayDataset
-    from gear_loader.limiters import MinSize, Queue, RateLimiter, SampleToInsertRatio
-    from gear_loader.monitor import ReplayMonitor
-    from gear_loader.schema import Column, Schema, Window
-    from gear_loader.selectors import Fifo, Lifo, LinearSchedule, Prioritized, TopK, Uniform
-    from gear_loader.stats import TableStats
-    from gear_loader.table import Table
-    from gear_loader.writer import Writer
+    from gear_loader.lightning.datamodule import ReplayDataModule
+    from gear_loader.lightning.monitor import ReplayMonitor
+    from gear_loader.selection.selectors import Fifo, Lifo, LinearSchedule, Prioritized, TopK, Uniform
+    from gear_loader.storage.limiters import MinSize, Queue, RateLimiter, SampleToInsertRatio
+    from gear_loader.storage.schema import Column, Schema, Window
+    from gear_loader.storage.stats import TableStats
+    from gear_loader.storage.table import Table
+    from gear_loader.storage.writer import Writer
 
 __all__ = [
     "Column",
@@ -47,25 +47,25 @@ __all__ = [
 # Loaded on first use: torch takes a second, of which the command line has no need, and some modules want packages
 # that the core does not.
 _MODULES = {
-    "Column": "schema",
-    "Fifo": "selectors",
-    "Lifo": "selectors",
-    "LinearSchedule": "selectors",
-    "MinSize": "limiters",
-    "Prioritized": "selectors",
-    "Queue": "limiters",
-    "RateLimiter": "limiters",
-    "ReplayDataModule": "datamodule",
+    "Column": "storage.schema",
+    "Fifo": "selection.selectors",
+    "Lifo": "selection.selectors",
+    "LinearSchedule": "selection.selectors",
+    "MinSize": "storage.limiters",
+    "Prioritized": "selection.selectors",
+    "Queue": "storage.limiters",
+    "RateLimiter": "storage.limiters",
+    "ReplayDataModule": "lightning.datamodule",
     "ReplayDataset": "dataset",
-    "ReplayMonitor": "monitor",
-    "SampleToInsertRatio": "limiters",
-    "Schema": "schema",
-    "Table": "table",
-    "TableStats": "stats",
-    "TopK": "selectors",
-    "Uniform": "selectors",
-    "Window": "schema",
-    "Writer": "writer",
+    "ReplayMonitor": "lightning.monitor",
+    "SampleToInsertRatio": "storage.limiters",
+    "Schema": "storage.schema",
+    "Table": "storage.table",
+    "TableStats": "storage.stats",
+    "TopK": "selection.selectors",
+    "Uniform": "selection.selectors",
+    "Window": "storage.schema",
+    "Writer": "storage.writer",
 }
 
 

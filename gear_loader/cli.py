@@ -17,8 +17,8 @@ from typing import Annotated, Any
 
 import typer
 
-from gear_loader import names
 from gear_loader.errors import RegionError
+from gear_loader.storage import shared_memory
 
 __all__ = ["app"]
 
@@ -69,7 +69,7 @@ def list_tables(
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(entry) for entry in entries], indent=2))
     elif not entries:
-        typer.echo(f"No tables in {names.DIRECTORY}.")
+        typer.echo(f"No tables in {shared_memory.DIRECTORY}.")
     else:
         _print(entries)
 
@@ -81,7 +81,7 @@ def _entries() -> list[_Entry]:
             infos[name] = os.stat(_path(name), follow_symlinks=False)
         except FileNotFoundError:  # removed meanwhile
             continue
-    users = names.users({(info.st_dev, info.st_ino) for info in infos.values()})
+    users = shared_memory.users({(info.st_dev, info.st_ino) for info in infos.values()})
     return [_entry(name, info, users[info.st_dev, info.st_ino]) for name, info in infos.items()]
 
 
@@ -99,7 +99,7 @@ def _entry(name: str, info: os.stat_result, pids: list[int]) -> _Entry:
         entry.problem = "It is not a regular file, and so no table."
         return entry
     try:
-        with names.opened(entry.path) as file:
+        with shared_memory.opened(entry.path) as file:
             try:
                 _describe(entry, file)
             except RegionError as error:
@@ -111,10 +111,10 @@ def _entry(name: str, info: os.stat_result, pids: list[int]) -> _Entry:
     return entry
 
 
-def _describe(entry: _Entry, file: names.OpenFile) -> None:
+def _describe(entry: _Entry, file: shared_memory.OpenFile) -> None:
     # Here, because they load torch: what is called damaged is exactly what cannot be attached.
-    from gear_loader.index_ops import NUM_READY, NUM_STEPS
-    from gear_loader.layout import HEADER_LIMIT, Layout
+    from gear_loader.storage.layout import HEADER_LIMIT, Layout
+    from gear_loader.storage.operations import NUM_READY, NUM_STEPS
 
     layout = Layout.read(os.pread(file.fd, HEADER_LIMIT, 0), file.info.st_size, "It")
     offset, dtype, (count,) = layout.arrays["counters"]
@@ -239,7 +239,7 @@ def _remove(chosen: list[str]) -> bool:
     removed = True
     for name in chosen:
         try:
-            count = names.remove(name, anything=True)
+            count = shared_memory.remove(name, anything=True)
             typer.echo(f"Removed {name} ({_size(count)}).")
         except FileNotFoundError:
             here = [_shown(each) for each in _region_names()]
@@ -259,26 +259,26 @@ def _remove_all() -> None:
     found = _region_names()
     for name in found:
         try:
-            count = names.remove(name, anything=False)
+            count = shared_memory.remove(name, anything=False)
             typer.echo(f"Removed {name} ({_size(count)}).")
         except FileNotFoundError:  # somebody else has removed it
             continue
         except OSError as error:
             typer.echo(f"Left {_shown(name)}: {error}")
     if not found:
-        typer.echo(f"No tables in {names.DIRECTORY}.")
+        typer.echo(f"No tables in {shared_memory.DIRECTORY}.")
 
 
 def _region_names() -> list[str]:
     try:
-        return names.region_names()
+        return shared_memory.region_names()
     except OSError as error:
-        typer.echo(f"{names.DIRECTORY} cannot be read: {error}.", err=True)
+        typer.echo(f"{shared_memory.DIRECTORY} cannot be read: {error}.", err=True)
         raise typer.Exit(1) from None
 
 
 def _path(name: str) -> str:
-    return os.path.join(names.DIRECTORY, names.PREFIX + name)
+    return os.path.join(shared_memory.DIRECTORY, shared_memory.PREFIX + name)
 
 
 def _printable(text: str, most: int | None = None) -> str:
@@ -328,7 +328,7 @@ def serve_tables(
     # Here, because they load torch.
     from gear_loader.errors import GearError
     from gear_loader.transport.handshake import check_secret, read_secret
-    from gear_loader.transport.serving import read_parent, run_server
+    from gear_loader.transport.process import read_parent, run_server
 
     host, colon, port = listen.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65535 or not host.strip("[]"):
@@ -371,7 +371,7 @@ def diagnose(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show what moves rows between nodes here, whether InfiniBand is possible, and every slow path with its remedy."""
-    from gear_loader.transport.doctor import report
+    from gear_loader.doctor import report
 
     found = report()
     if as_json:
@@ -420,7 +420,7 @@ def _findings(found: dict[str, Any]) -> list[str]:
         f"Machine: {found['machine']['cores']} cores, Python {found['machine']['python']}, "
         f"{found['machine']['system']}",
         f"InfiniBand adapters: {', '.join(adapters) or 'none'}",
-        f"Memory that may be locked: {'all' if limit is None else _size(limit)}; {names.DIRECTORY}: "
+        f"Memory that may be locked: {'all' if limit is None else _size(limit)}; {shared_memory.DIRECTORY}: "
         f"{_size(memory['shm_free'])} of {_size(memory['shm_bytes'])} free",
         f"CUDA: {', '.join(cuda.get('devices') or ()) or 'no device'}{pinning}; torch {cuda.get('torch', 'unknown')}",
         f"Triton: {found['triton'].get('version') or found['triton']['problem']}; "

@@ -15,25 +15,27 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from gear_loader.collector import Batch, Buffers, Collector, outside_inference, reach_of
-from gear_loader.device_priorities import DevicePrioritySelection
+from gear_loader.collection.collector import Batch, Buffers, Collector
+from gear_loader.collection.prefetch import Pool, Prefetcher
+from gear_loader.collection.windows import check_windows, reach_of, windows_of
 from gear_loader.distributed.collector import ShardCollector
-from gear_loader.distributed.device_collector import DeviceShardCollector
-from gear_loader.distributed.exchange import Solo
+from gear_loader.distributed.collector_cuda import CudaShardCollector
+from gear_loader.distributed.exchange import SingleProcess
 from gear_loader.distributed.global_selection import GlobalSelection
-from gear_loader.distributed.local_selection import LocalPrioritySelection, gathered, meet, own_part
+from gear_loader.distributed.local_selection import LocalPrioritizedSelection, gathered, meet, own_part
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import GearError, PrivateTableError, RankError, SchemaError
-from gear_loader.notice import notice
-from gear_loader.options import at_least, check_device, check_windows, device_of, integer, windows_of
-from gear_loader.prefetch import Pool, Prefetcher
-from gear_loader.priorities import PrioritySelection, needs_priorities
-from gear_loader.random import key
-from gear_loader.schema import Window
-from gear_loader.selection import Job, Selection, SnapshotSelection
-from gear_loader.selectors import SAMPLE_EPOCH, Draw, Selector, Uniform
-from gear_loader.slots import Array
-from gear_loader.table import Table
+from gear_loader.selection.base import Selection, SelectionContext
+from gear_loader.selection.prioritized import PrioritizedSelection, needs_priorities
+from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
+from gear_loader.selection.random import key
+from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Selector, Uniform
+from gear_loader.selection.snapshot_selection import SnapshotSelection
+from gear_loader.storage.schema import Window
+from gear_loader.storage.table import Table
+from gear_loader.utils.arrays import Array, outside_inference
+from gear_loader.utils.checks import at_least, check_device, device_of, integer
+from gear_loader.utils.notices import notice
 
 __all__ = ["ReplayDataset"]
 
@@ -284,7 +286,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
     # ---------------------------------------------------------------- shards
 
-    def _meet(self) -> Solo | None:
+    def _meet(self) -> SingleProcess | None:
         """What this dataset tells those of other ranks through."""
         if self.shards is None:
             return None
@@ -424,7 +426,7 @@ class ReplayDataset(IterableDataset[Batch]):
             self._end_together(self._exchange)
 
     @staticmethod
-    def _end_together(exchange: Solo) -> None:
+    def _end_together(exchange: SingleProcess) -> None:
         """Wait until all ranks have collected their last batch: none leaves before, and takes its rows along."""
         try:
             exchange.barrier()
@@ -490,14 +492,16 @@ class ReplayDataset(IterableDataset[Batch]):
     # ---------------------------------------------------------------- one batch
 
     def _fill(self, prefetcher: Prefetcher, buffers: Buffers, draw: Draw, frozen: Any) -> int:
-        """Draw a batch and gather it into `buffers`; `frozen` are the items of an epoch that is a pass over them."""
-        ticket = prefetcher.collector.new_ticket()
+        """One batch into `buffers`: its rows; `frozen` are the items of an epoch that is a pass over them."""
+        selection = self._selected()
+        ticket = selection.new_ticket()
         try:
-            _, count = self._selected().fill(prefetcher.collector, buffers, draw, frozen, ticket)
-            prefetcher.release(buffers, ticket)
-            return count
+            rows = selection.draw(draw, ticket, frozen)  # which rows, under the read ticket
+            prefetcher.collector.gather(buffers, rows)  # their windows
+            prefetcher.release(buffers, ticket)  # when the gather has finished, on a GPU
+            return len(rows)
         except BaseException:
-            prefetcher.abandon(buffers, ticket)
+            prefetcher.abandon(buffers, lambda: selection.undo(ticket), ticket)
             raise
 
     def _selected(self) -> Selection:
@@ -512,7 +516,7 @@ class ReplayDataset(IterableDataset[Batch]):
                 "child: its connections to other ranks are the parent's. Make Shards and dataset in the child, or "
                 "start it with spawn."
             )
-        job = Job(
+        job = SelectionContext(
             self.table,
             self.selector,
             self.anchor,
@@ -530,22 +534,22 @@ class ReplayDataset(IterableDataset[Batch]):
             elif not needs_priorities(self.selector):
                 self._selection = SnapshotSelection(job)
             elif self.shards is not None:
-                self._selection = LocalPrioritySelection(job, history=history)
+                self._selection = LocalPrioritizedSelection(job, history=history)
             elif (
                 self.device.type == "cuda"
                 and self.table.region.pin(self.device)
                 and not self._host_draws(job)
             ):
-                self._selection = DevicePrioritySelection(job, history=history, device=self.device)
+                self._selection = CudaPrioritizedSelection(job, history=history, device=self.device)
             else:
-                self._selection = PrioritySelection(job, history=history)
+                self._selection = PrioritizedSelection(job, history=history)
         return self._selection
 
     def _reach(self, shards: Shards) -> tuple[int, int] | None:
         """The steps that windows cover, where those who draw must know it."""
         return reach_of(self.windows) if shards.transport == "nixl" and shards.remote else None
 
-    def _host_draws(self, job: Job) -> bool:
+    def _host_draws(self, job: SelectionContext) -> bool:
         """Whether the host has to know, batch by batch, what was drawn or updated."""
         if not job.counts and self.table.rules.on_full != "evict_lowest_priority":
             return False
@@ -737,9 +741,9 @@ class ReplayDataset(IterableDataset[Batch]):
         collectors = [pool.collector for pool in self._pools.values()]
         return [collector for collector in collectors if isinstance(collector, ShardCollector)]
 
-    def _by_priority(self, what: str) -> PrioritySelection | GlobalSelection:
+    def _by_priority(self, what: str) -> PrioritizedSelection | GlobalSelection:
         selection = self._selected()
-        if not isinstance(selection, (PrioritySelection, GlobalSelection)) or not needs_priorities(
+        if not isinstance(selection, (PrioritizedSelection, GlobalSelection)) or not needs_priorities(
             self.selector
         ):
             raise SchemaError(
@@ -802,7 +806,7 @@ class ReplayDataset(IterableDataset[Batch]):
         }
         if self.shards is not None and self._everywhere:
             zero_copy = self.device.type == "cuda" and self.shards.pin(self.device)
-            kind = DeviceShardCollector if zero_copy else ShardCollector
+            kind = CudaShardCollector if zero_copy else ShardCollector
             return kind(self.shards, self.windows, **options)
         return Collector(self.table, self.windows, informs=self.sample_info, **options)
 
@@ -913,7 +917,7 @@ class ReplayDataset(IterableDataset[Batch]):
         epoch = at_least("epoch", epoch, least=0)
         self._shared[_EPOCH], self._shared[_BEFORE] = epoch, 0
         self._position, self._restart = (epoch, 0, 0), None
-        if isinstance(self._selection, (PrioritySelection, GlobalSelection)):
+        if isinstance(self._selection, (PrioritizedSelection, GlobalSelection)):
             self._selection.forget_pending()
 
     def state_dict(self) -> dict[str, Any]:

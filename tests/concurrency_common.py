@@ -32,11 +32,12 @@ import numpy as np
 import torch
 
 import gear_loader as gear
-from gear_loader import native
 from gear_loader.errors import StaleIndexError
-from gear_loader.index import Index
-from gear_loader.index_ops import INITIALIZED, READY, Array
-from gear_loader.slots import ranges
+from gear_loader.native import copying
+from gear_loader.storage.index import Index
+from gear_loader.storage.operations import INITIALIZED, READY
+from gear_loader.storage.recovery import ranges
+from gear_loader.utils.arrays import Array
 
 PATIENCE = 120.0  # seconds for what takes milliseconds: the machine may be busy with other things
 COLUMNS = {
@@ -614,7 +615,7 @@ def _count_rebuilds() -> Array:
 
 def _load_compiled() -> None:
     """Use every compiled loop once, so that children need not load them."""
-    assert native.require()
+    assert copying.require()
     with gear.Table.create(
         COLUMNS, max_steps=400, max_trajectories=40, block_steps=4, on_full="evict_oldest"
     ) as table:

@@ -22,11 +22,11 @@ import torch
 from table_common import COLUMNS, fresh_name, rows
 
 import gear_loader as gear
-from gear_loader import names
 from gear_loader.errors import GearError
-from gear_loader.index_ops import DIRTY
-from gear_loader.layout import Layout
-from gear_loader.region import region_path
+from gear_loader.storage import shared_memory
+from gear_loader.storage.layout import Layout
+from gear_loader.storage.operations import DIRTY
+from gear_loader.storage.region import region_path
 
 PATIENCE = 60.0
 """Seconds for one table: it takes a small part of a second on a quiet machine."""
@@ -239,7 +239,7 @@ def storm(count: int, first: int = 0) -> dict[str, list[Case]]:
     return dict(found)
 
 
-assert names.PREFIX  # the files' names begin with it: conftest sees what a test leaves
+assert shared_memory.PREFIX  # the files' names begin with it: conftest sees what a test leaves
 
 if __name__ == "__main__":
     main()

@@ -29,8 +29,8 @@ import numpy as np
 import torch
 
 import gear_loader as gear
-from gear_loader import lock
-from gear_loader.index_ops import PID, READING, WRITING
+from gear_loader.storage import lock
+from gear_loader.storage.operations import PID, READING, WRITING
 
 FILES = (str(Path(gear.__file__).parent), contextlib.__file__)
 SCHEMA = {"x": gear.Column(torch.float32, (4,))}

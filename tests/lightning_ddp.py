@@ -23,8 +23,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 
 import gear_loader as gear
-from gear_loader import monitor
 from gear_loader.distributed import Shards
+from gear_loader.lightning import monitor
 
 COUNTS = [30, 12]
 BATCHES, EPOCHS, ROWS = 5, 2, 16  # batches of an epoch, rows of a batch on all ranks together

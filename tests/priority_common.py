@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from gear_loader import native_tree
 from gear_loader.kernels import priority_reference as reference
 from gear_loader.kernels.sum_tree import FANOUT, NOWHERE, SumTree
-from gear_loader.priority_tree import HostTree
+from gear_loader.native import sum_tree
+from gear_loader.selection.tree import PriorityTree
 
 Array = np.ndarray[Any, Any]
 
@@ -69,9 +69,9 @@ def copy_of(tree: SumTree) -> SumTree:
     return other
 
 
-def host_of(leaves: Array) -> HostTree:
+def host_of(leaves: Array) -> PriorityTree:
     """A tree on the host with these leaves."""
-    tree = HostTree(len(leaves))
+    tree = PriorityTree(len(leaves))
     tree.leaves[: len(leaves)] = leaves
     tree.build()
     return tree
@@ -117,11 +117,11 @@ def counters(key: int, step: int) -> torch.Tensor:
 # ---------------------------------------------------------------- going down by given uniforms
 
 
-def descend(tree: HostTree, us: Array) -> Array:
+def descend(tree: PriorityTree, us: Array) -> Array:
     """Items that the compiled loop chooses for the uniforms us[level], float64 [depth + 1, n]."""
     count = us.shape[1]
     nodes = np.full(count, 1 << 40, dtype=np.uint64)
-    native_tree._descend(
+    sum_tree._descend(
         tree.leaves, tree._sums, tree._offsets, us, nodes, np.empty(count), np.full(2048, np.nan)
     )
     return nodes.astype(np.int64)

@@ -1,4 +1,4 @@
-"""The command line, and what makes a region one in use: `gear_loader.cli` and `gear_loader.names`."""
+"""The command line, and what makes a region one in use: `gear_loader.cli` and `gear_loader.storage.shared_memory`."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from table_common import COLUMNS, fresh_name, named, numbers_of, rows
 from typer.testing import CliRunner
 
 import gear_loader as gear
-from gear_loader import names, region
 from gear_loader.cli import app
 from gear_loader.errors import RegionError
-from gear_loader.index_ops import DIRTY
-from gear_loader.layout import FORMAT_VERSION
-from gear_loader.names import region_path
+from gear_loader.storage import region, shared_memory
+from gear_loader.storage.layout import FORMAT_VERSION
+from gear_loader.storage.operations import DIRTY
+from gear_loader.storage.shared_memory import region_path
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -54,9 +54,9 @@ PATIENCE = 60.0  # seconds for what takes milliseconds
 @pytest.fixture
 def shelf(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A directory of one test alone; forked children have it too."""
-    directory = Path(tempfile.mkdtemp(prefix="gear-loader-test.", dir=names.DIRECTORY))
+    directory = Path(tempfile.mkdtemp(prefix="gear-loader-test.", dir=shared_memory.DIRECTORY))
     directory.chmod(0o1777)
-    monkeypatch.setattr(names, "DIRECTORY", str(directory))
+    monkeypatch.setattr(shared_memory, "DIRECTORY", str(directory))
     yield directory
     gc.collect()
     shutil.rmtree(directory)
@@ -260,7 +260,7 @@ def test_neither_command_drops_a_lock_of_this_process(shelf: Path) -> None:
             assert listed()["mine"]["in_use"]
             assert run("rm", "mine")[0] == 1
             assert run("rm", "--all")[0] == 0
-            assert names.in_use(region_path("mine"))
+            assert shared_memory.in_use(region_path("mine"))
             with child(attempt) as other:
                 assert other.hear() == "refused"
         assert numbers_of(table) == []
@@ -270,11 +270,11 @@ def test_neither_command_drops_a_lock_of_this_process(shelf: Path) -> None:
 def test_closing_a_table_while_this_process_looks_at_another_unmaps_it(shelf: Path) -> None:
     path = leave("other")
     table = gear.Table.create(COLUMNS, max_steps=20, max_trajectories=2, name="closed")
-    with names.opened(str(path)):
+    with shared_memory.opened(str(path)):
         table.close()
-        assert table.region._mapping.key in names.descriptors
-    assert table.region._mapping.key not in names.descriptors
-    assert not names.in_use(region_path("closed"))
+        assert table.region._mapping.key in shared_memory.descriptors
+    assert table.region._mapping.key not in shared_memory.descriptors
+    assert not shared_memory.in_use(region_path("closed"))
 
 
 # Files that are no tables ----------------------------------------------------------------------------
@@ -330,12 +330,13 @@ def test_all_removes_damaged_tables_and_spares_what_never_was_one(shelf: Path, k
     path.write_bytes(data := DAMAGE[kind][0](path.read_bytes()))
     code, text = run("rm", "--all")
     assert code == 0
-    if data.startswith(names.MAGIC):
+    if data.startswith(shared_memory.MAGIC):
         assert text.startswith("Removed bad (")
         assert not path.exists()
     else:
         assert text == (
-            f"Left bad: {path} does not begin as a table does: {data[:8]!r} was found, expected {names.MAGIC!r}. "
+            f"Left bad: {path} does not begin as a table does: {data[:8]!r} was found, expected "
+            f"{shared_memory.MAGIC!r}. "
             "If nobody needs it, remove it by its name: gear-loader rm bad\n"
         )
         assert path.read_bytes() == data
@@ -345,7 +346,7 @@ def _with_header(path: Path, fields: Any) -> None:
     """Give a table's file another header, with sizes and a checksum that fit as far as they can."""
     body = fields if isinstance(fields, bytes) else json.dumps(fields, separators=(",", ":")).encode()
     data = path.read_bytes()
-    head = struct.pack("<8sIIQ", names.MAGIC, FORMAT_VERSION, len(body), len(data))
+    head = struct.pack("<8sIIQ", shared_memory.MAGIC, FORMAT_VERSION, len(body), len(data))
     head = (head + struct.pack("<I", zlib.crc32(head + body))).ljust(64, b"\0") + body
     path.write_bytes(head.ljust(len(data), b"\0") if len(head) < len(data) else head)
 
@@ -496,7 +497,7 @@ def test_what_is_no_file_is_listed_and_left(
     else:
         path.symlink_to(target)
         if kind == "link":
-            target.write_bytes(names.MAGIC)
+            target.write_bytes(shared_memory.MAGIC)
     with server:
         assert listed()["odd"]["problem"] == "It is not a regular file, and so no table."
         assert run("ls")[0] == 0
@@ -504,7 +505,7 @@ def test_what_is_no_file_is_listed_and_left(
         assert run("rm", "odd") == (1, problem)
         assert run("rm", "--all") == (0, f"Left odd: {problem}")
     assert os.path.lexists(path)
-    assert kind != "link" or target.read_bytes() == names.MAGIC
+    assert kind != "link" or target.read_bytes() == shared_memory.MAGIC
 
 
 @pytest.mark.parametrize(
@@ -521,7 +522,7 @@ def test_what_is_no_file_is_listed_and_left(
     ],
 )
 def test_names_that_no_table_can_have(shelf: Path, name: str) -> None:
-    path = shelf / f"{names.PREFIX}{name}"
+    path = shelf / f"{shared_memory.PREFIX}{name}"
     path.write_bytes(b"x")
     assert list(listed()) == [name]
     code, text = run("ls")
@@ -641,7 +642,7 @@ def test_a_forked_child_that_closes_the_table_does_not_free_it(shelf: Path) -> N
 
         def close(pipe: Any) -> None:
             table.close()
-            pipe.send(names.in_use(region_path("family")))
+            pipe.send(shared_memory.in_use(region_path("family")))
 
         with child(close) as other:
             assert other.hear() is True
@@ -668,7 +669,7 @@ def test_a_view_that_outlives_its_table_is_a_use(shelf: Path) -> None:
 
 LOOK = """
 import sys
-from gear_loader import names
+from gear_loader.storage import shared_memory
 names.DIRECTORY, name = sys.argv[1:]
 print("in use" if names.in_use(names.region_path(name)) else "left over")
 """
@@ -736,7 +737,7 @@ def test_a_mapping_without_a_lock_is_a_use(shelf: Path) -> None:
     """As older versions have it."""
     path = leave("old")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
-        assert not names.in_use(str(path))
+        assert not shared_memory.in_use(str(path))
         assert listed()["old"]["in_use"]
         assert f" is in use by process {os.getpid()} (" in run("rm", "old")[1]
     assert run("rm", "old")[0] == 0
@@ -744,7 +745,7 @@ def test_a_mapping_without_a_lock_is_a_use(shelf: Path) -> None:
 
 def test_a_user_that_cannot_be_seen(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In another container, or another user's."""
-    monkeypatch.setattr(names, "users", lambda keys: {key: [] for key in keys})
+    monkeypatch.setattr(shared_memory, "users", lambda keys: {key: [] for key in keys})
     with gear.Table.create(COLUMNS, max_steps=20, max_trajectories=2, name="far"):
         entry = listed()["far"]
         assert (entry["in_use"], entry["processes"]) == (True, [])
@@ -761,7 +762,7 @@ def test_unlink_takes_the_name_of_a_table_in_use(shelf: Path) -> None:
 
 
 def test_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(names, "DIRECTORY", "/nowhere/at/all")
+    monkeypatch.setattr(shared_memory, "DIRECTORY", "/nowhere/at/all")
     for words in (["ls"], ["rm", "--all"]):
         code, text = run(*words)
         assert code == 1
@@ -852,7 +853,7 @@ def test_a_file_that_takes_the_place_of_the_one_opened(
         genuine(fd, how)
 
     # The creation inside takes the guard too.
-    monkeypatch.setattr(names, "guarded", contextlib.nullcontext)
+    monkeypatch.setattr(shared_memory, "guarded", contextlib.nullcontext)
     monkeypatch.setattr(region, "guarded", contextlib.nullcontext)
     monkeypatch.setattr(fcntl, "flock", replace)
     with contextlib.ExitStack() as stack:
@@ -911,7 +912,7 @@ def test_attach_races_with_rm(shelf: Path) -> None:
         while (name := pipe.recv()) is not None:
             time.sleep(rng.uniform(0, 1e-3))
             try:
-                names.remove(name, anything=True)
+                shared_memory.remove(name, anything=True)
                 pipe.send(True)
             except RegionError as error:
                 pipe.send(not str(error).startswith(f"Table {name!r} is in use by ") and repr(error))
@@ -921,7 +922,7 @@ def test_attach_races_with_rm(shelf: Path) -> None:
         for i in range(rounds):
             path = leave(f"race.{i}", 1)
             for each in (user, another, remover):
-                each.pipe.send(path.name[len(names.PREFIX) :])
+                each.pipe.send(path.name[len(shared_memory.PREFIX) :])
             removed = _yes(remover.hear())
             attached = [each for each in (user, another) if _yes(each.hear())]
             for each in attached:
@@ -957,7 +958,7 @@ def test_the_program_that_is_installed() -> None:
 
 def test_a_region_begins_with_the_magic() -> None:
     with named() as table:
-        assert table.region.layout.preamble().startswith(names.MAGIC)
+        assert table.region.layout.preamble().startswith(shared_memory.MAGIC)
 
 
 def test_help() -> None:

@@ -36,8 +36,8 @@ from dataset_common import (
 from torch.utils.data import DataLoader
 
 import gear_loader as gear
+from gear_loader.collection.prefetch import Prefetcher
 from gear_loader.errors import SchemaError, TableClosedError, TableEmptyError
-from gear_loader.prefetch import Prefetcher
 
 WINDOW = gear.Window(length=6, offset=-3)
 STEPS = sum(LENGTHS)

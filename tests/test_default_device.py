@@ -154,7 +154,7 @@ def test_tables_work_whatever_the_default_device(tmp_path: Path) -> None:
 
 def test_a_datamodule_works_whatever_the_default_device(table: gear.Table) -> None:
     pytest.importorskip("lightning")
-    from gear_loader.datamodule import ReplayDataModule
+    from gear_loader.lightning.datamodule import ReplayDataModule
 
     torch.set_default_device("meta")
     try:

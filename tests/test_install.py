@@ -14,8 +14,9 @@ from table_common import named
 from transport_common import SECRET
 
 import gear_loader
-from gear_loader.transport import doctor, start_server
-from gear_loader.transport.child import child_command
+from gear_loader import doctor
+from gear_loader.transport import start_server
+from gear_loader.transport.child_process import child_command
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("gear_loader", "triton_kernels", "benchmarks", "pyproject.toml", "README.md", "LICENSE")

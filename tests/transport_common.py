@@ -16,8 +16,9 @@ import torch
 from table_common import bits
 
 import gear_loader as gear
-from gear_loader.collector import Collector, Drawn
-from gear_loader.schema import Window
+from gear_loader.collection.collector import Collector
+from gear_loader.storage.rows import SelectedRows
+from gear_loader.storage.schema import Window
 from gear_loader.transport import Limits, Peer, Server, WindowSpec
 from gear_loader.transport.channel import Address
 from gear_loader.transport.handshake import introduce
@@ -89,7 +90,7 @@ class Raw:
 
     def introduce(self, secret: bytes) -> None:
         """The handshake, by a coroutine of its own loop on the same socket."""
-        from gear_loader.transport.socket_channel import SocketChannel
+        from gear_loader.transport.socket import SocketChannel
 
         async def work() -> None:
             channel = SocketChannel(self.socket)
@@ -180,7 +181,7 @@ def expected(
         safe[list(gone)] = slots[there[0]]
     batch = {}
     if there:
-        collector.collect(buffers, Drawn(safe, anchors, generations))
+        collector.gather(buffers, SelectedRows(safe, anchors, generations))
         batch = buffers.rows(n)
     found = {}
     masks: dict[Window, str] = {}

@@ -51,7 +51,7 @@ class Index:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Which blocks the trajectories have that the tree knows; all on the device. See `gear_loader.item_map.ItemMap`.
+    """Which blocks the trajectories have that the tree knows; all on the device. See `selection.item_map`.
 
     Attributes:
         owner, number: int32 [num_blocks]: the slot that a block's steps are drawn for, -1 for none, and which of the

@@ -328,7 +328,7 @@ class PlacePlan:
         return sum(-(-count * out.shape[1] // LINE) * LINE for out in self.outs)
 
     def pieces(self, staging: torch.Tensor, count: int) -> torch.Tensor:
-        """int64 [P, 3] on the CPU: what `gear_loader.native.place` takes to place so many rows."""
+        """int64 [P, 3] on the CPU: what `gear_loader.native.copying.place` takes to place so many rows."""
         first = staging.data_ptr()
         return torch.tensor(
             [

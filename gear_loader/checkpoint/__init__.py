@@ -24,7 +24,7 @@ Checkpoints of several tables, one a rank, are described in `.shards`.
 
 from __future__ import annotations
 
-from gear_loader.checkpoint.reading import load
-from gear_loader.checkpoint.writing import save
+from gear_loader.checkpoint.loading import load
+from gear_loader.checkpoint.saving import save
 
 __all__ = ["load", "save"]

@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from gear_loader import native
 from gear_loader.checkpoint.directory import REMEDY, Directory, named
 from gear_loader.checkpoint.manifest import FileRecord
 from gear_loader.errors import CheckpointError
 from gear_loader.kernels.plan import BASE, BLOCKS, LENGTH, OUT, STEP_BYTES, WIDTH
-from gear_loader.slots import Array
+from gear_loader.native import copying
+from gear_loader.utils.arrays import Array
 
 __all__ = [
     "Pipeline",
@@ -99,7 +99,7 @@ def copy_pieces(targets: Array, sources: Array, counts: Array) -> None:
     """
     if len(counts) == 0:
         return
-    if not native.require():
+    if not copying.require():
         for target, source, count in zip(targets.tolist(), sources.tolist(), counts.tolist(), strict=True):
             ctypes.memmove(target, source, count)
         return
@@ -108,7 +108,7 @@ def copy_pieces(targets: Array, sources: Array, counts: Array) -> None:
     columns[:, STEP_BYTES], columns[:, BLOCKS] = 1, 1
     steps = int(counts.max())
     extent = np.array([[steps, 0]], dtype=np.int64)
-    native.gather(columns, _ZERO, _ZERO, extent, _ZERO_ID, steps, 0, 1)
+    copying.gather(columns, _ZERO, _ZERO, extent, _ZERO_ID, steps, 0, 1)
 
 
 # Files -----------------------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ import xxhash
 
 from gear_loader.checkpoint.directory import REMEDY, Directory, open_to_load
 from gear_loader.errors import CheckpointError, SchemaError
-from gear_loader.ids import LARGEST_ORIGIN
-from gear_loader.rules import Rules
-from gear_loader.schema import Schema
+from gear_loader.storage.ids import LARGEST_ORIGIN
+from gear_loader.storage.rules import Rules
+from gear_loader.storage.schema import Schema
 
 __all__ = [
     "CHUNK_BYTES",

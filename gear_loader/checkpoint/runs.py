@@ -11,7 +11,7 @@ from gear_loader.checkpoint.directory import REMEDY, Directory
 from gear_loader.checkpoint.files import check_size, read_piece, read_through
 from gear_loader.checkpoint.manifest import FileRecord
 from gear_loader.errors import CheckpointError
-from gear_loader.slots import Array
+from gear_loader.storage.recovery import Array
 
 __all__ = ["read_runs"]
 

@@ -1,6 +1,6 @@
 """Checkpoints of a job's tables, one a rank: saved with so many ranks, loaded with as many or with others.
 
-`gear_loader.checkpoint.shards` says what lies in the directory, which all ranks have to see.
+`gear_loader.checkpoint.sharded` says what lies in the directory, which all ranks have to see.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 
 from gear_loader.checkpoint.directory import Directory
+from gear_loader.checkpoint.loading import fill
 from gear_loader.checkpoint.manifest import SHARDS_NAME
-from gear_loader.checkpoint.reading import fill
-from gear_loader.checkpoint.shards import (
+from gear_loader.checkpoint.saving import descended, identity, locked, remove_checkpoint, reporting
+from gear_loader.checkpoint.saving import save_into as save_table
+from gear_loader.checkpoint.sharded import (
     Shard,
     ShardsManifest,
     check_shard_links,
@@ -32,15 +34,13 @@ from gear_loader.checkpoint.shards import (
     sweep_saves,
     write_shards,
 )
-from gear_loader.checkpoint.shares import dealt_share, own_share
-from gear_loader.checkpoint.writing import descended, identity, locked, remove_checkpoint, reporting
-from gear_loader.checkpoint.writing import save_into as save_table
+from gear_loader.checkpoint.sharded_loading import dealt_share, own_share
 from gear_loader.errors import CheckpointError, RankError, SchemaError
-from gear_loader.ids import LARGEST_ORIGIN
-from gear_loader.notice import notice
-from gear_loader.rules import OnFull
-from gear_loader.schema import Column, Schema
-from gear_loader.table import Table
+from gear_loader.storage.ids import LARGEST_ORIGIN
+from gear_loader.storage.rules import OnFull
+from gear_loader.storage.schema import Column, Schema
+from gear_loader.storage.table import Table
+from gear_loader.utils.notices import notice
 
 __all__ = ["Agree", "load", "save"]
 

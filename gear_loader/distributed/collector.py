@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gear_loader import crew, native
-from gear_loader.collector import Batch, Buffers, Collector, copy_batch
+from gear_loader.collection.collector import Batch, Buffers, Collector, copy_batch
 from gear_loader.distributed.remote import Part, RemoteShard, Staging
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import (
@@ -24,18 +23,28 @@ from gear_loader.errors import (
 )
 from gear_loader.kernels import reference
 from gear_loader.kernels.plan import GatherPlan, PlacePlan
-from gear_loader.native_tree import READY
-from gear_loader.schema import Window
-from gear_loader.slots import Array
-from gear_loader.table import Table, Ticket
+from gear_loader.native import copying, threads
+from gear_loader.native.sum_tree import READY
+from gear_loader.storage.schema import Window
+from gear_loader.storage.table import Table, Ticket
 from gear_loader.transport.spec import Piece, WindowSpec
+from gear_loader.utils.arrays import Array
 
-__all__ = ["NAMES", "ShardBuffers", "ShardCollector", "ShardRows"]
+__all__ = ["NAMES", "ReadTickets", "ShardBuffers", "ShardCollector", "ShardRows"]
 
 NAMES = ("index", "anchor", "generation", "shard")
 """Keys of a batch that tell what its rows are."""
 _TURNS = 8
 _PAUSE = 0.05  # seconds before what was lost is asked for again
+
+
+class ReadTickets(dict[int, Ticket]):
+    """Shard -> read ticket: those under which the rows of one batch are read."""
+
+    def end(self) -> None:
+        """Release all of them; idempotent. Takes no lock."""
+        for ticket in self.values():
+            ticket.end()
 
 
 @dataclasses.dataclass
@@ -49,6 +58,7 @@ class ShardRows:
         spare: records of so many other rows of this rank's own shard, and its number; the second argument tells how
             often it has been asked. None if there is none to be had here.
         names: what batches call the rows, where that is not as `records` do: "slot" and "generation", [n].
+        tickets: those that the collector takes.
     """
 
     shards: Array
@@ -56,6 +66,7 @@ class ShardRows:
     weigh: Callable[[Array], Array] | None
     spare: Callable[[int, int], tuple[Array, int]] | None
     names: Array | None = None
+    tickets: ReadTickets = dataclasses.field(default_factory=ReadTickets)
 
     def __len__(self) -> int:
         return len(self.shards)
@@ -119,34 +130,18 @@ class ShardCollector(Collector):
 
     # ---------------------------------------------------------------- collecting
 
-    def new_ticket(self) -> dict[int, Ticket]:
-        """See `Collector.new_ticket`: shard -> ticket under which it is read."""
-        return {}
+    def gather(self, buffers: Buffers, rows: ShardRows) -> None:
+        """Fill the first rows of `buffers`; see `Collector.gather`.
 
-    def collect_rows(
-        self, buffers: Buffers, rows: ShardRows, tickets: dict[int, Ticket] | None = None
-    ) -> dict[int, Ticket]:
-        """Fill the first rows of `buffers`.
-
-        Args:
-            tickets: from `new_ticket`, or None.
-
-        Returns:
-            Shard -> ticket under which it is read: for `end_read`, when the gather has finished.
+        Takes `rows.tickets`, one for each shard of this node that is read; the caller releases them.
 
         Raises:
-            TransportError: a shard of another node did not answer, and rows are not to be drawn anew.
+            TransportError: a shard of another node did not answer, and rows are not to be drawn once more.
             StaleIndexError, TableEmptyError: rows were gone, and no others can be had.
         """
         assert isinstance(buffers, ShardBuffers)
-        tickets = {} if tickets is None else tickets
-        try:
-            with self._filling(buffers):
-                self._collect_rows(buffers, rows, tickets)
-        except BaseException:
-            self.end_read(tickets)
-            raise
-        return tickets
+        with self._filling(buffers):
+            self._gather_all(buffers, rows)
 
     @contextlib.contextmanager
     def _filling(self, buffers: ShardBuffers) -> Iterator[None]:
@@ -163,7 +158,8 @@ class ShardCollector(Collector):
         copy_batch(buffers.batch, gpu.staging.batch)
         gpu.filled.record()
 
-    def _collect_rows(self, buffers: ShardBuffers, rows: ShardRows, tickets: dict[int, Ticket]) -> None:
+    def _gather_all(self, buffers: ShardBuffers, rows: ShardRows) -> None:
+        tickets = rows.tickets
         if buffers.gpu is not None and isinstance(buffers.gpu.staging, ShardBuffers):
             buffers = buffers.gpu.staging
         parts: list[tuple[int, Part]] = []
@@ -180,13 +176,13 @@ class ShardCollector(Collector):
                 started = source.start(self.windows, which, rows.records[which], self._staging)
                 parts += [(shard, part) for part in started]
         # Rows of this node, while the others are under way.
-        self._gather(buffers, rows, self._alive(rows, _joined(near), tickets))
+        self._gather_near(buffers, rows, self._alive(rows, _joined(near), tickets))
         left = _joined([*missing, self._place(buffers, parts)])
         if len(left):
-            self._gather(buffers, rows, self._instead(rows, left, tickets))
+            self._gather_near(buffers, rows, self._instead(rows, left, tickets))
         self._write_names(buffers, rows)
 
-    def _alive(self, rows: ShardRows, which: Array, tickets: dict[int, Ticket]) -> Array:
+    def _alive(self, rows: ShardRows, which: Array, tickets: ReadTickets) -> Array:
         """Take tickets for rows of this node's shards; those that are gone get others in their place."""
         gone = [
             mine[~self._check(shard, rows.records[mine], tickets)]
@@ -197,7 +193,7 @@ class ShardCollector(Collector):
             self._instead(rows, missing, tickets)
         return which
 
-    def _check(self, shard: int, records: Array, tickets: dict[int, Ticket]) -> Array:
+    def _check(self, shard: int, records: Array, tickets: ReadTickets) -> Array:
         """Whether rows of a shard of this node are there: bool [n]. They stay until the ticket is given back."""
         table = self._table(shard)
         if shard not in tickets:
@@ -213,7 +209,7 @@ class ShardCollector(Collector):
         assert table is not None
         return table
 
-    def _instead(self, rows: ShardRows, which: Array, tickets: dict[int, Ticket]) -> Array:
+    def _instead(self, rows: ShardRows, which: Array, tickets: ReadTickets) -> Array:
         """Rows of this rank's own shard in place of some that cannot be had; which they are, int64 [n]."""
         if rows.spare is None:
             raise StaleIndexError(
@@ -243,14 +239,14 @@ class ShardCollector(Collector):
         for shard in np.unique(rows.shards[which]).tolist():
             yield shard, which[rows.shards[which] == shard]
 
-    def _gather(self, buffers: ShardBuffers, rows: ShardRows, which: Array) -> None:
+    def _gather_near(self, buffers: ShardBuffers, rows: ShardRows, which: Array) -> None:
         for shard, mine in self._by_shard(rows, which):
             records = rows.records[mine]
             table, plan = self._table(shard), self._plan(buffers, shard)
             slots, anchors = (np.ascontiguousarray(records[name]) for name in ("slot", "step"))
             extent, block_ids = table.index_arrays()
-            if native.require():
-                bad = crew.gather(
+            if copying.require():
+                bad = threads.gather(
                     plan.table.numpy(),
                     slots,
                     anchors,
@@ -304,8 +300,8 @@ class ShardCollector(Collector):
     def _place_part(self, buffers: ShardBuffers, part: Part) -> None:
         """Put a part in its place, and see to it that its memory is given back."""
         plan = self._place_plan(buffers)
-        if native.require():
-            native.place(plan.pieces(part.memory, len(part.rows)).numpy(), part.rows)
+        if copying.require():
+            copying.place(plan.pieces(part.memory, len(part.rows)).numpy(), part.rows)
         else:
             reference.place(plan, part.memory, torch.from_numpy(part.rows))
         self._staging.give(part.memory)
@@ -346,11 +342,6 @@ class ShardCollector(Collector):
             names[key].numpy()[:count] = values
         if rows.weigh is not None and weights is not None:
             weights.numpy()[:count] = rows.weigh(records["leaf"])
-
-    def end_read(self, tickets: Any) -> None:
-        """See `Collector.end_read`: of all the shards that were read."""
-        for ticket in tickets.values():
-            ticket.end()
 
 
 def _joined(parts: list[Array]) -> Array:

@@ -9,13 +9,13 @@ from typing import Any
 import torch.distributed as dist
 
 from gear_loader.distributed import checkpoint
-from gear_loader.distributed.exchange import Exchange, Solo
+from gear_loader.distributed.exchange import Exchange, SingleProcess
 from gear_loader.distributed.shards import Shards
 from gear_loader.distributed.topology import Place, places_of
 from gear_loader.errors import SchemaError
-from gear_loader.rules import OnFull
-from gear_loader.schema import Column
-from gear_loader.table import Table
+from gear_loader.storage.rules import OnFull
+from gear_loader.storage.schema import Column
+from gear_loader.storage.table import Table
 
 __all__ = ["load", "save"]
 
@@ -23,7 +23,7 @@ __all__ = ["load", "save"]
 class _Stage:
     """The ranks of one pipeline stage, among which a checkpoint is agreed on."""
 
-    def __init__(self, exchange: Solo, places: list[Place]) -> None:
+    def __init__(self, exchange: SingleProcess, places: list[Place]) -> None:
         self._exchange = exchange
         self.place = places[exchange.rank]
         members = [rank for rank, place in enumerate(places) if place.stage == self.place.stage]

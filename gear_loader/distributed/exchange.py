@@ -18,13 +18,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from gear_loader.distributed.failure_search import Search
 from gear_loader.distributed.liveness import Liveness, SilentStoreError, pause
-from gear_loader.distributed.search import Search
 from gear_loader.distributed.topology import check_alike
 from gear_loader.errors import RankError
-from gear_loader.slots import Array
+from gear_loader.utils.arrays import Array
 
-__all__ = ["Exchange", "Solo"]
+__all__ = ["Exchange", "SingleProcess"]
 
 _HEAD = struct.Struct("<qi244s")  # number of the exchange; whether the sender has failed; why
 _OK, _FAILED = 0, 1
@@ -34,7 +34,7 @@ _MADE: dict[tuple[int, ...], int] = {}  # exchanges of these ranks so far
 _logger = logging.getLogger("gear_loader")
 
 
-class Solo:
+class SingleProcess:
     """The exchange of a process that is alone.
 
     Attributes:
@@ -108,7 +108,7 @@ class Solo:
 _NOTES: dict[str, str] = {}
 
 
-class Exchange(Solo):
+class Exchange(SingleProcess):
     """The exchange of the ranks of a process group, over one of its own, so that it does not mix with training's.
 
     Every rank makes it and calls its methods in the same order. Messages lie in host memory, so the group's backend is
@@ -222,7 +222,7 @@ class Exchange(Solo):
     def swap(
         self, parts: Sequence[Array], sizes: Sequence[int], failure: BaseException | None = None
     ) -> list[Array]:
-        """See `Solo.swap`."""
+        """See `SingleProcess.swap`."""
         head = np.frombuffer(_head(self._number, failure), dtype=np.uint8)
         self._number += 1
         sent = torch.from_numpy(np.concatenate([piece for part in parts for piece in (head, part)]))
@@ -255,12 +255,12 @@ class Exchange(Solo):
                 raise self._broken
 
     def share(self, data: Mapping[str, Any]) -> list[Any]:
-        """See `Solo.share`."""
+        """See `SingleProcess.share`."""
         parts = self.share_array(np.frombuffer(json.dumps(data).encode(), dtype=np.uint8))
         return [json.loads(part.tobytes()) for part in parts]
 
     def share_array(self, values: Array) -> list[Array]:
-        """See `Solo.share_array`."""
+        """See `SingleProcess.share_array`."""
         self._line_up("what it has")
         mine = np.ascontiguousarray(values)
         count = torch.tensor([mine.nbytes], device="cpu")
@@ -278,14 +278,14 @@ class Exchange(Solo):
         ]
 
     def barrier(self) -> None:
-        """See `Solo.barrier`."""
+        """See `SingleProcess.barrier`."""
         if self._liveness is None:
             self.share({})
         else:
             self._line_up("that it is here")
 
     def compare(self, what: str, options: Mapping[str, Any]) -> None:
-        """See `Solo.compare`."""
+        """See `SingleProcess.compare`."""
         self._line_up("its options")
         text = json.dumps(options, sort_keys=True)
         digest = hashlib.sha256(text.encode()).digest()
@@ -297,7 +297,7 @@ class Exchange(Solo):
         check_alike(what, self.share(options), self.ranks)
 
     def part(self, *, wait: bool) -> None:
-        """See `Solo.part`."""
+        """See `SingleProcess.part`."""
         if self._liveness is None or self._broken is not None or self._liveness.failed:
             return
         liveness, key = self._liveness, f"{self._prefix}/parted"
@@ -330,12 +330,12 @@ class Exchange(Solo):
     # ---------------------------------------------------------------- notes
 
     def put(self, key: str, value: str) -> None:
-        """See `Solo.put`."""
+        """See `SingleProcess.put`."""
         if self._liveness is not None:
             self._liveness.write(f"{self._prefix}/{key}", value)
 
     def get(self, key: str) -> str | None:
-        """See `Solo.get`; None also if the store does not answer."""
+        """See `SingleProcess.get`; None also if the store does not answer."""
         if self._liveness is not None:
             with contextlib.suppress(Exception):
                 return self._liveness.read(f"{self._prefix}/{key}")
@@ -420,7 +420,7 @@ class Exchange(Solo):
         return f"Rank {numbers[0]}" if len(numbers) == 1 else f"Ranks {', '.join(numbers)}"
 
     def close(self) -> None:
-        """See `Solo.close`."""
+        """See `SingleProcess.close`."""
         group, self._group = self._group, None
         self._broken = RankError("The exchange between the ranks was closed.")
         if group is not None and dist.is_initialized():

@@ -10,28 +10,28 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from gear_loader.collector import Buffers, Collector, resolve
+from gear_loader.collection.collector import resolve
 from gear_loader.distributed import state
-from gear_loader.distributed.collector import ShardCollector, ShardRows
-from gear_loader.distributed.copies import brought_ids
-from gear_loader.distributed.courier import Courier
-from gear_loader.distributed.drawing import Merge, PassView, by_mass, merged, merges, nothing, scattered
-from gear_loader.distributed.engine import PriorityEngine, SnapshotEngine, records_of
-from gear_loader.distributed.exchange import Solo
+from gear_loader.distributed.batch_exchange import BatchExchange
+from gear_loader.distributed.collector import ReadTickets, ShardRows
+from gear_loader.distributed.duplicates import brought_ids
+from gear_loader.distributed.exchange import SingleProcess
 from gear_loader.distributed.id_map import IdMap
-from gear_loader.distributed.post import as_bytes
+from gear_loader.distributed.merging import Merge, PassView, by_mass, merged, merges, nothing, scattered
+from gear_loader.distributed.messages import as_bytes
 from gear_loader.distributed.rebalance import Rebalance
 from gear_loader.distributed.records import NAME, PUBLISHED
+from gear_loader.distributed.shard_sampler import PrioritizedShardSampler, SnapshotShardSampler, records_of
 from gear_loader.distributed.shards import Shards
 from gear_loader.distributed.state import Remembered
 from gear_loader.distributed.updates import Updates
 from gear_loader.errors import PriorityError, SchemaError, StaleIndexError, TableEmptyError
-from gear_loader.index import Snapshot
-from gear_loader.priorities import needs_priorities
-from gear_loader.selection import Job, Selection
-from gear_loader.selectors import SAMPLE_EPOCH, Draw, Fifo, Prioritized
-from gear_loader.slots import Array
-from gear_loader.table import Table
+from gear_loader.selection.base import Selection, SelectionContext
+from gear_loader.selection.prioritized import needs_priorities
+from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Fifo, Prioritized
+from gear_loader.storage.index import Snapshot
+from gear_loader.storage.table import Table
+from gear_loader.utils.arrays import Array
 
 __all__ = ["GlobalSelection"]
 
@@ -40,7 +40,7 @@ _logger = logging.getLogger("gear_loader")
 _MOST_BROUGHT = 10_000_000  # trajectories that have moved, up to which the first look lists their ids
 _MORE = 32  # candidates that a shard brings beyond what is expected of it
 _ROUNDS = 8  # in which rows are drawn once more, because their shard was emptied
-_EMPTIED = 1 << 5  # turns of `Engine.spare` from here on are for such rows
+_EMPTIED = 1 << 5  # turns of `ShardSampler.spare` from here on are for such rows
 
 
 class GlobalSelection(Selection):
@@ -50,7 +50,7 @@ class GlobalSelection(Selection):
     rows, and what each shard has to offer for the next batch. So a batch is drawn from what there was at the exchange
     before, and new priorities that are given before batch n is drawn are known from batch n + 2 on.
 
-    All ranks call `look`, `fill`, `state_dict` and `load_state_dict` alike.
+    All ranks call `look`, `draw`, `state_dict` and `load_state_dict` alike.
 
     Args:
         job: of the selector; its table is this rank's.
@@ -62,7 +62,13 @@ class GlobalSelection(Selection):
     """
 
     def __init__(
-        self, job: Job, shards: Shards, exchange: Solo, *, history: int, reach: tuple[int, int] | None
+        self,
+        job: SelectionContext,
+        shards: Shards,
+        exchange: SingleProcess,
+        *,
+        history: int,
+        reach: tuple[int, int] | None,
     ) -> None:
         super().__init__(job)
         self.shards = shards
@@ -83,7 +89,7 @@ class GlobalSelection(Selection):
         if reach is not None:
             blocks = max((reach[1] - reach[0]) // steps + 2 for steps in shards.block_steps.values())
         self._updates = Updates(shards, self.engines, exchange)
-        self._courier = Courier(shards, exchange, self._updates, blocks)
+        self._courier = BatchExchange(shards, exchange, self._updates, blocks)
         self._maps: dict[int, IdMap] = {}
         self._names: Array | None = None  # of a later stage's rows: slots and generations in stage 0
         self._brought: Array | None = None  # rows that shards had in the last batch that was merged
@@ -92,7 +98,7 @@ class GlobalSelection(Selection):
         self._begun = False
 
     def _new_engine(self, shard: int, table: Table) -> Any:
-        make: Any = PriorityEngine if self.by_priority else SnapshotEngine
+        make: Any = PrioritizedShardSampler if self.by_priority else SnapshotShardSampler
         return make(dataclasses.replace(self.job, table=table, limited=False), shard)
 
     # ---------------------------------------------------------------- what there is
@@ -155,11 +161,16 @@ class GlobalSelection(Selection):
 
     # ---------------------------------------------------------------- one batch
 
-    def fill(
-        self, collector: Collector, buffers: Buffers, draw: Draw, frozen: Any, ticket: Any = None
-    ) -> tuple[Any, int]:
-        """See `Selection.fill`. The ticket is one for `ShardCollector.end_read`."""
-        assert isinstance(collector, ShardCollector)
+    def new_ticket(self) -> ReadTickets:
+        """See `Selection.new_ticket`."""
+        return ReadTickets()
+
+    def undo(self, ticket: ReadTickets) -> None:
+        """See `Selection.undo`."""
+        ticket.end()
+
+    def draw(self, draw: Draw, ticket: ReadTickets, frozen: Any = None) -> ShardRows:
+        """See `Selection.draw`. The collector takes the tickets of the shards that it reads."""
         shards, records, weigh = self._drawn(draw, frozen)
         names = self._names
         if self.by_priority and draw.epoch < SAMPLE_EPOCH:
@@ -167,8 +178,7 @@ class GlobalSelection(Selection):
             self._history.append(
                 ((draw.epoch, draw.step), Remembered(draw.count, records[["id", "step"]], weights))
             )
-        rows = ShardRows(shards, records, weigh, self._spare(draw), names)
-        return collector.collect_rows(buffers, rows, ticket), len(rows)
+        return ShardRows(shards, records, weigh, self._spare(draw), names, ticket)
 
     def _drawn(
         self, draw: Draw, view: PassView | None
@@ -298,7 +308,7 @@ class GlobalSelection(Selection):
     def _dealt(
         self, fallen: Array, wanted: Array, resolve: Callable[[int, Array], Array]
     ) -> tuple[Array, Array, float]:
-        """Resolve rows in the shards of this process, and tell the ranks that get them; see `Courier.deal`.
+        """Resolve rows in the shards of this process, and tell the ranks that get them; see `BatchExchange.deal`.
 
         Args:
             fallen: int64 [n]: the shard of each row. wanted: as `fallen`, -1 for rows that are resolved already.

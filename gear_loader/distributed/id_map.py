@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from gear_loader.slots import Array
-from gear_loader.table import Table, Ticket
+from gear_loader.storage.table import Table, Ticket
+from gear_loader.utils.arrays import Array
 
 __all__ = ["IdMap"]
 

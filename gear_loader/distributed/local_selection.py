@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from gear_loader.distributed.exchange import Solo
+from gear_loader.distributed.exchange import SingleProcess
 from gear_loader.distributed.state import share_bundle
 from gear_loader.errors import SchemaError
-from gear_loader.priorities import PrioritySelection
-from gear_loader.selection import Selection
-from gear_loader.selectors import Draw, Prioritized
-from gear_loader.slots import Array
+from gear_loader.selection.base import Selection
+from gear_loader.selection.prioritized import PrioritizedSelection
+from gear_loader.selection.selectors import Draw, Prioritized
+from gear_loader.storage.recovery import Array
 
-__all__ = ["LocalPrioritySelection", "gathered", "meet", "own_part"]
+__all__ = ["LocalPrioritizedSelection", "gathered", "meet", "own_part"]
 
 
-class LocalPrioritySelection(PrioritySelection):
+class LocalPrioritizedSelection(PrioritizedSelection):
     """`Prioritized` or `TopK` on one shard of many.
 
     Every rank draws as many rows from its own shard, whatever that weighs: an item's probability is its leaf divided by
@@ -43,11 +43,11 @@ class LocalPrioritySelection(PrioritySelection):
             return self._tree.total, least
 
     def state_dict(self) -> dict[str, Any]:
-        """See `PrioritySelection.state_dict`; with what the ranks have told each other for this epoch."""
+        """See `PrioritizedSelection.state_dict`; with what the ranks have told each other for this epoch."""
         return {**super().state_dict(), "shares": (self.correction, self.least)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `PrioritySelection.load_state_dict`."""
+        """See `PrioritizedSelection.load_state_dict`."""
         super().load_state_dict(state)
         self.correction, self.least = (float(number) for number in state["shares"])
 
@@ -62,7 +62,7 @@ class LocalPrioritySelection(PrioritySelection):
         return weights
 
 
-def meet(exchange: Solo, selection: Selection, batches: float, *, fresh: bool) -> float:
+def meet(exchange: SingleProcess, selection: Selection, batches: float, *, fresh: bool) -> float:
     """Begin an epoch with the other ranks: what they have to know of each other, and how many batches each draws.
 
     Args:
@@ -72,12 +72,12 @@ def meet(exchange: Solo, selection: Selection, batches: float, *, fresh: bool) -
         The most batches that any rank has in its shard: so that none waits for others that have ended.
     """
     offer: tuple[float, float] = (0.0, math.inf)
-    if isinstance(selection, LocalPrioritySelection):
+    if isinstance(selection, LocalPrioritizedSelection):
         offer = selection.offer()
     told: dict[str, Any] = {"batches": None if batches == math.inf else batches}
     told["mass"], told["least"] = offer[0], None if offer[1] == math.inf else offer[1]
     answers = exchange.share(told)
-    if isinstance(selection, LocalPrioritySelection) and (fresh or math.isnan(selection.correction)):
+    if isinstance(selection, LocalPrioritizedSelection) and (fresh or math.isnan(selection.correction)):
         heaviest = max(answer["mass"] for answer in answers)
         selection.correction = offer[0] / heaviest if heaviest > 0 else 1.0
         shares = [a["least"] / a["mass"] for a in answers if a["least"] is not None and a["mass"] > 0]
@@ -90,7 +90,7 @@ def meet(exchange: Solo, selection: Selection, batches: float, *, fresh: bool) -
 _PARTS = ("sequences", "lengths", "leaves")
 
 
-def gathered(exchange: Solo, state: Mapping[str, Any]) -> dict[str, Any]:
+def gathered(exchange: SingleProcess, state: Mapping[str, Any]) -> dict[str, Any]:
     """The states of all ranks' selections, the same on every rank: whichever of them is saved holds all."""
     arrays = {name: np.asarray(state[name]) for name in _PARTS}
     arrays["counters"] = np.array([state["maximum"], state["num_stale"], *state["shares"]], dtype=np.float64)
@@ -123,7 +123,7 @@ def _state(bundle: Mapping[str, Array]) -> dict[str, Any]:
     return state
 
 
-def own_part(exchange: Solo, state: Mapping[str, Any]) -> Mapping[str, Any]:
+def own_part(exchange: SingleProcess, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """This rank's part of what `gathered` returned.
 
     Raises:

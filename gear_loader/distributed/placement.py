@@ -13,18 +13,18 @@ from typing import Any, Literal
 import numpy as np
 
 from gear_loader.distributed.global_selection import GlobalSelection
-from gear_loader.distributed.holders import Holder, refused, take_back
 from gear_loader.distributed.shards import Shards
+from gear_loader.distributed.stage_tables import StageTable, refused, take_back
 from gear_loader.distributed.stages import all_columns, check_stages
 from gear_loader.distributed.topology import agreed
 from gear_loader.errors import GearError, SchemaError, TransportError
-from gear_loader.ids import joined
-from gear_loader.index_ops import UNSET
-from gear_loader.priorities import exponent, needs_priorities
-from gear_loader.priority_tree import weigh
-from gear_loader.schema import Schema, as_mapping, copied, keeps, settled
-from gear_loader.slots import Array
-from gear_loader.table import _check_priorities
+from gear_loader.selection.prioritized import exponent, needs_priorities
+from gear_loader.selection.tree import weigh
+from gear_loader.storage.ids import joined
+from gear_loader.storage.operations import UNSET
+from gear_loader.storage.schema import Schema, as_mapping, copied, keeps, settled
+from gear_loader.storage.table import _check_priorities
+from gear_loader.utils.arrays import Array
 
 __all__ = ["Placement"]
 
@@ -301,7 +301,7 @@ class Placement:
 class _Stored:
     """What one table of this node has stored of a call."""
 
-    holder: Holder
+    holder: StageTable
     slots: Array
     generations: Array
 
@@ -350,13 +350,13 @@ class _Storing:
             assert part.holder.table is not None
             take_back(part.holder.table, part.slots, part.generations)
 
-    def _part(self, holder: Holder) -> tuple[list[dict[str, Any]], Array, Array | None]:
+    def _part(self, holder: StageTable) -> tuple[list[dict[str, Any]], Array, Array | None]:
         """A table's trajectories, their priorities and ids."""
         rows = self._groups[holder.shard]
         some = [{name: self._given[row][name] for name in holder.schema} for row in rows.tolist()]
         return some, self._priorities[rows], None if self._ids is None else self._ids[rows]
 
-    def _store(self, holder: Holder) -> None:
+    def _store(self, holder: StageTable) -> None:
         try:
             slots = holder.store(*self._part(holder))
         except GearError as error:
@@ -367,10 +367,10 @@ class _Storing:
         if holder.stage == 0:
             self._slots[self._groups[holder.shard]] = slots
 
-    def _send(self, holders: list[Holder]) -> None:
+    def _send(self, holders: list[StageTable]) -> None:
         """To other nodes, to all at once."""
         under_way = [(holder, holder.send(*self._part(holder))) for holder in holders]
-        failure: tuple[Holder, GearError] | None = None
+        failure: tuple[StageTable, GearError] | None = None
         for holder, futures in under_way:
             found = []
             for future in futures:
@@ -388,7 +388,7 @@ class _Storing:
         if failure is not None:
             self._fail(*failure)
 
-    def _fail(self, holder: Holder, error: GearError) -> None:
+    def _fail(self, holder: StageTable, error: GearError) -> None:
         # What the other node itself has said is of more use than that it was asked.
         said = error.__cause__ if refused(error) and isinstance(error.__cause__, GearError) else error
         if holder.stage == 0 and self._sent:

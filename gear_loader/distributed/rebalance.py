@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from gear_loader.distributed.copies import Leftovers, remove_ids
-from gear_loader.distributed.moving import Chosen, Mover, choose
+from gear_loader.distributed.duplicates import Leftovers, remove_ids
+from gear_loader.distributed.migration import Chosen, Mover, choose
 from gear_loader.distributed.records import MOVE
 from gear_loader.distributed.state import share_bundle
 from gear_loader.distributed.topology import described
 from gear_loader.errors import RankError
-from gear_loader.slots import Array
-from gear_loader.transport.told import room_of
+from gear_loader.transport.capacity import room_of
+from gear_loader.utils.arrays import Array
 
 if TYPE_CHECKING:
     from gear_loader.distributed.global_selection import GlobalSelection

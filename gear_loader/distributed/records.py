@@ -6,7 +6,7 @@ import functools
 
 import numpy as np
 
-from gear_loader.slots import Array
+from gear_loader.utils.arrays import Array
 
 __all__ = ["MOVE", "NAME", "PUBLISHED", "UPDATE", "record_dtype", "slice_rows"]
 

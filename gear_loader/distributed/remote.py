@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from gear_loader.schema import Schema, Window
-from gear_loader.slots import Array
+from gear_loader.storage.schema import Schema, Window
 from gear_loader.transport.spec import ALIGNMENT, WindowSpec
+from gear_loader.utils.arrays import Array
 
 __all__ = ["Part", "RemoteShard", "Staging"]
 
@@ -116,7 +116,7 @@ class RemoteShard:
 
     @staticmethod
     def _places(records: Array) -> dict[str, Array]:
-        """Where the blocks of the rows' windows are, as `gear_loader.native.resolve` writes it."""
+        """Where the blocks of the rows' windows are, as `gear_loader.native.copying.resolve` writes it."""
         ids = np.ascontiguousarray(records["blocks"])
         extent: Array = np.empty((len(records), 2), dtype=np.int64)
         extent[:, 0] = records["steps"]

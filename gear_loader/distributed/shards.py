@@ -16,9 +16,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from gear_loader.distributed.exchange import Exchange, Solo
-from gear_loader.distributed.holders import Holder
+from gear_loader.distributed.exchange import Exchange, SingleProcess
 from gear_loader.distributed.remote import RemoteShard
+from gear_loader.distributed.stage_tables import StageTable
 from gear_loader.distributed.topology import (
     Member,
     Place,
@@ -29,11 +29,11 @@ from gear_loader.distributed.topology import (
     places_of,
 )
 from gear_loader.errors import GearError, PrivateTableError, SchemaError, TransportError
-from gear_loader.rules import check_seconds
-from gear_loader.table import Table
+from gear_loader.storage.rules import check_seconds
+from gear_loader.storage.table import Table
 from gear_loader.transport.handshake import check_secret
 
-__all__ = ["Near", "Shards"]
+__all__ = ["LocalShard", "Shards"]
 
 Transport = Literal["auto", "socket", "ucx", "nixl"]
 OnFailure = Literal["raise", "redraw"]
@@ -44,7 +44,7 @@ _WATCH = 0.5  # seconds between looks at the server
 _logger = logging.getLogger("gear_loader")
 
 
-class Near:
+class LocalShard:
     """A shard of this node: its region is read as it lies.
 
     Attributes:
@@ -124,7 +124,7 @@ class Shards:
         self._lost: dict[int, float] = {}
         self._peers: dict[str, Any] = {}
         self._addresses: dict[str, str] = {}
-        self._holders: dict[tuple[int, int], Holder] = {}
+        self._holders: dict[tuple[int, int], StageTable] = {}
         self._guard = threading.Lock()  # around `_holders` and `_writers`
         self._writers: dict[str, Any] = {}
         self._server: Any = None
@@ -132,7 +132,7 @@ class Shards:
         self._closed = threading.Event()
         self.next_number = 0  # from which `Placement` counts ids
         self._ranks: list[int] | None = None
-        self._sources: dict[int, Near | RemoteShard] = {}
+        self._sources: dict[int, LocalShard | RemoteShard] = {}
         self.transport = _chosen(transport)
         tables = [table] if isinstance(table, Table) else list(table)
         for each in tables:
@@ -155,7 +155,7 @@ class Shards:
                 f"{len(tables)} tables and mesh {mesh!r} were given; without torch.distributed expected one table or "
                 "several, and no mesh."
             )
-        self.exchange: Solo = Solo()
+        self.exchange: SingleProcess = SingleProcess()
         self.table: Table = tables[0]
         self.place = Place(0, 0)
         self.num_slices, self.num_stages = 1, 1
@@ -171,7 +171,7 @@ class Shards:
         self.leads = [0] * len(tables)
         self.places = [self.place]
         self.members: list[Member] = []
-        self._sources = {number: Near(each) for number, each in self.own.items()}
+        self._sources = {number: LocalShard(each) for number, each in self.own.items()}
         self.remote = False
         self.block_steps = {number: each.region.layout.block_steps for number, each in self.own.items()}
 
@@ -264,10 +264,10 @@ class Shards:
                 told["address"] = self._serve(me)
             for shard, each in enumerate(stage):
                 if each.rank == me.rank:
-                    self._sources[shard] = Near(self.table)
+                    self._sources[shard] = LocalShard(self.table)
                 elif each.node == me.node:
                     assert each.table is not None
-                    self._sources[shard] = Near(Table.attach(each.table))
+                    self._sources[shard] = LocalShard(Table.attach(each.table))
         except (GearError, OSError) as error:
             failure, told = error, {"error": described(error)}
         try:
@@ -312,7 +312,7 @@ class Shards:
         return self._address(self._server)
 
     def _start(self, names: list[str]) -> Any:
-        from gear_loader.transport.serving import start_server
+        from gear_loader.transport.process import start_server
 
         assert self._secret is not None
         return start_server(
@@ -380,36 +380,36 @@ class Shards:
 
     # ---------------------------------------------------------------- for selections
 
-    def new_exchange(self) -> Solo:
+    def new_exchange(self) -> SingleProcess:
         """An exchange of its own for a dataset; all ranks make it alike."""
-        return Solo() if self._ranks is None else Exchange(self._ranks, timeout=self.timeout)
+        return SingleProcess() if self._ranks is None else Exchange(self._ranks, timeout=self.timeout)
 
-    def source(self, shard: int) -> Near | RemoteShard:
+    def source(self, shard: int) -> LocalShard | RemoteShard:
         """Where rows of a shard are read, the columns of this rank's stage."""
         return self._sources[shard]
 
     def near(self) -> list[int]:
         """Shards whose tables this process reads directly."""
-        return [shard for shard, source in self._sources.items() if isinstance(source, Near)]
+        return [shard for shard, source in self._sources.items() if isinstance(source, LocalShard)]
 
-    def holder(self, shard: int, stage: int) -> Holder:
+    def holder(self, shard: int, stage: int) -> StageTable:
         """Who has the columns of a stage of a shard, to write to. Attaches, or connects, when first asked."""
         with self._guard:
             if (shard, stage) not in self._holders:
                 self._holders[shard, stage] = self._new_holder(shard, stage)
             return self._holders[shard, stage]
 
-    def _new_holder(self, shard: int, stage: int) -> Holder:
+    def _new_holder(self, shard: int, stage: int) -> StageTable:
         if not self.members:
-            return Holder(shard, stage, self.own[shard].schema, table=self.own[shard])
+            return StageTable(shard, stage, self.own[shard].schema, table=self.own[shard])
         each = self.members[self._rank_at(Place(shard, stage))]
         me = self.members[self.exchange.rank]
         names: dict[str, Any] = {"node": each.node, "origin": each.origin, "name": each.table or ""}
         if each.node != me.node:
-            return Holder(shard, stage, each.schema, peer=self._writer(each.node), **names)
+            return StageTable(shard, stage, each.schema, peer=self._writer(each.node), **names)
         source = self._sources[shard] if stage == self.place.stage else None
         table = source.table if source is not None else None
-        return Holder(shard, stage, each.schema, table=table or Table.attach(each.table or ""), **names)
+        return StageTable(shard, stage, each.schema, table=table or Table.attach(each.table or ""), **names)
 
     def pin(self, device: torch.device | None = None) -> bool:
         """Let a GPU (the current one by default) read the tables of this node; whether it can read all of them."""
@@ -455,7 +455,7 @@ class Shards:
                 holder.table.close()
         for source in self._sources.values():
             if (
-                isinstance(source, Near)
+                isinstance(source, LocalShard)
                 and source.table is not self.table
                 and source.table not in self.own.values()
             ):

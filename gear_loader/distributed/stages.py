@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gear_loader.errors import SchemaError
-from gear_loader.schema import Column, Schema
+from gear_loader.storage.schema import Column, Schema
 
 __all__ = ["all_columns", "check_stages"]
 

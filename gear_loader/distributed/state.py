@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from gear_loader.distributed.exchange import Solo
+from gear_loader.distributed.exchange import SingleProcess
 from gear_loader.distributed.records import UPDATE
 from gear_loader.errors import SchemaError
-from gear_loader.native_tree import READY
-from gear_loader.selectors import Selector
-from gear_loader.slots import Array, ranges
+from gear_loader.native.sum_tree import READY
+from gear_loader.selection.selectors import Selector
+from gear_loader.storage.recovery import ranges
+from gear_loader.utils.arrays import Array
 
 __all__ = ["Checked", "Remembered", "checked", "joined", "of_engines", "share_bundle"]
 
@@ -39,7 +40,7 @@ class Remembered:
     weights: Array | None
 
 
-def share_bundle(exchange: Solo, arrays: Mapping[str, Array]) -> list[dict[str, Array]]:
+def share_bundle(exchange: SingleProcess, arrays: Mapping[str, Array]) -> list[dict[str, Array]]:
     """Tell all ranks some arrays of any shapes; what each has told."""
     described = {name: [array.dtype.str, list(array.shape)] for name, array in arrays.items()}
     heads = exchange.share(described)
@@ -93,7 +94,7 @@ def of_engines(engines: Mapping[int, Any], received: Sequence[Array], clock: int
 
 
 def joined(
-    exchange: Solo, kept: dict[str, Array], recent: Sequence[tuple[int, int, Remembered]]
+    exchange: SingleProcess, kept: dict[str, Array], recent: Sequence[tuple[int, int, Remembered]]
 ) -> dict[str, Any]:
     """The state of all ranks' shards, the same on every rank.
 

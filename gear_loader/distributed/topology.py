@@ -10,10 +10,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gear_loader import names
 from gear_loader.errors import GearError, RankError, SchemaError
-from gear_loader.schema import Schema
-from gear_loader.table import Table
+from gear_loader.storage import shared_memory as names
+from gear_loader.storage.schema import Schema
+from gear_loader.storage.table import Table
 
 __all__ = [
     "Member",

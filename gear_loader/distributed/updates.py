@@ -7,16 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from gear_loader.distributed.exchange import Solo
-from gear_loader.distributed.post import Forwarding, Outbox
+from gear_loader.distributed.exchange import SingleProcess
+from gear_loader.distributed.messages import Forwarding, Outbox
 from gear_loader.distributed.records import UPDATE
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import SchemaError
-from gear_loader.numbers import as_array
-from gear_loader.priorities import checked_weights
-from gear_loader.request import Request, request
-from gear_loader.selectors import Selector
-from gear_loader.slots import Array
+from gear_loader.selection.prioritized import checked_weights
+from gear_loader.selection.selectors import Selector
+from gear_loader.selection.updates import PriorityUpdates, request
+from gear_loader.utils.arrays import Array, as_array
 
 __all__ = ["Updates"]
 
@@ -33,7 +32,7 @@ class Updates:
         clock: draws so far.
     """
 
-    def __init__(self, shards: Shards, engines: Mapping[int, Any], exchange: Solo) -> None:
+    def __init__(self, shards: Shards, engines: Mapping[int, Any], exchange: SingleProcess) -> None:
         self._shards = shards
         self._engines = engines
         self._exchange = exchange
@@ -120,9 +119,9 @@ class Updates:
                     engine.update(_as_request(part))
 
 
-def _as_request(updates: Array) -> Request:
+def _as_request(updates: Array) -> PriorityUpdates:
     slots, steps, generations = (
         np.ascontiguousarray(updates[name]) for name in ("slot", "step", "generation")
     )
     some = None if generations[0] < 0 else generations
-    return Request(slots, steps, some, np.ascontiguousarray(updates["priority"]))
+    return PriorityUpdates(slots, steps, some, np.ascontiguousarray(updates["priority"]))

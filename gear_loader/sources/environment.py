@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from gear_loader.errors import SourceError
-from gear_loader.schema import Column
 from gear_loader.sources._optional import progress_bar, require
 from gear_loader.sources.episodes import (
     FINITE_REMEDY,
@@ -28,6 +27,7 @@ from gear_loader.sources.episodes import (
     requested,
     select,
 )
+from gear_loader.storage.schema import Column
 
 __all__ = ["collect", "collect_iter", "leaf_column", "leaves"]
 

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from gear_loader.errors import SchemaError, SourceError
-from gear_loader.schema import DTYPES, NUMPY_DTYPES, Column, as_mapping
+from gear_loader.storage.schema import DTYPES, NUMPY_DTYPES, Column, as_mapping
 
 __all__ = [
     "FINITE_REMEDY",

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from gear_loader.errors import SourceError
-from gear_loader.schema import Column
 from gear_loader.sources._optional import require
 from gear_loader.sources.episodes import (
     FINITE_REMEDY,
@@ -39,6 +38,7 @@ from gear_loader.sources.episodes import (
     requested,
     select,
 )
+from gear_loader.storage.schema import Column
 
 __all__ = ["HDF5Episodes", "read_hdf5"]
 

@@ -11,8 +11,6 @@ import numpy as np
 import torch
 
 from gear_loader.errors import SourceError
-from gear_loader.numbers import unreadable
-from gear_loader.schema import Column, as_mapping, copied, keeps
 from gear_loader.sources._optional import progress_bar
 from gear_loader.sources.episodes import (
     FINITE_REMEDY,
@@ -30,7 +28,9 @@ from gear_loader.sources.episodes import (
 )
 from gear_loader.sources.hdf5 import read_hdf5
 from gear_loader.sources.minari import read_minari
-from gear_loader.table import Table
+from gear_loader.storage.schema import Column, as_mapping, copied, keeps
+from gear_loader.storage.table import Table
+from gear_loader.utils.arrays import unreadable
 
 __all__ = ["load"]
 

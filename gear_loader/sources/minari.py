@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from gear_loader.errors import SourceError
-from gear_loader.schema import Column
 from gear_loader.sources._optional import require
 from gear_loader.sources.environment import leaf_column, leaves
 from gear_loader.sources.episodes import (
@@ -28,6 +27,7 @@ from gear_loader.sources.episodes import (
     requested,
     select,
 )
+from gear_loader.storage.schema import Column
 
 __all__ = ["MinariEpisodes", "read_minari"]
 

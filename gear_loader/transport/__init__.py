@@ -8,8 +8,8 @@ status = peer.fetch(spec, slots, anchors, generations, out).result()
 
 from gear_loader.transport.channel import Address, Carrier, Channel, Listener, carrier
 from gear_loader.transport.client import Peer
+from gear_loader.transport.process import ServerProcess, start_server
 from gear_loader.transport.server import Server
-from gear_loader.transport.serving import ServerProcess, start_server
 from gear_loader.transport.spec import Piece, WindowSpec
 from gear_loader.transport.wire import Limits
 

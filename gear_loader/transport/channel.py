@@ -27,9 +27,9 @@ def as_bytes(part: Bytes | bytes | bytearray) -> memoryview:
 
 
 CARRIERS: dict[str, tuple[str, str, str]] = {
-    "socket": ("gear_loader.transport.socket_channel", "SocketCarrier", ""),
+    "socket": ("gear_loader.transport.socket", "SocketCarrier", ""),
     "ucx": (
-        "gear_loader.transport.ucx_channel",
+        "gear_loader.transport.ucx",
         "UcxCarrier",
         "pip install '.[ucx]' (in a clone of Gear Loader)",
     ),

@@ -6,22 +6,22 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from gear_loader.errors import SchemaError, TransportError
-from gear_loader.schema import Schema
+from gear_loader.storage.schema import Schema
 from gear_loader.transport.channel import Address
 from gear_loader.transport.handshake import check_secret
 from gear_loader.transport.link import Link, Request
 from gear_loader.transport.loop import EventLoop, event_loop
 from gear_loader.transport.spec import WindowSpec
 from gear_loader.transport.wire import Fields, Kind, Limits, Store, pack_text
+from gear_loader.utils.arrays import Array
 
 __all__ = ["Peer"]
 
-Array = np.ndarray[Any, Any]
 _T = TypeVar("_T")
 
 
@@ -145,7 +145,7 @@ class Peer:
         Args:
             schema: the table's.
             trajectories: column name -> array or tensor [T, *shape].
-            priorities: float32 [n], `gear_loader.index_ops.UNSET` where there is none.
+            priorities: float32 [n], `gear_loader.storage.operations.UNSET` where there is none.
             ids: int64 [n], -1 where the table numbers it itself.
 
         Returns:

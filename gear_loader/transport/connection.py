@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gear_loader.errors import GearError, LockTimeoutError, TransportError
 from gear_loader.transport.channel import Channel, as_bytes
+from gear_loader.transport.served_tables import OpenQuery
 from gear_loader.transport.spec import ALIGNMENT, MAX_SPEC_BYTES, WindowSpec
-from gear_loader.transport.tables import Opened
 from gear_loader.transport.wire import (
     HEADER,
     Fields,
@@ -23,13 +23,13 @@ from gear_loader.transport.wire import (
     check,
     pack_error,
 )
+from gear_loader.utils.arrays import Array
 
 if TYPE_CHECKING:
     from gear_loader.transport.server import Server
 
 __all__ = ["Connection"]
 
-Array = np.ndarray[Any, Any]
 
 _AT_ONCE = 1 << 21  # bytes up to which a reply is gathered in the loop: handing it to a thread takes longer
 _ASIDE = 1 << 18  # bytes from which the next reply is gathered while one is sent
@@ -53,7 +53,7 @@ class Connection:
         self._server = server
         self._limits: Limits = server.limits
         self._loop = asyncio.get_running_loop()
-        self._opened: dict[int, Opened | GearError] = {}
+        self._opened: dict[int, OpenQuery | GearError] = {}
         self._head = memoryview(bytearray(HEADER))
         self._small = np.empty(1 << 12, dtype=np.uint8)
         self._staging = [_buffer(0), _buffer(0)]
@@ -100,7 +100,7 @@ class Connection:
     def release(self) -> None:
         """Let go of tables that have lost their names."""
         for opened in self._opened.values():
-            if isinstance(opened, Opened):
+            if isinstance(opened, OpenQuery):
                 opened.release()
 
     def is_stuck(self, now: float) -> bool:
@@ -154,7 +154,7 @@ class Connection:
             )
         try:
             spec = WindowSpec.from_bytes(bytes(fields.rest()))
-            opened = await self._server.waiters(spec.table).run(lambda: Opened(spec, self._server.shelf))
+            opened = await self._server.waiters(spec.table).run(lambda: OpenQuery(spec, self._server.shelf))
         except (GearError, OSError) as error:
             self._opened[number] = error if isinstance(error, GearError) else TransportError(str(error))
             await self._send(Kind.ERROR, request, pack_error(error))
@@ -234,7 +234,7 @@ class Connection:
             self._turn,
         )
 
-    async def _gather(self, opened: Opened, rows: Array) -> Array:
+    async def _gather(self, opened: OpenQuery, rows: Array) -> Array:
         """The reply, in the buffer whose turn it is."""
         slots, anchors, generations = rows
         n = len(slots)

@@ -30,10 +30,10 @@ from gear_loader.transport.wire import (
     read_error,
     send,
 )
+from gear_loader.utils.arrays import Array
 
 __all__ = ["Link", "Request"]
 
-Array = np.ndarray[Any, Any]
 _T = TypeVar("_T")
 
 _SHORTEST, _LONGEST = 0.02, 0.25  # seconds between attempts to connect

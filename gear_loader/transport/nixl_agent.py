@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from gear_loader.errors import TransportError
-from gear_loader.schema import Schema
+from gear_loader.storage.schema import Schema
 from gear_loader.transport.spec import read_schema
 from gear_loader.transport.ucx_library import before_another_ucx, speaking_softly
 

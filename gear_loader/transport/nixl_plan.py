@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from gear_loader import native
 from gear_loader.errors import SchemaError, TransportError
 from gear_loader.kernels.plan import PAD_HEAD, PAD_KEEP, PAD_TAIL
+from gear_loader.native import copying
 from gear_loader.transport.nixl_agent import Description
 from gear_loader.transport.spec import WindowSpec
+from gear_loader.utils.arrays import Array
 
 __all__ = ["Rows", "columns_of", "pieces_of"]
 
-_Array = np.ndarray[Any, Any]
 _PADS = {"keep": PAD_KEEP, "head": PAD_HEAD, "tail": PAD_TAIL}
 assert (PAD_KEEP, PAD_HEAD) == (0, 1)  # what is compiled in, and kept on disk
 
@@ -82,8 +80,8 @@ def _walk(  # type: ignore[no-untyped-def]
     return count
 
 
-if native.AVAILABLE:
-    _walk = native.compiled(_walk)
+if copying.AVAILABLE:
+    _walk = copying.compiled(_walk)
 
 
 class Rows:
@@ -92,7 +90,7 @@ class Rows:
     Args:
         slots, anchors, generations: int64 [n].
         extent: int64 [n, 2]: length in steps, and the place in `block_ids` where the trajectory's block table would
-            begin (it holds the blocks of the windows only), as `gear_loader.native.resolve` writes them.
+            begin (it holds the blocks of the windows only), as `gear_loader.native.copying.resolve` writes them.
         block_ids: int32 [n, K], the windows' blocks.
 
     Raises:
@@ -100,7 +98,7 @@ class Rows:
     """
 
     def __init__(
-        self, slots: _Array, anchors: _Array, generations: _Array, extent: _Array, block_ids: _Array
+        self, slots: Array, anchors: Array, generations: Array, extent: Array, block_ids: Array
     ) -> None:
         count = len(slots)
         given = {"slots": slots, "anchors": anchors, "generations": generations, "extent": extent}
@@ -121,7 +119,7 @@ class Rows:
         return len(self.slots)
 
 
-def columns_of(spec: WindowSpec, described: Description, count: int) -> _Array:
+def columns_of(spec: WindowSpec, described: Description, count: int) -> Array:
     """What `_walk` needs of columns and masks, int64 [C, 7].
 
     Raises:
@@ -141,7 +139,7 @@ def columns_of(spec: WindowSpec, described: Description, count: int) -> _Array:
     return np.array(table, dtype=np.int64)
 
 
-def pieces_of(spec: WindowSpec, described: Description, rows: Rows, out: _Array) -> tuple[_Array, _Array]:
+def pieces_of(spec: WindowSpec, described: Description, rows: Rows, out: Array) -> tuple[Array, Array]:
     """What has to be read from where, and where it goes; paddings and masks are written here.
 
     Args:

@@ -32,14 +32,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from gear_loader.errors import PeerTimeoutError, SchemaError, TransportError
-from gear_loader.index_ops import READY, RETIRED
+from gear_loader.storage.operations import READY, RETIRED
 from gear_loader.transport.nixl_agent import Description, new_agent, register
 from gear_loader.transport.nixl_plan import Rows, pieces_of
 from gear_loader.transport.spec import WindowSpec
+from gear_loader.utils.arrays import Array
 
 __all__ = ["NixlPeer"]
 
-_Array = np.ndarray[Any, Any]
 _REGISTERED = 8  # replies' memories that stay registered
 _SPIN = 3e-4  # seconds in which the thread asks again and again, before it begins to sleep in between
 _PAUSE = 5e-5
@@ -64,11 +64,11 @@ class _Session:
         self.agent: Any = new_agent(f"gear-loader-{os.getpid()}-{secrets.token_hex(8)}", loopback=loopback)
         self.owner: str | None = None
         self.tables: dict[str, Description] = {}
-        self.registered: OrderedDict[tuple[int, int], tuple[Any, _Array]] = OrderedDict()
+        self.registered: OrderedDict[tuple[int, int], tuple[Any, Array]] = OrderedDict()
         self.users = 0
-        self._free: list[_Array] = []  # small registered memories
+        self._free: list[Array] = []  # small registered memories
 
-    def borrow(self, count: int) -> _Array:
+    def borrow(self, count: int) -> Array:
         """Registered memory of so many bytes, uint8."""
         for i, room in enumerate(self._free):
             if len(room) >= count:
@@ -77,7 +77,7 @@ class _Session:
         register(self.agent, room.ctypes.data, room.nbytes)
         return room
 
-    def give_back(self, room: _Array) -> None:
+    def give_back(self, room: Array) -> None:
         """It is not needed any more."""
         self._free.append(room)
 
@@ -99,7 +99,7 @@ class _Session:
         self.tables[table] = described
         return described
 
-    def hold(self, memory: _Array) -> None:
+    def hold(self, memory: Array) -> None:
         """Register memory, if it is not; the last few stay so, and are kept alive."""
         key = memory.ctypes.data, memory.nbytes
         if key in self.registered:
@@ -114,7 +114,7 @@ class _Session:
 class _Read:
     """One NIXL transfer, with everything that it needs to stay."""
 
-    def __init__(self, session: _Session, remote: _Array, local: _Array, *hold: _Array) -> None:
+    def __init__(self, session: _Session, remote: Array, local: Array, *hold: Array) -> None:
         self.session = session
         self.hold = hold
         agent, places = session.agent, np.arange(len(remote), dtype=np.int32)
@@ -160,9 +160,9 @@ class _Read:
 class _Job:
     """One fetch."""
 
-    def __init__(self, spec: WindowSpec, rows: Rows, out: _Array, deadline: float) -> None:
+    def __init__(self, spec: WindowSpec, rows: Rows, out: Array, deadline: float) -> None:
         self.spec, self.rows, self.out, self.deadline = spec, rows, out, deadline
-        self.future: Future[_Array] = Future()
+        self.future: Future[Array] = Future()
         self.session: _Session | None = None
         self.read: _Read | None = None
         self.steps: Iterator[None] = iter(())
@@ -203,14 +203,14 @@ class NixlPeer:
     def fetch(
         self,
         spec: WindowSpec,
-        slots: _Array,
-        anchors: _Array,
-        generations: _Array,
-        out: _Array,
+        slots: Array,
+        anchors: Array,
+        generations: Array,
+        out: Array,
         *,
-        extent: _Array,
-        block_ids: _Array,
-    ) -> Future[_Array]:
+        extent: Array,
+        block_ids: Array,
+    ) -> Future[Array]:
         """Read windows of rows into `out`, laid out as `WindowSpec` says.
 
         Args:
@@ -218,7 +218,7 @@ class NixlPeer:
             out: uint8 [at least `spec.reply_bytes(n)`], contiguous. It stays registered for the next call that gives
                 it, so a few that are used again and again are best. After an error it may still be written: the
                 caller never uses it again.
-            extent: int64 [n, 2]. block_ids: int32 [n, K]. Both as `gear_loader.native.resolve` writes them.
+            extent: int64 [n, 2]. block_ids: int32 [n, K]. Both as `gear_loader.native.copying.resolve` writes them.
 
         Returns:
             A future of the status, uint8 [n], a view of `out`. It ends within the time-out, or fails with
@@ -369,7 +369,7 @@ class NixlPeer:
             described = session.learn(job.spec.table, data)
         return session, described
 
-    def _read(self, job: _Job, remote: _Array, local: _Array, *hold: _Array) -> Iterator[None]:
+    def _read(self, job: _Job, remote: Array, local: Array, *hold: Array) -> Iterator[None]:
         assert job.session is not None
         if not len(remote):
             return
@@ -383,7 +383,7 @@ class NixlPeer:
             raise
         job.read = None
 
-    def _gone(self, job: _Job, described: Description) -> Generator[None, None, _Array]:
+    def _gone(self, job: _Job, described: Description) -> Generator[None, None, Array]:
         """Which rows have no live trajectory of their generation any more, bool [n]; see the module."""
         session = job.session
         assert session is not None
@@ -398,7 +398,7 @@ class NixlPeer:
         if replaced:
             raise TransportError("the table has been replaced by another of its name")
         live = (state == READY) | (state == RETIRED)
-        gone: _Array = ~(live[inverse] & (generation[inverse] == job.rows.generations))
+        gone: Array = ~(live[inverse] & (generation[inverse] == job.rows.generations))
         return gone
 
     def _values(
@@ -406,11 +406,11 @@ class NixlPeer:
         job: _Job,
         described: Description,
         name: str,
-        slots: _Array,
-        room: _Array,
+        slots: Array,
+        room: Array,
         dtype: type,
-        *also: _Array,
-    ) -> Generator[None, None, _Array]:
+        *also: Array,
+    ) -> Generator[None, None, Array]:
         """One value a slot (sorted, each once) of an array of the owner's index; `also` is read with it."""
         size = np.dtype(dtype).itemsize
         base, here = described.numbers["base"] + described.numbers[name], room.ctypes.data
@@ -424,11 +424,11 @@ class NixlPeer:
         if also:
             remote, local = np.concatenate((remote, also[0])), np.concatenate((local, also[1]))
         yield from self._read(job, remote, local, room)
-        values: _Array = room[: (int(places[-1]) + 1) * size].view(dtype)[places]
+        values: Array = room[: (int(places[-1]) + 1) * size].view(dtype)[places]
         return values
 
 
-def _listed(addresses: Any, size: int) -> _Array:
+def _listed(addresses: Any, size: int) -> Array:
     """Pieces of one size as NIXL takes them, int64 [p, 5]."""
     listed = np.empty((len(addresses), 5), dtype=np.int64)
     listed[:, 0] = addresses

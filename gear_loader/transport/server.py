@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from gear_loader.errors import HandshakeError
+from gear_loader.transport.capacity import told_room
 from gear_loader.transport.channel import Channel, Listener, carrier
 from gear_loader.transport.connection import Connection
 from gear_loader.transport.handshake import answer, check_secret, refuse
-from gear_loader.transport.tables import Shelf, warm_up
-from gear_loader.transport.told import told_room
+from gear_loader.transport.served_tables import TableCache, warm_up
 from gear_loader.transport.wire import Limits, ProtocolError, printable
 
 __all__ = ["Server", "Threads"]
@@ -86,7 +86,7 @@ class Server:
         self.limits = limits or Limits()
         self.metadata: dict[str, Callable[[str], bytes]] = {}
         self._secret = check_secret(secret)
-        self.shelf = Shelf(tables, store_timeout)
+        self.shelf = TableCache(tables, store_timeout)
         self.metadata["room"] = lambda name: told_room(self.shelf.get(name).table)
         self.gatherers = Threads(threads or min(8, os.cpu_count() or 1), "gear-loader-gather")
         self._waiters = {name: Threads(_WAITERS, "gear-loader-wait") for name in tables}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from gear_loader.errors import SchemaError, TransportError
-from gear_loader.schema import DTYPES, Schema, Window
+from gear_loader.storage.schema import DTYPES, Schema, Window
 
 __all__ = ["ALIGNMENT", "MAX_COLUMNS", "MAX_SPEC_BYTES", "Piece", "WindowSpec", "read_schema", "round_up"]
 
@@ -20,7 +20,7 @@ MAX_COLUMNS = 4096
 _MAX_NAME = 1024  # bytes of a column's name
 _MAX_DIMENSIONS = 32
 _MAX_ROW_BYTES = 1 << 40
-_MAX_TABLE_NAME = 128  # as `gear_loader.names` has it
+_MAX_TABLE_NAME = 128  # as `gear_loader.storage.shared_memory` has it
 
 
 def round_up(count: int) -> int:

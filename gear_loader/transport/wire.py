@@ -46,15 +46,16 @@ import enum
 import json
 import struct
 import zlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from gear_loader import errors
 from gear_loader.errors import GearError, HandshakeError, TransportError
-from gear_loader.schema import Schema
+from gear_loader.storage.schema import Schema
 from gear_loader.transport.channel import Bytes, Channel, as_bytes
 from gear_loader.transport.spec import MAX_SPEC_BYTES, read_schema, round_up
+from gear_loader.utils.arrays import Array
 
 __all__ = [
     "CODES",
@@ -79,7 +80,6 @@ __all__ = [
     "send",
 ]
 
-Array = np.ndarray[Any, Any]
 
 VERSION = 1
 HEADER = 64

@@ -1,0 +1,158 @@
+"""The index of a checkpoint: its trajectories, and where they are.
+
+It is checked before anything is done with what it says: it may have been damaged, or written by anybody.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import xxhash
+
+from gear_loader.checkpoint.directory import REMEDY, Directory
+from gear_loader.checkpoint.manifest import (
+    LARGEST_COUNT,
+    MANIFEST_NAME,
+    WITHOUT_IDS,
+    Manifest,
+    index_file,
+    read_limited,
+)
+from gear_loader.errors import CheckpointError
+from gear_loader.storage.ids import LARGEST_ID, following, joined
+from gear_loader.storage.recovery import UNSET
+from gear_loader.utils.arrays import Array
+
+__all__ = ["Entries", "read_entries"]
+
+_LARGEST_TIMES = 2**31 - 1
+_ENTRY_BYTES = 60  # of a trajectory in the index
+_HEADER_BYTES = 1 << 16  # of a safetensors file with these arrays: far less than a thousand
+
+
+@dataclasses.dataclass(frozen=True)
+class Entries:
+    """The trajectories of a checkpoint, oldest first: all [n].
+
+    Attributes:
+        sequence: int64, number in order of commitment. length: int64, steps. priority: float32, -1 if none was given.
+        times_sampled: int64, how often it has been drawn, where that is counted.
+        age: int64, nanoseconds from when it was added to when it was saved.
+        ident: int64, the global id that it was stored with, -1 if the table gave it one.
+        segment: int64, number of the segment. first: int64, the first row there.
+    """
+
+    sequence: Array
+    length: Array
+    priority: Array
+    times_sampled: Array
+    age: Array
+    ident: Array
+    segment: Array
+    first: Array
+
+    def take(self, chosen: Array) -> Entries:
+        """Those where the boolean array `chosen` is True, or that the integer array `chosen` names."""
+        return Entries(*(array[chosen] for array in self.arrays().values()))
+
+    def ids(self, origin: int | None) -> Array:
+        """The global ids, of trajectories of a table with this origin; int64 [n]."""
+        return np.where(self.ident >= 0, self.ident, joined(self.sequence, origin or 0))
+
+    def arrays(self) -> dict[str, Array]:
+        """The arrays by name, as the index file has them."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+def read_entries(directory: Directory, manifest: Manifest) -> Entries:
+    """Read and check the index.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or contradicts the manifest.
+    """
+    import safetensors
+    import safetensors.numpy
+
+    path = directory.at(index_file(manifest.saves))
+    limit = _ENTRY_BYTES * manifest.num_trajectories + _HEADER_BYTES
+
+    def check(size: int) -> None:
+        if size != manifest.index.bytes:
+            raise CheckpointError(f"{path} has {size:,} bytes; expected {manifest.index.bytes:,}. {REMEDY}")
+        if size > limit:
+            raise CheckpointError(
+                f"{path} has {size:,} bytes; expected at most {limit:,} for {manifest.num_trajectories:,} "
+                f"trajectories. {REMEDY}"
+            )
+
+    try:
+        data = read_limited(directory, index_file(manifest.saves), check)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing; {MANIFEST_NAME} beside it names it. {REMEDY}") from error
+    found = xxhash.xxh3_128_hexdigest(data)
+    if found != manifest.index.xxh128:
+        raise CheckpointError(
+            f"{path} is damaged: its checksum is {found}, expected {manifest.index.xxh128}. {REMEDY}"
+        )
+    try:
+        arrays = safetensors.numpy.load(data)
+    except (safetensors.SafetensorError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path} is no safetensors file ({error}). {REMEDY}") from error
+    names = [field.name for field in dataclasses.fields(Entries)]
+    if manifest.version == WITHOUT_IDS and "ident" not in arrays:
+        arrays["ident"] = np.full(manifest.num_trajectories, -1, dtype=np.int64)
+    if sorted(arrays) != sorted(names):
+        raise CheckpointError(f"{path} has the tensors {sorted(arrays)}; expected {sorted(names)}. {REMEDY}")
+    for name in names:
+        dtype = np.dtype(np.float32 if name == "priority" else np.int64)
+        if arrays[name].dtype != dtype or arrays[name].shape != (manifest.num_trajectories,):
+            raise CheckpointError(
+                f"{path}: {name!r} is {arrays[name].dtype} {list(arrays[name].shape)}; expected {dtype} "
+                f"[{manifest.num_trajectories}]. {REMEDY}"
+            )
+    entries = Entries(**{name: arrays[name] for name in names})
+    problem = _problem(entries, manifest)
+    if problem:
+        raise CheckpointError(f"{path} contradicts {MANIFEST_NAME}: {problem}. {REMEDY}")
+    return entries
+
+
+def _problem(entries: Entries, manifest: Manifest) -> str | None:
+    """What is wrong with the entries, or None."""
+    if not len(entries.sequence):
+        return None if manifest.num_steps == 0 else "there are steps and no trajectory"
+    sequence, length, first = entries.sequence, entries.length, entries.first
+    if sequence[0] < 0 or sequence[-1] >= manifest.next_sequence or (np.diff(sequence) <= 0).any():
+        return f"sequence numbers do not ascend from 0 to {manifest.next_sequence - 1}"
+    if length.min() < 1 or length.max() > manifest.max_steps:
+        return f"a length is not between 1 and {manifest.max_steps}"
+    if length.sum() != manifest.num_steps:
+        return f"lengths add up to {length.sum()}, expected {manifest.num_steps}"
+    priority = entries.priority[entries.priority != UNSET]
+    if not (np.isfinite(priority) & (priority >= 0)).all():
+        return f"a priority is neither {UNSET:g} nor finite and at least 0"
+    times, age = entries.times_sampled, entries.age
+    most = (manifest.rules.max_times_sampled or _LARGEST_TIMES + 1) - 1
+    if times.min() < 0 or times.max() > most:
+        return f"a trajectory was drawn less than 0 or more than {most} times"
+    if age.min() < 0 or age.max() > LARGEST_COUNT:
+        return f"an age is not between 0 and {LARGEST_COUNT}"
+    if entries.ident.min() < -1 or entries.ident.max() > LARGEST_ID:
+        return f"an id is neither -1 nor between 0 and {LARGEST_ID}"
+    if len(np.unique(entries.ids(manifest.origin))) != len(sequence):
+        return "two trajectories have the same id"
+    if following(entries.ident, manifest.origin or 0) > manifest.next_sequence:
+        return f"an id of the table's own origin has a number above {manifest.next_sequence - 1}"
+    steps = {segment.number: segment.steps for segment in manifest.segments}
+    for number in np.unique(entries.segment).tolist():
+        if number not in steps:
+            return f"segment {number} does not exist"
+        here = np.flatnonzero(entries.segment == number)
+        here = here[np.argsort(first[here], kind="stable")]
+        # By subtraction: the sum of two wild numbers may wrap around.
+        if first[here[0]] < 0 or (first[here] > steps[number] - length[here]).any():
+            return f"a trajectory lies outside segment {number}, which has {steps[number]} steps"
+        if (np.diff(first[here]) < length[here[:-1]]).any():
+            return f"two trajectories of segment {number} overlap"
+    return None

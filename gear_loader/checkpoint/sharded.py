@@ -1,0 +1,388 @@
+"""Several tables on disk, one a rank: a directory with a checkpoint of each, and a manifest of them all.
+
+    shards.json                    version, schema, and of each rank's table: where its checkpoint is, size and checksum
+                                   of that one's manifest, shard number and counts
+    saves/<number>/<rank>/         a checkpoint as `gear_loader.checkpoint` describes it, one a rank
+    .gear-loader.lock              held by rank 0 while all save
+
+A save makes a new directory in ``saves``, into which files of the save before that are still right come as hard links.
+Replacing ``shards.json`` is what makes it the checkpoint; only then goes the directory of the save before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import shutil
+from typing import Any
+
+import xxhash
+
+from gear_loader.checkpoint.directory import REMEDY, Directory, open_to_load
+from gear_loader.checkpoint.files import write_small
+from gear_loader.checkpoint.index import read_entries
+from gear_loader.checkpoint.manifest import (
+    LARGEST_COUNT,
+    LOCK_NAME,
+    MANIFEST_NAME,
+    PART,
+    SEGMENTS_NAME,
+    SHARDS_NAME,
+    Fields,
+    FileRecord,
+    Manifest,
+    column_file,
+    index_file,
+    manifest_bytes,
+    read_fields,
+    read_limited,
+    read_manifest,
+    schema_of,
+    segment_folder,
+)
+from gear_loader.checkpoint.saving import check_owned, refuse_links, remove_checkpoint
+from gear_loader.errors import CheckpointError
+from gear_loader.storage.ids import LARGEST_ORIGIN, following
+from gear_loader.storage.schema import Schema
+
+__all__ = [
+    "Shard",
+    "ShardsManifest",
+    "check_shard_links",
+    "check_shards_directory",
+    "link_shard",
+    "next_number",
+    "open_shard",
+    "open_shards",
+    "read_shards",
+    "remove_shard",
+    "shard_folder",
+    "shard_of",
+    "sweep_saves",
+    "write_shards",
+]
+
+SAVES_NAME = "saves"
+FORMAT = "gear-loader distributed checkpoint"
+VERSION = 1
+_SAVE_NAME = re.compile(r"[0-9]{6,12}")
+_RANK_NAME = re.compile(r"[0-9]{5}")
+_MOST_RANKS = LARGEST_ORIGIN + 1
+
+
+def shard_folder(number: int, rank: int) -> str:
+    """Where the checkpoint of a rank's table lies that belongs to save `number`, relative to the directory."""
+    return f"{SAVES_NAME}/{number:06d}/{rank:05d}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """One rank's checkpoint, as the manifest of all has it.
+
+    Attributes:
+        save, table: as in the checkpoint's own manifest.
+        bytes, xxh128: size and checksum of that manifest.
+        origin: the table's shard number, None if it had none.
+        num_trajectories, num_steps: what there is.
+        next_sequence: no trajectory there has had this number or a higher one, and no id has it.
+    """
+
+    save: str
+    table: str
+    bytes: int
+    xxh128: str
+    origin: int | None
+    num_trajectories: int
+    num_steps: int
+    next_sequence: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardsManifest:
+    """Everything that `shards.json` says.
+
+    Attributes:
+        save: random name of this save. number: its number, after which its directory is called.
+        shards: of each rank.
+    """
+
+    schema: Schema
+    save: str
+    number: int
+    shards: tuple[Shard, ...]
+
+    def to_bytes(self) -> bytes:
+        """The file's contents."""
+        shards = [
+            {"path": shard_folder(self.number, rank), **dataclasses.asdict(shard)}
+            for rank, shard in enumerate(self.shards)
+        ]
+        fields: dict[str, Any] = {
+            "schema": self.schema.to_json(),
+            "save": self.save,
+            "number": self.number,
+            "world_size": len(self.shards),
+            "shards": shards,
+        }
+        return manifest_bytes(FORMAT, VERSION, fields)
+
+
+def _no_shards(directory: str) -> str:
+    return (
+        f"{directory} is no checkpoint of several tables: it has no {SHARDS_NAME}. Give the directory that "
+        "gear_loader.distributed.save() wrote; a first save that was killed leaves none. What Table.save() wrote is "
+        "loaded with Table.load()."
+    )
+
+
+def open_shards(path: str) -> Directory:
+    """Open the directory of a checkpoint of several tables, to load it.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    return open_to_load(path, _no_shards(path))
+
+
+def read_shards(directory: Directory) -> ShardsManifest:
+    """Read and check `shards.json`.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or of another version.
+    """
+    path, missing = directory.at(SHARDS_NAME), _no_shards(directory.path)
+    fields, _ = read_fields(directory, SHARDS_NAME, FORMAT, (VERSION,), missing=missing, count=_count_shards)
+    schema = schema_of(fields)
+    number = fields.integer("number", 1, 10**12 - 1)
+    world_size = fields.integer("world_size", 1, _MOST_RANKS)
+    rows = fields.items("shards")
+    if len(rows) != world_size:
+        raise fields.wrong("shards", f"{len(rows)} of them", f"{world_size}, one a rank")
+    shards = []
+    for rank, row in enumerate(rows):
+        inner = Fields(row, path, f"shards[{rank}]")
+        inner.choice("path", shard_folder(number, rank))
+        shards.append(
+            Shard(
+                save=inner.hexadecimal("save", 16),
+                table=inner.hexadecimal("table", 16),
+                bytes=inner.integer("bytes", 1, LARGEST_COUNT),
+                xxh128=inner.hexadecimal("xxh128", 32),
+                origin=inner.origin("origin"),
+                num_trajectories=inner.integer("num_trajectories", 0, 2**31 - 1),
+                num_steps=inner.integer("num_steps", 0, LARGEST_COUNT),
+                next_sequence=inner.integer("next_sequence", 0, LARGEST_COUNT),
+            )
+        )
+    return ShardsManifest(schema, fields.hexadecimal("save", 16), number, tuple(shards))
+
+
+def _count_shards(directory: Directory) -> tuple[int, int]:
+    """How many ranks' directories the saves have; see `read_fields`."""
+    ranks = 0
+    with contextlib.suppress(OSError), directory.child(SAVES_NAME) as saves:
+        for save in filter(_SAVE_NAME.fullmatch, saves.names()):
+            with saves.child(save) as folder:
+                ranks += sum(_RANK_NAME.fullmatch(name) is not None for name in folder.names())
+    return ranks, 0
+
+
+def open_shard(directory: Directory, shards: ShardsManifest, rank: int) -> tuple[Directory, Manifest]:
+    """The directory of one rank's checkpoint, which the caller closes, and its manifest.
+
+    Raises:
+        CheckpointError: it is not the one that `shards.json` names, or damaged.
+    """
+    folder = directory.child_to_load(shard_folder(shards.number, rank))
+    try:
+        return folder, _manifest(directory, folder, shards, rank)
+    except BaseException:
+        folder.__exit__()
+        raise
+
+
+def _manifest(directory: Directory, folder: Directory, shards: ShardsManifest, rank: int) -> Manifest:
+    path, shard = folder.at(MANIFEST_NAME), shards.shards[rank]
+    other = f"{path} is not the one that {directory.at(SHARDS_NAME)} names: it has"
+    found = _record(folder, shard.bytes, other)
+    if found.xxh128 != shard.xxh128:
+        raise CheckpointError(
+            f"{other} the checksum {found.xxh128}, expected {shard.xxh128}. It is damaged, or of another save. {REMEDY}"
+        )
+    manifest = read_manifest(folder)
+    said = (shard.save, shard.table, shard.origin, shard.num_trajectories, shard.num_steps)
+    has = (manifest.save, manifest.table, manifest.origin, manifest.num_trajectories, manifest.num_steps)
+    if has != said or manifest.schema.to_json() != shards.schema.to_json():
+        raise CheckpointError(f"{path} contradicts {directory.at(SHARDS_NAME)}: {has} and {said}. {REMEDY}")
+    return manifest
+
+
+def shard_of(folder: Directory) -> Shard:
+    """What the manifest of all says of a checkpoint that has just been written."""
+    record = _record(folder)
+    manifest = read_manifest(folder)
+    entries = read_entries(folder, manifest)
+    return Shard(
+        save=manifest.save,
+        table=manifest.table,
+        bytes=record.bytes,
+        xxh128=record.xxh128,
+        origin=manifest.origin,
+        num_trajectories=manifest.num_trajectories,
+        num_steps=manifest.num_steps,
+        next_sequence=max(manifest.next_sequence, following(entries.ident)),
+    )
+
+
+def _record(folder: Directory, expected: int | None = None, other: str = "") -> FileRecord:
+    """Size and checksum of a manifest, which has to have `expected` bytes; else the error begins with `other`."""
+
+    def check(size: int) -> None:
+        if expected is not None and size != expected:
+            raise CheckpointError(
+                f"{other} {size:,} bytes, expected {expected:,}. It is damaged, or of another save. {REMEDY}"
+            )
+
+    try:
+        data = read_limited(folder, MANIFEST_NAME, check)
+    except FileNotFoundError as error:
+        path = folder.at(MANIFEST_NAME)
+        raise CheckpointError(f"{path} is missing or cannot be read: {error}. {REMEDY}") from error
+    return FileRecord(len(data), xxhash.xxh3_128_hexdigest(data))
+
+
+# Writing ---------------------------------------------------------------------------------------------
+
+
+def check_shards_directory(directory: Directory) -> None:
+    """Refuse to write into a directory that holds anything but such a checkpoint, or the rest of a first save.
+
+    Raises:
+        CheckpointError: it does, or one of its own directories or files is a symbolic link.
+    """
+    known = (LOCK_NAME, SAVES_NAME, SHARDS_NAME + PART)
+    check_owned(directory, SHARDS_NAME, lambda name: name in known, what="checkpoint of several tables")
+    directory.refuse_links(lambda name: name == SHARDS_NAME or name in known)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), directory.child(SAVES_NAME) as saves:
+        saves.refuse_links(lambda name: _SAVE_NAME.fullmatch(name) is not None)
+        for name in filter(_SAVE_NAME.fullmatch, saves.names()):
+            with contextlib.suppress(NotADirectoryError), saves.child(name) as save:
+                save.refuse_links(lambda name: _RANK_NAME.fullmatch(name) is not None)
+
+
+def next_number(directory: Directory, old: ShardsManifest | None) -> int:
+    """A number that no save there has, finished or not."""
+    number = old.number + 1 if old else 1
+    with contextlib.suppress(FileNotFoundError), directory.child(SAVES_NAME) as saves:
+        while saves.has(f"{number:06d}"):
+            number += 1
+    return number
+
+
+def link_shard(directory: Directory, old: ShardsManifest, table: str, parent: str, folder: Directory) -> None:
+    """Fill a new directory with what the save before has of a table, so that what is still right is not written again.
+
+    Args:
+        table, parent: names of the table, and of the save that it was loaded from.
+        folder: of the new checkpoint; it is empty.
+
+    Raises:
+        CheckpointError: what there is of it is damaged.
+    """
+    rank = _rank_of(old, table, parent)
+    if rank is None:
+        return
+    source, manifest = open_shard(directory, old, rank)
+    with source, folder.made(SEGMENTS_NAME) as segments:
+        for segment in manifest.segments:
+            name = f"{segment.number:06d}"
+            segments.mkdir(name)
+            with source.child_to_load(segment_folder(segment.number)) as before, segments.child(name) as new:
+                for column in segment.files:
+                    _link(before, new, column_file(column))
+                new.sync()
+        for name in (index_file(manifest.saves), MANIFEST_NAME):
+            _link(source, folder, name)
+
+
+def check_shard_links(directory: Directory, old: ShardsManifest, table: str, parent: str) -> None:
+    """Refuse to take over a table's files from the save before if one is a symbolic link.
+
+    Raises:
+        CheckpointError: one is; the message names it.
+    """
+    rank = _rank_of(old, table, parent)
+    if rank is not None:
+        with (
+            contextlib.suppress(FileNotFoundError, NotADirectoryError),
+            directory.child(shard_folder(old.number, rank)) as folder,
+        ):
+            refuse_links(folder)
+
+
+def _rank_of(old: ShardsManifest, table: str, parent: str) -> int | None:
+    """The rank that saved a table, or None."""
+    ranks = [rank for rank, shard in enumerate(old.shards) if shard.table == table or shard.save == parent]
+    return ranks[0] if ranks else None
+
+
+def _link(source: Directory, target: Directory, name: str) -> None:
+    """A second name for a file, or a copy where the file system has none."""
+    try:
+        os.link(name, name, src_dir_fd=source.fd, dst_dir_fd=target.fd, follow_symlinks=False)
+        return
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{source.at(name)} is missing. {REMEDY}") from error
+    except OSError:
+        pass
+    with (
+        source.opened(name) as (fd, _),
+        open(fd, "rb", closefd=False) as file,
+        open(target.create(name), "wb") as copy,
+    ):
+        shutil.copyfileobj(file, copy, 8 << 20)
+        copy.flush()
+        os.fsync(copy.fileno())
+
+
+def write_shards(directory: Directory, shards: ShardsManifest) -> None:
+    """Make what all ranks have written the checkpoint."""
+    write_small(directory, SHARDS_NAME + PART, shards.to_bytes())
+    with directory.child(SAVES_NAME) as saves:
+        with saves.child(f"{shards.number:06d}") as save:
+            save.sync()
+        saves.sync()
+    directory.sync()
+    directory.replace(SHARDS_NAME + PART, SHARDS_NAME)
+    directory.sync()
+    directory.sync_parent()  # the directory's own name, if it is new
+
+
+def sweep_saves(directory: Directory, kept: ShardsManifest | None) -> None:
+    """Remove what the checkpoint does not name. What cannot be removed is left to the next save."""
+    with contextlib.suppress(OSError):
+        directory.remove_file(SHARDS_NAME + PART)
+    with contextlib.suppress(OSError), directory.child(SAVES_NAME) as saves:
+        for name in saves.names():
+            if _SAVE_NAME.fullmatch(name) and (kept is None or int(name) != kept.number):
+                _remove_save(saves, name)
+
+
+def _remove_save(saves: Directory, name: str) -> None:
+    with contextlib.suppress(OSError):
+        with saves.child(name) as save:
+            for rank in filter(_RANK_NAME.fullmatch, save.names()):
+                with contextlib.suppress(OSError):
+                    remove_checkpoint(save, rank)
+        saves.rmdir(name)
+
+
+def remove_shard(directory: Directory, number: int, rank: int) -> None:
+    """Remove what a rank has written of a save that failed. What cannot be removed is left to the next save."""
+    folder, name = os.path.split(shard_folder(number, rank))
+    with contextlib.suppress(OSError), directory.child(SAVES_NAME) as saves:
+        with saves.child(os.path.basename(folder)) as save:
+            remove_checkpoint(save, name)
+        saves.rmdir(os.path.basename(folder))  # by the last of all ranks

@@ -1,0 +1,165 @@
+"""What one of so many ranks loads of the tables that were saved together."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from gear_loader.checkpoint.directory import Directory
+from gear_loader.checkpoint.index import Entries, read_entries
+from gear_loader.checkpoint.loading import Contents, Part, check_files, contents_of
+from gear_loader.checkpoint.manifest import Manifest
+from gear_loader.checkpoint.resharding import deal, split_counts
+from gear_loader.checkpoint.sharded import ShardsManifest, open_shard, shard_folder
+from gear_loader.errors import CheckpointError
+from gear_loader.storage.table import Table
+from gear_loader.utils.arrays import Array
+
+__all__ = ["Share", "dealt_share", "own_share"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What a rank's new table is to hold, how large it is, and the save that it goes on from ("0" for none)."""
+
+    parts: list[Part]
+    contents: Contents
+    sizes: dict[str, int]
+    rules: Manifest
+    parent: str
+
+
+def own_share(directory: Directory, shards: ShardsManifest, rank: int) -> Share:
+    """The table that this rank saved, as it was."""
+    folder, manifest = open_shard(directory, shards, rank)
+    with folder:
+        entries = read_entries(folder, manifest)
+        check_files(folder, manifest)
+    contents = contents_of(manifest, entries)
+    if (manifest.origin or 0) != rank:
+        # It was another shard: its ids stay, and it gives those of this one from now on.
+        contents = dataclasses.replace(
+            contents, ident=entries.ids(manifest.origin), next_sequence=_next_sequence(shards)
+        )
+    contents = dataclasses.replace(contents, origin=rank)
+    blocks = Table.required_blocks(entries.length, manifest.block_steps)
+    sizes = {
+        "max_steps": manifest.max_steps,
+        "max_trajectories": manifest.max_trajectories,
+        "block_steps": manifest.block_steps,
+        "max_blocks": max(manifest.num_blocks, blocks),
+    }
+    part = Part(shard_folder(shards.number, rank), manifest, entries, np.arange(len(entries.length)))
+    return Share([part], contents, sizes, manifest, manifest.save)
+
+
+def _next_sequence(shards: ShardsManifest) -> int:
+    return max(shard.next_sequence for shard in shards.shards)
+
+
+def dealt_share(directory: Directory, shards: ShardsManifest, rank: int, world_size: int) -> Share:
+    """A rank's share of all tables together."""
+    manifests = []
+    for i in range(len(shards.shards)):
+        folder, manifest = open_shard(directory, shards, i)
+        with folder:
+            manifests.append(manifest)
+    _check_rules(directory.path, manifests)
+    indices = []
+    for i, manifest in enumerate(manifests):
+        with directory.child_to_load(shard_folder(shards.number, i)) as folder:
+            indices.append(read_entries(folder, manifest))
+    shard = np.repeat(np.arange(len(indices)), [len(entries.length) for entries in indices])
+    everything = Entries(
+        *(np.concatenate(arrays) for arrays in zip(*(e.arrays().values() for e in indices), strict=True))
+    )
+    ids = np.concatenate([entries.ids(m.origin) for entries, m in zip(indices, manifests, strict=True)])
+    _check_distinct(directory.path, ids, shard)
+    stored = np.lexsort((everything.first, everything.segment, shard))
+    owner = np.empty(len(ids), dtype=np.int64)
+    owner[stored] = deal(everything.length[stored], world_size)
+    mine = np.flatnonzero(owner == rank)
+    mine = mine[np.argsort(ids[mine], kind="stable")]
+    starts = np.searchsorted(shard, np.arange(len(indices)))
+    parts = []
+    for i, manifest in enumerate(manifests):
+        places = np.flatnonzero(shard[mine] == i)
+        folder_name = shard_folder(shards.number, i)
+        parts.append(Part(folder_name, manifest, indices[i].take(mine[places] - starts[i]), places))
+    live = np.bincount(owner, minlength=world_size).tolist()
+    chosen = everything.take(mine)
+    counts = _counts(shards, manifests, live, rank)
+    contents = Contents(
+        sequence=counts["next_sequence"] - len(mine) + np.arange(len(mine)),
+        length=chosen.length,
+        priority=chosen.priority,
+        times_sampled=chosen.times_sampled,
+        age=chosen.age,
+        ident=ids[mine],
+        origin=rank,
+        **counts,
+    )
+    sizes = _sizes(manifests, chosen.length, int(everything.length.max(initial=1)), world_size)
+    return Share(parts, contents, sizes, manifests[0], "0")
+
+
+def _counts(shards: ShardsManifest, manifests: list[Manifest], live: list[int], rank: int) -> dict[str, int]:
+    """The counts of this rank's table: next_sequence, num_inserted and num_sampled.
+
+    Args:
+        live: trajectories of each rank.
+    """
+    gone = sum(manifest.num_inserted for manifest in manifests) - sum(live)
+    inserted = [left + part for left, part in zip(live, split_counts(gone, [1] * len(live)), strict=True)]
+    sampled = split_counts(sum(manifest.num_sampled for manifest in manifests), inserted)
+    return {
+        "next_sequence": max(_next_sequence(shards), inserted[rank]),
+        "num_inserted": inserted[rank],
+        "num_sampled": sampled[rank],
+    }
+
+
+def _sizes(manifests: list[Manifest], lengths: Array, longest: int, world_size: int) -> dict[str, int]:
+    """How large a table is that gets trajectories of some lengths: with as much room as the saved tables had."""
+    block_steps = max(manifest.block_steps for manifest in manifests)
+    blocks = sum(-(-m.num_blocks * m.block_steps // block_steps) for m in manifests)
+    limiter = manifests[0].rules.rate_limiter
+    return {
+        "max_steps": max(_part(sum(m.max_steps for m in manifests), world_size), int(lengths.sum()), longest),
+        "max_trajectories": max(
+            _part(sum(m.max_trajectories for m in manifests), world_size),
+            len(lengths),
+            limiter.min_size if limiter else 1,
+        ),
+        "block_steps": block_steps,
+        "max_blocks": max(
+            _part(blocks, world_size),
+            Table.required_blocks(lengths, block_steps),
+            Table.required_blocks([longest], block_steps),
+        ),
+    }
+
+
+def _part(total: int, world_size: int) -> int:
+    return -(-total // world_size)
+
+
+def _check_rules(directory: str, manifests: list[Manifest]) -> None:
+    for rank, manifest in enumerate(manifests):
+        if manifest.rules.to_json() != manifests[0].rules.to_json():
+            raise CheckpointError(
+                f"The tables of ranks 0 and {rank} in {directory} have different rules: {manifests[0].rules} and "
+                f"{manifest.rules}. Load it with {len(manifests)} ranks, as it was saved."
+            )
+
+
+def _check_distinct(directory: str, ids: Array, shard: Array) -> None:
+    order = np.argsort(ids, kind="stable")
+    twice = np.flatnonzero(np.diff(ids[order]) == 0)
+    if len(twice):
+        first, second = order[twice[0]], order[twice[0] + 1]
+        raise CheckpointError(
+            f"The tables of ranks {shard[first]} and {shard[second]} in {directory} both hold the trajectory "
+            f"{ids[first]}. Load it with as many ranks as it was saved with, and remove one of the two."
+        )

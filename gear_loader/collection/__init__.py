@@ -1,0 +1,1 @@
+"""Chosen rows become a batch: windows, buffers, gathering, prefetching."""

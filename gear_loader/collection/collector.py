@@ -1,0 +1,388 @@
+"""The collector turns chosen slots and anchors into a batch: on the CPU, or on a GPU straight from host memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from gear_loader.collection.windows import reach_of
+from gear_loader.kernels import reference
+from gear_loader.kernels.plan import PAD_HEAD, PAD_KEEP, PAD_TAIL, GatherColumn, GatherPlan
+from gear_loader.native import copying, threads
+from gear_loader.storage.rows import CudaRows, SelectedRows
+from gear_loader.storage.schema import Window
+from gear_loader.storage.table import Table
+from gear_loader.utils.arrays import Array, outside_inference
+
+__all__ = [
+    "Batch",
+    "Buffers",
+    "Collector",
+    "clone_batch",
+    "copy_batch",
+    "resolve",
+]
+
+Batch = dict[str, Any]
+_PADS = {"keep": PAD_KEEP, "head": PAD_HEAD, "tail": PAD_TAIL}
+_ROW_KEYS = ("index", "anchor", "generation")
+_COUNTS, _NUMBERS = ("times_sampled", "age"), ("probability", "age_seconds")  # keys of ``sample_info``
+
+
+@dataclasses.dataclass
+class GpuSide:
+    """What a batch on a GPU needs beside its tensors.
+
+    Attributes:
+        host: pinned tensors that the host writes: int64 [5, B] of index, anchor, generation and the two numbers of
+            the extent; int32 [B, K] of the windows' block ids; float32 [B] of weights if batches carry them;
+            int64 [2, B] and float32 [2, B] of ``sample_info``, if they carry that. None where the GPU cannot read the
+            region.
+        mirror: their copies on the device.
+        random: pinned int64 [3]: key, counter, and key for anchors, of a draw on the GPU.
+        staging: where the GPU cannot read the region: a batch in pinned memory, gathered on the CPU.
+        filled, released: events: the batch is complete; its last user has finished.
+        consumers: the streams that have used the batch.
+        copy: a copy of the batch in memory of its own, where that is what is delivered.
+    """
+
+    host: tuple[torch.Tensor, ...] | None
+    mirror: tuple[torch.Tensor, ...] | None
+    random: torch.Tensor | None
+    staging: Buffers | None
+    filled: torch.cuda.Event
+    released: torch.cuda.Event
+    consumers: set[int] = dataclasses.field(default_factory=set)
+    copy: Batch | None = None
+
+
+@dataclasses.dataclass
+class Buffers:
+    """The tensors of one batch, and how to fill them.
+
+    Attributes:
+        batch: column -> ``[B, L, *shape]``, mask, index, anchor, generation, on the target device.
+        plan: how the kernel fills columns and masks.
+        gpu: on a GPU, what that needs.
+    """
+
+    batch: Batch
+    plan: GatherPlan
+    gpu: GpuSide | None = None
+
+    def rows(self, count: int) -> Batch:
+        """The batch's first `count` rows: all of it, or views for a last batch that is smaller."""
+
+        def head(value: Any) -> Any:
+            return (
+                {key: head(part) for key, part in value.items()} if isinstance(value, dict) else value[:count]
+            )
+
+        return dict(self.batch) if count == self.plan.batch_size else head(self.batch)
+
+
+class Collector:
+    """Gathers windows of a table's columns into buffers.
+
+    Args:
+        table: where from.
+        windows: column -> window; the other columns are not read.
+        batch_size: rows of a batch.
+        device: where batches are wanted.
+        programs: size of the kernel's grid, see `gear_loader.kernels.gather.gather`.
+        weighs: whether batches carry ``priority_weight``.
+        informs: whether they carry ``sample_info``.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        windows: Mapping[str, Window],
+        *,
+        batch_size: int,
+        device: torch.device,
+        programs: int | None = None,
+        weighs: bool = False,
+        informs: bool = False,
+    ) -> None:
+        self.table = table
+        self.weighs = weighs
+        self.informs = informs
+        self.windows = dict(windows)
+        self.batch_size = batch_size
+        self.device = device
+        self.programs = programs
+        self.zero_copy = device.type == "cuda" and table.region.pin(device)
+        index = table.index_arrays()
+        self._extent, self._block_ids = index
+        self._block_steps = table.region.layout.block_steps
+        # Copied, which waits: computed there, it might not be ready when another stream reads it.
+        with outside_inference():
+            self._numbers = torch.arange(batch_size, device="cpu").to(device)
+        self._row_bytes = sum(
+            table.schema[name].step_bytes * window.length for name, window in windows.items()
+        )
+        self._first, self._last = reach_of(windows)
+        self.waits = False
+        """Whether `gather` may wait for others, so that it is not to be called by who trains."""
+
+    # ---------------------------------------------------------------- buffers
+
+    def buffers(self, *, shared: bool = False) -> Buffers:
+        """Fresh tensors for one batch.
+
+        Args:
+            shared: in shared memory, so that they can be sent to another process without a copy.
+        """
+        if self.device.type != "cuda":
+            return self._buffers(torch.device("cpu"), shared=shared)
+        buffers = self._buffers(self.device)
+        host: tuple[torch.Tensor, ...] | None = None
+        mirror: tuple[torch.Tensor, ...] | None = None
+        staging = random = None
+
+        def pinned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(*shape, dtype=dtype, device="cpu", pin_memory=True)
+
+        if self.zero_copy:
+            random = pinned(3, dtype=torch.int64)
+            blocks = (self._last - self._first) // self._block_steps + 2
+            host = (
+                pinned(5, self.batch_size, dtype=torch.int64),
+                pinned(self.batch_size, blocks, dtype=torch.int32).zero_(),
+            )
+            if self.weighs:
+                host += (pinned(self.batch_size, dtype=torch.float32),)
+            if self.informs:
+                host += tuple(
+                    pinned(2, self.batch_size, dtype=dtype) for dtype in (torch.int64, torch.float32)
+                )
+            mirror = tuple(part.to(self.device) for part in host)
+            if self.informs:
+                buffers.batch["sample_info"] = _named(mirror[-2], mirror[-1])
+            for i, key in enumerate(_ROW_KEYS):
+                buffers.batch[key] = mirror[0][i]
+            if self.weighs:
+                buffers.batch["priority_weight"] = mirror[2]
+        else:
+            staging = self._buffers(torch.device("cpu"), pinned=True)
+        # The first is blocking: whoever waits for it sleeps instead of spinning.
+        filled, released = torch.cuda.Event(blocking=True), torch.cuda.Event()
+        buffers.gpu = GpuSide(host, mirror, random, staging, filled, released)
+        return buffers
+
+    def _buffers(self, device: torch.device, *, shared: bool = False, pinned: bool = False) -> Buffers:
+        def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            tensor = torch.empty(*shape, dtype=dtype, device=device, pin_memory=pinned)
+            return tensor.share_memory_() if shared else tensor
+
+        size, schema, region = self.batch_size, self.table.schema, self.table.region
+        # One mask a window; its column in the plan is the one with the smallest steps.
+        masks: dict[Window, torch.Tensor] = {}
+        owners: dict[Window, str] = {}
+        for name, window in self.windows.items():
+            masks.setdefault(window, empty(size, window.length, dtype=torch.bool))
+            if window not in owners or schema[name].step_bytes < schema[owners[window]].step_bytes:
+                owners[window] = name
+        batch: Batch = {}
+        columns = []
+        for name, window in self.windows.items():
+            column = schema[name]
+            out = empty(size, window.length, *column.shape, dtype=column.dtype)
+            batch[name] = out
+            columns.append(
+                GatherColumn(
+                    source=torch.from_numpy(region.column(name)),
+                    out=out.view(size, window.length, -1).view(torch.uint8),
+                    offset=window.offset,
+                    pad=_PADS[window.pad],
+                    mask=masks[window] if owners[window] == name else None,
+                )
+            )
+        if len(masks) == 1:
+            batch["mask"] = next(iter(masks.values()))
+        else:
+            batch["mask"] = {name: masks[window] for name, window in self.windows.items()}
+        for key in _ROW_KEYS:
+            batch[key] = empty(size, dtype=torch.int64)
+        if self.weighs:
+            batch["priority_weight"] = empty(size, dtype=torch.float32)
+        if self.informs:
+            counts = empty(2, size, dtype=torch.int64)
+            batch["sample_info"] = _named(counts, empty(2, size, dtype=torch.float32))
+        return Buffers(batch, GatherPlan(columns, self._block_steps))
+
+    # ---------------------------------------------------------------- collecting
+
+    def gather(self, buffers: Buffers, rows: Any) -> None:
+        """Fill the first rows of `buffers`.
+
+        Args:
+            rows: no more than the batch size: `SelectedRows`, or `CudaRows` where the GPU can read the region. The
+                caller holds the read ticket under which they were drawn.
+
+        On the CPU the rows are complete when this returns. On a GPU the work is queued on the current stream and
+        `buffers.filled` is recorded after it; the host does not wait, but where the GPU cannot read the region it
+        gathers the batch on the CPU first, having waited for the last copy out of the same staging buffers.
+        """
+        gpu = buffers.gpu
+        if gpu is None:
+            self._gather_cpu(buffers, rows)
+            return
+        # What the last batch in these buffers was copied from is about to be written again. That batch has been
+        # delivered: this waits only if the host is ahead of the GPU by as many batches as there are buffers.
+        gpu.filled.synchronize()
+        try:
+            if isinstance(rows, CudaRows):
+                self._gather_drawn(buffers, gpu, rows)
+            elif gpu.host is not None and gpu.mirror is not None:
+                self._gather_zero_copy(buffers, gpu, gpu.host, gpu.mirror, rows)
+            elif gpu.staging is not None:
+                self._gather_cpu(gpu.staging, rows)
+                torch.cuda.current_stream().wait_event(gpu.released)
+                copy_batch(buffers.rows(len(rows)), gpu.staging.rows(len(rows)))
+        finally:
+            gpu.filled.record()  # also behind the part of a batch that failed: it is read from the same memory
+
+    def _gather_drawn(self, buffers: Buffers, gpu: GpuSide, rows: CudaRows) -> None:
+        assert gpu.random is not None
+        assert gpu.mirror is not None
+        torch.cuda.current_stream().wait_event(gpu.released)
+        rows.write(gpu.random, gpu.mirror, self.reach)
+        self._launch(buffers, gpu.mirror, len(rows))
+
+    def use_on(self, stream: torch.cuda.Stream) -> None:
+        """Say that gathers will be queued on this stream: what they read is not given back before them."""
+        self._numbers.record_stream(stream)
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """The first and last step, relative to the anchor, that any window covers."""
+        return self._first, self._last
+
+    def _gather_cpu(self, buffers: Buffers, rows: SelectedRows) -> None:
+        count, slots, anchors = len(rows), rows.slots, rows.anchors
+        if rows.weights is not None:
+            buffers.batch["priority_weight"].numpy()[:count] = rows.weights
+        if rows.counts is not None and rows.numbers is not None:
+            info = buffers.batch["sample_info"]
+            for key, values in zip(_COUNTS + _NUMBERS, (*rows.counts, *rows.numbers), strict=True):
+                info[key].numpy()[:count] = values
+        for key, values in zip(_ROW_KEYS, (slots, anchors, rows.generations), strict=True):
+            buffers.batch[key].numpy()[:count] = values
+        if not copying.require():
+            extent, block_ids = torch.from_numpy(self._extent), torch.from_numpy(self._block_ids)
+            reference.gather(
+                buffers.plan, torch.from_numpy(slots), torch.from_numpy(anchors), extent, block_ids
+            )
+            return
+        bad = threads.gather(
+            buffers.plan.table.numpy(),
+            slots,
+            anchors,
+            self._extent,
+            self._block_ids,
+            self._block_steps,
+            self._row_bytes,
+        )
+        self.table.check_gathered(bad)
+
+    def _gather_zero_copy(
+        self,
+        buffers: Buffers,
+        gpu: GpuSide,
+        host: tuple[torch.Tensor, ...],
+        mirror: tuple[torch.Tensor, ...],
+        drawn: SelectedRows,
+    ) -> None:
+        # Host memory is far from the kernel, so what it needs of the index goes along with the draw; only the
+        # steps themselves are read across the bus.
+        count = len(drawn)
+        rows, ids = host[0].numpy(), host[1].numpy()
+        for i, values in enumerate((drawn.slots, drawn.anchors, drawn.generations)):
+            rows[i, :count] = values
+        resolve(self.table, drawn.slots, drawn.anchors, self.reach, rows[3:].reshape(-1, 2)[:count], ids)
+        if drawn.weights is not None:
+            host[2].numpy()[:count] = drawn.weights
+        if drawn.counts is not None and drawn.numbers is not None:
+            host[-2].numpy()[:, :count] = drawn.counts
+            host[-1].numpy()[:, :count] = drawn.numbers
+        torch.cuda.current_stream().wait_event(gpu.released)
+        for source, target in zip(host, mirror, strict=True):
+            target.copy_(source, non_blocking=True)
+        self._launch(buffers, mirror, count)
+
+    def _launch(self, buffers: Buffers, mirror: tuple[torch.Tensor, ...], count: int) -> None:
+        """Gather the rows whose anchors, extents and block ids lie in `mirror`."""
+        from gear_loader.kernels import gather
+
+        gather.gather(
+            buffers.plan,
+            self._numbers[:count],
+            mirror[0][1, :count],
+            mirror[0][3:].view(-1, 2),
+            mirror[1].view(-1),
+            programs=self.programs,
+        )
+
+
+def resolve(
+    table: Table, slots: Array, anchors: Array, reach: tuple[int, int], extent: Array, ids: Array
+) -> None:
+    """Copy what the windows of a batch need of a table's index.
+
+    Args:
+        slots, anchors: int64 [B].
+        reach: the first and last step, relative to the anchor, that any column's window covers.
+        extent: int64 [B, 2], filled with lengths in steps, and the places in `ids` where the block tables of the
+            trajectories would start; `ids` holds the blocks of the windows only, so this may be negative.
+        ids: int32 [B, K], filled with the windows' blocks.
+    """
+    lengths, block_ids = table.index_arrays()
+    block_steps = table.region.layout.block_steps
+    if copying.require():
+        num_blocks = table.region.layout.num_blocks
+        bad = copying.resolve(
+            slots, anchors, lengths, block_ids, block_steps, *reach, extent, ids, num_blocks
+        )
+        table.check_gathered(bad)
+        return
+    steps, row = lengths[slots, 0], lengths[slots, 1]
+    low = np.clip(anchors + reach[0], 0, steps - 1) // block_steps
+    high = np.clip(anchors + reach[1], 0, steps - 1) // block_steps
+    width = ids.shape[1]
+    extent[:, 0] = steps
+    extent[:, 1] = np.arange(len(slots)) * width - low
+    ids[: len(slots)] = block_ids[row[:, None] + np.minimum(low[:, None] + np.arange(width), high[:, None])]
+
+
+def _named(counts: torch.Tensor, numbers: torch.Tensor) -> dict[str, torch.Tensor]:
+    """``sample_info`` of two tensors [2, B], integers and floats."""
+    return {**dict(zip(_COUNTS, counts, strict=True)), **dict(zip(_NUMBERS, numbers, strict=True))}
+
+
+def clone_batch(batch: Batch) -> Batch:
+    """The batch in memory of its own, without waiting; tensors that are one stay one."""
+    clones: dict[int, torch.Tensor] = {}
+
+    def clone(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: clone(part) for key, part in value.items()}
+        if id(value) not in clones:
+            clones[id(value)] = value.clone()
+        return clones[id(value)]
+
+    return {key: clone(value) for key, value in batch.items()}
+
+
+def copy_batch(target: Batch, source: Batch) -> None:
+    """Copy all tensors of a batch, without waiting."""
+    for key, value in source.items():
+        if isinstance(value, dict):
+            copy_batch(target[key], value)
+        else:
+            target[key].copy_(value, non_blocking=True)

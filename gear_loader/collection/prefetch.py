@@ -1,0 +1,463 @@
+"""Preparing batches ahead of their use, in a ring of recycled buffers."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import itertools
+import os
+import queue
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from gear_loader.collection.collector import Batch, Buffers, Collector, clone_batch
+from gear_loader.errors import GearError, GpuError, LockTimeoutError
+from gear_loader.storage.lock import LOCK_TIMEOUT
+from gear_loader.utils.arrays import outside_inference
+from gear_loader.utils.mutex import holds_any
+from gear_loader.utils.notices import notice
+from gear_loader.utils.waiting import Interrupted, interruptible
+
+__all__ = ["Pool", "Prefetcher"]
+
+Item = TypeVar("Item")
+_BATCH, _STOP, _END = object(), object(), object()
+
+
+class _Order(NamedTuple):
+    """Buffers that a prefetch thread is to fill.
+
+    Orders bring all that a batch is made of: between them the thread holds nothing of a dataset, so that one whose
+    iterator nobody uses any more is garbage, and is closed.
+    """
+
+    buffers: Buffers
+    fill: Callable[[Buffers, Any], int]
+    items: Iterator[Any]
+
+
+class Pool:
+    """The buffers of one collector, which outlive the iterators that use them, and what a GPU needs beside them.
+
+    Attributes:
+        free: buffers that nobody uses.
+        delivered: the last batches of an iterator that has ended: still valid, for `keep` more requests.
+    """
+
+    def __init__(self, collector: Collector, *, shared: bool = False) -> None:
+        self.collector = collector
+        self.shared = shared
+        self.free: list[Buffers] = []
+        self.delivered: collections.deque[Buffers] = collections.deque()
+        self.stream: torch.cuda.Stream | None = None
+        self.releaser: _Releaser | None = None
+        if collector.device.type == "cuda":
+            self.stream = torch.cuda.Stream(collector.device)
+            collector.use_on(self.stream)
+        if collector.zero_copy:
+            self.releaser = _Releaser(collector)
+            weakref.finalize(self, self.releaser.stop)
+
+
+class Prefetcher:
+    """Fills buffers ahead of one consumer and takes them back after it.
+
+    On the CPU, and where a GPU cannot read the region, a thread fills them. On a GPU the caller itself queues the
+    work of batch i + prefetch on a side stream when it asks for batch i, which costs the host some tens of
+    microseconds.
+
+    Args:
+        pool: where buffers come from and go to.
+        prefetch: batches ahead; 0 fills when asked.
+        keep: a batch stays valid until this many more have been requested.
+        fresh: give each batch memory of its own: new buffers on the CPU; on a GPU a copy there, which the stream that
+            fills makes as soon as the batch is complete.
+        complete: when closed, draw what has been asked for all the same, because it has taken its turn among the calls
+            of `between`.
+    """
+
+    def __init__(self, pool: Pool, *, prefetch: int, keep: int, fresh: bool, complete: bool = False) -> None:
+        self.collector = pool.collector
+        self._pool = pool
+        self._prefetch = prefetch
+        self._keep = keep
+        self._copies = fresh and pool.stream is not None
+        self._fresh = fresh and not self._copies
+        self._complete = complete
+        self._delivered, pool.delivered = pool.delivered, collections.deque()
+        self._stream = pool.stream
+        self._releaser = pool.releaser
+        self._pid = os.getpid()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        # What the thread is asked to do, in this order: fill buffers; call a function; None: stop.
+        self._orders: queue.SimpleQueue[_Order | Callable[[], object] | None] = queue.SimpleQueue()
+        self._accepting = False
+        self._turn = threading.Lock()  # around `_accepting`
+        self._ready: collections.deque[tuple[Buffers, int]] = collections.deque()  # filled, not yet delivered
+
+    # ---------------------------------------------------------------- delivering
+
+    def one(self, fill: Callable[[Buffers, Item], int], item: Item) -> Batch:
+        """One batch, filled now."""
+        self._recycle()
+        buffers = self._take()
+        return self._deliver(buffers, self._run(fill, buffers, item))
+
+    def batches(self, fill: Callable[[Buffers, Item], int], items: Iterator[Item]) -> Iterator[Batch]:
+        """A batch for each of `items`, in their order.
+
+        Args:
+            fill: draws a batch, gathers it into the buffers and returns its number of rows.
+            items: what each call of `fill` gets.
+        """
+        if self._prefetch == 0:
+            for item in items:
+                yield self.one(fill, item)
+        elif self._releaser is not None and not self.collector.waits:
+            yield from self._ahead_on_stream(fill, items)
+        else:
+            yield from self._ahead_in_thread(fill, items)
+
+    def _ahead_on_stream(
+        self, fill: Callable[[Buffers, Item], int], items: Iterator[Item]
+    ) -> Iterator[Batch]:
+        ready, more = self._ready, True
+        failure: Exception | None = None
+        while ready or more:
+            self._recycle()  # the consumer has asked for one more
+            try:
+                for item in itertools.islice(items, self._prefetch + 1 - len(ready) if more else 0):
+                    buffers = self._take()
+                    ready.append((buffers, self._run(fill, buffers, item)))
+                more = len(ready) > self._prefetch
+            except Exception as error:  # it comes after the batches that are ready
+                more, failure = False, error
+            if ready:
+                yield self._deliver(*ready.popleft())
+        if failure is not None:
+            raise failure
+
+    def _ahead_in_thread(
+        self, fill: Callable[[Buffers, Item], int], items: Iterator[Item]
+    ) -> Iterator[Batch]:
+        signals: queue.SimpleQueue[BaseException | object] = queue.SimpleQueue()
+        for _ in range(self._prefetch):
+            self._orders.put(_Order(self._take(), fill, items))
+        self._accepting = True
+        self._thread = threading.Thread(
+            target=self._work, args=(signals,), name="gear-loader-prefetch", daemon=True
+        )
+        self._thread.start()
+        while True:
+            self._check_process()
+            signal = signals.get()
+            if signal is _STOP:
+                return
+            if isinstance(signal, BaseException):
+                raise signal
+            # The consumer has asked for one more batch: the oldest one's time is over, and the thread gets a place.
+            self._recycle()
+            self._orders.put(_Order(self._take(), fill, items))
+            yield self._deliver(*self._ready.popleft())
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise GearError(
+                f"An iterator of process {self._pid} was continued in process {os.getpid()}, a forked child, which "
+                "has not the thread that prefetches its batches. Make a new iterator in the child, or start the child "
+                "with spawn."
+            )
+
+    def _work(self, signals: queue.SimpleQueue[BaseException | object]) -> None:
+        """The thread."""
+        signal: BaseException | object = _STOP
+        try:
+            if self._stream is not None:
+                allow_captures()
+            with interruptible(self._stop.is_set):
+                while self._obey(self._orders.get(), signals):
+                    pass
+        except Interrupted:
+            pass  # while it waited for others: nobody wants the batch any more
+        except BaseException as error:
+            signal = error
+        try:
+            self._finish_orders()
+        except BaseException as error:
+            signal = error
+        if self._stop.is_set():
+            self._give_back()
+        signals.put(signal)
+
+    def _obey(
+        self,
+        order: _Order | Callable[[], object] | None,
+        signals: queue.SimpleQueue[BaseException | object],
+    ) -> bool:
+        """Do what the thread is asked to do; whether more may follow."""
+        if not isinstance(order, _Order):
+            if order is not None:
+                order()
+            return order is not None
+        item = _END
+        if not self._stop.is_set() or self._complete:
+            item = next(order.items, _END)
+        if item is _END:
+            self._pool.free.append(order.buffers)
+            return False
+        self._ready.append((order.buffers, self._run(order.fill, order.buffers, item)))
+        signals.put(_BATCH)
+        return True
+
+    def _finish_orders(self) -> None:
+        """The thread's end: give back what it will not fill, and call what is still to be called."""
+        while True:
+            with self._turn:  # what is given meanwhile comes after what was given before
+                if self._orders.empty():
+                    self._accepting = False
+                    return
+                order = self._orders.get()
+            if isinstance(order, _Order):
+                self._pool.free.append(order.buffers)
+            elif order is not None:
+                order()
+
+    def between(self, call: Callable[[], object]) -> None:
+        """Call a function between two batches: after the draws that have been asked for, before all that follow.
+
+        A thread that fills ahead does it in its time; without one it is done now. So what a batch is drawn from
+        depends on nothing but the order in which the consumer asks for batches and calls this.
+        """
+        with self._turn:
+            if self._accepting:
+                self._orders.put(call)
+                return
+        with outside_inference(), self._on_stream():
+            call()
+
+    def settle(self) -> None:
+        """Wait until the thread, if there is one, has done all that it was asked to do.
+
+        Raises:
+            LockTimeoutError: it did not, until the deadline.
+        """
+        done = threading.Event()
+        self.between(done.set)
+        if not done.wait(LOCK_TIMEOUT):
+            raise LockTimeoutError(
+                f"The batches being prefetched were waited for {LOCK_TIMEOUT:g} s. Is the table's lock held?"
+            )
+
+    def _run(self, fill: Callable[[Buffers, Item], int], buffers: Buffers, item: Item) -> int:
+        try:
+            if self._releaser is not None:
+                self._releaser.check()
+            with outside_inference(), self._on_stream():
+                count = fill(buffers, item)
+                if self._copies and buffers.gpu is not None:
+                    buffers.gpu.copy = clone_batch(buffers.rows(count))
+                    buffers.gpu.filled.record()
+                return count
+        except BaseException:
+            self._pool.free.append(buffers)
+            raise
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+        else:
+            with torch.cuda.device(self.collector.device), torch.cuda.stream(self._stream):
+                yield
+
+    # ---------------------------------------------------------------- buffers
+
+    def _take(self) -> Buffers:
+        try:
+            return self._pool.free.pop()
+        except IndexError:
+            # Allocated on the stream that fills them: memory that is given back with work still queued is used
+            # again only behind that work.
+            with outside_inference(), self._on_stream():
+                return self.collector.buffers(shared=self._pool.shared)
+
+    def _deliver(self, buffers: Buffers, count: int) -> Batch:
+        gpu = buffers.gpu
+        if gpu is not None:
+            consumer = torch.cuda.current_stream(self.collector.device)
+            consumer.wait_event(gpu.filled)
+            copy, gpu.copy = gpu.copy, None
+            if copy is not None:
+                _record(copy, consumer)
+                self._delivered.append(buffers)
+                return copy
+            if consumer.cuda_stream not in gpu.consumers:
+                # Nor before the consumer's work, should the buffers be given back during it.
+                _record(buffers.batch, consumer)
+                gpu.consumers.add(consumer.cuda_stream)
+        if not self._fresh:
+            self._delivered.append(buffers)
+        return buffers.rows(count)
+
+    def _recycle(self) -> None:
+        while len(self._delivered) >= self._keep:
+            buffers = self._delivered.popleft()
+            if buffers.gpu is not None and buffers.gpu.consumers:  # else only copies of it were delivered
+                buffers.gpu.released.record(torch.cuda.current_stream(self.collector.device))
+            self._pool.free.append(buffers)
+
+    # ---------------------------------------------------------------- tickets and the end
+
+    def release(self, buffers: Buffers, ticket: Any) -> None:
+        """The gather that reads under `ticket` has been done, or queued on a GPU: give the ticket back after it."""
+        if self._releaser is None or buffers.gpu is None:
+            ticket.end()
+        else:
+            self._releaser.put(buffers, ticket)
+
+    def abandon(self, buffers: Buffers, undo: Callable[[], None], ticket: Any) -> None:
+        """A batch has failed: undo its draw, once the GPU has done what was queued for it.
+
+        Args:
+            undo: releases `ticket`, and counts the draw no more.
+        """
+        if self._releaser is not None and self._stream is not None:
+            try:
+                self._stream.synchronize()
+            except RuntimeError:  # it is not known when a GPU that failed stops to read
+                _unfinished.append((buffers, ticket))
+                return
+        undo()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` has been called."""
+        return self._stop.is_set()
+
+    def close(self) -> bool:
+        """Stop the thread and give the buffers back; the last batches delivered stay valid for now.
+
+        It may come from the garbage collector, in the middle of anything. While this thread holds a lock, for which
+        the prefetch thread may wait, it does not wait for that thread, which ends by itself.
+
+        Returns:
+            Whether the thread has ended; else `join` waits for it.
+        """
+        if os.getpid() != self._pid:
+            return True  # a forked child: the thread, its orders and its locks are the parent's
+        self._stop.set()
+        self._orders.put(None)
+        if not self._pool.delivered:
+            self._pool.delivered = self._delivered
+        # At the interpreter's end such threads never come back.
+        if self._thread is threading.current_thread() or sys.is_finalizing() or holds_any():
+            return False
+        return self.join()
+
+    def join(self) -> bool:
+        """Wait until the thread of a closed prefetcher has ended, for `LOCK_TIMEOUT` at most; whether it has."""
+        thread = self._thread
+        if thread is not None and thread.is_alive():
+            thread.join(LOCK_TIMEOUT)
+            if thread.is_alive():
+                return False
+        self._finish_orders()
+        self._give_back()
+        return True
+
+    def _give_back(self) -> None:
+        """Give back the buffers that were filled and will not be delivered."""
+        while self._ready:
+            with contextlib.suppress(IndexError):  # the thread and `join` may both be here
+                self._pool.free.append(self._ready.popleft()[0])
+
+
+_unfinished: list[tuple[Buffers, Any]] = []  # what a GPU that failed may still read or write
+
+
+class _Releaser:
+    """Gives tickets back when the GPU has finished reading, however long the consumer sleeps meanwhile.
+
+    Until then it keeps the buffers: kernels read pinned memory of theirs, which nothing else keeps from being used
+    again. If the GPU fails while it reads, it is not known when it stops: tickets and buffers are kept until the
+    process ends, and the next batch is an error.
+    """
+
+    def __init__(self, collector: Collector) -> None:
+        index = collector.device.index
+        self._device = torch.cuda.current_device() if index is None else index
+        self._failure: BaseException | None = None
+        self._queue: queue.SimpleQueue[tuple[Buffers, Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="gear-loader-release", daemon=True)
+        self._thread.start()
+
+    def put(self, buffers: Buffers, ticket: Any) -> None:
+        """Give `ticket` back when what has been queued into `buffers` is done."""
+        self._queue.put((buffers, ticket))
+
+    def stop(self) -> None:
+        """End the thread once everything has been given back."""
+        self._queue.put(None)
+
+    def check(self) -> None:
+        """Raise GpuError if the GPU failed while it read."""
+        if self._failure is not None:
+            raise GpuError(
+                f"cuda:{self._device} failed while it gathered an earlier batch: {self._failure} What it may still "
+                "read stays reserved until this process ends. Start the process again."
+            ) from self._failure
+
+    def _work(self) -> None:
+        torch.cuda.set_device(self._device)  # of this thread; else waiting would make a context on GPU 0
+        allow_captures()
+        while (entry := self._queue.get()) is not None:
+            self._release(*entry)
+            del entry  # its memory is not kept until the next one comes
+
+    def _release(self, buffers: Buffers, ticket: Any) -> None:
+        assert buffers.gpu is not None
+        try:
+            buffers.gpu.filled.synchronize()
+        except RuntimeError as error:
+            _unfinished.append((buffers, ticket))
+            if self._failure is None:
+                self._failure = error
+                notice("gpu-failed", f"cuda:{self._device} failed while it gathered a batch: {error}")
+        else:
+            ticket.end()
+
+
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+def allow_captures() -> None:
+    """Let other threads capture CUDA graphs whatever this thread does.
+
+    By default a capture fails if any thread waits for an event, or allocates, in the meantime.
+    """
+    try:
+        exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+        code: int | str = exchange(ctypes.byref(ctypes.c_int(_RELAXED)))
+    except (OSError, AttributeError) as error:
+        code = str(error)
+    if code != 0:
+        notice(
+            "captures",
+            f"Threads that prepare batches may disturb the capture of CUDA graphs ({code}): capture them with "
+            "torch.cuda.graph(..., capture_error_mode='thread_local').",
+        )
+
+
+def _record(batch: Batch, stream: torch.cuda.Stream) -> None:
+    for value in batch.values():
+        if isinstance(value, dict):
+            _record(value, stream)
+        else:
+            value.record_stream(stream)

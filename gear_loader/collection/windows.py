@@ -1,0 +1,55 @@
+"""Windows of a batch: which column has which, and which steps around the anchor they cover."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gear_loader.errors import SchemaError
+from gear_loader.storage.schema import Schema, Window
+
+__all__ = ["check_windows", "reach_of", "windows_of"]
+
+
+def check_windows(windows: Any, columns: Sequence[str] | None) -> None:
+    """SchemaError if these are no windows, whatever the schema."""
+    if isinstance(columns, str):
+        raise SchemaError(
+            f"columns is {columns!r}; expected a sequence of column names, for example [{columns!r}]."
+        )
+    if windows == {} or (columns is not None and not len(columns)):
+        raise SchemaError("No columns were asked for; expected at least one in windows or columns.")
+    if isinstance(windows, Window):
+        return
+    if not isinstance(windows, Mapping):
+        raise SchemaError(
+            f"windows is {windows!r}; expected a Window or a mapping of column names to Windows."
+        )
+    if columns is not None and set(columns) != set(windows):
+        raise SchemaError(
+            f"columns {list(columns)} and the windows' columns {list(windows)} differ; give one."
+        )
+    for name, window in windows.items():
+        if not isinstance(window, Window):
+            raise SchemaError(f"The window of column {name!r} is {window!r}; expected gear_loader.Window.")
+
+
+def windows_of(schema: Schema, windows: Any, columns: Sequence[str] | None) -> dict[str, Window]:
+    """Column -> window, in the order of the schema; SchemaError if they do not fit it."""
+    check_windows(windows, columns)
+    if isinstance(windows, Window):
+        chosen = dict.fromkeys(list(schema) if columns is None else list(columns), windows)
+    else:
+        chosen = dict(windows)
+    unknown = [name for name in chosen if name not in schema]
+    if unknown:
+        raise SchemaError(
+            f"Columns {list(chosen)} were asked for; the table has {list(schema)}. Unknown: {unknown}."
+        )
+    return {name: chosen[name] for name in schema if name in chosen}
+
+
+def reach_of(windows: Mapping[str, Window]) -> tuple[int, int]:
+    """The first and last step, relative to the anchor, that any of the windows covers."""
+    first = min(window.offset for window in windows.values())
+    return first, max(window.offset + window.length - 1 for window in windows.values())

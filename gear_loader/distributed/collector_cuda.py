@@ -1,0 +1,180 @@
+"""Batches on a GPU out of several shards: it reads this node's regions itself, and what has arrived from others."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from gear_loader.collection.collector import Buffers, GpuSide, resolve
+from gear_loader.distributed.collector import NAMES, ShardBuffers, ShardCollector, ShardRows
+from gear_loader.distributed.remote import Part
+from gear_loader.utils.arrays import Array
+
+__all__ = ["CudaShardCollector", "DeviceRows"]
+
+
+@dataclasses.dataclass
+class DeviceRows:
+    """What kernels have to know of a batch's rows, written by the host and copied to the device.
+
+    Rows of this node's shards are written one shard after another, those that take the place of lost ones behind them.
+
+    Attributes:
+        names: int64 [4, B]: index, anchor, generation and shard, in the order of the batch.
+        anchors, rows: int64 [B], of rows of this node: the step, and the row of the batch.
+        extent: int64 [B, 2], block_ids: int32 [B, K]: as `gear_loader.collection.collector.resolve` writes them.
+        places: int64 [B]: rows of the batch for what comes from other nodes.
+        weights: float32 [B].
+    """
+
+    names: torch.Tensor
+    anchors: torch.Tensor
+    rows: torch.Tensor
+    extent: torch.Tensor
+    block_ids: torch.Tensor
+    places: torch.Tensor
+    weights: torch.Tensor
+
+    @classmethod
+    def make(
+        cls, batch_size: int, blocks: int, *, device: torch.device, pin_memory: bool = False
+    ) -> DeviceRows:
+        """Fresh ones."""
+
+        def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device, pin_memory=pin_memory)
+
+        return cls(
+            empty(4, batch_size),
+            empty(batch_size),
+            empty(batch_size),
+            empty(batch_size, 2),
+            empty(batch_size, blocks, dtype=torch.int32),
+            empty(batch_size),
+            empty(batch_size, dtype=torch.float32),
+        )
+
+
+@dataclasses.dataclass
+class DeviceBuffers(ShardBuffers):
+    """Buffers on a GPU.
+
+    Attributes:
+        host: pinned; mirror: on the device.
+        used: how many rows of `anchors` and so on, and of `places`, the running batch has used.
+        parts: staging memory that the GPU may still read.
+    """
+
+    host: DeviceRows | None = None
+    mirror: DeviceRows | None = None
+    used: list[int] = dataclasses.field(default_factory=lambda: [0, 0])
+    parts: list[Part] = dataclasses.field(default_factory=list)
+
+
+class CudaShardCollector(ShardCollector):
+    """A `ShardCollector` whose GPU reads the regions of this node itself."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.zero_copy = True
+
+    def buffers(self, *, shared: bool = False) -> DeviceBuffers:
+        """See `Collector.buffers`."""
+        made = self._buffers(self.device)
+        blocks = max((self._last - self._first) // steps + 2 for steps in self.shards.block_steps.values())
+        host = DeviceRows.make(self.batch_size, blocks, device=torch.device("cpu"), pin_memory=True)
+        mirror = DeviceRows.make(self.batch_size, blocks, device=self.device)
+        filled, released = torch.cuda.Event(blocking=True), torch.cuda.Event()
+        return self.with_rows(made, host, mirror, GpuSide(None, None, None, None, filled, released))
+
+    def with_rows(self, made: Buffers, host: DeviceRows, mirror: DeviceRows, gpu: GpuSide) -> DeviceBuffers:
+        """Buffers whose names and weights are those of `mirror`."""
+        for i, key in enumerate(NAMES):
+            made.batch[key] = mirror.names[i]
+        if self.weighs:
+            made.batch["priority_weight"] = mirror.weights
+        return DeviceBuffers(made.batch, made.plan, gpu, host=host, mirror=mirror)
+
+    @contextlib.contextmanager
+    def _filling(self, buffers: ShardBuffers) -> Iterator[None]:
+        assert isinstance(buffers, DeviceBuffers)
+        gpu = buffers.gpu
+        assert gpu is not None
+        # What the last batch in these buffers was copied from is about to be written again.
+        gpu.filled.synchronize()
+        while buffers.parts:
+            self._staging.give(buffers.parts.pop().memory)
+        buffers.used = [0, 0]
+        torch.cuda.current_stream().wait_event(gpu.released)
+        try:
+            yield
+        finally:
+            gpu.filled.record()  # also behind the part of a batch that failed: it is read from the same memory
+
+    def _gather_near(self, buffers: ShardBuffers, rows: ShardRows, which: Array) -> None:
+        from gear_loader.kernels import gather
+
+        host, mirror = _sides(buffers)
+        for shard, mine in self._by_shard(rows, which):
+            records = rows.records[mine]
+            part = self._claim(buffers, 0, len(mine))
+            count = len(mine)
+            slots, anchors = (np.ascontiguousarray(records[name]) for name in ("slot", "step"))
+            host.anchors[part].numpy()[:] = anchors
+            host.rows[part].numpy()[:] = mine
+            resolve(
+                self._table(shard),
+                slots,
+                anchors,
+                self.reach,
+                host.extent[part].numpy(),
+                host.block_ids[part].numpy(),
+            )
+            for name in ("anchors", "rows", "extent", "block_ids"):
+                getattr(mirror, name)[part].copy_(getattr(host, name)[part], non_blocking=True)
+            gather.gather(
+                self._plan(buffers, shard),
+                self._numbers[:count],
+                mirror.anchors[part],
+                mirror.extent[part],
+                mirror.block_ids[part].view(-1),
+                rows=mirror.rows[part],
+                programs=self.programs,
+            )
+
+    def _place_part(self, buffers: ShardBuffers, part: Part) -> None:
+        from gear_loader.kernels import place
+
+        assert isinstance(buffers, DeviceBuffers)
+        host, mirror = _sides(buffers)
+        some = self._claim(buffers, 1, len(part.rows))
+        host.places[some].numpy()[:] = part.rows
+        mirror.places[some].copy_(host.places[some], non_blocking=True)
+        place.place(self._place_plan(buffers), part.memory, mirror.places[some], programs=self.programs)
+        buffers.parts.append(part)  # given back when the kernel has run
+
+    @staticmethod
+    def _claim(buffers: ShardBuffers, kind: int, count: int) -> slice:
+        assert isinstance(buffers, DeviceBuffers)
+        first = buffers.used[kind]
+        buffers.used[kind] = first + count
+        return slice(first, first + count)
+
+    def _write_names(self, buffers: ShardBuffers, rows: ShardRows) -> None:
+        host, mirror = _sides(buffers)
+        self._fill_names(dict(zip(NAMES, host.names, strict=True)), host.weights, rows)
+        mirror.names.copy_(host.names, non_blocking=True)
+        if rows.weigh is not None:
+            mirror.weights.copy_(host.weights, non_blocking=True)
+
+
+def _sides(buffers: ShardBuffers) -> tuple[DeviceRows, DeviceRows]:
+    assert isinstance(buffers, DeviceBuffers)
+    assert buffers.host is not None
+    assert buffers.mirror is not None
+    return buffers.host, buffers.mirror

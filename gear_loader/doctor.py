@@ -1,0 +1,358 @@
+"""What this machine offers for moving rows between nodes, and every slow path that follows from what is missing.
+
+What loads a library of others runs in a process of its own, with a deadline: one that crashes or hangs is a finding.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import platform
+import re
+import resource
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from gear_loader.storage import shared_memory
+from gear_loader.transport.child_process import child_command
+
+__all__ = ["report"]
+
+_DEADLINE = 60.0  # seconds that a probe may take
+_MARK = "gear-loader-doctor:"
+_NO_DEVICE = "gear-loader-asks"  # no device is called so: UCX answers with a list of those that there are
+_DEVICE = re.compile(r"'([^']+)'\((\w+)\)")
+_MEMLOCK = 1 << 30  # bytes below which a limit of locked memory is worth a line
+_SHM = 1 << 30
+_INSTALL = "pip install '.[{}]' (in a clone of Gear Loader)"
+_SYS, _DEV = Path("/sys/class/infiniband"), Path("/dev/infiniband")
+
+# Each prints a JSON object behind the mark; UCX and NIXL write to standard output as they like.
+_BEGIN = f"""
+import json, os, re
+def answer(**found): print({_MARK!r} + json.dumps(found), flush=True)
+def ucx_libraries():
+    with open("/proc/self/maps") as maps:
+        return sorted({{line.split()[-1] for line in maps if re.search(r"/libuc[pt][^/]*\\.so", line)}})
+def has_verbs():
+    folders = {{os.path.join(os.path.dirname(path), "ucx") for path in ucx_libraries() if "/libucp" in path}}
+    names = [name for folder in folders if os.path.isdir(folder) for name in os.listdir(folder)]
+    return any(name.startswith("libuct_ib") for name in names)
+"""
+_PROBES = {
+    "ucxx": _BEGIN
+    + """
+import ucxx
+from ucxx._lib.libucxx import UCXContext
+version = tuple(ucxx.get_ucx_version())
+info = UCXContext({"RCACHE_ENABLE": "y"} if version < (1, 22) else {}).info  # as ucx_library starts it
+answer(version=ucxx.__version__, ucx=".".join(map(str, version)), verbs=has_verbs(),
+       library=next(iter(path for path in ucx_libraries() if "/libucp" in path), ""),
+       transports=sorted(set(re.findall(r"resource.*-- (\\S+)/\\S+", info))))
+""",
+    "ucp": _BEGIN
+    + """
+import ucp
+answer(version=ucp.__version__, ucx=".".join(map(str, ucp.get_ucx_version())), verbs=has_verbs(),
+       library=next(iter(path for path in ucx_libraries() if "/libucp" in path), ""),
+       transports=sorted(ucp.get_active_transports()))
+""",
+    "nixl": _BEGIN
+    + """
+from gear_loader.transport import nixl_agent
+agent = nixl_agent.new_agent("gear-loader-doctor", loopback=False)
+answer(version=nixl_agent.version(), plugins=sorted(agent.get_plugin_list()), verbs=has_verbs(),
+       library=next(iter(path for path in ucx_libraries() if "/libucp" in path), ""))
+""",
+    "cuda": _BEGIN
+    + """
+import torch
+found = {"torch": torch.__version__, "available": torch.cuda.is_available(), "devices": [], "pinning": None}
+if found["available"]:
+    import mmap
+    found["devices"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    torch.cuda.init()
+    memory = torch.frombuffer(mmap.mmap(-1, 1 << 20), dtype=torch.uint8)
+    code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), 1 << 20, 1))
+    found["pinning"] = code == 0
+    if code == 0:
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+answer(**found)
+""",
+    "triton": _BEGIN + "import triton\nanswer(version=triton.__version__)\n",
+    "numba": _BEGIN + "import numba\nanswer(version=numba.__version__)\n",
+}
+_NAMES = {
+    # What UCX says when it is asked for a device that is not there.
+    "ucxx": "from ucxx._lib.libucxx import UCXContext\nUCXContext({})\n",
+    "nixl": "from gear_loader.transport.nixl_agent import new_agent\nnew_agent('gear-loader-doctor', loopback=False)\n",
+}
+
+
+def report(*, deadline: float = _DEADLINE) -> dict[str, Any]:
+    """What there is, as plain data.
+
+    Args:
+        deadline: seconds after which a probe is ended, and counts as one that hangs.
+
+    Returns:
+        A dictionary with:
+
+        - ``machine``: system, Python, cores;
+        - ``carriers``: for ``socket``, ``ucx`` (through ``ucxx``), ``ucp`` (ucx-py) and ``nixl``: ``installed``,
+          ``version``, ``problem`` (None, or why it cannot be used), ``devices`` as [name, transport], and
+          ``infiniband``: ``possible`` and ``reason``, which says what to install or to set;
+        - ``infiniband``: ``adapters`` and ``device_files``;
+        - ``memory``: ``locked_limit`` in bytes (None: no limit), ``shm_bytes`` and ``shm_free``;
+        - ``cuda``, ``triton``, ``numba``;
+        - ``environment``: what is set of UCX_*, NIXL_* and RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY;
+        - ``slow``: a list of ``what``, ``why`` and ``remedy``, one a slow path, without full stops at their ends.
+    """
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        probes = {name: pool.submit(_probe, program, deadline) for name, program in _PROBES.items()}
+        listed = {name: pool.submit(_devices, program, deadline) for name, program in _NAMES.items()}
+        found = {name: each.result() for name, each in probes.items()}
+        devices = {name: each.result() for name, each in listed.items()}
+    adapters, files = _listed(_SYS), [name for name in _listed(_DEV) if name.startswith("uverbs")]
+    carriers = {
+        "socket": {"installed": True, "version": f"Python {platform.python_version()}", "problem": None},
+        "ucx": _carrier(found["ucxx"], devices["ucxx"]),
+        "ucp": _carrier(found["ucp"], []),
+        "nixl": _carrier(found["nixl"], devices["nixl"]),
+    }
+    carriers["socket"]["devices"] = [[name, "tcp"] for name in _listed(Path("/sys/class/net"))]
+    carriers["socket"]["infiniband"] = {
+        "possible": False,
+        "reason": "Plain sockets use TCP: over InfiniBand only as IP over InfiniBand.",
+    }
+    for name in ("ucx", "ucp", "nixl"):
+        carriers[name]["infiniband"] = _infiniband(name, carriers[name], adapters, files)
+    result = {
+        "machine": {
+            "system": platform.platform(),
+            "python": platform.python_version(),
+            "cores": len(os.sched_getaffinity(0)),
+        },
+        "carriers": carriers,
+        "infiniband": {"adapters": adapters, "device_files": files},
+        "memory": _memory(),
+        "cuda": found["cuda"],
+        "triton": found["triton"],
+        "numba": found["numba"],
+        "environment": {
+            key: value
+            for key, value in sorted(os.environ.items())
+            if key.startswith(("UCX_", "NIXL_")) or key == "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
+        },
+    }
+    result["slow"] = _slow(result)
+    return result
+
+
+# ---------------------------------------------------------------- probes
+
+
+def _run(program: str, deadline: float, **environment: str) -> tuple[str, str | None]:
+    """What a program wrote, and what became of it if it did not end well."""
+    try:
+        done = subprocess.run(
+            child_command("-c", program),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=deadline,
+            env={**os.environ, **environment},
+        )
+    except subprocess.TimeoutExpired as error:
+        return (error.stdout or b"").decode(errors="replace"), f"it did not answer within {deadline:g} s"
+    except OSError as error:
+        return "", str(error)
+    text = done.stdout.decode(errors="replace")
+    if done.returncode < 0:
+        return text, f"it was ended by signal {-done.returncode}"
+    lines = text.strip().splitlines() or [f"it ended with code {done.returncode}"]
+    return text, None if done.returncode == 0 else lines[-1]
+
+
+def _probe(program: str, deadline: float) -> dict[str, Any]:
+    """The program's answer, with `problem`: None if all is well."""
+    text, problem = _run(program, deadline)
+    for line in text.splitlines():
+        if line.startswith(_MARK):
+            found: dict[str, Any] = json.loads(line[len(_MARK) :])
+            return {**found, "problem": problem}
+    return {"problem": problem or "it gave no answer"}
+
+
+def _devices(program: str, deadline: float) -> list[list[str]]:
+    """Network devices that a library's UCX can use, as [name, transport]."""
+    text, _ = _run(program, deadline, UCX_NET_DEVICES=_NO_DEVICE, UCX_LOG_LEVEL="warn")
+    lines = [line for line in text.splitlines() if _NO_DEVICE in line]
+    return [list(pair) for pair in sorted({pair for line in lines for pair in _DEVICE.findall(line)})]
+
+
+def _carrier(found: dict[str, Any], devices: list[list[str]]) -> dict[str, Any]:
+    missing = "No module named" in str(found["problem"]) or "is not installed" in str(found["problem"])
+    rest = {key: value for key, value in found.items() if key not in ("version", "problem")}
+    return {
+        "installed": not missing,
+        "version": found.get("version"),
+        "problem": "It is not installed." if missing else found["problem"],
+        "devices": devices,
+        **rest,
+    }
+
+
+def _listed(folder: Path) -> list[str]:
+    try:
+        return sorted(entry.name for entry in folder.iterdir())
+    except OSError:
+        return []
+
+
+def _memory() -> dict[str, Any]:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    found: dict[str, Any] = {"locked_limit": None if soft == resource.RLIM_INFINITY else soft}
+    try:
+        info = os.statvfs(shared_memory.DIRECTORY)
+        found["shm_bytes"], found["shm_free"] = info.f_blocks * info.f_frsize, info.f_bavail * info.f_frsize
+    except OSError as error:
+        found["shm_bytes"] = found["shm_free"] = 0
+        found["shm_problem"] = str(error)
+    return found
+
+
+# ---------------------------------------------------------------- what follows
+
+
+def _infiniband(name: str, carrier: dict[str, Any], adapters: list[str], files: list[str]) -> dict[str, Any]:
+    """Whether a carrier can use InfiniBand, and if not, what to do."""
+    reasons = []
+    if not adapters:
+        reasons.append(
+            f"The kernel shows no adapter ({_SYS} is empty or missing): install one with its driver (rdma-core; for "
+            "NVIDIA's, mlx5_ib)."
+        )
+    elif not files:
+        reasons.append(
+            f"{_DEV} has no uverbs device: load ib_uverbs; in a container pass --device={_DEV} and --cap-add=IPC_LOCK."
+        )
+    if not carrier["installed"] or carrier["problem"]:
+        remedy = "ucxx has taken its place." if name == "ucp" else f"{_INSTALL.format(name)}."
+        reasons.append(f"{_phrase(carrier['problem'])}. {remedy}")
+    elif not carrier.get("verbs"):
+        reasons.append(_no_verbs(carrier))
+    elif (
+        adapters and files and not any(device.startswith(tuple(adapters)) for device, _ in carrier["devices"])
+    ):
+        reasons.append(
+            f"UCX sees {carrier['devices'] or 'no device'}, none of {adapters}: look at UCX_TLS and UCX_NET_DEVICES, "
+            "and whether a port is active (ibv_devinfo)."
+        )
+    return {"possible": not reasons, "reason": " ".join(reasons) or None}
+
+
+def _phrase(text: Any) -> str:
+    """Without the full stop at its end: the report makes sentences of it."""
+    return str(text).strip().rstrip(".")
+
+
+def _no_verbs(carrier: dict[str, Any]) -> str:
+    asked = os.environ.get("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "").lower() == "true"
+    if asked and "/libucx/" in str(carrier.get("library")):
+        return (
+            "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true is set, but the wheel's UCX was loaded: the system has no "
+            "libucp.so without a version in its name, which the -dev package of UCX (1.19 or newer) brings."
+        )
+    return (
+        f"UCX {carrier.get('ucx', '')} at {carrier.get('library') or 'an unknown place'} is built without verbs, as "
+        "the wheel libucx is. Install the system's UCX, 1.19 or newer with verbs and its -dev package, and set "
+        "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true; or use transport='nixl', which brings a UCX with verbs."
+    )
+
+
+def _slow(found: dict[str, Any]) -> list[dict[str, str]]:
+    """Every slow path: what is slow, why, and what to do."""
+    slow: list[dict[str, str]] = []
+
+    def add(when: Any, what: str, why: str, remedy: str) -> None:
+        if when:
+            slow.append({"what": what, "why": _phrase(why), "remedy": _phrase(remedy)})
+
+    cuda, memory, carriers = found["cuda"], found["memory"], found["carriers"]
+    ucx, nixl, environment = carriers["ucx"], carriers["nixl"], found["environment"]
+    gpu = bool(cuda.get("available"))
+    add(
+        not gpu,
+        "batches are gathered on the CPU",
+        f"there is no CUDA device (torch {cuda.get('torch', 'unknown')}"
+        + (f": {_phrase(cuda['problem'])})" if cuda["problem"] else ")"),
+        "on a machine with a GPU, install torch's CUDA build",
+    )
+    add(
+        gpu and not cuda.get("pinning"),
+        "a GPU's batches are gathered on the CPU and copied",
+        "CUDA refuses to pin host memory",
+        "raise the locked-memory limit (ulimit -l unlimited) or the container's memory",
+    )
+    add(
+        gpu and found["triton"]["problem"],
+        "a GPU's batches are gathered on the CPU and copied",
+        f"Triton cannot be imported ({_phrase(found['triton']['problem'])})",
+        "pip install triton",
+    )
+    add(
+        found["numba"]["problem"],
+        "gathering on the CPU, changes of tables, reading by NIXL",
+        f"numba cannot be imported ({_phrase(found['numba']['problem'])}): plain Python and torch do it",
+        "pip install numba",
+    )
+    ucx_works, nixl_works = not ucx["problem"], not nixl["problem"]
+    add(
+        not ucx_works and carriers["ucp"]["problem"],
+        "rows of other nodes come over plain TCP sockets",
+        f"ucxx: {ucx['problem']}",
+        _INSTALL.format("ucx"),
+    )
+    for name, works in (("ucx", ucx_works), ("nixl", nixl_works)):
+        add(
+            works and not carriers[name]["infiniband"]["possible"],
+            f"transport='{name}' goes over TCP between machines",
+            "InfiniBand is not possible",
+            carriers[name]["infiniband"]["reason"] or "",
+        )
+    add(
+        nixl_works and not nixl["infiniband"]["possible"],
+        "one-sided reads over TCP wait for a thread of the owner, up to 5 ms",
+        "without InfiniBand UCX emulates them",
+        "use transport='ucx' there",
+    )
+    add(
+        (ucx_works or nixl_works) and environment.get("UCX_POSIX_ERROR_HANDLING", "y") == "n",
+        "transport='ucx' goes over TCP between processes of one machine",
+        "UCX_POSIX_ERROR_HANDLING=n keeps UCX from shared memory",
+        "unset it",
+    )
+    add(
+        environment.get("UCX_TLS") not in (None, "all"),
+        "UCX uses nothing but what UCX_TLS names",
+        f"UCX_TLS={environment.get('UCX_TLS')}",
+        "unset it, unless it is meant",
+    )
+    limit = memory["locked_limit"]
+    add(
+        limit is not None and limit < _MEMLOCK and (gpu or found["infiniband"]["adapters"]),
+        "pinning and registering memory may be refused",
+        f"no more than {limit or 0:,} bytes may be locked",
+        "ulimit -l unlimited; in a container --ulimit memlock=-1",
+    )
+    add(
+        memory["shm_bytes"] < _SHM,
+        "tables that processes share have little room",
+        f"{shared_memory.DIRECTORY} has {memory['shm_bytes']:,} bytes",
+        f"in Docker --shm-size; else mount -o remount,size=... {shared_memory.DIRECTORY}, or GEAR_LOADER_DIR "
+        "on a larger tmpfs",
+    )
+    return slow

@@ -1,0 +1,1 @@
+"""The data module and the callback for Lightning."""

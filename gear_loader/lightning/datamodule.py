@@ -1,0 +1,444 @@
+"""`ReplayDataModule`: a table behind Lightning's `Trainer`."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader
+
+from gear_loader.collection.collector import Batch
+from gear_loader.collection.windows import windows_of
+from gear_loader.dataset import ReplayDataset
+from gear_loader.distributed.shards import Shards
+from gear_loader.errors import SchemaError, SourceError
+from gear_loader.selection.random import hashed
+from gear_loader.selection.selectors import Uniform
+from gear_loader.storage.schema import Window
+from gear_loader.storage.table import Table
+from gear_loader.utils.arrays import Array
+from gear_loader.utils.checks import at_least
+
+__all__ = ["ReplayDataModule", "Split"]
+
+_FILES = (".hdf5", ".h5")
+_SPLIT = 0x73706C69  # stream of random numbers
+
+
+class Split:
+    """Divides trajectories into two parts by their sequence numbers, the same way in every process and run.
+
+    Of each 1 / fraction consecutive trajectories a random one goes into the second part, so that it has its share of
+    every stage of a collection that changes over time, and a growing table never moves a trajectory across.
+
+    Args:
+        fraction: share of the second part, 0 <= fraction < 1.
+        seed: decides which.
+        second: whether calls answer for the second part or the first.
+    """
+
+    def __init__(self, fraction: float, *, seed: int, second: bool) -> None:
+        self.fraction = fraction
+        self.seed = seed
+        self.second = second
+
+    def __call__(self, sequences: Array) -> Array:
+        """int64 [n] sequence numbers -> bool [n]: whether they belong to this part."""
+        if self.fraction == 0:
+            return np.full(len(sequences), not self.second)
+        # Stratum j begins at ceil(j / fraction). Number i lies in stratum floor(i * fraction), but for rounding.
+        strata = np.floor(sequences * self.fraction).astype(np.int64)
+        strata -= self._first(strata) > sequences
+        strata += self._first(strata + 1) <= sequences
+        low, high = self._first(strata), self._first(strata + 1)
+        number = hashed(strata, seed=self.seed, stream=_SPLIT) % (high - low).astype(np.uint64)
+        chosen: Array = sequences == low + number.astype(np.int64)
+        return chosen if self.second else ~chosen
+
+    def explain_empty(self, count: int) -> str:
+        """Why none of a table's `count` trajectories belongs to this part, and what to do."""
+        fraction = f"val_fraction={self.fraction:g}"
+        if self.second:
+            return (
+                f"{fraction} sets none of the table's {count:,} trajectories aside for validation: it takes about one "
+                f"in {1 / self.fraction:.3g}. Add trajectories, raise val_fraction, or give val_fraction=0 for no "
+                "validation."
+            )
+        return (
+            f"{fraction} leaves none of the table's {count:,} trajectories for training. Add trajectories, or lower "
+            "val_fraction."
+        )
+
+    def _first(self, strata: Array) -> Array:
+        return np.ceil(strata / self.fraction).astype(np.int64)
+
+
+class ReplayDataLoader(DataLoader[Batch]):
+    """The `DataLoader` that `ReplayDataModule` makes; with its state, so that Lightning resumes it."""
+
+    def __init__(
+        self,
+        module: ReplayDataModule,
+        dataset: ReplayDataset,
+        *,
+        num_workers: int,
+        sampler: None = None,
+        batch_sampler: None = None,
+    ) -> None:
+        # Lightning makes the loader again for `overfit_batches`, with these two; of an IterableDataset they are None.
+        del sampler, batch_sampler
+        super().__init__(
+            dataset, batch_size=None, num_workers=num_workers, persistent_workers=num_workers > 0
+        )
+        self._module = module
+
+    def __iter__(self) -> Any:
+        assert isinstance(self.dataset, ReplayDataset)
+        if self._module._overfits():
+            self.dataset.repeat_epoch()
+        if self.num_workers:
+            self.dataset.start_workers()
+        iterator = super().__iter__()
+        self._module._note_start()
+        return iterator
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training stands; see `ReplayDataset.state_dict`."""
+        state: dict[str, Any] = self._module.state_dict().get("train", {})
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `ReplayDataset.load_state_dict`."""
+        self._module.load_state_dict({"train": state} if state else {})
+
+
+class _ValidationDataset(ReplayDataset):
+    """Every pass is the same."""
+
+    def __iter__(self) -> Any:
+        self.set_epoch(0)
+        return super().__iter__()
+
+
+class ReplayDataModule(LightningDataModule):
+    """Trains and validates on a table: ``Trainer.fit(model, ReplayDataModule(table, batch_size=..., windows=...))``.
+
+    Batches are those of `ReplayDataset`. Its state goes into Lightning's checkpoints: a run that is stopped in the
+    middle of an epoch and resumed from its checkpoint sees the batches that it would have seen.
+
+    Under ``strategy="ddp"`` every rank makes its own `Shards`, once there is a process group; so give a function::
+
+        def shards():
+            rank = torch.distributed.get_rank()
+            return Shards(Table.attach(f"replay-{rank}"))
+
+        Trainer(strategy="ddp", devices=2).fit(model, ReplayDataModule(shards, batch_size=..., windows=...))
+
+    Where the table has a rate limiter, `fit` waits for it before it asks how long an epoch is, so that actors may begin
+    later than the trainer.
+
+    Every rank gets its slice of each batch. The checkpoint, which Lightning saves on rank 0, holds the state of all.
+
+    Args:
+        table: a `Table`, or `Shards`; or the name of a table, to attach to; or the path of a D4RL-style file (.hdf5,
+            .h5), which each process loads into a private table; or a function without arguments that returns a `Table`
+            or `Shards`, which each process calls in `setup`, and closes in `teardown`.
+        batch_size, windows: as for `ReplayDataset`.
+        val_fraction: share of the trajectories that is set aside for validation, which passes over all of their
+            steps once, in the same order each time; over `Shards` once on all ranks together. 0 for no validation.
+        val_batch_size: `batch_size` by default. As that, of each rank.
+        split_seed: decides which trajectories those are.
+        num_workers: of the `DataLoader`. 0 is the fast choice: batches are prefetched in the background anyway.
+        load_options: for a path: options of `gear_loader.sources.load`; for a name: of `Table.attach`.
+        **options: the other options of `ReplayDataset`, for training. `device` is the trainer's by default.
+
+    Attributes:
+        table: the table, of `Shards` this rank's, from `setup` on.
+        shards: the `Shards`, if that is what was given, from `setup` on.
+        train_dataset, val_dataset: the datasets, from `setup` on.
+
+    Raises:
+        SchemaError, TypeError: options that make no sense, those of `ReplayDataset` too; in `setup`: options that do
+            not fit the table that is opened there, and `Shards` that were made before the process group.
+        SourceError, RegionError: in `prepare_data` or `setup`: the file or the table is not there.
+    """
+
+    table: Table | None
+    shards: Shards | None
+    train_dataset: ReplayDataset | None
+    val_dataset: ReplayDataset | None
+
+    def __init__(
+        self,
+        table: Table | Shards | str | os.PathLike[str] | Callable[[], Table | Shards],
+        *,
+        batch_size: int,
+        windows: Window | Mapping[str, Window],
+        val_fraction: float = 0.1,
+        val_batch_size: int | None = None,
+        split_seed: int = 0,
+        num_workers: int = 0,
+        load_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        numbers = (int, float, np.integer, np.floating)
+        if not isinstance(val_fraction, numbers) or not 0 <= val_fraction < 1:
+            raise SchemaError(f"val_fraction is {val_fraction!r}; expected a share from 0 to below 1.")
+        if isinstance(split_seed, bool) or not isinstance(split_seed, (int, np.integer)):
+            raise SchemaError(f"split_seed is {split_seed!r}; expected an integer.")
+        at_least("num_workers", num_workers, least=0)
+        if val_batch_size is not None:
+            at_least("val_batch_size", val_batch_size)
+        if load_options is not None and not isinstance(load_options, Mapping):
+            raise SchemaError(f"load_options is {load_options!r}; expected a mapping of options.")
+        if "subset" in options:
+            raise SchemaError(
+                "subset was given; ReplayDataModule sets it. Use val_fraction, or ReplayDataset."
+            )
+        if not isinstance(table, (Table, Shards, str, os.PathLike)) and not callable(table):
+            raise SchemaError(
+                f"table is {table!r}; expected a Table, Shards, a table's name, the path of an HDF5 file, or a "
+                "function that returns a Table or Shards."
+            )
+        self._source = os.fspath(table) if isinstance(table, (str, os.PathLike)) else table
+        self._options = {"batch_size": batch_size, "windows": windows, **options}
+        self._val_fraction = val_fraction
+        self._val_batch_size = batch_size if val_batch_size is None else val_batch_size
+        self._split_seed = int(split_seed)
+        self._num_workers = num_workers
+        self._load_options = dict(load_options or {})
+        self._restored: Mapping[str, Any] | None = None
+        # Where the running iteration of the training loader began: epoch, step, the trainer's count of batches then.
+        self._start: tuple[int, int, int] | None = None
+        self.table = None
+        self.shards = None
+        self.train_dataset = None
+        self.val_dataset = None
+        self._check_options()
+
+    def _check_options(self) -> None:
+        """Check what goes to the datasets, as far as it can be known before `setup`."""
+        options = dict(self._options)
+        device = options.get("device")
+        if isinstance(device, torch.device) and device.type not in ("cpu", "cuda"):
+            options["device"] = "cpu"  # as in `_dataset`
+        ReplayDataset.check_options(**options)
+        if not isinstance(self._source, (Table, Shards)):
+            return
+        table = self._source if isinstance(self._source, Table) else self._source.table
+        windows_of(table.schema, options["windows"], options.get("columns"))
+        if isinstance(self._source, Shards):
+            self._check_workers()
+        limiter = table.rules.rate_limiter
+        if limiter is not None and options.get("rate_limited", True):
+            limiter.check_batch(options["batch_size"])
+
+    # ---------------------------------------------------------------- Lightning's hooks
+
+    def prepare_data(self) -> None:
+        """Check, once a node, that a file to be loaded is there."""
+        if self._is_path() and not Path(str(self._source)).is_file():
+            raise SourceError(
+                f"There is no file {self._source!r}; expected a D4RL-style HDF5 file, or a table's name."
+            )
+
+    def setup(self, stage: str | None = None) -> None:
+        """Open the table and make the datasets; idempotent."""
+        if self.table is None:
+            self._take(self._open())
+        if self.train_dataset is None:
+            self.train_dataset = self._dataset(second=False)
+            self.val_dataset = self._dataset(second=True) if self._val_fraction else None
+            if self._restored is not None:
+                self._load_train_state(self._restored)
+                self._restored = None
+        # Advice that does not hold here: batches are prefetched without workers, and where there are workers, each
+        # yields its own share of the length.
+        warnings.filterwarnings("ignore", message=".*does not have many workers")
+        warnings.filterwarnings("ignore", message="Your `IterableDataset` has `__len__` defined")
+        # With overfit_batches: the loader itself sees to it that epochs are equal.
+        warnings.filterwarnings("ignore", message="You requested to overfit but enabled")
+        if not self._val_fraction:
+            warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
+            warnings.filterwarnings("ignore", message="You passed in a `val_dataloader` but have no")
+
+    def train_dataloader(self) -> ReplayDataLoader:
+        """Batches for training: `ReplayDataset` in a `DataLoader`.
+
+        With the trainer's `overfit_batches` every epoch is the first one, so that its batches are the same each time
+        as long as the table and the priorities are.
+
+        Raises:
+            SchemaError: `setup` has not been called.
+        """
+        if self.train_dataset is None:
+            raise _not_set_up("train_dataloader")
+        return ReplayDataLoader(self, self.train_dataset, num_workers=self._num_workers)
+
+    def val_dataloader(self) -> list[DataLoader[Batch]]:
+        """The steps of the trajectories set aside, each once; no loader where `val_fraction` is 0.
+
+        Over `Shards` each rank gets its slice of every batch. Slices differ by a row at most; if the last batch has
+        fewer rows than there are ranks, some of them come on several.
+
+        Raises:
+            SchemaError: `setup` has not been called.
+            RateLimitError: in `fit`: the table's rate limiter was waited for until the deadline.
+        """
+        if not self._val_fraction:
+            return []
+        if self.train_dataset is None or self.val_dataset is None:
+            raise _not_set_up("val_dataloader")
+        if self.trainer is not None and self.trainer.state.fn == "fit":
+            self.train_dataset._await_first()  # validation itself does not count for the rate limiter
+        return [DataLoader(self.val_dataset, batch_size=None, num_workers=self._num_workers)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training stands; see `ReplayDataset.state_dict`. Over `Shards` all ranks call it at the same time."""
+        if self.train_dataset is None:
+            return {} if self._restored is None else {"train": dict(self._restored)}
+        return {"train": self._train_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        state = state_dict.get("train")
+        if state is None:
+            return
+        if self.train_dataset is None:
+            self._restored = state
+        else:
+            self._load_train_state(state)
+
+    def teardown(self, stage: str | None = None) -> None:
+        """Close what was opened here. A named table stays until somebody removes it."""
+        if self.table is None or isinstance(self._source, (Table, Shards)):
+            return
+        if self.train_dataset is not None:
+            self._restored = self._train_state()
+        for dataset in (self.train_dataset, self.val_dataset):
+            if dataset is not None and self.shards is not None:
+                dataset._settle()  # an iteration that was broken off may have asked for more, as on the other ranks
+        self.train_dataset = self.val_dataset = None
+        if self.shards is not None:
+            self.shards.close()
+        self.table.close()
+        self.table = self.shards = None
+
+    # ---------------------------------------------------------------- parts
+
+    def _is_path(self) -> bool:
+        return isinstance(self._source, str) and self._source.endswith(_FILES)
+
+    def _open(self) -> Table | Shards:
+        if isinstance(self._source, (Table, Shards)):
+            return self._source
+        if callable(self._source):
+            return self._source()
+        if self._is_path():
+            from gear_loader import sources
+
+            return sources.load(self._source, **self._load_options)
+        return Table.attach(self._source, **self._load_options)
+
+    def _take(self, opened: Table | Shards) -> None:
+        """Look at what `_open` has returned before it is used."""
+        if isinstance(opened, Shards):
+            self._check_shards(opened)
+            self.table, self.shards = opened.table, opened
+        elif isinstance(opened, Table):
+            self.table = opened
+        else:
+            raise SchemaError(
+                f"The function that was given as table returned {opened!r}; expected a Table or Shards."
+            )
+
+    def _check_shards(self, shards: Shards) -> None:
+        self._check_workers()
+        ranks = torch.distributed.get_world_size() if _distributed() else 1
+        if ranks > 1 and not shards.members:
+            raise SchemaError(
+                f"The Shards were made before torch.distributed was initialised, so they know {shards.num_shards} "
+                f"shards of this process only; {ranks} processes train. Give ReplayDataModule a function that makes "
+                "them: it is called in setup, when the process group exists."
+            )
+
+    def _check_workers(self) -> None:
+        """Refuse workers for Shards."""
+        if self._num_workers:
+            raise SchemaError(
+                f"num_workers is {self._num_workers}, but a DataLoader worker cannot draw from Shards: it is no rank. "
+                "Use num_workers=0: batches are prefetched in the background anyway."
+            )
+
+    def _dataset(self, *, second: bool) -> ReplayDataset:
+        source = self.table if self.shards is None else self.shards
+        assert source is not None
+        options = dict(self._options)
+        if options.get("device", "auto") == "auto" and self.trainer is not None:
+            options["device"] = self.trainer.strategy.root_device
+        if isinstance(options.get("device"), torch.device) and options["device"].type not in ("cpu", "cuda"):
+            options["device"] = "cpu"  # another kind of accelerator: Lightning moves the batch there
+        if self._val_fraction:
+            options["subset"] = Split(self._val_fraction, seed=self._split_seed, second=second)
+        if not second:
+            return ReplayDataset(source, **options)
+        options.update(
+            batch_size=self._val_batch_size, anchor="uniform", batches_per_epoch=None, drop_last=False
+        )
+        options.update(sample_info=False, rate_limited=False, scope="global")
+        options["selector"] = Uniform(replacement=False, unit="step")
+        return _ValidationDataset(source, **options)
+
+    def _overfits(self) -> bool:
+        """Whether the trainer wants the same batches in every epoch."""
+        return bool(getattr(self.trainer, "overfit_batches", 0) > 0)
+
+    def _note_start(self) -> None:
+        """The training loader begins to iterate: remember where, and what the trainer counts by then."""
+        assert self.train_dataset is not None
+        epoch, _, step = self.train_dataset._position
+        self._start = (epoch, step, self._processed())
+
+    def _processed(self) -> int:
+        """Batches of the running epoch that the trainer has used."""
+        if self.trainer is None:
+            return 0
+        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress
+        return int(progress.current.processed)
+
+    def _train_state(self) -> dict[str, Any]:
+        """The dataset's state by the trainer's count: a trainer may have fetched a batch that it has not used yet."""
+        assert self.train_dataset is not None
+        state = self.train_dataset.state_dict()
+        if self.trainer is None or self._start is None or self._start[0] != state["epoch"]:
+            return state  # nobody has iterated here, or the dataset itself has come to the end of the epoch
+        epoch, step, before = self._start
+        if self._processed() >= self.trainer.num_training_batches:
+            past = state["past"] + int(self.trainer.num_training_batches)
+            state.update(epoch=epoch + 1, step=0, past=past)
+        else:
+            state.update(step=step + self._processed() - before)
+        return state
+
+    def _load_train_state(self, state: Mapping[str, Any]) -> None:
+        assert self.train_dataset is not None
+        self.train_dataset.load_state_dict(state)
+        self._start = None
+
+
+def _not_set_up(what: str) -> SchemaError:
+    return SchemaError(
+        f"{what}() was called before setup(), which opens the table. A Trainer calls setup() itself; in a loop of your "
+        "own call it first, or use ReplayDataset."
+    )
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()

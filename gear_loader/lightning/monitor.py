@@ -1,0 +1,238 @@
+"""`ReplayMonitor`: what a table holds, how fast it is written and read, and how old what is drawn is, in a log."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from time import monotonic
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+
+from gear_loader.dataset import ReplayDataset
+from gear_loader.errors import SchemaError
+from gear_loader.selection.prioritized import needs_priorities
+from gear_loader.utils.checks import at_least
+
+__all__ = ["ReplayMonitor"]
+
+_COUNTS = (  # of `TableStats`
+    "num_trajectories",
+    "num_steps",
+    "blocks_in_use",
+    "num_blocks",
+    "num_inserted",
+    "num_sampled",
+    "num_evicted",
+    "num_expired",
+    "insert_wait",
+    "sample_wait",
+)
+_LIMITS = ("max_trajectories", "max_steps")  # of `Layout`
+_DRAWN = ("age", "age_seconds", "times_sampled")  # of a batch's sample_info
+
+
+class ReplayMonitor(Callback):
+    """Logs what goes on in a replay table to all loggers of the trainer, from its first process.
+
+    ``Trainer(callbacks=[ReplayMonitor()]).fit(model, ReplayDataModule(...))``. Names begin with `prefix`; "since" means
+    since the last log, at first since training began, and counts what all processes do with the table together:
+
+    ============================= ===================================================================================
+    ``fill_trajectories``         share of `max_trajectories` that is there
+    ``fill_steps``                share of `max_steps` that is there
+    ``fill_blocks``               share of all blocks that is in use
+    ``insert_rate``               trajectories added per second, since
+    ``sample_rate``               rows drawn per second, since
+    ``samples_per_insert``        rows drawn for each trajectory added, since; left out if none was
+    ``evict_rate``                trajectories per second that had to make room, since
+    ``expire_rate``               trajectories per second that were too old or drawn too often, since
+    ``insert_wait``               seconds per second that those who add waited, since: 1 is one that only waited, or
+                                  two that waited half of the time. A wait counts when it has ended.
+    ``sample_wait``               the same of those who draw, who wait for the rate limiter
+    ``age_mean``, ``age_max``     trajectories that were added after those drawn, in the batches since
+    ``age_seconds_mean``,         seconds that those drawn had been there, in the batches since
+    ``age_seconds_max``
+    ``times_sampled_mean``        how often those drawn had been drawn, in the batches since
+    ``priority_q10``, ...         quantiles of the priorities, see `ReplayDataset.priority_quantiles`
+    ``num_stale``                 rows that `ReplayDataset.update_priority` has left out so far
+    ============================= ===================================================================================
+
+    Ages and times are those of this process's batches, and there only with ``sample_info=True``; priorities only where
+    the selector goes by them. Without a logger, and with the trainer's `fast_dev_run`, it does nothing.
+
+    Over `Shards` all tables count together, and rows drawn are those of the batches that all ranks have trained on.
+    All ranks have the callback then: a log is a small exchange between them. Priorities are those of the first rank's
+    shard.
+
+    Between two logs nothing waits for a GPU: ages are added up where they are. A log reads them, and the priorities,
+    once.
+
+    Args:
+        dataset: what to watch; by default `train_dataset` of the trainer's data module, a `ReplayDataModule` or one
+            like it.
+        every_n_steps: training batches from one log to the next; the trainer's `log_every_n_steps` does not matter.
+        quantiles: shares for which priorities are logged: 0 is the smallest, 1 the largest.
+        prefix: of all names.
+
+    Raises:
+        SchemaError: options that make no sense; when training starts: there is no dataset to watch.
+    """
+
+    def __init__(
+        self,
+        dataset: ReplayDataset | None = None,
+        *,
+        every_n_steps: int = 50,
+        quantiles: Sequence[float] = (0.1, 0.5, 0.9, 1.0),
+        prefix: str = "replay/",
+    ) -> None:
+        if dataset is not None and not isinstance(dataset, ReplayDataset):
+            raise SchemaError(f"dataset is a {type(dataset).__name__}; expected a ReplayDataset or None.")
+        shares = list(quantiles)
+        if not all(isinstance(share, (int, float)) and 0 <= share <= 1 for share in shares):
+            raise SchemaError(f"quantiles is {quantiles!r}; expected numbers from 0 to 1.")
+        self._given = dataset
+        self._every = at_least("every_n_steps", every_n_steps)
+        self._shares = shares
+        self._prefix = prefix
+        self._dataset: ReplayDataset | None = (
+            None  # while training, in a process that logs or has a part in it
+        )
+        self._rows = 0  # of this rank's batches
+
+    # ---------------------------------------------------------------- Lightning's hooks
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look at the table for the first time, if there is anything to log to."""
+        tried_out = getattr(trainer, "fast_dev_run", False)
+        if not trainer.loggers or tried_out:
+            return
+        found = self._find(trainer) if trainer.is_global_zero else self._found(trainer)
+        if trainer.is_global_zero or (isinstance(found, ReplayDataset) and found.shards is not None):
+            self._dataset, self._rows = found, 0
+            self._begin(monotonic(), self._look(self._dataset))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Take note of the batch, and log if it is time to."""
+        if self._dataset is None:
+            return
+        self._batches += 1
+        if isinstance(batch, Mapping) and "sample_info" in batch:
+            self._drawn.add(batch["sample_info"])
+        if isinstance(batch, Mapping) and "index" in batch:
+            self._rows += len(batch["index"])
+        if self._batches < self._every:
+            return
+        metrics = {f"{self._prefix}{name}": value for name, value in self._metrics(self._dataset).items()}
+        if not trainer.is_global_zero:
+            return
+        # The step under which Lightning logs what modules log; `global_step` counts each optimizer's.
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Let go of the dataset."""
+        self._dataset = None
+
+    # ---------------------------------------------------------------- parts
+
+    def _found(self, trainer: Trainer) -> Any:
+        if self._given is not None:
+            return self._given
+        return getattr(getattr(trainer, "datamodule", None), "train_dataset", None)
+
+    def _find(self, trainer: Trainer) -> ReplayDataset:
+        found = self._found(trainer)
+        if not isinstance(found, ReplayDataset):
+            raise SchemaError(
+                "ReplayMonitor found no dataset: the trainer has no data module whose train_dataset is a "
+                "ReplayDataset. Give it one, ReplayMonitor(dataset), or train from a ReplayDataModule."
+            )
+        return found
+
+    def _begin(self, now: float, totals: dict[str, float]) -> None:
+        self._since, self._before = now, totals
+        self._batches = 0
+        self._drawn = _Drawn()
+
+    def _look(self, dataset: ReplayDataset) -> dict[str, float]:
+        """What there is now and has been so far, in all tables together."""
+        shards = dataset.shards
+        mine = dict.fromkeys((*_COUNTS, *_LIMITS, "num_stale"), 0.0)
+        for table in [dataset.table] if shards is None else shards.own.values():
+            stats, layout = table.stats(), table.region.layout
+            for name in _COUNTS:
+                mine[name] += getattr(stats, name)
+            for name in _LIMITS:
+                mine[name] += getattr(layout, name)
+        if needs_priorities(dataset.selector):
+            mine["num_stale"] = dataset.num_stale
+        if shards is None:
+            return mine
+        # Tables do not know what other ranks draw from them. The ranks of later stages get the same rows once more.
+        mine["num_sampled"] = self._rows if shards.place.stage == 0 else 0
+        answers = shards.exchange.share(mine)
+        return {name: sum(answer[name] for answer in answers) for name in mine}
+
+    def _metrics(self, dataset: ReplayDataset) -> dict[str, float]:
+        """What there is to log now, by name; the next log begins here."""
+        now, totals = monotonic(), self._look(dataset)
+        seconds, before = max(now - self._since, 1e-9), self._before
+        since = {name: totals[name] - before[name] for name in _COUNTS}
+        inserted, sampled = since["num_inserted"], since["num_sampled"]
+        metrics = {
+            "fill_trajectories": totals["num_trajectories"] / totals["max_trajectories"],
+            "fill_steps": totals["num_steps"] / totals["max_steps"],
+            "fill_blocks": totals["blocks_in_use"] / totals["num_blocks"],
+            "insert_rate": inserted / seconds,
+            "sample_rate": sampled / seconds,
+            "evict_rate": since["num_evicted"] / seconds,
+            "expire_rate": since["num_expired"] / seconds,
+            "insert_wait": since["insert_wait"] / seconds,
+            "sample_wait": since["sample_wait"] / seconds,
+        }
+        if inserted:
+            metrics["samples_per_insert"] = sampled / inserted
+        metrics.update(self._drawn.read())
+        if needs_priorities(dataset.selector):
+            quantiles = dataset.priority_quantiles(self._shares)
+            for share, value in zip(self._shares, quantiles, strict=True):
+                metrics[f"priority_q{100 * share:g}"] = value
+            metrics["num_stale"] = totals["num_stale"]
+        self._begin(now, totals)
+        return metrics
+
+
+class _Drawn:
+    """Means and maxima over the rows of several batches, on the device that they are on."""
+
+    def __init__(self) -> None:
+        self._rows = 0
+        self._sums: torch.Tensor | None = None  # float32 [3], as `_DRAWN`
+        self._largest: torch.Tensor | None = None
+
+    def add(self, info: Mapping[str, torch.Tensor]) -> None:
+        """Add the rows of a batch's ``sample_info``; waits for nothing."""
+        values = torch.stack([info[name].to(torch.float32) for name in _DRAWN])  # [3, B]
+        sums, largest = values.sum(dim=1), values.amax(dim=1)
+        self._rows += values.shape[1]
+        self._sums = sums if self._sums is None else self._sums + sums
+        self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
+
+    def read(self) -> dict[str, float]:
+        """What to log of them; nothing if there were none. Waits for the device."""
+        if self._sums is None or self._largest is None:
+            return {}
+        means, largest = torch.stack((self._sums / self._rows, self._largest)).tolist()
+        return {
+            "age_mean": means[0],
+            "age_max": largest[0],
+            "age_seconds_mean": means[1],
+            "age_seconds_max": largest[1],
+            "times_sampled_mean": means[2],
+        }

@@ -1,0 +1,152 @@
+"""A crew of threads that gather one batch together.
+
+Handing a job to a sleeping thread takes some 80 us on a virtual machine, which is as long as gathering a small batch
+takes. So the rows are cut into chunks that every member takes from one counter: the caller starts at once, and who
+wakes up late finds fewer chunks left, or none. Where batches are asked for one right after another (some 0.1 ms of
+drawing and bookkeeping lie between them), a member that has run out of work looks for more for 0.3 ms before it sleeps,
+so that the next batch finds it awake. A consumer that works on its batch for longer needs the cores itself: there
+members sleep at once, and a batch that a core copies in less than it takes to wake another is left to the caller.
+
+All of it, but for the sleeping, happens in compiled code without the GIL (`gear_loader.native.post`, `serve`,
+`finish`), through a mailbox that is drawn there.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+
+import numpy as np
+import torch
+
+from gear_loader.native import copying
+from gear_loader.utils.arrays import Array
+from gear_loader.utils.mutex import new_mutex, run_alone
+
+__all__ = ["MAX_THREADS", "gather"]
+
+MAX_THREADS = 8
+_CHUNK_BYTES = 1 << 17
+_AWAKE_SECONDS = 3e-4
+_ALONE_BYTES = 1 << 19
+
+
+class _ThreadPool:
+    """The caller and `members` threads."""
+
+    def __init__(self, members: int) -> None:
+        self._members = members
+        memory = np.zeros(256, dtype=np.int64)
+        self._mailbox = memory[-memory.ctypes.data // 8 % 8 :][:128]  # on a cache line
+        self._base = self._mailbox.ctypes.data
+        self._mailbox[copying.STATE : copying.STATE + members] = copying.ASLEEP
+        self._spins = self._looks(_AWAKE_SECONDS)
+        self._ended = -1.0  # when the last job was, on the clock of `time.perf_counter`
+        self._wake = [threading.Semaphore(0) for _ in range(members)]
+        self._turn = new_mutex()
+        for member in range(members):
+            threading.Thread(
+                target=self._run, args=(member,), name=f"gear-loader-{member}", daemon=True
+            ).start()
+
+    def _run(self, member: int) -> None:
+        while True:
+            self._wake[member].acquire()
+            copying.serve(self._mailbox, self._base, member)
+
+    def _looks(self, seconds: float) -> int:
+        """How often a member looks for work in so much time: processors differ by the factor of ten in a pause."""
+        count = 1000
+        copying.look(self._base, 1)  # compiles it
+        each = []
+        for _ in range(3):  # one may have been interrupted
+            begin = time.perf_counter()
+            copying.look(self._base, count)
+            each.append((time.perf_counter() - begin) / count)
+        return max(1, int(seconds / min(each)))
+
+    def gather(
+        self,
+        chunks: int,
+        columns: Array,
+        slots: Array,
+        anchors: Array,
+        extent: Array,
+        ids: Array,
+        steps: int,
+        rows: Array | None = None,
+    ) -> int | None:
+        """Gather all entries in so many chunks; None, and nothing done, while another thread has the crew at work."""
+        job: tuple[int, ...] = (
+            len(slots),
+            columns.ctypes.data,
+            len(columns),
+            slots.ctypes.data,
+            anchors.ctypes.data,
+        )
+        job += (extent.ctypes.data, len(extent), ids.ctypes.data, len(ids), steps)
+        job += (0 if rows is None else rows.ctypes.data,)
+        return run_alone(self._turn, lambda: self._work_on(job, chunks))
+
+    def _work_on(self, job: tuple[int, ...], chunks: int) -> int:
+        mailbox, base = self._mailbox, self._base
+        mailbox[copying.ROWS : copying.ROWS + len(job)] = job
+        soon = time.perf_counter() - self._ended < _AWAKE_SECONDS
+        mailbox[copying.SPINS] = self._spins if soon else 0
+        mailbox[copying.DONE] = chunks  # `finish` of a job that has not been posted returns at once
+        try:
+            asleep = copying.post(base, self._members, chunks)
+            for member in range(self._members):
+                if asleep >> member & 1:
+                    self._wake[member].release()
+            bad: int = copying.finish(mailbox, base, chunks)
+        except BaseException:
+            # Interrupted: `post` has marked members as awake, and those that have taken a chunk write into the
+            # caller's memory. One that is woken without need finds nothing to do.
+            try:
+                for wake in self._wake:
+                    wake.release()
+            finally:
+                copying.finish(mailbox, base, chunks)
+            raise
+        self._ended = time.perf_counter()
+        return bad
+
+
+@functools.cache
+def _crew(pid: int, members: int) -> _ThreadPool:
+    return _ThreadPool(members)
+
+
+def gather(
+    columns: Array,
+    slots: Array,
+    anchors: Array,
+    extent: Array,
+    ids: Array,
+    block_steps: int,
+    row_bytes: int,
+    rows: Array | None = None,
+) -> int:
+    """`gear_loader.native.copying.gather` of all entries, by as many threads as torch uses (at most `MAX_THREADS`).
+
+    Args:
+        columns, slots, anchors, extent, ids, block_steps: see there; all contiguous.
+        row_bytes: bytes of one row of the batch, to decide how many chunks are worth it.
+        rows: int64 [n], contiguous, distinct: the row of the batch that each entry fills; None: one after another.
+
+    Returns:
+        As `gear_loader.native.copying.gather`.
+    """
+    count = len(slots)
+    threads = min(torch.get_num_threads(), MAX_THREADS)
+    chunks = min(count, count * row_bytes // _CHUNK_BYTES, 16 * threads)
+    if threads > 1 and chunks > 1 and count * row_bytes > _ALONE_BYTES:
+        crew = _crew(os.getpid(), threads - 1)
+        bad = crew.gather(chunks, columns, slots, anchors, extent, ids, block_steps, rows)
+        if bad is not None:
+            return bad
+    alone: int = copying.gather(columns, slots, anchors, extent, ids, block_steps, 0, count, rows)
+    return alone

@@ -1,0 +1,1 @@
+"""Which rows a batch has: selectors, random numbers, priorities."""

@@ -1,0 +1,645 @@
+"""Selection by priority on the CPU: the tree, what follows the table, updates, and their state."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from gear_loader.errors import GearError, PriorityError, SchemaError, StaleIndexError, TableEmptyError
+from gear_loader.kernels.sum_tree import GONE, LOWEST_LEAF
+from gear_loader.native import copying, sum_tree
+from gear_loader.selection.base import REDRAWN, Selection, SelectionContext
+from gear_loader.selection.item_map import ItemMap, Leaves
+from gear_loader.selection.random import key
+from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Prioritized, Selector, TopK, anchors
+from gear_loader.selection.tree import PriorityTree, uniforms, weigh
+from gear_loader.selection.updates import PriorityUpdates, request
+from gear_loader.storage.index import Changes, Snapshot, Ticket
+from gear_loader.storage.recovery import READY, UNSET, ranges
+from gear_loader.storage.rows import CudaRows, SelectedRows
+from gear_loader.utils.arrays import Array
+from gear_loader.utils.mutex import new_mutex, uninterrupted
+
+__all__ = [
+    "ANCHORS",
+    "LEAVES",
+    "SHARE",
+    "DrawnItems",
+    "PrioritizedSelection",
+    "checked_weights",
+    "draw_key",
+    "exponent",
+    "may_leave_range",
+    "needs_priorities",
+    "out_of_range",
+]
+
+LEAVES, ANCHORS = 3, 4  # streams of random numbers, beside those of `gear_loader.selection.selectors`
+assert sum_tree.READY == READY
+_LARGEST = float(np.finfo(np.float32).max)
+_MANY = 1 << 18  # leaves that are looked at for statistics
+SHARE = 2.0**-10
+"""A draw in which weights that float32 cannot hold have more than this share of the probability is refused."""
+_DOUBTFUL_EPS = 2.0**100  # a sum with less does not leave float32's range by more than rounding does
+
+
+@dataclasses.dataclass(frozen=True)
+class DrawnItems:
+    """One batch as it was drawn; all arrays [n].
+
+    Attributes:
+        sequences: of what may have to be drawn again after a restart; else empty.
+        weights: of a batch that is drawn again; None if they follow from the leaves, or there are none.
+        leaves: float32, of the items; None if they are not known.
+        likely: float64: with which probability each was drawn; None if it is not known, or nobody asks.
+    """
+
+    sequences: Array
+    slots: Array
+    steps: Array
+    generations: Array
+    weights: Array | None
+    leaves: Array | None = None
+    likely: Array | None = None
+
+
+class _Torn:
+    """In place of the mutex of a selection that a fork has copied in the middle of a change."""
+
+    def __enter__(self) -> None:
+        raise GearError(
+            f"This process ({os.getpid()}) was forked while its parent's prefetch thread was drawing: the priorities "
+            "here are incomplete. Make a new ReplayDataset in the child, close iterators before the fork, or start "
+            "the child with spawn."
+        )
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class PrioritizedSelection(Selection):
+    """`Prioritized` or `TopK` at work on the CPU.
+
+    Args:
+        job: of such a selector.
+        history: batches whose rows are remembered, so that a state can be taken that resumes before them.
+    """
+
+    def __init__(self, job: SelectionContext, *, history: int) -> None:
+        super().__init__(job)
+        layout = job.table.region.layout
+        self._map = ItemMap(
+            steps=job.selector.unit == "step",
+            num_slots=layout.max_trajectories,
+            num_blocks=layout.num_blocks,
+            block_steps=layout.block_steps,
+        )
+        if self._map.capacity >= 2**31:
+            raise SchemaError(
+                f"{job.selector!r} would need {self._map.capacity:,} priorities, one for each place of a step; "
+                "expected less than 2**31. Use unit='trajectory', or a table with fewer blocks."
+            )
+        self._unset: Leaves | None = None  # what the map has taken in, and the tree perhaps not yet
+        self._maximum = 1.0
+        self._num_stale = 0
+        self._may_leave_range = may_leave_range(job.selector)
+        self._make_tree(self._map.capacity)
+        self._history: collections.deque[tuple[tuple[int, int], DrawnItems]] = collections.deque(
+            maxlen=history
+        )
+        self._pending: dict[tuple[int, int], DrawnItems] = {}
+        self._mutex = new_mutex()
+
+    def after_fork(self) -> None:
+        """See `Selection.after_fork`."""
+        # A mutex that cannot be had is held by a thread that was in the middle of a draw or an update.
+        whole = self._mutex.acquire(blocking=False)
+        self._mutex = new_mutex() if whole else _Torn()
+
+    def _make_tree(self, capacity: int) -> None:
+        selector = self.job.selector
+        batch_only = isinstance(selector, Prioritized) and selector.normalize == "batch"
+        self._tree = PriorityTree(capacity, extremes=not batch_only)
+
+    @property
+    def num_stale(self) -> int:
+        """Rows of updates that were left out because their trajectory was gone. On a GPU this waits for it."""
+        return self._num_stale
+
+    # ---------------------------------------------------------------- drawing
+
+    def draw(self, draw: Draw, ticket: Ticket, frozen: Snapshot | None = None) -> SelectedRows | CudaRows:
+        """See `Selection.draw`."""
+        if self.job.limited and self.job.table.rules.rate_limiter is not None:
+            self.job.table.await_samplable(draw.count)  # without holding up updates
+        with self._mutex:
+            self._follow(ticket, self.job.samples(draw.count))
+            rows = self._restored(draw) or self._draw_when_there(draw)
+            times = self.count_samples(
+                rows.slots, rows.generations, lambda which, turn: self._redraw(draw, rows, which, turn)
+            )
+            if rows.leaves is not None and self.job.selector.weighs:
+                rows = dataclasses.replace(rows, weights=self._importance(draw, rows.leaves))
+            likely = self._likely(rows) if self.job.informs else 1.0
+            if draw.epoch < SAMPLE_EPOCH:
+                self._keep_rows(draw, rows)
+        return self.rows(rows.slots, rows.steps, rows.generations, times, likely, rows.weights)
+
+    def _draw_when_there(self, draw: Draw) -> DrawnItems:
+        """`_draw`; where trajectories are drawn only so often, too few are waited for."""
+        if self.job.table.rules.max_times_sampled is None:
+            return self._draw(draw)
+        patience = self.job.table.patience
+        while True:
+            try:
+                return self._draw(draw)
+            except (PriorityError, TableEmptyError):
+                if not patience.sleep():
+                    raise
+                self._keep_up()
+
+    def _keep_rows(self, draw: Draw, rows: DrawnItems) -> None:
+        """Keep a batch that may have been drawn ahead when a state is taken."""
+        sequences = self.job.table.slot_states()[2][rows.slots]
+        self._history.append(
+            (
+                (draw.epoch, draw.step),
+                dataclasses.replace(rows, sequences=sequences, leaves=None, likely=None),
+            )
+        )
+
+    def _follow(self, ticket: Ticket, samples: int = 0) -> None:
+        """Take in what has changed in the table; it stays until the caller ends the ticket, also if this fails.
+
+        Args:
+            samples: rows that are about to be drawn, for the rate limiter.
+        """
+        self._set_taken_in()
+        _, changes = self.job.table.begin_changes(self._map.position, samples, ticket)
+        known = self._map.position, self._map.next_sequence
+        try:
+            if len(changes.slots):
+                self._take_in(changes)
+            else:
+                self._map.position, self._map.next_sequence = changes.position, changes.next_sequence
+        except BaseException:
+            if self._unset is None:  # else only the tree is behind
+                self._map.position, self._map.next_sequence = known  # interrupted: to be taken in once more
+            raise
+
+    def _keep_up(self) -> None:
+        """Take in what has changed in the table, if anything has."""
+        if self._map.position != self.job.table.position:
+            ticket = Ticket()
+            try:
+                self._follow(ticket)
+                ticket.end()
+            finally:
+                ticket.end()  # again: an exception may arrive anywhere
+
+    def _take_in(self, changes: Changes) -> None:
+        chosen = self.job.chosen(changes.slots) if self.job.subset is not None else changes.ready
+        arrays = self.job.table.index_arrays()
+
+        def follow() -> None:
+            self._unset = self._map.follow(changes, chosen, *arrays)
+
+        if self._map.steps:
+            uninterrupted(follow)  # a map of steps that is half changed cannot be taken up again
+        else:
+            follow()
+        self._set_taken_in()
+
+    def _set_taken_in(self) -> None:
+        """Set the leaves of what the map has taken in; repeating it after an interruption is right."""
+        if self._unset is not None:
+            self._set(self._unset)
+            self._unset = None
+
+    def _set(self, leaves: Leaves) -> None:
+        self._maximum = max(self._maximum, float(leaves.priorities.max(initial=0)))
+        priorities = np.where(leaves.priorities == UNSET, np.float32(self._maximum), leaves.priorities)
+        gone = leaves.priorities == GONE
+        priorities[gone] = 0
+        weighed = self._first_leaves(priorities)
+        weighed[gone] = 0
+        if len(leaves.items) > self._map.capacity // 8:
+            self._tree.leaves[leaves.items] = weighed
+            self._tree.build()
+        else:
+            self._tree.update(leaves.items, weighed)
+
+    def _weigh(self, priorities: Array) -> Array:
+        """What priorities (float32 [n]) weigh, float64 [n]."""
+        return weigh(priorities, *self._exponent())
+
+    def _first_leaves(self, priorities: Array) -> Array:
+        """Leaves of new items, float32 [n]: what would be too large is made the largest."""
+        leaves: Array = np.minimum(self._weigh(priorities), _LARGEST).astype(np.float32)
+        return leaves
+
+    def _exponent(self) -> tuple[float, float]:
+        return exponent(self.job.selector)
+
+    def _draw(self, draw: Draw, streams: tuple[int, int] = (LEAVES, ANCHORS)) -> DrawnItems:
+        selector, table = self.job.selector, self.job.table
+        leaves = None
+        try:
+            if isinstance(selector, TopK):
+                items = self._top(selector, draw.count)
+            else:
+                assert isinstance(selector, Prioritized)
+                self._check_range()
+                items, leaves = self._tree.draw(
+                    draw.count,
+                    key=draw_key(draw, streams[0]),
+                    step=draw.step,
+                    distinct=not selector.replacement,
+                )
+        except PriorityError:
+            if len(self.view()) == 0:
+                raise self.job.empty() from None
+            raise
+        slots, steps = self._map.locate(items)
+        if selector.unit == "trajectory":
+            steps = self._anchors(table.index_arrays()[0][slots, 0], draw, streams[1])
+        likely = None if leaves is None or not self.job.informs else leaves / self._tree.total
+        return DrawnItems(slots[:0], slots, steps, table.slot_states()[1][slots], None, leaves, likely)
+
+    def _check_range(self) -> None:
+        """Refuse to draw where the leaves no longer say what the priorities do.
+
+        Raises:
+            PriorityError: leaves that were cut to float32's range would decide.
+        """
+        if not self._may_leave_range:
+            return
+        total, leaves = self._tree.total, self._tree.leaves
+        if LOWEST_LEAF < total <= len(leaves) * LOWEST_LEAF / SHARE:
+            if np.count_nonzero(leaves == LOWEST_LEAF) * LOWEST_LEAF > total * SHARE:
+                raise out_of_range(self.job.selector)
+        elif total > _LARGEST * (1 + SHARE) and (leaves == _LARGEST).any():
+            raise out_of_range(self.job.selector)
+
+    def _importance(self, draw: Draw, leaves: Array) -> Array:
+        """Importance weights of drawn leaves, float32 [n]."""
+        selector = self.job.selector
+        assert isinstance(selector, Prioritized)
+        least = self._tree.minimum if selector.normalize == "table" else leaves.min()
+        weights: Array = ((np.float64(least) / leaves) ** selector.beta_at(draw.number)).astype(np.float32)
+        return weights
+
+    def _likely(self, rows: DrawnItems) -> Array | float:
+        """The probability with which each row was drawn."""
+        if isinstance(self.job.selector, TopK):
+            return 1.0
+        if rows.likely is not None:
+            return rows.likely
+        # Drawn before a restart: as it would be now.
+        items = self._map.items(rows.slots, rows.steps, *self.job.table.index_arrays())
+        likely: Array = np.where(items >= 0, self._tree.leaves[items], 0) / self._tree.total
+        return likely
+
+    def _redraw(self, draw: Draw, rows: DrawnItems, which: Array, turn: int) -> bool:
+        """Draw rows of these numbers anew; see `Selection.count_samples`."""
+        self._keep_up()
+        streams = (REDRAWN + 2 * turn, REDRAWN + 2 * turn + 1)
+        try:
+            again = self._draw(dataclasses.replace(draw, count=len(which)), streams)
+        except (PriorityError, TableEmptyError):
+            return False
+        rows.slots[which], rows.steps[which] = again.slots, again.steps
+        rows.generations[which] = again.generations
+        if rows.leaves is not None and again.leaves is not None:
+            rows.leaves[which] = again.leaves
+        if rows.likely is not None and again.likely is not None:
+            rows.likely[which] = again.likely
+        return True
+
+    def _anchors(self, lengths: Array, draw: Draw, stream: int) -> Array:
+        if self.job.anchor != "uniform":
+            return anchors(self.job.anchor, lengths, draw)
+        numbers = uniforms(len(lengths), key=draw_key(draw, stream), step=draw.step)
+        steps: Array = np.minimum((numbers * lengths).astype(np.int64), lengths - 1)
+        return steps
+
+    def _top(self, selector: TopK, count: int) -> Array:
+        items, _ = self._tree.top(min(count, self._tree.capacity), largest=selector.largest)
+        items = items[items >= 0]
+        if len(items) == 0:
+            raise PriorityError(
+                "Every priority is zero: there is nothing to draw. Set some with update_priority, or add trajectories "
+                "with a positive priority."
+            )
+        return items[np.arange(count) % len(items)]
+
+    # ---------------------------------------------------------------- updating
+
+    def update_priority(
+        self,
+        index: Any,
+        priority: Any,
+        *,
+        generation: Any,
+        anchor: Any,
+        stale: Literal["ignore", "error"],
+        between: Callable[[Callable[[], object]], None],
+    ) -> None:
+        """See `ReplayDataset.update_priority`; `between` calls a function between two batches."""
+        new = request(index, priority, generation=generation, anchor=anchor, unit=self.job.selector.unit)
+        weighed = checked_weights(self.job.selector, new.priorities)
+        if stale == "error":
+            self._check_live(new)
+        between(lambda: self._update(new, weighed))
+
+    def _check_live(self, request: PriorityUpdates) -> None:
+        """Raise StaleIndexError if a row names a trajectory that is gone, or a step that it does not have."""
+        with self._mutex:
+            self._keep_up()
+            stale = np.flatnonzero(self._items(request) < 0)
+        if len(stale):
+            row = int(stale[0])
+            raise StaleIndexError(
+                f"{len(stale)} of {len(request.slots)} priorities are for trajectories that are gone; the first is "
+                f"row {row}, index {request.slots[row]}. Nothing was changed; stale='ignore' skips them."
+            )
+
+    def _update(self, request: PriorityUpdates, weighed: Array) -> None:
+        """Set priorities; rows whose trajectory is gone are counted and left out."""
+        with self._mutex:
+            self._keep_up()  # what was added before this call can be updated by it
+            items, leaves, largest = self._known_rows(request, weighed)
+            self._num_stale += len(request.slots) - len(items)
+            self._maximum = max(self._maximum, largest)
+            self._tree.update(items, leaves)
+            if not self._map.steps and self.job.table.rules.on_full == "evict_lowest_priority":
+                generations = request.generations
+                if generations is None:
+                    generations = np.full(len(request.slots), -1)
+                self.job.table.set_priorities(request.slots, generations, request.priorities)
+
+    def _known_rows(self, request: PriorityUpdates, weighed: Array) -> tuple[Array, Array, float]:
+        """Items and leaves of the rows whose trajectories are there, and the largest of their priorities."""
+        if self._map.steps or self.job.subset is not None or not copying.require():
+            items = self._items(request)
+            known = items >= 0
+            return items[known], weighed[known], float(request.priorities[known].max(initial=0))
+        wanted = request.slots[:0] if request.generations is None else request.generations
+        items, leaves = np.empty_like(request.slots), np.empty_like(weighed)
+        count, largest = sum_tree.known_rows(
+            request.slots,
+            wanted,
+            request.priorities,
+            weighed,
+            *self.job.table.slot_states(),
+            self._map.next_sequence,
+            items,
+            leaves,
+        )
+        return items[:count], leaves[:count], float(largest)
+
+    def _items(self, request: PriorityUpdates) -> Array:
+        """Items of a request, -1 for those that are gone."""
+        table, slots = self.job.table, request.slots
+        state, generation, sequence = table.slot_states()
+        inside = (slots >= 0) & (slots < len(state))
+        slots = np.where(inside, slots, 0)
+        known = inside & (state[slots] == READY)
+        if request.generations is not None:  # of what has been drawn, and is therefore known
+            known &= generation[slots] == request.generations
+        else:
+            known &= sequence[slots] < self._map.next_sequence
+        if self.job.subset is not None:
+            known &= self.job.chosen(slots)
+        items = self._map.items(slots, request.steps, *table.index_arrays())
+        return np.where(known, items, -1)
+
+    def quantiles(self, shares: Array) -> Array:
+        """Quantiles of the priorities that are positive, float64 [n]; of a sample of them if they are many."""
+        with self._mutex:
+            self._keep_up()
+            leaves = self._some_leaves()
+        leaves = leaves[leaves > 0].astype(np.float64)
+        if len(leaves) == 0:
+            return np.full(len(shares), np.nan)
+        alpha, eps = self._exponent()
+        found: Array = np.quantile(leaves, shares)
+        return found ** (1 / alpha) - eps if alpha else found
+
+    def _some_leaves(self) -> Array:
+        leaves: Array = self._tree.leaves[:: self._every()].copy()
+        return leaves
+
+    def _every(self) -> int:
+        return -(-self._map.capacity // _MANY)
+
+    # ---------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Priorities of all trajectories by sequence number, counters, and the rows of the last batches."""
+        with self._mutex:
+            ticket = Ticket()
+            try:
+                self._follow(ticket)
+                view = self._known()
+                leaves = self._read(self._map.all_items(view.slots, *self.job.table.index_arrays()))
+                ticket.end()
+            finally:
+                ticket.end()  # again: an exception may arrive anywhere
+            recent = {(part["epoch"], part["step"]): part for part in self._recent()}
+            for (epoch, step), rows in self._pending.items():
+                recent.setdefault((epoch, step), {"epoch": epoch, "step": step, **_tensors(rows)})
+            return {
+                "sequences": torch.from_numpy(view.sequences.copy()),
+                "lengths": torch.from_numpy(view.lengths.copy()),
+                "leaves": torch.from_numpy(leaves),
+                "maximum": self._get_maximum(),
+                "num_stale": self.num_stale,
+                "recent": list(recent.values()),
+            }
+
+    def _read(self, items: Array) -> Array:
+        leaves: Array = self._tree.leaves[items]
+        return leaves
+
+    def _write(self, items: Array, leaves: Array) -> None:
+        self._tree.leaves[items] = leaves
+        self._tree.build()
+
+    def _get_maximum(self) -> float:
+        return self._maximum
+
+    def _set_counters(self, maximum: float, num_stale: int) -> None:
+        self._maximum, self._num_stale = maximum, num_stale
+
+    def _recent(self) -> list[dict[str, Any]]:
+        return [{"epoch": epoch, "step": step, **_tensors(rows)} for (epoch, step), rows in self._history]
+
+    def _known(self) -> Snapshot:
+        view = self.view()
+        return view.take(view.sequences < self._map.next_sequence)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned, for the trajectories that are still there.
+
+        Raises:
+            SchemaError: it is no such state; nothing was changed.
+        """
+        sequences, lengths, leaves, recent = _checked(state, self.job.selector)
+        with self._mutex:
+            ticket = Ticket()
+            try:
+                self._follow(ticket)
+                self._restore(sequences, lengths, leaves, float(state["maximum"]), int(state["num_stale"]))
+                ticket.end()
+            finally:
+                ticket.end()  # again: an exception may arrive anywhere
+            self._history.clear()
+            self._pending = recent
+
+    def _restore(
+        self, sequences: Array, lengths: Array, leaves: Array, maximum: float, num_stale: int
+    ) -> None:
+        extent, block_ids = self.job.table.index_arrays()
+        view = self._known()
+        places, both = _find(sequences, view.sequences)
+        both &= lengths[places] == view.lengths if len(lengths) else False
+        # What is new since begins as it would have begun then.
+        new = self.job.table.priorities()[view.slots[~both]]
+        maximum = max(maximum, float(new.max(initial=0)))
+        first = self._first_leaves(np.where(new == UNSET, np.float32(maximum), new))
+        steps = self.job.selector.unit == "step"
+        old, added, places = view.take(both), view.take(~both), places[both]
+        counts = lengths if steps else np.ones_like(lengths)
+        source = ranges((np.cumsum(counts) - counts)[places], counts[places])
+        items = [self._map.all_items(part.slots, extent, block_ids) for part in (old, added)]
+        repeats = added.lengths if steps else 1
+        values = (leaves[source], np.repeat(first, repeats))
+        self._write(np.concatenate(items), np.concatenate(values))
+        self._set_counters(maximum, num_stale)
+
+    def forget_pending(self) -> None:
+        """Draw anew what a loaded state would have repeated."""
+        self._pending.clear()
+
+    def _restored(self, draw: Draw) -> DrawnItems | None:
+        """The rows of a batch that had been drawn before the state was taken, if all of them are still there."""
+        rows = self._pending.pop((draw.epoch, draw.step), None)
+        if rows is None:
+            return None
+        view = self.view()
+        places, found = _find(view.sequences, rows.sequences)
+        if not found.all() or (rows.steps >= view.lengths[places]).any() or len(places) != draw.count:
+            return None
+        return dataclasses.replace(rows, slots=view.slots[places], generations=view.generations[places])
+
+
+def exponent(selector: Selector) -> tuple[float, float]:
+    """alpha and eps, as float32 holds them: that is how kernels get them."""
+    if not isinstance(selector, Prioritized):
+        return 1.0, 0.0
+    return float(np.float32(selector.alpha)), float(np.float32(selector.eps))
+
+
+def may_leave_range(selector: Selector) -> bool:
+    """Whether float32 may not hold what valid priorities are raised to."""
+    alpha, eps = exponent(selector)
+    return alpha > 1 or eps > _DOUBTFUL_EPS
+
+
+def out_of_range(selector: Selector) -> PriorityError:
+    """The error of a draw in which leaves that were cut to float32's range would decide."""
+    return PriorityError(
+        f"{selector!r} raises the priorities out of float32's range (1.2e-38 to 3.4e38), so that very different ones "
+        "would be drawn equally often. Use a smaller alpha (with 1 or less every priority fits), scale the priorities "
+        "so that they are about 1, or use an eps that keeps small ones from vanishing."
+    )
+
+
+def checked_weights(selector: Selector, priorities: Array) -> Array:
+    """What priorities (float32 [n]) weigh, as float32.
+
+    Raises:
+        PriorityError: one weighs more than float32 holds.
+    """
+    weighed = weigh(priorities, *exponent(selector))
+    bad = np.flatnonzero(weighed > _LARGEST)
+    if len(bad):
+        raise PriorityError(
+            f"priority[{bad[0]}] is {priorities[bad[0]]}, which {selector!r} raises beyond float32's "
+            "range; expected a smaller one, or use a smaller alpha. Nothing was changed."
+        )
+    narrow: Array = weighed.astype(np.float32)
+    return narrow
+
+
+def draw_key(draw: Draw, stream: int) -> int:
+    """The key of one stream of a draw's random numbers; its counter is `draw.step`."""
+    return key(seed=draw.seed, stream=stream, epoch=draw.epoch)
+
+
+def _find(known: Array, wanted: Array) -> tuple[Array, Array]:
+    """For each of `wanted` its place in the sorted `known` (0 if it is not there), and whether it is there."""
+    places = np.searchsorted(known, wanted)
+    places[places == len(known)] = 0
+    found = known[places] == wanted if len(known) else np.zeros(len(wanted), dtype=bool)
+    return np.where(found, places, 0), found
+
+
+def _tensors(rows: DrawnItems) -> dict[str, Any]:
+    return {
+        "sequences": torch.from_numpy(rows.sequences.copy()),
+        "steps": torch.from_numpy(rows.steps.copy()),
+        "weights": None if rows.weights is None else torch.from_numpy(rows.weights.copy()),
+    }
+
+
+def _rows(state: Mapping[str, Any], *, weighs: bool) -> DrawnItems:
+    sequences, steps = np.asarray(state["sequences"]), np.asarray(state["steps"])
+    weights = np.asarray(state["weights"]) if weighs else None
+    fits = (
+        sequences.dtype == steps.dtype == np.int64 and sequences.ndim == 1 and sequences.shape == steps.shape
+    )
+    fits &= bool((steps >= 0).all())
+    if weights is None:
+        fits &= state["weights"] is None
+    else:
+        fits &= weights.dtype == np.float32 and weights.shape == steps.shape and bool((weights >= 0).all())
+    if not fits:
+        raise ValueError
+    return DrawnItems(sequences, np.empty_like(sequences), steps, np.empty_like(sequences), weights)
+
+
+def _checked(
+    state: Mapping[str, Any], selector: Selector
+) -> tuple[Array, Array, Array, dict[tuple[int, int], DrawnItems]]:
+    recent: dict[tuple[int, int], DrawnItems] = {}
+    try:
+        sequences, lengths, leaves = (np.asarray(state[name]) for name in ("sequences", "lengths", "leaves"))
+        fits = sequences.dtype == lengths.dtype == np.int64 and leaves.dtype == np.float32
+        fits &= sequences.shape == lengths.shape and leaves.ndim == sequences.ndim == 1
+        fits &= len(leaves) == (int(lengths.sum()) if selector.unit == "step" else len(sequences))
+        fits &= bool((np.diff(sequences) > 0).all() and (lengths > 0).all())
+        fits &= bool(np.isfinite(leaves).all() and (leaves >= 0).all())
+        fits &= 0 <= float(state["maximum"]) <= _LARGEST and int(state["num_stale"]) >= 0
+        for part in state["recent"]:
+            recent[int(part["epoch"]), int(part["step"])] = _rows(part, weighs=selector.weighs)
+    except (KeyError, TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise SchemaError(
+            "The state's priorities are damaged or of something else; expected what state_dict() of a ReplayDataset "
+            "with the same selector returned. Nothing was changed."
+        )
+    return sequences, lengths, leaves, recent
+
+
+def needs_priorities(selector: Selector) -> bool:
+    """Whether a selector goes by priorities."""
+    return isinstance(selector, (Prioritized, TopK))

@@ -1,0 +1,429 @@
+"""Selection by priority on a GPU: the tree lies there, and indices stay there from the draw to the gather."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from gear_loader.errors import PriorityError, SchemaError
+from gear_loader.kernels.sum_tree import (
+    BAD_POSITION,
+    DISTINCT_MISSING,
+    EMPTY_DRAWS,
+    LOWEST_LEAF,
+    NOWHERE,
+    STALE,
+    SumTree,
+)
+from gear_loader.selection.base import SelectionContext
+from gear_loader.selection.item_map import Leaves
+from gear_loader.selection.prioritized import (
+    ANCHORS,
+    LEAVES,
+    SHARE,
+    PrioritizedSelection,
+    checked_weights,
+    draw_key,
+    out_of_range,
+)
+from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Prioritized, TopK
+from gear_loader.selection.updates import check_names, request
+from gear_loader.storage.index import Snapshot, Ticket
+from gear_loader.storage.rows import CudaRows, SelectedRows
+from gear_loader.utils.arrays import Array, outside_inference
+
+__all__ = ["CudaPrioritizedSelection"]
+
+
+class CudaPrioritizedSelection(PrioritizedSelection):
+    """`Prioritized` or `TopK` at work on a GPU that reads the region itself.
+
+    Nothing here waits for the GPU, but for what is asked of it by name (`num_stale`, a state, ``stale="error"``). So
+    an error that only the GPU sees (a bad priority in a CUDA tensor, a tree without a positive priority) is raised by
+    one of the calls that follow, as CUDA's own errors are.
+
+    Args:
+        job, history: as for `PrioritizedSelection`.
+        device: where.
+    """
+
+    def __init__(self, job: SelectionContext, *, history: int, device: torch.device) -> None:
+        self._device = device
+        self._cuda = device.type == "cuda"  # else under Triton's interpreter, in tests
+        with outside_inference():
+            super().__init__(job, history=history)
+            self._status = torch.tensor([NOWHERE, 0, 0, 0], device="cpu", pin_memory=self._cuda)
+            self._out_of_range = torch.zeros(1, dtype=torch.bool, device="cpu", pin_memory=self._cuda)
+        self._drawn: collections.deque[tuple[tuple[int, int], torch.Tensor, torch.Tensor | None]]
+        self._drawn = collections.deque(maxlen=history)
+        self._stream: Any = None  # where batches are filled, and updates are queued
+        self._last: Any = torch.cuda.Event() if self._cuda else None  # behind all that has been queued
+        self._streams: set[int] = set()  # where the tensors below have been used
+        self._leave()  # what comes on other streams comes after the tensors were made
+
+    def _make_tree(self, capacity: int) -> None:
+        from gear_loader.kernels.items import Blocks, Index
+
+        self._wide = SumTree(capacity, self._device)
+        self._cut = torch.zeros(1, dtype=torch.bool, device=self._device)
+        table, steps = self.job.table, self._map.steps
+        generation = table.slot_states()[1]
+        extent, block_ids = table.index_arrays()
+        addresses = [array.ctypes.data for array in (generation, extent, block_ids)]
+        layout = table.region.layout
+
+        def full(count: int, value: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.full((count,), value, dtype=dtype, device=self._device)
+
+        slots, blocks = layout.max_trajectories, layout.num_blocks
+        self._index = Index(
+            addresses=torch.tensor(addresses, dtype=torch.int64, device="cpu").to(self._device),
+            num_ids=len(block_ids),
+            block_steps=layout.block_steps,
+            known=full(slots, 0),
+            blocks=Blocks(
+                owner=full(blocks, -1),
+                number=full(blocks, 0),
+                place=full(blocks, -1, torch.int64),
+                first=full(slots, 0, torch.int64),
+                steps=full(slots, 0),
+            )
+            if steps
+            else None,
+        )
+
+    # ---------------------------------------------------------------- order of work
+
+    def _enter(self) -> None:
+        """What is queued from here on comes after all that was queued before, on whatever stream."""
+        if not self._cuda:
+            return
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(self._last)
+        if stream.cuda_stream not in self._streams:
+            # When this is dropped, its memory is not given to others before the stream has done with it.
+            self._streams.add(stream.cuda_stream)
+            blocks = () if self._index.blocks is None else vars(self._index.blocks).values()
+            for part in (*vars(self._wide).values(), *vars(self._index).values(), *blocks, self._cut):
+                if isinstance(part, torch.Tensor):
+                    part.record_stream(stream)
+
+    def _leave(self) -> None:
+        self._status.copy_(self._wide.status, non_blocking=True)
+        if self._may_leave_range:
+            self._out_of_range.copy_(self._cut, non_blocking=True)
+        if self._cuda:
+            self._last.record(torch.cuda.current_stream(self._device))
+
+    def _raise_late(self, *, wait: bool = False) -> None:
+        """Raise what the GPU has found wrong by now."""
+        if self._cuda:
+            if wait:
+                self._last.synchronize()
+            elif not self._last.query():
+                return
+        bad, empty, missing, _ = self._status.tolist()
+        cut = bool(self._out_of_range)
+        if bad == NOWHERE and not empty and not missing and not cut:
+            return
+        self._enter()
+        self._cut.zero_()
+        self._wide.status[BAD_POSITION] = NOWHERE
+        self._wide.status[EMPTY_DRAWS] = 0
+        self._wide.status[DISTINCT_MISSING] = 0
+        self._leave()
+        if bad != NOWHERE:
+            raise PriorityError(
+                f"priority[{bad}] of an earlier update_priority was NaN, infinite or negative, or too large for "
+                f"{self.job.selector!r}. Nothing was changed by it, nor by the updates since; the GPU found it, which "
+                "is why this comes late."
+            )
+        if cut:
+            raise out_of_range(self.job.selector)
+        if len(self.view()) == 0:
+            raise self.job.empty()
+        raise PriorityError(
+            "An earlier batch found no item left with a positive priority; its rows are padding. Set priorities with "
+            "update_priority, use Prioritized(eps=...), which keeps them all positive, or draw fewer."
+        )
+
+    def _upload(self, array: Array) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        if not self._cuda:
+            return tensor.clone()
+        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+    # ---------------------------------------------------------------- drawing
+
+    def draw(self, draw: Draw, ticket: Ticket, frozen: Snapshot | None = None) -> SelectedRows | CudaRows:
+        """See `Selection.draw`: the rows of a batch that is drawn once more, or what draws them on the GPU."""
+        if self.job.limited and self.job.table.rules.rate_limiter is not None:
+            self.job.table.await_samplable(draw.count)  # without holding up updates
+        with self._mutex:
+            self._raise_late()
+            if self._cuda:
+                self._stream = torch.cuda.current_stream(self._device)
+            self._enter()
+            try:
+                self._follow(ticket, self.job.samples(draw.count))
+                if len(self.job.table) == 0:
+                    raise self.job.empty()
+                rows = self._restored(draw)
+                if rows is None:
+                    return CudaRows(draw.count, functools.partial(self._draw_into, draw))
+                weights = None if rows.weights is None else self._upload(rows.weights)
+                self._remember(
+                    draw, self._upload(np.stack((rows.slots, rows.steps, rows.generations))), weights
+                )
+                return self.rows(rows.slots, rows.steps, rows.generations, None, 1.0, rows.weights)
+            finally:
+                self._leave()
+
+    def _draw_into(
+        self, draw: Draw, random: torch.Tensor, out: tuple[torch.Tensor, ...], reach: tuple[int, int]
+    ) -> None:
+        """See `CudaRows.write`."""
+        random.numpy()[:] = (draw_key(draw, LEAVES), draw.step, draw_key(draw, ANCHORS))
+        with self._mutex:
+            self._enter()
+            try:
+                self.draw_rows(draw, random, out, reach)
+            finally:
+                self._leave()
+
+    def draw_rows(
+        self, draw: Draw, random: torch.Tensor, mirror: tuple[torch.Tensor, ...], reach: tuple[int, int]
+    ) -> None:
+        """Queue the draw of a batch into `mirror`, see `CudaRows.write`."""
+        from gear_loader.kernels import items as kernels
+        from gear_loader.kernels import priority
+
+        selector, count = self.job.selector, draw.count
+        rows, ids, *weights = mirror
+        items = torch.empty(count, dtype=torch.int64, device=self._device)
+        if isinstance(selector, TopK):
+            items = self._top_rows(selector, count)
+        else:
+            assert isinstance(selector, Prioritized)
+            leaves = torch.empty(count, dtype=torch.float32, device=self._device)
+            choose = priority.draw if selector.replacement else priority.draw_distinct
+            self._note_range()
+            choose(self._wide, random, items, leaves)
+            kernels.weigh(
+                self._wide,
+                leaves,
+                weights[0][:count],
+                beta=selector.beta_at(draw.number),
+                table=selector.normalize == "table",
+            )
+        anchor = "item" if selector.unit == "step" else self.job.anchor
+        kernels.resolve(self._index, items, random, rows, ids, anchor=anchor, first=reach[0], last=reach[1])
+        self._remember(draw, rows[:3, :count].clone(), weights[0][:count].clone() if weights else None)
+
+    def _note_range(self) -> None:
+        """Queue what `_check_range` does on the host; `_raise_late` raises what it has found."""
+        if not self._may_leave_range:
+            return
+        total, leaves = self._wide.total(), self._wide.leaves
+        lowest = (leaves == LOWEST_LEAF).sum() * LOWEST_LEAF
+        largest = torch.finfo(torch.float32).max
+        faint = (total > LOWEST_LEAF) & (lowest > total * SHARE)
+        self._cut |= faint | ((total > largest * (1 + SHARE)) & (leaves == largest).any())
+
+    def _top_rows(self, selector: TopK, count: int) -> torch.Tensor:
+        items, _ = self._wide.top(min(count, self._wide.capacity), largest=selector.largest)
+        found = (items >= 0).sum()
+        self._wide.status[EMPTY_DRAWS] += found == 0
+        again: torch.Tensor = items[torch.arange(count, device=self._device) % found.clamp(min=1)]
+        return again
+
+    def _remember(self, draw: Draw, rows: torch.Tensor, weights: torch.Tensor | None) -> None:
+        if draw.epoch < SAMPLE_EPOCH:
+            self._drawn.append(((draw.epoch, draw.step), rows, weights))
+
+    # ---------------------------------------------------------------- following the table
+
+    def _set(self, leaves: Leaves) -> None:
+        from gear_loader.kernels import priority
+
+        self._enter()
+        alpha, eps = self._exponent()
+        generations = self.job.table.slot_states()[1][leaves.slots].astype(np.int32)
+        known = np.where(leaves.added, generations, np.int32(0))
+        slots, places = self._upload(leaves.slots), self._upload(leaves.blocks)
+        self._index.known[slots] = self._upload(known)
+        blocks, follows = self._index.blocks, self._map
+        if blocks is not None:
+            blocks.owner[places] = self._upload(follows.owner[leaves.blocks])
+            blocks.number[places] = self._upload(follows.number[leaves.blocks])
+            blocks.place[places] = self._upload(follows.place[leaves.blocks])
+            blocks.first[slots] = self._upload(follows.start[leaves.slots])
+            blocks.steps[slots] = self._upload(follows.length[leaves.slots])
+        floor = float(leaves.priorities.max(initial=0))
+        priority.update(
+            self._wide,
+            self._upload(leaves.items),
+            self._upload(leaves.priorities),
+            alpha=alpha,
+            eps=eps,
+            unset=True,
+            floor=floor,
+        )
+        self._leave()
+
+    # ---------------------------------------------------------------- updating
+
+    def update_priority(
+        self,
+        index: Any,
+        priority: Any,
+        *,
+        generation: Any,
+        anchor: Any,
+        stale: Literal["ignore", "error"],
+        between: Callable[[Callable[[], object]], None],
+    ) -> None:
+        """See `ReplayDataset.update_priority`."""
+        self._raise_late()
+        unit = self.job.selector.unit
+        given = [index, priority, generation, anchor]
+        if stale == "error" or not all(part is None or self._is_here(part) for part in given):
+            new = request(index, priority, generation=generation, anchor=anchor, unit=unit)
+            checked_weights(self.job.selector, new.priorities)
+            if stale == "error":
+                self._check_live(new)
+            steps = new.steps if unit == "step" else None
+            parts = [
+                None if part is None else self._upload(part)
+                for part in (new.slots, new.priorities, new.generations, steps)
+            ]
+        else:
+            check_names(anchor, unit)
+            # Copied: the update may run later than what the user does next with these tensors.
+            parts = _tensors(index, priority, generation, anchor)
+        with self._mutex:
+            self._queue_update(*parts)
+
+    def _is_here(self, part: Any) -> bool:
+        return isinstance(part, torch.Tensor) and part.device == self._device
+
+    def _queue_update(
+        self,
+        index: torch.Tensor | None,
+        priority: torch.Tensor | None,
+        generation: torch.Tensor | None,
+        anchor: torch.Tensor | None,
+    ) -> None:
+        from gear_loader.kernels import items as kernels
+        from gear_loader.kernels import priority as tree_kernels
+
+        assert index is not None
+        assert priority is not None
+        if not self._cuda:
+            context: Any = contextlib.nullcontext()
+        else:
+            # On the stream that draws, so that training does not wait for a gather that was queued there before.
+            consumer = torch.cuda.current_stream(self._device)
+            stream = consumer if self._stream is None else self._stream
+            stream.wait_stream(consumer)
+            for part in (index, priority, generation, anchor):
+                if part is not None:
+                    part.record_stream(stream)
+            context = torch.cuda.stream(stream)
+        alpha, eps = self._exponent()
+        with context:
+            self._enter()
+            self._keep_up()
+            items = torch.empty_like(index)
+            kernels.locate(self._wide, self._index, index, items, anchor=anchor, generation=generation)
+            tree_kernels.update(self._wide, items, priority, alpha=alpha, eps=eps)
+            self._leave()
+
+    @property
+    def num_stale(self) -> int:
+        """Rows of updates that were left out because their trajectory was gone. Waits for the GPU."""
+        self._enter()
+        return int(self._wide.status[STALE])
+
+    # ---------------------------------------------------------------- state
+
+    def _some_leaves(self) -> Array:
+        self._enter()
+        leaves: Array = self._wide.leaves[:: self._every()].cpu().numpy()
+        return leaves
+
+    def _read(self, items: Array) -> Array:
+        if self._cuda:
+            self._raise_late(wait=True)
+        leaves: Array = self._wide.leaves[self._upload(items)].cpu().numpy()
+        return leaves
+
+    def _write(self, items: Array, leaves: Array) -> None:
+        from gear_loader.kernels import priority
+
+        self._enter()
+        self._wide.leaves[self._upload(items)] = self._upload(leaves)
+        priority.build(self._wide)
+        self._leave()
+
+    def _get_maximum(self) -> float:
+        return float(self._wide.maximum)
+
+    def _set_counters(self, maximum: float, num_stale: int) -> None:
+        self._enter()
+        self._wide.maximum.fill_(maximum)
+        self._wide.status[STALE] = num_stale
+        self._drawn.clear()
+        self._leave()
+
+    def _recent(self) -> list[dict[str, Any]]:
+        # By sequence number, as long as the slots have not been given to others since.
+        _, generation, sequence = self.job.table.slot_states()
+        recent = []
+        for (epoch, step), rows, weights in self._drawn:
+            slots, steps, generations = rows.cpu().numpy()
+            if (slots >= 0).all() and (generation[slots] == generations).all():
+                weight = None if weights is None else weights.cpu()
+                part = {"sequences": torch.from_numpy(sequence[slots]), "steps": torch.from_numpy(steps)}
+                recent.append({"epoch": epoch, "step": step, **part, "weights": weight})
+        return recent
+
+
+def _tensors(
+    index: torch.Tensor, priority: torch.Tensor, generation: torch.Tensor | None, anchor: torch.Tensor | None
+) -> list[torch.Tensor | None]:
+    """Tensors on the GPU as kernels want them.
+
+    Raises:
+        SchemaError: other shapes or dtypes.
+    """
+    count = index.shape[0] if index.ndim == 1 else -1
+    parts: list[torch.Tensor | None] = []
+    names = ("index", "priority", "generation", "anchor")
+    for name, part in zip(names, (index, priority, generation, anchor), strict=True):
+        if part is None:
+            parts.append(None)
+            continue
+        whole = not (part.is_floating_point() or part.is_complex() or part.dtype == torch.bool)
+        fits = part.shape == (count,) and (not part.is_complex() if name == "priority" else whole)
+        if not fits:
+            kind = "numbers" if name == "priority" else "integers"
+            raise SchemaError(
+                f"{name} is {part.dtype} {list(part.shape)}; expected {kind} [{'n' if count < 0 else count}], as many "
+                "as index has. Nothing was changed."
+            )
+        part = part.detach()
+        narrow = part.to(torch.float32 if name == "priority" else torch.int64, copy=True)
+        if part.dtype == torch.float64:  # what is positive stays so, and what is negative
+            tiny = torch.finfo(torch.float32).tiny
+            narrow = torch.where(
+                (narrow == 0) & (part != 0), torch.copysign(narrow.new_full((), tiny), part), narrow
+            )
+        parts.append(narrow.float().contiguous() if name == "priority" else narrow.contiguous())
+    return parts

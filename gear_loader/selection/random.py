@@ -1,0 +1,115 @@
+"""Counter-based random numbers: (seed, stream, step) decide every draw, so nothing but integers is ever saved.
+
+Numbers are the raw output of Philox-4x64 (Salmon et al., 2011), which numpy keeps stable across versions.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+
+from gear_loader.utils.arrays import Array
+
+__all__ = ["Permutation", "hashed", "integers", "key", "permutation", "raw", "uniforms"]
+
+_SMALL = 1 << 16
+
+
+def raw(count: int, *, seed: int, stream: int, epoch: int, step: int) -> Array:
+    """`count` random uint64 that depend on the four integers alone."""
+    # The lowest counter word counts through one draw; the others say which draw it is.
+    bits = np.random.Philox(key=_words(seed, stream), counter=_words(0, 0, step, epoch))
+    return bits.random_raw(count)
+
+
+@functools.lru_cache(maxsize=16)
+def key(*, seed: int, stream: int, epoch: int) -> int:
+    """A random int64 that depends on the three integers alone: the key of the random numbers that kernels draw."""
+    return int(raw(1, seed=seed, stream=stream, epoch=epoch, step=0).astype(np.int64)[0])
+
+
+def _words(*values: int) -> Array:
+    # The dtype is not left to numpy: a word above 2**63 beside a small one would become a float.
+    return np.array([value & ((1 << 64) - 1) for value in values], dtype=np.uint64)
+
+
+def uniforms(count: int, *, seed: int, stream: int, epoch: int, step: int) -> Array:
+    """float64 [count] in [0, 1) with 53 random bits."""
+    return (raw(count, seed=seed, stream=stream, epoch=epoch, step=step) >> np.uint64(11)) * 2.0**-53
+
+
+def integers(high: int | Array, count: int, *, seed: int, stream: int, epoch: int, step: int) -> Array:
+    """int64 [count], each from 0 to high - 1 (a number or int64 [count]).
+
+    Exact to within high / 2**53: no value is favoured by more than that share.
+    """
+    values = uniforms(count, seed=seed, stream=stream, epoch=epoch, step=step)
+    return np.minimum((values * high).astype(np.int64), high - 1)
+
+
+def hashed(values: Array, *, seed: int, stream: int) -> Array:
+    """uint64 [n]: for each of `values` (int64 [n]) a random number that depends on it, seed and stream alone."""
+    keys = raw(2, seed=seed, stream=stream, epoch=0, step=0)
+    return _mix(_mix(values.astype(np.uint64) ^ keys[0]) ^ keys[1])
+
+
+class Permutation:
+    """A random order of 0 to size - 1, of which any part can be computed.
+
+    Up to 65,536 items every order is equally likely (items sorted by random keys). Above that the order is a
+    keyed bijection: a Feistel network of eight rounds on the next even number of bits, applied again while the
+    result is not below `size`. It takes no memory and O(1) an item.
+
+    Args:
+        size: items.
+        seed, epoch, turn: which order; `turn` counts the passes over all items within an epoch.
+    """
+
+    def __init__(self, size: int, *, seed: int, epoch: int, turn: int = 0) -> None:
+        self.size = size
+        self._order: Array | None = None
+        if size <= _SMALL:
+            keys = raw(size, seed=seed, stream=_PERMUTATION, epoch=epoch, step=turn)
+            self._order = np.argsort(keys, kind="stable")
+        else:
+            self._half_bits = -(-(size - 1).bit_length() // 2)
+            self._keys = raw(8, seed=seed, stream=_PERMUTATION, epoch=epoch, step=turn)
+
+    def __getitem__(self, positions: Array) -> Array:
+        """Items at the given positions, int64 [n] -> int64 [n]."""
+        if self._order is not None:
+            return self._order[positions]
+        out = self._round_trip(positions.astype(np.uint64))
+        outside = np.flatnonzero(out >= self.size)
+        while len(outside):
+            out[outside] = self._round_trip(out[outside])
+            outside = outside[out[outside] >= self.size]
+        return out.astype(np.int64)
+
+    def _round_trip(self, values: Array) -> Array:
+        bits = np.uint64(self._half_bits)
+        mask = np.uint64((1 << self._half_bits) - 1)
+        left, right = values >> bits, values & mask
+        for key in self._keys:
+            left, right = right, left ^ (_mix(right ^ key) & mask)
+        out: Array = (left << bits) | right
+        return out
+
+
+_PERMUTATION = 0x7065726D
+
+
+def _mix(values: Array) -> Array:
+    """The finaliser of SplitMix64 (Steele et al., 2014): every output bit depends on every input bit."""
+    with np.errstate(over="ignore"):
+        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        values = values ^ (values >> np.uint64(31))
+    return values
+
+
+@functools.lru_cache(maxsize=4)
+def permutation(size: int, seed: int, epoch: int, turn: int) -> Permutation:
+    """A `Permutation`, kept for the batches of the same pass."""
+    return Permutation(size, seed=seed, epoch=epoch, turn=turn)

@@ -1,0 +1,106 @@
+"""Selection from a list of the live trajectories: uniform, oldest or newest first."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from gear_loader.selection.base import REDRAWN, Selection
+from gear_loader.selection.selectors import (
+    Draw,
+    Fifo,
+    SnapshotSelector,
+    Uniform,
+    anchors,
+    replacements,
+)
+from gear_loader.storage.index import Snapshot
+from gear_loader.storage.operations import READY
+from gear_loader.storage.rows import SelectedRows
+from gear_loader.storage.table import Ticket
+from gear_loader.utils.arrays import Array
+
+__all__ = ["SnapshotSelection"]
+
+
+class SnapshotSelection(Selection):
+    """Works from a list of what there is: for uniform selection and for order of age."""
+
+    def draw(self, draw: Draw, ticket: Ticket, frozen: Snapshot | None = None) -> SelectedRows:
+        """See `Selection.draw`."""
+        selector = self.job.selector
+        assert isinstance(selector, SnapshotSelector)
+        if isinstance(selector, Fifo) and frozen is None and self.job.subset is None:
+            return self._draw_from_end(selector, draw, ticket)
+        _, snapshot = self.job.table.begin_snapshot(self.job.samples(draw.count), ticket)
+        view = self.view(snapshot)
+        items = view if frozen is None else frozen
+        if selector.num_items(items) == 0 or len(view) == 0:
+            raise self.job.empty()
+        positions, steps = selector.select(items, draw)
+        slots, lengths, generations = (
+            part[positions] for part in (items.slots, items.lengths, items.generations)
+        )
+        if steps is None:
+            steps = anchors(self.job.anchor, lengths, draw)
+        if items.version != view.version:
+            self._replace_gone(view, draw, slots, steps, generations)
+        rows = (slots, steps, generations)
+        times = self.count_samples(slots, generations, lambda *which: self._redraw(draw, rows, *which))
+        likely = 1 / selector.num_items(items) if isinstance(selector, Uniform) else 1.0
+        return self.rows(*rows, times, likely)
+
+    def _draw_from_end(self, selector: Fifo, draw: Draw, ticket: Ticket) -> SelectedRows:
+        # Nothing is sorted: the oldest and the newest trajectories are linked. If this fails, what `take_ends` has
+        # taken is gone, and counts.
+        table, samples = self.job.table, self.job.samples(draw.count)
+        times: Array | None = None
+        end: dict[str, Any] = {"newest": selector.newest, "samples": samples, "ticket": ticket}
+        if table.rules.max_times_sampled is not None and selector.unit == "trajectory":
+            _, slots, times = table.take_ends(draw.count, **end)
+        else:
+            _, slots = table.begin_ends(draw.count, **end)
+        if len(slots) == 0:
+            raise self.job.empty()
+        lengths = table.index_arrays()[0][slots, 0]
+        _, generation, sequence = table.slot_states()
+        order = slice(None, None, -1) if selector.newest else slice(None)
+        part = Snapshot(-1, *(a[order] for a in (slots, lengths, generation[slots], sequence[slots])))
+        positions, steps = selector.select(part, draw)
+        if steps is None:
+            steps = anchors(self.job.anchor, part.lengths[positions], draw)
+        rows = (part.slots[positions], steps, part.generations[positions])
+        if times is not None:
+            times = times[order][positions]
+        else:
+            times = self.count_samples(rows[0], rows[2], lambda *which: self._redraw(draw, rows, *which))
+        return self.rows(*rows, times, 1.0)
+
+    def _redraw(self, draw: Draw, rows: tuple[Array, Array, Array], which: Array, turn: int) -> bool:
+        """Random rows, out of what is there now, instead of the rows of these numbers; see `count_samples`."""
+        view = self.view()
+        if len(view) == 0:
+            return False
+        again, stream = dataclasses.replace(draw, count=len(which)), REDRAWN + 2 * turn
+        if self.job.selector.unit == "step":
+            others, at = view.locate(again.integers(stream, view.num_steps))
+        else:
+            others = again.integers(stream, len(view))
+            at = anchors(self.job.anchor, view.lengths[others], again, stream + 1)
+        for part, values in zip(rows, (view.slots[others], at, view.generations[others]), strict=True):
+            part[which] = values
+        return True
+
+    def _replace_gone(
+        self, view: Snapshot, draw: Draw, slots: Array, steps: Array, generations: Array
+    ) -> None:
+        state, generation, _ = self.job.table.slot_states()
+        gone = np.flatnonzero((state[slots] != READY) | (generation[slots] != generations))
+        if len(gone):
+            others, at = replacements(self.job.selector.unit, view, draw)
+            if at is None:
+                at = anchors(self.job.anchor, view.lengths[others], draw)
+            others, at = others[gone], at[gone]
+            slots[gone], steps[gone], generations[gone] = view.slots[others], at, view.generations[others]

@@ -1,0 +1,196 @@
+"""The sum tree on the CPU: numba's binary levels, or where numba is missing the twin of the GPU's tree."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from gear_loader.errors import PriorityError
+from gear_loader.kernels import priority_reference as reference
+from gear_loader.kernels.sum_tree import FANOUT, SumTree, best, wide_levels
+from gear_loader.native import copying, sum_tree
+from gear_loader.utils.arrays import Array
+
+__all__ = ["PriorityTree", "uniforms", "weigh"]
+
+
+class PriorityTree:
+    """Leaves of `capacity` items that are drawn in proportion to them, in O(batch x log capacity).
+
+    Draws and sums are those of `gear_loader.kernels.priority` to the last bit. Not for several threads at once.
+
+    Args:
+        capacity: items, 1 to 2**31 - 1.
+        extremes: keep what `minimum` and `top` need, which makes updates slower.
+
+    Attributes:
+        leaves: float32 [at least `capacity`]; who writes into it calls `build`.
+    """
+
+    def __init__(self, capacity: int, *, extremes: bool = True) -> None:
+        self.capacity = capacity
+        self.extremes = extremes
+        self._twin: SumTree | None = None
+        self._scratch: tuple[Array, ...] | None = None
+        if not copying.require():
+            self._twin = SumTree(capacity)
+            self.leaves: Array = self._twin.leaves.numpy()
+            return
+        self._blocks = -(-capacity // FANOUT)
+        self.leaves = np.zeros(self._blocks * FANOUT, dtype=np.float32)
+        offsets, count, place = [], self._blocks, 0
+        while True:
+            offsets.append(place)
+            place += count + count % 2
+            if count == 1:
+                break
+            count = -(-count // 2)
+        self._offsets = np.array(offsets, dtype=np.int64)
+        self._sums = np.zeros(place)
+        wide, place = wide_levels(capacity)
+        self._wide_offsets = np.array([offset for offset, _ in wide], dtype=np.int64)
+        place = place if extremes else 0
+        self._mins = np.full(place, np.inf, dtype=np.float32)
+        self._maxs = np.zeros(place, dtype=np.float32)
+        self._nodes = (self._sums, self._mins, self._maxs, self._offsets, self._wide_offsets, self._blocks)
+
+    @property
+    def node_bytes(self) -> int:
+        """Bytes beyond the leaves."""
+        if self._twin is not None:
+            return int(self._twin.node_bytes)
+        return sum(part.nbytes for part in self._nodes if isinstance(part, np.ndarray))
+
+    @property
+    def total(self) -> float:
+        """Sum of all leaves."""
+        if self._twin is not None:
+            return float(self._twin.total())
+        return float(self._sums[self._offsets[-1]])
+
+    @property
+    def minimum(self) -> float:
+        """The smallest leaf that is not 0; infinite if there is none. Needs `extremes`."""
+        assert self.extremes
+        if self._twin is not None:
+            return float(self._twin.minimum())
+        return float(self._mins[self._wide_offsets[-1] :].min())
+
+    def update(self, items: Array, leaves: Array) -> None:
+        """Set leaves; of equal items the last one counts.
+
+        Args:
+            items: int64 [n], 0 to capacity - 1. leaves: float32 [n], finite, not negative; all checked by the caller.
+        """
+        if self._twin is not None:
+            reference.update(self._twin, torch.from_numpy(items), torch.from_numpy(leaves))
+        elif len(items):
+            sum_tree.update(self.leaves, *self._nodes, items, leaves)
+
+    def build(self) -> None:
+        """Compute everything from the leaves."""
+        if self._twin is not None:
+            reference.build(self._twin)
+        else:
+            sum_tree.build(self.leaves, *self._nodes)
+
+    def draw(self, count: int, *, key: int, step: int, distinct: bool = False) -> tuple[Array, Array]:
+        """Draw items in proportion to their leaves.
+
+        Args:
+            count: how many.
+            key, step: int64, decide the draw.
+            distinct: without replacement: one after another, each in proportion to the leaves that are left.
+
+        Returns:
+            int64 [count] items, float32 [count] their leaves.
+
+        Raises:
+            PriorityError: no leaf is positive, or with `distinct` fewer than `count` are.
+        """
+        items, leaves, found = self._drawn(count, key, step, distinct)
+        if found < count:
+            raise PriorityError(
+                f"{count} items were to be drawn, but only {found} have a positive priority. Draw fewer, draw with "
+                "replacement, or set priorities (Prioritized(eps=...) keeps them all positive)."
+                if found
+                else "Every priority is zero: there is nothing to draw. Set some with update_priority, add "
+                "trajectories with a positive priority, or use Prioritized(eps=...), which keeps them all positive."
+            )
+        return items, leaves
+
+    def draw_some(self, count: int, *, key: int, step: int) -> tuple[Array, Array]:
+        """`draw` with `distinct`, but of all items that there are, if they are fewer; in the order of drawing."""
+        items, leaves, found = self._drawn(count, key, step, distinct=True)
+        return items[:found], leaves[:found]
+
+    def _drawn(self, count: int, key: int, step: int, distinct: bool) -> tuple[Array, Array, int]:
+        items, leaves = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.float32)
+        if self._twin is not None:
+            found = self._draw_twin(self._twin, items, leaves, key, step, distinct)
+        else:
+            rest = (len(self._wide_offsets), key, step, items, leaves, *self._room(count))
+            if distinct:
+                found = sum_tree.draw_distinct(self.leaves, *self._nodes, *rest)
+            else:
+                drawn = sum_tree.draw(self.leaves, self._sums, self._offsets, *rest)
+                found = count if drawn else 0
+        return items, leaves, int(found)
+
+    def _room(self, count: int) -> tuple[Array, ...]:
+        # Kept: fresh memory of this size costs as much as the draw.
+        if self._scratch is None or len(self._scratch[2]) < count:
+            self._scratch = (
+                np.empty((len(self._wide_offsets) + 2, count)),
+                np.empty((4, 64), dtype=np.uint64),
+                np.empty(count, dtype=np.uint64),
+                np.empty(count),
+                np.empty(2048),
+            )
+        return self._scratch
+
+    @staticmethod
+    def _draw_twin(tree: SumTree, items: Array, leaves: Array, key: int, step: int, distinct: bool) -> int:
+        draw = reference.draw_distinct if distinct else reference.draw
+        random = torch.tensor([key, step], dtype=torch.int64, device="cpu")
+        draw(tree, random, torch.from_numpy(items), torch.from_numpy(leaves))
+        return int(np.count_nonzero(items >= 0))
+
+    def top(self, count: int, *, largest: bool = True) -> tuple[Array, Array]:
+        """The items with the largest (or smallest positive) leaves, the best first; see `SumTree.top`.
+
+        Needs `extremes`.
+        """
+        assert self.extremes
+        if self._twin is not None:
+            items, leaves = self._twin.top(count, largest=largest)
+        else:
+            extremes = self._maxs if largest else self._mins
+            ends = [*self._wide_offsets[1:].tolist(), len(extremes)]
+            parts = [extremes[a:b] for a, b in zip(self._wide_offsets.tolist(), ends, strict=True)]
+            levels = [torch.from_numpy(part) for part in (self.leaves, *parts)]
+            items, leaves = best(levels, count, largest=largest)
+        return items.numpy(), leaves.numpy()
+
+
+def uniforms(count: int, *, key: int, step: int) -> Array:
+    """float64 [count] in [0, 1) with 53 random bits, the same that kernels draw with these."""
+    if not copying.require():
+        drawn: Array = reference.uniforms(
+            torch.tensor([key, step], device="cpu"), torch.arange(count, device="cpu"), 0
+        ).numpy()
+        return drawn
+    us: Array = np.empty((2, count))
+    sum_tree.uniforms(key, step, us, np.empty((4, 64), dtype=np.uint64))
+    drawn = us[0]
+    return drawn
+
+
+def weigh(values: Array, alpha: float, eps: float) -> Array:
+    """What priorities (float32 [n]) weigh: ``(values + eps) ** alpha``, float64 [n], 0 only for 0."""
+    if not copying.require():
+        weighed: Array = reference.weigh(torch.from_numpy(values), alpha, eps).numpy()
+        return weighed
+    weighed = np.empty(len(values))
+    sum_tree.weigh(values, alpha, eps, weighed)
+    return weighed

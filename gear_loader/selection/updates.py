@@ -1,0 +1,91 @@
+"""New priorities as users give them: checked before anything changes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import numpy as np
+
+from gear_loader.errors import PriorityError, SchemaError
+from gear_loader.utils.arrays import Array, as_array, narrowed, shown
+
+__all__ = ["PriorityUpdates", "check_names", "request"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PriorityUpdates:
+    """New priorities, checked: of some steps of some trajectories.
+
+    Attributes:
+        slots, steps: int64 [n]. generations: int64 [n] or None. priorities: float32 [n].
+    """
+
+    slots: Array
+    steps: Array
+    generations: Array | None
+    priorities: Array
+
+
+def request(
+    index: Any, priority: Any, *, generation: Any, anchor: Any, unit: Literal["trajectory", "step"]
+) -> PriorityUpdates:
+    """Check what a user gave as new priorities.
+
+    Args:
+        index: [n] integers; generation, anchor: as many, or None. priority: [n] numbers. Tensors or arrays.
+
+    Raises:
+        PriorityError: a priority that is NaN, infinite (as float32) or negative; the first such position is named.
+        SchemaError: another shape or dtype, or no anchors where the unit is a step.
+    """
+    slots = _array("index", index, "iu")
+    count = len(slots)
+    values = _array("priority", priority, "fiub", count)
+    if values.dtype != np.float32:
+        values = values.astype(np.float64)
+    generations = None if generation is None else _int64(_array("generation", generation, "iu", count))
+    check_names(anchor, unit)
+    steps = np.zeros(count, dtype=np.int64) if anchor is None else _array("anchor", anchor, "iu", count)
+    narrow, bad = narrowed(values)
+    if bad >= 0:
+        raise PriorityError(
+            f"priority[{bad}] is {values[bad]}; expected a finite number (as float32) that is not negative. "
+            "Nothing was changed."
+        )
+    return PriorityUpdates(_int64(slots), _int64(steps), generations, np.array(narrow))
+
+
+def _int64(values: Array) -> Array:
+    # A copy: it is used later, when the user may have written something else there.
+    return np.array(values, dtype=np.int64)
+
+
+def check_names(anchor: Any, unit: Literal["trajectory", "step"]) -> None:
+    """Raise SchemaError unless there are anchors where the unit is a step, and only there."""
+    if unit == "step" and anchor is None:
+        raise SchemaError(
+            "No anchor was received; with unit='step' a step is named by index and anchor: pass anchor=batch['anchor']."
+        )
+    if unit == "trajectory" and anchor is not None:
+        raise SchemaError(
+            "anchor was received; with unit='trajectory' a priority is that of the whole trajectory: leave it out, or "
+            "use a selector with unit='step'."
+        )
+
+
+def _array(name: str, value: Any, kinds: str, count: int | None = None) -> Array:
+    value = as_array(value, name)
+    try:
+        array = np.atleast_1d(np.asarray(value))
+        fits = array.dtype.kind in kinds or array.size == 0
+    except (TypeError, ValueError, RuntimeError):
+        fits = False
+    if not fits or array.ndim != 1 or (count is not None and len(array) != count):
+        shape = f"{array.dtype} {list(array.shape)}" if fits else shown(value)
+        kind = "numbers" if "f" in kinds else "integers"
+        raise SchemaError(
+            f"{name} is {shape}; expected {kind} [{'n' if count is None else count}]"
+            f"{'' if count is None else ', as many as index has'}. Nothing was changed."
+        )
+    return array

@@ -1,0 +1,1 @@
+"""A table: its memory, its index, and the operations that change it."""

@@ -1,0 +1,171 @@
+"""Global ids: names of trajectories that stay the same wherever they are moved.
+
+An id is an int64, ``sequence << 16 | origin``: the number that a trajectory got when it was stored, and the shard
+number of the table that stored it, 0 where none was set. Most ids are computed from these two; one that a trajectory
+brought with it is kept in `ident`, which is -1 for all others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gear_loader.errors import SchemaError
+from gear_loader.storage.operations import NEXT_SEQUENCE, ORIGIN, READY, WRITING, View
+from gear_loader.utils.arrays import Array, as_array
+
+__all__ = [
+    "LARGEST_ID",
+    "LARGEST_ORIGIN",
+    "check_ids",
+    "check_origin",
+    "check_origin_free",
+    "check_unused",
+    "first_free",
+    "following",
+    "ids_of",
+    "joined",
+    "origin_of",
+    "sequences_of",
+]
+
+_BITS = 16
+LARGEST_ORIGIN = (1 << _BITS) - 1
+LARGEST_ID = 2**62 - 1
+"""So that the numbering of a table that holds it can go on above it."""
+_SIEVE = 4096
+_AT_ONCE = 1 << 14  # so many stay in the cache
+
+
+def joined(sequences: Array, origin: int) -> Array:
+    """The ids that a table of this origin gives to these sequence numbers; int64 [n] both."""
+    ids: Array = sequences << _BITS | origin
+    return ids
+
+
+def sequences_of(ids: Array) -> Array:
+    """The sequence numbers in ids, int64 [n]: in which place each was stored in the table that stored it first."""
+    sequences: Array = ids >> _BITS
+    return sequences
+
+
+def following(ids: Array, origin: int | None = None) -> int:
+    """The first sequence number above those of some ids (int64 [n], -1 is none; of those of one origin, if given)."""
+    if origin is not None:
+        ids = ids[(ids >= 0) & ((ids & LARGEST_ORIGIN) == origin)]
+    return int(ids.max(initial=-1) >> _BITS) + 1
+
+
+def origin_of(v: View) -> int | None:
+    """The table's shard number, or None."""
+    return int(v.counters[ORIGIN]) - 1 if v.counters[ORIGIN] else None
+
+
+def ids_of(v: View, slots: Array) -> Array:
+    """The ids of trajectories, int64 [n], by their slots, int64 [n]."""
+    ids: Array = v.ident[slots]
+    own = ids < 0
+    if own.any():
+        np.copyto(ids, joined(v.sequence[slots], origin_of(v) or 0), where=own)
+    return ids
+
+
+def check_origin(shard: Any) -> int:
+    """A shard number as an int.
+
+    Raises:
+        SchemaError: it is none.
+    """
+    if isinstance(shard, bool) or not isinstance(shard, (int, np.integer)):
+        raise SchemaError(f"shard is {shard!r}; expected an integer from 0 to {LARGEST_ORIGIN}.")
+    if not 0 <= shard <= LARGEST_ORIGIN:
+        raise SchemaError(
+            f"shard is {shard}; expected an integer from 0 to {LARGEST_ORIGIN}: an id has {_BITS} bits for it."
+        )
+    return int(shard)
+
+
+def check_ids(ids: Any, count: int) -> Array:
+    """Ids that trajectories are to be stored with, as int64 [count].
+
+    Raises:
+        SchemaError: they are none, or one is given twice.
+    """
+    values = np.asarray(as_array(ids, "ids"))
+    if values.dtype.kind not in "iu" and values.size:
+        raise SchemaError(f"ids has dtype {values.dtype}; expected int64 [{count}], -1 where there is none.")
+    if values.shape != (count,):
+        raise SchemaError(
+            f"ids has shape {list(values.shape)}; expected [{count}], one for each trajectory, -1 where there is none."
+        )
+    bad = np.flatnonzero((values < -1) | (values > LARGEST_ID))
+    if len(bad):
+        raise SchemaError(
+            f"ids[{bad[0]}] is {values[bad[0]]}; expected an id, from 0 to {LARGEST_ID}, or -1 for one of the table's "
+            "own numbering."
+        )
+    values = np.ascontiguousarray(values, dtype=np.int64)
+    given, counts = np.unique(values[values >= 0], return_counts=True)
+    if (counts > 1).any():
+        twice = given[counts > 1][0]
+        where = np.flatnonzero(values == twice)[:2].tolist()
+        raise SchemaError(
+            f"ids[{where[0]}] and ids[{where[1]}] are both {twice}; expected different ids. Store each trajectory once."
+        )
+    return values
+
+
+def check_unused(v: View, given: Array) -> Array:
+    """Check that no live trajectory has one of some ids, int64 [n].
+
+    Returns:
+        The slots that are being written under one of them, int64 [m].
+
+    Raises:
+        SchemaError: there is one.
+    """
+    sieve = np.zeros(_SIEVE, dtype=bool)
+    sieve[_sifted(given)] = True
+    origin, hits = origin_of(v) or 0, []
+    for begin in range(0, len(v.ident), _AT_ONCE):
+        ids = v.ident[begin : begin + _AT_ONCE]
+        ids = np.where(ids < 0, joined(v.sequence[begin : begin + _AT_ONCE], origin), ids)
+        likely = np.flatnonzero(sieve[_sifted(ids)])
+        hits.append(begin + likely[np.isin(ids[likely], given)])
+    slots: Array = np.concatenate(hits)
+    ready = slots[v.state[slots] == READY]
+    if len(ready):
+        raise SchemaError(
+            f"The id {ids_of(v, ready)[0]} is that of a trajectory that is here already, at index {ready[0]}; expected "
+            "one of a trajectory that is not. Remove the one that is here first, or leave out the other."
+        )
+    writing: Array = slots[(v.state[slots] == WRITING) & (v.ident[slots] >= 0)]
+    return writing
+
+
+def check_origin_free(v: View, shard: int) -> None:
+    """Check that a table without origin can become shard `shard`: that no ids would be the same then.
+
+    Raises:
+        SchemaError: the id of one of its own trajectories would be one that another one was stored with.
+    """
+    own = np.flatnonzero((v.state == READY) & (v.ident < 0))
+    brought = v.ident[(v.state == READY) & (v.ident >= 0)]
+    both = np.intersect1d(joined(v.sequence[own], shard), brought)
+    if len(both):
+        raise SchemaError(
+            f"The table cannot become shard {shard}: one of its trajectories would get the id {both[0]}, which another "
+            "one here was stored with. Call set_origin() before anything is stored."
+        )
+
+
+def first_free(v: View, shard: int) -> int:
+    """The first sequence number that a table may give to a trajectory of its own if it is shard `shard`."""
+    brought = v.ident[((v.state == READY) | (v.state == WRITING)) & (v.ident >= 0)]
+    return max(int(v.counters[NEXT_SEQUENCE]), following(brought, shard))
+
+
+def _sifted(ids: Array) -> Array:
+    places: Array = (ids ^ ids >> _BITS) & (_SIEVE - 1)
+    return places

@@ -1,0 +1,269 @@
+"""Where everything lies inside a region: computed once from the schema and the sizes.
+
+    offset 0        preamble   64 B: magic, format version, JSON bytes, region bytes, CRC-32 of these and the JSON
+                    JSON       schema and sizes (everything needed to compute the rest again)
+                    counters   int64 [64]
+                    readers    int64 [256, 4]             one row a batch that is being read: process id, start of
+                                                          the process, epoch (0: free), number of the ticket
+                    extent     int64 [T, 2]               slot -> length in steps, first entry in block_ids
+                    generation int64 [T]                  how often the slot has been given out
+                    sequence   int64 [T]                  number of the trajectory in order of commitment
+                    ident      int64 [T]                  global id that it was stored with, -1 for none
+                    epoch      int64 [T]                  when the slot was retired
+                    owner      int64 [T, 2]               pid and start time of the slot's writer
+                    stream     int32 [T]                  which stream of steps it was cut from, 0 for none
+                    created    int64 [T]                  when it was committed, in nanoseconds of the machine's clock
+                    moved      uint32 [T]                 where in the other half the block table is being moved to
+                    priority   float32 [T]                as given last, -1 if none was
+                    sampled    int32 [T]                  how often it has been drawn, where that is counted
+                    state      int32 [T]                  FREE, WRITING, READY, RETIRED
+                    links      int32 [T, 2]               older and newer neighbour in order of commitment
+                    block_ids  int32 [2, H]               block tables: a trajectory's blocks, one after another
+                    free_slots, retired  int32 [T]        stack; ring in order of retirement
+                    touched    int32 [T]                  ring of the slots that were committed or retired last
+                    free_blocks          int32 [N]        stack
+                    uses                 int32 [N, 2]     trajectories that use a block: live ones, all
+                    lowest               float32 [G]      a bound for the priorities of each group of slots
+    next page       column 0   [N blocks, block_stride B] block_steps steps, then padding to a multiple of 128 B
+                    column 1   ...
+                    tail       128 B, then up to a whole page
+
+T is `max_trajectories`, N the number of blocks, G the number of groups of slots, about the root of T. Every array
+starts on a multiple of 128 B. Because a column's base and its block stride are such multiples, a 128-byte line never
+holds bytes of two blocks, and reading whole lines around a step never leaves the region: that is what lets the GPU
+kernel read nothing but whole lines.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import mmap
+import reprlib
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+
+from gear_loader.errors import RegionError, SchemaError
+from gear_loader.storage.rules import Rules
+from gear_loader.storage.schema import Schema
+from gear_loader.storage.shared_memory import MAGIC
+
+__all__ = [
+    "FORMAT_VERSION",
+    "HEADER_LIMIT",
+    "LARGEST_COUNT",
+    "LARGEST_SIZE",
+    "LINE",
+    "MAX_READERS",
+    "ColumnLayout",
+    "Layout",
+    "round_up",
+]
+
+LINE = 128
+"""Bytes of one line: the unit in which a GPU reads host memory, and the alignment of everything."""
+
+FORMAT_VERSION = 4
+HEADER_LIMIT = 1 << 20
+"""Most bytes of preamble and JSON."""
+MAX_READERS = 256
+LARGEST_SIZE = 2**37 - 1
+"""Of `max_steps` and `block_steps`."""
+LARGEST_COUNT = 2**31 - 1
+"""Of `max_trajectories` and `num_blocks`: indices are 32 bits long."""
+_PREAMBLE = struct.Struct("<8sIIQ")
+_CHECKSUM = struct.Struct("<I")
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnLayout:
+    """Where one column lies: bytes from the region's start, bytes of a step, bytes from block to block."""
+
+    offset: int
+    step_bytes: int
+    block_stride: int
+
+
+class Layout:
+    """Offsets of all arrays and columns of a table, and the header that lets another process compute them.
+
+    Attributes:
+        arrays: name -> (offset, dtype, shape) of the index.
+        columns: name -> `ColumnLayout`.
+        group: slots of a group.
+        rules: what else is stored with the table.
+        region_bytes: size of the whole region, a multiple of the page size.
+        index_bytes: bytes before the first column.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        *,
+        max_steps: int,
+        max_trajectories: int,
+        block_steps: int,
+        num_blocks: int,
+        rules: Rules | None = None,
+    ) -> None:
+        self.schema = schema
+        self.max_steps = max_steps
+        self.max_trajectories = max_trajectories
+        self.block_steps = block_steps
+        self.num_blocks = num_blocks
+        self.rules = Rules() if rules is None else rules
+        self.group = 1 << ((max_trajectories - 1).bit_length() + 1) // 2
+        self.half = num_blocks + (num_blocks + 1) // 2
+        self.header = self._header()
+
+        slots, blocks = max_trajectories, num_blocks
+        sizes: list[tuple[str, Any, tuple[int, ...]]] = [
+            ("counters", np.int64, (64,)),
+            ("readers", np.int64, (MAX_READERS, 4)),
+            ("extent", np.int64, (slots, 2)),
+            ("generation", np.int64, (slots,)),
+            ("sequence", np.int64, (slots,)),
+            ("ident", np.int64, (slots,)),
+            ("epoch", np.int64, (slots,)),
+            ("owner", np.int64, (slots, 2)),
+            ("stream", np.int32, (slots,)),
+            ("created", np.int64, (slots,)),
+            ("moved", np.uint32, (slots,)),
+            ("priority", np.float32, (slots,)),
+            ("sampled", np.int32, (slots,)),
+            ("state", np.int32, (slots,)),
+            ("links", np.int32, (slots, 2)),
+            ("block_ids", np.int32, (2, self.half)),
+            ("free_slots", np.int32, (slots,)),
+            ("retired", np.int32, (slots,)),
+            ("touched", np.int32, (slots,)),
+            ("free_blocks", np.int32, (blocks,)),
+            ("uses", np.int32, (blocks, 2)),
+            ("lowest", np.float32, (-(-slots // self.group),)),
+        ]
+        offset = round_up(len(self.header), LINE)
+        self.arrays: dict[str, tuple[int, np.dtype[Any], tuple[int, ...]]] = {}
+        for name, dtype, shape in sizes:
+            self.arrays[name] = (offset, np.dtype(dtype), shape)
+            offset = round_up(offset + int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize, LINE)
+        offset = self.index_bytes = round_up(offset, mmap.PAGESIZE)
+        self.columns: dict[str, ColumnLayout] = {}
+        for name, column in schema.items():
+            stride = round_up(block_steps * column.step_bytes, LINE)
+            self.columns[name] = ColumnLayout(offset, column.step_bytes, stride)
+            offset += num_blocks * stride
+        self.region_bytes = round_up(offset + LINE, mmap.PAGESIZE)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all columns, padding included."""
+        return sum(column.block_stride for column in self.columns.values())
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the index that belong to one slot."""
+        other = ("counters", "readers", "block_ids", "free_blocks", "uses", "lowest")
+        arrays = [array for name, array in self.arrays.items() if name not in other]
+        return sum(dtype.itemsize * int(np.prod(shape[1:])) for _, dtype, shape in arrays)
+
+    def preamble(self) -> bytes:
+        """The first 28 bytes of the region."""
+        fields = _PREAMBLE.pack(MAGIC, FORMAT_VERSION, len(self.header) - 64, self.region_bytes)
+        return fields + _CHECKSUM.pack(zlib.crc32(fields + self.header[64:]))
+
+    def _header(self) -> bytes:
+        fields = {
+            "schema": self.schema.to_json(),
+            "max_steps": self.max_steps,
+            "max_trajectories": self.max_trajectories,
+            "block_steps": self.block_steps,
+            "num_blocks": self.num_blocks,
+            "rules": self.rules.to_json(),
+        }
+        header = bytes(64) + json.dumps(fields, separators=(",", ":")).encode()
+        if len(header) > HEADER_LIMIT:
+            raise SchemaError(
+                f"{len(self.schema):,} columns with their names take {len(header):,} bytes; expected at most "
+                f"{HEADER_LIMIT:,}. Join columns into one of a larger shape, or shorten their names."
+            )
+        return header
+
+    @classmethod
+    def read(cls, head: bytes, file_bytes: int, name: str) -> Layout:
+        """The layout that a header describes.
+
+        Args:
+            head: the first bytes of the file, at least 64.
+            file_bytes: the file's size.
+            name: how an error calls the file.
+
+        Raises:
+            RegionError: it is no table, one of another format version, or damaged.
+        """
+        if len(head) < 64 or head[:8] != MAGIC:
+            raise RegionError(
+                f"{name} is not a Gear Loader table: it starts with {bytes(head[:8])!r}, expected {MAGIC!r}. "
+                "Choose another name or remove the file."
+            )
+        _, version, json_bytes, region_bytes = _PREAMBLE.unpack(head[: _PREAMBLE.size])
+        if version != FORMAT_VERSION:
+            raise RegionError(
+                f"{name} has table format {version}; this version of Gear Loader reads format {FORMAT_VERSION}. "
+                "Use the version that wrote it, or create the table anew."
+            )
+        body = head[64 : 64 + json_bytes]
+        (expected,) = _CHECKSUM.unpack_from(head, _PREAMBLE.size)
+        found = zlib.crc32(head[: _PREAMBLE.size] + body)
+        if found != expected:
+            raise RegionError(
+                f"{name} has a damaged header: its checksum is {found:#010x}, expected {expected:#010x}. "
+                "Remove it and create the table anew."
+            )
+        try:
+            layout = cls._of_header(json.loads(body))
+        except Exception as error:
+            raise RegionError(
+                f"{name} has a damaged header ({error}). Remove it and create the table anew."
+            ) from error
+        if layout.region_bytes != region_bytes or file_bytes < region_bytes:
+            raise RegionError(
+                f"{name} is damaged: it has {file_bytes} bytes, its header says {region_bytes}, its schema needs "
+                f"{layout.region_bytes}. Remove it and create the table anew."
+            )
+        return layout
+
+    @classmethod
+    def _of_header(cls, fields: Any) -> Layout:
+        """The layout that a header's JSON describes.
+
+        Raises:
+            SchemaError: a field is missing, unknown, or of a type or size that `Table.create` never gives it.
+            Whatever `Rules.from_json` raises.
+        """
+        sizes = {
+            "max_steps": LARGEST_SIZE,
+            "max_trajectories": LARGEST_COUNT,
+            "block_steps": LARGEST_SIZE,
+            "num_blocks": LARGEST_COUNT,
+        }
+        expected = sorted([*sizes, "schema", "rules"])
+        if not isinstance(fields, dict) or sorted(fields) != expected:
+            raise SchemaError(f"{reprlib.repr(fields)} was found; expected a mapping with {expected}")
+        for key, largest in sizes.items():
+            value = fields[key]
+            if type(value) is not int or not 1 <= value <= largest:
+                raise SchemaError(
+                    f"{key} is {reprlib.repr(value)}; expected an integer from 1 to {largest:,}"
+                )
+        if not isinstance(fields["rules"], dict):
+            raise SchemaError(f"rules are {reprlib.repr(fields['rules'])}; expected a mapping")
+        schema, rules = Schema.from_json(fields["schema"]), Rules.from_json(fields["rules"])
+        return cls(schema, rules=rules, **{key: fields[key] for key in sizes})

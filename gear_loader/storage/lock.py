@@ -1,0 +1,222 @@
+"""The lock around a table's index: dies with its holder, has a deadline, works between threads too.
+
+Between processes it is a POSIX record lock (`fcntl.lockf`), which the kernel releases when its holder dies in
+whatever way. Such locks belong to the process, so threads of one process are kept apart by a mutex, and
+closing any descriptor of the file would drop them: `gear_loader.storage.region` sees to it that a process opens a
+region's file once and closes it with the last user.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import platform
+import time
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+from gear_loader.errors import LockTimeoutError
+from gear_loader.utils.mutex import new_mutex
+
+__all__ = ["LOCK_TIMEOUT", "IndexLock", "process_start"]
+
+_T = TypeVar("_T")
+
+_PAUSE = 1e-3  # seconds after which who waits looks again, whatever happens
+_PAUSE_SPEC = ctypes.byref((ctypes.c_long * 2)(0, int(_PAUSE * 1e9)))  # as a timespec
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())  # its number as a system call
+_FUTEX_WAIT, _FUTEX_WAKE = 0, 1
+_syscall = ctypes.CDLL(None).syscall
+_syscall.argtypes = (
+    *(ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32),
+    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32),
+)
+LOCK_TIMEOUT = 60.0
+"""Seconds after which waiting for the lock is given up: a mutation takes far less than a millisecond."""
+
+
+def process_start(pid: int) -> int:
+    """When process `pid` started, in clock ticks since boot; 0 if there is no such process (or a zombie).
+
+    Together with the pid this names a process for good, also after the pid has been given to another.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return 0
+    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def _try(fd: int) -> bool:
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            raise
+        return False
+    return True
+
+
+class _Bell:
+    """Wakes one of those who wait for a lock when it has been released: a futex.
+
+    Nothing depends on it but how long they sleep: who is not woken looks again after a while. So nobody minds that the
+    count of those who wait is not exact.
+    """
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+        self.rung = ctypes.c_uint32.from_address(address)
+        self.waiting = ctypes.c_int32.from_address(address + 4)
+
+    def wait(self, rung: int) -> None:
+        """Sleep until it is rung once more than `rung` times, or for a while."""
+        _syscall(_FUTEX, self._address, _FUTEX_WAIT, rung, _PAUSE_SPEC, None, 0)
+
+    def ring(self) -> None:
+        self.rung.value += 1
+        _syscall(_FUTEX, self._address, _FUTEX_WAKE, 1, None, None, 0)
+
+
+class IndexLock:
+    """The exclusive right to change a table's index. Not reentrant.
+
+    `run` calls a function under the lock. It leaves the lock free whatever happens, also if an exception (Ctrl-C, a
+    signal handler that raises) arrives at any bytecode: the mutex records its owner when it is taken, and what is
+    released depends on that record alone, in two nested `finally`: an interrupted release is repeated.
+
+    As a context manager it holds the lock from one statement to another. An exception that arrives between the
+    statements leaves it held; so this is for programs that need no such guarantee.
+
+    Args:
+        name: how an error calls the table.
+        fd: descriptor of the region's file, or None for a private region (threads of this process only).
+        timeout: seconds to wait before `LockTimeoutError`.
+    """
+
+    def __init__(self, name: str, fd: int | None = None, *, timeout: float = LOCK_TIMEOUT) -> None:
+        self.timeout = timeout
+        self._name = name
+        self._fd = fd
+        self._mutex = new_mutex()
+        self._bell: _Bell | None = None
+        _locks.add(self)
+
+    def run(self, section: Callable[[], _T]) -> _T:
+        """Call `section` while holding the lock.
+
+        Args:
+            section: takes nothing. It must not ask for the same lock.
+
+        Returns:
+            What `section` returns.
+
+        Raises:
+            LockTimeoutError: another process or thread has held the lock until the deadline, or this thread holds it
+                already.
+        """
+        mutex = self._mutex
+        owned = mutex._is_owned
+        if owned():
+            raise self._reentered()
+        try:
+            try:
+                self._take(mutex)
+                return section()
+            finally:
+                if owned():
+                    self._drop(mutex)
+        finally:
+            if owned():  # the release above was interrupted
+                self._drop(mutex)
+
+    def __enter__(self) -> IndexLock:
+        mutex = self._mutex
+        if mutex._is_owned():
+            raise self._reentered()
+        try:
+            self._take(mutex)
+        except BaseException:
+            if mutex._is_owned():
+                self._drop(mutex)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._drop(self._mutex)
+
+    def hear(self, address: int | None) -> None:
+        """Use a bell: 8 bytes of the region at this address, zeros at first. None before they are unmapped."""
+        self._bell = None if address is None or _FUTEX is None else _Bell(address)
+
+    def _take(self, mutex: Any) -> None:
+        if not mutex.acquire(timeout=self.timeout):
+            raise LockTimeoutError(
+                f"Another thread of this process (pid {os.getpid()}) has held the lock of {self._name} "
+                f"for over {self.timeout:g} s."
+            )
+        if self._fd is not None:
+            self._lock_file(self._fd)
+
+    def _drop(self, mutex: Any) -> None:
+        """Release whatever is held; the caller owns the mutex. Repeating it after an interruption is right."""
+        try:
+            if self._fd is not None:
+                fcntl.lockf(self._fd, fcntl.LOCK_UN)
+                if self._bell is not None and self._bell.waiting.value:
+                    self._bell.ring()
+        finally:
+            mutex.release()
+
+    def _reentered(self) -> LockTimeoutError:
+        return LockTimeoutError(
+            f"This thread holds the lock of {self._name} already: a signal handler, or a finalizer, uses the table in "
+            "the middle of another call. Use it after that call has returned."
+        )
+
+    def _lock_file(self, fd: int) -> None:
+        if _try(fd):
+            return
+        bell = self._bell
+        if bell is not None:
+            bell.waiting.value += 1
+        try:
+            deadline = time.monotonic() + self.timeout
+            while True:
+                rung = 0 if bell is None else bell.rung.value
+                if _try(fd):
+                    return
+                if time.monotonic() > deadline:
+                    raise LockTimeoutError(
+                        f"Another process has held the lock of {self._name} for over {self.timeout:g} s. "
+                        "It may be stopped; `fuser` on the file names the processes that use it."
+                    )
+                if bell is None:
+                    time.sleep(_PAUSE)
+                else:
+                    bell.wait(rung)
+        finally:
+            if bell is not None:
+                bell.waiting.value = max(0, bell.waiting.value - 1)
+
+    def _reset(self) -> None:
+        self._mutex = new_mutex()
+
+
+_locks: weakref.WeakSet[IndexLock] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    # In a forked child: record locks are not inherited, and no thread is left that could hold a mutex.
+    for lock in list(_locks):
+        lock._reset()
+
+
+os.register_at_fork(after_in_child=_after_fork)

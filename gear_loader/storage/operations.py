@@ -1,0 +1,959 @@
+"""The changes that a table's index is made of: each function works on the raw arrays, under the lock.
+
+There is one implementation. Where numba can be imported it is compiled (`COMPILED`); elsewhere, and in the tests that
+let a process die at every single store, it runs as the Python that it is (`PLAIN`). So it is written as loops over
+plain arrays, and every store counts: a process may be killed after any of them.
+
+Another process may have written anything into the index, by mistake. So whatever is read from it and used as an index
+is checked, no loop relies on it to end, and IndexError is raised where it cannot be right (`recovery`
+makes that an error that names the table). A change that ends so leaves the index marked dirty.
+
+The slots are the truth (see `recovery`). What makes a change of several slots one change is a mark in
+`counters` that is set when everything that it needs has been written, and by which a repair finishes it:
+
+    COMMITTING    1 + the first sequence number of the slots that are becoming READY
+    REMOVING      the slots whose owner is `MARKED` are being retired
+    DRAWING       1 + the slot that is being counted as drawn; what its count and the count of all become then
+    LEAVING       1 + the slot that is being retired; where that is counted, and what the count becomes then
+    RAISING       what `NEXT_SEQUENCE` is being raised to; what `FIRST_SEQUENCE` becomes then
+"""
+
+from __future__ import annotations
+
+import types as types_module
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gear_loader.kernels.sum_tree import UNSET as UNSET
+from gear_loader.native.copying import AVAILABLE
+from gear_loader.utils.arrays import Array
+
+FREE, WRITING, READY, RETIRED = range(4)
+assert UNSET == -1  # what is compiled in, and kept on disk
+
+# Places in `counters`. OLDEST and NEWEST hold slot + 1, 0 for none, so that zeros describe an empty table.
+(
+    EPOCH,
+    VERSION,
+    NUM_READY,
+    NUM_STEPS,
+    NUM_WRITING,
+    WRITING_STEPS,
+    WRITING_BLOCKS,
+    NUM_FREE_SLOTS,
+    NUM_FREE_BLOCKS,
+    NEXT_SEQUENCE,
+    HALF,
+    HEAD,  # two entries, one a half
+    _HEAD_1,
+    FLIP_EPOCH,
+    OLDEST,
+    NEWEST,
+    RETIRED_FIRST,
+    NUM_RETIRED,
+    RETIRED_BLOCKS,  # blocks of which nothing but retired trajectories is left
+    DIRTY,
+    INITIALIZED,
+    NUM_EVICTED,
+    NUM_REMOVED,
+    NUM_EXPIRED,  # removed by age, or because they had been sampled often enough
+    MOVING,  # 1 + the half to which the block tables are being moved, 0 for none
+    NUM_TOUCHED,  # entries ever written to the ring `touched`
+    COMMITTING,
+    REMOVING,
+    DRAWING,
+    DRAWING_TIMES,
+    DRAWING_TOTAL,
+    STREAMS,  # streams of steps ever cut into trajectories that share blocks
+    RUNS,  # how often block tables have been packed: room behind one that was kept for growth is lost then
+    FIRST_SEQUENCE,  # NEXT_SEQUENCE less the trajectories ever committed, as rate limiters count them
+    NUM_SAMPLED,  # rows ever drawn
+    INSERT_WAIT,  # nanoseconds that writers have waited, for room or for the rate limiter
+    SAMPLE_WAIT,  # nanoseconds that readers have waited for the rate limiter
+    ORIGIN,  # 1 + the table's shard number, 0 if it has none
+    RAISING,
+    RAISING_FIRST,
+    LEAVING,
+    LEAVING_COUNT,
+    LEAVING_TOTAL,
+) = range(43)
+BELL = 56  # 8 bytes of `gear_loader.storage.lock`
+PID, START, READING, TICKET = range(4)  # columns of `readers`
+LIVE, ALL = range(2)  # columns of `uses`
+MARKED = -1
+
+# What `make_room` and `grow` may answer.
+DONE, SHORT, FULL, BUSY, READ, FLIP = range(6)
+# What to do if there is no room.
+REFUSE, EVICT_OLDEST, EVICT_LOWEST = range(3)
+
+
+class View(NamedTuple):
+    """The arrays of an index and its sizes; see `gear_loader.storage.layout`."""
+
+    counters: Any
+    readers: Any
+    extent: Any
+    generation: Any
+    sequence: Any
+    epoch: Any
+    owner: Any
+    stream: Any
+    created: Any
+    priority: Any
+    sampled: Any
+    state: Any
+    links: Any
+    block_ids: Any
+    free_slots: Any
+    retired: Any
+    touched: Any
+    free_blocks: Any
+    uses: Any
+    lowest: Any
+    ident: Any
+    block_steps: int
+    max_steps: int
+    num_slots: int
+    num_blocks: int
+    half_size: int
+    group: int
+
+
+def fence() -> None:
+    """Nothing that follows is stored before what came first."""
+
+
+if AVAILABLE:
+    from llvmlite import ir
+    from numba import carray, types
+    from numba.extending import intrinsic, overload, register_jitable
+
+    from gear_loader.native.copying import compiled, pointer, scatter
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def _barrier(_context: Any) -> Any:
+        # For the compiler alone: what a killed process has stored is what came before, whatever the processor.
+        def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, _args: Any) -> Any:
+            builder.fence("seq_cst", "singlethread")
+
+        return types.void(), codegen
+
+    @overload(fence)  # type: ignore[untyped-decorator]
+    def _fence() -> Any:
+        return lambda: _barrier()
+
+    # An index outside of an array raises IndexError, as it does in Python; negative ones count from the end.
+    _operation = register_jitable(boundscheck=True)
+
+else:  # pragma: no cover - depends on the environment
+
+    def _operation(function: Any) -> Any:
+        return function
+
+
+@_operation  # type: ignore[untyped-decorator]
+def require(holds: Any) -> None:
+    """Raise IndexError unless `holds`: what the index says cannot be, and would be used as an address."""
+    if not holds:
+        raise IndexError("the index contradicts itself")
+
+
+@_operation  # type: ignore[untyped-decorator]
+def check_extent(v: Any, start: Any, count: Any) -> None:
+    """Raise IndexError unless so many entries of `block_ids` are there."""
+    require(start >= 0 and count >= 0 and start <= 2 * v.half_size - count)
+
+
+@_operation  # type: ignore[untyped-decorator]
+def begin_change(v: Any) -> None:
+    """The index contradicts itself from here on: whoever finds the mark derives everything anew."""
+    v.counters[DIRTY] = 1
+    fence()
+
+
+@_operation  # type: ignore[untyped-decorator]
+def end_change(v: Any) -> None:
+    """It does so no longer."""
+    fence()
+    v.counters[DIRTY] = 0
+
+
+@_operation  # type: ignore[untyped-decorator]
+def blocks_of(v: Any, length: Any) -> Any:
+    """Blocks that a trajectory of this length takes."""
+    return (length + v.block_steps - 1) // v.block_steps
+
+
+# ---------------------------------------------------------------- commit, retire, free
+
+
+@_operation  # type: ignore[untyped-decorator]
+def touch(v: Any, slot: Any) -> None:
+    """Tell those who follow the table that something has come to or gone from a slot."""
+    v.touched[v.counters[NUM_TOUCHED] % v.num_slots] = slot
+    v.counters[NUM_TOUCHED] += 1
+
+
+@_operation  # type: ignore[untyped-decorator]
+def append(v: Any, slot: Any) -> None:
+    """Make a slot the newest."""
+    counters = v.counters
+    newest = counters[NEWEST] - 1
+    v.links[slot, 0] = newest
+    v.links[slot, 1] = -1
+    if newest >= 0:
+        v.links[newest, 1] = slot
+    else:
+        counters[OLDEST] = slot + 1
+    counters[NEWEST] = slot + 1
+
+
+@_operation  # type: ignore[untyped-decorator]
+def bound(v: Any, slot: Any, priority: Any) -> None:
+    """Keep the bound of a slot's group below its priority."""
+    if priority >= 0 and priority < v.lowest[slot // v.group]:
+        v.lowest[slot // v.group] = priority
+
+
+@_operation  # type: ignore[untyped-decorator]
+def describe(v: Any, slot: Any, sequence: Any, priority: Any, created: Any, times: Any) -> None:
+    """Write what is known of a trajectory before it becomes visible."""
+    v.sequence[slot] = sequence
+    v.priority[slot] = priority
+    v.created[slot] = created
+    v.sampled[slot] = times
+    bound(v, slot, priority)
+
+
+@_operation  # type: ignore[untyped-decorator]
+def publish(v: Any, slots: Any) -> None:
+    """Make slots visible, which have been described with ascending sequence numbers."""
+    counters, count = v.counters, len(slots)
+    fence()
+    counters[COMMITTING] = 1 + v.sequence[slots[0]]
+    fence()
+    for i in range(count):
+        v.state[slots[i]] = READY
+    counters[NEXT_SEQUENCE] = max(counters[NEXT_SEQUENCE], v.sequence[slots[count - 1]] + 1)
+    for i in range(count):
+        slot = slots[i]
+        append(v, slot)
+        touch(v, slot)
+        steps = v.extent[slot, 0]
+        counters[NUM_WRITING] -= 1
+        counters[WRITING_STEPS] -= steps
+        counters[WRITING_BLOCKS] -= blocks_of(v, steps)
+        counters[NUM_READY] += 1
+        counters[NUM_STEPS] += steps
+    counters[VERSION] += 1
+    fence()
+    counters[COMMITTING] = 0
+
+
+@_operation  # type: ignore[untyped-decorator]
+def commit(v: Any, slots: Any, priorities: Any, now: Any) -> None:
+    """Make written slots visible, under the next sequence numbers."""
+    begin_change(v)
+    for i in range(len(slots)):
+        describe(v, slots[i], v.counters[NEXT_SEQUENCE] + i, priorities[i], now, 0)
+    publish(v, slots)
+    end_change(v)
+
+
+@_operation  # type: ignore[untyped-decorator]
+def commit_as(v: Any, slots: Any, sequences: Any, priorities: Any, created: Any, times: Any) -> None:
+    """Make written slots visible, under sequence numbers of their own, ascending and none used before.
+
+    Args:
+        created, times: int64 [n]: when they were created, ascending, and how often they have been drawn.
+    """
+    begin_change(v)
+    for i in range(len(slots)):
+        describe(v, slots[i], sequences[i], priorities[i], created[i], times[i])
+    publish(v, slots)
+    end_change(v)
+
+
+@_operation  # type: ignore[untyped-decorator]
+def raise_numbering(v: Any, following: Any) -> None:
+    """The next trajectory gets this number or a higher one; as many count as added as before."""
+    counters = v.counters
+    if following <= counters[NEXT_SEQUENCE]:
+        return
+    begin_change(v)
+    counters[RAISING_FIRST] = counters[FIRST_SEQUENCE] + following - counters[NEXT_SEQUENCE]
+    fence()
+    counters[RAISING] = following
+    fence()
+    counters[FIRST_SEQUENCE] = counters[RAISING_FIRST]
+    counters[NEXT_SEQUENCE] = following
+    fence()
+    counters[RAISING] = 0
+    end_change(v)
+
+
+@_operation  # type: ignore[untyped-decorator]
+def unlink(v: Any, slot: Any) -> None:
+    """Take a slot out of the order of age."""
+    counters = v.counters
+    older, newer = v.links[slot, 0], v.links[slot, 1]
+    require((v.links[older, 1] if older >= 0 else counters[OLDEST] - 1) == slot)
+    require((v.links[newer, 0] if newer >= 0 else counters[NEWEST] - 1) == slot)
+    if older >= 0:
+        v.links[older, 1] = newer
+    else:
+        counters[OLDEST] = newer + 1
+    if newer >= 0:
+        v.links[newer, 0] = older
+    else:
+        counters[NEWEST] = older + 1
+
+
+@_operation  # type: ignore[untyped-decorator]
+def retire(v: Any, slot: Any, count: Any) -> None:
+    """Nobody finds a trajectory from now on; who has found it may go on reading.
+
+    Args:
+        count: the place in `counters` of those that went for the same reason.
+    """
+    counters = v.counters
+    require(slot >= 0 and v.state[slot] == READY)
+    length, start = v.extent[slot, 0], v.extent[slot, 1]
+    blocks = blocks_of(v, length)
+    check_extent(v, start, blocks)
+    unlink(v, slot)
+    v.epoch[slot] = counters[EPOCH]
+    counters[LEAVING_COUNT] = count
+    counters[LEAVING_TOTAL] = counters[count] + 1
+    fence()
+    counters[LEAVING] = slot + 1
+    fence()
+    v.state[slot] = RETIRED
+    fence()
+    counters[count] += 1
+    fence()
+    counters[LEAVING] = 0
+    v.retired[(counters[RETIRED_FIRST] + counters[NUM_RETIRED]) % v.num_slots] = slot
+    touch(v, slot)
+    counters[EPOCH] += 1
+    counters[VERSION] += 1
+    counters[NUM_RETIRED] += 1
+    counters[NUM_READY] -= 1
+    counters[NUM_STEPS] -= length
+    for i in range(start, start + blocks):
+        block = v.block_ids[i]
+        require(block >= 0)
+        v.uses[block, LIVE] -= 1
+        if v.uses[block, LIVE] == 0:
+            counters[RETIRED_BLOCKS] += 1
+
+
+@_operation  # type: ignore[untyped-decorator]
+def let_go(v: Any, start: Any, count: Any, live: Any) -> None:
+    """Part of a block table is given up, last block first; `live` if the slot was not retired."""
+    counters = v.counters
+    check_extent(v, start, count)
+    for i in range(start + count - 1, start - 1, -1):
+        block = v.block_ids[i]
+        require(block >= 0 and v.uses[block, ALL] > 0 and counters[NUM_FREE_BLOCKS] >= 0)
+        v.uses[block, ALL] -= 1
+        if live:
+            v.uses[block, LIVE] -= 1
+        if v.uses[block, ALL] == 0:
+            v.free_blocks[counters[NUM_FREE_BLOCKS]] = block
+            counters[NUM_FREE_BLOCKS] += 1
+            if not live:
+                counters[RETIRED_BLOCKS] -= 1
+        elif live and v.uses[block, LIVE] == 0:
+            counters[RETIRED_BLOCKS] += 1
+
+
+@_operation  # type: ignore[untyped-decorator]
+def free(v: Any, slot: Any, live: Any) -> None:
+    """Give back a slot and its blocks."""
+    length, start = v.extent[slot, 0], v.extent[slot, 1]
+    require(v.counters[NUM_FREE_SLOTS] >= 0)
+    v.state[slot] = FREE
+    let_go(v, start, blocks_of(v, length), live)
+    v.free_slots[v.counters[NUM_FREE_SLOTS]] = slot
+    v.counters[NUM_FREE_SLOTS] += 1
+
+
+@_operation  # type: ignore[untyped-decorator]
+def abort(v: Any, slots: Any) -> None:
+    """Give back those of some slots that are still WRITING."""
+    begin_change(v)
+    counters = v.counters
+    for i in range(len(slots)):
+        slot = slots[i]
+        if v.state[slot] == WRITING:
+            steps = v.extent[slot, 0]
+            counters[NUM_WRITING] -= 1
+            counters[WRITING_STEPS] -= steps
+            counters[WRITING_BLOCKS] -= blocks_of(v, steps)
+            free(v, slot, True)
+    end_change(v)
+
+
+@_operation  # type: ignore[untyped-decorator]
+def oldest_reader(v: Any) -> Any:
+    """The earliest epoch that somebody reads."""
+    oldest = np.int64(2**63 - 1)
+    for i in range(len(v.readers)):
+        epoch = v.readers[i, READING]
+        if epoch > 0 and epoch < oldest:
+            oldest = epoch
+    return oldest
+
+
+@_operation  # type: ignore[untyped-decorator]
+def reclaim(v: Any) -> None:
+    """Free the retired slots that no reader can still see."""
+    counters = v.counters
+    if counters[NUM_RETIRED] == 0:
+        return
+    oldest = oldest_reader(v)
+    if v.epoch[v.retired[counters[RETIRED_FIRST]]] >= oldest:
+        return
+    begin_change(v)
+    while counters[NUM_RETIRED] > 0:
+        slot = v.retired[counters[RETIRED_FIRST]]
+        require(slot >= 0 and v.state[slot] == RETIRED)
+        if v.epoch[slot] >= oldest:
+            break
+        counters[RETIRED_FIRST] = (counters[RETIRED_FIRST] + 1) % v.num_slots
+        counters[NUM_RETIRED] -= 1
+        free(v, slot, False)
+    end_change(v)
+
+
+@_operation  # type: ignore[untyped-decorator]
+def remove(v: Any, slots: Any) -> None:
+    """Retire READY slots, each given once: all or, if the process dies before the mark, none."""
+    begin_change(v)
+    for i in range(len(slots)):
+        v.owner[slots[i], PID] = MARKED
+    fence()
+    v.counters[REMOVING] = 1
+    fence()
+    for i in range(len(slots)):
+        retire(v, slots[i], NUM_REMOVED)
+        v.owner[slots[i], PID] = 0
+    fence()
+    v.counters[REMOVING] = 0
+    end_change(v)
+    reclaim(v)
+
+
+@_operation  # type: ignore[untyped-decorator]
+def expire(v: Any, before: Any) -> None:
+    """Retire what was committed before a time."""
+    counters = v.counters
+    if counters[OLDEST] == 0 or v.created[counters[OLDEST] - 1] >= before:
+        return
+    begin_change(v)
+    while counters[OLDEST] > 0 and v.created[counters[OLDEST] - 1] < before:
+        retire(v, counters[OLDEST] - 1, NUM_EXPIRED)
+    end_change(v)
+
+
+# ---------------------------------------------------------------- room
+
+
+@_operation  # type: ignore[untyped-decorator]
+def missing(v: Any, slots: Any, blocks: Any, steps: Any) -> Any:
+    """Whether there is no room, even if nobody were reading."""
+    counters = v.counters
+    return (
+        counters[NUM_FREE_SLOTS] + counters[NUM_RETIRED] < slots
+        or counters[NUM_FREE_BLOCKS] + counters[RETIRED_BLOCKS] < blocks
+        or counters[NUM_STEPS] + counters[WRITING_STEPS] + steps > v.max_steps
+    )
+
+
+@_operation  # type: ignore[untyped-decorator]
+def lowest(v: Any) -> Any:
+    """The READY slot with the lowest priority; the oldest if none has been given one; -1 if there is none.
+
+    Each group of slots has a bound that is never above its lowest priority. The group with the lowest bound is looked
+    through; if the bound was too low it is corrected, and the search goes on.
+    """
+    for _ in range(len(v.lowest) + 1):  # a bound is corrected once at most
+        first, best = 0, np.float32(np.inf)
+        for i in range(len(v.lowest)):
+            if v.lowest[i] < best:
+                first, best = i, v.lowest[i]
+        if best == np.inf:
+            return v.counters[OLDEST] - 1
+        found, least = -1, np.float32(np.inf)
+        for slot in range(first * v.group, min((first + 1) * v.group, v.num_slots)):
+            priority = v.priority[slot]
+            if v.state[slot] != READY or priority < 0 or priority > least:
+                continue
+            if priority < least or v.sequence[slot] < v.sequence[found]:
+                found, least = slot, priority
+        if found >= 0 and least == best:
+            return found
+        v.lowest[first] = least
+    raise IndexError("the bounds of the priorities change")
+
+
+@_operation  # type: ignore[untyped-decorator]
+def make_room(v: Any, slots: Any, blocks: Any, steps: Any, evict: Any) -> Any:
+    """Room for so many slots, blocks and steps, evicting if that is the policy.
+
+    Returns:
+        DONE; SHORT if there is none and nothing may be evicted for it; FULL if there can never be so much; BUSY if
+        unfinished writes hold it; READ if readers do; FLIP if the block tables have to be moved.
+    """
+    counters = v.counters
+    require(counters[HALF] >= 0 and counters[HALF] <= 1 and counters[HEAD + counters[HALF]] >= 0)
+    if missing(v, slots, blocks, steps):
+        if slots > v.num_slots or blocks > v.num_blocks or steps > v.max_steps:
+            return FULL
+        if evict == REFUSE:
+            return SHORT
+        if (
+            v.num_slots - counters[NUM_WRITING] < slots
+            or v.num_blocks - counters[WRITING_BLOCKS] < blocks
+            or counters[WRITING_STEPS] + steps > v.max_steps
+        ):
+            return BUSY
+        begin_change(v)
+        while missing(v, slots, blocks, steps) and counters[NUM_READY] > 0:
+            retire(v, lowest(v) if evict == EVICT_LOWEST else counters[OLDEST] - 1, NUM_EVICTED)
+        end_change(v)
+    reclaim(v)
+    if counters[NUM_FREE_SLOTS] < slots or counters[NUM_FREE_BLOCKS] < blocks:
+        return READ
+    if counters[HEAD + counters[HALF]] + blocks > v.half_size:
+        return FLIP
+    return DONE
+
+
+@_operation  # type: ignore[untyped-decorator]
+def take_slot(v: Any, length: Any, start: Any, pid: Any, process_start: Any, stream: Any) -> Any:
+    """A free slot becomes WRITING, with this extent; the caller sees to the blocks."""
+    counters = v.counters
+    require(counters[NUM_FREE_SLOTS] > 0)
+    slot = v.free_slots[counters[NUM_FREE_SLOTS] - 1]
+    require(slot >= 0 and v.state[slot] == FREE)
+    counters[NUM_FREE_SLOTS] -= 1
+    v.extent[slot, 0] = length
+    v.extent[slot, 1] = start
+    v.generation[slot] += 1
+    v.sequence[slot] = -1
+    v.ident[slot] = -1
+    v.owner[slot, PID] = pid
+    v.owner[slot, START] = process_start
+    v.stream[slot] = stream
+    fence()
+    v.state[slot] = WRITING
+    counters[NUM_WRITING] += 1
+    counters[WRITING_STEPS] += length
+    counters[WRITING_BLOCKS] += blocks_of(v, length)
+    return slot
+
+
+@_operation  # type: ignore[untyped-decorator]
+def take_block(v: Any, place: Any) -> Any:
+    """A free block goes to a place in `block_ids`."""
+    counters = v.counters
+    require(counters[NUM_FREE_BLOCKS] > 0)
+    block = v.free_blocks[counters[NUM_FREE_BLOCKS] - 1]
+    require(block >= 0 and v.uses[block, ALL] == 0)
+    counters[NUM_FREE_BLOCKS] -= 1
+    v.block_ids[place] = block
+    v.uses[block, LIVE] = 1
+    v.uses[block, ALL] = 1
+    return block
+
+
+@_operation  # type: ignore[untyped-decorator]
+def allocate(v: Any, lengths: Any, pid: Any, process_start: Any, slots: Any, ids: Any) -> None:
+    """Slots and blocks for trajectories of these lengths; there is room."""
+    counters = v.counters
+    begin_change(v)
+    half = counters[HALF]
+    taken = 0
+    for i in range(len(lengths)):
+        start = half * v.half_size + counters[HEAD + half]
+        blocks = blocks_of(v, lengths[i])
+        for j in range(blocks):
+            ids[taken] = take_block(v, start + j)
+            taken += 1
+        counters[HEAD + half] += blocks
+        fence()
+        slots[i] = take_slot(v, lengths[i], start, pid, process_start, 0)
+    end_change(v)
+
+
+@_operation  # type: ignore[untyped-decorator]
+def begin(v: Any, lengths: Any, evict: Any, pid: Any, process_start: Any, slots: Any, ids: Any) -> Any:
+    """`make_room` and `allocate`: slots and blocks for trajectories of these lengths (int64 [n]).
+
+    Args:
+        slots: int64 [n], and ids: int32 [blocks of them all]: are filled.
+    """
+    blocks, steps = 0, 0
+    for i in range(len(lengths)):
+        blocks += blocks_of(v, lengths[i])
+        steps += lengths[i]
+    answer = make_room(v, len(lengths), blocks, steps, evict)
+    if answer == DONE:
+        allocate(v, lengths, pid, process_start, slots, ids)
+    return answer
+
+
+# ---------------------------------------------------------------- trajectories that grow
+
+
+@_operation  # type: ignore[untyped-decorator]
+def grow(v: Any, slot: Any, length: Any, evict: Any, run: Any, ids: Any) -> Any:
+    """More room for a slot that is being written.
+
+    Args:
+        length: steps to hold from now on, more than before.
+        run: int64 [2]: entries of `block_ids` that are kept for its block table, and what `RUNS` was when they were.
+        ids: int32: is filled with the new blocks.
+
+    Returns:
+        As `make_room`.
+    """
+    counters = v.counters
+    before, start = v.extent[slot, 0], v.extent[slot, 1]
+    had, count = blocks_of(v, before), blocks_of(v, length)
+    check_extent(v, start, had)
+    require(v.state[slot] == WRITING and had <= count and count - had <= len(ids))
+    answer = make_room(v, 0, count - had, length - before, evict)
+    if answer != DONE and answer != FLIP:
+        return answer
+    half = counters[HALF]
+    head = half * v.half_size + counters[HEAD + half]
+    room = v.half_size - counters[HEAD + half]
+    kept = run[1] == counters[RUNS] and count <= run[0]
+    last = start + had == head and count - had <= room
+    if not kept and not last and count > room:
+        return FLIP
+    if kept:
+        check_extent(v, start, count)
+    begin_change(v)
+    place = start
+    if last and not kept:
+        counters[HEAD + half] += count - had
+        run[0], run[1] = count, counters[RUNS]
+    elif not kept:
+        place = head
+        run[0], run[1] = min(2 * count, room), counters[RUNS]
+        counters[HEAD + half] += run[0]
+        for i in range(had):
+            v.block_ids[place + i] = v.block_ids[start + i]
+    for i in range(count - had):
+        ids[i] = take_block(v, place + had + i)
+    fence()
+    v.extent[slot, 1] = place
+    fence()
+    v.extent[slot, 0] = length
+    counters[WRITING_STEPS] += length - before
+    counters[WRITING_BLOCKS] += count - had
+    end_change(v)
+    return DONE
+
+
+@_operation  # type: ignore[untyped-decorator]
+def shorten(v: Any, slot: Any, length: Any) -> None:
+    """Give back what a slot that is being written has beyond `length` steps."""
+    before, start = v.extent[slot, 0], v.extent[slot, 1]
+    had, count = blocks_of(v, before), blocks_of(v, length)
+    require(length <= before)
+    check_extent(v, start, had)
+    v.extent[slot, 0] = length
+    fence()
+    let_go(v, start + count, had - count, True)
+    v.counters[WRITING_STEPS] -= before - length
+    v.counters[WRITING_BLOCKS] -= had - count
+
+
+@_operation  # type: ignore[untyped-decorator]
+def finish(v: Any, slots: Any, length: Any, priorities: Any, now: Any) -> None:
+    """`shorten` and `commit` of the one slot in `slots`."""
+    begin_change(v)
+    if v.extent[slots[0], 0] != length:
+        shorten(v, slots[0], length)
+    describe(v, slots[0], v.counters[NEXT_SEQUENCE], priorities[0], now, 0)
+    publish(v, slots)
+    end_change(v)
+
+
+@_operation  # type: ignore[untyped-decorator]
+def roll(
+    v: Any, slots: Any, length: Any, shared: Any, priorities: Any, now: Any, evict: Any, pid: Any, start: Any
+) -> Any:
+    """Commit a slot that is being written, and go on in another one with its last blocks.
+
+    Args:
+        slots: int64 [2]: the slot; the second is filled with the one to go on in.
+        length: steps of the trajectory.
+        shared: the first of its blocks that belongs to the next one as well. Blocks beyond the trajectory's go over to
+            the next one.
+
+    Returns:
+        As `make_room`.
+    """
+    slot = slots[0]
+    check_extent(v, v.extent[slot, 1], blocks_of(v, v.extent[slot, 0]))
+    steps = v.extent[slot, 0] - shared * v.block_steps
+    require(v.state[slot] == WRITING and steps > 0)
+    answer = make_room(v, 1, 0, steps - (v.extent[slot, 0] - length), evict)
+    if answer != DONE:
+        return answer
+    begin_change(v)
+    first, held = v.extent[slot, 1], blocks_of(v, v.extent[slot, 0])
+    if v.stream[slot] == 0:
+        v.counters[STREAMS] = (v.counters[STREAMS] + 1) & 0x7FFFFFFF
+        fence()
+        v.stream[slot] = max(v.counters[STREAMS], 1)
+    following = take_slot(v, steps, first + shared, pid, start, v.stream[slot])
+    for i in range(first + shared, first + held):
+        v.uses[v.block_ids[i], LIVE] += 1
+        v.uses[v.block_ids[i], ALL] += 1
+    slots[1] = following
+    shorten(v, slot, length)
+    describe(v, slot, v.counters[NEXT_SEQUENCE], priorities[0], now, 0)
+    publish(v, slots[:1])
+    end_change(v)
+    return DONE
+
+
+# ---------------------------------------------------------------- reading
+
+
+@_operation  # type: ignore[untyped-decorator]
+def begin_read(v: Any, pid: Any, process_start: Any, number: Any) -> Any:
+    """A row of `readers` for the ticket `number`; -1 if all are taken.
+
+    No block retired from now on is reused before its `READING` is 0 again.
+    """
+    for row in range(len(v.readers)):
+        if v.readers[row, READING] == 0:
+            v.readers[row, PID] = pid
+            v.readers[row, START] = process_start
+            v.readers[row, TICKET] = number
+            fence()
+            v.readers[row, READING] = v.counters[EPOCH]
+            return row
+    return -1
+
+
+@_operation  # type: ignore[untyped-decorator]
+def count_samples(v: Any, slots: Any, generations: Any, limit: Any, total: Any, times: Any) -> Any:
+    """Count that rows are drawn.
+
+    Args:
+        slots, generations: int64 [n]: the rows.
+        limit: how often a trajectory may be drawn: with the last time it is retired. 0 for any number of times.
+        total: whether `NUM_SAMPLED` counts them too.
+        times: int64 [n]: is filled with how often each has been drawn now, 0 for those that are gone or used up.
+
+    Returns:
+        How many were.
+    """
+    counted, used_up = 0, 0
+    counters = v.counters
+    if limit > 0 or total:
+        begin_change(v)
+    for i in range(len(slots)):
+        slot = slots[i]
+        times[i] = 0
+        if slot < 0 or slot >= v.num_slots or v.state[slot] != READY:
+            continue
+        if v.generation[slot] != generations[i]:
+            continue
+        if limit > 0 and v.sampled[slot] >= limit:
+            continue
+        if total:
+            counters[DRAWING_TIMES] = v.sampled[slot] + 1
+            counters[DRAWING_TOTAL] = counters[NUM_SAMPLED] + 1
+            fence()
+            counters[DRAWING] = slot + 1
+            fence()
+        v.sampled[slot] += 1
+        if total:
+            fence()
+            counters[NUM_SAMPLED] += 1
+            fence()
+            counters[DRAWING] = 0
+        times[i] = v.sampled[slot]
+        counted += 1
+        used_up += limit > 0 and v.sampled[slot] == limit
+    if used_up > 0:
+        for i in range(len(slots)):
+            slot = slots[i]
+            if times[i] == limit:
+                retire(v, slot, NUM_EXPIRED)
+    if limit > 0 or total:
+        end_change(v)
+    return counted
+
+
+@_operation  # type: ignore[untyped-decorator]
+def set_priorities(v: Any, slots: Any, generations: Any, priorities: Any) -> None:
+    """Write new priorities of trajectories that are still there; of equal ones the last counts.
+
+    Args:
+        slots, generations: int64 [n]; a generation of -1 stands for any. priorities: float32 [n].
+    """
+    for i in range(len(slots)):
+        slot = slots[i]
+        if slot < 0 or slot >= v.num_slots or v.state[slot] != READY:
+            continue
+        if generations[i] >= 0 and v.generation[slot] != generations[i]:
+            continue
+        bound(v, slot, priorities[i])
+        fence()
+        v.priority[slot] = priorities[i]
+
+
+@_operation  # type: ignore[untyped-decorator]
+def walk(v: Any, newest: Any, slots: Any) -> None:
+    """Fill `slots` (int64 [n], no more than there are) with the oldest slots, or the newest, in order."""
+    slot = v.counters[NEWEST if newest else OLDEST] - 1
+    for i in range(len(slots)):
+        require(slot >= 0)
+        slots[i] = slot
+        slot = v.links[slot, 0 if newest else 1]
+
+
+# ---------------------------------------------------------------- both ways to call them
+
+_OPERATIONS = (
+    *(commit, commit_as, raise_numbering, abort, reclaim, remove, expire, begin, grow, finish, roll),
+    *(begin_read, count_samples, set_priorities, walk),
+)
+PLAIN = types_module.SimpleNamespace(**{operation.__name__: operation for operation in _OPERATIONS})
+"""The operations as Python: each takes a `View`."""
+COMPILED: Any = None
+"""The operations as machine code: each takes what `places_of` made of a `View`; and `store`. None without numba."""
+
+
+def places_of(view: View) -> Array:
+    """int64 [n]: where the arrays lie, and the sizes, for compiled operations. They have to be kept alive."""
+    arrays: tuple[Any, ...] = view[: View._fields.index("block_steps")]
+    addresses = [array.ctypes.data for array in arrays]
+    sizes = [*view[len(addresses) :], len(view.readers), len(view.block_ids), len(view.lowest)]
+    return np.array(addresses + sizes, dtype=np.int64)
+
+
+if AVAILABLE:
+    # Together in this file: what numba keeps on disk is taken for current until its file changes.
+
+    @register_jitable  # type: ignore[untyped-decorator]
+    def _view(p: Any) -> Any:
+        slots, blocks = p[23], p[24]
+        return View(
+            carray(pointer(p[0]), (64,), np.int64),
+            carray(pointer(p[1]), (p[27], 4), np.int64),
+            carray(pointer(p[2]), (slots, 2), np.int64),
+            carray(pointer(p[3]), (slots,), np.int64),
+            carray(pointer(p[4]), (slots,), np.int64),
+            carray(pointer(p[5]), (slots,), np.int64),
+            carray(pointer(p[6]), (slots, 2), np.int64),
+            carray(pointer(p[7]), (slots,), np.int32),
+            carray(pointer(p[8]), (slots,), np.int64),
+            carray(pointer(p[9]), (slots,), np.float32),
+            carray(pointer(p[10]), (slots,), np.int32),
+            carray(pointer(p[11]), (slots,), np.int32),
+            carray(pointer(p[12]), (slots, 2), np.int32),
+            carray(pointer(p[13]), (p[28],), np.int32),
+            carray(pointer(p[14]), (slots,), np.int32),
+            carray(pointer(p[15]), (slots,), np.int32),
+            carray(pointer(p[16]), (slots,), np.int32),
+            carray(pointer(p[17]), (blocks,), np.int32),
+            carray(pointer(p[18]), (blocks, 2), np.int32),
+            carray(pointer(p[19]), (p[29],), np.float32),
+            carray(pointer(p[20]), (slots,), np.int64),
+            p[21],
+            p[22],
+            slots,
+            blocks,
+            p[25],
+            p[26],
+        )
+
+    @compiled
+    def _commit(p, slots, priorities, now):  # type: ignore[no-untyped-def]
+        commit(_view(p), slots, priorities, now)
+
+    @compiled
+    def _commit_as(p, slots, sequences, priorities, created, times):  # type: ignore[no-untyped-def]
+        commit_as(_view(p), slots, sequences, priorities, created, times)
+
+    @compiled
+    def _raise_numbering(p, following):  # type: ignore[no-untyped-def]
+        raise_numbering(_view(p), following)
+
+    @compiled
+    def _abort(p, slots):  # type: ignore[no-untyped-def]
+        abort(_view(p), slots)
+
+    @compiled
+    def _reclaim(p):  # type: ignore[no-untyped-def]
+        reclaim(_view(p))
+
+    @compiled
+    def _remove(p, slots):  # type: ignore[no-untyped-def]
+        remove(_view(p), slots)
+
+    @compiled
+    def _expire(p, before):  # type: ignore[no-untyped-def]
+        expire(_view(p), before)
+
+    @compiled
+    def _begin(p, lengths, evict, pid, process_start, slots, ids):  # type: ignore[no-untyped-def]
+        return begin(_view(p), lengths, evict, pid, process_start, slots, ids)
+
+    @compiled
+    def _grow(p, slot, length, evict, run, ids):  # type: ignore[no-untyped-def]
+        return grow(_view(p), slot, length, evict, run, ids)
+
+    @compiled
+    def _finish(p, slots, length, priorities, now):  # type: ignore[no-untyped-def]
+        finish(_view(p), slots, length, priorities, now)
+
+    @compiled
+    def _roll(p, slots, length, shared, priorities, now, evict, pid, start):  # type: ignore[no-untyped-def]
+        return roll(_view(p), slots, length, shared, priorities, now, evict, pid, start)
+
+    @compiled
+    def _begin_read(p, pid, process_start, number):  # type: ignore[no-untyped-def]
+        return begin_read(_view(p), pid, process_start, number)
+
+    @compiled
+    def _count_samples(p, slots, generations, limit, total, times):  # type: ignore[no-untyped-def]
+        return count_samples(_view(p), slots, generations, limit, total, times)
+
+    @compiled
+    def _set_priorities(p, slots, generations, priorities):  # type: ignore[no-untyped-def]
+        set_priorities(_view(p), slots, generations, priorities)
+
+    @compiled
+    def _walk(p, newest, slots):  # type: ignore[no-untyped-def]
+        walk(_view(p), newest, slots)
+
+    @compiled
+    def _store(  # type: ignore[no-untyped-def]
+        p, columns, lengths, addresses, priorities, now, evict, pid, process_start, slots, ids
+    ):
+        """`begin`, the copying and `commit` in one: for little data, during which others may wait for the lock."""
+        v = _view(p)
+        answer = begin(v, lengths, evict, pid, process_start, slots, ids)
+        if answer == DONE:
+            scatter(columns, v.block_steps, ids, addresses, lengths)
+            commit(v, slots, priorities, now)
+        return answer
+
+    COMPILED = types_module.SimpleNamespace(
+        store=_store, **{operation.__name__: globals()[f"_{operation.__name__}"] for operation in _OPERATIONS}
+    )

@@ -1,0 +1,482 @@
+"""The one mapped memory range that holds a table: private, or shared under a name; pinned for a GPU on request."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import stat
+import time
+import warnings
+import weakref
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from gear_loader.errors import PrivateTableError, RegionError, TableClosedError
+from gear_loader.storage import shared_memory
+from gear_loader.storage.layout import HEADER_LIMIT, Layout, round_up
+from gear_loader.storage.lock import IndexLock
+from gear_loader.storage.operations import BELL
+from gear_loader.storage.shared_memory import guarded, region_path
+from gear_loader.utils.notices import notice
+
+__all__ = ["Region", "region_path"]
+
+_WIPE_ON_FORK, _KEEP_ON_FORK = 18, 19  # MADV_WIPEONFORK and MADV_KEEPONFORK, which `mmap` does not name
+_REGISTER_CHUNK = 1 << 36  # one cudaHostRegister call of 512 GiB fails, 64 GiB at a time works
+_MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
+_ATTACH_TIMEOUT = 10.0  # seconds; who removes or looks at a region needs milliseconds
+
+
+def _size(count: int) -> str:
+    return f"{count:,} bytes ({count / 2**30:.2f} GiB)"
+
+
+class _Mapping:
+    """The memory of one region in this process, however many tables of this process use it.
+
+    One descriptor and one mapping a file: see `gear_loader.storage.lock` for why closing a second one would be wrong.
+    """
+
+    registry: ClassVar[dict[tuple[int, int], _Mapping]] = {}
+    every: ClassVar[weakref.WeakSet[_Mapping]] = weakref.WeakSet()
+    released: ClassVar[collections.deque[_Mapping | None]] = collections.deque()
+
+    def __init__(self, memory: mmap.mmap, name: str, fd: int | None, key: tuple[int, int] | None) -> None:
+        self.memory: mmap.mmap | None = memory
+        self.fd = fd
+        self.key = key
+        self.users = 1
+        self.left: weakref.ref[mmap.mmap] | None = (
+            None  # the memory after its last user, while somebody has a view
+        )
+        self.lock = IndexLock(name, fd)
+        self.pinned: bool | None = None
+        self.registered: list[int] = []
+        self.devices: set[int] = set()  # GPUs whose kernels read it
+        self.is_parents = False  # private memory of which forked children get nothing
+        self.is_lost = False  # such memory of this process's parent
+        self.every.add(self)
+
+    @classmethod
+    def make(cls, path: str, name: str, layout: Layout) -> _Mapping:
+        """A new file of zeros with its header. It has no name, and goes with this process, until it is complete."""
+        memory = None
+        fd = os.open(shared_memory.DIRECTORY, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, layout.region_bytes)
+            os.pwrite(fd, layout.preamble().ljust(64, b"\0") + layout.header[64:], 0)
+            memory = mmap.mmap(fd, layout.region_bytes, flags=mmap.MAP_SHARED)
+            fcntl.flock(fd, fcntl.LOCK_SH)  # in use: see `gear_loader.storage.shared_memory`
+            info = os.fstat(fd)
+            mapping = cls(memory, name, fd, (info.st_dev, info.st_ino))
+            with guarded():
+                # What /proc/self/fd shows is a symbolic link; only with a directory does os.link() follow it. An
+                # absolute path makes no use of the directory.
+                os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
+                mapping.remember()
+            return mapping
+        except BaseException:
+            if memory is not None:
+                memory.close()
+            os.close(fd)
+            raise
+
+    @classmethod
+    def open(cls, path: str, name: str) -> tuple[_Mapping, Layout] | None:
+        """The mapping of the file at `path`, which this process may have already; None: try again in a moment."""
+        with guarded():
+            info = os.stat(path, follow_symlinks=False)
+            if not stat.S_ISREG(info.st_mode):
+                raise RegionError(f"{name} is not a regular file. Choose another name or remove it.")
+            mapping = cls.registry.get((info.st_dev, info.st_ino))
+            if mapping is not None:
+                memory = mapping.mapped()
+                if memory is not None:
+                    assert mapping.fd is not None
+                    layout = Layout.read(os.pread(mapping.fd, HEADER_LIMIT, 0), info.st_size, name)
+                    mapping.memory, mapping.left = memory, None
+                    mapping.users += 1
+                    return mapping, layout
+                mapping.forget()
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                if not shared_memory.hold(fd, path):
+                    os.close(fd)
+                    return None
+                info = os.fstat(fd)
+                shared_memory.check_own(info, name)
+                layout = Layout.read(os.pread(fd, HEADER_LIMIT, 0), info.st_size, name)
+                memory = mmap.mmap(fd, layout.region_bytes, flags=mmap.MAP_SHARED)
+            except BaseException:
+                os.close(fd)
+                raise
+            # Another file may have taken the place since os.stat(), but none that this process has: those that it
+            # made are linked under the guard.
+            mapping = cls(memory, name, fd, (info.st_dev, info.st_ino))
+            mapping.remember()
+            return mapping, layout
+
+    def remember(self) -> None:
+        """Enter the file's mapping; the caller holds the guard."""
+        assert self.key is not None
+        assert self.key not in self.registry
+        assert self.fd is not None
+        self.registry[self.key] = self
+        shared_memory.descriptors[self.key] = self.fd
+
+    def release(self) -> None:
+        """One user less. May come from the garbage collector, in the middle of anything: waits for nothing."""
+        self.released.append(self)
+        self.sweep()
+
+    @classmethod
+    def sweep(cls) -> None:
+        # If the guard is taken, its holder comes here after letting it go.
+        while cls.released and shared_memory.guard.acquire(blocking=False):
+            try:
+                while cls.released:
+                    mapping = cls.released.popleft()
+                    if mapping is not None:
+                        mapping.users -= 1
+                        if not mapping.users:
+                            mapping.unmap()
+                for mapping in list(cls.registry.values()):
+                    if mapping.mapped() is None:
+                        mapping.forget()
+            finally:
+                shared_memory.guard.release()
+
+    def unmap(self) -> None:
+        """Unregister and unmap, the last user having gone; the caller holds the guard."""
+        if self.devices:
+            for device in sorted(self.devices):
+                torch.cuda.synchronize(device)  # kernels may still be reading
+            with torch.cuda.device(min(self.devices)):
+                self.unregister()
+        self.pinned = None
+        self.lock.hear(None)
+        memory, self.memory = self.memory, None
+        assert memory is not None
+        if self.is_lost:
+            _lost.append(memory)  # its addresses may belong to others here: not to be unmapped
+            return
+        try:
+            memory.close()
+        except BufferError:  # somebody holds a view, with which it goes
+            # The map has a descriptor of its own, whose closing drops this process's locks on the file. So the file
+            # must not be mapped a second time until then, and stays known.
+            if self.key is not None:
+                self.left = weakref.ref(memory, self.left_is_gone)
+            return
+        self.forget()
+
+    def mapped(self) -> mmap.mmap | None:
+        """The memory while anybody has it: users, or views that they left."""
+        return self.left() if self.left is not None else self.memory
+
+    @classmethod
+    def left_is_gone(cls, _: weakref.ref[mmap.mmap]) -> None:
+        cls.released.append(None)
+        cls.sweep()
+
+    def forget(self) -> None:
+        """Drop the file of a mapping that is no more; the caller holds the guard."""
+        self.left = None
+        if self.key is not None:
+            self.registry.pop(self.key, None)
+            shared_memory.descriptors.pop(self.key, None)
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+    def register(self, base: int, total: int) -> bool:
+        """Register the memory with CUDA; the device that is to read it is the current one."""
+        torch.cuda.init()
+        self.keep_from_children()
+        for start in range(0, total, _REGISTER_CHUNK):
+            count = min(_REGISTER_CHUNK, total - start)
+            code = int(torch.cuda.cudart().cudaHostRegister(base + start, count, 1))
+            if code != 0:
+                self.unregister()
+                self.keep_from_children(undo=True)
+                _clear_cuda_error()
+                notice(
+                    "pin",
+                    f"CUDA refused to pin {_size(count)} of host memory (cudaHostRegister returned {code}): batches "
+                    "are gathered on the CPU and copied. Raise the locked-memory limit (ulimit -l) or the "
+                    "container's memory.",
+                )
+                return False
+            self.registered.append(base + start)
+        return True
+
+    def keep_from_children(self, *, undo: bool = False) -> None:
+        """Let forked processes have none of a private memory's pages.
+
+        The kernel copies pinned private pages into each child at once, and a parent that wrote to a page that it
+        shares with a child would write to a copy that the GPU does not read.
+        """
+        if self.fd is not None or self.memory is None:  # shared memory is not copied
+            return
+        self.is_parents = not undo
+        wipe, drop = (_KEEP_ON_FORK, mmap.MADV_DOFORK) if undo else (_WIPE_ON_FORK, mmap.MADV_DONTFORK)
+        try:
+            self.memory.madvise(wipe)
+        except OSError:  # not known to this kernel
+            with contextlib.suppress(OSError):
+                self.memory.madvise(drop)
+
+    def unregister(self) -> None:
+        while self.registered:
+            code = int(torch.cuda.cudart().cudaHostUnregister(self.registered.pop()))
+            if code != 0:
+                _clear_cuda_error()
+                warnings.warn(f"cudaHostUnregister returned {code}.", RuntimeWarning, stacklevel=3)
+
+    @classmethod
+    def after_fork(cls) -> None:
+        for mapping in list(cls.every):
+            mapping.is_lost |= mapping.is_parents and mapping.memory is not None
+            # CUDA's registrations stay with the parent.
+            mapping.pinned, mapping.registered, mapping.devices = None, [], set()
+
+
+_lost: list[mmap.mmap] = []
+os.register_at_fork(after_in_child=_Mapping.after_fork)
+shared_memory.afterwards.append(_Mapping.sweep)
+
+
+class Region:
+    """A mapping of a layout's bytes, with the lock of its index.
+
+    Made by `create` or `attach`. `bytes` is the uint8 view of it all; it is None after `close`.
+    """
+
+    def __init__(self, mapping: _Mapping, layout: Layout, name: str | None) -> None:
+        self.layout = layout
+        self.name = name
+        self.lock = mapping.lock
+        assert mapping.memory is not None
+        self.bytes: np.ndarray[Any, Any] | None = np.frombuffer(mapping.memory, dtype=np.uint8)
+        self._mapping = mapping
+        if mapping.fd is not None:
+            self.lock.hear(self.array("counters")[BELL:].ctypes.data)
+        self._release = weakref.finalize(self, mapping.release)
+        self._release.atexit = False
+
+    # ---------------------------------------------------------------- create, attach, remove
+
+    @classmethod
+    def create(cls, layout: Layout, name: str | None) -> Region:
+        """Map a new region of zeros and write its header.
+
+        A named region appears under its name only when it is complete. Its memory is reserved at once, so that
+        a full `/dev/shm` is an error here and not a crash later.
+
+        Raises:
+            RegionError: the name is taken, there is not enough memory, or $GEAR_LOADER_DIR cannot hold tables.
+        """
+        if name is None:
+            try:
+                memory = mmap.mmap(-1, layout.region_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            except (OSError, OverflowError, ValueError) as error:
+                raise RegionError(
+                    f"A table of {_size(layout.region_bytes)} cannot be mapped ({error}). "
+                    "Lower max_steps, max_trajectories or max_blocks."
+                ) from error
+            with contextlib.suppress(OSError):  # a kernel without huge pages is slower, not wrong
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            memory[: len(layout.header)] = layout.preamble().ljust(64, b"\0") + layout.header[64:]
+            return cls(_Mapping(memory, "a private table", None, None), layout, None)
+
+        path = region_path(name)
+        if os.path.lexists(path):
+            raise RegionError(_exists(name))
+        free = os.statvfs(shared_memory.DIRECTORY)
+        if layout.region_bytes > free.f_bavail * free.f_frsize:
+            raise RegionError(_too_large(layout.region_bytes))
+        try:
+            mapping = _Mapping.make(path, f"Table {name!r} ({path})", layout)
+        except FileExistsError as error:
+            raise RegionError(_exists(name)) from error
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                raise RegionError(_too_large(layout.region_bytes)) from error
+            raise RegionError(
+                f"Table {name!r} cannot be made in {shared_memory.DIRECTORY}: {error}."
+            ) from error
+        if (kind := shared_memory.filesystem()) not in _MEMORY_FILESYSTEMS:
+            notice(
+                "directory",
+                f"Named tables lie in {shared_memory.DIRECTORY}, which is {kind} and not tmpfs: the system also writes "
+                "them to its storage, which is slow. Let GEAR_LOADER_DIR name a directory on a tmpfs.",
+            )
+        return cls(mapping, layout, name)
+
+    @classmethod
+    def attach(cls, name: str) -> Region:
+        """Map an existing region.
+
+        Raises:
+            RegionError: there is none of that name, the file is no table of this version, it belongs to another user
+                or others may write to it, or somebody keeps it locked.
+        """
+        path = region_path(name)
+        deadline = time.monotonic() + _ATTACH_TIMEOUT
+        try:
+            while (opened := _Mapping.open(path, f"Table {name!r} ({path})")) is None:
+                if time.monotonic() > deadline:
+                    raise RegionError(
+                        f"Table {name!r} has been locked for over {_ATTACH_TIMEOUT:g} s, as by somebody who is "
+                        f"removing it. That process may be stopped; `fuser {path}` names it."
+                    )
+                time.sleep(1e-3)
+        except FileNotFoundError as error:
+            raise RegionError(
+                f"There is no table named {name!r}; tables on this machine: {shared_memory.region_names() or 'none'}. "
+                f"Create it with Table.create(..., name={name!r})."
+            ) from error
+        except RegionError:
+            raise
+        except OSError as error:
+            raise RegionError(f"Table {name!r} cannot be attached: {error}.") from error
+        return cls(*opened, name)
+
+    def unlink(self) -> None:
+        """Remove a region's name. Who has it mapped keeps it; the memory goes with the last of them.
+
+        Raises:
+            RegionError: there is no region of that name any more, or another one.
+        """
+        assert self.name is not None
+        path = region_path(self.name)
+        try:
+            info = os.stat(path, follow_symlinks=False)
+            if (info.st_dev, info.st_ino) != self._mapping.key:
+                raise RegionError(
+                    f"Table {self.name!r} has been removed already; the one that has its name now is another. "
+                    f"Table.attach({self.name!r}).unlink() removes that."
+                )
+            os.unlink(path)
+        except FileNotFoundError as error:
+            raise RegionError(f"There is no table named {self.name!r} to remove.") from error
+
+    # ---------------------------------------------------------------- views
+
+    def array(self, name: str) -> np.ndarray[Any, Any]:
+        """The index array `name` as a numpy view."""
+        offset, dtype, shape = self.layout.arrays[name]
+        count = int(np.prod(shape))
+        return self._view()[offset : offset + count * dtype.itemsize].view(dtype).reshape(shape)
+
+    def column(self, name: str) -> np.ndarray[Any, Any]:
+        """Column `name` as uint8 ``[blocks, block_stride]``."""
+        column = self.layout.columns[name]
+        count = self.layout.num_blocks * column.block_stride
+        return self._view()[column.offset : column.offset + count].reshape(-1, column.block_stride)
+
+    def _view(self) -> np.ndarray[Any, Any]:
+        view = self.bytes  # once: another thread may close the region
+        if view is None or self._mapping.is_lost:
+            raise self.absence()
+        return view
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is the parent's: a private region that was pinned there before this process was forked."""
+        return self._mapping.is_lost
+
+    def absence(self) -> TableClosedError | PrivateTableError:
+        """The error for a region that is closed, or not this process's."""
+        if self.is_lost:
+            return PrivateTableError(
+                f"This process ({os.getpid()}) was forked from one that had pinned this private table for a GPU, and "
+                "has no copy of it. Create the table with a name, Table.create(..., name='replay'), which forked "
+                "processes share; or fork before the first batch is drawn for a GPU."
+            )
+        return TableClosedError(f"The table {self.name or '(private)'} is closed; attach or create it again.")
+
+    # ---------------------------------------------------------------- pinning
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether this process has registered the region with CUDA."""
+        return bool(self._mapping.registered)
+
+    def pin(self, device: torch.device | None = None) -> bool:
+        """Register the region with CUDA in this process, so that kernels can read it; idempotent.
+
+        Waits for nothing on the GPU, but touches and locks every page. A private region that is pinned is not copied
+        into forked processes: there every use of it raises PrivateTableError.
+
+        Args:
+            device: whose kernels are to read it: the current GPU by default. Nothing is done on any other.
+
+        Returns:
+            False where there is no GPU, or where CUDA refused: then a notice says why.
+        """
+        mapping = self._mapping
+        if mapping.pinned is False:
+            return False
+        if not torch.cuda.is_available():
+            notice(
+                "pin",
+                "No CUDA device: tables lie in plain host memory and batches are gathered on the CPU.",
+            )
+            return False
+        index = None if device is None else device.index
+        index = torch.cuda.current_device() if index is None else index
+        if index in mapping.devices:
+            return True
+        base = self._view().ctypes.data
+        with guarded():
+            if mapping.pinned is None:
+                total = round_up(self.layout.region_bytes, mmap.PAGESIZE)
+                with torch.cuda.device(index):
+                    mapping.pinned = mapping.register(base, total)
+            if mapping.pinned:
+                mapping.devices.add(index)
+        return bool(mapping.pinned)
+
+    @property
+    def pinned_bounds(self) -> list[int]:
+        """Addresses where one registration with CUDA ends and the next begins; none if there is only one.
+
+        Kernels read across them; a copy by the driver must not span two registrations.
+        """
+        return sorted(self._mapping.registered)[1:]
+
+    def close(self) -> None:
+        """Unregister and unmap, with the last user in this process; idempotent."""
+        self.bytes = None
+        self._release()
+
+
+def _exists(name: str) -> str:
+    return (
+        f"There is already a table named {name!r}. Use it with Table.attach({name!r}), remove it with "
+        f"Table.attach({name!r}).unlink(), or choose another name."
+    )
+
+
+def _too_large(count: int) -> str:
+    free = os.statvfs(shared_memory.DIRECTORY)
+    return (
+        f"A named table of {_size(count)} does not fit into {shared_memory.DIRECTORY}, which has "
+        f"{_size(free.f_bavail * free.f_frsize)} free. Lower max_steps, max_trajectories or max_blocks, remove "
+        "tables that are no longer used (`gear-loader ls` and `gear-loader rm`), or enlarge it (in Docker: "
+        f"--shm-size; else: mount -o remount,size=... {shared_memory.DIRECTORY}), or let GEAR_LOADER_DIR name a "
+        "directory on a larger tmpfs."
+    )
+
+
+def _clear_cuda_error() -> None:
+    # A failed runtime call leaves its code for the next launch check to find: let a tiny launch find it.
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())).add_(1)

@@ -1,0 +1,87 @@
+"""What a table does when it is full, what it removes by itself, and how fast it may be written and read."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import numpy as np
+
+from gear_loader.errors import SchemaError
+from gear_loader.storage.limiters import RateLimiter
+
+__all__ = ["OnFull", "Rules", "check_on_full", "check_seconds"]
+
+OnFull = Literal["error", "evict_oldest", "evict_lowest_priority", "wait"]
+_LONGEST = 9e9  # of which the nanoseconds fit into 64 bits
+_POLICIES = ("error", "evict_oldest", "evict_lowest_priority", "wait")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """The rules of a table, for whoever uses it; they are stored in its region.
+
+    Attributes:
+        on_full: what those who add do when there is no room, unless they say otherwise.
+        rate_limiter: None for none.
+        max_times_sampled: a trajectory is removed when it has been drawn so often; None for any number of times.
+        max_age: seconds after which a trajectory is removed; None for any time.
+
+    Raises:
+        SchemaError: another value.
+    """
+
+    on_full: OnFull = "error"
+    rate_limiter: RateLimiter | None = None
+    max_times_sampled: int | None = None
+    max_age: float | None = None
+
+    def __post_init__(self) -> None:
+        check_on_full(self.on_full)
+        if self.rate_limiter is not None and not isinstance(self.rate_limiter, RateLimiter):
+            raise SchemaError(
+                f"rate_limiter is {self.rate_limiter!r}; expected None or a limiter such as gear_loader.MinSize(1000)."
+            )
+        times = self.max_times_sampled
+        if times is not None and (
+            isinstance(times, bool) or not isinstance(times, (int, np.integer)) or not 1 <= times < 2**31
+        ):
+            raise SchemaError(f"max_times_sampled is {times!r}; expected None or an integer of at least 1.")
+        else:
+            object.__setattr__(self, "max_times_sampled", None if times is None else int(times))
+        if self.max_age is not None:
+            object.__setattr__(self, "max_age", check_seconds("max_age", self.max_age))
+
+    def to_json(self) -> dict[str, Any]:
+        """What is stored with a table."""
+        limiter = None if self.rate_limiter is None else self.rate_limiter.to_json()
+        return {
+            "on_full": self.on_full,
+            "rate_limiter": limiter,
+            "max_times_sampled": self.max_times_sampled,
+            "max_age": self.max_age,
+        }
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Rules:
+        """The inverse of `to_json`."""
+        fields = dict(fields)
+        limiter = fields.pop("rate_limiter", None)
+        return cls(rate_limiter=None if limiter is None else RateLimiter.from_json(limiter), **fields)
+
+
+def check_on_full(on_full: Any) -> None:
+    """Raise SchemaError unless it is a policy."""
+    if on_full not in _POLICIES:
+        expected = ", ".join(map(repr, _POLICIES[:-1]))
+        raise SchemaError(f"on_full is {on_full!r}; expected {expected} or {_POLICIES[-1]!r}.")
+
+
+def check_seconds(name: str, value: Any) -> float:
+    """`value` as a float; SchemaError unless it is a positive number of seconds, of less than 290 years."""
+    fits = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if not fits or not 0 < value < _LONGEST:
+        raise SchemaError(
+            f"{name} is {value!r}; expected a positive number of seconds, less than {_LONGEST:.0e}."
+        )
+    return float(value)

@@ -1,0 +1,438 @@
+"""What a table holds (`Column`, `Schema`) and which part of it a batch wants (`Window`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+import reprlib
+import unicodedata
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from gear_loader.errors import SchemaError
+from gear_loader.utils.arrays import address_of, unreadable
+
+__all__ = ["BATCH_KEYS", "DTYPES", "Column", "Schema", "Window", "as_mapping", "copied", "keeps", "settled"]
+
+DTYPES: dict[str, torch.dtype] = {
+    "bool": torch.bool,
+    "uint8": torch.uint8,
+    "int8": torch.int8,
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+"""The dtypes a column can have, by the name that is stored with a table."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+_UNPRINTABLE = frozenset({"Cc", "Zl", "Zp"})
+"""Unicode's control characters and line breaks: no column name has them, so that it fits on a line of any output."""
+_MOST_DIMENSIONS = 64
+_LARGEST_EXTENT = 2**37 - 1
+
+BATCH_KEYS = ("anchor", "generation", "index", "mask", "priority_weight", "sample_info", "shard")
+"""Keys that batches use themselves, all of them or some; a column cannot be called so."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One value of every step: a dtype and the shape of a single step.
+
+    Args:
+        dtype: one of bool, uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64.
+        shape: shape of one step; `()` is a scalar. Every extent is at least 1.
+
+    Raises:
+        SchemaError: another dtype, or a shape that is not a sequence of positive integers.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dtype, torch.dtype) or self.dtype not in _NAMES:
+            raise SchemaError(
+                f"Column dtype {self.dtype!r} is not supported; expected one of torch.{', torch.'.join(DTYPES)}."
+            )
+        shape: Any = self.shape
+        if isinstance(shape, (int, np.integer)) and not isinstance(shape, bool):
+            shape = (shape,)
+        try:
+            extents = tuple(operator.index(extent) for extent in shape)
+            whole = not any(isinstance(extent, bool) for extent in shape)
+        except TypeError:
+            whole, extents = False, ()
+        if not whole or any(extent < 1 for extent in extents):
+            raise SchemaError(
+                f"Column shape {self.shape!r} is not a sequence of positive integers; expected the shape of one "
+                "step, for example (11,) or () for a scalar."
+            )
+        object.__setattr__(self, "shape", extents)
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of one step."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype's name as it is stored, for example ``"float32"``."""
+        return _NAMES[self.dtype]
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Which steps of a trajectory a batch takes, relative to an anchor step.
+
+    The window covers the steps ``anchor + offset`` to ``anchor + offset + length - 1``. Steps outside the
+    trajectory are padding: zeros in the column, False in the mask.
+
+    Args:
+        length: number of steps, at least 1.
+        offset: first step relative to the anchor; may be negative.
+        pad: where padding goes. ``"keep"`` leaves it where it falls, ``"head"`` collects it at the head
+            (the steps that exist end at the last position), ``"tail"`` at the tail (they start at the first).
+
+    Example: a trajectory of 3 steps a b c, anchor 0, ``Window(length=4, offset=-1)``, is ``. a b c``; with
+    anchor 1 and ``offset=-3`` it is ``. . a b``, which ``pad="tail"`` turns into ``a b . .``.
+
+    Raises:
+        SchemaError: a length below 1, something that is no integer, or another pad.
+    """
+
+    length: int
+    offset: int = 0
+    pad: Literal["keep", "head", "tail"] = "keep"
+
+    def __post_init__(self) -> None:
+        for field in ("length", "offset"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+                raise SchemaError(f"Window {field} is {value!r}; expected an integer number of steps.")
+            object.__setattr__(self, field, int(value))
+        if self.length < 1:
+            raise SchemaError(f"Window length is {self.length}; expected at least 1 step.")
+        if self.pad not in ("keep", "head", "tail"):
+            raise SchemaError(f"Window pad is {self.pad!r}; expected 'keep', 'head' or 'tail'.")
+        if self.length >= 2**31 or abs(self.offset) >= 2**31:
+            raise SchemaError(f"{self} is out of range; length and offset must be below 2**31 steps.")
+
+
+class Schema(Mapping[str, Column]):
+    """The columns of a table, by name, in the order in which they were given.
+
+    Raises:
+        SchemaError: no column, a name that is no non-empty string, that has control characters or line breaks or that
+            a batch uses itself, a value that is no `Column`.
+    """
+
+    def __init__(self, columns: Mapping[str, Column]) -> None:
+        if not isinstance(columns, Mapping) or not columns:
+            raise SchemaError(
+                f"A schema of {columns!r} was received; expected a mapping of column names to gear_loader.Column, "
+                "with at least one column."
+            )
+        for name, column in columns.items():
+            if not isinstance(name, str) or not name:
+                raise SchemaError(f"Column name {name!r} was received; expected a non-empty string.")
+            if any(unicodedata.category(letter) in _UNPRINTABLE for letter in name):
+                raise SchemaError(
+                    f"Column name {name!r} was received; expected one without control characters and line breaks. "
+                    "Rename the column."
+                )
+            if name in BATCH_KEYS:
+                raise SchemaError(
+                    f"Column name {name!r} is taken: batches have a key of that name. Rename the column."
+                )
+            if not isinstance(column, Column):
+                raise SchemaError(
+                    f"Column {name!r} is {column!r}; expected gear_loader.Column(dtype, shape), "
+                    "for example Column(torch.float32, (11,))."
+                )
+        self._columns = dict(columns)
+        self._expected = {
+            name: (column.dtype, NUMPY_DTYPES.get(column.dtype), column.shape)
+            for name, column in columns.items()
+        }
+
+    def __getitem__(self, name: str) -> Column:
+        return self._columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    def __repr__(self) -> str:
+        return f"Schema({self._columns!r})"
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of one step over all columns."""
+        return sum(column.step_bytes for column in self.values())
+
+    def to_json(self) -> list[list[Any]]:
+        """``[[name, dtype name, shape], ...]``: what is stored with a table."""
+        return [[name, column.dtype_name, list(column.shape)] for name, column in self.items()]
+
+    @classmethod
+    def from_json(cls, rows: Any) -> Schema:
+        """The inverse of `to_json`; every value is checked, as what is read may come from anywhere.
+
+        Raises:
+            SchemaError: `rows` is something else.
+        """
+        if not isinstance(rows, list):
+            raise SchemaError(f"Columns {reprlib.repr(rows)} were received; expected a list of columns.")
+        columns: dict[str, Column] = {}
+        for row in rows:
+            if not isinstance(row, list) or len(row) != 3:
+                raise SchemaError(f"Column {reprlib.repr(row)} was received; expected [name, dtype, shape].")
+            name, dtype, shape = row
+            if not isinstance(name, str) or name in columns:
+                raise SchemaError(f"Column name {reprlib.repr(name)} was received; expected each name once.")
+            if not isinstance(dtype, str) or dtype not in DTYPES:
+                raise SchemaError(
+                    f"Column dtype {reprlib.repr(dtype)} was received; expected one of {', '.join(DTYPES)}."
+                )
+            fits = isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS
+            if not fits or not all(
+                type(extent) is int and 1 <= extent <= _LARGEST_EXTENT for extent in shape
+            ):
+                raise SchemaError(
+                    f"Column shape {reprlib.repr(shape)} was received; expected at most {_MOST_DIMENSIONS} positive "
+                    "integers."
+                )
+            columns[name] = Column(DTYPES[dtype], tuple(shape))
+        return cls(columns)
+
+    # ---------------------------------------------------------------- rows
+
+    def locate(
+        self, rows: Mapping[str, Any], *, what: str = "the trajectory"
+    ) -> tuple[int, list[int], object]:
+        """Check one trajectory and return where its columns lie.
+
+        Args:
+            rows, what: as for `validate`.
+
+        Returns:
+            T; the address of each column's steps, contiguous bytes; and what has to be kept as long as these are used.
+
+        Raises:
+            SchemaError: as `validate`.
+        """
+        if type(rows) is not dict:
+            rows = as_mapping(rows)
+        # What is as it should be is seen at a glance; everything else is looked at closely.
+        if type(rows) is dict and len(rows) == len(self._columns):
+            length, addresses, values = 0, [], []
+            for name, (dtype, array_dtype, shape) in self._expected.items():
+                value = rows.get(name)
+                if type(value) is np.ndarray:
+                    fits = value.dtype == array_dtype and array_dtype is not None and value.flags.c_contiguous
+                    address = value.__array_interface__["data"][0]
+                elif type(value) is torch.Tensor:
+                    fits = value.dtype is dtype and value.layout is torch.strided and value.is_cpu
+                    fits = fits and not value.is_nested and value.is_contiguous() and not value.is_neg()
+                    address = address_of(value) if fits else 0
+                    fits = fits and address != 0
+                else:
+                    break
+                if not fits or value.ndim == 0 or value.shape[1:] != shape:
+                    break
+                if length == 0:
+                    length = len(value)
+                if length == 0 or len(value) != length:
+                    break
+                addresses.append(address)
+                values.append(value)
+            else:
+                return length, addresses, values
+        length, arrays = self.validate(rows, what=what)
+        return length, [array.ctypes.data for array in arrays.values()], arrays
+
+    def locate_stacked(self, rows: Mapping[str, Any], count: int) -> tuple[int, list[int], list[int]] | None:
+        """Where stacked trajectories lie, if that is seen at a glance.
+
+        Args:
+            rows: column name -> ``[count, T, *shape]``, contiguous, on the CPU, of exactly the column's dtype.
+
+        Returns:
+            T; the address of each column; the bytes from one trajectory to the next. None if it has to be looked at
+            closely.
+        """
+        if type(rows) is not dict or len(rows) != len(self._columns):
+            return None
+        padded, addresses, strides = -1, [], []
+        for name, (dtype, array_dtype, shape) in self._expected.items():
+            value = rows.get(name)
+            if type(value) is np.ndarray:
+                fits = value.dtype == array_dtype and array_dtype is not None and value.flags.c_contiguous
+            elif type(value) is torch.Tensor:
+                fits = value.dtype is dtype and value.layout is torch.strided and value.is_cpu
+                fits = fits and not value.is_nested and value.is_contiguous() and not value.is_neg()
+            else:
+                return None
+            if not fits or value.ndim != len(shape) + 2 or value.shape[2:] != shape:
+                return None
+            padded = value.shape[1] if padded < 0 else padded
+            if value.shape[:2] != (count, padded):
+                return None
+            address = (
+                address_of(value) if isinstance(value, torch.Tensor) else value.__array_interface__["data"][0]
+            )
+            if not address:
+                return None
+            addresses.append(address)
+            strides.append(value.nbytes // max(count, 1))
+        return (padded, addresses, strides) if padded > 0 else None
+
+    def validate(
+        self, rows: Mapping[str, Any], *, what: str = "the trajectory"
+    ) -> tuple[int, dict[str, np.ndarray]]:
+        """Check one trajectory and return its length and its columns as bytes.
+
+        Args:
+            rows: column name -> numpy array or torch tensor ``[T, *shape]`` of exactly the column's dtype.
+            what: how an error calls it.
+
+        Returns:
+            T, and for each column a C-contiguous uint8 array ``[T, step_bytes]``. No copy is made of
+            contiguous CPU data in a dict; a CUDA tensor is copied to the host, which waits for its stream.
+
+        Raises:
+            SchemaError: a missing or unknown column, a wrong type, dtype or shape, uneven lengths, no steps.
+        """
+        rows = as_mapping(rows)
+        if not isinstance(rows, Mapping):
+            raise SchemaError(
+                f"{what} is a {type(rows).__name__}; expected a mapping of column names to arrays [T, ...] "
+                f"with the columns {list(self)}."
+            )
+        self.validate_names(rows, what=what)
+        rows = settled(rows)
+        arrays = {name: self._as_bytes(name, rows[name], what) for name in self}
+        lengths = {name: len(array) for name, array in arrays.items()}
+        if len(set(lengths.values())) != 1:
+            raise SchemaError(
+                f"{what} has columns of uneven lengths: {lengths}. Expected as many steps in each."
+            )
+        length = next(iter(lengths.values()))
+        if length == 0:
+            raise SchemaError(f"{what} has zero steps; expected at least one.")
+        return length, arrays
+
+    def validate_names(self, rows: Mapping[str, Any], *, what: str) -> None:
+        """Check that `rows` has exactly the schema's columns.
+
+        Raises:
+            SchemaError: it has not.
+        """
+        missing = [name for name in self if name not in rows]
+        unknown = [name for name in rows if name not in self._columns]
+        if missing or unknown:
+            raise SchemaError(
+                f"{what} has the columns {list(rows)}; missing: {missing}, unknown: {unknown}. "
+                f"Expected exactly {list(self)}."
+            )
+
+    def _as_bytes(self, name: str, value: Any, what: str) -> np.ndarray:
+        column = self._columns[name]
+        expected = f"[{', '.join(map(str, ('T', *column.shape)))}]"
+        kind = _unsupported(value)
+        if kind is not None:
+            raise SchemaError(
+                f"Column {name!r} of {what} is a {kind}; expected a numpy array or a torch tensor "
+                f"of {column.dtype} and shape {expected}."
+            )
+        dtype = value.dtype
+        if isinstance(value, torch.Tensor):
+            fits = dtype == column.dtype
+        else:  # compared with None, some versions of numpy find float64 equal
+            fits = column.dtype in NUMPY_DTYPES and dtype == NUMPY_DTYPES[column.dtype]
+        if not fits:
+            raise SchemaError(
+                f"Column {name!r} of {what} has dtype {dtype}; expected {column.dtype}. "
+                f"Convert it first ({_conversion(value, column.dtype)})."
+            )
+        if tuple(value.shape[1:]) != column.shape or value.ndim == 0:
+            raise SchemaError(
+                f"Column {name!r} of {what} has shape {list(value.shape)}; expected {expected}."
+            )
+        if isinstance(value, torch.Tensor):
+            tensor = value.detach().resolve_neg().cpu()
+            value = (tensor.view(torch.int16) if column.dtype is torch.bfloat16 else tensor).numpy()
+        array = np.ascontiguousarray(value).reshape(len(value), math.prod(column.shape))
+        return array.view(np.uint8)
+
+
+def as_mapping(rows: Any) -> Any:
+    """`rows` as a dict of its columns, if it is a TensorDict; everything else as it is.
+
+    A TensorDict (or tensorclass) of the package tensordict is a mapping whose iteration does not give its keys but its
+    steps. It is recognised by its interface: `keys`, `items` and `batch_size`. One inside another gives a column for
+    each leaf, with the keys joined by dots: ``next.observation``. No data are copied.
+    """
+    if isinstance(rows, dict) or not all(hasattr(rows, name) for name in ("batch_size", "items", "keys")):
+        return rows
+    columns: dict[Any, Any] = {}
+    for name, value in rows.items():
+        inner = as_mapping(value)
+        if inner is value:
+            columns[name] = value
+        else:
+            columns.update({f"{name}.{leaf}": part for leaf, part in inner.items()})
+    return columns
+
+
+NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
+    dtype: np.dtype(name) for name, dtype in DTYPES.items() if dtype is not torch.bfloat16
+}
+"""The numpy dtype of each torch dtype that has one (bfloat16 has none: give tensors)."""
+
+
+def keeps(iterable: Any) -> bool:
+    """Whether an iterable yields objects that it holds itself: a list or a tuple.
+
+    Any other one may refill the same arrays for each item: what it yields has to be copied before it is asked for more.
+    """
+    return type(iterable) in (list, tuple)
+
+
+def settled(rows: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The rows with values that stay as they are: a mapping that is no dict may compute them into one array."""
+    if type(rows).__getitem__ is dict.__getitem__:
+        return rows
+    return {name: copied(rows[name]) for name in rows}
+
+
+def copied(value: Any) -> Any:
+    """A copy of an array or of a tensor that can be read; anything else as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone() if unreadable(value) is None else value
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def _unsupported(value: Any) -> str | None:
+    """What `value` is, if it is no array that can be copied byte by byte."""
+    if isinstance(value, torch.Tensor):
+        return unreadable(value)
+    plain = isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray)
+    return None if plain else type(value).__name__
+
+
+def _conversion(value: Any, dtype: torch.dtype) -> str:
+    if dtype in NUMPY_DTYPES and isinstance(value, np.ndarray):
+        return f".astype(np.{NUMPY_DTYPES[dtype].name})"
+    return f"torch.as_tensor(values).to({dtype})"

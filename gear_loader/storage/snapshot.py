@@ -1,0 +1,149 @@
+"""What there is in a table at a moment, and how it is kept up to date as the table changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import numpy as np
+
+from gear_loader.storage.operations import NUM_READY, NUM_TOUCHED, READY, VERSION, View
+from gear_loader.utils.arrays import Array
+
+__all__ = ["Log", "Snapshot"]
+
+_SLOT, _LENGTH, _GENERATION, _SEQUENCE, _END = range(5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """The live trajectories at one version of the index, oldest first; all arrays int64 [n]."""
+
+    version: int
+    slots: Array
+    lengths: Array
+    generations: Array
+    sequences: Array
+    running: Array | None = None
+    """Running sum of the lengths, which may have begun earlier than here."""
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @functools.cached_property
+    def sums(self) -> tuple[int, Array]:
+        """A number, and the running sum of the lengths plus this number."""
+        if self.running is None:
+            return 0, np.cumsum(self.lengths)
+        return (int(self.running[0] - self.lengths[0]), self.running) if len(self) else (0, self.running)
+
+    @property
+    def ends(self) -> Array:
+        """Running sum of the lengths: step number i of the whole table lies in the first trajectory with end > i."""
+        before, sums = self.sums
+        return sums - before
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of all trajectories together."""
+        before, sums = self.sums
+        return int(sums[-1]) - before if len(self.slots) else 0
+
+    def locate(self, steps: Array) -> tuple[Array, Array]:
+        """Steps of the whole table, int64 [m], by number: the positions of their trajectories, the steps in these."""
+        before, sums = self.sums
+        positions = np.searchsorted(sums, steps + before, side="right")
+        return positions, steps + before - (sums[positions] - self.lengths[positions])
+
+    def take(self, chosen: Array) -> Snapshot:
+        """The snapshot of the trajectories where the boolean array `chosen` is True."""
+        arrays = (self.slots, self.lengths, self.generations, self.sequences)
+        return Snapshot(self.version, *(array[chosen] for array in arrays))
+
+
+class Log:
+    """Makes the snapshots of an index. What has changed since the last one is read from the ring of touched slots.
+
+    Trajectories come at the end of a buffer and go, most of them, at its beginning. What a snapshot shows is never
+    written again. Whoever calls a method holds the lock.
+    """
+
+    def __init__(self) -> None:
+        self._snapshot: Snapshot | None = None
+        self._position = -1
+        self._buffer: Array = np.empty((5, 0), dtype=np.int64)
+        self._begin = self._end = 0
+
+    def snapshot(self, index: View, touched_since: Callable[[int], Array | None]) -> Snapshot:
+        """The live trajectories now.
+
+        Args:
+            touched_since: the slots that were touched since a position, each once; None if that is not known any more.
+        """
+        version = int(index.counters[VERSION])
+        if self._snapshot is None or self._snapshot.version != version:
+            touched = touched_since(self._position)
+            many = touched is None or 4 * len(touched) > self._end - self._begin
+            if touched is None or many or not self._follow(index, touched):
+                self._begin_anew(index)
+            self._position = int(index.counters[NUM_TOUCHED])
+            self._snapshot = Snapshot(version, *self._buffer[:, self._begin : self._end])
+        return self._snapshot
+
+    def _begin_anew(self, index: View) -> None:
+        slots = np.flatnonzero(index.state == READY)
+        slots = slots[np.argsort(index.sequence[slots], kind="stable")]
+        self._make(np.empty((5, 0), dtype=np.int64), len(slots))
+        self._append(index, slots)
+
+    def _follow(self, index: View, touched: Array) -> bool:
+        """Take in what has happened to some slots; False if it would take as long as to begin anew."""
+        rows = self._buffer[:, self._begin : self._end]
+        last = rows[_SEQUENCE, -1] if rows.shape[1] else -1
+        fresh = touched[(index.state[touched] == READY) & (index.sequence[touched] > last)]
+        fresh = fresh[np.argsort(index.sequence[fresh], kind="stable")]
+        gone = rows.shape[1] + len(fresh) - int(index.counters[NUM_READY])
+        if not 0 <= gone <= rows.shape[1]:
+            return False
+        if gone:
+            kept = _still_there(index, rows[:, :gone])
+            if kept.any():
+                kept = _still_there(index, rows)
+                rows = rows[:, kept]
+                if rows.shape[1] + len(fresh) != index.counters[NUM_READY]:
+                    return False
+                self._make(rows, len(fresh))
+            else:
+                self._begin += gone
+                rows = rows[:, gone:]
+        if self._end + len(fresh) > self._buffer.shape[1]:
+            self._make(rows, len(fresh))
+        self._append(index, fresh)
+        return True
+
+    def _make(self, rows: Array, more: int) -> None:
+        """A new buffer that begins with `rows` and has room for twice as many, and `more`."""
+        count = rows.shape[1]
+        self._buffer = np.empty((5, 2 * count + 2 * more + 64), dtype=np.int64)
+        self._buffer[:_END, :count] = rows[:_END]
+        np.cumsum(rows[_LENGTH], out=self._buffer[_END, :count])
+        self._begin, self._end = 0, count
+
+    def _append(self, index: View, slots: Array) -> None:
+        begin, end = self._end, self._end + len(slots)
+        rows = self._buffer[:, begin:end]
+        rows[_SLOT] = slots
+        rows[_LENGTH] = index.extent[slots, 0]
+        rows[_GENERATION] = index.generation[slots]
+        rows[_SEQUENCE] = index.sequence[slots]
+        np.cumsum(rows[_LENGTH], out=rows[_END])
+        if begin > 0:
+            rows[_END] += self._buffer[_END, begin - 1]
+        self._end = end
+
+
+def _still_there(index: View, rows: Array) -> Array:
+    slots = rows[_SLOT]
+    kept: Array = (index.state[slots] == READY) & (index.generation[slots] == rows[_GENERATION])
+    return kept

@@ -1,0 +1,123 @@
+"""What a table holds and what it costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from gear_loader.storage.index import Index
+from gear_loader.storage.layout import Layout
+from gear_loader.storage.operations import (
+    FIRST_SEQUENCE,
+    INSERT_WAIT,
+    NEXT_SEQUENCE,
+    NUM_EVICTED,
+    NUM_EXPIRED,
+    NUM_FREE_BLOCKS,
+    NUM_FREE_SLOTS,
+    NUM_SAMPLED,
+    NUM_WRITING,
+    SAMPLE_WAIT,
+)
+
+__all__ = ["TableStats", "stats_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TableStats:
+    """What a table holds and what it costs; `str()` of it is a readable summary.
+
+    Attributes:
+        num_trajectories, num_steps: live trajectories and their steps.
+        payload_bytes: bytes of the live steps themselves.
+        resident_bytes: bytes of all blocks in use (padding, unfinished and not yet reusable ones included) and of
+            the index entries that belong to them.
+        reserved_bytes: bytes of the whole region.
+        fixed_row_bytes: what the same trajectories take where each has a row as long as the longest of them.
+        blocks_in_use, num_blocks, block_steps: blocks taken, blocks in all, steps of a block.
+        num_evicted: trajectories evicted so far, because there was no room.
+        num_expired: trajectories removed so far by age, or because they had been drawn often enough.
+        num_inserted, num_sampled: trajectories added and rows drawn so far, by all processes together.
+        num_writing: trajectories that are being written.
+        insert_wait, sample_wait: seconds that all processes together have waited so far before they could add (for
+            room or the rate limiter), or draw (for the rate limiter).
+    """
+
+    num_trajectories: int
+    num_steps: int
+    payload_bytes: int
+    resident_bytes: int
+    reserved_bytes: int
+    fixed_row_bytes: int
+    blocks_in_use: int
+    num_blocks: int
+    block_steps: int
+    num_evicted: int
+    num_expired: int
+    num_inserted: int
+    num_sampled: int
+    num_writing: int
+    insert_wait: float
+    sample_wait: float
+
+    @property
+    def overhead(self) -> float:
+        """resident_bytes / payload_bytes; 1 is no waste, NaN for an empty table."""
+        return self.resident_bytes / self.payload_bytes if self.payload_bytes else math.nan
+
+    @property
+    def fixed_row_overhead(self) -> float:
+        """fixed_row_bytes / payload_bytes, for comparison."""
+        return self.fixed_row_bytes / self.payload_bytes if self.payload_bytes else math.nan
+
+    def __str__(self) -> str:
+        def line(name: str, count: int, ratio: float) -> str:
+            times = "" if math.isnan(ratio) else f"  {ratio:6.3f} x payload"
+            return f"{name:<14}{count:>16,} B{times}"
+
+        payload = self.payload_bytes or math.nan
+        return "\n".join(
+            (
+                f"{'trajectories':<14}{self.num_trajectories:>16,}",
+                f"{'steps':<14}{self.num_steps:>16,}",
+                f"{'blocks in use':<14}{self.blocks_in_use:>16,} of {self.num_blocks:,}, {self.block_steps} steps each",
+                f"{'added':<14}{self.num_inserted:>16,}, {self.insert_wait:,.1f} s waited",
+                f"{'drawn':<14}{self.num_sampled:>16,}, {self.sample_wait:,.1f} s waited",
+                f"{'evicted':<14}{self.num_evicted:>16,}, expired {self.num_expired:,}",
+                line("payload", self.payload_bytes, math.nan),
+                line("resident", self.resident_bytes, self.overhead),
+                line("fixed rows", self.fixed_row_bytes, self.fixed_row_overhead),
+                line("reserved", self.reserved_bytes, self.reserved_bytes / payload),
+            )
+        )
+
+
+def stats_of(index: Index, layout: Layout) -> TableStats:
+    """The statistics of a table."""
+    snapshot = index.snapshot()
+    counters = index.counters
+    slots_in_use = layout.max_trajectories - int(counters[NUM_FREE_SLOTS])
+    blocks = layout.num_blocks - int(counters[NUM_FREE_BLOCKS])
+    longest = int(snapshot.lengths.max()) if len(snapshot) else 0
+    # Its data, its entry in a block table, its place in the free stack, the count of its uses.
+    per_block = layout.block_bytes + 4 * 4
+    first = layout.arrays["extent"][0]
+    step_bytes = layout.schema.step_bytes
+    return TableStats(
+        num_trajectories=len(snapshot),
+        num_steps=snapshot.num_steps,
+        payload_bytes=snapshot.num_steps * step_bytes,
+        resident_bytes=first + slots_in_use * layout.slot_bytes + blocks * per_block,
+        reserved_bytes=layout.region_bytes,
+        fixed_row_bytes=len(snapshot) * longest * step_bytes,
+        blocks_in_use=blocks,
+        num_blocks=layout.num_blocks,
+        block_steps=layout.block_steps,
+        num_evicted=int(counters[NUM_EVICTED]),
+        num_expired=int(counters[NUM_EXPIRED]),
+        num_inserted=int(counters[NEXT_SEQUENCE]) - int(counters[FIRST_SEQUENCE]),
+        num_sampled=int(counters[NUM_SAMPLED]),
+        num_writing=int(counters[NUM_WRITING]),
+        insert_wait=int(counters[INSERT_WAIT]) / 1e9,
+        sample_wait=int(counters[SAMPLE_WAIT]) / 1e9,
+    )

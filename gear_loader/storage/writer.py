@@ -1,0 +1,582 @@
+"""The writer: adds a trajectory step by step, straight into its blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from gear_loader.errors import GearError, SchemaError
+from gear_loader.native import copying
+from gear_loader.storage.index import Claim
+from gear_loader.storage.operations import UNSET
+from gear_loader.storage.schema import NUMPY_DTYPES, Column, as_mapping, settled
+from gear_loader.utils.arrays import Array, address_of, as_array, narrowed, shown, unreadable
+from gear_loader.utils.checks import at_least
+
+if TYPE_CHECKING:
+    from gear_loader.storage.index import Index
+    from gear_loader.storage.region import Region
+    from gear_loader.storage.schema import Schema
+
+__all__ = ["Writer"]
+
+_GENEROUS = 8
+"""A trajectory gets room ahead of its steps while that leaves seven eighths of what is free to others."""
+
+
+class Target(Protocol):
+    """What a writer needs of a `gear_loader.Table`."""
+
+    schema: Schema
+    longest: int
+
+    @property
+    def region(self) -> Region: ...
+
+    @property
+    def policy(self) -> tuple[int, bool]: ...
+
+    def column_addresses(self) -> Array: ...
+
+    def free_steps(self) -> int: ...
+
+    def _live(self) -> Index: ...
+
+
+class Writer:
+    """Adds trajectories to a table while they are being made: `append` steps, then `commit`.
+
+    Made by `Table.writer`. Steps are written straight into the table's blocks, where nobody sees them before `commit`.
+    A writer is for one thread; a table may have any number of them, in any number of processes. If the process dies,
+    what it had not committed is given back by whoever needs room next.
+
+    As a context manager it commits at the end what has been appended since the last `commit`, and discards it if the
+    block raised an exception::
+
+        with table.writer() as writer:
+            while not done:
+                ...
+                writer.append(observation=observation, action=action, reward=reward)
+            writer.commit(priority=1.0)
+
+    **Chunks.** With `chunk_steps` what is appended is one stream, of which every `chunk_steps` steps become a
+    trajectory as soon as they are there, each beginning `overlap_steps` before the end of the last one, as R2D2 stores
+    its sequences with their burn-in (Kapturowski et al., 2019). `commit` ends the stream: the steps that are in no
+    chunk yet become a last, shorter one, beginning `overlap_steps` earlier too. If ``chunk_steps - overlap_steps`` is a
+    multiple of the table's `block_steps`, the steps that two chunks have in common are stored once; else they are
+    copied.
+
+    Attributes:
+        priority: what a chunk begins with that is cut while appending; None for the table's running maximum.
+    """
+
+    def __init__(self, table: Target, *, chunk_steps: int | None = None, overlap_steps: int = 0) -> None:
+        self._table = table
+        self._index = table._live()
+        self._block_steps = table.region.layout.block_steps
+        self._chunk = table.longest if chunk_steps is None else at_least("chunk_steps", chunk_steps)
+        self._overlap = at_least("overlap_steps", overlap_steps, least=0)
+        if chunk_steps is None and self._overlap:
+            raise SchemaError(f"overlap_steps is {overlap_steps} without chunk_steps; give both.")
+        if self._chunk > table.longest or self._overlap >= self._chunk:
+            raise SchemaError(
+                f"chunk_steps is {self._chunk:,} and overlap_steps {self._overlap:,}; expected "
+                f"overlap_steps < chunk_steps <= {table.longest:,}, the longest trajectory that the table holds."
+            )
+        self._cuts = chunk_steps is not None
+        self._shares = self._overlap > 0 and (self._chunk - self._overlap) % self._block_steps == 0
+        if self._overlap:
+            self._check_two_chunks()
+        self.priority: float | None = None
+        layout = table.region.layout
+        self._columns = [
+            _StepColumn(name, column, table.region.column(name), layout.columns[name].step_bytes)
+            for name, column in table.schema.items()
+        ]
+        self._pid = os.getpid()
+        # The slot that is being written comes last; while chunks are cut, the next one's is here before it is taken.
+        self._open: list[Claim] = []
+        self._thread = 0  # which began it
+        self._index.writers.add(self)
+        self._give_up = weakref.finalize(self, _give_up, self._index, self._open, self._pid)
+        self._give_up.atexit = False
+        self._ids: list[int] = []  # its blocks
+        self._run = np.zeros(2, dtype=np.int64)
+        self._held = 0  # steps that it has room for; 0 with an open slot: an interrupted call left it unknown
+        self._steps = 0
+        self._fresh = 0  # steps of it that no committed chunk has
+        self._here = -1  # the block that the columns' views show
+
+    def _check_two_chunks(self) -> None:
+        """When a chunk is committed, the steps that it has in common with the next one count twice."""
+        layout = self._table.region.layout
+        chunk, overlap = self._chunk, self._overlap
+        blocks = -(-chunk // self._block_steps) + (0 if self._shares else -(-overlap // self._block_steps))
+        if layout.max_trajectories < 2 or chunk + overlap > layout.max_steps or blocks > layout.num_blocks:
+            raise SchemaError(
+                f"chunk_steps is {chunk:,} and overlap_steps {overlap:,}; expected that a chunk and the overlap fit "
+                f"into the table together, which holds at most {layout.max_trajectories:,} trajectories, "
+                f"{layout.max_steps:,} steps and {layout.num_blocks:,} blocks of {self._block_steps}."
+            )
+
+    # ---------------------------------------------------------------- appending
+
+    @property
+    def num_steps(self) -> int:
+        """Steps appended since the last `commit` (with chunks: of the chunk that is being written)."""
+        return self._steps
+
+    def append(self, steps: Mapping[str, Any] | None = None, /, **columns: Any) -> tuple[int, ...]:
+        """Append one step, or several.
+
+        Args:
+            steps, columns: for every column its value: for one step ``[*shape]``, a numpy array or torch tensor of
+                exactly the column's dtype, or for a column of shape ``()`` a Python or numpy number; for k steps
+                ``[k, *shape]`` in all columns. Given as keywords, or as one mapping.
+
+        Returns:
+            Indices of the chunks that were completed by it; () without chunks.
+
+        Raises:
+            SchemaError: a value does not fit, or the trajectory would become longer than the table can hold.
+            TableFullError, RateLimitError, LockTimeoutError: as `Table.add`. Where the open writers of this very thread
+                hold the room, TableFullError comes at once: nobody else can end them.
+            In each case nothing was appended, but of several steps with chunks those in the chunks before. Who has
+            waited in vain may call it again with the same step.
+        """
+        rows = columns if steps is None else self._joined(steps, columns)
+        if len(rows) != len(self._columns):
+            self._table.schema.validate_names(rows, what="the step")
+        self._check_usable()
+        place = self._steps
+        if place >= self._held or place // self._block_steps != self._here:
+            if self._is_single(rows):
+                self._check_step(rows)
+                self._make_room(1)
+                self._look_at(self._steps // self._block_steps)
+            else:
+                return self._append_many(rows)
+        inside = self._steps - self._here * self._block_steps
+        for column in self._columns:
+            try:
+                value = rows[column.name]
+            except KeyError:
+                self._table.schema.validate_names(rows, what="the step")
+                raise
+            if not column.put(inside, value):
+                if not self._is_single(rows):
+                    return self._append_many(rows)
+                raise column.misfit(value)
+        return self._appended(1)
+
+    def _joined(self, steps: Mapping[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
+        steps = as_mapping(steps)
+        if not isinstance(steps, Mapping):
+            raise SchemaError(
+                f"The step is a {type(steps).__name__}; expected a mapping of the columns {list(self._table.schema)}, "
+                "or the columns as keywords."
+            )
+        return {**settled(steps), **columns}
+
+    def _appended(self, count: int) -> tuple[int, ...]:
+        """So many steps more have been written; cut them off if they complete a chunk."""
+        self._steps += count
+        self._fresh += count
+        if self._steps < self._chunk or not self._cuts:
+            return ()
+        try:
+            return self._cut()
+        except GearError:
+            self._steps -= count
+            self._fresh -= count
+            raise
+
+    def _check_step(self, rows: Mapping[str, Any]) -> None:
+        """Refuse a step that does not fit, before room is made for it."""
+        self._table.schema.validate_names(rows, what="the step")
+        for column in self._columns:
+            if not column.fits(rows[column.name]):
+                raise column.misfit(rows[column.name])
+
+    def _is_single(self, rows: Mapping[str, Any]) -> bool:
+        """Whether this is one step; several steps have one dimension more in every column."""
+        for column in self._columns:
+            if column.name not in rows:
+                self._table.schema.validate_names(rows, what="the step")
+            value = rows[column.name]
+            if getattr(value, "ndim", 0) != len(column.shape) + 1:
+                return True
+        return False
+
+    def _append_many(self, rows: Mapping[str, Any]) -> tuple[int, ...]:
+        length, addresses, hold = self._table.schema.locate(dict(rows), what="the steps")
+        if not self._cuts and self._steps + length > self._chunk:
+            raise self._too_long(self._steps + length)
+        indices: tuple[int, ...] = ()
+        done = 0
+        step_bytes = [column.step_bytes for column in self._columns]
+        while done < length:
+            count = min(length - done, self._chunk - self._steps)
+            self._make_room(count)
+            places = [address + done * size for address, size in zip(addresses, step_bytes, strict=True)]
+            self._copy_in(places, self._ids, self._steps, count)
+            indices += self._appended(count)
+            done += count
+        del hold
+        return indices
+
+    def _copy_in(self, addresses: list[int], blocks: list[int], first: int, count: int) -> None:
+        """Copy steps, contiguous in each column, into blocks of one trajectory, from its step `first` on."""
+        copying.append_steps(
+            self._table.column_addresses(),
+            self._block_steps,
+            np.array(blocks, dtype=np.int32),
+            first,
+            np.array(addresses, dtype=np.int64),
+            count,
+        )
+
+    # ---------------------------------------------------------------- room
+
+    @property
+    def open_slots(self) -> tuple[int, list[int]]:
+        """The thread that this writer is used in, and the slots that it is writing; of a forked child's copy none."""
+        claims = list(self._open) if os.getpid() == self._pid else []
+        return self._thread, [int(claim.slots[0]) for claim in claims if claim.slots[0] >= 0]
+
+    def _make_room(self, count: int) -> None:
+        """Room for `count` more steps."""
+        if self._cuts and self._steps == self._chunk:
+            self._cut()  # what an interrupted call has left to do
+        needed = self._steps + count
+        if needed > self._chunk:
+            raise self._too_long(needed)
+        if not self._held and self._open:
+            self._look_up()
+        if needed <= self._held:
+            return
+        evict, wait = self._table.policy
+        if not self._open:
+            self._ids, self._held = self._begin(needed)
+            return
+        free = self._table.free_steps() // _GENEROUS
+        before = self._held
+        most = min(max(2 * before, needed), before + free, self._chunk)
+        self._held = 0  # until it is known what an interrupted call has done
+        try:
+            held, more = self._index.grow(
+                self._slot, needed, self._run, most=max(most, needed), evict=evict, wait=wait
+            )
+        except GearError:
+            self._held = before
+            raise
+        self._ids = [*self._ids, *more.tolist()]
+        self._held = held
+
+    @property
+    def _slot(self) -> int:
+        """The slot that is being written."""
+        return int(self._open[-1].slots[0])
+
+    def _look_up(self) -> None:
+        """Find out what the open slot has, after a call that was interrupted."""
+        if self._slot < 0:
+            self._open.clear()
+            return
+        self._ids, held = self._index.row(self._slot).tolist(), int(self._index.extent[self._slot, 0])
+        self._here, self._held = -1, held
+
+    def _abort(self) -> None:
+        """Give back the slots that are open; what was committed stays."""
+        for claim in self._open:
+            if claim.slots[0] >= 0:
+                self._index.abort(claim.slots, generations=claim.generations)
+
+    def _begin(self, needed: int) -> tuple[list[int], int]:
+        """A slot with room for `needed` steps or, if nobody has to give way for it, a whole block."""
+        evict, wait = self._table.policy
+        first = min(max(needed, self._block_steps), self._chunk)
+        if first > self._table.free_steps():
+            first = needed
+        claim = Claim(1)
+        self._thread = threading.get_ident()
+        self._open.append(claim)  # before it is taken: who interrupts this finds it there
+        try:
+            _, ids = self._index.begin(np.array([first]), evict=evict, wait=wait, claim=claim)
+        except GearError:
+            self._open.remove(claim)
+            raise
+        return ids.tolist(), first
+
+    def _look_at(self, block: int) -> None:
+        for column in self._columns:
+            column.look_at(self._ids[block], self._block_steps)
+        self._here = block
+
+    def _too_long(self, steps: int) -> SchemaError:
+        return SchemaError(
+            f"The trajectory would have {steps:,} steps; this table holds at most {self._table.longest:,}. Commit "
+            "earlier, cut it into chunks with table.writer(chunk_steps=...), or create the table larger."
+        )
+
+    # ---------------------------------------------------------------- committing
+
+    def commit(self, priority: float | None = None) -> int:
+        """Make what has been appended a trajectory of the table; the next step begins another one.
+
+        Args:
+            priority: as for `Table.add`.
+
+        Returns:
+            Its index; with chunks that of the last one, which may have been there already.
+
+        Raises:
+            SchemaError: nothing has been appended, or the priority does not fit.
+            RateLimitError, LockTimeoutError: waited for too long. What was appended is still there: try again, or
+                discard it.
+        """
+        self._check_usable()
+        checked = self._checked(priority)
+        if not self._fresh:
+            if self._last_chunk is not None:
+                index = self._last_chunk
+                self.discard()
+                return index
+            raise SchemaError("Nothing has been appended since the last commit; append at least one step.")
+        slot = self._slot
+        with self._all_or_nothing():
+            self._index.finish(slot, self._steps, checked)
+            self._forget()
+        return slot
+
+    def _cut(self) -> tuple[int, ...]:
+        """Commit a chunk, and begin the next one with the steps that they have in common."""
+        slot, evict, wait = self._slot, *self._table.policy
+        priority = self._checked(self.priority)
+        stride = self._chunk - self._overlap
+        with self._all_or_nothing():
+            if self._shares:
+                shared = stride // self._block_steps
+                claim = Claim(1)
+                self._open.append(claim)
+                try:
+                    self._index.roll(slot, self._steps, shared, priority, evict=evict, wait=wait, claim=claim)
+                except GearError:
+                    self._open.remove(claim)
+                    raise
+                del self._open[0]
+                self._run[0] = max(0, self._run[0] - shared)
+                self._ids = self._ids[shared:]
+                self._held -= stride
+            elif self._overlap:
+                rows = self._copy_out(stride, self._overlap)
+                ids, held = self._begin(self._overlap)
+                self._copy_in([array.ctypes.data for array in rows], ids, 0, self._overlap)
+                try:
+                    self._index.finish(slot, self._steps, priority)
+                except GearError:
+                    self._index.abort(self._open[-1].slots)
+                    del self._open[-1]
+                    raise
+                del self._open[0]
+                self._ids, self._held = ids, held
+                self._run[:] = 0
+            else:
+                self._index.finish(slot, self._steps, priority)
+                self._forget()
+            self._steps, self._fresh, self._here = self._overlap, 0, -1
+            self._last_chunk = slot
+        return (slot,)
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """If it is interrupted, nobody knows how far it came: then what has not been committed is dropped."""
+        try:
+            yield
+        except GearError:
+            raise
+        except BaseException:
+            self._abort()
+            self._forget()
+            raise
+
+    _last_chunk: int | None = None
+
+    def _copy_out(self, first: int, count: int) -> list[Array]:
+        """Steps of the trajectory that is being written, uint8 [count * step_bytes] a column."""
+        blocks = np.arange(first, first + count) // self._block_steps
+        inside = np.arange(first, first + count) % self._block_steps
+        ids = np.array(self._ids, dtype=np.int64)[blocks]
+        rows = []
+        for column in self._columns:
+            size = column.step_bytes
+            data = column.data[ids[:, None], inside[:, None] * size + np.arange(size)]
+            rows.append(np.ascontiguousarray(data))
+        return rows
+
+    def _checked(self, priority: float | None) -> float:
+        if priority is None:
+            return float(UNSET)
+        try:
+            values = np.asarray(as_array(priority, "priority"))
+        except SchemaError:
+            raise
+        except (TypeError, ValueError, RuntimeError):
+            values = np.empty(0)
+        if values.shape != () or values.dtype.kind not in "biuf":
+            raise SchemaError(f"priority is {shown(priority)}; expected a number.")
+        narrow, bad = narrowed(values.astype(np.float64).reshape(1))
+        if bad >= 0:
+            raise SchemaError(
+                f"priority is {priority!r}; expected a finite number (as float32) that is not negative."
+            )
+        return float(narrow[0])
+
+    def discard(self) -> None:
+        """Drop what has been appended since the last commit; chunks that were completed stay."""
+        self._check_process()
+        self._abort()
+        self._forget()
+
+    def close(self) -> None:
+        """As `discard`; idempotent."""
+        if os.getpid() == self._pid:
+            self.discard()
+
+    def _forget(self) -> None:
+        self._open.clear()
+        self._ids, self._held, self._steps, self._fresh, self._here = [], 0, 0, 0, -1
+        self._run[:] = 0
+        self._last_chunk = None
+
+    def _check_usable(self) -> None:
+        self._check_process()
+        self._table._live()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise GearError(
+                f"A writer of process {self._pid} was used in process {os.getpid()}; make one with table.writer() "
+                "in each process."
+            )
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None and self._fresh:
+            self.commit(self.priority)
+        else:
+            self.close()
+
+
+class _StepColumn:
+    """How single steps get into one column: through a view of the current block."""
+
+    def __init__(self, name: str, column: Column, data: Array, step_bytes: int) -> None:
+        self.name = name
+        self.shape = column.shape
+        self.step_bytes = step_bytes
+        self.data = data
+        self._column = column
+        self._dtype = NUMPY_DTYPES.get(column.dtype)
+        self._kind = "" if self._dtype is None else self._dtype.kind
+        self._largest = torch.finfo(column.dtype).max if column.dtype.is_floating_point else 0.0
+        self._spare = self._as_steps(np.empty(step_bytes, dtype=np.uint8), 1)
+        self._view = self._spare
+
+    def _as_steps(self, rows: Array, count: int) -> Array:
+        dtype = np.dtype(np.int16) if self._dtype is None else self._dtype
+        return rows.view(dtype).reshape(count, *self.shape)
+
+    def look_at(self, block: int, block_steps: int) -> None:
+        self._view = self._as_steps(self.data[block, : block_steps * self.step_bytes], block_steps)
+
+    def fits(self, value: Any) -> bool:
+        """Whether `put` would take a step's value."""
+        view, self._view = self._view, self._spare
+        try:
+            return self.put(0, value)
+        finally:
+            self._view = view
+
+    def put(self, place: int, value: Any) -> bool:
+        """Write a step's value; False, having written nothing, if it does not fit."""
+        if isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
+            if value.dtype == self._dtype and value.shape == self.shape and self._dtype is not None:
+                self._view[place] = value
+                return True
+            return False
+        if isinstance(value, torch.Tensor):
+            return self._put_tensor(place, value)
+        return not self.shape and self._put_number(place, value)
+
+    def _put_tensor(self, place: int, value: torch.Tensor) -> bool:
+        if value.is_nested or value.dtype is not self._column.dtype or tuple(value.shape) != self.shape:
+            return False
+        plain = value.is_contiguous() and address_of(value) != 0
+        if not plain and unreadable(value) is not None:
+            return False
+        if value.requires_grad or not value.is_cpu or value.is_neg():
+            value = value.detach().resolve_neg().cpu()
+        self._view[place] = (value.view(torch.int16) if self._dtype is None else value).numpy()
+        return True
+
+    def _put_number(self, place: int, value: Any) -> bool:
+        number = value.item() if isinstance(value, np.generic) else value
+        if isinstance(number, bool):
+            fits = self._kind == "b"
+        elif not isinstance(number, (int, float)):
+            fits = False
+        elif self._largest:
+            special = isinstance(number, float) and not math.isfinite(number)
+            fits = special or -self._largest <= number <= self._largest
+        else:
+            fits = self._kind in "iu" and isinstance(number, int) and self._in_range(number)
+        if not fits:
+            return False
+        if self._dtype is None:
+            number = (
+                torch.tensor(float(number), dtype=self._column.dtype, device="cpu").view(torch.int16).item()
+            )
+        self._view[place] = number
+        return True
+
+    def _in_range(self, value: int) -> bool:
+        assert self._dtype is not None
+        limits = np.iinfo(self._dtype)
+        return int(limits.min) <= value <= int(limits.max)
+
+    def misfit(self, value: Any) -> SchemaError:
+        """The error for a value that does not fit."""
+        shape = list(self.shape)
+        expected = f"{self._column.dtype} and shape {shape} (or [k, ...] of k steps in every column)"
+        kind = unreadable(value) if isinstance(value, torch.Tensor) else None
+        if kind is not None:
+            what = f"is a {kind}"
+        elif isinstance(value, (np.ndarray, torch.Tensor)):
+            what = f"has dtype {value.dtype} and shape {list(value.shape)}"
+        else:
+            what = f"is {value!r}, of type {type(value).__name__}"
+        return SchemaError(
+            f"Column {self.name!r} of the step {what}; expected an array or a tensor of {expected}"
+            f"{', or a number' if not shape else ''}. Nothing was appended."
+        )
+
+
+def _give_up(index: Index, claims: list[Claim], pid: int) -> None:
+    # The writer was dropped without a word: whoever needs room next takes its slot back.
+    if os.getpid() == pid:
+        for claim in claims:
+            index.abort(claim.slots, wait=False, generations=claim.generations)

@@ -1,0 +1,158 @@
+"""The side of one-sided reads that owns the memory: registers tables with NIXL and tells readers where they lie."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from gear_loader.errors import TransportError
+from gear_loader.storage.region import Region, region_path
+from gear_loader.transport.nixl_agent import Description, new_agent, register
+
+__all__ = ["NixlOwner"]
+
+_IDLE = 5e-3  # seconds between two looks while nobody reads
+_BUSY = 2e-5
+_STAY = 1.0  # seconds that it stays busy after the last read
+_IDENTITY = 0.1  # seconds between two looks whether the names still mean the same tables
+_WORDS = 1024  # tables, counting those that have been replaced
+
+
+class NixlOwner:
+    """Lets others read tables of this machine without asking its processor.
+
+    **One-sided reads trust the network.** Whoever has the description of one table, or can reach the sockets that UCX
+    opens, can read this process's memory, and with a made-up address end it. It is meant for closed fabrics, and off
+    unless it is chosen by name. Descriptions are given to those alone who know the server's secret.
+
+    Over InfiniBand the adapter answers by itself. Over TCP, and to connect, UCX needs this process: a thread looks
+    every 5 ms, and all the time in the second after a read.
+
+    Args:
+        tables: names of the tables that may be read; each is attached when first asked for.
+        loopback: keep UCX's sockets to the loopback device, unless the user has set UCX_NET_DEVICES.
+
+    Raises:
+        TransportError: NIXL is not installed, or cannot start.
+    """
+
+    def __init__(self, tables: Iterable[str], *, loopback: bool = True) -> None:
+        self._tables = frozenset(tables)
+        self._name = f"gear-loader-{os.getpid()}-{secrets.token_hex(8)}"
+        self._agent: Any = new_agent(self._name, loopback=loopback)
+        self._guard = threading.Lock()
+        # A region is not unmapped while this lives: over TCP, UCX reads any address that it is asked for.
+        self._regions: list[Region] = []
+        self._current: dict[str, tuple[Region, tuple[int, int], int]] = {}  # region, its file, its word
+        self._words = np.zeros(_WORDS, dtype=np.uint64)
+        self._word_list = register(self._agent, self._words.ctypes.data, self._words.nbytes)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gear-loader-nixl", daemon=True)
+        self._thread.start()
+
+    def metadata(self, table: str) -> bytes:
+        """What a reader needs to know of a table; see `gear_loader.transport.nixl_agent`.
+
+        Raises:
+            TransportError: it is none of those that may be read, or cannot be registered.
+            RegionError: there is none of that name now.
+        """
+        if table not in self._tables:
+            raise TransportError(
+                f"Table {table!r} is not served; tables here: {', '.join(sorted(self._tables)) or 'none'}."
+            )
+        with self._guard:
+            if self._stop.is_set():
+                raise TransportError("This server is closing.")
+            self._forget_replaced()
+            if table not in self._current:
+                self._attach(table)
+            region, _, word = self._current[table]
+            view = region.bytes
+            assert view is not None
+            layout = region.layout
+            return Description(
+                self._name,
+                self._agent.get_agent_metadata(),
+                layout.schema,
+                tuple((each.offset, each.block_stride, each.step_bytes) for each in layout.columns.values()),
+                {
+                    "base": view.ctypes.data,
+                    "region_bytes": layout.region_bytes,
+                    "block_steps": layout.block_steps,
+                    "num_blocks": layout.num_blocks,
+                    "num_slots": layout.max_trajectories,
+                    "max_steps": layout.max_steps,
+                    "generation": layout.arrays["generation"][0],
+                    "state": layout.arrays["state"][0],
+                    "word": self._words.ctypes.data + 8 * word,
+                    "value": int(self._words[word]),
+                },
+            ).to_bytes()
+
+    def _attach(self, table: str) -> None:
+        if len(self._regions) == _WORDS:
+            raise TransportError(f"{_WORDS:,} tables have been served by this process; start it anew.")
+        before = _file(table)
+        region = Region.attach(table)
+        if before != _file(table):
+            region.close()
+            raise TransportError(f"Table {table!r} was replaced this moment. Ask again.")
+        view = region.bytes
+        assert view is not None
+        try:
+            register(self._agent, view.ctypes.data, region.layout.region_bytes)
+        except BaseException:
+            region.close()
+            raise
+        word = len(self._regions)
+        self._regions.append(region)
+        assert before is not None
+        self._words[word] = secrets.randbits(63) | 1
+        self._current[table] = region, before, word
+
+    def _forget_replaced(self) -> None:
+        for table, (_, file, word) in list(self._current.items()):
+            if _file(table) != file:
+                self._words[word] = 0  # readers look at it after each read
+                del self._current[table]
+
+    def _run(self) -> None:
+        """Let UCX answer, and see which tables have gone."""
+        busy = looked = 0.0
+        while not self._stop.is_set():
+            now = time.monotonic()
+            with self._guard:
+                if self._stop.is_set():
+                    return
+                if self._agent.get_new_notifs():
+                    busy = now
+                if now - looked > _IDENTITY:
+                    self._forget_replaced()
+                    looked = now
+            time.sleep(_BUSY if now - busy < _STAY else _IDLE)
+
+    def close(self) -> None:
+        """Let nobody read any more; idempotent."""
+        self._stop.set()
+        self._thread.join()
+        with self._guard:
+            self._agent = None  # with its sockets; before the memory goes
+            regions, self._regions = self._regions, []
+            self._current.clear()
+            for region in regions:
+                region.close()
+
+
+def _file(table: str) -> tuple[int, int] | None:
+    try:
+        info = os.stat(region_path(table), follow_symlinks=False)
+    except OSError:
+        return None
+    return info.st_dev, info.st_ino

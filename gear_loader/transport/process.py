@@ -1,0 +1,300 @@
+"""The server as a process of its own: what `gear-loader serve` runs, and how a program starts and ends one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import ipaddress
+import json
+import logging
+import os
+import select
+import signal
+import struct
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Sequence
+
+from gear_loader.errors import HandshakeError, TransportError
+from gear_loader.transport.channel import CARRIERS
+from gear_loader.transport.child_process import child_command
+from gear_loader.transport.handshake import check_secret
+from gear_loader.transport.server import Server
+
+__all__ = ["ServerProcess", "is_loopback", "read_parent", "run_server", "start_server"]
+
+_START = 120.0  # seconds: a machine that compiles the loops for the first time is slow
+_STOP = 5.0  # seconds from asking it to end to killing it
+_LOOK = 1.0  # seconds between looks whether the parent is there
+_CLOSE = 0.5  # seconds to say goodbye to connections
+_ATTACH = 1.0  # seconds that being ready waits for tables; those that are locked meanwhile are attached later
+_MOST_SECRET = 1 << 16
+_SIZE = struct.Struct("<I")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can connect to that host."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+# ---------------------------------------------------------------- in the server's process
+
+
+def read_parent(fd: int) -> bytes:
+    """The secret that the parent wrote into the pipe: its size, u32, and itself.
+
+    Raises:
+        HandshakeError: the parent has gone, or wrote something else.
+    """
+    data = b""
+    size = -1
+    while size < 0 or len(data) < size:
+        wanted = _SIZE.size - len(data) if size < 0 else size - len(data)
+        part = os.read(fd, wanted)
+        if not part:
+            raise HandshakeError("The parent closed the pipe before it had told the secret.")
+        data += part
+        if size < 0 and len(data) == _SIZE.size:
+            (size,), data = _SIZE.unpack(data), b""
+            if not 0 < size <= _MOST_SECRET:
+                raise HandshakeError(
+                    f"The parent announced a secret of {size:,} bytes; expected 1 to {_MOST_SECRET}."
+                )
+    return data
+
+
+def run_server(
+    tables: Sequence[str],
+    listens: Sequence[tuple[str, str, int]],
+    secret: bytes,
+    *,
+    parent: int | None = None,
+    one_sided: bool = False,
+) -> None:
+    """Serve until SIGTERM or SIGINT, or until the parent closes its end of a pipe. Ends the process; does not return.
+
+    When it is ready it prints one line: a JSON object with ``addresses``, by carrier, and ``pid``.
+
+    Args:
+        tables: their names. listens: carrier, host and port of each.
+        parent: descriptor of a pipe; the secret has been read from it.
+        one_sided: also let readers in that read the tables' memory by themselves (NIXL).
+
+    Raises:
+        TransportError: a carrier that cannot be used here. OSError: it cannot listen there.
+    """
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="gear-loader serve: %(message)s")
+    if all(is_loopback(host) for _, host, _ in listens) and any(name == "ucx" for name, _, _ in listens):
+        os.environ.setdefault("UCX_NET_DEVICES", "lo")
+    asyncio.run(_serve(Server(tables, secret), tables, listens, parent, one_sided))
+
+
+async def _serve(
+    server: Server,
+    tables: Sequence[str],
+    listens: Sequence[tuple[str, str, int]],
+    parent: int | None,
+    one_sided: bool,
+) -> None:
+    loop = asyncio.get_running_loop()
+    over = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, over.set)
+    if parent is not None:
+        os.set_blocking(parent, False)
+        loop.add_reader(parent, _parent_is_gone, parent, over)
+    if one_sided:
+        loopback = all(is_loopback(host) for _, host, _ in listens)
+        owner = importlib.import_module("gear_loader.transport.nixl_server").NixlOwner(
+            tables, loopback=loopback
+        )
+        server.metadata["nixl"] = owner.metadata
+    addresses = {name: await server.listen(name, host, port) for name, host, port in listens}
+    attaching = [asyncio.ensure_future(_attach(server, name)) for name in dict.fromkeys(tables)]
+    await asyncio.wait(attaching, timeout=_ATTACH)
+    print(json.dumps({"addresses": addresses, "pid": os.getpid()}), flush=True)
+    server.log.info("serving %s at %s", ", ".join(tables), ", ".join(addresses.values()))
+    ancestor = os.getppid()
+    while parent is None or os.getppid() == ancestor:  # a forked child of the parent may still have the pipe
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(over.wait(), _LOOK)
+            break
+    await asyncio.wait([asyncio.ensure_future(server.close())], timeout=_CLOSE)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads that wait for a table would keep it; what they began, others repair
+
+
+async def _attach(server: Server, name: str) -> None:
+    """Attach a table before it is asked for."""
+    try:
+        await server.waiters(name).run(lambda: server.shelf.get(name))
+    except OSError as error:
+        server.log.info("table %r is attached when it is asked for: %s", name, error)
+
+
+def _parent_is_gone(fd: int, over: asyncio.Event) -> None:
+    try:
+        if os.read(fd, 4096):
+            return
+    except BlockingIOError:
+        return
+    except OSError:
+        pass
+    asyncio.get_running_loop().remove_reader(fd)
+    over.set()
+
+
+# ---------------------------------------------------------------- in the program that starts it
+
+
+class ServerProcess:
+    """A server that `start_server` has started. It ends with `stop`, with its parent, or when nobody refers to it.
+
+    Attributes:
+        addresses: carrier -> address, as `Peer` takes it.
+        pid: of its process.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], pipe: int, addresses: dict[str, str]) -> None:
+        self.addresses = addresses
+        self.pid = process.pid
+        self._process = process
+        self._stop = weakref.finalize(self, _stop, process, pipe, os.getpid())
+
+    def alive(self) -> bool:
+        """Whether it runs."""
+        return self._process.poll() is None
+
+    def stop(self) -> None:
+        """End it, and wait for that; idempotent."""
+        self._stop()
+
+    def __enter__(self) -> ServerProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def _stop(process: subprocess.Popen[bytes], pipe: int, owner: int) -> None:
+    os.close(pipe)
+    if os.getpid() != owner:  # a forked child: the server is not its
+        process.returncode = 0
+        return
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGCONT)  # a stopped one would not hear it
+    try:
+        process.wait(_STOP)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def start_server(
+    tables: Sequence[str],
+    carriers: Sequence[str] = ("socket",),
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    secret: bytes,
+    one_sided: bool = False,
+    timeout: float = _START,
+) -> ServerProcess:
+    """Start a server of tables of this machine, in a process of its own that ends with this one.
+
+    Args:
+        tables: their names.
+        carriers: "socket", "ucx".
+        host: where it listens. By default only this machine can connect.
+        port: 0 for any that is free; a number only with one carrier.
+        secret: what requesters must know. It goes through a pipe.
+        one_sided: also let readers in that read the tables' memory by themselves (NIXL).
+        timeout: seconds until it must be ready.
+
+    Raises:
+        TransportError: arguments that make no sense, or it did not start; the message says what it wrote.
+    """
+    check_secret(secret)
+    unknown = [name for name in carriers if name not in CARRIERS]
+    if unknown or not carriers or len(set(carriers)) != len(carriers):
+        raise TransportError(
+            f"Carriers {list(carriers)} were received; expected some of {sorted(CARRIERS)}, each once."
+        )
+    if port and len(carriers) > 1:
+        raise TransportError(
+            f"Port {port} was received for {len(carriers)} carriers; expected one carrier, or port 0."
+        )
+    if isinstance(tables, str) or not tables:
+        raise TransportError(f"Tables {tables!r} were received; expected at least one name.")
+    ours, theirs = os.pipe()[::-1]
+    shown = f"[{host}]" if ":" in host else host
+    command = child_command("serve", "--parent", str(theirs))
+    for name in carriers:
+        command += ["--carrier", name]
+    command += ["--listen", f"{shown}:{port}", *(["--one-sided"] if one_sided else []), "--", *tables]
+    process = None
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, pass_fds=(theirs,)
+        )
+        os.close(theirs)
+        theirs = -1
+        _write(ours, _SIZE.pack(len(secret)) + secret)
+        addresses = _addresses(process, tables, timeout)
+    except BaseException:
+        if theirs >= 0:
+            os.close(theirs)
+        if process is None:
+            os.close(ours)
+        else:
+            _stop(process, ours, os.getpid())
+        raise
+    return ServerProcess(process, ours, addresses)
+
+
+def _write(fd: int, data: bytes) -> None:
+    # A server that has ended already tells why on its standard error; that it has is seen when its line is read.
+    with contextlib.suppress(BrokenPipeError):
+        while data:
+            data = data[os.write(fd, data) :]
+
+
+def _addresses(process: subprocess.Popen[bytes], tables: Sequence[str], timeout: float) -> dict[str, str]:
+    """What it prints when it is ready."""
+    assert process.stdout is not None
+    deadline = time.monotonic() + timeout
+    fd, line = process.stdout.fileno(), b""
+    while not line.endswith(b"\n"):
+        ready, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TransportError(
+                f"The server of {', '.join(tables)} (pid {process.pid}) was not ready within {timeout:g} s."
+            )
+        part = os.read(fd, 1 << 16)
+        if not part:
+            code = process.wait()
+            raise TransportError(
+                f"The server of {', '.join(tables)} ended with exit code {code} before it was ready; what it wrote to "
+                "standard error says why."
+            )
+        line += part
+    try:
+        addresses: dict[str, str] = json.loads(line)["addresses"]
+    except (ValueError, KeyError, TypeError):
+        raise TransportError(
+            f"The server of {', '.join(tables)} printed {line[:200]!r}; expected its addresses."
+        ) from None
+    return addresses

@@ -1,0 +1,204 @@
+"""The carrier that is always there: TCP sockets in the event loop, without a copy in between."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections.abc import Awaitable, Callable
+
+from gear_loader.errors import TransportError
+from gear_loader.transport.channel import Address, Bytes, Carrier, Channel, as_bytes
+from gear_loader.transport.tcp_listener import TcpListener, listening_sockets
+
+__all__ = ["SocketCarrier", "SocketChannel"]
+
+_AHEAD = 1 << 12  # bytes up to which a read may take in more than was asked for
+_AT_ONCE = 64  # calls that went through at once, after which others have their turn
+_MOST_PARTS = 64  # of one call
+_GONE = "The connection was closed by the other side."
+
+
+class SocketChannel(Channel):
+    """A connected socket."""
+
+    library = "socket"
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._socket: socket.socket | None = connection
+        self._fd = connection.fileno()
+        self._reading: asyncio.Future[None] | None = None
+        self._writing: asyncio.Future[None] | None = None
+        self._hears = False  # whether the loop tells of what comes
+        self._ahead = memoryview(bytearray(_AHEAD))  # what came with something small
+        self._begin = self._end = 0
+        self._at_once = 0
+        connection.setblocking(False)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            host, port = connection.getpeername()[:2]
+            self.peer = f"{host}:{port}"
+        except OSError:  # gone already: the first use says so
+            self.peer = ""
+
+    async def send(self, *parts: Bytes) -> None:
+        views = [as_bytes(part) for part in parts]
+        while views:
+            try:
+                sent = self._live().sendmsg(views[:_MOST_PARTS])
+            except (BlockingIOError, InterruptedError):
+                await self._wait_to_write()
+                continue
+            while views and sent >= len(views[0]):
+                sent -= len(views.pop(0))
+            if sent:
+                views[0] = views[0][sent:]
+            await self._others()
+
+    async def recv_into(self, buffer: Bytes) -> None:
+        view = as_bytes(buffer)
+        while True:
+            if self._begin < self._end:
+                count = min(self._end - self._begin, len(view))
+                view[:count] = self._ahead[self._begin : self._begin + count]
+                self._begin += count
+                if count == len(view):
+                    return
+                view = view[count:]
+            if len(view) < _AHEAD:
+                self._begin, self._end = 0, await self._receive(self._ahead)
+            else:
+                count = await self._receive(view)
+                if count == len(view):
+                    return
+                view = view[count:]
+
+    async def _receive(self, view: memoryview) -> int:
+        """Receive something, at least a byte."""
+        while True:
+            try:
+                count = self._live().recv_into(view)
+            except (BlockingIOError, InterruptedError):
+                await self._wait_to_read()
+                continue
+            if count == 0:
+                raise ConnectionResetError(errno.ECONNRESET, _GONE)
+            await self._others()
+            return count
+
+    async def linger(self, seconds: float, most: float = float("inf")) -> None:
+        # Closed with something unread, the other side's system would throw away what it has not read either.
+        with contextlib.suppress(OSError, asyncio.TimeoutError):
+            self._live().shutdown(socket.SHUT_WR)
+            await asyncio.wait_for(self._discard(most), seconds)
+
+    async def _discard(self, most: float) -> None:
+        while most > 0:
+            most -= await self._receive(self._ahead)
+
+    async def close(self) -> None:
+        connection, self._socket = self._socket, None
+        if connection is None:
+            return
+        self._loop.remove_reader(self._fd)
+        self._loop.remove_writer(self._fd)
+        for waiter in (self._reading, self._writing):
+            if waiter is not None and not waiter.done():
+                waiter.set_exception(_closed())
+        connection.close()
+
+    def _live(self) -> socket.socket:
+        if self._socket is None:
+            raise _closed()
+        return self._socket
+
+    async def _others(self) -> None:
+        """Let others have the loop now and then, however fast this connection is."""
+        self._at_once += 1
+        if self._at_once >= _AT_ONCE:
+            self._at_once = 0
+            await asyncio.sleep(0)
+
+    async def _wait_to_read(self) -> None:
+        self._at_once = 0
+        self._live()
+        self._reading = self._loop.create_future()
+        if not self._hears:
+            self._hears = True
+            self._loop.add_reader(self._fd, self._readable)
+        try:
+            await self._reading
+        finally:
+            self._reading = None
+
+    def _readable(self) -> None:
+        if self._reading is None:  # nobody wants it now: hear of it again when somebody does
+            self._hears = False
+            self._loop.remove_reader(self._fd)
+        elif not self._reading.done():
+            self._reading.set_result(None)
+
+    async def _wait_to_write(self) -> None:
+        self._at_once = 0
+        self._live()
+        self._writing = self._loop.create_future()
+        self._loop.add_writer(self._fd, self._writable)
+        try:
+            await self._writing
+        finally:
+            self._writing = None
+            if self._socket is not None:
+                self._loop.remove_writer(self._fd)
+
+    def _writable(self) -> None:
+        if self._writing is not None and not self._writing.done():
+            self._writing.set_result(None)
+
+
+def _closed() -> ConnectionError:
+    return ConnectionAbortedError(errno.ECONNABORTED, "The connection was closed on this side.")
+
+
+class SocketCarrier(Carrier):
+    """TCP."""
+
+    name = "socket"
+    library = "socket"
+
+    async def connect(self, address: str) -> SocketChannel:
+        parts = Address.parse(address)
+        if parts.carrier != self.name:
+            raise TransportError(f"Address {address!r} was received; expected socket://<host>:<port>.")
+        loop = asyncio.get_running_loop()
+        found = await loop.getaddrinfo(parts.host, parts.port, type=socket.SOCK_STREAM)
+        last: OSError = OSError(errno.EADDRNOTAVAIL, f"{parts.host} has no address")
+        for kind, type_, protocol, _, place in found:
+            connection = socket.socket(kind, type_, protocol)
+            try:
+                connection.setblocking(False)
+                await loop.sock_connect(connection, place)
+                if connection.getsockname() == connection.getpeername():
+                    raise ConnectionRefusedError(errno.ECONNREFUSED, "Nobody listens there.")
+                return SocketChannel(connection)
+            except OSError as error:
+                connection.close()
+                last = error
+            except BaseException:
+                connection.close()
+                raise
+        raise last
+
+    async def listen(self, host: str, port: int, serve: Callable[[Channel], Awaitable[None]]) -> TcpListener:
+        async def begin(connection: socket.socket) -> None:
+            try:
+                channel = SocketChannel(connection)
+            except OSError:  # it is gone already
+                connection.close()
+                return
+            await serve(channel)
+
+        sockets = await listening_sockets(host, port)
+        name, number = sockets[0].getsockname()[:2]
+        return TcpListener(sockets, str(Address(self.name, name, number)), begin)

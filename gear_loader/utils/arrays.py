@@ -1,0 +1,96 @@
+"""Numbers that users give as tensors or arrays: whether their memory can be read, and priorities as float32."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import torch
+
+from gear_loader.errors import SchemaError
+
+__all__ = ["Array", "address_of", "as_array", "narrowed", "outside_inference", "shown", "unreadable"]
+
+Array = np.ndarray[Any, Any]
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """The address of a contiguous tensor's elements; 0 if its storage does not hold all of them (or there are none)."""
+    try:
+        offset = tensor.storage_offset()
+        end = tensor.nbytes + offset * tensor.itemsize if offset else tensor.nbytes
+        return tensor.data_ptr() if end <= tensor.untyped_storage().nbytes() else 0
+    except RuntimeError:  # it has no storage
+        return 0
+
+
+def unreadable(tensor: torch.Tensor) -> str | None:
+    """What a tensor is whose elements do not lie in strided memory, for an error; None if they do."""
+    if tensor.is_nested or tensor.layout != torch.strided:
+        return "nested tensor" if tensor.is_nested else f"tensor of layout {tensor.layout}"
+    if tensor.is_meta:
+        return "meta tensor"
+    try:
+        storage = tensor.untyped_storage()
+        address, held = storage.data_ptr(), storage.nbytes()
+    except RuntimeError:
+        return "tensor without storage (as torch.func and torch._efficientzerotensor make them)"
+    if not tensor.numel():
+        return None
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.itemsize
+    if address == 0 or held < needed:
+        held = held if address else 0
+        return f"tensor whose storage holds {held:,} bytes, while its shape needs {needed:,}"
+    return None
+
+
+def shown(value: Any) -> str:
+    """The value for an error; torch cannot print tensors whose elements cannot be read."""
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            kind = unreadable(item) if isinstance(item, torch.Tensor) else None
+            if kind is not None:
+                return f"a {type(value).__name__} that holds a {kind}"
+    return repr(value)
+
+
+def as_array(value: Any, name: str) -> Any:
+    """A tensor as an array on the host (bfloat16, which numpy lacks, as float32); anything else as it is.
+
+    Args:
+        name: how an error calls it.
+
+    Raises:
+        SchemaError: a tensor whose elements cannot be read.
+    """
+    if isinstance(value, torch.Tensor):
+        kind = unreadable(value)
+        if kind is not None:
+            raise SchemaError(f"{name} is a {kind}; expected a strided tensor with its data, or an array.")
+        value = value.detach().resolve_conj().resolve_neg().cpu()
+        return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    return value
+
+
+def narrowed(values: Array) -> tuple[Array, int]:
+    """Priorities as float32, and the position of the first that is none: NaN, infinite or negative; -1 for none.
+
+    Args:
+        values: float32 or float64 [n].
+
+    What is positive stays so, and can be drawn; what is negative is found, however small.
+    """
+    if values.dtype == np.float32 and len(values) and values.min() >= 0 and values.max() < np.inf:
+        return values, -1
+    with np.errstate(over="ignore"):
+        narrow = values.astype(np.float32)
+    bad = np.flatnonzero(~(np.isfinite(narrow) & (values >= 0)))
+    tiny = np.finfo(np.float32).tiny
+    return np.where((narrow == 0) & (values > 0), tiny, narrow), int(bad[0]) if len(bad) else -1
+
+
+def outside_inference() -> contextlib.AbstractContextManager[object]:
+    """Leave `torch.inference_mode` for what is made in it: tensors that are used again must serve training too."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()

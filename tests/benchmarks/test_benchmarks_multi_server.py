@@ -1,0 +1,382 @@
+"""The benchmark of several nodes runs, finds what is wrong, leaves nothing behind; not how fast anything is."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from benchmarks_common import ROOT, call, rows_of
+from ucx_common import start_ucx_first
+
+from gear_loader.distributed.global_selection import GlobalSelection
+from gear_loader.storage import shared_memory
+
+bare = importlib.import_module("benchmarks.multi_server_bare")
+harness = importlib.import_module("benchmarks.harness")
+nodes = importlib.import_module("benchmarks.multi_server_nodes")
+parts = importlib.import_module("benchmarks.multi_server_parts")
+peers = importlib.import_module("benchmarks.peers.process")
+ranks = importlib.import_module("benchmarks.multi_server_ranks")
+simulation = importlib.import_module("benchmarks.scaling_simulation")
+
+COMMITTED = ROOT / "benchmarks" / "results" / "multi-server-cpu.jsonl"
+HAS_IP = os.geteuid() == 0 and shutil.which("ip") is not None and shutil.which("tc") is not None
+
+
+def left_in_memory() -> set[str]:
+    return {name for name in os.listdir(shared_memory.DIRECTORY) if f"bench-multi-{os.getpid()}-" in name}
+
+
+def spaces() -> set[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    return {
+        line.split()[0] for line in listed.stdout.splitlines() if line.startswith(f"gear{os.getpid():x}-")
+    }
+
+
+def gone(what: Any) -> bool:
+    """Whether `what()` comes to be empty."""
+    end = time.monotonic() + 20
+    while what() and time.monotonic() < end:
+        time.sleep(0.02)
+    return not what()
+
+
+# The command line ------------------------------------------------------------------------------------
+
+
+def check_row(row: dict[str, Any]) -> None:
+    """Every row says what was measured, how, with what result, and on what."""
+    assert row["experiment"] == "multi-server"
+    assert row["workload"] in {"W1", "selection", "all_to_all"}
+    parameters = row["parameters"]
+    assert {"network", "bandwidth_gbit", "latency_us", "ucx_tls", "part", "carrier"} <= set(parameters)
+    assert ("gb_per_s" in row) == (row["workload"] != "selection")
+    for name in ("seconds", "ratio"):
+        assert 0 < row[name]["p10"] <= row[name]["p50"] <= row[name]["p90"]
+    assert 0 < row["extras"]["latency_p50"] <= row["extras"]["latency_p95"]
+    keys = {"quick", "threads", "nodes", "trajectories", "seconds", "seed", "carriers"}
+    assert keys <= set(row["configuration"])
+    assert {"commit", "dirty", "source", "date", "run", "device", "machine", "versions"} <= set(row)
+
+
+@pytest.mark.long
+def test_it_measures_and_can_be_plotted(tmp_path: Path) -> None:
+    for package in ("jinja2", "matplotlib"):
+        pytest.importorskip(package)
+    out = tmp_path / "new" / "rows.jsonl"
+    options = ["multi-server", "--quick", "--carriers", "socket", "--nodes", "2", "--worlds", "2"]
+    options += ["--trajectories", "64", "--repeats", "1", "--seconds", "0.01", "--local", "0.5"]
+    done = call(*options, "--out", str(out))
+    assert done.exit_code == 0, done.output
+    rows = rows_of(out)
+    for row in rows:
+        check_row(row)
+    found = {(row["parameters"]["part"], row["variant"]) for row in rows}
+    both = {(part, name) for part in ("collect", "batches", "transport") for name in ("bare", "ours")}
+    assert found == both | {("select", "ours"), ("select", "all_to_all"), ("all_to_all", "all_to_all")}
+    targets = {row["parameters"]["request"]: row["targets"] for row in rows if row["targets"]}
+    assert targets == {1 << 16: {"bare": 0.7}, 1 << 20: {"bare": 0.9}}
+    assert {"sent", "×", "Targets"} <= set(done.stdout.replace(",", " ").split())
+    assert f"{len(rows)} rows appended" in done.stdout
+    assert not left_in_memory()
+
+    # What is computed of the messages is what was sent.
+    for row in rows:
+        if row["parameters"]["part"] == "select" and row["variant"] == "ours":
+            selector, batch = row["parameters"]["selector"], row["parameters"]["batch"]
+            each = simulation.letter_bytes(selector, 2, batch)["all"]
+            assert row["extras"]["exchanges"] == 1
+            assert row["extras"]["sent_bytes"] == pytest.approx(each, rel=0.2)
+
+    report = call("report", str(out), "--out", str(tmp_path / "report"))
+    assert report.exit_code == 0, report.output
+    assert (tmp_path / "report" / "multi-server-cpu.png").read_bytes().startswith(b"\x89PNG")
+
+    late = call(*options, "--minutes", "0", "--parts", "transport", "--out", str(out))
+    assert late.exit_code == 0, late.output
+    assert "left out for lack of time: W1, requests of" in late.stdout
+    assert rows_of(out) == rows
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("multi-server", "--nodes", "0"), "expected numbers from 1 to 16"),
+        (("multi-server", "--local", "2"), "expected numbers from 0 to 1"),
+        (("multi-server", "--parts", "collect,all"), "expected some of collect,batches,transport,select"),
+        (("multi-server", "--carriers", "pigeon"), "expected some of socket,ucx,nixl"),
+        (("multi-server", "--bandwidth", "10"), "use --network namespaces"),
+        (("scaling", "nowhere.jsonl"), "nowhere.jsonl is not there"),
+        (("scaling", "--worlds", "1"), "expected numbers from 2"),
+    ],
+)
+def test_bad_options_are_errors_that_name_the_remedy(arguments: Sequence[str], message: str) -> None:
+    done = call(*arguments)
+    assert done.exit_code == 2
+    assert message in " ".join(done.stderr.replace("│", " ").split())
+
+
+# A rank ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rank() -> Iterator[Any]:
+    """A rank that is alone, in this process."""
+    rank = ranks.Rank()
+    rank.fill("W2", 40, seed=3, table=f"bench-multi-{os.getpid()}-test", options={})
+    try:
+        yield rank
+    finally:
+        rank.close()
+    assert not left_in_memory()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("collect", {"batch": 7, "local": 7}),
+        ("batches", {"batch": 7, "selector": "prioritized"}),
+        ("batches", {"batch": 7, "selector": "prioritized, without replacement"}),
+        ("batches", {"batch": 7, "selector": "uniform"}),
+        ("batches", {"batch": 7, "selector": "top"}),
+    ],
+)
+def test_a_wrong_batch_is_found(rank: Any, kind: str, options: dict[str, Any]) -> None:
+    rank.prepare("subject", kind, **options)
+    assert "wrong" not in rank.check("subject")
+    answer = rank.measure("subject", batches=2, together=False)
+    assert len(answer["each"]) == 2
+    assert answer["seconds"] == pytest.approx(sum(answer["each"]))
+    rank.data_of(0).flat["reward"].add_(1.0)  # what is expected is now something else
+    assert "reward differs" in rank.check("subject")["wrong"]
+
+
+def test_parts_are_those_of_the_transport(rank: Any) -> None:
+    spec = rank.spec()
+    for rows in (1, 500, 546, 547, 3000):
+        pieces = ranks.wire_pieces(spec, rows)
+        assert sum((length - 8) // 24 for _, length in pieces) == rows
+        assert [size for size, _ in pieces] == [spec.reply_bytes((length - 8) // 24) for _, length in pieces]
+    assert ranks.wire_pieces(spec, 0) == []
+
+
+# Bare exchanges --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("carrier", bare.CARRIERS)
+def test_bare_exchanges_move_the_right_bytes(carrier: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (why := bare.missing(carrier)) is not None:
+        pytest.skip(why)
+    start_ucx_first()
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    command = [sys.executable, "-m", "benchmarks.multi_server_bare", carrier, "127.0.0.1"]
+    senders = [peers.PeerProcess(command, patience=60, folder=ROOT) for _ in range(2)]
+    try:
+        with_all = bare.open_bare(carrier, [tuple(sender.about["address"]) for sender in senders])
+        called: list[int] = []
+        for pieces in (
+            [[(1, 20)], [(70_000, 8)]],
+            [[(5000, 600), (129, 600)], []],
+            [[], [(1 << 20, 9000)] * 3],
+        ):
+            with_all.check(pieces)
+            with_all.exchange(pieces, meanwhile=lambda: called.append(1))
+            with_all.exchange(pieces, in_flight=1)
+        assert len(called) == 3
+        monkeypatch.setattr(bare, "memory", lambda: np.zeros(1 << 21, dtype=np.uint8))
+        with pytest.raises(harness.Incorrect, match="piece 0 of 70,000 bytes from sender 1 differs"):
+            with_all.check([[], [(70_000, 8)]])
+        with_all.close()
+    finally:
+        for sender in senders:
+            sender.close()
+
+
+# Nodes -----------------------------------------------------------------------------------------------
+
+
+def test_what_was_done_is_undone_though_the_process_is_killed(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).touch()
+    script = (
+        "import os, signal\nfrom benchmarks.multi_server_nodes import Undo\nundo = Undo()\n"
+        f"undo.add('rm', {str(tmp_path / 'first')!r})\nundo.add('rm', {str(tmp_path / 'second')!r})\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert gone(lambda: list(tmp_path.iterdir()))
+
+
+@pytest.mark.skipif(not HAS_IP, reason="needs root, ip and tc")
+def test_namespaces_reach_each_other_and_are_gone_after_an_error() -> None:
+    def in_one() -> None:
+        with nodes.namespaces(2, bandwidth=1.0, latency=None) as made:
+            assert len(spaces()) == 3
+            listening = subprocess.Popen(
+                [*made[0].prefix, sys.executable, "-I", "-S", "-c", _LISTEN, made[0].host],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            assert listening.stdout is not None
+            port = listening.stdout.readline().strip()
+            said = subprocess.run(
+                [*made[1].prefix, sys.executable, "-I", "-S", "-c", _SAY, made[0].host, port],
+                capture_output=True,
+                text=True,
+                timeout=30,
+            )
+            assert said.stdout == "heard", said.stderr
+            listening.wait(30)
+            listening.stdout.close()
+            raise KeyError("on the way out")
+
+    try:
+        with pytest.raises(KeyError):
+            in_one()
+    except nodes.NodesFailed as error:
+        pytest.skip(str(error))
+    assert not spaces()
+
+
+_LISTEN = """
+import socket, sys
+server = socket.create_server((sys.argv[1], 0))
+print(server.getsockname()[1], flush=True)
+server.accept()[0].sendall(b"heard")
+"""
+_SAY = """
+import socket, sys
+print(socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=20).recv(5).decode(), end="")
+"""
+
+
+def test_variables_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = nodes.Node("node 0", "127.0.0.1", "lo", ("nice",))
+    monkeypatch.delenv("UCX_TLS", raising=False)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    command = node.command("some.module", "argument", UCX_TLS="tcp")
+    assert command[:4] == ["env", "GLOO_SOCKET_IFNAME=lo", "UCX_TLS=tcp", "nice"]
+    assert command[4:] == [sys.executable, "-m", "some.module", "argument"]
+    monkeypatch.setenv("UCX_TLS", "rc")
+    assert "UCX_TLS=tcp" not in node.command("some.module", UCX_TLS="tcp")
+
+
+# The simulation --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [1, 2, 5, 8, 100])
+def test_schedules(world: int) -> None:
+    (pairwise,) = simulation.rounds("pairwise", world, 10)
+    assert pairwise == (world - 1, 10 * (world - 1), False)
+    # What Bruck's rounds pass on, bit by bit, walked through: a piece goes on in the rounds of its distance's bits.
+    bruck = simulation.rounds("bruck", world, 10)
+    hops = sum(distance.bit_count() for distance in range(world))
+    assert sum(count for _, count, _ in bruck) == 10 * hops
+    assert sum(messages for messages, _, _ in bruck) == (world - 1).bit_length()
+    inside, between, outside = simulation.rounds("hierarchical", world, 10, group=4)
+    assert inside == outside
+    assert between[0] == -(-world // 4) - 1
+    # One copy a node: what a node has is doubled in each round, until it has that of all.
+    copies = simulation.rounds("one copy a node", world, 10, group=4)
+    group = min(world, 4)
+    assert sum(count for _, count, inside in copies if not inside) == 10 * group * (-(-world // group) - 1)
+    assert copies[-1] == (1, 10 * world, True)
+
+
+def _rows(start: float, alpha: float, beta: float, cores: int) -> list[dict[str, Any]]:
+    network = simulation.Network(alpha, beta, cores, start)
+    rows = []
+    for world in (2, 4, 8):
+        for each in (512, 4096, 65_536):
+            taken = simulation.seconds(network, world, simulation.rounds("pairwise", world, each))
+            rows.append(
+                {
+                    "experiment": "multi-server",
+                    "workload": "all_to_all",
+                    "parameters": {"world": world, "each_bytes": each},
+                    "seconds": {"p50": taken},
+                    "machine": {"cores": cores},
+                }
+            )
+    return rows
+
+
+def test_the_fit_finds_what_the_rows_were_made_of() -> None:
+    fitted = simulation.fit(_rows(5e-5, 2e-5, 1e-9, 2))
+    assert fitted is not None
+    found = fitted.network
+    assert (found.start, found.alpha, found.beta) == pytest.approx((5e-5, 2e-5, 1e-9))
+    assert all(computed == pytest.approx(taken) for _, _, taken, computed in fitted.points)
+    assert simulation.fit([]) is None
+
+
+@pytest.mark.skipif(not COMMITTED.is_file(), reason="no measured rows are there")
+def test_the_fit_follows_what_was_measured() -> None:
+    rows = [json.loads(line) for line in COMMITTED.read_text(encoding="utf-8").splitlines()]
+    fitted = simulation.fit(rows)
+    assert fitted is not None
+    taken = {(world, each): value for world, each, value, _ in fitted.points}
+    computed = {(world, each): value for world, each, _, value in fitted.points}
+    worlds, sizes = (sorted({point[i] for point in taken}) for i in (0, 1))
+    # How it grows with the ranks at the smallest size, and with the size for all ranks, within a factor of 2.5.
+    for first, last in (
+        ((worlds[0], sizes[0]), (worlds[-1], sizes[0])),
+        ((worlds[-1], sizes[0]), (worlds[-1], sizes[-1])),
+    ):
+        growth = (taken[last] / taken[first]) / (computed[last] / computed[first])
+        assert 0.4 < growth < 2.5
+    # And the letters are as long as those that were sent.
+    for row in rows:
+        parameters = row["parameters"]
+        if row["workload"] == "selection" and row["variant"] == "ours" and parameters["world"] > 1:
+            each = simulation.letter_bytes(parameters["selector"], parameters["world"], parameters["batch"])[
+                "all"
+            ]
+            sent = row["extras"]["sent_bytes"] / row["extras"]["exchanges"]
+            assert sent == pytest.approx(each * (parameters["world"] - 1), rel=0.2)
+
+
+@pytest.mark.parametrize("selector", simulation.SELECTORS)
+def test_a_played_rank_draws(selector: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[tuple[int, Any]] = []
+
+    def see(self: Any, *arguments: Any) -> Any:
+        rows = draw(self, *arguments)
+        drawn.append((len(rows), rows.records))
+        return rows
+
+    draw = GlobalSelection.draw
+    monkeypatch.setattr(GlobalSelection, "draw", see)
+    assert simulation.work(selector, 6, 16, trajectories=300, batches=2) > 0
+    assert [count for count, _ in drawn] == [16] * 4
+    assert all((records["id"] >= 0).all() for _, records in drawn)
+
+
+def test_the_tables_of_the_simulation(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in _rows(5e-5, 2e-5, 1e-9, 2)))
+    torch.manual_seed(0)
+    done = call("scaling", str(file), "--worlds", "2,16", "--batch", "8")
+    assert done.exit_code == 0, done.output
+    for shown in (
+        "alpha 20.0 µs",
+        "W = 16",
+        "computed, not measured",
+        "connections of a server",
+        "hierarchical",
+    ):
+        assert shown in done.stdout

@@ -1,0 +1,496 @@
+"""What a table does by itself goes on after a load: its rules, what it has counted, ages, and blocks in common."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_common import contents, draw, files, loaded, loaded_numbers, make, segments
+from table_common import fresh_name, named, numbers_of, rows
+
+import gear_loader as gear
+from gear_loader.checkpoint import files as files_module
+from gear_loader.checkpoint import saving
+from gear_loader.errors import CheckpointError, RateLimitError, SchemaError, TableEmptyError, TableFullError
+from gear_loader.storage.limiters import RateLimiter
+from gear_loader.storage.operations import PLAIN
+
+SECOND = 10**9
+
+
+# Rules -----------------------------------------------------------------------------------------------
+
+RULES: list[dict[str, Any]] = [
+    {"on_full": "error"},
+    {"on_full": "evict_oldest", "max_times_sampled": 1},
+    {"on_full": "evict_lowest_priority", "max_age": 0.5e3},
+    {"on_full": "wait", "max_age": 1_000_000, "max_times_sampled": 2**31 - 1},
+    {"rate_limiter": gear.MinSize(2)},
+    {"rate_limiter": gear.Queue(3), "max_times_sampled": 1},
+    {"rate_limiter": gear.SampleToInsertRatio(0.1, min_size=1, error_buffer=7)},
+    {"rate_limiter": gear.SampleToInsertRatio(1 / 3, min_size=2, error_buffer=math.inf)},
+    {"rate_limiter": gear.SampleToInsertRatio(4.0, min_size=2, error_buffer=(-3.5, 1e300))},
+    {"rate_limiter": RateLimiter(1.5, 1, -math.inf, 5.0), "max_age": 1e6, "on_full": "evict_oldest"},
+]
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
+def test_every_rule_comes_back(tmp_path: Path, rules: dict[str, Any]) -> None:
+    with make(**rules) as table:
+        for number in range(3):
+            table.add(rows(number, 5))
+        table.save(tmp_path)
+        with gear.Table.load(tmp_path) as copy:
+            assert copy.rules == table.rules
+            assert repr(copy.rules.rate_limiter) == repr(table.rules.rate_limiter)
+            assert copy.on_full == rules.get("on_full", "error")
+            assert contents(copy) == contents(table)
+        with gear.Table.load(tmp_path, on_full="wait", block_steps=3) as copy:
+            assert copy.rules.to_json() == {**table.rules.to_json(), "on_full": "wait"}
+            assert copy.on_full == "wait"
+
+
+def test_the_rules_are_those_of_the_table(tmp_path: Path) -> None:
+    """And not of the handle that saves."""
+    with named(on_full="evict_oldest") as table, gear.Table.attach(str(table.name), on_full="wait") as other:
+        other.save(tmp_path)
+        assert loaded(tmp_path)["rules"]["on_full"] == "evict_oldest"
+
+
+def test_a_policy_that_makes_no_sense(tmp_path: Path) -> None:
+    with make() as table:
+        table.save(tmp_path)
+    for on_full in ("", "drop"):
+        with pytest.raises(SchemaError, match=f"on_full is '{on_full}'; expected 'error'"):
+            gear.Table.load(tmp_path, on_full=on_full)  # type: ignore[arg-type]
+
+
+def test_a_limiter_that_waits_for_more_than_there_is_room_for(tmp_path: Path) -> None:
+    with make(rate_limiter=gear.MinSize(20)) as table:
+        table.add(rows(0, 5))
+        table.save(tmp_path)
+    name = fresh_name()
+    with pytest.raises(SchemaError, match=r"MinSize\(min_size=20\) waits for more trajectories"):
+        gear.Table.load(tmp_path, max_trajectories=19, name=name)
+    with pytest.raises(gear.errors.RegionError):
+        gear.Table.attach(name)
+    with gear.Table.load(tmp_path, max_trajectories=20) as copy:
+        assert copy.rules == table.rules
+
+
+def test_the_lowest_priority_still_goes_first(tmp_path: Path) -> None:
+    with make(on_full="evict_lowest_priority", max_trajectories=6) as table:
+        for number, priority in enumerate([3.0, 1.0, 2.0, None, 0.5, 4.0]):
+            table.add(rows(number, 5), priority=priority)
+        table.save(tmp_path)
+    with gear.Table.load(tmp_path) as copy:
+        for number, left in enumerate(([0, 1, 2, 3, 5, 6], [0, 2, 3, 5, 6, 7], [0, 3, 5, 6, 7, 8]), start=6):
+            copy.add(rows(number, 5), priority=9.0)
+            assert numbers_of(copy) == left
+
+
+# Counts ----------------------------------------------------------------------------------------------
+
+
+def allowed(table: gear.Table) -> tuple[int, int]:
+    """How many rows may be drawn and how many trajectories added one by one, each with nothing of the other between."""
+    limiter, stats = table.rules.rate_limiter, table.stats()
+    assert limiter is not None
+    counts = {"size": len(table), "inserted": stats.num_inserted, "sampled": stats.num_sampled}
+    sampled = next(n for n in itertools.count() if not limiter.may_sample(n + 1, **counts))
+    return sampled, next(n for n in itertools.count() if not limiter.may_insert(n + 1, **counts))
+
+
+def _waits(action: Callable[[], object]) -> None:
+    with pytest.raises(RateLimitError):
+        action()
+
+
+@pytest.mark.parametrize("drawn", [0, 1, 7, 12])
+def test_a_rate_limiter_goes_on_where_it_was(tmp_path: Path, drawn: int) -> None:
+    limiter = gear.SampleToInsertRatio(2.5, min_size=3, error_buffer=8)
+    with make(rate_limiter=limiter, timeout=0.02) as table:
+        for number in range(6):
+            table.add(rows(number, 5))
+        for _ in range(drawn):
+            draw(table, 1)
+        table.remove(table.indices()[:3])  # counted all the same
+        table.save(tmp_path)
+        expected = allowed(table)
+        assert contents(table)["counts"] == (6, drawn)
+    with gear.Table.load(tmp_path) as copy:
+        assert allowed(copy) == expected
+        copy._live().timeout = 0.02
+        for _ in range(expected[0]):
+            draw(copy, 1)
+        _waits(lambda: draw(copy, 1))
+        assert contents(copy)["counts"] == (6, drawn + expected[0])
+    with gear.Table.load(tmp_path) as copy:
+        copy._live().timeout = 0.02
+        for number in range(expected[1]):
+            copy.add(rows(10 + number, 5))
+        _waits(lambda: copy.add(rows(99, 5)))
+        assert contents(copy)["counts"] == (6 + expected[1], drawn)
+
+
+def test_counts_survive_any_number_of_saves_and_loads(tmp_path: Path) -> None:
+    inserted = sampled = 0
+    with make(on_full="evict_oldest", max_trajectories=5) as table:
+        table.save(tmp_path)
+    for turn in range(4):
+        with gear.Table.load(tmp_path) as table:
+            for number in range(3):
+                table.add(rows(10 * turn + number, 5))
+            draw(table, 1 + turn % 3)
+            if turn == 2:
+                table.remove(table.indices())
+            inserted, sampled = inserted + 3, sampled + 1 + turn % 3
+            table.save(tmp_path)
+            assert contents(table)["counts"] == (inserted, sampled)
+            assert loaded(tmp_path) == contents(table)
+
+
+def test_a_full_queue_is_loaded_without_waiting(tmp_path: Path) -> None:
+    with make(rate_limiter=gear.Queue(3), max_times_sampled=1, timeout=0.02) as table:
+        for number in range(3):
+            table.add(rows(number, 5))
+        table.save(tmp_path)
+    with gear.Table.load(tmp_path) as copy:
+        copy._live().timeout = 0.02
+        _waits(lambda: copy.add(rows(3, 5)))
+        draw(copy, 2)
+        copy.add(rows(3, 5))
+        assert numbers_of(copy) == [2, 3]
+
+
+def test_max_times_sampled_goes_on(tmp_path: Path) -> None:
+    with make(max_times_sampled=3) as table:
+        for number in range(5):
+            table.add(rows(number, 5))
+        for count in (4, 2, 1):
+            draw(table, count)
+        table.save(tmp_path)
+        assert contents(table)["times_sampled"] == [2, 1, 1, 0], "the first has been used up"
+    with gear.Table.load(tmp_path) as copy:
+        for left in ([1, 2, 3, 4], [2, 3, 4], [2, 3, 4], [3, 4], [3, 4], [4]):
+            assert numbers_of(copy) == left
+            draw(copy, 1)
+        assert numbers_of(copy) == [4]
+        copy.add(rows(5, 5))
+        assert contents(copy)["times_sampled"] == [1, 0], "and nothing is inherited"
+        assert copy.stats().num_sampled == 7 + 6
+
+
+def test_what_changes_by_itself_is_written_to_the_index_alone(tmp_path: Path) -> None:
+    with make() as table:
+        for number in range(5):
+            table.add(rows(number, 10))
+        table.save(tmp_path)
+        before = files(tmp_path)
+        for _ in range(3):
+            draw(table, 4)
+            slots = table.indices()[2:4]
+            table.set_priorities(slots, np.full(2, -1), np.array([5.0, 6.0], dtype=np.float32))
+            table.save(tmp_path)
+        after = files(tmp_path)
+        assert {name for name in after if after[name] != before.get(name)} == {
+            "manifest.json",
+            "index.000004.safetensors",
+        }
+        assert {name for name in before if name not in after} == {"index.000001.safetensors"}
+        found = loaded(tmp_path)
+        assert found == contents(table)
+        assert found["times_sampled"] == [3, 3, 3, 3, 0]
+        assert found["priorities"] == [-1, -1, 5, 6, -1]
+
+
+# Ages ------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """The machine's clock, which moves only when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 10**15
+
+    def move(self, seconds: float) -> None:
+        self.now += round(seconds * SECOND)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic_ns", lambda: clock.now)
+    return clock
+
+
+def ages(table: gear.Table) -> list[float]:
+    """In seconds, oldest first."""
+    slots = table.indices()
+    found = table.ages(slots, table.region.array("sequence")[slots])[1] / SECOND
+    return [float(age) for age in found]
+
+
+def test_ages_go_on(tmp_path: Path, clock: Clock) -> None:
+    with make() as table:
+        for number, pause in enumerate([0, 30, 0, 12.5]):
+            clock.move(pause)
+            table.add(rows(number, 5))
+        clock.move(7)
+        table.save(tmp_path)
+        assert ages(table) == [49.5, 19.5, 19.5, 7]
+    clock.move(10_000)
+    with gear.Table.load(tmp_path) as copy:
+        assert ages(copy) == [49.5, 19.5, 19.5, 7], "the time between does not count"
+        clock.move(1)
+        copy.add(rows(4, 5))
+        copy.save(tmp_path)
+        assert ages(copy) == [50.5, 20.5, 20.5, 8, 0]
+    clock.now = 5 * SECOND  # the machine was restarted since, and has not been up for so long
+    with gear.Table.load(tmp_path) as copy:
+        assert ages(copy) == [50.5, 20.5, 20.5, 8, 0]
+
+
+def test_max_age_after_a_load(tmp_path: Path, clock: Clock) -> None:
+    with make(max_age=100) as table:
+        for number in range(3):
+            table.add(rows(number, 5))
+            clock.move(40)
+        table.save(tmp_path)  # the first is 120 s old
+    assert loaded_numbers(tmp_path) == [1, 2]
+    clock.move(3600)
+    with gear.Table.load(tmp_path) as copy:
+        for seconds, left in ((0, [1, 2]), (20, [1, 2]), (0.001, [2]), (39, [2]), (2, [])):
+            clock.move(seconds)
+            assert numbers_of(copy) == left
+        assert copy.stats().num_expired == 2
+
+
+def test_ages_of_a_clock_that_went_back(tmp_path: Path, clock: Clock) -> None:
+    """Each is as old as it was, and nothing is younger than now."""
+    with make() as table:
+        for number, seconds in enumerate([0, -50, 20, 100]):
+            clock.move(seconds)
+            table.add(rows(number, 5))
+        clock.move(-60)
+        table.save(tmp_path)
+        assert ages(table) == [10, 60, 40, -60], "as the clock has it"
+    with gear.Table.load(tmp_path) as copy:
+        assert ages(copy) == [10, 60, 40, 0]
+
+
+# While others write and sample -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hold", [1 << 30, 3000], ids=["one round", "rounds"])
+def test_counts_and_trajectories_are_of_one_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hold: int
+) -> None:
+    """Each trajectory leaves when it has been drawn 3 times: so all draws are those of the ones that left and are."""
+    monkeypatch.setattr(saving, "HOLD_BYTES", hold)
+    monkeypatch.setattr(files_module, "PIECE_BYTES", 4096)
+    limiter = gear.SampleToInsertRatio(3.0, min_size=5, error_buffer=25)
+    numbers = itertools.count()
+    stop = threading.Event()
+    failures: list[BaseException] = []
+
+    def repeat(action: Callable[[], object]) -> None:
+        try:
+            while not stop.is_set():
+                with contextlib.suppress(RateLimitError, TableEmptyError, TableFullError):
+                    action()
+        except BaseException as error:
+            failures.append(error)
+
+    with make(on_full="wait", max_times_sampled=3, rate_limiter=limiter, timeout=0.1) as table:
+        number = next(numbers)
+
+        def add() -> None:
+            nonlocal number
+            table.add(rows(number, 1 + 37 * number % 40), priority=float(number))
+            number = next(numbers)
+
+        actions = [add, lambda: draw(table, 2), lambda: draw(table, 3)]
+        threads = [threading.Thread(target=repeat, args=(action,)) for action in actions]
+        for thread in threads:
+            thread.start()
+        seen = set()
+        try:
+            for _ in range(12):
+                table.save(tmp_path)
+                with gear.Table.load(tmp_path) as copy:
+                    kept = contents(copy)
+                    inserted, sampled = kept["counts"]
+                    assert kept["next_sequence"] == inserted
+                    assert kept["sequences"] == numbers_of(copy)
+                    times = kept["times_sampled"]
+                    assert sampled == sum(times) + 3 * (inserted - len(times))
+                    assert limiter.min_diff <= inserted * 3 - sampled
+                    assert inserted * 3 - sampled <= limiter.max_diff or len(times) < 5
+                    assert (np.diff(ages(copy)) <= 0).all()
+                    seen.add(sampled)
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+        assert not failures
+        assert len(seen) > 2
+        table.save(tmp_path)
+        assert loaded(tmp_path) == contents(table)
+
+
+# Blocks in common ------------------------------------------------------------------------------------
+
+STREAM = {"x": gear.Column(torch.int64), "y": gear.Column(torch.uint8, (5,))}
+
+
+def steps(first: int, count: int) -> dict[str, np.ndarray]:
+    """Steps of a stream, numbered."""
+    x = np.arange(first, first + count)
+    return {"x": x, "y": np.repeat(x[:, None], 5, axis=1).astype(np.uint8)}
+
+
+@pytest.fixture
+def stream() -> Iterator[gear.Table]:
+    """A table with room for 8 chunks of 8 steps, of which each has 4 in common with the next one, and no more."""
+    sizes: dict[str, Any] = {"max_steps": 72, "max_trajectories": 9, "block_steps": 4, "max_blocks": 10}
+    with gear.Table.create(STREAM, **sizes, on_full="evict_oldest") as table:
+        yield table
+
+
+def _cut_stream(table: gear.Table, first: int, count: int) -> None:
+    with table.writer(chunk_steps=8, overlap_steps=4) as writer:
+        for step in range(first, first + count):
+            writer.append({name: values[0] for name, values in steps(step, 1).items()})
+
+
+def _without_blocks(found: dict[str, Any]) -> dict[str, Any]:
+    return {**found, "sizes": found["sizes"][:3]}
+
+
+def test_chunks_that_share_blocks(tmp_path: Path, stream: gear.Table) -> None:
+    _cut_stream(stream, 0, 36)
+    assert len(stream) == 8
+    assert stream.stats().blocks_in_use == 9
+    stream.save(tmp_path)
+    assert len(np.load(tmp_path / "segments" / "000001" / "x.npy")) == 64, "each is whole"
+    with gear.Table.load(tmp_path) as copy:
+        assert _without_blocks(contents(copy)) == _without_blocks(contents(stream))
+        assert [copy[int(i)]["x"].tolist() for i in copy.indices()] == [
+            list(range(4 * i, 4 * i + 8)) for i in range(8)
+        ]
+        assert copy.region.layout.num_blocks == copy.stats().blocks_in_use == 16, "they share nothing now"
+        _cut_stream(copy, 100, 50)  # goes on, and evicts them
+        assert copy[int(copy.indices()[-1])]["x"].tolist() == list(range(144, 150))
+        copy.check_valid()
+        copy.save(tmp_path)
+        with gear.Table.load(tmp_path) as again:
+            assert _without_blocks(contents(again)) == _without_blocks(contents(copy))
+            assert again.region.layout.num_blocks == 18, "what the new ones need"
+
+
+def test_sizes_for_chunks_that_share_blocks(tmp_path: Path, stream: gear.Table) -> None:
+    _cut_stream(stream, 0, 36)
+    stream.save(tmp_path)
+    expected = _without_blocks(contents(stream))
+    for sizes in ({"max_blocks": 16}, {"max_steps": 72}, {"max_trajectories": 9}, {"max_steps": 64}):
+        with gear.Table.load(tmp_path, **sizes) as copy:
+            assert contents(copy)["contents"] == expected["contents"]
+    with gear.Table.load(tmp_path, block_steps=3, max_blocks=24) as copy:
+        assert contents(copy)["contents"] == expected["contents"]
+    small: list[tuple[dict[str, Any], str]] = [
+        ({"max_blocks": 15}, r"needs max_blocks=16 \(with blocks of 4 steps\); 15 was given"),
+        ({"max_blocks": 10}, "needs max_blocks=16 .*; 10 was given"),
+        (
+            {"max_blocks": 23, "block_steps": 3},
+            r"needs max_blocks=24 \(with blocks of 3 steps\); 23 was given",
+        ),
+        ({"max_steps": 63}, "needs max_steps=64 .*; 63 was given"),
+        ({"max_trajectories": 7}, "needs max_trajectories=8 .*; 7 was given"),
+    ]
+    for sizes, message in small:
+        with pytest.raises(
+            CheckpointError, match=f"{message}. Load it with larger sizes, or with those that"
+        ):
+            gear.Table.load(tmp_path, **sizes)
+
+
+def test_a_stream_that_is_saved_again_and_again(tmp_path: Path, stream: gear.Table) -> None:
+    """While the oldest chunks give way, their blocks still belong to the next ones, and block tables are moved."""
+    writer = stream.writer(chunk_steps=8, overlap_steps=4)
+    for turn in range(25):
+        writer.append(steps(10 * turn, 10))
+        stream.save(tmp_path)
+        found = loaded(tmp_path)
+        assert _without_blocks(found) == _without_blocks(contents(stream))
+        assert found["sizes"][3] >= 10
+        with gear.Table.load(tmp_path) as copy:
+            for slot in copy.indices():
+                x = copy[int(slot)]["x"]
+                assert torch.equal(x, torch.arange(8) + x[0])
+                assert x[0] % 4 == 0
+    writer.close()
+
+
+# Unfinished trajectories -----------------------------------------------------------------------------
+
+
+def test_what_is_not_committed_is_not_saved(tmp_path: Path) -> None:
+    with make() as table:
+        table.add(rows(0, 10))
+        writer = table.writer()
+        writer.append(rows(1, 15))
+        assert table.stats().num_writing == 1
+        table.save(tmp_path)
+        with gear.Table.load(tmp_path) as copy:
+            assert numbers_of(copy) == [0]
+            assert copy.stats().num_writing == 0
+            assert contents(copy) == contents(table)
+        writer.commit(priority=3.0)
+        table.save(tmp_path)
+        assert segments(tmp_path) == ["000001", "000002"]
+        assert loaded_numbers(tmp_path) == [0, 1]
+        assert loaded(tmp_path) == contents(table)
+
+
+def test_an_unfinished_chunk_shares_blocks_with_one_that_is_saved(tmp_path: Path, stream: gear.Table) -> None:
+    writer = stream.writer(chunk_steps=8, overlap_steps=4)
+    writer.append(steps(0, 10))
+    stream.save(tmp_path)
+    with gear.Table.load(tmp_path) as copy:
+        assert [copy[int(i)]["x"].tolist() for i in copy.indices()] == [list(range(8))]
+        assert copy.stats().num_inserted == 1
+    writer.append(steps(10, 1))
+    stream.save(tmp_path)
+    writer.commit()
+    stream.save(tmp_path)
+    assert segments(tmp_path) == ["000001", "000002"]
+    with gear.Table.load(tmp_path) as copy:
+        assert [copy[int(i)]["x"].tolist() for i in copy.indices()] == [list(range(8)), list(range(4, 11))]
+        assert _without_blocks(contents(copy)) == _without_blocks(contents(stream))
+
+
+def test_the_operation_behind_a_load_without_a_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gear_loader.storage import operations
+
+    with make(max_times_sampled=4) as table:
+        for number in range(4):
+            table.add(rows(number, 5), priority=float(number))
+        draw(table, 2)
+        table.save(tmp_path)
+        expected = contents(table)
+    monkeypatch.setattr(operations, "COMPILED", None)
+    with gear.Table.load(tmp_path) as copy:
+        assert copy._live().operations is PLAIN
+        assert contents(copy) == expected

@@ -1,0 +1,279 @@
+"""How batches for a GPU are ordered, kept and copied, with a stand-in for CUDA and the gather kernel interpreted."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cuda_common import WAIT, FakeCuda, OnCpu
+
+import gear_loader as gear
+from gear_loader.collection import prefetch
+from gear_loader.errors import GpuError
+from gear_loader.storage.operations import READING
+from gear_loader.utils import notices as notices
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_gather_gpu.py uses CUDA itself")
+DEVICE = torch.device("cuda", 1)
+BATCH = 6
+
+
+class Driver:
+    """Stands for libcuda: which threads said that others may capture graphs."""
+
+    def __init__(self) -> None:
+        self.relaxed: list[str] = []
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        assert mode._obj.value == 2  # relaxed
+        self.relaxed.append(threading.current_thread().name)
+        return 0
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda(monkeypatch)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+    monkeypatch.setattr(prefetch.ctypes, "CDLL", lambda name: made)
+    return made
+
+
+@pytest.fixture
+def on_cpu() -> Iterator[OnCpu]:
+    with OnCpu() as mode:
+        yield mode
+
+
+@pytest.fixture
+def table() -> Iterator[gear.Table]:
+    schema = {"value": gear.Column(torch.float32, (4,)), "number": gear.Column(torch.int64)}
+    with gear.Table.create(schema, max_steps=500, max_trajectories=50, block_steps=4) as table:
+        for number in range(30):
+            length = 3 + number % 5
+            table.add(
+                {
+                    "value": np.full((length, 4), number, np.float32),
+                    "number": 100 * number + np.arange(length),
+                }
+            )
+        yield table
+
+
+def dataset(table: gear.Table, device: Any = DEVICE, **options: Any) -> gear.ReplayDataset:
+    windows = {"value": gear.Window(3, -2), "number": gear.Window(2)}
+    return gear.ReplayDataset(
+        table,
+        **{"batch_size": BATCH, "windows": windows, "device": device, "batches_per_epoch": 12, **options},
+    )
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {WAIT:g} s for {what}"
+        time.sleep(0.002)
+
+
+def readers(table: gear.Table) -> int:
+    return int((table.region.array("readers")[:, READING] > 0).sum())
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        if isinstance(value, dict):
+            same(found[key], value)
+        else:
+            assert torch.equal(found[key], value), key
+
+
+# ---------------------------------------------------------------- copies
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_copies_are_made_on_the_gpu_without_waiting(
+    cuda: FakeCuda, driver: Driver, on_cpu: OnCpu, table: gear.Table, prefetch: int
+) -> None:
+    expected = list(dataset(table, "cpu", copy=True))
+    data = dataset(table, copy=True, prefetch=prefetch)
+    found, waits = [], []
+    for batch in data:
+        found.append(batch)
+        waits.append(on_cpu.blocking)
+        assert batch["value"].data_ptr() in cuda.recorded  # the consumer's stream is known to the allocator
+    for one, other in zip(found, expected, strict=True):
+        same(one, other)
+    places = [batch["value"].data_ptr() for batch in found]
+    assert len(set(places)) == len(found)  # memory of their own
+    assert found[0]["mask"]["value"].data_ptr() != found[1]["mask"]["value"].data_ptr()
+    ring = prefetch + data.keep  # sets of buffers; making them may wait
+    assert waits[ring:] == [waits[ring]] * len(waits[ring:])
+    assert cuda.host_waits == 0
+    # The stream that fills waits for nothing that the consumer does.
+    (pool,) = data._pools.values()
+    stream: Any = pool.stream
+    assert len(pool.free) + len(pool.delivered) <= ring
+    assert {event.records for event in stream.waited} == {0}
+
+
+def test_a_smaller_last_batch_is_copied_alone(
+    cuda: FakeCuda, driver: Driver, on_cpu: OnCpu, table: gear.Table
+) -> None:
+    options: dict[str, Any] = {
+        "selector": gear.Uniform(replacement=False), "batch_size": 8, "batches_per_epoch": None, "copy": True
+    }  # fmt: skip
+    found, expected = (list(dataset(table, device, **options)) for device in (DEVICE, "cpu"))
+    assert [len(batch["index"]) for batch in found] == [8, 8, 8, 6]
+    for one, other in zip(found, expected, strict=True):
+        same(one, other)
+
+
+def test_columns_that_share_a_mask_share_its_copy(
+    cuda: FakeCuda, driver: Driver, on_cpu: OnCpu, table: gear.Table
+) -> None:
+    windows = {"value": gear.Window(3), "number": gear.Window(3)}
+    batch = dataset(table, windows=windows, copy=True).sample()
+    assert isinstance(batch["mask"], torch.Tensor)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_without_copies_buffers_are_used_again_behind_the_consumer(
+    cuda: FakeCuda, driver: Driver, on_cpu: OnCpu, table: gear.Table, prefetch: int
+) -> None:
+    data = dataset(table, prefetch=prefetch)
+    expected = list(dataset(table, "cpu", copy=True))
+    places = []
+    for one, other in zip(data, expected, strict=True):
+        same(one, other)
+        places.append(one["value"].data_ptr())
+    assert len(set(places)) == prefetch + data.keep
+    (pool,) = data._pools.values()
+    stream: Any = pool.stream
+    waited = [event for event in stream.waited if event.records]
+    assert len(set(waited)) == len(set(places))  # each set's `released`
+
+
+def test_copies_made_ahead_in_inference_mode_serve_training(
+    cuda: FakeCuda, driver: Driver, on_cpu: OnCpu, table: gear.Table
+) -> None:
+    with torch.inference_mode():
+        data = dataset(table, copy=True)
+        iterator = iter(data)
+        next(iterator)
+    batches = [*iterator, *dataset(table), *data]
+    assert not any(batch["value"].is_inference() for batch in batches)
+
+
+# ---------------------------------------------------------------- the thread that gives tickets back
+
+
+def test_the_thread_is_on_the_dataset_s_device(
+    cuda: FakeCuda, driver: Driver, on_cpu: OnCpu, table: gear.Table
+) -> None:
+    data = dataset(table)
+    for _ in data:
+        pass
+    wait_until(lambda: readers(table) == 0, "the tickets")
+    assert set(cuda.devices_of("event.synchronize")) == {1}
+    assert set(cuda.devices_of("record")) <= {0, 1}  # `released`, on the consumer's thread
+    assert driver.relaxed == ["gear-loader-release"]  # and never the caller's thread
+    assert cuda.devices_of("cudaHostRegister") == [1]
+    table.close()
+    assert cuda.synchronized == [1]
+    assert cuda.devices_of("cudaHostUnregister") == [1]
+
+
+def test_threads_that_fill_let_others_capture_graphs(
+    cuda: FakeCuda, driver: Driver, on_cpu: OnCpu, table: gear.Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        gear.collection.collector.Collector, "gather", lambda *_: None
+    )  # not in the mode of this thread
+    data = dataset(table)
+    pool = data._prefetcher(BATCH, prefetch=0, shared=False)._pool
+    pool.collector.waits = True
+    for buffers in [pool.collector.buffers() for _ in range(data.prefetch + data.keep + 1)]:
+        pool.free.append(buffers)
+    assert len(list(data)) == 12
+    assert set(driver.relaxed) == {"gear-loader-release", "gear-loader-prefetch"}
+
+
+def test_without_the_driver_s_call_a_notice_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(notices, "_seen", {})
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    prefetch.allow_captures()
+    assert "capture_error_mode='thread_local'" in notices.notices()["captures"]
+    assert "libcuda.so.1: cannot open shared object file" in notices.notices()["captures"]
+
+
+def test_what_a_kernel_reads_is_kept_until_it_has_read_it(
+    cuda: FakeCuda, driver: Driver, on_cpu: OnCpu, table: gear.Table
+) -> None:
+    """Not only the rows: the pinned memory of the draw too, however early the dataset and its batches are dropped."""
+    data = dataset(table, prefetch=0)
+    cuda.hold()
+    batch = data.sample()
+    (pool,) = data._pools.values()
+    (buffers,) = pool.delivered or data._sampler[1]._delivered  # type: ignore[index]
+    assert buffers.gpu is not None
+    alive = weakref.ref(buffers), weakref.ref(buffers.gpu.random)
+    assert readers(table) == 1
+    del batch, data, pool, buffers
+    gc.collect()
+    assert all(part() is not None for part in alive)
+    assert readers(table) == 1
+    cuda.finish()
+    wait_until(lambda: readers(table) == 0, "the ticket")
+    wait_until(lambda: gc.collect() >= 0 and all(part() is None for part in alive), "the buffers")
+
+
+def test_a_gpu_that_fails_gives_nothing_back(
+    cuda: FakeCuda,
+    driver: Driver,
+    on_cpu: OnCpu,
+    table: gear.Table,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What it may still read stays reserved, and the next batch is an error that says what to do."""
+    monkeypatch.setattr(notices, "_seen", {})
+    unfinished: list[Any] = []
+    monkeypatch.setattr(prefetch, "_unfinished", unfinished)
+    data = dataset(table, prefetch=0)
+    cuda.hold()
+    data.sample()
+    data.sample()
+    (pool,) = data._pools.values()
+    pending = cuda.held or []
+    for event in pending:
+        event.error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    cuda.finish()
+    wait_until(lambda: len(unfinished) == 2, "the failure")
+    assert readers(table) == 2
+    for _ in range(2):
+        with pytest.raises(
+            GpuError, match=r"cuda:1 failed while .* an illegal memory access .* Start the process"
+        ):
+            data.sample()
+    assert [record.message.count("cuda:1 failed") for record in caplog.records] == [1]
+    del data, pool
+    gc.collect()
+    assert len(unfinished) == 2
+    assert readers(table) == 2
+    for _, ticket in unfinished:
+        table.end_read(ticket)

@@ -1,0 +1,271 @@
+"""How prefetching ends: by garbage collection in the middle of anything, in a forked child, with its dataset."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dataset_common import make_table, named_table, nothing_left, open_tickets, prefetch_threads
+from table_common import forked, forks
+
+import gear_loader as gear
+from gear_loader.errors import GearError
+from gear_loader.utils.arrays import Array
+from gear_loader.utils.mutex import holds_any
+
+PATIENCE = 120.0
+SELECTORS = [gear.Uniform(), gear.Uniform(replacement=False), gear.Prioritized(), gear.TopK()]
+
+
+def dataset_of(table: gear.Table, **options: Any) -> gear.ReplayDataset:
+    """A dataset that prefetches two batches of four rows, without end."""
+    options = {"batches_per_epoch": math.inf, "prefetch": 2, "device": "cpu", **options}
+    return gear.ReplayDataset(table, batch_size=4, windows=gear.Window(2), **options)
+
+
+def soon(holds: Callable[[], bool]) -> bool:
+    """Whether something holds within a generous time."""
+    end = time.monotonic() + PATIENCE
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        time.sleep(1e-3)
+    return True
+
+
+# ---------------------------------------------------------------- garbage, while a lock is held
+
+
+def _drop_while(
+    table: gear.Table, dataset: gear.ReplayDataset, held: contextlib.AbstractContextManager[Any]
+) -> None:
+    """Let the collector close an iterator of a dataset while this thread holds what its prefetch thread waits for."""
+    batches = iter(dataset)
+    next(batches)
+    (thread,) = prefetch_threads()
+    # The thread is done with what it was asked for, so that it asks for the lock when it is asked for more.
+    active = dataset._active
+    assert active is not None
+    active.settle()
+    cycle: list[Any] = [batches]
+    cycle.append(cycle)
+    with held:
+        asker = threading.Thread(target=next, args=(batches,))
+        asker.start()
+        asker.join()
+        del batches, cycle, asker
+        gc.collect()
+        assert thread.is_alive(), "closing has waited for a thread that waits for this one"
+    assert soon(lambda: not thread.is_alive())
+    nothing_left(table)
+
+
+@pytest.mark.parametrize("selector", SELECTORS, ids=repr)
+def test_an_iterator_that_is_collected_while_the_index_is_locked(selector: Any) -> None:
+    with make_table() as table:
+        table.region.lock.timeout = PATIENCE / 4
+        dataset = dataset_of(table, selector=selector)
+        _drop_while(table, dataset, table.region.lock)
+        table.check_valid()
+        # The dataset goes on where such an iterator leaves it.
+        batches = iter(dataset)
+        assert torch.is_tensor(next(batches)["index"])
+        batches.close()  # type: ignore[attr-defined]
+        nothing_left(table)
+
+
+def test_an_iterator_that_is_collected_while_priorities_are_locked() -> None:
+    with make_table() as table:
+        dataset = dataset_of(table, selector=gear.Prioritized())
+        _drop_while(table, dataset, dataset._selected()._mutex)  # type: ignore[attr-defined]
+        state = dataset.state_dict()
+        assert len(state["priorities"]["leaves"]) == len(table)
+        dataset.sample()
+        nothing_left(table)
+
+
+def test_what_was_drawn_ahead_comes_before_what_follows_a_collected_iterator() -> None:
+    """An update that comes after the iterator was dropped does not overtake the draws that it had been asked for."""
+    with make_table() as table:
+        dataset = dataset_of(table, selector=gear.Prioritized())
+        batches = iter(dataset)
+        batch = next(batches)
+        active = dataset._active
+        assert active is not None
+        active.settle()
+        cycle: list[Any] = [batches]
+        cycle.append(cycle)
+        with table.region.lock:
+            asker = threading.Thread(target=next, args=(batches,))
+            asker.start()
+            asker.join()
+            del batches, cycle, asker
+            gc.collect()
+            assert dataset._active is active
+        dataset.update_priority(batch, torch.full((4,), 9.0))
+        dataset.sample()
+        assert dataset._active is None
+        leaves = dataset.state_dict()["priorities"]["leaves"]
+        assert (leaves == gear.Prioritized().alpha).sum() == 0
+        assert float(leaves.max()) == pytest.approx(9.0 ** gear.Prioritized().alpha, rel=1e-5)
+        nothing_left(table)
+
+
+# ---------------------------------------------------------------- a forked child
+
+
+@contextlib.contextmanager
+def _iterated(
+    selector: Any, **options: Any
+) -> Iterator[tuple[gear.Table, gear.ReplayDataset, Iterator[Any]]]:
+    """A dataset in the middle of an iteration, whose thread has nothing to do."""
+    with named_table("forked") as table:
+        dataset = dataset_of(table, selector=selector, **options)
+        batches = iter(dataset)
+        for _ in range(3):
+            next(batches)
+        active = dataset._active
+        assert active is not None
+        active.settle()
+        yield table, dataset, batches
+        batches.close()  # type: ignore[attr-defined]
+        nothing_left(table)
+
+
+@forks
+@pytest.mark.parametrize("selector", SELECTORS, ids=repr)
+def test_a_forked_child_cannot_continue_an_iterator(selector: Any) -> None:
+    with _iterated(selector) as (_, _dataset, batches):
+        parent = os.getpid()
+
+        def work() -> None:
+            with pytest.raises(GearError, match=f"An iterator of process {parent} was continued in process"):
+                next(batches)
+
+        forked(work)
+        next(batches)
+
+
+@forks
+@pytest.mark.parametrize("selector", SELECTORS, ids=repr)
+def test_a_forked_child_draws_by_itself(selector: Any) -> None:
+    with _iterated(selector) as (table, dataset, batches):
+
+        def work() -> None:
+            assert len(dataset.sample()["index"]) == 4
+            state = dataset.state_dict()
+            dataset.load_state_dict(state)
+            if "priorities" in state:
+                dataset.update_priority(dataset.sample(), torch.rand(4))
+                dataset.state_dict()
+            fresh = iter(dataset)
+            assert len(next(fresh)["index"]) == 4
+            fresh.close()  # type: ignore[attr-defined]
+            nothing_left(table)
+
+        forked(work)
+        next(batches)
+
+
+@forks
+def test_what_a_forked_child_drops_stays_with_its_parent() -> None:
+    with _iterated(gear.Prioritized()) as (table, dataset, batches):
+        ticket = table.begin_read()
+        held = [dataset, batches]
+
+        def work() -> None:
+            nonlocal dataset, batches
+            table.end_read(ticket)
+            batches.close()  # type: ignore[attr-defined]
+            held.clear()
+            del dataset, batches
+            gc.collect()
+
+        forked(work)
+        assert open_tickets(table) == 1
+        assert len(prefetch_threads()) == 1
+        table.end_read(ticket)
+        next(batches)
+
+
+@forks
+def test_a_fork_in_the_middle_of_a_draw_is_an_error_at_once() -> None:
+    with make_table() as table:
+        drawing, go_on = threading.Event(), threading.Event()
+
+        def subset(numbers: Array) -> Array:
+            if threading.current_thread().name == "gear-loader-prefetch" and holds_any():
+                drawing.set()
+                assert go_on.wait(PATIENCE)
+            return np.ones(len(numbers), dtype=bool)
+
+        dataset = dataset_of(table, selector=gear.Prioritized(), subset=subset)
+        batches = iter(dataset)
+        asker = threading.Thread(target=next, args=(batches,))
+        asker.start()
+        assert drawing.wait(PATIENCE)
+
+        def work() -> None:
+            for call in (dataset.sample, dataset.state_dict):
+                with pytest.raises(
+                    GearError, match="was forked while its parent's prefetch thread was drawing"
+                ):
+                    call()
+
+        try:
+            forked(work)
+        finally:
+            go_on.set()
+        asker.join()
+        batches.close()  # type: ignore[attr-defined]
+
+
+@forks
+def test_a_forked_child_does_not_draw_from_shards() -> None:
+    with make_table() as table, gear.distributed.Shards(table) as shards:
+        dataset = dataset_of(table, prefetch=0)
+        sharded = gear.ReplayDataset(shards, batch_size=4, windows=gear.Window(2), device="cpu", prefetch=0)
+        sharded.sample()
+
+        def work() -> None:
+            dataset.sample()
+            with pytest.raises(GearError, match="A dataset over Shards of process"):
+                sharded.sample()
+
+        forked(work)
+        sharded.sample()
+
+
+# ---------------------------------------------------------------- datasets that nobody has any more
+
+
+class _Owner:
+    """Has a dataset whose subset is a method of its own, and an iterator of it: all reach one another."""
+
+    def __init__(self, table: gear.Table, **options: Any) -> None:
+        self.dataset = dataset_of(table, subset=self.keep, **options)
+        self.batches = iter(self.dataset)
+        next(self.batches)
+
+    def keep(self, numbers: Array) -> Array:
+        return numbers >= 0
+
+
+@pytest.mark.parametrize("selector", SELECTORS, ids=repr)
+def test_threads_of_datasets_that_reach_themselves_end(selector: Any) -> None:
+    with make_table() as table:
+        for _ in range(10):
+            _Owner(table, selector=selector)
+        assert prefetch_threads()
+        gc.collect()
+        assert soon(lambda: gc.collect() >= 0 and not prefetch_threads())
+        nothing_left(table)

@@ -1,0 +1,901 @@
+"""Checkpoints of several ranks: as many or another number of them load, nothing is lost or twice, whoever dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from checkpoint_common import SIZES, contents, draw, dying, files, flip, make
+from table_common import COLUMNS, Died, bits, fresh_name, rows
+
+import gear_loader as gear
+from gear_loader.checkpoint import manifest as manifest_module
+from gear_loader.checkpoint.resharding import deal, split_counts
+from gear_loader.distributed import checkpoint as module
+from gear_loader.distributed.checkpoint import load, save
+from gear_loader.errors import CheckpointError, RankError, RegionError, SchemaError
+from gear_loader.storage.operations import NEXT_SEQUENCE
+
+hypothesis = pytest.importorskip("hypothesis")
+st = pytest.importorskip("hypothesis.strategies")
+
+PATIENCE = 60.0
+SCHEMA = {**COLUMNS, "odd": gear.Column(torch.uint8, (13,)), "half": gear.Column(torch.bfloat16)}
+Table = gear.Table
+
+# Ranks as threads ------------------------------------------------------------------------------------
+
+
+class Meeting:
+    """Where the ranks, threads of this process, meet; nobody comes any more once one of them has died."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size)
+        self._said: list[str] = [""] * size
+
+    def wait(self) -> None:
+        self._barrier.wait(PATIENCE)
+
+    def leave(self) -> None:
+        self._barrier.abort()
+
+    def agree(self, said: dict[str, Any]) -> list[dict[str, Any]]:
+        self._said[said["rank"]] = json.dumps(said)
+        self.wait()
+        answers = [json.loads(text) for text in self._said]
+        self.wait()
+        return answers
+
+
+def together(size: int, act: Callable[[int, Meeting], Any]) -> list[Any]:
+    """What each rank's call returns or raises."""
+    meeting = Meeting(size)
+    results: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = act(rank, meeting)
+        except Exception as error:
+            results[rank] = error
+        except Died as error:
+            results[rank] = error
+            meeting.leave()
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * PATIENCE)
+        assert not thread.is_alive(), "a rank hangs"
+    return results
+
+
+def save_all(tables: list[Table], path: Path) -> list[Any]:
+    """What each rank's `save` returns or raises."""
+
+    def act(rank: int, meeting: Meeting) -> None:
+        options: dict[str, Any] = {"barrier": meeting.wait, "agree": meeting.agree}
+        save(tables[rank], path, rank=rank, world_size=len(tables), **options)
+
+    return together(len(tables), act)
+
+
+def try_load(path: Path, size: int, **options: Any) -> list[Any]:
+    """What each rank's `load` returns or raises."""
+    return together(
+        size,
+        lambda rank, meeting: load(path, rank=rank, world_size=size, agree=meeting.agree, **options),
+    )
+
+
+@contextlib.contextmanager
+def closing(tables: list[Any]) -> Iterator[list[Table]]:
+    try:
+        for table in tables:
+            if isinstance(table, BaseException):
+                raise table
+        yield tables
+    finally:
+        for table in tables:
+            if isinstance(table, Table):
+                table.close()
+
+
+@contextlib.contextmanager
+def loaded(path: Path, size: int, **options: Any) -> Iterator[list[Table]]:
+    with closing(try_load(path, size, **options)) as tables:
+        yield tables
+
+
+def saved(tables: list[Table], path: Path) -> None:
+    assert save_all(tables, path) == [None] * len(tables)
+
+
+# What they hold --------------------------------------------------------------------------------------
+
+
+def steps_of(number: int, length: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(number)
+    values = torch.randint(0, 256, (length, 13), dtype=torch.uint8, generator=generator)
+    return {
+        **rows(number, length),
+        "odd": values,
+        "half": torch.randn(length, generator=generator).bfloat16(),
+    }
+
+
+def create(rank: int, **options: Any) -> Table:
+    sizes: dict[str, Any] = {"max_steps": 900, "max_trajectories": 60, "block_steps": 4, **options}
+    table = Table.create(SCHEMA, **sizes)
+    table.set_origin(rank)
+    return table
+
+
+@contextlib.contextmanager
+def shards(size: int = 4, **options: Any) -> Iterator[list[Table]]:
+    """Tables of uneven trajectories, one without any, one with ids of others, each with a history."""
+    generator = np.random.default_rng(0)
+    with closing([create(rank, **options) for rank in range(size)]) as tables:
+        for rank, table in enumerate(tables):
+            if rank == 2:
+                continue
+            for i in range(10 + 3 * rank):
+                length = int(generator.integers(1, 40)) if i % 5 else 1
+                number = 100 * rank + i
+                priority = None if i % 4 == 0 else float(number)
+                table.extend_as(
+                    [steps_of(number, length)],
+                    ids=[(500 + i) << 16 | 9] if rank == 1 and i % 3 == 0 else [-1],
+                    priority=priority,
+                )
+            draw(table, 4)
+            draw(table, 2)
+            table.remove(table.indices()[[3, 5]])
+            slots = table.indices()
+            table.region.array("created")[slots] -= (slots + rank) * 1_000 * 10**9
+        yield tables
+
+
+def by_id(tables: list[Table]) -> dict[int, dict[str, Any]]:
+    """Everything of each trajectory; fails if one is there twice."""
+    found: dict[int, dict[str, Any]] = {}
+    for table in tables:
+        table.check_valid()
+        slots = table.indices()
+        sequences = table.region.array("sequence")[slots]
+        _, ages = table.ages(slots, sequences)
+        for i, slot in enumerate(slots.tolist()):
+            name = int(table.ids(slots[i : i + 1])[0])
+            assert name not in found, f"the trajectory {name} is there twice"
+            found[name] = {
+                "contents": {key: bits(value) for key, value in table[slot].items()},
+                "priority": float(table.priorities()[slot]),
+                "times_sampled": int(table.region.array("sampled")[slot]),
+                "age": round(ages[i] / 1e9 / 500) * 500,
+            }
+    return found
+
+
+def ids_of(table: Table) -> list[int]:
+    return [int(i) for i in table.ids(table.indices())]
+
+
+# Round trips -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunks", [None, 4096], ids=["whole files", "chunks"])
+@pytest.mark.parametrize("size", [4, 2, 3, 1, 6])
+def test_saved_by_four_and_loaded_by_others(
+    tmp_path: Path, size: int, chunks: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if chunks is not None:
+        monkeypatch.setattr(manifest_module, "CHUNK_BYTES", chunks)
+        monkeypatch.setattr("gear_loader.checkpoint.loading._WHOLE", 0.0)
+    with shards() as tables:
+        before = by_id(tables)
+        counts = [table.stats() for table in tables]
+        saved(tables, tmp_path / "four")
+    with loaded(tmp_path / "four", size) as others:
+        assert by_id(others) == before
+        _check_tables(others, before)
+        assert sum(table.stats().num_inserted for table in others) == sum(one.num_inserted for one in counts)
+        assert sum(table.stats().num_sampled for table in others) == sum(one.num_sampled for one in counts)
+        for rank, table in enumerate(others):
+            for i in range(3):
+                table.extend_as([steps_of(1000 + 10 * rank + i, 2)], ids=[-1])
+        more = by_id(others)
+        assert len(more) == len(before) + 3 * size
+        saved(others, tmp_path / "others")
+        saved(others, tmp_path / "others")
+    with loaded(tmp_path / "others", 4) as back:
+        assert by_id(back) == more
+
+
+def _check_tables(tables: list[Table], everything: dict[int, Any]) -> None:
+    steps = [table.num_steps for table in tables]
+    if len(tables) != 4:
+        assert max(steps) - min(steps) <= 40, "the longest trajectory"
+    highest = max(everything) >> 16
+    for rank, table in enumerate(tables):
+        assert table.origin == rank
+        if len(tables) != 4:
+            assert ids_of(table) == sorted(ids_of(table))
+            slots = table.indices()
+            came_after, _ = table.ages(slots, table.region.array("sequence")[slots])
+            assert came_after.tolist() == list(range(len(table)))[::-1]
+            assert table.region.array("counters")[NEXT_SEQUENCE] > highest
+        layout = table.region.layout
+        assert layout.max_steps >= -(-4 * 900 // len(tables))
+        assert layout.max_trajectories == -(-4 * 60 // len(tables))
+        assert layout.num_blocks >= -(-4 * tables[0].region.layout.num_blocks // 4 // len(tables))
+
+
+def test_as_many_ranks_get_their_own_tables_back(tmp_path: Path) -> None:
+    with shards() as tables:
+        saved(tables, tmp_path)
+        before = [(contents(table), ids_of(table)) for table in tables]
+    with loaded(tmp_path, 4) as others:
+        assert [(contents(table), ids_of(table)) for table in others] == before
+        for table, (known, ids) in zip(others, before, strict=True):
+            table.add(steps_of(5, 3))
+            assert ids_of(table) == [*ids, known["next_sequence"] << 16 | table.origin]
+
+
+def test_shard_numbers_that_are_not_the_ranks(tmp_path: Path) -> None:
+    """Ids stay, and new ones are those of the rank."""
+    tables = [create(rank) for rank in (2, 0, 7)]
+    with closing(tables):
+        for i, table in enumerate(tables):
+            table.extend([steps_of(10 * i + j, 3 + j) for j in range(3 + i)])
+        before, own = by_id(tables), [ids_of(table) for table in tables]
+        saved(tables, tmp_path)
+    with loaded(tmp_path, 3) as others:
+        assert [ids_of(table) for table in others] == own
+        assert [table.origin for table in others] == [0, 1, 2]
+        for table in others:
+            table.add(steps_of(77, 3))
+        assert {i: one for i, one in by_id(others).items() if i in before} == before
+        assert len(by_id(others)) == len(before) + 3
+
+
+def test_a_single_rank_without_a_shard_number(tmp_path: Path) -> None:
+    with make() as table:
+        table.extend([rows(0, 3), rows(1, 3)])
+        saved([table], tmp_path)
+    with load(tmp_path, rank=0, world_size=1) as copy:
+        assert ids_of(copy) == [0, 1 << 16]
+        assert copy.origin == 0
+    others = [load(tmp_path, rank=rank, world_size=2) for rank in range(2)]
+    with closing(others):
+        assert sorted(by_id(others)) == [0, 1 << 16]
+
+
+def test_nothing_at_all(tmp_path: Path) -> None:
+    with closing([create(rank) for rank in range(2)]) as tables:
+        saved(tables, tmp_path)
+    for size in (1, 2, 3):
+        with loaded(tmp_path, size) as others:
+            assert by_id(others) == {}
+            others[-1].add(steps_of(0, 3))
+
+
+def test_each_rank_reads_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest_module, "CHUNK_BYTES", 4096)
+    columns = {"x": gear.Column(torch.int64, (8,))}
+    with Table.create(columns, max_steps=20_000, max_trajectories=2000) as table:
+        table.extend([{"x": torch.full((10, 8), i)} for i in range(2000)])
+        saved([table], tmp_path)
+    size = 2000 * 10 * 64
+    read: dict[str, int] = {}
+    genuine = os.preadv
+
+    def counting(*args: Any) -> int:
+        count = genuine(*args)
+        name = threading.current_thread().name
+        read[name] = read.get(name, 0) + count
+        return count
+
+    monkeypatch.setattr(os, "preadv", counting)
+    with loaded(tmp_path, 4) as others:
+        assert sum(len(table) for table in others) == 2000
+    amounts = [read[f"rank {rank}"] for rank in range(4)]
+    assert max(amounts) < 0.4 * size, "a quarter of the file, and the chunks at the ends of runs"
+    assert sum(amounts) >= size
+
+
+def test_sizes_that_are_given_win(tmp_path: Path) -> None:
+    with shards() as tables:
+        needed = sum(table.num_steps for table in tables)
+        saved(tables, tmp_path)
+    with loaded(tmp_path, 2, max_steps=5000, max_trajectories=333, block_steps=8) as others:
+        for table in others:
+            layout = table.region.layout
+            assert (layout.max_steps, layout.max_trajectories, layout.block_steps) == (5000, 333, 8)
+            assert layout.num_blocks == (5000 + 333 * 7) // 8
+    with loaded(tmp_path, 2, max_blocks=4000, on_full="evict_oldest") as others:
+        assert [table.region.layout.num_blocks for table in others] == [4000, 4000]
+        assert [table.on_full for table in others] == ["evict_oldest"] * 2
+    name = fresh_name()
+    found = together(
+        2, lambda r, m: load(tmp_path, rank=r, world_size=2, agree=m.agree, max_steps=10, name=f"{name}{r}")
+    )
+    assert all(isinstance(one, CheckpointError) for one in found)
+    assert re.search(r"needs max_steps=\d+ \(with blocks of 4 steps\); 10 was given", str(found[0]))
+    assert needed > 20
+    for rank in range(2):
+        with pytest.raises(RegionError):
+            Table.attach(f"{name}{rank}")
+
+
+def test_rules_come_along(tmp_path: Path) -> None:
+    limiter = gear.SampleToInsertRatio(2.0, min_size=25, error_buffer=300)
+    options: dict[str, Any] = {"on_full": "evict_oldest", "rate_limiter": limiter, "max_age": 1e9}
+    with closing([create(rank, **options) for rank in range(4)]) as tables:
+        for table in tables:
+            table.extend([steps_of(i, 3) for i in range(5)])
+        rules = tables[0].rules
+        saved(tables, tmp_path)
+    for size in (4, 2, 12):
+        with loaded(tmp_path, size) as others:
+            assert all(table.rules == rules for table in others)
+            assert all(table.region.layout.max_trajectories >= 25 for table in others)
+
+
+# Incremental -----------------------------------------------------------------------------------------
+
+
+def _segments(path: Path) -> dict[str, int]:
+    """Rank, segment and column -> inode."""
+    return {
+        "/".join((file.parts[-4], *file.parts[-2:])): file.stat().st_ino
+        for file in path.glob("saves/*/*/segments/*/*.npy")
+    }
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_what_has_not_changed_is_not_written_again(
+    tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not links:
+
+        def refuse(*_args: Any, **_options: Any) -> None:
+            raise PermissionError(1, "no links here")
+
+        monkeypatch.setattr(os, "link", refuse)
+    with shards() as tables:
+        saved(tables, tmp_path)
+        first = _segments(tmp_path)
+        tables[1].add(steps_of(900, 5))
+        before = by_id(tables)
+        saved(tables, tmp_path)
+        second = _segments(tmp_path)
+    assert len(os.listdir(tmp_path / "saves")) == 1
+    assert set(second) > set(first)
+    assert {name.split("/")[0] for name in set(second) - set(first)} == {"00001"}
+    assert (first.items() <= second.items()) == links
+    with loaded(tmp_path, 4) as others:
+        assert by_id(others) == before
+        saved(others, tmp_path)
+        third = _segments(tmp_path)
+        assert (second.items() <= third.items()) == links
+    with loaded(tmp_path, 2) as others:
+        assert by_id(others) == before
+        saved(others, tmp_path)
+    assert sorted(os.listdir(next((tmp_path / "saves").iterdir()))) == ["00000", "00001"]
+    with loaded(tmp_path, 3) as others:
+        assert by_id(others) == before
+    assert not [name for name in files(tmp_path) if name.endswith(".part")]
+
+
+def test_a_previous_save_that_is_damaged_is_not_used(tmp_path: Path) -> None:
+    with shards() as tables:
+        saved(tables, tmp_path)
+        flip(next(tmp_path.glob("saves/*/00001/manifest.json")), 100)
+        before = by_id(tables)
+        saved(tables, tmp_path)
+    with loaded(tmp_path, 2) as others:
+        assert by_id(others) == before
+
+
+# Ranks that fail and die -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("where", "bad"),
+    [("save_table", 0), ("save_table", 1), ("write_shards", 0), ("check_shards_directory", 0)],
+)
+def test_a_rank_that_fails(tmp_path: Path, where: str, bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with shards(3) as tables:
+        saved(tables, tmp_path)
+        before = by_id(tables)
+        names = set(files(tmp_path))
+        tables[0].add(steps_of(700, 5))
+        genuine = getattr(module, where)
+
+        def fail(*args: Any, **options: Any) -> Any:
+            if threading.current_thread().name == f"rank {bad}":
+                raise OSError(28, "No space left on device", "/somewhere")
+            return genuine(*args, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, where, fail)
+            found = save_all(tables, tmp_path)
+        for rank, error in enumerate(found):
+            if rank == bad:
+                assert isinstance(error, CheckpointError)
+                assert "/somewhere cannot be written: No space left on device" in str(error)
+            else:
+                assert isinstance(error, RankError)
+                assert f"so this one (rank {rank}) gives up too. rank {bad}: CheckpointError: /some" in str(
+                    error
+                )
+        with loaded(tmp_path, 2) as others:
+            assert by_id(others) == before
+        if where != "write_shards":
+            assert set(files(tmp_path)) == names, "nothing is left of it"
+        saved(tables, tmp_path)
+        with loaded(tmp_path, 2) as others:
+            assert by_id(others) == by_id(tables)
+        assert len(os.listdir(tmp_path / "saves")) == 1
+
+
+def test_a_rank_that_does_not_hear_the_answers(tmp_path: Path) -> None:
+    """It gives up, but rank 0 has heard it, and completes the checkpoint: so its files have to stay."""
+
+    def act(rank: int, meeting: Meeting) -> None:
+        def agree(said: dict[str, Any]) -> list[dict[str, Any]]:
+            answers = meeting.agree(said)
+            if rank == 1 and said["what"] == "save their tables":
+                deadline = time.monotonic() + PATIENCE
+                while not (tmp_path / "shards.json").exists() and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                meeting.leave()
+                raise TimeoutError("cut off")
+            return answers
+
+        save(tables[rank], tmp_path, rank=rank, world_size=2, barrier=meeting.wait, agree=agree)
+
+    with shards(2) as tables:
+        for error in together(2, act):
+            assert isinstance(error, RankError)
+            assert "lost the others when all were to" in str(error)
+        with loaded(tmp_path, 2) as others:
+            assert by_id(others) == by_id(tables)
+
+
+def test_a_rank_that_dies_while_all_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with shards(2) as tables:
+        saved(tables, tmp_path)
+    genuine, name, read = module._load_share, fresh_name(), threading.Event()
+
+    def fatal(*args: Any) -> Any:
+        if args[2].rank == 1:
+            assert read.wait(PATIENCE)
+            raise Died
+        table = genuine(*args)
+        read.set()
+        return table
+
+    monkeypatch.setattr(module, "_load_share", fatal)
+    found = together(2, lambda r, m: load(tmp_path, rank=r, world_size=2, agree=m.agree, name=f"{name}.{r}"))
+    assert isinstance(found[0], RankError)
+    assert "Rank 0 lost the others when all were to load their tables" in str(found[0])
+    with pytest.raises(RegionError):
+        Table.attach(f"{name}.0")
+
+
+CALLS = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "close", "link")
+
+
+def calls_of(rank: int) -> Callable[[tuple[Any, ...]], bool]:
+    """Which calls of the system are those of one rank, or of a thread that writes its files: by their arguments."""
+
+    def counts(args: tuple[Any, ...]) -> bool:
+        name = threading.current_thread().name
+        if name.startswith("rank "):
+            return name == f"rank {rank}"
+        with contextlib.suppress(OSError):
+            return isinstance(args[0], int) and f"/{rank:05d}/" in os.readlink(f"/proc/self/fd/{args[0]}")
+        return False
+
+    return counts
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("first", [True, False], ids=["first", "again"])
+def test_dying_at_every_call_of_the_system(tmp_path: Path, victim: int, first: bool) -> None:
+    columns = {"x": gear.Column(torch.int32), "y": gear.Column(torch.uint8, (3,))}
+    path = tmp_path / "ck"
+
+    def trajectory(number: int) -> dict[str, Any]:
+        return {"x": torch.arange(number, number + 5).int(), "y": torch.full((5, 3), number % 256).byte()}
+
+    tables = [Table.create(columns, max_steps=100, max_trajectories=20, block_steps=4) for _ in range(2)]
+    with closing(tables):
+        for rank, table in enumerate(tables):
+            table.set_origin(rank)
+            table.extend([trajectory(10 * rank + i) for i in range(3)])
+        before = None
+        if not first:
+            saved(tables, path)
+            before = by_id(tables)
+            for rank, table in enumerate(tables):
+                table.extend([trajectory(100 + rank)])
+        after = by_id(tables)
+        seen, deaths = set(), 0
+        while True:
+            with dying(deaths, CALLS, calls_of(victim)):
+                found = save_all(tables, path)
+            died = isinstance(found[victim], Died)
+            other = found[1 - victim]
+            assert isinstance(other, RankError) if died else other is None
+            if died:
+                assert "lost the others when all were to" in str(other)
+            assert not any(table.region.array("readers")[:, 2].any() for table in tables)
+            if before is None and not (path / "shards.json").exists():
+                seen.add("before")
+            else:
+                with loaded(path, 2) as others:
+                    now = by_id(others)
+                assert now in (before, after)
+                seen.add("before" if now == before else "after")
+            if not died or "after" in seen:
+                break
+            deaths += 1
+        assert seen == {"before", "after"}
+        assert deaths > 25
+        saved(tables, path)
+        assert len(os.listdir(path / "saves")) == 1
+        assert not [name for name in files(path) if name.endswith(".part")]
+        with loaded(path, 3) as others:
+            assert by_id(others) == after
+
+
+def _rank_until_killed(pipe: Connection, path: str, fatal: str) -> None:
+    """Rank 1, which is killed when it is about to make a call of the system on a file of such a name."""
+    table = Table.create(COLUMNS, **SIZES)
+    table.set_origin(1)
+    table.extend([rows(10 + i, 5) for i in range(3)])
+
+    def agree(said: dict[str, Any]) -> list[dict[str, Any]]:
+        pipe.send(said)
+        if not pipe.poll(PATIENCE):
+            raise TimeoutError
+        return list(pipe.recv())
+
+    def die_at(name: str) -> None:
+        genuine = getattr(os, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            if fatal and fatal in str(args[0]):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return genuine(*args, **options)
+
+        setattr(os, name, call)
+
+    save(table, path, rank=1, world_size=2, barrier=lambda: None, agree=agree)
+    table.extend([rows(20, 6)])
+    for name in ("open", "link", "rename", "replace", "mkdir"):
+        die_at(name)
+    save(table, path, rank=1, world_size=2, barrier=lambda: None, agree=agree)
+
+
+@pytest.mark.parametrize("fatal", ["index.000001", "manifest.json.part"])
+def test_a_process_that_is_killed(tmp_path: Path, fatal: str) -> None:
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    child = context.Process(target=_rank_until_killed, args=(theirs, str(tmp_path), fatal), daemon=True)
+    child.start()
+    theirs.close()
+
+    def agree(said: dict[str, Any]) -> list[dict[str, Any]]:
+        if not pipe.poll(PATIENCE):
+            raise TimeoutError("rank 1 is silent")
+        other = pipe.recv()
+        pipe.send([said, other])
+        return [said, other]
+
+    options: dict[str, Any] = {"rank": 0, "world_size": 2, "barrier": lambda: None, "agree": agree}
+    try:
+        with make() as table:
+            table.extend([rows(i, 5) for i in range(3)])
+            save(table, tmp_path, **options)
+            with loaded(tmp_path, 2) as others:
+                before = by_id(others)
+            assert len(before) == 6
+            table.add(rows(30, 5))
+            with pytest.raises(RankError, match="Rank 0 lost the others when all were to save their tables"):
+                save(table, tmp_path, **options)
+            child.join(PATIENCE)
+            assert child.exitcode == -signal.SIGKILL
+        with loaded(tmp_path, 2) as others:
+            assert by_id(others) == before
+            saved(others, tmp_path)
+        assert len(os.listdir(tmp_path / "saves")) == 1
+    finally:
+        child.kill()
+        child.join()
+        pipe.close()
+
+
+# Damage ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    with shards(3) as tables:
+        saved(tables, tmp_path / "ck")
+    return tmp_path / "ck"
+
+
+def refused(path: Path, size: int, **options: Any) -> list[str]:
+    """The errors of all ranks; no table is left."""
+    name = fresh_name()
+    found = together(
+        size,
+        lambda r, m: load(path, rank=r, world_size=size, agree=m.agree, name=f"{name}.{r}", **options),
+    )
+    for rank in range(size):
+        assert isinstance(found[rank], (CheckpointError, RankError)), found[rank]
+        with pytest.raises(RegionError):
+            Table.attach(f"{name}.{rank}")
+    assert any(isinstance(one, CheckpointError) for one in found)
+    return [str(one) for one in found]
+
+
+@pytest.mark.parametrize("size", [3, 2, 7])
+@pytest.mark.parametrize("chunks", [None, 4096], ids=["whole files", "chunks"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "shards.json",
+        "saves/*/00001/manifest.json",
+        "saves/*/00001/index.*.safetensors",
+        "saves/*/00001/segments/000001/odd.npy",
+    ],
+)
+def test_damage_is_found_by_all(
+    tmp_path: Path, size: int, chunks: int | None, pattern: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if chunks:
+        monkeypatch.setattr(manifest_module, "CHUNK_BYTES", chunks)
+        monkeypatch.setattr("gear_loader.checkpoint.loading._WHOLE", 0.0)
+    with shards(3) as tables:
+        saved(tables, tmp_path)
+    (file,) = tmp_path.glob(pattern)
+    data = file.read_bytes()
+    for damaged in (_flipped(data), data[:-1], None):
+        if damaged is None:
+            file.unlink()
+        else:
+            file.write_bytes(damaged)
+        messages = refused(tmp_path, size)
+        assert all(str(file) in message or file.name == "shards.json" for message in messages), messages
+        assert all(str(tmp_path) in message for message in messages)
+    file.write_bytes(data)
+    with loaded(tmp_path, size) as others:
+        assert len(others) == size
+
+
+def _flipped(data: bytes) -> bytes:
+    place = len(data) - 200 if len(data) > 400 else len(data) // 2
+    return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+
+
+@pytest.mark.parametrize("size", [3, 2])
+def test_a_shard_of_another_save(path: Path, tmp_path: Path, size: int) -> None:
+    (shard,) = path.glob("saves/*/00001")
+    shutil.copytree(shard, tmp_path / "old")
+    with loaded(path, 3) as tables:
+        tables[1].add(steps_of(1, 3))
+        saved(tables, path)
+    (shard,) = path.glob("saves/*/00001")
+    shutil.rmtree(shard)
+    shutil.copytree(tmp_path / "old", shard)
+    messages = refused(path, size)
+    expected = f"{shard / 'manifest.json'} is not the one that {path / 'shards.json'} names: it has "
+    assert all(expected in message for message in messages)
+    assert "It is damaged, or of another save." in messages[1]
+
+
+def _rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    fields = json.loads((path / "shards.json").read_bytes())
+    change(fields)
+    fields["checksum"] = "0" * 32
+    data = json.dumps(fields).encode()
+    found = xxhash.xxh3_128_hexdigest(data).encode()
+    (path / "shards.json").write_bytes(data.replace(b"0" * 32, found, 1))
+
+
+WRONG = [None, -1, 2**70, 1.5, True, "1", "../up", [], {}, [{}]]
+
+
+def test_every_field_of_the_manifest_is_checked(path: Path) -> None:
+    data = (path / "shards.json").read_bytes()
+    fields = json.loads(data)
+    places: list[tuple[Any, ...]] = [(key,) for key in fields if key != "checksum"]
+    places += [("shards", 1, key) for key in fields["shards"][1]]
+    for keys in places:
+        for value in WRONG:
+
+            def change(inner: Any, keys: Any = keys, value: Any = value) -> None:
+                for key in keys[:-1]:
+                    inner = inner[key]
+                inner[keys[-1]] = value
+
+            _rewrite(path, change)
+            with pytest.raises(CheckpointError, match=re.escape(str(path))):
+                load(path, rank=1, world_size=3)
+            (path / "shards.json").write_bytes(data)
+
+
+def test_a_manifest_of_another_version(path: Path) -> None:
+    _rewrite(path, lambda fields: fields.update(version=2))
+    assert (
+        "has checkpoint version 2; this version of Gear Loader reads version 1. Use the one that"
+        in (refused(path, 2)[0])
+    )
+
+
+# What is refused -------------------------------------------------------------------------------------
+
+
+def test_tables_that_do_not_fit_together(tmp_path: Path) -> None:
+    with closing([create(0), create(1), create(1)]) as tables:
+        for error in save_all(tables, tmp_path / "ck"):
+            assert isinstance(error, CheckpointError)
+            assert "The tables of ranks 1 and 2 both have the shard number 1" in str(error)
+    other = Table.create(COLUMNS, **SIZES)
+    other.set_origin(1)
+    with closing([create(0), other]) as tables:
+        for error in save_all(tables, tmp_path / "ck"):
+            assert isinstance(error, CheckpointError)
+            assert "The tables of ranks 0 and 1 have different schemas: Schema({" in str(error)
+    assert not (tmp_path / "ck" / "shards.json").exists()
+    with closing([create(0), create(1)]) as tables:
+        saved(tables, tmp_path / "ck")
+
+
+def test_different_rules_are_loaded_by_as_many_ranks_only(tmp_path: Path) -> None:
+    with closing([create(0), create(1, max_age=1e6)]) as tables:
+        saved(tables, tmp_path)
+    with loaded(tmp_path, 2) as others:
+        assert [table.rules.max_age for table in others] == [None, 1e6]
+    messages = refused(tmp_path, 3)
+    assert all("The tables of ranks 0 and 1" in m and "have different rules: Rules(" in m for m in messages)
+    assert "Load it with 2 ranks, as it was saved." in messages[0]
+
+
+def test_a_trajectory_that_is_in_two_tables(tmp_path: Path) -> None:
+    with closing([create(0), create(1)]) as tables:
+        for table in tables:
+            table.extend_as([steps_of(1, 3)], ids=[77 << 16 | 9])
+        saved(tables, tmp_path)
+    with loaded(tmp_path, 2) as others:
+        assert [ids_of(table) for table in others] == [[77 << 16 | 9]] * 2
+    expected = (
+        f"The tables of ranks 0 and 1 in {tmp_path} both hold the trajectory {77 << 16 | 9}. Load it with"
+    )
+    assert expected in refused(tmp_path, 1)[0]
+
+
+def test_another_schema(path: Path) -> None:
+    messages = refused(path, 2, schema=COLUMNS)
+    assert all("is of tables with the schema Schema({" in message for message in messages)
+    with loaded(path, 2, schema=SCHEMA) as others:
+        assert len(others) == 2
+
+
+def test_other_directories(tmp_path: Path) -> None:
+    with create(0) as table:
+        table.save(tmp_path / "single")
+        with pytest.raises(CheckpointError, match=r"it has no shards\.json\. Give the"):
+            load(tmp_path / "single", rank=0, world_size=1)
+        (error,) = save_all([table], tmp_path / "single")
+        assert "holds '.gear-loader.lock' and no shards.json: it is no checkpoint of several" in str(error)
+        saved([table], tmp_path / "several")
+        with pytest.raises(CheckpointError, match=r"is a checkpoint of several tables: it has shards\.json"):
+            Table.load(tmp_path / "several")
+        with pytest.raises(CheckpointError, match=r"and no manifest\.json: it is no checkpoint"):
+            table.save(tmp_path / "several")
+        (tmp_path / "file").write_text("")
+        (error,) = save_all([table], tmp_path / "file")
+        assert "is a file; expected a directory" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "message"),
+    [
+        (2, 2, "rank is 2 and world_size is 2; expected a world_size from 1 to 65,536, and a rank from 0 to"),
+        (-1, 2, "rank is -1 and world_size is 2; expected"),
+        (0, 0, "rank is 0 and world_size is 0; expected"),
+        (0, 65537, "rank is 0 and world_size is 65537; expected"),
+        ("0", 1, "rank is '0'; expected an integer."),
+        (0, True, "world_size is True; expected an integer."),
+    ],
+)
+def test_ranks_that_are_none(path: Path, rank: Any, size: Any, message: str) -> None:
+    with pytest.raises(SchemaError, match=re.escape(message)):
+        load(path, rank=rank, world_size=size)
+
+
+def test_ranks_that_do_something_else(path: Path) -> None:
+    def act(rank: int, meeting: Meeting) -> Any:
+        with create(rank) as table:
+            if rank:
+                return load(path, rank=rank, world_size=2, agree=meeting.agree)
+            return save(table, path, rank=0, world_size=2, barrier=meeting.wait, agree=meeting.agree)
+
+    for rank, error in enumerate(together(2, act)):
+        assert isinstance(error, RankError)
+        assert f"Rank {rank} was to " in str(error)
+        assert "Call it on all ranks at the same time" in str(error)
+
+
+def test_a_save_between_looking_and_reading(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody reads the new one then."""
+    genuine, done = module._load_share, []
+
+    def late(*args: Any) -> Any:
+        if args[2].rank == 1 and not done:
+            done.append(True)
+            with loaded(path, 3) as tables:
+                tables[2].add(steps_of(4321, 3))
+                saved(tables, path)
+        return genuine(*args)
+
+    monkeypatch.setattr(module, "_load_share", late)
+    with loaded(path, 2) as others:
+        numbers = {int(table[int(slot)]["number"][0]) for table in others for slot in table.indices()}
+    assert 4321 in numbers
+
+
+# Dealing ---------------------------------------------------------------------------------------------
+
+
+@hypothesis.settings(max_examples=200, deadline=None)
+@hypothesis.given(
+    st.lists(st.one_of(st.integers(1, 5), st.integers(1, 3000)), max_size=300), st.integers(1, 9)
+)
+def test_dealing(lengths: list[int], size: int) -> None:
+    values = np.array(lengths, dtype=np.int64)
+    ranks = deal(values, size)
+    assert ranks.shape == values.shape
+    assert ((ranks >= 0) & (ranks < size)).all()
+    steps = np.bincount(ranks, weights=values, minlength=size)
+    assert steps.max() - steps.min() <= max(lengths, default=0)
+    assert deal(values.copy(), size).tolist() == ranks.tolist()
+
+
+def test_dealing_keeps_neighbours_together() -> None:
+    lengths = np.random.default_rng(0).integers(1, 1000, 100_000)
+    ranks = deal(lengths, 8)
+    assert (np.diff(ranks) != 0).sum() < 2000
+    assert np.bincount(ranks, weights=np.arange(100_000) < 50_000, minlength=8).min() > 3000, (
+        "of every age some"
+    )
+
+
+@hypothesis.given(st.integers(0, 2**62), st.lists(st.integers(0, 2**40), min_size=1, max_size=9))
+def test_split_counts(total: int, weights: list[int]) -> None:
+    parts = split_counts(total, weights)
+    assert sum(parts) == total
+    weights = weights if any(weights) else [1] * len(weights)
+    for part, weight in zip(parts, weights, strict=True):
+        assert abs(part * sum(weights) - total * weight) < 2 * sum(weights)

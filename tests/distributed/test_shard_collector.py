@@ -1,0 +1,165 @@
+"""The GPU's way of collecting rows of several shards, with the kernels interpreted and the network played."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from distributed_common import check_batch, filled
+from test_collector import FakeEvent
+
+import gear_loader as gear
+from gear_loader.collection.collector import GpuSide
+from gear_loader.distributed.collector import ShardCollector, ShardRows
+from gear_loader.distributed.collector_cuda import CudaShardCollector, DeviceRows
+from gear_loader.distributed.remote import RemoteShard
+from gear_loader.distributed.shard_sampler import records_of
+from gear_loader.distributed.shards import Shards
+from gear_loader.errors import PeerTimeoutError, StaleIndexError, TransportError
+from gear_loader.storage.operations import READING
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here")
+WINDOWS = gear.Window(5, -2)
+COUNTS = [20, 15, 10]
+
+
+class PlayedPeer:
+    """Answers as a server does, out of a table of this process; or not at all."""
+
+    def __init__(self, table: gear.Table, gone: set[int], error: TransportError | None = None) -> None:
+        self.table, self.gone, self.error = table, gone, error
+        self.asked = 0
+
+    def fetch(self, spec: Any, slots: Any, anchors: Any, generations: Any, out: Any) -> Any:
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self.asked += len(slots)
+        if self.error is not None:
+            future.set_exception(self.error)
+            return future
+        data = ShardCollector(
+            Shards(self.table), spec.windows, batch_size=len(slots), device=torch.device("cpu")
+        )
+        buffers = data.buffers()
+        records = records_of(self.table, slots, anchors)
+        data.gather(buffers, ShardRows(np.zeros(len(slots), dtype=np.int64), records, None, None))
+        out[:] = 255
+        for piece in spec.pieces(len(slots)):
+            tensor = buffers.batch["mask"] if piece.kind == "mask" else buffers.batch[piece.name]
+            values = tensor.reshape(len(slots), -1).view(torch.uint8).numpy()
+            out[piece.offset : piece.offset + values.size] = values.reshape(-1)
+        first = spec.data_bytes(len(slots))
+        out[first : first + len(slots)] = np.isin(slots, list(self.gone))
+        future.set_result(out[first : first + len(slots)])
+        return future
+
+
+def made(device: bool, shards: Shards, batch_size: int) -> tuple[Any, Any]:
+    kind = CudaShardCollector if device else ShardCollector
+    collector = kind(
+        shards,
+        dict.fromkeys(shards.table.schema, WINDOWS),
+        batch_size=batch_size,
+        device=torch.device("cpu"),
+        weighs=True,
+    )
+    if not device:
+        return collector, collector.buffers()
+    sides = [DeviceRows.make(batch_size, 4, device=torch.device("cpu")) for _ in range(2)]
+    gpu: Any = GpuSide(None, None, None, None, FakeEvent(), FakeEvent())
+    return collector, collector.with_rows(collector._buffers(torch.device("cpu")), *sides, gpu)
+
+
+def some_rows(shards: Shards, count: int, seed: int) -> ShardRows:
+    random = np.random.default_rng(seed)
+    numbers = random.integers(0, 3, count)
+    records = np.concatenate(
+        [records_of(shards.own[n], np.array([random.integers(COUNTS[n])]), np.zeros(1)) for n in numbers]
+    )
+    lengths = [
+        shards.own[n].index_arrays()[0][slot, 0] for n, slot in zip(numbers, records["slot"], strict=True)
+    ]
+    records["step"] = [random.integers(length) for length in lengths]
+    records["leaf"] = random.random(count)
+
+    def spare(wanted: int, turn: int) -> tuple[Any, int]:
+        return records_of(shards.own[0], np.arange(wanted) % COUNTS[0], np.zeros(wanted), 0.25), 0
+
+    return ShardRows(numbers, records, lambda leaves: leaves.astype(np.float32), spare)
+
+
+@pytest.fixture
+def fake_stream(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    waited: list[Any] = []
+    stream = type("Stream", (), {"wait_event": lambda self, event: waited.append(event)})()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+    return waited
+
+
+@pytest.mark.parametrize("device", [False, True])
+@pytest.mark.parametrize("remote", [(), (1,), (1, 2)])
+def test_rows_go_to_their_places(device: bool, remote: tuple[int, ...], fake_stream: list[Any]) -> None:
+    shards = Shards([filled(None, shard, COUNTS) for shard in range(3)])
+    peers = {shard: PlayedPeer(shards.own[shard], {3, 4}) for shard in remote}
+    for shard, peer in peers.items():
+        shards._sources[shard] = RemoteShard(peer, "played", shards.table.schema)
+    collector, buffers = made(device, shards, 24)
+    for count in (24, 7, 24):
+        rows = some_rows(shards, count, count)
+        before = rows.shards.copy(), rows.records.copy()
+        collector.gather(buffers, rows)
+        batch = buffers.rows(count)
+        check_batch(batch, WINDOWS)
+        gone = np.isin(before[0], remote) & np.isin(before[1]["slot"], [3, 4])
+        numbers = batch["act"].max(dim=1).values.numpy() // 1000
+        wanted = np.where(gone, rows.records["slot"], before[1]["slot"] + 100 * before[0])
+        np.testing.assert_array_equal(numbers, wanted)
+        np.testing.assert_array_equal(batch["shard"].numpy(), np.where(gone, 0, before[0]))
+        np.testing.assert_array_equal(batch["index"].numpy(), rows.records["slot"])
+        weights = np.where(gone, 0.25, before[1]["leaf"]).astype(np.float32)
+        np.testing.assert_array_equal(batch["priority_weight"].numpy(), weights)
+        assert sorted(rows.tickets) == sorted(set(rows.shards) - set(remote))
+        rows.tickets.end()
+    assert (collector.num_gone > 0) == bool(remote)
+    assert all(peer.asked for peer in peers.values())
+    if device:
+        assert buffers.gpu.filled.calls == ["synchronize", "record"] * 3
+        assert fake_stream == [buffers.gpu.released] * 3
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_a_node_that_does_not_answer(device: bool, fake_stream: list[Any]) -> None:
+    shards = Shards([filled(None, shard, COUNTS) for shard in range(3)])
+    error = PeerTimeoutError("node b did not answer")
+    shards._sources[2] = RemoteShard(PlayedPeer(shards.own[2], set(), error), "played", shards.table.schema)
+    collector, buffers = made(device, shards, 24)
+    rows = some_rows(shards, 24, 1)
+    with pytest.raises(PeerTimeoutError, match="node b did not answer"):
+        collector.gather(buffers, rows)
+    rows.tickets.end()
+    if device:  # what was queued until then is waited for before its memory is used again
+        assert buffers.gpu.filled.calls[-1] == "record"
+    for table in shards.own.values():
+        assert not table._live().readers[:, READING].any()
+    shards.on_failure = "redraw"
+    rows = some_rows(shards, 24, 1)
+    lost = int((rows.shards == 2).sum())
+    collector.num_lost = 0
+    collector.gather(buffers, rows)
+    rows.tickets.end()
+    check_batch(buffers.rows(24), WINDOWS)
+    assert collector.num_lost == lost > 0
+    assert set(buffers.batch["shard"].tolist()) == {0, 1}
+    assert shards.lost() == [2]
+
+
+def test_stages_of_a_pipeline_draw_nothing_instead() -> None:
+    shards = Shards([filled(None, shard, COUNTS) for shard in range(3)])
+    collector, buffers = made(False, shards, 24)
+    rows = some_rows(shards, 24, 1)
+    rows.spare = None
+    shards.own[1].remove(int(rows.records["slot"][rows.shards == 1][0]))
+    with pytest.raises(StaleIndexError, match="Stages of a pipeline must get the same rows"):
+        collector.gather(buffers, rows)

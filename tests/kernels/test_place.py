@@ -1,0 +1,413 @@
+"""Placing rows out of staging memory: the kernel, its torch twin and the compiled loop against the definition."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gather_common import FOREIGN, GUARD, POISON, Memory, choose, host_memory, pinned_memory, reserve
+
+from gear_loader import Column, Window
+from gear_loader.kernels import reference
+from gear_loader.kernels.place import place
+from gear_loader.kernels.plan import LINE, PLACE_WORD, PlacePlan
+from gear_loader.native import copying
+from gear_loader.storage.schema import Schema
+from gear_loader.transport.spec import WindowSpec
+
+hypothesis = pytest.importorskip("hypothesis")
+st = pytest.importorskip("hypothesis.strategies")
+
+ROW_BYTES = (1, 3, 4, 16, 20, 48, 63, 128, 132, 500, 512, 10_000)
+DEVICE = "cuda"
+SLEEP = 20_000_000  # cycles: some ten milliseconds
+
+Place = Callable[..., None]
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is compiled here")
+needs_numba = pytest.mark.skipif(not copying.AVAILABLE, reason=f"numba cannot be imported: {copying.REASON}")
+
+
+def compiled(
+    plan: PlacePlan, staging: torch.Tensor, rows: torch.Tensor, *, programs: int | None = None
+) -> None:
+    """The compiled loop with the signature of the kernel."""
+    count = plan.check_rows(staging, rows)
+    copying.place(plan.pieces(staging, count).numpy(), rows.numpy())
+
+
+RUNS = {"kernel": [interpreted], "twin": [], "compiled": [needs_numba]}
+FUNCTIONS: dict[str, Place] = {"kernel": place, "twin": reference.place, "compiled": compiled}
+ALL = pytest.mark.parametrize(
+    "run", [pytest.param(FUNCTIONS[name], marks=marks, id=name) for name, marks in RUNS.items()]
+)
+
+
+class Staged:
+    """Poisoned outputs between guard bytes, and staging memory with random rows for them.
+
+    Attributes:
+        plan, staging, rows: what a placing takes. expected: of each output, between its guards.
+    """
+
+    def __init__(
+        self,
+        row_bytes: Sequence[int],
+        batch: int,
+        count: int,
+        *,
+        shift: int = 0,
+        seed: int = 0,
+        memory: Memory = host_memory,
+        device: str = "cpu",
+    ) -> None:
+        random = np.random.default_rng(seed)
+        self.guarded = [
+            torch.full((GUARD + shift + batch * size + GUARD,), POISON, dtype=torch.uint8, device=device)
+            for size in row_bytes
+        ]
+        inside = slice(GUARD + shift, -GUARD)
+        outs = [part[inside].view(batch, size) for part, size in zip(self.guarded, row_bytes, strict=True)]
+        self.plan = PlacePlan(outs)
+        self.staging = memory(self.plan.size(count)).fill_(FOREIGN)
+        rows = choose(count, batch, seed)
+        self.rows = rows.to(device)
+        self.expected = []
+        for size, offset in zip(row_bytes, self.plan.offsets(count), strict=True):
+            values = random.integers(0, 256, (count, size), dtype=np.uint8)
+            self.staging[offset : offset + count * size] = torch.from_numpy(values.reshape(-1))
+            expected = np.full(GUARD + shift + batch * size + GUARD, POISON, dtype=np.uint8)
+            expected[inside].reshape(batch, size)[rows.numpy()] = values
+            self.expected.append(expected)
+
+    def check(self) -> None:
+        """Every byte: rows, the other rows, and what lies around the outputs."""
+        for part, expected in zip(self.guarded, self.expected, strict=True):
+            different = np.flatnonzero(part.cpu().numpy() != expected)
+            assert len(different) == 0, f"{len(different)} bytes differ, the first at {different[0] - GUARD}"
+
+    def run(self, function: Place, programs: int | None = None) -> None:
+        function(self.plan, self.staging, self.rows, programs=programs)
+        self.check()
+
+
+# Shapes ----------------------------------------------------------------------------------------------
+
+
+@ALL
+@pytest.mark.parametrize("count", [0, 1, 7])
+@pytest.mark.parametrize("size", ROW_BYTES)
+def test_one_piece(run: Place, size: int, count: int) -> None:
+    for batch in {max(count, 1), 9}:
+        Staged([size], batch, count, seed=size).run(run)
+
+
+@ALL
+@pytest.mark.parametrize("programs", [1, 3, 132, None])
+@pytest.mark.parametrize("count", [1, 7, 100])
+def test_many_pieces(run: Place, count: int, programs: int | None) -> None:
+    # Pieces of several tiles and of less than a line, of each word size, in one launch.
+    sizes = (384, 1, 63, 16, 500, 3, 20)
+    Staged(sizes, count + 3, count, seed=count).run(run, programs)
+
+
+@ALL
+@pytest.mark.parametrize(
+    ("shift", "words"), [(0, [16, 4, 1]), (1, [1, 1, 1]), (4, [4, 4, 1]), (8, [4, 4, 1])]
+)
+def test_outputs_at_odd_addresses(run: Place, shift: int, words: list[int]) -> None:
+    staged = Staged([48, 20, 7], 8, 5, shift=shift)
+    # torch's own allocations are aligned, on which the words below rest
+    assert [part.data_ptr() % 16 for part in staged.guarded] == [0, 0, 0]
+    assert staged.plan.table[:, PLACE_WORD].tolist() == words
+    staged.run(run)
+
+
+@ALL
+def test_more_staging_memory_than_needed(run: Place) -> None:
+    staged = Staged([5, 64], 4, 3)
+    more = host_memory(len(staged.staging) + 1001).fill_(FOREIGN)
+    more[: len(staged.staging)] = staged.staging
+    staged.staging = more
+    staged.run(run)
+
+
+@needs_numba
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("size", [4095, 4096, 4097, 70_001])
+def test_large_rows(size: int, stream: bool) -> None:
+    # Rows above and below what is copied by lines, at every remainder of a line.
+    for shift in (0, 1, 63):
+        Staged([size, 5], 6, 4, shift=shift).run(compiled, 3 if stream else None)
+
+
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(
+    sizes=st.lists(st.integers(1, 70) | st.sampled_from([16, 64, 4000, 5001]), min_size=1, max_size=4),
+    count=st.integers(0, 20),
+    spare=st.integers(0, 3),
+    shift=st.sampled_from([0, 0, 4, 3]),
+    programs=st.integers(1, 5),
+    seed=st.integers(0, 99),
+)
+def test_random_shapes(
+    sizes: list[int], count: int, spare: int, shift: int, programs: int, seed: int
+) -> None:
+    for name, function in FUNCTIONS.items():
+        if (name == "kernel" and torch.cuda.is_available()) or (name == "compiled" and not copying.AVAILABLE):
+            continue
+        Staged(sizes, count + spare or 1, count, shift=shift, seed=seed).run(function, programs)
+
+
+@ALL
+@pytest.mark.parametrize("size", [1008, 1004, 1001])
+def test_rows_beyond_2_31_bytes(run: Place, size: int) -> None:
+    batch = 5 * 2**20 + 7
+    out = torch.from_numpy(reserve(batch * size)).view(batch, size)
+    plan, count = PlacePlan([out]), 5
+    assert (batch - 1) * size > 2**32
+    rows = torch.tensor([batch - 1, 0, 3 * 2**20, batch - 3, 2])
+    staging = host_memory(plan.size(count))
+    staging.copy_(
+        torch.from_numpy(np.random.default_rng(size).integers(1, 256, len(staging), dtype=np.uint8))
+    )
+    run(plan, staging, rows)
+    assert torch.equal(out[rows], staging[: count * size].view(count, size))
+    for neighbour in (1, 3, batch - 2, 3 * 2**20 + 1):
+        assert not out[neighbour].any()
+
+
+# The plan --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 64])
+def test_pieces_lie_as_those_of_a_reply(count: int) -> None:
+    schema = Schema(
+        {"a": Column(torch.float32, (11,)), "b": Column(torch.bool), "c": Column(torch.int16, (3,))}
+    )
+    spec = WindowSpec("table", schema, {"a": Window(7), "b": Window(7), "c": Window(3, -2)})
+    pieces = spec.pieces(count)
+    plan = PlacePlan([torch.empty(64, piece.row_bytes, dtype=torch.uint8) for piece in pieces])
+    assert plan.offsets(count) == [piece.offset for piece in pieces]
+    assert plan.size(count) == spec.data_bytes(count)
+
+
+def test_pieces_for_the_compiled_loop() -> None:
+    staged = Staged([100, 30], 6, 4)
+    first = staged.staging.data_ptr()
+    outs = [out.data_ptr() for out in staged.plan.outs]
+    expected = [[first, outs[0], 100], [first + 512, outs[1], 30]]
+    assert staged.plan.pieces(staged.staging, 4).tolist() == expected
+
+
+def bytes_of(*shape: int, device: str = "cpu") -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.uint8, device=device)
+
+
+@pytest.mark.parametrize(
+    ("outs", "error", "message"),
+    [
+        ([], ValueError, "No outputs were given; expected at least one"),
+        (
+            [torch.zeros(2, 3)],
+            TypeError,
+            r"out is torch.float32 \[2, 3\]; expected contiguous uint8 \[B, row",
+        ),
+        ([bytes_of(2, 3, 4)], TypeError, r"out is torch.uint8 \[2, 3, 4\]; expected contiguous uint8"),
+        ([bytes_of(3, 2).t()], TypeError, r"out is torch.uint8 \[2, 3\]; expected contiguous uint8"),
+        ([bytes_of(2, 0)], ValueError, r"out is \[2, 0\]; expected rows of 1 to less than"),
+        (
+            [bytes_of(1, 2**31 - 2**13, device="meta")],
+            ValueError,
+            r"out is \[1, 2147475456\]; expected rows of",
+        ),
+        ([bytes_of(2, 3), bytes_of(3, 3)], ValueError, "The outputs differ in batch size or device"),
+        ([bytes_of(2, 3), bytes_of(2, 3, device="meta")], ValueError, "The outputs differ in batch size or"),
+    ],
+)
+def test_outputs_that_are_refused(outs: list[torch.Tensor], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        PlacePlan(outs)
+
+
+@ALL
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (
+            {"rows": torch.zeros(2, dtype=torch.int32)},
+            TypeError,
+            r"rows is torch.int32 \[2\]; expected contig",
+        ),
+        (
+            {"rows": torch.zeros(2, 1, dtype=torch.int64)},
+            TypeError,
+            r"rows is torch.int64 \[2, 1\]; expected",
+        ),
+        ({"rows": torch.zeros(4, dtype=torch.int64)[::2]}, TypeError, r"rows is torch.int64 \[2\]; expected"),
+        (
+            {"rows": torch.zeros(2, dtype=torch.int64, device="meta")},
+            ValueError,
+            "rows is on meta; expected cpu",
+        ),
+        ({"rows": torch.arange(4)}, ValueError, "4 rows; expected at most 3, the batch size"),
+        (
+            {"staging": torch.zeros(256)},
+            TypeError,
+            r"staging is torch.float32 \[256\]; expected contiguous uint8",
+        ),
+        ({"staging": bytes_of(2, 128)}, TypeError, r"staging is torch.uint8 \[2, 128\]; expected contiguous"),
+        (
+            {"staging": host_memory(512)[::2]},
+            TypeError,
+            r"staging is torch.uint8 \[256\]; expected contiguous",
+        ),
+        (
+            {"staging": host_memory(255)},
+            ValueError,
+            r"staging has 255 bytes at 0x[0-9a-f]+; expected at least 256 for 2 rows, at a multiple of 128",
+        ),
+        (
+            {"staging": host_memory(512)[64:]},
+            ValueError,
+            r"staging has 448 bytes at 0x\w+[4c]0; expected at least 256 for 2 rows, at a multiple of 128",
+        ),
+    ],
+)
+def test_arguments_that_are_refused(
+    run: Place, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    check_refusal(run, changes, error, message)
+
+
+@interpreted
+def test_program_counts_that_are_refused() -> None:
+    check_refusal(place, {"programs": 0}, ValueError, "programs is 0; expected at least 1")
+
+
+def check_refusal(run: Place, changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    outs = [torch.full((3, size), POISON, dtype=torch.uint8) for size in (60, 4)]
+    arguments = {"staging": host_memory(256), "rows": torch.tensor([2, 0])}
+    with pytest.raises(error, match=message):
+        run(PlacePlan(outs), **{**arguments, **changes})
+    assert all((out == POISON).all() for out in outs)
+
+
+def test_outputs_that_differ_are_noticed() -> None:
+    """The comparison itself: it finds a wrong byte, a row that was not asked for, and a write outside."""
+
+    def fault(staged: Staged, place: int) -> None:
+        def run(*arguments: Any, **options: Any) -> None:
+            reference.place(*arguments, **options)
+            staged.guarded[0][GUARD + place] += 1
+
+        with pytest.raises(AssertionError, match=f"1 bytes differ, the first at {place}"):
+            staged.run(run)
+
+    other = int(np.setdiff1d([0, 1, 2], Staged([10], 3, 2).rows.numpy())[0])
+    for place_of_fault in (int(Staged([10], 3, 2).rows[0]) * 10 + 3, other * 10, -1, 30):
+        fault(Staged([10], 3, 2), place_of_fault)
+
+
+# Compiled ahead of time ------------------------------------------------------------------------------
+
+ARCHITECTURES = (80, 90, 100)
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    """Architecture -> what tests/aot.py printed for it."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    program = Path(__file__).parents[1] / "aot.py"
+    command = [sys.executable, str(program), "place"]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    assert run.returncode == 0, run.stderr
+    shutil.rmtree(environment["TRITON_CACHE_DIR"])
+    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    return {line["arch"]: line for line in lines}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_machine_code(reports: dict[int, dict[str, Any]], arch: int) -> None:
+    report = reports[arch]
+    assert report["spills"] == 0
+    assert 16 <= report["registers"] <= 128
+    assert report["specialised"] == []  # a smaller batch needs no other code
+    instructions = dict(report["instructions"])
+    # A tile of 32 lines over 128 threads: by words of 16 bytes, of 4, and of 4 that are stored by bytes. Staging
+    # memory, and nothing else, is read through the evict-first path; a load of a warp is of whole lines.
+    assert instructions.pop("LDG.E.EF.128") == 2
+    assert instructions.pop("LDG.E.EF") == 2 * 8
+    assert report["side_by_side"] == LINE
+    assert instructions.pop("STG.E.128") == 2
+    assert instructions.pop("STG.E") == 8
+    assert instructions.pop("STG.E.U8") == 4 * 8
+    # The plan and the rows.
+    assert set(instructions) == {"LDG.E.64"}
+
+
+# On a GPU --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [0, 1, 7, 64, 1000])
+def test_shapes_on_a_gpu(count: int) -> None:
+    for programs, shift in itertools.product((1, 3, 132, None), (0, 1, 4)):
+        sizes = (384, 1, 63, 16, 500, 3, 20, 42_000)
+        staged = Staged(sizes, count + 3, count, shift=shift, seed=count, memory=pinned_memory, device=DEVICE)
+        staged.run(place, programs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", ROW_BYTES)
+def test_one_piece_on_a_gpu(size: int) -> None:
+    for count in (1, 7, 300):
+        for function in (place, reference.place):
+            staged = Staged([size], 311, count, seed=size, memory=pinned_memory, device=DEVICE)
+            staged.run(function)
+
+
+@pytest.mark.gpu
+def test_random_shapes_on_a_gpu() -> None:
+    random = np.random.default_rng(0)
+    for case in range(100):
+        sizes = random.integers(1, 3000 if case % 2 else 70, random.integers(1, 6)).tolist()
+        count, spare = (int(n) for n in random.integers(0, 200, 2))
+        staged = Staged(sizes, count + spare + 1, count, seed=case, memory=pinned_memory, device=DEVICE)
+        staged.run(place, (None, 1, 7)[case % 3])
+
+
+@pytest.mark.gpu
+def test_the_current_stream_is_used() -> None:
+    # The kernel comes behind a pause and a second poisoning of the outputs.
+    def late(*arguments: Any, **options: Any) -> None:
+        torch.cuda._sleep(SLEEP)
+        for part in staged.guarded:
+            part.fill_(POISON)
+        place(*arguments, **options)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        staged = Staged([500, 64], 40, 30, memory=pinned_memory, device=DEVICE)
+        staged.run(late)
+
+
+@pytest.mark.gpu
+def test_staging_memory_that_the_gpu_cannot_read() -> None:
+    staged = Staged([500, 64], 40, 30, memory=host_memory, device=DEVICE)
+    with pytest.raises(
+        ValueError, match="staging is in memory that the GPU cannot read; expected pinned memory"
+    ):
+        staged.run(place)

@@ -1,0 +1,469 @@
+"""`ReplayMonitor` under Lightning's `Trainer`: exact values by a clock of the test's own, loggers, what is left out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning
+import numpy as np
+import pytest
+import torch
+from dataset_common import episode, make_table, named_table, nothing_left, snapshot
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger, Logger
+
+import gear_loader as gear
+from gear_loader.errors import SchemaError
+from gear_loader.lightning import monitor
+from gear_loader.lightning.monitor import ReplayMonitor
+from gear_loader.storage.operations import INSERT_WAIT, SAMPLE_WAIT
+
+pytestmark = [
+    # Lightning imports and calls what torch has deprecated meanwhile.
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*isinstance\\(treespec, LeafSpec\\).*"),
+    # Advice on machines with a GPU: the tests run on the CPU on purpose.
+    pytest.mark.filterwarnings("ignore:GPU available but not used"),
+    # The data module has no validation here, and the model needs none.
+    pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader` but have no `validation_step`"),
+    # Advice that does not hold for batches that are made ready by the dataset.
+    pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    # The runs are shorter than the trainer's own interval of logs.
+    pytest.mark.filterwarnings(
+        "ignore:The number of training batches .* is smaller than the logging interval"
+    ),
+]
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+RATES = ("insert_rate", "sample_rate", "evict_rate", "expire_rate", "insert_wait", "sample_wait")
+FILL = ("fill_trajectories", "fill_steps", "fill_blocks")
+AGES = ("age_mean", "age_max", "age_seconds_mean", "age_seconds_max", "times_sampled_mean")
+
+
+class Clock:
+    """The monitor's clock: it stands still until a test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(monitor, "monotonic", lambda: clock.now)
+    return clock
+
+
+class Memory(Logger):
+    """A logger that keeps what it is given, under names without ``replay/``, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int | None] = []
+        self.logs: list[dict[str, float]] = []
+        self.others: list[tuple[int | None, dict[str, float]]] = []
+
+    @property
+    def name(self) -> str:
+        return "memory"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if any(name.startswith("replay/") for name in metrics):
+            assert all(name.startswith("replay/") for name in metrics)
+            assert all(type(value) is float or type(value) is int for value in metrics.values())
+            self.steps.append(step)
+            self.logs.append({name.removeprefix("replay/"): value for name, value in metrics.items()})
+        else:
+            self.others.append((step, dict(metrics)))
+
+
+class Model(lightning.LightningModule):
+    """In training step number i of the run, calls `script(i, batch)`; keeps copies of the batches."""
+
+    def __init__(self, script: Callable[[int, Any], object] = lambda number, batch: None) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+        self.script = script
+        self.batches: list[Any] = []
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        self.batches.append(snapshot(batch))
+        self.script(len(self.batches) - 1, batch)
+        loss = self.layer(batch["observation"]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 1e-6)
+
+
+class ManualModel(Model):
+    """Two optimizers, each of which makes a step in every batch."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, number: int) -> None:
+        loss = super().training_step(batch, number)
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), 1e-6) for _ in range(2)]
+
+
+def module(table: Any, **options: Any) -> gear.ReplayDataModule:
+    defaults = {"batch_size": 2, "windows": gear.Window(1), "val_fraction": 0, "prefetch": 0, "device": "cpu"}
+    return gear.ReplayDataModule(table, **{**defaults, "batches_per_epoch": 6, **options})
+
+
+def trainer(loggers: Any, *callbacks: Any, **options: Any) -> lightning.Trainer:
+    return lightning.Trainer(
+        accelerator="cpu",
+        logger=loggers,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        callbacks=list(callbacks),
+        **{"max_epochs": 1, **options},
+    )
+
+
+def add(table: gear.Table, *lengths: int) -> None:
+    table.extend([episode(1000, length) for length in lengths])
+
+
+def approximately(expected: dict[str, float]) -> Any:
+    return pytest.approx(expected, rel=1e-6, abs=0)
+
+
+# ---------------------------------------------------------------- values
+
+
+def test_a_sequence_computed_by_hand(clock: Clock) -> None:
+    """Two trajectories a step are drawn, always the two oldest."""
+    with make_table(
+        (4, 4, 4, 4), max_steps=64, max_trajectories=8, block_steps=4, on_full="evict_oldest"
+    ) as table:
+        counters = table._live().counters
+
+        def script(number: int, batch: Any) -> None:
+            clock.now += 2.0
+            if number == 1:
+                add(table, 8)
+                counters[INSERT_WAIT] += 1_500_000_000
+            if number == 2:
+                add(table, 3, 5)
+                counters[SAMPLE_WAIT] += 3_000_000_000
+            if number == 4:
+                add(table, 4, 4, 4, 4)
+
+        memory = Memory()
+        callback = ReplayMonitor(every_n_steps=3)
+        data = module(table, selector=gear.Fifo(), sample_info=True, batches_per_epoch=8)
+        model = Model(script)
+        trainer(memory, callback).fit(model, data)
+
+        assert memory.steps == [2, 5]  # the last two batches of eight wait for a third
+        first, second = memory.logs
+        seconds = torch.cat([batch["sample_info"]["age_seconds"] for batch in model.batches[:6]])
+        assert first == approximately(
+            {
+                "fill_trajectories": 7 / 8,
+                "fill_steps": 32 / 64,
+                "fill_blocks": 9 / table.stats().num_blocks,
+                "insert_rate": 3 / 6,
+                "sample_rate": 6 / 6,
+                "samples_per_insert": 6 / 3,
+                "evict_rate": 0.0,
+                "expire_rate": 0.0,
+                "insert_wait": 1.5 / 6,
+                "sample_wait": 3.0 / 6,
+                # Of 4, 4 and 5 trajectories, the oldest and the one after it.
+                "age_mean": (3 + 2 + 3 + 2 + 4 + 3) / 6,
+                "age_max": 4.0,
+                "age_seconds_mean": float(seconds[:6].mean()),
+                "age_seconds_max": float(seconds[:6].max()),
+                "times_sampled_mean": (1 + 1 + 2 + 2 + 3 + 3) / 6,
+            }
+        )
+        # Of 7, 7 and 8 (numbers 3 to 10, as 0 to 2 had to make room).
+        assert second == approximately(
+            {
+                "fill_trajectories": 8 / 8,
+                "fill_steps": (4 + 8 + 3 + 5 + 16) / 64,
+                "fill_blocks": (1 + 2 + 1 + 2 + 4) / table.stats().num_blocks,
+                "insert_rate": 4 / 6,
+                "sample_rate": 6 / 6,
+                "samples_per_insert": 6 / 4,
+                "evict_rate": 3 / 6,
+                "expire_rate": 0.0,
+                "insert_wait": 0.0,
+                "sample_wait": 0.0,
+                "age_mean": (6 + 5 + 6 + 5 + 7 + 6) / 6,
+                "age_max": 7.0,
+                "age_seconds_mean": float(seconds[6:].mean()),
+                "age_seconds_max": float(seconds[6:].max()),
+                "times_sampled_mean": (4 + 4 + 5 + 5 + 1 + 1) / 6,
+            }
+        )
+        nothing_left(table)
+
+
+def test_without_sample_info_and_without_insertions_these_are_left_out(clock: Clock) -> None:
+    def script(number: int, batch: Any) -> None:
+        clock.now += 1
+
+    with make_table() as table:
+        memory = Memory()
+        trainer(memory, ReplayMonitor(every_n_steps=2)).fit(Model(script), module(table))
+    assert memory.steps == [1, 3, 5]
+    for log in memory.logs:
+        assert set(log) == {*FILL, *RATES}
+        assert (log["insert_rate"], log["sample_rate"]) == (0.0, 2.0)
+
+
+def test_expired(clock: Clock) -> None:
+    def script(number: int, batch: Any) -> None:
+        clock.now += 4
+
+    with make_table([3] * 10, max_times_sampled=1) as table:
+        memory = Memory()
+        data = module(table, selector=gear.Fifo(), batches_per_epoch=3)
+        trainer(memory, ReplayMonitor(every_n_steps=3)).fit(Model(script), data)
+    assert memory.logs[0]["expire_rate"] == 6 / 12
+    assert memory.logs[0]["evict_rate"] == 0
+
+
+def test_priorities(clock: Clock) -> None:
+    priorities = [float(number) for number in range(1, 12)]  # 1 to 11
+    with make_table((), max_steps=64, max_trajectories=11, on_full="evict_oldest") as table:
+        table.extend([episode(number, 4) for number in range(11)], priority=priorities)
+        memory = Memory()
+        data = module(table, selector=gear.Prioritized(alpha=1.0), batches_per_epoch=2)
+
+        def script(number: int, batch: Any) -> None:
+            if number == 1:
+                add(table, *[4] * 11)  # everything else goes, and these begin with the running maximum
+                assert data.train_dataset is not None
+                data.train_dataset.update_priority(batch, torch.ones(2))
+
+        trainer(memory, ReplayMonitor(every_n_steps=1, quantiles=(0, 0.25, 0.5, 1))).fit(Model(script), data)
+        nothing_left(table)
+    before, after = memory.logs
+    assert {name: before[name] for name in before if name.startswith("priority")} == approximately(
+        {"priority_q0": 1.0, "priority_q25": 3.5, "priority_q50": 6.0, "priority_q100": 11.0}
+    )
+    assert {name: after[name] for name in after if name.startswith("priority")} == approximately(
+        {"priority_q0": 11.0, "priority_q25": 11.0, "priority_q50": 11.0, "priority_q100": 11.0}
+    )
+    assert (before["num_stale"], after["num_stale"]) == (0, 2)
+
+
+def test_what_all_handles_of_a_table_do_together(clock: Clock) -> None:
+    with named_table("test-monitor", on_full="evict_oldest") as table:
+        others = [gear.Table.attach(table.name) for _ in range(2)]
+
+        def script(number: int, batch: Any) -> None:
+            clock.now += 1
+            for length, other in enumerate((table, *others), start=1):
+                with other.writer() as writer:
+                    writer.append({name: rows[:length] for name, rows in episode(7, 4).items()})
+
+        memory = Memory()
+        reader = gear.ReplayDataset(others[0], batch_size=5, windows=gear.Window(1), device="cpu")
+        data = module(table.name)  # attaches too
+        model = Model(lambda number, batch: (script(number, batch), reader.sample()))
+        trainer(memory, ReplayMonitor(every_n_steps=2)).fit(model, data)
+        for other in others:
+            other.close()
+    assert [log["insert_rate"] for log in memory.logs] == [3.0, 3.0, 3.0]
+    assert [log["sample_rate"] for log in memory.logs] == [7.0, 7.0, 7.0]
+    assert [log["samples_per_insert"] for log in memory.logs] == approximately([7 / 3] * 3)
+
+
+def test_ages_wait_for_nothing_before_they_are_read() -> None:
+    """Tensors of the meta device hold no values: whatever looks at one fails."""
+    drawn = monitor._Drawn()
+    info = {"age": torch.int64, "age_seconds": torch.float32, "times_sampled": torch.int64}
+    for _ in range(3):
+        drawn.add({name: torch.empty(5, dtype=dtype, device="meta") for name, dtype in info.items()})
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        drawn.read()
+
+
+# ---------------------------------------------------------------- Lightning
+
+
+@pytest.mark.parametrize("log_every_n_steps", [1, 3, 50])
+def test_the_trainers_own_interval_does_not_matter(log_every_n_steps: int) -> None:
+    memory = Memory()
+    with make_table() as table:
+        options = {"log_every_n_steps": log_every_n_steps, "max_epochs": 2}
+        trainer(memory, ReplayMonitor(every_n_steps=4), **options).fit(Model(), module(table))
+    assert memory.steps == [3, 7, 11]
+    if log_every_n_steps == 1:  # the same steps as what the module logs has
+        assert [step for step, metrics in memory.others if "loss" in metrics] == list(range(12))
+
+
+@pytest.mark.parametrize("model", [Model, ManualModel])
+def test_several_loggers_and_manual_optimisation(tmp_path: Path, model: type[Model]) -> None:
+    memory, other = Memory(), Memory()
+    with make_table() as table:
+        loggers = [memory, CSVLogger(tmp_path, name="csv", version=0), other]
+        trainer(loggers, ReplayMonitor(every_n_steps=3, prefix="replay/")).fit(model(), module(table))
+    assert memory.steps == other.steps == [2, 5]
+    assert memory.logs == other.logs
+    header = (tmp_path / "csv" / "version_0" / "metrics.csv").read_text().splitlines()[0]
+    assert set(header.split(",")) >= {f"replay/{name}" for name in (*FILL, *RATES)}
+
+
+def test_accumulated_gradients_and_another_prefix() -> None:
+    memory = Memory()
+    with make_table() as table:
+        options = {"accumulate_grad_batches": 2}
+        callbacks = (ReplayMonitor(every_n_steps=2), ReplayMonitor(every_n_steps=1, prefix="other/"))
+        trainer(memory, *callbacks, **options).fit(Model(), module(table))
+    assert memory.steps == [0, 1, 2]
+    assert sum("other/insert_rate" in metrics for _, metrics in memory.others) == 6
+
+
+class SaveAt(Callback):
+    """Saves a checkpoint after so many steps."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+# The run is resumed without the callback that saved the checkpoint.
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create")
+def test_a_resumed_run_counts_from_where_it_was(tmp_path: Path, clock: Clock) -> None:
+    def script(number: int, batch: Any) -> None:
+        clock.now += 1
+
+    path, whole, rest = tmp_path / "checkpoint", Memory(), Memory()
+    with make_table() as table:
+        callbacks = (ReplayMonitor(every_n_steps=3), SaveAt(path, 4))
+        trainer(whole, *callbacks, max_epochs=2).fit(Model(script), module(table))
+        clock.now += 1e6  # the rates of the resumed run know nothing of the time in between
+        resumed = trainer(rest, ReplayMonitor(every_n_steps=3), max_epochs=2)
+        resumed.fit(Model(script), module(table), ckpt_path=path)
+    assert whole.steps == [2, 5, 8, 11]
+    assert rest.steps == [6, 9]
+    assert [log["sample_rate"] for log in (*whole.logs, *rest.logs)] == [2.0] * 6
+
+
+def test_a_callback_used_twice_begins_anew(clock: Clock) -> None:
+    def script(number: int, batch: Any) -> None:
+        clock.now += 1
+
+    callback = ReplayMonitor(every_n_steps=4)
+    with make_table() as table:
+        for _ in range(2):
+            memory = Memory()
+            trainer(memory, callback).fit(Model(script), module(table))
+            assert memory.steps == [3]
+            assert memory.logs[0]["sample_rate"] == 2.0
+            clock.now += 100
+
+
+def test_a_dataset_that_is_given(clock: Clock) -> None:
+    def script(number: int, batch: Any) -> None:
+        clock.now += 1
+
+    with make_table() as table:
+        dataset = gear.ReplayDataset(
+            table, batch_size=2, windows=gear.Window(1), device="cpu", batches_per_epoch=6, sample_info=True
+        )
+        loader = torch.utils.data.DataLoader(dataset, batch_size=None)
+        memory = Memory()
+        trainer(memory, ReplayMonitor(dataset, every_n_steps=6)).fit(Model(script), loader)
+        assert set(memory.logs[0]) == {*FILL, *RATES, *AGES}
+        nothing_left(table)
+
+
+# ---------------------------------------------------------------- nothing to do
+
+
+@pytest.fixture
+def no_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(table: gear.Table) -> None:
+        raise AssertionError("the monitor looked at the table")
+
+    monkeypatch.setattr(gear.Table, "stats", look)
+
+
+@pytest.mark.usefixtures("no_looks")
+def test_no_logger() -> None:
+    with make_table() as table:
+        trainer(False, ReplayMonitor(every_n_steps=1)).fit(Model(), module(table, sample_info=True))
+
+
+@pytest.mark.usefixtures("no_looks")
+def test_fast_dev_run() -> None:
+    memory = Memory()
+    with make_table() as table:
+        trainer(memory, ReplayMonitor(every_n_steps=1), fast_dev_run=3).fit(Model(), module(table))
+    assert memory.logs == []
+
+
+@pytest.mark.usefixtures("no_looks")
+def test_other_ranks_do_nothing() -> None:
+    memory = Memory()
+    with make_table() as table:
+        data = module(table)
+        data.setup()
+        rank = SimpleNamespace(loggers=[memory], is_global_zero=False, fast_dev_run=False, datamodule=data)
+        callback = ReplayMonitor(every_n_steps=1)
+        callback.on_train_start(rank, Model())
+        assert data.train_dataset is not None
+        callback.on_train_batch_end(rank, Model(), None, data.train_dataset.sample(), 0)
+        callback.teardown(rank, Model(), "fit")
+    assert memory.logs == []
+
+
+# ---------------------------------------------------------------- refused
+
+
+def test_nothing_to_watch() -> None:
+    with make_table() as table:
+        dataset = gear.ReplayDataset(table, batch_size=2, windows=gear.Window(1), device="cpu", prefetch=0)
+        loader = torch.utils.data.DataLoader(dataset, batch_size=None)
+        with pytest.raises(
+            SchemaError, match=r"ReplayMonitor found no dataset: .* Give it one, ReplayMonitor\("
+        ):
+            trainer(Memory(), ReplayMonitor()).fit(Model(), loader)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every_n_steps": 0}, "every_n_steps is 0; expected"),
+        ({"every_n_steps": 2.5}, r"every_n_steps is 2\.5; expected"),
+        ({"quantiles": (0.5, 1.5)}, r"quantiles is \(0\.5, 1\.5\); expected numbers from 0 to 1"),
+        ({"quantiles": (np.nan,)}, r"quantiles is \(nan,\); expected"),
+        ({"dataset": "replay"}, "dataset is a str; expected a ReplayDataset or None"),
+    ],
+)
+def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SchemaError, match=message):
+        ReplayMonitor(**options)

@@ -1,0 +1,445 @@
+"""Selection by priority as a GPU does it, under Triton's interpreter: row by row what the CPU does."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cuda_common import FakeCuda
+
+import gear_loader as gear
+from gear_loader.collection.collector import Collector, GpuSide
+from gear_loader.errors import PriorityError, SchemaError, StaleIndexError, TableEmptyError
+from gear_loader.selection.base import Anchor, SelectionContext
+from gear_loader.selection.prioritized import ANCHORS, LEAVES, PrioritizedSelection, draw_key
+from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
+from gear_loader.selection.selectors import Draw, Selector
+from gear_loader.storage.index import Ticket
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels are compiled here, for CUDA tensors only"
+)
+
+CPU = torch.device("cpu")
+BATCH, REACH, BLOCKS = 24, (-5, 6), 4
+# A power of numpy's and one of Triton's interpreter may round differently, by one place of float32.
+CLOSE = {"rtol": 2.4e-7, "atol": 0.0}
+
+
+@pytest.fixture
+def table() -> Iterator[gear.Table]:
+    schema = {"value": gear.Column(torch.float32, (2,))}
+    with gear.Table.create(
+        schema, max_steps=500, max_trajectories=60, block_steps=8, on_full="evict_oldest"
+    ) as made:
+        random = np.random.default_rng(0)
+        for number in range(50):
+            add(made, random, number)
+        yield made
+
+
+def add(table: gear.Table, random: np.random.Generator, number: int) -> None:
+    length = int(random.integers(1, 20))
+    priority = None if number % 3 else float(number)
+    table.add({"value": np.full((length, 2), number, np.float32)}, priority=priority)
+
+
+def both(table: gear.Table, selector: Selector, anchor: Anchor = "uniform", subset: Any = None) -> Any:
+    job = SelectionContext(table, selector, anchor, subset)
+    return CudaPrioritizedSelection(job, history=4, device=CPU), PrioritizedSelection(job, history=4)
+
+
+def drawn(selection: CudaPrioritizedSelection, draw: Draw) -> tuple[torch.Tensor, ...]:
+    """What the kernels write for a batch, with poison before."""
+    mirror: tuple[torch.Tensor, ...] = (
+        torch.full((5, BATCH), -7, dtype=torch.int64),
+        torch.full((BATCH, BLOCKS), -7, dtype=torch.int32),
+    )
+    if selection.job.selector.weighs:
+        mirror += (torch.full((BATCH,), torch.nan),)
+    random = torch.tensor([draw_key(draw, LEAVES), draw.step, draw_key(draw, ANCHORS)])
+    ticket = Ticket()
+    try:
+        selection._follow(ticket)
+        selection.draw_rows(draw, random, mirror, REACH)
+        selection._leave()
+    finally:
+        selection.job.table.end_read(ticket)
+    return mirror
+
+
+def expected(selection: PrioritizedSelection, draw: Draw) -> Any:
+    ticket = Ticket()
+    try:
+        selection._follow(ticket)
+        rows = selection._draw(draw)
+        if rows.leaves is not None and selection.job.selector.weighs:
+            rows = dataclasses.replace(rows, weights=selection._importance(draw, rows.leaves))
+        return rows
+    finally:
+        selection.job.table.end_read(ticket)
+
+
+def now(call: Callable[[], object]) -> None:
+    call()
+
+
+def update(selection: PrioritizedSelection, rows: Any, priority: torch.Tensor, **options: Any) -> None:
+    step = selection.job.selector.unit == "step"
+    selection.update_priority(
+        torch.from_numpy(rows.slots),
+        priority,
+        generation=torch.from_numpy(options.pop("generations", rows.generations)),
+        anchor=torch.from_numpy(rows.steps) if step else None,
+        stale=options.pop("stale", "ignore"),
+        between=now,
+    )
+
+
+SELECTORS = {
+    "prioritized": lambda unit: gear.Prioritized(eps=1e-3, unit=unit),
+    "distinct": lambda unit: gear.Prioritized(1.0, replacement=False, normalize="batch", unit=unit),
+    "top": lambda unit: gear.TopK(unit=unit),
+    "bottom": lambda unit: gear.TopK(False, unit=unit),
+}
+
+
+@pytest.mark.parametrize("make", SELECTORS.values(), ids=SELECTORS)
+@pytest.mark.parametrize(
+    ("unit", "anchor"),
+    [("trajectory", "uniform"), ("trajectory", "first"), ("trajectory", "last"), ("step", "uniform")],
+)
+def test_batches_are_those_of_the_cpu_while_the_table_changes(
+    table: gear.Table, make: Any, unit: Any, anchor: Anchor
+) -> None:
+    device, host = both(table, make(unit), anchor)
+    random = np.random.default_rng(1)
+    writer = table.writer(chunk_steps=24, overlap_steps=16)  # whose trajectories share blocks
+    extent, block_ids = table.index_arrays()
+    for step in range(6):
+        draw = Draw(3, 1, step, 0, BATCH, 0, step)
+        rows, found = expected(host, draw), drawn(device, draw)
+        np.testing.assert_allclose(
+            device._wide.leaves[: host._map.capacity], host._tree.leaves[: host._map.capacity], **CLOSE
+        )
+        np.testing.assert_array_equal(found[0][:3], np.stack((rows.slots, rows.steps, rows.generations)))
+        if rows.weights is not None:
+            np.testing.assert_allclose(found[2], rows.weights, rtol=1e-6)
+        looked_up = found[0][3:].reshape(BATCH, 2)
+        for row, (slot, anchor_step) in enumerate(zip(rows.slots, rows.steps, strict=True)):
+            length = extent[slot, 0]
+            assert looked_up[row, 0] == length
+            first, last = (np.clip(anchor_step + reach, 0, length - 1) // 8 for reach in REACH)
+            for block in range(first, last + 1):
+                assert found[1].reshape(-1)[looked_up[row, 1] + block] == block_ids[extent[slot, 1] + block]
+        generations = rows.generations.copy()
+        generations[::7] += 1  # as if these were gone
+        priority = torch.from_numpy(random.random(BATCH).astype(np.float32))
+        for selection in (device, host):
+            update(selection, rows, priority, generations=generations)
+        assert device.num_stale == host.num_stale == (step + 1) * 4
+        add(table, random, 50 + step)
+        writer.append({"value": np.full((13, 2), 900 + step, np.float32)})
+        if step == 3:
+            table.remove(int(table.indices()[5]))
+    states = [selection.state_dict() for selection in (device, host)]
+    np.testing.assert_allclose(states[0]["leaves"], states[1]["leaves"], **CLOSE)
+    assert states[0]["maximum"] == states[1]["maximum"]
+    # Batches can be repeated as long as all of their trajectories are there.
+    assert {part["step"] for part in states[0]["recent"]} <= {2, 3, 4, 5}
+    restored, _ = both(table, make(unit), anchor)
+    restored.load_state_dict(states[0])
+    for name in ("leaves", "sums", "mins", "maxs"):
+        assert torch.equal(getattr(restored._wide, name), getattr(device._wide, name))
+
+
+def shared_steps(table: gear.Table) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Every step of every trajectory: slots, generations, steps."""
+    slots, lengths = table.indices(), table.lengths()
+    rows = np.repeat(slots, lengths)
+    steps = np.concatenate([np.arange(length) for length in lengths])
+    return tuple(torch.from_numpy(part) for part in (rows, table.slot_states()[1][rows], steps))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("stale", ["ignore", "error"])
+def test_updates_of_shared_steps_are_those_of_the_cpu(table: gear.Table, stale: Any) -> None:
+    """Whichever of the trajectories that have a step names it, while writers go on between the draw and the update."""
+    device, host = both(table, gear.Prioritized(1.0, unit="step"))
+    random = np.random.default_rng(4)
+    writers = [
+        table.writer(chunk_steps=chunk, overlap_steps=overlap) for chunk, overlap in ((24, 16), (32, 8))
+    ]
+    errors = 0
+
+    def write(number: int) -> None:
+        for writer in writers:
+            writer.append({"value": np.full((random.integers(1, 20), 2), number, np.float32)})
+
+    write(0)
+    for turn in range(10):
+        for selection in (device, host):
+            ticket = Ticket()
+            selection._follow(ticket)
+            ticket.end()
+        names = shared_steps(table)
+        for _ in range(int(random.integers(0, 3))):
+            write(turn)  # commits, evicts, and makes other trajectories share blocks
+        if turn % 3 == 2:
+            add(table, random, turn)
+            table.remove(int(table.indices()[int(random.integers(len(table)))]))
+        rows = torch.from_numpy(random.permutation(len(names[0]))[:60])  # some of them name the same step
+        slots, generations, steps = (part[rows] for part in names)
+        priority = torch.from_numpy(random.random(len(rows)).astype(np.float32))
+        messages = []
+        for selection in (device, host):
+            try:
+                selection.update_priority(
+                    slots, priority, generation=generations, anchor=steps, stale=stale, between=now
+                )
+                messages.append("")
+            except StaleIndexError as error:
+                messages.append(str(error))
+        assert messages[0] == messages[1]
+        errors += bool(messages[0])
+        assert device.num_stale == host.num_stale
+        capacity = host._map.capacity
+        assert device._wide.leaves[:capacity].numpy().tobytes() == host._tree.leaves[:capacity].tobytes()
+        assert float(device._wide.maximum) == host._maximum
+    assert host._map._others  # steps were shared to the end
+    assert (errors > 0) == (stale == "error")
+    assert (host.num_stale > 0) == (stale == "ignore")
+
+
+@pytest.mark.parametrize("unit", ["trajectory", "step"])
+def test_rows_that_name_nothing_known_are_stale(table: gear.Table, unit: Any) -> None:
+    device, host = both(table, gear.Prioritized(unit=unit))
+    draw = Draw(0, 0, 0, 0, BATCH)
+    rows = expected(host, draw)
+    drawn(device, draw)
+    before = device._wide.leaves.clone()
+    slots = torch.tensor([-1, 60, 2**40, int(rows.slots[0])])
+    steps = torch.tensor([0, 0, 0, 10_000]) if unit == "step" else None
+    generation = torch.tensor([1, 1, 1, 2**33])
+    device.update_priority(
+        slots, torch.ones(4), generation=generation, anchor=steps, stale="ignore", between=now
+    )
+    assert device.num_stale == 4
+    assert torch.equal(device._wide.leaves, before)
+    gone = int(rows.slots[0])
+    table.remove(gone)
+    drawn(device, draw)
+    step = torch.zeros(1, dtype=torch.int64) if unit == "step" else None
+    device.update_priority(
+        torch.tensor([gone]), torch.ones(1), generation=None, anchor=step, stale="ignore", between=now
+    )
+    assert device.num_stale == 5
+    with pytest.raises(
+        StaleIndexError, match=f"1 of 1 priorities are for trajectories that are gone.*index {gone}"
+    ):
+        device.update_priority(
+            torch.tensor([gone]), torch.ones(1), generation=None, anchor=step, stale="error", between=now
+        )
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0, 1e38])
+def test_a_bad_priority_that_only_the_gpu_sees_changes_nothing_and_is_raised_later(
+    table: gear.Table, bad: float
+) -> None:
+    device, host = both(table, gear.Prioritized(alpha=2.0))
+    draw = Draw(0, 0, 0, 0, BATCH)
+    rows = expected(host, draw)
+    drawn(device, draw)
+    before = device._wide.leaves.clone()
+    priority = torch.ones(BATCH)
+    priority[5] = bad
+    update(device, rows, priority)
+    with pytest.raises(PriorityError, match=r"priority\[5\] of an earlier update_priority was NaN"):
+        update(device, rows, torch.ones(BATCH))
+    assert torch.equal(device._wide.leaves, before)
+    update(device, rows, torch.full((BATCH,), 2.0))  # it is over
+    assert not torch.equal(device._wide.leaves, before)
+
+
+@pytest.mark.parametrize("first", [[1e-20, 2e-20], [1e30, 2e30]], ids=["too small", "too large"])
+def test_priorities_out_of_range_are_an_error_where_the_host_raises_it(
+    table: gear.Table, first: list[float]
+) -> None:
+    table.remove(table.indices())
+    indices = [table.add({"value": np.zeros((3, 2), np.float32)}, priority=priority) for priority in first]
+    device, host = both(table, gear.Prioritized(alpha=2.0))
+    with pytest.raises(PriorityError) as caught:
+        expected(host, Draw(0, 0, 0, 0, BATCH))
+    drawn(device, Draw(0, 0, 0, 0, BATCH))
+    with pytest.raises(PriorityError) as late:
+        device._raise_late()
+    assert str(late.value) == str(caught.value)
+    assert "out of float32's range" in str(late.value)
+    device._raise_late()  # it is over
+    for selection in (device, host):
+        selection.update_priority(
+            torch.tensor(indices),
+            torch.tensor([1.0, 2.0]),
+            generation=None,
+            anchor=None,
+            stale="ignore",
+            between=now,
+        )
+    rows = expected(host, Draw(0, 0, 1, 0, BATCH))
+    assert (drawn(device, Draw(0, 0, 1, 0, BATCH))[0][0].numpy() == rows.slots).all()
+    device._raise_late()
+
+
+def test_new_trajectories_arrive_while_a_bad_update_is_pending(table: gear.Table) -> None:
+    device, host = both(table, gear.Prioritized())
+    draw = Draw(0, 0, 0, 0, BATCH)
+    rows = expected(host, draw)
+    drawn(device, draw)
+    update(device, rows, torch.full((BATCH,), -1.0))
+    index = table.add({"value": np.zeros((3, 2), np.float32)}, priority=77.0)
+    drawn(device, draw)
+    assert device._wide.leaves[index] == np.float32(77.0) ** np.float32(0.6)
+
+
+def test_a_tree_without_positive_priorities_gives_padding_and_an_error_later(table: gear.Table) -> None:
+    device, _ = both(table, gear.Prioritized(alpha=1.0))
+    table.remove(table.indices())
+    index = table.add({"value": np.zeros((3, 2), np.float32)}, priority=0.0)
+    found = drawn(device, Draw(0, 0, 0, 0, BATCH))
+    assert (found[0][0] == -1).all()
+    assert (found[0][3:].reshape(BATCH, 2)[:, 0] == 0).all()
+    assert (found[2] == 0).all()
+    with pytest.raises(PriorityError, match="no item left with a positive priority"):
+        device._raise_late()
+    device._raise_late()
+    device.update_priority(
+        torch.tensor([index]), torch.ones(1), generation=None, anchor=None, stale="ignore", between=now
+    )
+    assert (drawn(device, Draw(0, 0, 1, 0, BATCH))[0][0] == index).all()
+    table.remove(index)
+    drawn(device, Draw(0, 0, 2, 0, BATCH))
+    with pytest.raises(TableEmptyError):
+        device._raise_late()
+
+
+def test_only_the_subset_is_drawn(table: gear.Table) -> None:
+    def even(sequences: Any) -> Any:
+        return sequences % 2 == 0
+
+    for unit in ("trajectory", "step"):
+        device, host = both(table, gear.Prioritized(unit=unit), subset=even)  # type: ignore[arg-type]
+        sequence = table.slot_states()[2]
+        for step in range(4):
+            draw = Draw(0, 0, step, 0, BATCH)
+            found = drawn(device, draw)
+            assert (sequence[found[0][0].numpy()] % 2 == 0).all()
+            np.testing.assert_array_equal(found[0][0], expected(host, draw).slots)
+
+
+def test_wrong_tensors_are_refused_before_anything_is_queued(table: gear.Table) -> None:
+    device, _ = both(table, gear.Prioritized())
+    two = torch.zeros(2, dtype=torch.int64)
+    calls: list[tuple[Any, Any, Any, Any, str]] = [
+        (two.float(), torch.ones(2), None, None, r"index is torch.float32 \[2\]; expected integers \[2\]"),
+        (two, torch.ones(3), None, None, r"priority is torch.float32 \[3\]; expected numbers \[2\]"),
+        (two, torch.ones(2), two[:1], None, r"generation is torch.int64 \[1\]; expected integers \[2\]"),
+        (two[None], torch.ones(2), None, None, r"index is torch.int64 \[1, 2\]; expected integers \[n\]"),
+        (two, torch.ones(2), None, two, "anchor was received; with unit='trajectory'"),
+    ]
+    for index, priority, generation, anchor, message in calls:
+        with pytest.raises(SchemaError, match=message):
+            device.update_priority(
+                index, priority, generation=generation, anchor=anchor, stale="ignore", between=now
+            )
+    assert device.num_stale == 0
+
+
+# ---------------------------------------------------------------- from the draw to the gathered batch
+
+
+class Event:
+    """Stands for a CUDA event."""
+
+    def synchronize(self) -> None:
+        pass
+
+    def record(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+@pytest.mark.parametrize("unit", ["trajectory", "step"])
+def test_a_batch_is_gathered_from_what_the_kernels_drew(
+    table: gear.Table, name: str, unit: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda: types.SimpleNamespace(wait_event=lambda event: None)
+    )
+    windows = {"value": gear.Window(12, -5)}
+    device, host = both(table, SELECTORS[name](unit))
+    made = [
+        Collector(table, windows, batch_size=BATCH, device=CPU, weighs=device.job.selector.weighs)
+        for _ in range(2)
+    ]
+    expected_buffers, buffers = (collector.buffers() for collector in made)
+    mirror: tuple[torch.Tensor, ...] = (
+        torch.full((5, BATCH), -7, dtype=torch.int64),
+        torch.full((BATCH, BLOCKS), -7, dtype=torch.int32),
+        torch.full((BATCH,), torch.nan),
+    )
+    random = torch.empty(3, dtype=torch.int64)
+    for i, key in enumerate(("index", "anchor", "generation")):
+        buffers.batch[key] = mirror[0][i]
+    if device.job.selector.weighs:
+        buffers.batch["priority_weight"] = mirror[2]
+    else:
+        mirror = mirror[:2]
+    event: Any = Event()
+    buffers.gpu = GpuSide(None, mirror, random, None, event, event)
+    for step in range(2):
+        for value in (buffers.batch["value"], expected_buffers.batch["value"]):
+            value.fill_(torch.nan)
+        now_drawn = Draw(5, 0, step, 0, BATCH, 0, step)
+        for selection, collector, target in zip(
+            (device, host), made[::-1], (buffers, expected_buffers), strict=True
+        ):
+            ticket = selection.new_ticket()
+            rows = selection.draw(now_drawn, ticket)
+            collector.gather(target, rows)
+            ticket.end()
+            assert len(rows) == BATCH
+        for key, values in expected_buffers.batch.items():
+            torch.testing.assert_close(buffers.batch[key], values, rtol=1e-6, atol=0)
+
+
+def test_quantiles_wait_for_the_updates_before_them(
+    table: gear.Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = FakeCuda(monkeypatch)
+    device, host = both(table, gear.Prioritized(1.0))
+    rows = expected(host, Draw(0, 0, 0, 0, BATCH))
+    drawn(device, Draw(0, 0, 0, 0, BATCH))
+    for selection in (device, host):
+        update(selection, rows, torch.arange(1.0, BATCH + 1))
+    # From here on as on a GPU: updates were queued on another stream.
+    device._cuda, device._last = True, torch.cuda.Event()
+    stream: Any = torch.cuda.current_stream()
+    shares = np.array([0.0, 0.5, 1.0])
+    np.testing.assert_array_equal(device.quantiles(shares), host.quantiles(shares))
+    assert stream.waited == [device._last]
+    assert len(cuda.recorded) >= 7  # nor is the tree's memory given away before this stream has read it
+
+
+def test_priorities_of_float64_beyond_float32_keep_their_sign(table: gear.Table) -> None:
+    device, host = both(table, gear.Prioritized(alpha=1.0))
+    rows = expected(host, Draw(0, 0, 0, 0, BATCH))
+    drawn(device, Draw(0, 0, 0, 0, BATCH))
+    update(device, rows, torch.full((BATCH,), 1e-300, dtype=torch.float64))
+    assert (device._wide.leaves[rows.slots] == torch.finfo(torch.float32).tiny).all()
+    update(device, rows, torch.full((BATCH,), -1e-300, dtype=torch.float64))
+    with pytest.raises(PriorityError, match=r"priority\[0\] of an earlier update_priority"):
+        device._raise_late()

@@ -1,0 +1,576 @@
+"""The sum tree on the CPU: against the kernels' twin to the last bit, beside a naive twin, and what it draws."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from dataset_common import chi_square, chi_square_limit
+from priority_common import (
+    CAPACITIES,
+    LARGEST_UNIFORM,
+    PHILOX,
+    Array,
+    copy_of,
+    counters,
+    descend,
+    extreme_uniforms,
+    host_of,
+    levels_of,
+    outputs,
+    priorities,
+    rounding_traps,
+    same_bits,
+    signed,
+    tree_of,
+    two_words,
+    uniforms_to,
+)
+
+from gear_loader.errors import PriorityError
+from gear_loader.kernels import priority_reference as reference
+from gear_loader.kernels.sum_tree import FANOUT, SumTree
+from gear_loader.native import copying, sum_tree
+from gear_loader.selection.tree import PriorityTree
+
+hypothesis = pytest.importorskip("hypothesis")
+st = pytest.importorskip("hypothesis.strategies")
+stateful = pytest.importorskip("hypothesis.stateful")
+
+needs_numba = pytest.mark.skipif(not copying.AVAILABLE, reason=f"numba cannot be imported: {copying.REASON}")
+
+
+@pytest.fixture(params=["numba", "twin"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Trees of the test are made on the compiled path, or on the one without numba."""
+    if request.param == "twin":
+        monkeypatch.setattr(copying, "AVAILABLE", False)
+        monkeypatch.setattr("gear_loader.native.copying.notice", lambda *_: None)
+    elif not copying.AVAILABLE:
+        pytest.skip(f"numba cannot be imported: {copying.REASON}")
+    return str(request.param)
+
+
+def nodes_of(tree: PriorityTree) -> list[Array]:
+    """All sums, minima and maxima."""
+    if tree._twin is not None:
+        return [part.numpy() for part in (tree._twin.sums, tree._twin.mins, tree._twin.maxs)]
+    return [tree._sums, tree._mins, tree._maxs]
+
+
+def same_as_anew(tree: PriorityTree) -> None:
+    """Every node has the very bits that a tree built from the leaves has: nothing drifts."""
+    anew = host_of(tree.leaves[: tree.capacity].copy())
+    assert not tree.leaves[tree.capacity :].any()
+    for found, expected in zip(nodes_of(tree), nodes_of(anew), strict=True):
+        assert found.tobytes() == expected.tobytes()
+
+
+def same_nodes(tree: PriorityTree, twin: SumTree) -> None:
+    """Every node that both have is the same in both, to the bit."""
+    assert tree.leaves.tobytes() == twin.leaves.numpy()[: len(tree.leaves)].tobytes()
+    assert not twin.leaves[len(tree.leaves) :].any()
+    for level, (_, count) in enumerate(twin.shape, start=1):
+        offset = tree._offsets[5 * (level - 1)]
+        sums = tree._sums[offset : offset + count]
+        assert sums.tobytes() == twin.level(level, twin.sums).numpy()[:count].tobytes()
+    assert tree._mins.tobytes() == twin.mins.numpy().tobytes()
+    assert tree._maxs.tobytes() == twin.maxs.numpy().tobytes()
+    assert tree.total == float(twin.total())
+    assert tree.minimum == float(twin.minimum())
+
+
+# ---------------------------------------------------------------- the twin
+
+
+SIZES = (*CAPACITIES, 2, 64, 65, 127, 1023, 2048, 2049, 31 * 1024 + 1, 32 * 1024, 32 * 1024 + 1, 70_001)
+
+
+@needs_numba
+@pytest.mark.parametrize("capacity", SIZES)
+def test_the_compiled_tree_is_the_twin_to_the_last_bit(capacity: int) -> None:
+    random = np.random.default_rng(capacity)
+    leaves = priorities(capacity, seed=capacity)
+    leaves[capacity // 2] = 1
+    tree, twin = host_of(leaves), tree_of(leaves)
+    same_nodes(tree, twin)
+    for step, count in enumerate((1, 5, 63, 64, 65, 1000)):
+        items = random.integers(0, capacity, count)
+        values = priorities(count, seed=step)
+        tree.update(items, values)
+        reference.update(twin, torch.from_numpy(items), torch.from_numpy(values))
+        tree.update(np.array([capacity // 3]), np.ones(1, dtype=np.float32))
+        reference.update(twin, torch.tensor([capacity // 3]), torch.ones(1))
+        same_nodes(tree, twin)
+        key = int(random.integers(-(2**63), 2**63 - 1))
+        for distinct in (False, True):
+            rows = min(count, int((tree.leaves > 0).sum())) if distinct else count
+            found = tree.draw(rows, key=key, step=-step, distinct=distinct)
+            expected = outputs(rows)
+            draw = reference.draw_distinct if distinct else reference.draw
+            draw(twin, counters(key, -step), *expected)
+            for one, other in zip(found, expected, strict=True):
+                same_bits(torch.from_numpy(one), other)
+            same_nodes(tree, twin)
+    for largest in (False, True):
+        found, expected = (
+            tree.top(min(capacity, 50), largest=largest),
+            twin.top(min(capacity, 50), largest=largest),
+        )
+        for one, other in zip(found, expected, strict=True):
+            same_bits(torch.from_numpy(one), other)
+
+
+@needs_numba
+@pytest.mark.parametrize("key", [0, -1, 2**63 - 1, -(2**63)])
+@pytest.mark.parametrize("step", [0, -1, 2**63 - 1, -(2**63)])
+def test_counters_at_their_extremes(key: int, step: int) -> None:
+    leaves = priorities(1025, seed=1)
+    tree, twin = host_of(leaves), tree_of(leaves)
+    found, expected = tree.draw(200, key=key, step=step), outputs(200)
+    reference.draw(twin, counters(key, step), *expected)
+    assert found[0].tolist() == expected[0].tolist()
+
+
+@needs_numba
+@pytest.mark.parametrize(("counter", "key", "words"), PHILOX)
+def test_random_numbers_are_philox(
+    counter: tuple[int, ...], key: tuple[int, ...], words: tuple[int, ...]
+) -> None:
+    out = np.zeros((4, 3), dtype=np.uint64)
+    sum_tree._words(signed(*key), signed(*counter[2:]), counter[1], counter[0], 1, out)
+    assert out[:, 0].tolist() == list(words)
+    assert not out[:, 1:].any()
+
+
+@needs_numba
+def test_uniforms_are_made_of_53_bits() -> None:
+    # Rows across the room of 64 for words, all pairs of levels.
+    us = np.full((6, 200), np.nan)
+    sum_tree._uniforms(-3, 2**40, 3, 5, us, np.empty((4, 64), dtype=np.uint64))
+    words = np.empty((4, 200), dtype=np.uint64)
+    for call in range(3):
+        sum_tree._words(-3, 2**40, call, 5, 200, words)
+        for half in range(2):
+            high, low = words[2 * half].tolist(), words[2 * half + 1].tolist()
+            expected = [two_words(*pair) for pair in zip(high, low, strict=True)]
+            assert us[2 * call + half].tolist() == expected
+            twin = reference.uniforms(counters(-3, 2**40), torch.arange(5, 205), 2 * call + half)
+            assert twin.tolist() == expected
+
+
+# ---------------------------------------------------------------- beside a naive twin
+
+
+class TreeMachine(stateful.RuleBasedStateMachine):
+    """A tree and a plain array, through any sequence of changes and questions."""
+
+    numba = True
+
+    @stateful.initialize(
+        capacity=st.sampled_from([1, 2, 31, 32, 33, 64, 97, 1000, 1024, 1025, 2500]),
+        seed=st.integers(0, 2**32 - 1),
+    )
+    def begin(self, capacity: int, seed: int) -> None:
+        available = copying.AVAILABLE
+        copying.AVAILABLE = available and self.numba
+        try:
+            self.tree = PriorityTree(capacity)
+        finally:
+            copying.AVAILABLE = available
+        self.random = np.random.default_rng(seed)
+        self.leaves = np.zeros(capacity, dtype=np.float32)
+        self.step = 0
+
+    def some(self, count: int, zeros: float) -> Array:
+        return priorities(count, int(self.random.integers(2**32)), zeros=zeros)
+
+    @stateful.rule(count=st.integers(0, 200), zeros=st.sampled_from([0.0, 0.3, 1.0]), narrow=st.booleans())
+    def update(self, count: int, zeros: float, narrow: bool) -> None:
+        high = min(len(self.leaves), 5) if narrow else len(self.leaves)
+        items, values = self.random.integers(0, high, count), self.some(count, zeros)
+        given = items.copy(), values.copy()
+        self.tree.update(items, values)
+        assert np.array_equal(items, given[0])
+        assert np.array_equal(values, given[1])
+        for item, value in zip(items.tolist(), values, strict=True):
+            self.leaves[item] = value
+
+    @stateful.rule(begin=st.floats(0, 1), end=st.floats(0, 1), zeros=st.sampled_from([0.0, 0.5, 1.0]))
+    def write_leaves(self, begin: float, end: float, zeros: float) -> None:
+        part = slice(*(int(place * len(self.leaves)) for place in sorted((begin, end))))
+        values = self.some(len(self.leaves[part]), zeros)
+        self.leaves[part] = values
+        self.tree.leaves[: len(self.leaves)][part] = values
+        self.tree.build()
+
+    @stateful.rule(count=st.integers(1, 300))
+    def draw(self, count: int) -> None:
+        self.step += 1
+        if not self.leaves.any():
+            with pytest.raises(PriorityError, match="Every priority is zero"):
+                self.tree.draw(count, key=1, step=self.step)
+            return
+        items, values = self.tree.draw(count, key=1, step=self.step)
+        assert len(items) == len(values) == count
+        assert items.min() >= 0
+        assert items.max() < len(self.leaves)
+        assert (values > 0).all()
+        assert np.array_equal(values, self.leaves[items])
+        assert np.array_equal(items, self.tree.draw(count, key=1, step=self.step)[0])
+
+    @stateful.rule(part=st.floats(0, 1.2), most=st.integers(1, 300))
+    def draw_distinct(self, part: float, most: int) -> None:
+        self.step += 1
+        positive = int((self.leaves > 0).sum())
+        count = max(1, min(most, int(part * positive)))
+        if count > positive:
+            with pytest.raises(PriorityError):
+                self.tree.draw(count, key=2, step=self.step, distinct=True)
+            return
+        items, values = self.tree.draw(count, key=2, step=self.step, distinct=True)
+        assert len(set(items.tolist())) == len(items) == count
+        assert (values > 0).all()
+        assert np.array_equal(values, self.leaves[items])
+
+    @stateful.rule(part=st.floats(0, 1), largest=st.booleans())
+    def top(self, part: float, largest: bool) -> None:
+        count = max(1, int(part * len(self.leaves)))
+        positive = np.flatnonzero(self.leaves)
+        order = np.argsort(-self.leaves[positive] if largest else self.leaves[positive], kind="stable")
+        expected = positive[order][:count].tolist()
+        items, values = self.tree.top(count, largest=largest)
+        assert items.tolist() == expected + [-1] * (count - len(expected))
+        assert values.tolist() == self.leaves[expected].tolist() + [0] * (count - len(expected))
+
+    @stateful.invariant()
+    def leaves_are_what_was_set(self) -> None:
+        if hasattr(self, "tree"):
+            assert np.array_equal(self.tree.leaves[: len(self.leaves)], self.leaves)
+
+    @stateful.invariant()
+    def sums_and_extremes_are_exact(self) -> None:
+        if hasattr(self, "tree"):
+            exact = math.fsum(self.leaves.tolist())
+            # A tree of sums is at most its depth in binary levels roundings away from the exact sum.
+            assert abs(self.tree.total - exact) <= 13 * 2.0**-53 * exact
+            positive = self.leaves[self.leaves > 0]
+            assert self.tree.minimum == (positive.min() if len(positive) else math.inf)
+
+    @stateful.invariant()
+    def nothing_drifts(self) -> None:
+        if hasattr(self, "tree"):
+            available = copying.AVAILABLE
+            copying.AVAILABLE = available and self.numba
+            try:
+                same_as_anew(self.tree)
+            finally:
+                copying.AVAILABLE = available
+
+
+class TwinMachine(TreeMachine):
+    numba = False
+
+
+@needs_numba
+def test_the_compiled_tree_beside_a_naive_one() -> None:
+    settings = hypothesis.settings(max_examples=100, stateful_step_count=50)
+    stateful.run_state_machine_as_test(TreeMachine, settings=settings)
+
+
+def test_the_path_without_numba_beside_a_naive_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gear_loader.native.copying.notice", lambda *_: None)
+    settings = hypothesis.settings(max_examples=15, stateful_step_count=20)
+    stateful.run_state_machine_as_test(TwinMachine, settings=settings)
+
+
+def test_ten_thousand_updates_leave_no_trace(path: str) -> None:
+    # Large values come and go beside small ones: whoever adds differences loses the small ones.
+    leaves = np.full(1025, 1e-6, dtype=np.float32)
+    tree, random = host_of(leaves), np.random.default_rng(0)
+    for _ in range(1000 if path == "twin" else 10_000):
+        items = random.integers(0, 1025, 4)
+        tree.update(items, np.full(4, 1e12, dtype=np.float32))
+        tree.update(items, leaves[items])
+    same_as_anew(tree)
+    assert tree.total == host_of(leaves).total
+    assert tree.total == pytest.approx(1025e-6, rel=1e-6)
+
+
+def test_tops_of_equal_leaves_come_in_order(path: str) -> None:
+    leaves = np.zeros(3000, dtype=np.float32)
+    leaves[::7] = 2
+    leaves[1000:1100] = 5
+    leaves[2500] = 5
+    tree = host_of(leaves)
+    assert tree.top(103)[0].tolist() == [*range(1000, 1100), 2500, 0, 7]
+    twos = [i for i in range(0, 3000, 7) if leaves[i] == 2]
+    assert tree.top(60, largest=False)[0].tolist() == twos[:60]
+    items, values = tree.top(3000)
+    assert len(items) == len(values) == 3000
+    assert (items[int((leaves > 0).sum()) :] == -1).all()
+
+
+def test_an_update_of_nothing(path: str) -> None:
+    tree = host_of(priorities(100))
+    before = [part.copy() for part in (tree.leaves, *nodes_of(tree))]
+    tree.update(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32))
+    for part, was in zip((tree.leaves, *nodes_of(tree)), before, strict=True):
+        assert part.tobytes() == was.tobytes()
+
+
+def test_a_draw_of_nothing(path: str) -> None:
+    for distinct in (False, True):
+        items, values = host_of(priorities(100)).draw(0, key=0, step=0, distinct=distinct)
+        assert len(items) == len(values) == 0
+
+
+# ---------------------------------------------------------------- frequencies
+
+
+def test_draws_are_in_proportion(path: str) -> None:
+    random = np.random.default_rng(3)
+    leaves = random.uniform(0.2, 5, 1200).astype(np.float32)
+    leaves[random.random(1200) < 0.2] = 0
+    tree = host_of(leaves)
+    items = np.concatenate([tree.draw(10_000, key=11, step=step)[0] for step in range(10)])
+    observed, positive = np.bincount(items, minlength=1200), leaves > 0
+    assert not observed[~positive].any()
+    expected = len(items) * leaves[positive].astype(float) / leaves.astype(float).sum()
+    assert chi_square(observed[positive], expected) < chi_square_limit(int(positive.sum()) - 1)
+
+
+def test_draws_are_in_proportion_over_six_orders_of_magnitude(path: str) -> None:
+    # One item of each size in each of 40 blocks: sizes together are as likely as their sums say.
+    sizes = 10.0 ** np.arange(-3, 3)
+    leaves = np.zeros(40 * 32, dtype=np.float32)
+    for block in range(40):
+        leaves[block * 32 + np.arange(6) * 5] = sizes
+    tree = host_of(leaves)
+    steps = 16 if path == "twin" else 80
+    items = np.concatenate([tree.draw(25_000, key=5, step=step)[0] for step in range(steps)])
+    observed = np.bincount(items % 32 // 5, minlength=6)[1:]  # of the smallest, one in a million: too few
+    expected = len(items) * sizes / sizes.sum()
+    assert chi_square(observed, expected[1:]) < chi_square_limit(5)
+
+
+FIVE = np.array([1.0, 2.5, 2.0, 4.0, 1.5], dtype=np.float32)
+
+
+def triple_probabilities(weights: Array) -> dict[tuple[int, ...], float]:
+    """Probability of each ordered triple of different items, one after another in proportion to what is left."""
+    chances = {}
+    for triple in itertools.permutations(range(len(weights)), 3):
+        left, chance = float(weights.sum()), 1.0
+        for item in triple:
+            chance *= weights[item] / left
+            left -= weights[item]
+        chances[triple] = chance
+    assert sum(chances.values()) == pytest.approx(1)
+    return chances
+
+
+@pytest.mark.parametrize(
+    ("path", "places"),
+    [("numba", (0, 1, 2, 3, 4)), ("numba", (3, 31, 32, 700, 1500)), ("twin", (3, 31, 32, 40, 41))],
+    indirect=["path"],
+)
+def test_distinct_draws_are_successive_sampling(path: str, places: tuple[int, ...]) -> None:
+    leaves = np.zeros(places[-1] + 1, dtype=np.float32)
+    leaves[list(places)] = FIVE
+    tree, chances = host_of(leaves), triple_probabilities(FIVE.astype(float))
+    trials = 1700 if path == "twin" else 40_000
+    observed = dict.fromkeys(chances, 0)
+    number = {place: i for i, place in enumerate(places)}
+    for step in range(trials):
+        items, _ = tree.draw(3, key=77, step=step, distinct=True)
+        observed[tuple(number[item] for item in items.tolist())] += 1
+    expected = np.array(list(chances.values())) * trials
+    assert chi_square(list(observed.values()), expected) < chi_square_limit(len(chances) - 1)
+
+
+def test_successive_rows_and_steps_are_independent(path: str) -> None:
+    tree = host_of(np.array([1, 2, 0, 3, 2], dtype=np.float32))
+    probability = np.array([1, 2, 3, 2]) / 8
+    cells = np.array([0, 1, -1, 2, 3])
+    draws = np.stack([cells[tree.draw(64, key=1, step=step)[0]] for step in range(1000)])
+    pairs = {
+        "rows": (draws[:, 0::2], draws[:, 1::2]),
+        "steps": (draws[0::2], draws[1::2]),
+        "keys": (draws[:500], np.stack([cells[tree.draw(64, key=2, step=i)[0]] for i in range(500)])),
+    }
+    for one, other in pairs.values():
+        observed = np.bincount((one * 4 + other).reshape(-1), minlength=16)
+        expected = one.size * np.outer(probability, probability).reshape(-1)
+        assert chi_square(observed, expected) < chi_square_limit(15)
+
+
+def test_levels_are_independent(path: str) -> None:
+    # The choice among roots, among nodes below and among leaves: of 4 each, all equally likely.
+    leaves = np.zeros(4 * 1024, dtype=np.float32)
+    for root, node, leaf in itertools.product(range(4), repeat=3):
+        leaves[root * 1024 + node * 9 * 32 + leaf * 7] = 1
+    tree = host_of(leaves)
+    items = np.concatenate([tree.draw(8000, key=8, step=step)[0] for step in range(4)])
+    cells = items // 1024 * 16 + items % 1024 // 32 // 9 * 4 + items % 32 // 7
+    assert chi_square(np.bincount(cells, minlength=64), np.full(64, 500)) < chi_square_limit(63)
+
+
+def test_different_keys_and_steps_draw_differently(path: str) -> None:
+    tree = host_of(np.ones(5000, dtype=np.float32))
+    words = (0, 1, 2, 2**32, 2**63 - 1, -1, -(2**63))
+    draws = {tuple(tree.draw(20, key=key, step=step)[0].tolist()) for key in words for step in words}
+    assert len(draws) == len(words) ** 2
+
+
+def test_a_smaller_draw_is_the_start_of_a_larger_one(path: str) -> None:
+    tree = host_of(priorities(3000, seed=1))
+    large = tree.draw(1000, key=4, step=4)[0]
+    for count in (1, 7, 64, 65, 999):
+        assert np.array_equal(tree.draw(count, key=4, step=4)[0], large[:count])
+
+
+# ---------------------------------------------------------------- ways through the tree
+
+
+@needs_numba
+@pytest.mark.parametrize("capacity", [1, 32, 33, 96, 1024, 1025, 2049])
+def test_zero_is_never_drawn(capacity: int) -> None:
+    # One positive item among zeros, at the edges of blocks and nodes; uniforms at their extremes.
+    edges = {0, 15, 16, 30, 31, 32, 33, 63, 64, 1023, 1024, capacity // 2, capacity - 1}
+    for place in sorted(place for place in edges if place < capacity):
+        for value in (2.0**-126, 1.0, 3.4e38):
+            leaves = np.zeros(capacity, dtype=np.float32)
+            leaves[place] = value
+            tree = host_of(leaves)
+            us = extreme_uniforms(SumTree(capacity).depth + 1)
+            assert set(descend(tree, us).tolist()) == {place}
+            assert tree.draw(50, key=0, step=0)[0].tolist() == [place] * 50
+
+
+@needs_numba
+@pytest.mark.parametrize("leaves", rounding_traps().values(), ids=rounding_traps())
+def test_rounding_never_leads_to_zero(leaves: Array) -> None:
+    items = descend(host_of(leaves), extreme_uniforms(SumTree(len(leaves)).depth + 1))
+    assert set(items.tolist()) <= set(np.flatnonzero(leaves).tolist())
+
+
+@needs_numba
+def test_extreme_uniforms_draw_positive_items() -> None:
+    for seed in range(200):
+        leaves = priorities(1100, seed=seed, orders=30 if seed % 2 else 12, zeros=0.9)
+        items = descend(host_of(leaves), extreme_uniforms(3))
+        assert (leaves[items] > 0).all()
+
+
+def check_reachable(leaves: Array) -> None:
+    tree, levels = host_of(leaves), levels_of(leaves)
+    positive = np.flatnonzero(leaves)
+    for begin in range(0, len(positive), 500_000):
+        items = positive[begin : begin + 500_000]
+        us = uniforms_to(levels, items)
+        assert us.min() >= 0
+        assert us.max() <= LARGEST_UNIFORM
+        assert np.array_equal(us * 2.0**53, np.floor(us * 2.0**53))
+        assert np.array_equal(descend(tree, us), items)
+
+
+@needs_numba
+@pytest.mark.parametrize("capacity", [1, 33, 1025, 32 * 1024 + 1])
+def test_every_positive_item_can_be_drawn(capacity: int) -> None:
+    for zeros in (0, 0.5):
+        check_reachable(priorities(capacity, seed=6, zeros=zeros))
+
+
+@needs_numba
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["uniform", "wide"])
+def test_every_one_of_ten_million_items_can_be_drawn(kind: str) -> None:
+    if kind == "uniform":
+        leaves = np.random.default_rng(0).random(10_000_000, dtype=np.float32)
+        assert (leaves == 0).sum() < 10
+    else:
+        leaves = priorities(10_000_000, seed=1, zeros=0)
+    check_reachable(leaves)
+
+
+# ---------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize(
+    "capacity", [10_000, 16_384, 16_385, 32_769, 65_537, 2**20 + 1, 10_000_000, 2**24 + 1]
+)
+def test_nodes_take_less_than_a_byte_an_item(path: str, capacity: int) -> None:
+    tree = PriorityTree(capacity)
+    assert tree.node_bytes <= capacity
+    assert tree.node_bytes >= 0.5 * capacity
+    assert tree.leaves.nbytes < 4 * (capacity + 1024)
+
+
+def test_nodes_take_0_76_bytes_an_item_as_documented(path: str) -> None:
+    expected = 0.76 if path == "numba" else 0.52
+    assert PriorityTree(10_000_000).node_bytes / 10_000_000 == pytest.approx(expected, abs=0.005)
+
+
+@pytest.mark.parametrize("capacity", [1, 1024, 1025, 10**6, 32**5, 32**5 + 1, 10**9, 2**31 - 1])
+def test_the_geometry_of_trees_of_all_sizes(capacity: int) -> None:
+    tree = SumTree(capacity, device="meta")  # no memory behind it
+    below, end = capacity, 0
+    for offset, count in tree.shape:
+        assert offset == end
+        assert (count - 1) * FANOUT < below <= count * FANOUT
+        below, end = count, offset + -(-count // FANOUT) * FANOUT
+    assert below <= FANOUT
+    assert len(tree.shape) == 1 or tree.shape[-2][1] > FANOUT
+    assert tree.sums.shape == tree.mins.shape == tree.maxs.shape == (end,)
+    assert len(tree.leaves) == FANOUT * tree.shape[0][1]
+    assert tree.levels.shape == (tree.depth, 2)
+    if capacity >= 10_000:
+        assert tree.node_bytes < 0.6 * capacity
+
+
+@pytest.mark.parametrize("capacity", [0, -1, 2**31])
+def test_other_capacities_are_no_trees(capacity: int) -> None:
+    with pytest.raises(ValueError, match=f"capacity is {capacity}; expected 1 to 2147483647"):
+        SumTree(capacity, device="meta")
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("capacity", [1, 33, 1025])
+def test_nothing_to_draw_is_an_error(path: str, capacity: int) -> None:
+    tree = PriorityTree(capacity)
+    for distinct in (False, True):
+        with pytest.raises(PriorityError, match=r"^Every priority is zero: there is nothing to draw\. .*eps"):
+            tree.draw(3, key=0, step=0, distinct=distinct)
+    tree.update(np.array([capacity - 1]), np.ones(1, dtype=np.float32))
+    assert tree.draw(3, key=0, step=0)[0].tolist() == [capacity - 1] * 3
+    tree.update(np.array([capacity - 1]), np.zeros(1, dtype=np.float32))
+    with pytest.raises(PriorityError, match="Every priority is zero"):
+        tree.draw(3, key=0, step=0)
+
+
+def test_too_few_items_for_a_distinct_draw_are_an_error(path: str) -> None:
+    leaves = np.zeros(1025, dtype=np.float32)
+    leaves[[3, 31, 32, 1024]] = [1e-6, 1, 1e6, 2]
+    tree = host_of(leaves)
+    with pytest.raises(
+        PriorityError, match=r"^37 items were to be drawn, but only 4 have a positive priority"
+    ):
+        tree.draw(37, key=0, step=0, distinct=True)
+    same_as_anew(tree)  # and the tree is as it was
+    assert np.array_equal(tree.leaves[:1025], leaves)
+    assert sorted(tree.draw(4, key=0, step=0, distinct=True)[0].tolist()) == [3, 31, 32, 1024]
+
+
+def test_a_twin_tree_is_not_changed_by_a_draw() -> None:
+    tree = tree_of(priorities(500))
+    before = copy_of(tree)
+    reference.draw(tree, counters(1, 2), *outputs(50))
+    reference.draw_distinct(tree, counters(1, 2), *outputs(50))
+    for name in ("leaves", "sums", "mins", "maxs", "maximum", "status"):
+        same_bits(getattr(tree, name), getattr(before, name), name)

@@ -1,0 +1,211 @@
+"""Where named tables lie: $GEAR_LOADER_DIR, who may own it, and that tests touch nothing outside theirs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import gear_loader as gear
+from gear_loader.distributed.topology import this_node
+from gear_loader.errors import RegionError
+from gear_loader.storage import region, shared_memory
+
+ROOT = Path(__file__).resolve().parents[2]
+COLUMNS = {"x": gear.Column(torch.int64, ())}
+SIZES = {"max_steps": 16, "max_trajectories": 4, "block_steps": 4}
+PATIENCE = 120.0  # seconds for what takes a few
+NOT_UTF8 = (b"foreign-\xff\xfe", b"gear-loader.\xff\xfe", b".gear-loader.\xff\xfe")
+
+
+@pytest.fixture
+def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir=shared_memory.DIRECTORY) as path:
+        monkeypatch.setattr(shared_memory, "DIRECTORY", path)
+        yield Path(path)
+
+
+def program(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Python with these words, in the repository, as a program of its own."""
+    return subprocess.run(
+        [sys.executable, *words],
+        env={**os.environ, **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+
+
+def test_tests_have_a_directory_of_their_own() -> None:
+    assert os.environ["GEAR_LOADER_DIR"] == shared_memory.DIRECTORY
+    assert re.fullmatch(r"gear-loader-tests-[0-9]+-\w+", Path(shared_memory.DIRECTORY).name)
+    assert Path(shared_memory.DIRECTORY).stat().st_mode & 0o7777 == 0o711
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_without_the_variable_tables_lie_in_shared_memory(value: str | None) -> None:
+    environment = {key: text for key, text in os.environ.items() if key != "GEAR_LOADER_DIR"}
+    if value is not None:
+        environment["GEAR_LOADER_DIR"] = value
+    code = "from gear_loader import names; print(names.region_path('x'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "/dev/shm/gear-loader.x\n"
+
+
+def test_the_variable_says_where_tables_lie(directory: Path) -> None:
+    with gear.Table.create(COLUMNS, **SIZES, name="here") as table:
+        table.add({"x": torch.arange(3)})
+        assert (directory / "gear-loader.here").exists()
+        code = "import gear_loader as gear; print(len(gear.Table.attach('here')))"
+        other = program("-c", code, GEAR_LOADER_DIR=str(directory))
+        assert other.stdout == "1\n", other.stderr
+        elsewhere = program("-c", code)  # the directory of all tests
+        assert "There is no table named 'here'" in elsewhere.stderr
+        table.unlink()
+    assert os.listdir(directory) == []
+
+
+def test_processes_with_other_directories_are_of_other_nodes(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # They cannot attach to each other's tables, though both lie on one file system.
+    node = this_node()
+    monkeypatch.setattr(shared_memory, "DIRECTORY", str(directory.parent))
+    assert this_node() != node
+
+
+def test_directories_in_which_tables_cannot_be_safe(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {"shared": 0o777, "group": 0o770, "sticky": 0o1777, "own": 0o700}
+    for name, mode in made.items():
+        (directory / name).mkdir()
+        (directory / name).chmod(mode)
+    (directory / "file").touch()
+    refused = {
+        str(
+            directory / "shared"
+        ): "has mode 0o777, so that other users can replace tables in it; expected 0o700",
+        str(directory / "group"): "has mode 0o770, so that",
+        str(directory / "file"): "which is no directory",
+        str(directory / "nowhere"): r"\[Errno 2\] .* Make it, or unset GEAR_LOADER_DIR",
+        "relative": "expected an absolute path",
+    }
+    for path, message in refused.items():
+        monkeypatch.setattr(shared_memory, "DIRECTORY", path)
+        message = f"^GEAR_LOADER_DIR is {path!r}.*{message}"
+        with pytest.raises(RegionError, match=message):
+            gear.Table.create(COLUMNS, **SIZES, name="a")
+        with pytest.raises(RegionError, match=message):
+            gear.Table.attach("a")
+    for path in (directory / "sticky", directory / "own"):
+        monkeypatch.setattr(shared_memory, "DIRECTORY", str(path))
+        with gear.Table.create(COLUMNS, **SIZES, name="a") as table:
+            table.unlink()
+
+
+def test_a_directory_of_another_user_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    if directory.stat().st_uid == 0:  # root's would be right
+        monkeypatch.undo()
+        monkeypatch.setattr(shared_memory, "DIRECTORY", str(directory))
+        os.chown(directory, 12345, -1)
+    with pytest.raises(RegionError, match=r"belongs to user [0-9]+, and this process runs as user [0-9]+"):
+        gear.Table.create(COLUMNS, **SIZES, name="a")
+
+
+def test_a_directory_on_storage_is_noticed(
+    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(region, "notice", lambda key, message: seen.append(message))
+    monkeypatch.setattr(shared_memory, "filesystem", lambda: "ext4")
+    with gear.Table.create(COLUMNS, **SIZES, name="a") as table:
+        table.unlink()
+    (message,) = seen
+    assert message.startswith(f"Named tables lie in {directory}, which is ext4 and not tmpfs")
+
+
+def test_the_type_of_a_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shared_memory.filesystem() == "tmpfs"
+    monkeypatch.setattr(shared_memory, "DIRECTORY", "/proc")
+    assert shared_memory.filesystem() == "proc"
+
+
+def test_names_that_are_not_utf8(directory: Path) -> None:
+    """Nothing that looks at tables fails because of a file of such a name, or touches it."""
+    files = [os.path.join(os.fsencode(directory), name) for name in NOT_UTF8]
+    for file in files:
+        with open(file, "wb") as empty:
+            empty.write(b"foreign")
+    environment = {"GEAR_LOADER_DIR": str(directory), "PYTHONIOENCODING": "utf-8:strict"}
+    plain = program("-m", "gear_loader", "ls", **environment)
+    assert plain.returncode == 0, plain.stderr
+    assert r"'\udcff\udcfe'" in plain.stdout
+    entries = program("-m", "gear_loader", "ls", "--json", **environment)
+    assert entries.returncode == 0, entries.stderr
+    assert [entry["name"] for entry in json.loads(entries.stdout)] == ["\udcff\udcfe"]
+    everything = program("-m", "gear_loader", "rm", "--all", **environment)
+    assert everything.returncode == 0, everything.stderr
+    assert r"Left '\udcff\udcfe'" in everything.stdout
+    with pytest.raises(RegionError, match="There is no table named 'b'"):
+        gear.Table.attach("b")
+    for file in files:
+        with open(file, "rb") as kept:
+            assert kept.read() == b"foreign"
+
+
+# The tests' own look at their directory --------------------------------------------------------------
+
+SUITE = """
+import os
+from gear_loader.storage import shared_memory
+
+FOREIGN, INSIDE = {foreign!r}, {inside!r}
+
+def make(directory, name):
+    with open(os.path.join(os.fsencode(directory), name), "wb") as file:
+        file.write(b"foreign")
+
+def test_another_program_makes_files_meanwhile():
+    for name in FOREIGN:
+        make({base!r}, name)
+
+def test_a_leak():
+    make(names.DIRECTORY, INSIDE)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_touches_no_file_of_another_program(tmp_path: Path) -> None:
+    """A suite with this repository's conftest, on a directory in place of /dev/shm."""
+    pytest.importorskip("xdist")
+    base = tmp_path / "shared"
+    base.mkdir()
+    foreign = [*NOT_UTF8, b"gear-loader.somebodys-table"]
+    text = SUITE.format(foreign=foreign, inside=NOT_UTF8[1], base=str(base))
+    (tmp_path / "test_suite.py").write_text(text)
+    path = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    options = ["-p", "conftest", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
+    done = program(
+        *["-m", "pytest", "-n", "1", *options, f"--rootdir={tmp_path}", str(tmp_path)],
+        PYTHONPATH=path,
+        GEAR_LOADER_DIR=str(base),
+    )
+    output = done.stdout + done.stderr
+    assert "2 passed, 1 error" in output, output
+    assert r"test_a_leak left gear-loader.\xff\xfe in " in output
+    assert "INTERNALERROR" not in output
+    assert sorted(os.listdir(os.fsencode(base))) == sorted(foreign)  # the tests' own directory is gone
+    for name in foreign:
+        with open(os.path.join(os.fsencode(base), name), "rb") as file:
+            assert file.read() == b"foreign"

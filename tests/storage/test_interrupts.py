@@ -1,0 +1,110 @@
+"""An exception at any bytecode leaves nothing behind: no lock, no read ticket, no slot that is being written.
+
+Each test runs `interrupts_loop` in a process of its own, because it traces, and because signals go to the main thread.
+After each interruption, whose traceback is kept meanwhile, another thread and another process take the lock, and the
+index is checked.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import gear_loader as gear
+from gear_loader.errors import LockTimeoutError
+from gear_loader.storage import operations
+from gear_loader.storage.lock import IndexLock
+from gear_loader.utils.mutex import holds_any, new_mutex, run_alone
+
+pytestmark = pytest.mark.skipif(operations.COMPILED is None, reason="numba cannot be imported")
+HERE = Path(__file__).parents[1]
+CALLS = (
+    *("add", "extend", "extend_in_three_steps", "read", "remove", "stats", "write", "write_chunks"),
+    *("write_overlapping_chunks", "sample", "sample_once", "sample_fifo", "sample_prioritized", "iterate"),
+    *("iterate_ahead", "iterate_prioritized", "state"),
+)
+
+
+def interrupted(*options: object, timeout: float = 1200) -> int:
+    """How often `interrupts_loop` has interrupted calls, with nothing left."""
+    paths = [str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, str(HERE / "interrupts_loop.py"), *map(str, options)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return int(done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
+def test_exceptions_at_some_opcodes_leave_nothing() -> None:
+    assert interrupted("opcodes", "all", 12, 1) > 10 * len(CALLS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1300)
+def test_signals_leave_nothing() -> None:
+    assert interrupted("signals", 150, 2) == 150
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3700)
+@pytest.mark.parametrize("call", CALLS)
+def test_exceptions_at_every_opcode_leave_nothing(call: str) -> None:
+    assert interrupted("opcodes", call, 0, 0, timeout=3600) > 100
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3700)
+def test_2700_signals_leave_nothing() -> None:
+    assert interrupted("signals", 2700, 3, timeout=3600) == 2700
+
+
+# ---------------------------------------------------------------- the lock by itself
+
+
+def test_a_lock_is_not_taken_twice_by_a_thread() -> None:
+    """As a signal handler would, in the middle of a call: an error at once, and the first one goes on."""
+    lock = IndexLock("the table")
+
+    def section() -> str:
+        assert holds_any()
+        with pytest.raises(LockTimeoutError, match="This thread holds the lock of the table already"):
+            lock.run(int)
+        with pytest.raises(LockTimeoutError, match="This thread holds the lock of the table already"), lock:
+            pass
+        return "done"
+
+    assert lock.run(section) == "done"
+    assert not holds_any()
+
+
+def test_a_mutex_is_left_alone_by_who_finds_it_taken() -> None:
+    mutex = new_mutex()
+    assert run_alone(mutex, lambda: 7) == 7
+    assert run_alone(mutex, lambda: (run_alone(mutex, lambda: 7),)) == (None,)
+    with pytest.raises(KeyError):
+        run_alone(mutex, lambda: {}["nothing"])
+    assert not holds_any()
+
+
+def test_a_ticket_is_given_back_once() -> None:
+    sizes = {"max_steps": 10, "max_trajectories": 2}
+    with gear.Table.create({"x": gear.Column(torch.float32)}, **sizes) as table:
+        first = table.begin_read()
+        table.end_read(first)
+        second = table.begin_read()
+        assert second.row == first.row
+        table.end_read(first)  # the row is the second one's
+        assert table.region.array("readers")[second.row, operations.READING]
+        table.end_read(second)
+        assert not table.region.array("readers")[:, operations.READING].any()

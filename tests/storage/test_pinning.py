@@ -1,0 +1,177 @@
+"""Pinning a table for a GPU: on which device, and what forked processes have of it, with a stand-in for CUDA."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cuda_common import FakeCuda
+
+import gear_loader as gear
+from gear_loader.errors import TableClosedError
+from gear_loader.storage import region as regions
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="test_gather_gpu.py pins with CUDA itself"),
+    pytest.mark.filterwarnings("ignore:.*use of fork.*may lead to deadlocks:DeprecationWarning"),
+]
+SCHEMA = {"value": gear.Column(torch.float32, (8,))}
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    monkeypatch.setattr(regions, "_clear_cuda_error", lambda: None)
+    return FakeCuda(monkeypatch)
+
+
+def made(name: str | None = None) -> gear.Table:
+    table = gear.Table.create(SCHEMA, max_steps=1000, max_trajectories=100, name=name)
+    for number in range(10):
+        table.add(rows(number))
+    return table
+
+
+def rows(number: int) -> dict[str, Any]:
+    return {"value": np.full((5, 8), number, np.float32)}
+
+
+def in_child(work: Callable[[], str]) -> str:
+    """What `work` returns in a forked process, or "Error: message"; "signal n" if that died."""
+    ours, theirs = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            answer = work()
+        except BaseException as error:
+            answer = f"{type(error).__name__}: {error}"
+        os.write(theirs, answer.encode())
+        os._exit(0)
+    os.close(theirs)
+    with open(ours, "rb") as pipe:
+        answer = pipe.read().decode()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return answer if status == 0 else f"signal {signal.Signals(-status).name}"
+
+
+USES: dict[str, Callable[[gear.Table], object]] = {
+    "len": len,
+    "add": lambda table: table.add(rows(0)),
+    "extend": lambda table: table.extend([rows(0)]),
+    "read": lambda table: table[0],
+    "writer": lambda table: table.writer(),
+    "indices": lambda table: table.indices(),
+    "remove": lambda table: table.remove(0),
+    "stats": lambda table: table.stats(),
+    "check": lambda table: table.check_valid(),
+    "batch": lambda table: gear.ReplayDataset(
+        table, batch_size=2, windows=gear.Window(2), device="cpu"
+    ).sample(),
+}
+
+
+@pytest.mark.parametrize("advice", [18, 9999], ids=["wiped", "left out"])
+def test_a_pinned_private_table_is_not_in_forked_processes(
+    cuda: FakeCuda, advice: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pages are not copied there, and every use is an error; the parent goes on, and stays registered."""
+    monkeypatch.setattr(regions, "_WIPE_ON_FORK", advice)  # 9999: as with a kernel that does not know it
+    table = made()
+    assert table.region.pin()
+    before = dict(cuda.registered)
+    data = gear.ReplayDataset(table, batch_size=2, windows=gear.Window(2), device="cpu")
+    data.sample()
+    for use in (*USES.values(), lambda _: data.sample()):
+        answer = in_child(lambda use=use: str(use(table)))  # type: ignore[misc]
+        assert answer.startswith("PrivateTableError: This process ("), answer
+        assert "was forked from one that had pinned this private table for a GPU" in answer
+        assert "Table.create(..., name='replay')" in answer
+    assert in_child(lambda: repr(table)) == "<Table private, of the parent process>"
+    # Neither closing it there, nor the end of the process, touches what the parent registered.
+    calls = len(cuda.calls)
+    assert in_child(lambda: str((table.close(), table.region.is_pinned, len(cuda.calls) - calls))) == (
+        "(None, False, 0)"
+    )
+    child = multiprocessing.get_context("fork").Process(target=int)  # ends as Python processes do
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    assert cuda.registered == before
+    for number in range(10):
+        assert (table[number]["value"] == number).all()
+    table.add(rows(11))
+    table.check_valid()
+    table.close()
+    assert not cuda.registered
+
+
+def test_a_child_of_a_child_has_nothing_either(cuda: FakeCuda) -> None:
+    with made() as table:
+        table.region.pin()
+        assert in_child(lambda: in_child(lambda: str(len(table)))).startswith("PrivateTableError")
+
+
+def test_closed_is_closed_in_the_child_too(cuda: FakeCuda) -> None:
+    table = made()
+    table.region.pin()
+    table.close()
+    with pytest.raises(TableClosedError):
+        len(table)
+    assert in_child(lambda: str(len(table))).startswith("TableClosedError")
+
+
+def test_without_pinning_a_private_table_is_copied_on_write(cuda: FakeCuda) -> None:
+    with made() as table:
+        assert in_child(lambda: str((table.add(rows(1)), len(table)))) == "(10, 11)"
+        cuda.refuse = True
+        assert not table.region.pin()  # as before, when CUDA refuses
+        assert in_child(lambda: str((table.add(rows(1)), len(table)))) == "(10, 11)"
+        assert len(table) == 10
+
+
+def test_a_named_table_stays_shared_with_forked_processes(cuda: FakeCuda) -> None:
+    with made("pinned-and-shared") as table:
+        table.region.pin()
+        before = dict(cuda.registered)
+        assert in_child(lambda: str((table.add(rows(1)), table.region.is_pinned))) == "(10, False)"
+        assert len(table) == 11
+        assert cuda.registered == before
+        table.unlink()
+
+
+@pytest.mark.parametrize("given", ["cuda:1", "cuda:0"])
+def test_pinning_touches_the_dataset_s_device_alone(cuda: FakeCuda, given: str) -> None:
+    device = torch.device(given)
+    table = made()
+    assert table.region.pin(device)
+    assert table.region.pin(device)
+    assert cuda.devices_of("cudaHostRegister") == [device.index]
+    assert {device for _, device in cuda.calls} == {device.index}
+    table.close()
+    assert cuda.synchronized == [device.index]
+    assert cuda.devices_of("cudaHostUnregister") == [device.index]
+    assert not cuda.registered
+
+
+def test_all_devices_that_read_are_waited_for(cuda: FakeCuda) -> None:
+    table = made()
+    for device in ("cuda:1", "cuda:0", "cuda:1"):
+        assert table.region.pin(torch.device(device))
+    assert table.region.pin()  # the current one, 0
+    assert cuda.devices_of("cudaHostRegister") == [1]
+    table.close()
+    assert cuda.synchronized == [0, 1]
+
+
+def test_a_refusal_is_noted_on_the_right_device(cuda: FakeCuda) -> None:
+    cuda.refuse = True
+    with made() as table:
+        assert not table.region.pin(torch.device("cuda:1"))
+        assert not table.region.pin(torch.device("cuda:0"))  # not tried again
+        assert cuda.devices_of("cudaHostRegister") == [1]
+    assert cuda.synchronized == []

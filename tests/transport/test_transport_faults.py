@@ -1,0 +1,386 @@
+"""What goes wrong between processes: servers killed, stopped, restarted, slow; requesters killed; parents gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from table_common import named, numbers_of, rows
+from test_cli import run
+from transport_common import (
+    PATIENCE,
+    SECRET,
+    WINDOWS,
+    check_fetch,
+    generations_of,
+    poisoned,
+    serving,
+    wait_until,
+)
+from typer.testing import CliRunner
+
+import gear_loader as gear
+from gear_loader.cli import app
+from gear_loader.errors import HandshakeError, PeerTimeoutError, TransportError
+from gear_loader.storage.operations import UNSET
+from gear_loader.storage.schema import Window
+from gear_loader.transport import Peer, ServerProcess, WindowSpec, start_server
+from gear_loader.transport.connection import Connection
+from gear_loader.transport.handshake import read_secret
+from gear_loader.transport.process import is_loopback
+
+ROOT = Path(__file__).resolve().parents[2]
+BIG = {"value": Window(4096)}  # of short trajectories: mostly padding
+MANY = 2000  # rows of it: a reply of 100 MB
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[gear.Table]:
+    with named() as made:
+        for i in range(6):
+            made.add(rows(i, 5 + i))
+        yield made
+
+
+@pytest.fixture(scope="module")
+def process(table: gear.Table) -> Iterator[ServerProcess]:
+    with start_server([str(table.name)], secret=SECRET) as server:
+        yield server
+
+
+def spec_of(table: gear.Table, windows: dict[str, Window] | None = None) -> WindowSpec:
+    return WindowSpec(str(table.name), table.schema, windows or WINDOWS)
+
+
+def peer_of(address: Any, timeout: float = PATIENCE) -> Peer:
+    return Peer(address, secret=SECRET, timeout=timeout, name="node b")
+
+
+def ask_much(peer: Peer, table: gear.Table) -> tuple[Any, np.ndarray[Any, Any]]:
+    """Ask for a reply that takes a while."""
+    spec = spec_of(table, BIG)
+    zeros, out = np.zeros(MANY, dtype=np.int64), poisoned(spec, MANY)
+    return peer.fetch(spec, zeros, zeros, generations_of(table, zeros), out), out
+
+
+def test_a_stopped_server_is_given_up_at_the_deadline(table: gear.Table, process: ServerProcess) -> None:
+    peer, spec = peer_of(process.addresses["socket"], timeout=1.0), spec_of(table)
+    check_fetch(peer, table, spec, [3, 1], [1, 2])
+    os.kill(process.pid, signal.SIGSTOP)
+    row = np.array([3]), np.array([1]), generations_of(table, [3])
+    began = time.monotonic()
+    first = peer.fetch(spec, *row, poisoned(spec, 1))
+    second = peer.metadata("a", "b")
+    with pytest.raises(
+        PeerTimeoutError, match=r"node b .* 1 rows .* did not answer within 1 s\. Its server may"
+    ):
+        first.result(PATIENCE)
+    with pytest.raises(TransportError, match=r"was given up|did not answer"):
+        second.result(PATIENCE)
+    with pytest.raises(PeerTimeoutError, match=r"waited for 1 s: it (could not be reached|did not answer)"):
+        peer.fetch(spec, *row, poisoned(spec, 1)).result(PATIENCE)
+    assert time.monotonic() - began < PATIENCE / 2
+    os.kill(process.pid, signal.SIGCONT)
+    patient = peer_of(process.addresses["socket"])
+    check_fetch(patient, table, spec, [3, 1], [1, 2])
+    check_fetch(peer, table, spec, [3, 1], [1, 2])
+    patient.close()
+    peer.close()
+
+
+def test_a_server_killed_in_the_middle_of_a_reply_and_restarted_elsewhere(table: gear.Table) -> None:
+    first = start_server([str(table.name)], secret=SECRET)
+    address = [first.addresses["socket"]]
+    peer, spec = peer_of(lambda: address[0]), spec_of(table)
+    check_fetch(peer, table, spec, [3, 1], [1, 2])
+    future, out = ask_much(peer, table)
+    wait_until(lambda: bool((out[: 1 << 20] != 0xA5).any()))  # it has begun to come
+    os.kill(first.pid, signal.SIGKILL)
+    with pytest.raises(TransportError) as found:
+        future.result(PATIENCE)
+    message = str(found.value)
+    for part in ("node b", address[0], "2,000 rows", str(table.name), "the connection was lost"):
+        assert part in message
+    assert "the next request connects anew" in message
+    wait_until(lambda: not first.alive())
+    second: list[ServerProcess] = []
+
+    def restart() -> None:
+        second.append(start_server([str(table.name)], secret=SECRET))
+        address[0] = second[0].addresses["socket"]
+
+    thread = threading.Thread(target=restart)
+    thread.start()
+    try:
+        # The next request waits until the server is there again.
+        check_fetch(peer, table, spec, [3, 1], [1, 2])
+    finally:
+        thread.join(PATIENCE)
+        peer.close()
+        for server in (first, *second):
+            server.stop()
+
+
+def test_nobody_there(table: gear.Table) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"socket://127.0.0.1:{listening.getsockname()[1]}"
+    peer = peer_of(address, timeout=0.6)
+    futures = [peer.metadata("a", "b") for _ in range(3)]
+    for future in futures:
+        with pytest.raises(PeerTimeoutError, match=r"could not be reached \(.*Connection refused\)\. Is its"):
+            future.result(PATIENCE)
+    peer.close()
+
+
+def test_a_slow_server(table: gear.Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answers come after the deadline, and must not be taken for those of later requests."""
+    real, slow = Connection._gather, threading.Event()
+
+    async def gather(self: Any, opened: Any, row: Any) -> Any:
+        import asyncio
+
+        if slow.is_set():
+            await asyncio.sleep(1.0)
+        return await real(self, opened, row)
+
+    monkeypatch.setattr(Connection, "_gather", gather)
+    with serving(str(table.name)) as server:
+        peer, spec = server.peer(timeout=0.5), spec_of(table)
+        check_fetch(peer, table, spec, [3, 1], [1, 2])
+        slow.set()
+        row = np.array([3]), np.array([1]), generations_of(table, [3])
+        out = poisoned(spec, 1)
+        with pytest.raises(PeerTimeoutError, match=r"did not answer within 0\.5 s"):
+            peer.fetch(spec, *row, out).result(PATIENCE)
+        slow.clear()
+        check_fetch(peer, table, spec, [4, 2], [1, 2])
+        assert (out == 0xA5).all()
+
+
+def test_a_requester_that_is_killed_while_the_server_sends(table: gear.Table) -> None:
+    program = (
+        "import sys, numpy as np\n"
+        "from gear_loader.storage.table import Table\n"
+        "from gear_loader.transport import Peer, WindowSpec\n"
+        "from gear_loader.storage.schema import Window\n"
+        "address, name, secret = sys.argv[1:]\n"
+        "table = Table.attach(name)\n"
+        "spec = WindowSpec(name, table.schema, {'value': Window(4096)})\n"
+        "peer = Peer(address, secret=secret.encode(), timeout=60, name='b')\n"
+        f"zeros = np.zeros({MANY}, dtype=np.int64)\n"
+        "generations = table.slot_states()[1][zeros]\n"
+        f"outs = [np.empty(spec.reply_bytes({MANY}), dtype=np.uint8) for _ in range(4)]\n"
+        "futures = [peer.fetch(spec, zeros, zeros, generations, out) for out in outs]\n"
+        "futures[0].result(60)\n"
+        "print('begun', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with serving(str(table.name)) as server:
+        words = [server.address, str(table.name), SECRET.decode()]
+        with subprocess.Popen(
+            [sys.executable, "-c", program, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+        ) as requester:
+            assert requester.stdout is not None
+            assert requester.stdout.readline() == b"begun\n"
+            requester.kill()
+            requester.wait(PATIENCE)
+        wait_until(lambda: server.server.num_connections == 0)
+        assert not table.region.array("readers")[:, 2].any()  # no ticket is left
+        check_fetch(server.peer(), table, spec_of(table), [3, 1], [1, 2])
+
+
+# ---------------------------------------------------------------- the server's process
+
+
+def test_several_carriers_must_not_share_a_port(table: gear.Table) -> None:
+    for arguments, message in (
+        ({"carriers": ("socket", "ucx"), "port": 5555}, "Port 5555 was received for 2 carriers"),
+        (
+            {"carriers": ("pigeon",)},
+            r"Carriers \['pigeon'\] were received; expected some of \['socket', 'ucx'\]",
+        ),
+        ({"carriers": ()}, r"Carriers \[\] were received"),
+        ({"carriers": ("socket", "socket")}, "each once"),
+    ):
+        with pytest.raises(TransportError, match=message):
+            start_server([str(table.name)], secret=SECRET, **arguments)  # type: ignore[arg-type]
+    with pytest.raises(TransportError, match="expected at least one name"):
+        start_server("abc", secret=SECRET)
+    with pytest.raises(HandshakeError, match="expected at least 16 bytes"):
+        start_server([str(table.name)], secret=b"")
+
+
+def test_a_server_that_cannot_start_says_why(table: gear.Table, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        with pytest.raises(TransportError, match="ended with exit code 1 before it was ready"):
+            start_server([str(table.name)], port=port, secret=SECRET)
+    assert "in use" in capfd.readouterr().err
+
+
+def test_the_secret_is_on_no_command_line(process: ServerProcess) -> None:
+    for name in ("cmdline", "environ"):
+        assert SECRET not in Path(f"/proc/{process.pid}/{name}").read_bytes()
+
+
+def test_it_listens_on_loopback_alone(process: ServerProcess) -> None:
+    listening = subprocess.run(
+        [sys.executable, "-c", "print(open('/proc/net/tcp').read())"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    ).stdout
+    port = int(process.addresses["socket"].rpartition(":")[2])
+    found = [line.split()[1] for line in listening.splitlines() if f":{port:04X} " in line and " 0A " in line]
+    assert found == [f"0100007F:{port:04X}"]
+    assert [
+        is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1", "host")
+    ] == [
+        *[True] * 3,
+        *[False] * 3,
+    ]
+
+
+def test_it_ends_when_told_even_if_stopped(table: gear.Table) -> None:
+    server = start_server([str(table.name)], secret=SECRET)
+    os.kill(server.pid, signal.SIGSTOP)
+    server.stop()
+    server.stop()
+    assert not server.alive()
+    assert not Path(f"/proc/{server.pid}").exists()
+
+
+def test_it_ends_with_its_parent(table: gear.Table) -> None:
+    program = (
+        "import sys\n"
+        "from gear_loader.transport import start_server\n"
+        "server = start_server([sys.argv[1]], secret=sys.argv[2].encode())\n"
+        "print(server.pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(table.name), SECRET.decode()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert Path(f"/proc/{pid}").exists()
+        parent.kill()
+    wait_until(lambda: not Path(f"/proc/{pid}/exe").exists())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("serve", "a", "--listen", "5555"), "expected HOST:PORT"),
+        (("serve", "a", "--listen", "a:99999"), "expected HOST:PORT"),
+        (("serve", "a", "--carrier", "socket", "--carrier", "ucx", "--listen", "127.0.0.1:5"), "one port"),
+        (("serve", "a"), "GEAR_LOADER_SECRET holds no secret"),
+        (("serve", "a", "--secret-file", "/nowhere"), "No such file"),
+        (("serve", "a", "--secret-file", "/dev/null"), "/dev/null holds no secret"),
+        (("serve",), "Missing argument"),
+    ],
+)
+def test_the_command_is_checked(
+    words: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GEAR_LOADER_SECRET", raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+    result = CliRunner().invoke(app, list(words))
+    assert result.exit_code in (1, 2)
+    assert message in result.output
+    assert "serve" in run("--help")[1]
+
+
+def serve_with(path: Path) -> str:
+    """What `gear-loader serve` says of a secret file that it refuses."""
+    result = CliRunner().invoke(app, ["serve", "a", "--secret-file", str(path)])
+    assert result.exit_code == 1
+    return " ".join(result.output.split())
+
+
+def test_a_secret_is_as_long_for_serve_as_for_those_who_ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "secret"
+    path.touch(0o600)
+    for secret in (b"x", b"x" * 15 + b"\n"):
+        path.write_bytes(secret)
+        size = len(secret.strip())
+        assert f"and {size} bytes was received; expected at least 16 bytes" in serve_with(path)
+        with pytest.raises(
+            HandshakeError, match=f"and {size} bytes was received; expected at least 16 bytes"
+        ):
+            Peer("socket://a:1", secret=secret.strip(), timeout=1, name="b")
+        with pytest.raises(HandshakeError, match="expected at least 16 bytes"):
+            start_server(["a"], secret=secret.strip())
+        monkeypatch.setenv("GEAR_LOADER_SECRET", secret.decode())
+        result = CliRunner().invoke(app, ["serve", "a"])
+        assert result.exit_code == 1
+        assert "expected at least 16 bytes" in result.output
+    path.write_bytes(b"x" * 16)
+    assert read_secret(str(path)) == b"x" * 16
+
+
+def test_a_secret_file_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "secret"
+    path.write_bytes(SECRET)
+    for mode, what in ((0o602, "write"), (0o620, "write"), (0o604, "read"), (0o666, "write and read")):
+        path.chmod(mode)
+        said = serve_with(path)
+        assert f"Other users may {what} the secret file {path} (mode 0{mode:o})" in said
+        assert f"chmod 600 {path}" in said
+        assert SECRET.decode() not in said
+    for mode in (0o400, 0o600, 0o640):
+        path.chmod(mode)
+        assert read_secret(str(path)) == SECRET
+    path.chmod(0o600)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    if os.getuid() != 0:
+        assert f"belongs to user {os.getuid()}; expected user 12345" in serve_with(path)
+    else:
+        os.chown(path, 23456, -1)
+        assert "belongs to user 23456; expected user 12345" in serve_with(path)
+
+
+def test_a_server_started_by_hand_ends_at_once_with_a_store_that_waits(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(SECRET + b"\n")
+    secret.chmod(0o600)
+    with named(max_steps=10, max_trajectories=2, on_full="wait") as full:
+        full.add(rows(0, 10))
+        command = [sys.executable, "-m", "gear_loader", "serve", str(full.name), "--secret-file", str(secret)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as server:
+            assert server.stdout is not None
+            assert server.stderr is not None
+            line = json.loads(server.stdout.readline())
+            assert line["pid"] == server.pid
+            peer = peer_of(line["addresses"]["socket"])
+            one = np.array([UNSET], dtype=np.float32), np.array([-1])
+            future = peer.store(str(full.name), full.schema, [rows(1, 5)], *one)
+            check_fetch(peer, full, spec_of(full), [0], [1])
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(5) == 0  # the store would wait for longer
+            assert f"gear-loader serve: serving {full.name} at" in server.stderr.read().decode()
+        with pytest.raises(
+            TransportError, match=r"1 trajectories .* to be stored .* and then the connection was lost"
+        ):
+            future.result(PATIENCE)
+        peer.close()
+        full.remove(0)
+        full.add(rows(2, 10))
+        assert numbers_of(full) == [2]
+        full.check_valid()

@@ -1,0 +1,491 @@
+"""Who is served and who is not: secrets, versions, libraries, kinds out of turn, sizes, deadlines."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from table_common import named, rows
+from transport_common import (
+    PATIENCE,
+    SECRET,
+    WINDOWS,
+    Serving,
+    check_fetch,
+    fetch_message,
+    open_message,
+    poisoned,
+    serving,
+    wait_until,
+)
+
+import gear_loader as gear
+from gear_loader.errors import HandshakeError, PeerTimeoutError, RegionError, SchemaError, TransportError
+from gear_loader.transport import Address, Limits, Peer, Server, WindowSpec
+from gear_loader.transport import link as links
+from gear_loader.transport import socket as socket_channel
+from gear_loader.transport.handshake import check_library, check_secret
+from gear_loader.transport.wire import NONCE, Header, Kind, pack_text
+
+HELLO = pack_text("socket") + pack_text("socket") + bytes(NONCE)
+
+
+@pytest.fixture
+def shelf() -> Iterator[tuple[gear.Table, Serving]]:
+    """A table and its server."""
+    with named() as table:
+        for i in range(4):
+            table.add(rows(i, 5 + i))
+        limits = Limits(handshake=0.5, patience=1.0, rows=1000, store_bytes=1 << 16)
+        with serving(str(table.name), limits=limits) as server:
+            yield table, server
+
+
+def spec_of(table: gear.Table) -> WindowSpec:
+    return WindowSpec(str(table.name), table.schema, WINDOWS)
+
+
+def fetch(peer: Peer, table: gear.Table) -> None:
+    check_fetch(peer, table, spec_of(table), [3, 1], [2, 2])
+
+
+def ask(peer: Peer, table: gear.Table) -> Any:
+    none = np.empty(0, dtype=np.int64)
+    spec = spec_of(table)
+    return peer.fetch(spec, none, none, none, poisoned(spec, 0)).result(PATIENCE)
+
+
+# ---------------------------------------------------------------- secrets, versions, libraries
+
+
+def test_a_wrong_secret_is_refused_and_logged(
+    shelf: tuple[gear.Table, Serving], caplog: pytest.LogCaptureFixture
+) -> None:
+    table, server = shelf
+    wrong = b"a wrong secret, as long"
+    with caplog.at_level(logging.WARNING), pytest.raises(HandshakeError) as found:
+        ask(server.peer(secret=wrong), table)
+    message = str(found.value)
+    assert f"node b ({server.address}) refused the connection: The secrets differ." in message
+    assert str(table.name) in message  # as the requester's own words
+    assert "refused 127.0.0.1:" in caplog.text
+    for secret in (wrong, SECRET):
+        assert secret.decode() not in caplog.text + message
+    fetch(server.peer(), table)
+
+
+def test_a_server_without_the_secret_is_not_asked_for_anything(shelf: tuple[gear.Table, Serving]) -> None:
+    """It plays the server as well as it can: it lets the requester prove itself, and makes up its own proof."""
+    table, server = shelf
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def play() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(64 + len(HELLO), socket.MSG_WAITALL)
+                small = pack_text("socket") + pack_text("socket") + bytes(range(NONCE))
+                connection.sendall(Header(Kind.CHALLENGE, 0, len(small), 0).pack() + small)
+                proof = connection.recv(64 + 32, socket.MSG_WAITALL)
+                welcome = proof[64:] + Limits().pack()  # its own proof, sent back
+                connection.sendall(Header(Kind.WELCOME, 0, len(welcome), 0).pack() + welcome)
+                heard.append(connection.recv(1000))
+
+        thread = threading.Thread(target=play)
+        thread.start()
+        peer = server.peer(address=f"socket://127.0.0.1:{listening.getsockname()[1]}", name="a stranger")
+        with pytest.raises(HandshakeError, match=r"a stranger .* does not know the secret"):
+            ask(peer, table)
+        thread.join(PATIENCE)
+    assert heard == [b""]
+
+
+def test_nothing_is_told_before_the_proof(shelf: tuple[gear.Table, Serving]) -> None:
+    table, server = shelf
+    with server.raw() as raw:
+        raw.send(Kind.HELLO, HELLO, request=0)
+        header, small, _ = raw.receive()
+        assert (header.kind, len(small)) == (Kind.CHALLENGE, len(HELLO))
+        assert str(table.name).encode() not in small
+        raw.send(Kind.PROOF, bytes(32), request=0)
+        assert raw.text() == "The secrets differ. Give the same one to both sides."
+
+
+def test_a_proof_is_worth_nothing_on_another_connection(shelf: tuple[gear.Table, Serving]) -> None:
+    _, server = shelf
+    sent: list[bytes] = []
+    real = socket.socket
+
+    class Recorder(real):
+        def sendmsg(self, parts: Any, *more: Any) -> int:
+            parts = list(parts)
+            if self.getsockname()[1] != int(server.address.rpartition(":")[2]):
+                sent.append(b"".join(bytes(part) for part in parts))
+            return super().sendmsg(parts, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket_channel.socket, "socket", Recorder)
+        peer = server.peer()
+        peer.metadata("nothing", "nothing").exception(PATIENCE)
+    hello, proof = (next(each for each in sent if each[10] == kind) for kind in (Kind.HELLO, Kind.PROOF))
+    with server.raw() as raw:
+        raw.socket.sendall(hello)
+        raw.receive()
+        raw.socket.sendall(proof)
+        assert raw.text() == "The secrets differ. Give the same one to both sides."
+
+
+@pytest.mark.parametrize("secret", [b"", b"fifteen bytes..", "text", "a text of more than 16 letters", None])
+def test_an_invalid_secret_is_refused(secret: Any) -> None:
+    for make in (lambda: check_secret(secret), lambda: Server([], secret)):
+        with pytest.raises(HandshakeError, match=r"at least 16 bytes, such as secrets.token_bytes\(32\)"):
+            make()
+
+
+def test_versions_that_differ_name_each_other(shelf: tuple[gear.Table, Serving]) -> None:
+    table, server = shelf
+    with server.raw() as raw:
+        raw.socket.sendall(Header(Kind.HELLO, 0, len(HELLO), 0).pack(version=9) + HELLO)
+        assert "speaks protocol version 9; this side speaks version 1" in raw.text()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def play() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(64 + len(HELLO), socket.MSG_WAITALL)
+                connection.sendall(Header(Kind.CHALLENGE, 0, 0, 0).pack(version=9))
+
+        thread = threading.Thread(target=play)
+        thread.start()
+        peer = server.peer(address=f"socket://127.0.0.1:{listening.getsockname()[1]}")
+        with pytest.raises(
+            HandshakeError, match=r"node b .* speaks protocol version 9; this side speaks version 1"
+        ):
+            ask(peer, table)
+        thread.join(PATIENCE)
+
+
+def test_libraries_that_differ_name_each_other(
+    shelf: tuple[gear.Table, Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, server = shelf
+    check_library("ucxx-0.52.0", "ucxx-0.53.1", peer="b")
+    with pytest.raises(
+        HandshakeError, match=r"b uses ucx-py-0\.45\.0, this side ucxx-0\.52\.0: the two do not talk"
+    ):
+        check_library("ucxx-0.52.0", "ucx-py-0.45.0", peer="b")
+    # What the address says is believed before anything is opened.
+    peer = server.peer(address="socket://127.0.0.1:1?library=carrier-pigeon-2.0")
+    with pytest.raises(HandshakeError, match=r"uses carrier-pigeon-2\.0, this side socket"):
+        ask(peer, table)
+    with server.raw() as raw:
+        raw.send(Kind.HELLO, pack_text("ucx-py-0.45.0") + pack_text("socket") + bytes(NONCE), request=0)
+        assert raw.text().startswith("The requester uses ucx-py-0.45.0, this side socket")
+    with server.raw() as raw:
+        raw.send(Kind.HELLO, pack_text("socket") + pack_text("ucx") + bytes(NONCE), request=0)
+        assert raw.text() == "The requester asked for the carrier 'ucx'; this is 'socket'."
+
+
+def test_something_else_that_listens_there(shelf: tuple[gear.Table, Serving]) -> None:
+    table, server = shelf
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def play() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n" + b"x" * 100)
+                connection.recv(1000)
+
+        thread = threading.Thread(target=play)
+        thread.start()
+        peer = server.peer(address=f"socket://127.0.0.1:{listening.getsockname()[1]}")
+        with pytest.raises(
+            HandshakeError, match=r"does not speak this protocol: A message begins with b'HTTP/1\.1'"
+        ):
+            ask(peer, table)
+        thread.join(PATIENCE)
+
+
+# ---------------------------------------------------------------- the server against whoever connects
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Kind if kind is not Kind.HELLO])
+def test_the_first_message_is_a_hello(shelf: tuple[gear.Table, Serving], kind: Kind) -> None:
+    table, server = shelf
+    with server.raw() as raw:
+        raw.send(kind, b"", request=0)
+        assert raw.text() == f"A message {kind.name} came during the handshake; expected HELLO."
+    fetch(server.peer(), table)
+
+
+@pytest.mark.parametrize(
+    ("small", "message"),
+    [
+        (b"", "The length of library of a message HELLO takes 2 bytes; 0 are left"),
+        (b"\xff\xff" + bytes(100), "library of a message HELLO has 65,535 bytes; expected at most 64"),
+        (b"\x02\x00\xff\xff" + bytes(40), "library of a message HELLO is no UTF-8"),
+        (HELLO[:-1], "nonce of a message HELLO takes 32 bytes; 31 are left"),
+        (HELLO + b"x", "A message HELLO has 1 bytes too many"),
+        (bytes(1000), "The small part of a message HELLO has 1,000 bytes; at most 164"),
+    ],
+)
+def test_a_hello_is_checked(shelf: tuple[gear.Table, Serving], small: bytes, message: str) -> None:
+    _, server = shelf
+    with server.raw() as raw:
+        raw.send(Kind.HELLO, small, request=0)
+        assert message in raw.text()
+
+
+@pytest.mark.parametrize(
+    "kind", sorted(set(Kind) - {Kind.OPEN, Kind.FETCH, Kind.STORE, Kind.METADATA, Kind.BYE})
+)
+def test_what_only_a_server_says_is_refused(shelf: tuple[gear.Table, Serving], kind: Kind) -> None:
+    table, server = shelf
+    with server.proven() as raw:
+        raw.send(kind)
+        assert f"A message {kind.name} came after the handshake; expected OPEN, FETCH, STORE" in raw.text()
+    fetch(server.peer(), table)
+
+
+def test_a_request_is_checked_field_by_field(shelf: tuple[gear.Table, Serving]) -> None:
+    table, server = shelf
+    spec = spec_of(table)
+    cases: list[tuple[Kind, bytes, bytes, str]] = [
+        (Kind.OPEN, b"", b"", "number of a message OPEN takes 4 bytes"),
+        (Kind.OPEN, open_message(spec, 64), b"", "number of a message OPEN is 64; expected less than 64"),
+        (Kind.OPEN, bytes(2 << 20), b"", "The small part of a message OPEN has 2,097,152 bytes"),
+        (Kind.FETCH, b"abc", b"", "A message FETCH has 3 bytes; expected at least 8"),
+        (Kind.FETCH, fetch_message([[1], [1], [1]]), b"", "asks for the spec 0, which was not opened"),
+        (
+            Kind.FETCH,
+            fetch_message([[1], [1], [1]], n=2),
+            b"",
+            "has n 2; expected at most 1,000, and 8 + 24 n bytes",
+        ),
+        (
+            Kind.FETCH,
+            fetch_message([[1], [1], [1]], n=2**32 - 1),
+            b"",
+            "has n 4,294,967,295; expected at most 1,000",
+        ),
+        (
+            Kind.FETCH,
+            fetch_message(np.zeros((3, 1001))),
+            b"",
+            "The small part of a message FETCH has 24,032 bytes",
+        ),
+        (Kind.FETCH, fetch_message([[1], [1], [1]]), b"x", "The bulk part of a message FETCH has 1 bytes"),
+        (Kind.STORE, b"abc", b"", "n of a message STORE takes 4 bytes"),
+        (
+            Kind.STORE,
+            bytes(8),
+            bytes(1 << 17),
+            "The bulk part of a message STORE has 131,072 bytes; at most 65,536",
+        ),
+        (Kind.METADATA, b"\x05\x00ab", b"", "name of a message METADATA takes 5 bytes; 2 are left"),
+        (Kind.BYE, b"x", b"", "The small part of a message BYE has 1 bytes; at most 0"),
+    ]
+    for kind, small, bulk, message in cases:
+        with server.proven() as raw:
+            raw.send(kind, small, bulk)
+            assert message in raw.text()
+    fetch(server.peer(), table)
+
+
+def test_a_refused_spec_leaves_the_connection(shelf: tuple[gear.Table, Serving]) -> None:
+    table, server = shelf
+    spec = spec_of(table)
+    with server.proven() as raw:
+        raw.send(Kind.OPEN, b"\x00\x00\x00\x00[]")
+        assert "expected table, columns and windows" in raw.error()
+        raw.send(Kind.FETCH, fetch_message([[1], [1], [1]]))  # sent without waiting: the same answer
+        assert "expected table, columns and windows" in raw.error()
+        raw.send(Kind.OPEN, open_message(spec), request=7)
+        header, small, _ = raw.receive()
+        assert (header.kind, header.request, small) == (Kind.OPENED, 7, bytes(4))
+        raw.send(Kind.FETCH, fetch_message([[99], [1], [1]]), request=8)
+        header, small, bulk = raw.receive()
+        assert (header.kind, header.request, small, len(bulk)) == (Kind.REPLY, 8, b"", spec.reply_bytes(1))
+        raw.send(Kind.BYE)
+        assert raw.is_closed()
+
+
+def test_who_does_not_prove_himself_in_time_is_cut(shelf: tuple[gear.Table, Serving]) -> None:
+    table, server = shelf
+    with server.raw() as silent, server.raw() as slow:
+        slow.socket.sendall(Header(Kind.HELLO, 0, len(HELLO), 0).pack() + HELLO[:5])
+        assert silent.is_closed()
+        assert slow.is_closed()
+    fetch(server.peer(), table)
+
+
+def test_who_stops_in_the_middle_of_a_message_is_cut(shelf: tuple[gear.Table, Serving]) -> None:
+    table, server = shelf
+    with server.proven() as idle, server.proven() as half:
+        half.socket.sendall(Header(Kind.OPEN, 1, 1000, 0).pack() + b"1234")
+        assert half.is_closed()
+        idle.send(
+            Kind.OPEN, open_message(spec_of(table))
+        )  # between messages there is all the time in the world
+        assert idle.receive()[0].kind is Kind.OPENED
+    fetch(server.peer(), table)
+
+
+def test_who_takes_no_answer_is_cut(shelf: tuple[gear.Table, Serving]) -> None:
+    table, server = shelf
+    spec = spec_of(table)
+    with server.proven() as raw:
+        raw.send(Kind.OPEN, open_message(spec))
+        raw.socket.settimeout(0.2)
+        try:
+            for _ in range(3000):
+                raw.send(Kind.FETCH, fetch_message(np.zeros((3, 1000))))
+        except OSError:  # its buffers are full, or it has cut already
+            pass
+        wait_until(lambda: server.server.num_connections == 0)
+    fetch(server.peer(), table)
+
+
+def test_only_so_many_connections() -> None:
+    with named() as table:
+        for i in range(4):
+            table.add(rows(i, 5 + i))
+        with serving(str(table.name), limits=Limits(connections=2)) as server:
+            hasty = server.peer(timeout=0.5)
+            with server.proven(), server.proven(), server.raw() as silent:
+                with pytest.raises(
+                    PeerTimeoutError,
+                    match=r"the server is busy: it serves 2 connections, as many as it takes",
+                ):
+                    ask(hasty, table)
+                # Who has the time tries until there is a place.
+                peer, spec = server.peer(), spec_of(table)
+                none, out = np.empty(0, dtype=np.int64), poisoned(spec, 0)
+                waiting = peer.fetch(spec, none, none, none, out)
+                time.sleep(0.2)
+                assert not waiting.done()
+            waiting.result(PATIENCE)
+            assert silent.socket.fileno() < 0
+            fetch(peer, table)
+
+
+def test_a_server_that_sends_nonsense_after_the_handshake(
+    shelf: tuple[gear.Table, Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, server = shelf
+    from gear_loader.transport.connection import Connection
+
+    real = Connection._send
+    answers = [
+        (Kind.REPLY, 10**6, b"", "answers a request 1000000 that nobody made"),
+        (Kind.STORED, 0, b"", "A message STORED came; expected REPLY or ERROR"),
+        (Kind.REPLY, 0, b"x", "has parts of 1 and"),
+        (Kind.WELCOME, 0, b"", "A message WELCOME came; expected REPLY or ERROR"),
+    ]
+    for kind, more, small, message in answers:
+
+        async def lie(
+            self: Any,
+            what: Kind,
+            request: int,
+            part: bytes,
+            bulk: Any = None,
+            kind: Kind = kind,
+            more: int = more,
+            small: bytes = small,
+        ) -> None:
+            if what is Kind.REPLY:
+                await real(self, kind, more or request, small, bulk)
+            else:
+                await real(self, what, request, part, bulk)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Connection, "_send", lie)
+            with pytest.raises(TransportError, match=message):
+                ask(server.peer(), table)
+    fetch(server.peer(), table)
+
+
+# ---------------------------------------------------------------- peers
+
+
+def test_a_peer_is_made_of_sensible_things() -> None:
+    with pytest.raises(TransportError, match="expected <carrier>://"):
+        Peer("nowhere", secret=SECRET, timeout=1, name="b")
+    with pytest.raises(HandshakeError, match="expected at least 16 bytes"):
+        Peer("socket://a:1", secret=b"", timeout=1, name="b")
+    for timeout in (0, -1, "1", float("nan"), float("inf")):
+        with pytest.raises(SchemaError, match="expected a positive number of seconds"):
+            Peer("socket://a:1", secret=SECRET, timeout=timeout, name="b")  # type: ignore[arg-type]
+    with pytest.raises(RegionError, match="Table name"):
+        Server(["../x"], SECRET)
+
+
+def test_a_closed_peer_says_so(shelf: tuple[gear.Table, Serving]) -> None:
+    table, server = shelf
+    peer = server.peer()
+    fetch(peer, table)
+    peer.close()
+    peer.close()
+    with pytest.raises(TransportError, match="The peer node b has been closed"):
+        ask(peer, table)
+    wait_until(lambda: server.server.num_connections == 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork.*may lead to deadlocks:DeprecationWarning")
+def test_a_peer_says_that_it_does_not_survive_a_fork(shelf: tuple[gear.Table, Serving]) -> None:
+    table, server = shelf
+    peer = server.peer()
+    fetch(peer, table)
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            try:
+                peer.metadata("a", "b")
+            except TransportError as error:
+                os.write(write, str(error).encode())
+            peer.close()
+            again = Peer(server.address, secret=SECRET, timeout=PATIENCE, name="b")
+            error = again.metadata("a", str(table.name)).exception(PATIENCE)
+            os.write(write, f" AND {error}".encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as file:
+        said = file.read()
+    os.waitpid(pid, 0)
+    assert "was made in process" in said
+    assert "Make a Peer in each process" in said
+    assert "has nothing called 'a' to tell" in said
+    fetch(peer, table)
+
+
+def test_an_address_that_cannot_be_had_or_is_none(shelf: tuple[gear.Table, Serving]) -> None:
+    table, server = shelf
+    answers: list[Any] = [KeyError("lost"), "nowhere", "ucx-and-more://a:1", server.address]
+
+    def address() -> str:
+        found = answers.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return str(found)
+
+    peer = server.peer(address=address)
+    for message in (
+        r"its address could not be had \(KeyError: 'lost'\)",
+        "expected <carrier>://",
+        "Carrier 'ucx-and-more'",
+    ):
+        with pytest.raises(TransportError, match=message):
+            ask(peer, table)
+    fetch(peer, table)
+    assert Address.parse(server.address).carrier == "socket"
+    assert links._LONGEST < 1

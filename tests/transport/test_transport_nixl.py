@@ -1,0 +1,533 @@
+"""One-sided reads: what arrives is what the table holds, whoever dies or changes meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import math
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ucx_common import LOOPBACK, listening
+
+from gear_loader.errors import PeerTimeoutError, TransportError
+from gear_loader.native import copying
+from gear_loader.storage.schema import Column, Schema, Window
+from gear_loader.storage.table import Table
+from gear_loader.transport import nixl_agent
+from gear_loader.transport.nixl_agent import Description
+from gear_loader.transport.nixl_reader import NixlPeer
+from gear_loader.transport.nixl_server import NixlOwner
+from gear_loader.transport.spec import WindowSpec
+
+pytestmark = pytest.mark.skipif(nixl_agent.installed() is None, reason="NIXL is not installed")
+SPAWN = multiprocessing.get_context("spawn")
+COLUMNS = {"x": Column(torch.float32, (5,)), "flag": Column(torch.bool), "big": Column(torch.uint8, (300,))}
+SCHEMA = Schema(COLUMNS)
+WINDOWS = {
+    "x": Window(6, -3),
+    "flag": Window(6, -3, "head"),
+    "big": Window(6, -3),
+}
+Array = np.ndarray[Any, Any]
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_WARN_UNUSED_ENV_VARS", "n")
+
+
+def steps(length: int, seed: int) -> dict[str, Array]:
+    random = np.random.default_rng(seed)
+    return {
+        "x": random.normal(size=(length, 5)).astype(np.float32),
+        "flag": random.integers(0, 2, length).astype(bool),
+        "big": random.integers(0, 256, (length, 300), dtype=np.uint8),
+    }
+
+
+def make(name: str, seed: int = 0) -> tuple[Table, dict[int, dict[str, Array]]]:
+    """A table of trajectories of 1 to 25 steps in blocks of 4."""
+    table = Table.create(COLUMNS, max_steps=600, max_trajectories=40, block_steps=4, name=name)
+    held = {}
+    for i in range(20):
+        rows = steps(1 + (7 * i) % 25, seed + i)
+        held[table.add(rows)] = rows
+    return table, held
+
+
+def _own(pipe: Any, names: tuple[str, ...]) -> None:
+    owner = NixlOwner(names)
+    pipe.send("ready")
+    with contextlib.suppress(EOFError):
+        while True:
+            table = pipe.recv()
+            try:
+                pipe.send(owner.metadata(table))
+            except Exception as error:
+                pipe.send(error)
+    owner.close()
+
+
+class Owner:
+    """A process that owns, asked through a pipe; what `NixlPeer` asks of a `Peer`."""
+
+    def __init__(self, *names: str) -> None:
+        self.names, self.asked = names, 0
+        self.start()
+
+    def start(self) -> None:
+        self.pipe, theirs = SPAWN.Pipe()
+        self.process = SPAWN.Process(target=_own, args=(theirs, self.names))
+        self.process.start()
+        theirs.close()
+        assert self.pipe.poll(60)
+        assert self.pipe.recv() == "ready"
+
+    def metadata(self, name: str, table: str) -> Future[bytes]:
+        assert name == "nixl"
+        self.asked += 1
+        future: Future[bytes] = Future()
+        try:
+            self.pipe.send(table)
+            if self.pipe.poll(10):
+                answer = self.pipe.recv()
+                if isinstance(answer, Exception):
+                    future.set_exception(answer)
+                else:
+                    future.set_result(answer)
+        except (OSError, EOFError) as error:
+            future.set_exception(TransportError(str(error)))
+        return future
+
+    def signal(self, number: int) -> None:
+        os.kill(self.process.pid or 0, number)
+
+    def wait_for(self, state: str) -> None:
+        """Until all its threads are in a state, as ps(1) names it."""
+        tasks = Path(f"/proc/{self.process.pid}/task")
+        while {(task / "stat").read_text().rpartition(") ")[2][0] for task in tasks.iterdir()} != {state}:
+            time.sleep(1e-3)
+
+    def end(self) -> None:
+        self.pipe.close()
+        if self.process.exitcode is None:
+            self.signal(signal.SIGCONT)
+            self.process.join(5)
+        if self.process.exitcode is None:
+            self.process.kill()
+            self.process.join()
+
+
+class World:
+    """A table, its owner in another process, and a reader."""
+
+    def __init__(self, name: str, timeout: float = 20.0) -> None:
+        self.table, self.held = make(name)
+        self.owner = Owner(name)
+        self.peer = NixlPeer(self.owner, timeout=timeout, name="node b")
+        self.spec = WindowSpec(name, SCHEMA, WINDOWS)
+
+    def rows(self, slots: Any, anchors: Any) -> tuple[tuple[Array, Array, Array], dict[str, Array]]:
+        """What `fetch` takes, as selection's exchange brings it along."""
+        slots, anchors = np.asarray(slots, dtype=np.int64), np.asarray(anchors, dtype=np.int64)
+        region = self.table.region
+        firsts = [window.offset for window in self.spec.windows.values()]
+        lasts = [window.offset + window.length - 1 for window in self.spec.windows.values()]
+        width = (max(lasts) - min(firsts)) // 4 + 2
+        extent, ids = np.empty((len(slots), 2), np.int64), np.full((len(slots), width), -1, np.int32)
+        copying.resolve(
+            slots,
+            anchors,
+            region.array("extent"),
+            region.array("block_ids").reshape(-1),
+            4,
+            min(firsts),
+            max(lasts),
+            extent,
+            ids,
+            region.layout.num_blocks,
+        )
+        return (slots, anchors, region.array("generation")[slots]), {"extent": extent, "block_ids": ids}
+
+    def fetch(self, slots: Any, anchors: Any) -> tuple[Array, Array]:
+        rows, index = self.rows(slots, anchors)
+        out = np.full(self.spec.reply_bytes(len(rows[0])), 205, dtype=np.uint8)
+        return self.peer.fetch(self.spec, *rows, out, **index).result(30), out
+
+    def check(self, slots: Any, anchors: Any, *, gone: tuple[int, ...] = ()) -> None:
+        status, out = self.fetch(slots, anchors)
+        assert np.flatnonzero(status).tolist() == list(gone)
+        expected = naive(self.spec, self.held, slots, anchors, gone)
+        for piece in self.spec.pieces(len(slots)):
+            found = out[piece.offset : piece.offset + len(slots) * piece.row_bytes]
+            assert (found == expected[piece.name, piece.kind]).all(), piece
+
+    def close(self) -> None:
+        self.peer.close()
+        self.owner.end()
+        self.table.unlink()
+        self.table.close()
+
+
+def naive(
+    spec: WindowSpec, held: dict[int, dict[str, Array]], slots: Any, anchors: Any, gone: tuple[int, ...]
+) -> dict[tuple[str, str], Array]:
+    """Every piece of the reply as bytes, step by step."""
+    found = {}
+    for piece in spec.pieces(len(slots)):
+        window, whole = spec.windows[piece.name], []
+        for b, (slot, anchor) in enumerate(zip(slots, anchors, strict=True)):
+            column = held[slot][piece.name] if b not in gone else steps(1, 0)[piece.name][:0]
+            column = column.reshape(len(column), math.prod(column.shape[1:])).view(np.uint8)
+            if piece.kind == "mask":
+                column = np.ones((len(column), 1), dtype=np.uint8)
+            places = range(anchor + window.offset, anchor + window.offset + window.length)
+            real = [column[i] for i in places if 0 <= i < len(column)]
+            empty = np.zeros(column.shape[1], dtype=np.uint8)
+            padding = [empty] * (window.length - len(real))
+            if window.pad == "head":
+                whole += padding + real
+            elif window.pad == "tail":
+                whole += real + padding
+            else:
+                whole += [column[i] if 0 <= i < len(column) else empty for i in places]
+        found[piece.name, piece.kind] = np.concatenate(whole)
+    return found
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[World]:
+    world = World("nixl-shared")
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World("nixl-own")
+    yield world
+    world.close()
+
+
+# ---------------------------------------------------------------- what arrives
+
+
+@pytest.mark.parametrize("pad", ["keep", "head", "tail"])
+@pytest.mark.parametrize("only", [None, "big"])
+def test_windows_are_those_of_the_table(shared: World, pad: Any, only: str | None) -> None:
+    random = np.random.default_rng(len(pad))
+    windows = {"x": Window(9, -4, pad), "flag": Window(9, -4, pad), "big": Window(3, 1)}
+    shared.spec = WindowSpec("nixl-shared", SCHEMA, windows if only is None else {only: Window(30, -2, pad)})
+    for _ in range(4):
+        slots = random.choice(list(shared.held), 33).tolist()
+        anchors = [int(random.integers(-2, len(shared.held[slot]["x"]) + 2)) for slot in slots]
+        shared.check(slots, anchors)
+
+
+def test_no_rows(shared: World) -> None:
+    status, _ = shared.fetch([], [])
+    assert status.shape == (0,)
+
+
+def test_threads_at_once(shared: World) -> None:
+    shared.spec = WindowSpec("nixl-shared", SCHEMA, WINDOWS)
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        try:
+            for _ in range(15):
+                slots = random.choice(list(shared.held), 12).tolist()
+                shared.check(slots, [0] * 12)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_one_agent_and_one_question_serve_many_fetches(shared: World) -> None:
+    before = shared.owner.asked
+    slots = list(shared.held)
+    shared.check(slots, [0] * len(slots))
+    shared.check(slots, [1] * len(slots))
+    assert shared.owner.asked - before <= 1
+
+
+def test_only_loopback_is_listened_on(shared: World) -> None:
+    shared.check(list(shared.held)[:3], [0] * 3)
+    found = listening(shared.owner.process.pid)
+    assert found
+    assert set(found) <= LOOPBACK
+
+
+# ---------------------------------------------------------------- rows that are gone
+
+
+def test_rows_that_are_gone(world: World) -> None:
+    slots = list(world.held)[:6]
+    rows, index = world.rows(slots, [0] * 6)
+    ticket = world.table._live().begin_read()  # what is retired now stays
+    world.table.remove([slots[1]])
+    out = np.full(world.spec.reply_bytes(6), 205, dtype=np.uint8)
+    assert not world.peer.fetch(world.spec, *rows, out, **index).result(30).any()
+    world.table._live().end_read(ticket)
+    world.table.remove([slots[2], slots[3]])
+    again = [world.table.add(steps(3, 99)) for _ in range(12)]  # takes what has been freed
+    assert {slots[2], slots[3]} <= set(again)
+    out[:] = 205
+    status = world.peer.fetch(world.spec, *rows, out, **index).result(30)
+    assert status.tolist() == [0, 1, 1, 1, 0, 0]
+    expected = naive(world.spec, world.held, slots, [0] * 6, (1, 2, 3))
+    for piece in world.spec.pieces(6):
+        found = out[piece.offset : piece.offset + 6 * piece.row_bytes]
+        assert (found == expected[piece.name, piece.kind]).all(), piece
+
+
+def test_a_table_that_was_replaced_is_noticed(world: World) -> None:
+    slots = list(world.held)[:4]
+    world.check(slots, [0] * 4)
+    old = world.table
+    old.unlink()
+    world.table, world.held = make("nixl-own", seed=500)
+
+    def fetch_until_it_is_noticed() -> None:
+        deadline = time.monotonic() + 60  # the owner looks ten times a second
+        while time.monotonic() < deadline:
+            world.fetch(slots, [0] * 4)
+
+    with pytest.raises(
+        TransportError, match=r"node b: the table has been replaced by another of its name; 4 rows"
+    ):
+        fetch_until_it_is_noticed()
+    world.check(slots, [0] * 4)
+    old.close()
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("slots", -1),
+        ("slots", 40),
+        ("anchors", 2**41),
+        ("extent", 0),
+        ("extent", 601),
+        ("extent place", 10**6),
+        ("extent place", -(10**6)),
+        ("block_ids", -1),
+        ("block_ids", 2**31 - 1),
+    ],
+)
+def test_rows_that_no_table_has_are_refused(shared: World, name: str, value: int) -> None:
+    shared.spec = WindowSpec("nixl-shared", SCHEMA, WINDOWS)
+    slots = [slot for slot, rows in shared.held.items() if len(rows["x"]) > 10][:5]
+    (slots_, anchors, generations), index = shared.rows(slots, [5] * 5)
+    if name == "extent place":
+        index["extent"][3, 1] = value
+    elif name == "extent":
+        index["extent"][3, 0] = value
+    elif name == "block_ids":
+        index["block_ids"][3] = value
+    else:
+        (slots_ if name == "slots" else anchors)[3] = value
+    out = np.full(shared.spec.reply_bytes(5), 205, dtype=np.uint8)
+    future = shared.peer.fetch(shared.spec, slots_, anchors, generations, out, **index)
+    with pytest.raises(
+        TransportError, match=r"node b: Row 3 of 5 of table 'nixl-shared' has slot .*Nothing was read"
+    ):
+        future.result(30)
+    shared.check(slots, [5] * 5)
+
+
+def test_another_schema_is_refused(shared: World) -> None:
+    rows, index = shared.rows(list(shared.held)[:2], [0, 0])
+    other = Schema({"x": Column(torch.float64, (5,))})
+    spec = WindowSpec("nixl-shared", other, {"x": Window(2)})
+    future = shared.peer.fetch(spec, *rows, np.zeros(spec.reply_bytes(2), np.uint8), **index)
+    with pytest.raises(TransportError, match=r"has the columns .*float32.* at its owner; expected .*float64"):
+        future.result(30)
+
+
+def test_a_table_that_is_not_served_is_refused(shared: World) -> None:
+    rows, index = shared.rows(list(shared.held)[:2], [0, 0])
+    spec = WindowSpec("other", SCHEMA, WINDOWS)
+    future = shared.peer.fetch(spec, *rows, np.zeros(spec.reply_bytes(2), np.uint8), **index)
+    with pytest.raises(TransportError, match=r"'other' is not served; tables here: nixl-shared"):
+        future.result(30)
+
+
+def test_arrays_that_do_not_fit_are_refused(shared: World) -> None:
+    shared.spec = WindowSpec("nixl-shared", SCHEMA, WINDOWS)
+    rows, index = shared.rows(list(shared.held)[:2], [0, 0])
+    out = np.zeros(shared.spec.reply_bytes(2), np.uint8)
+    with pytest.raises(ValueError, match=r"out is uint8 \[\d+\]; expected contiguous uint8 of at least"):
+        shared.peer.fetch(shared.spec, *rows, out[:-1], **index)
+    with pytest.raises(ValueError, match=r"slots is int32 \[2\]; expected int64 \[2\]"):
+        shared.peer.fetch(shared.spec, rows[0].astype(np.int32), *rows[1:], out, **index)
+    index["block_ids"] = index["block_ids"].astype(np.int64)
+    with pytest.raises(ValueError, match=r"block_ids is int64 \[2, 3\]; expected int32 \[2, K\]"):
+        shared.peer.fetch(shared.spec, *rows, out, **index)
+
+
+def test_after_a_fork_and_after_close() -> None:
+    class Nobody:
+        def metadata(self, name: str, table: str) -> Future[bytes]:
+            raise TransportError("nobody is there")
+
+    spec = WindowSpec("t", SCHEMA, {"flag": Window(1)})
+    one, out = np.zeros(1, np.int64), np.zeros(spec.reply_bytes(1), np.uint8)
+    arrays = {"extent": np.array([[1, 0]]), "block_ids": np.zeros((1, 1), np.int32)}
+    peer = NixlPeer(Nobody(), timeout=5.0, name="node c")
+    with pytest.raises(TransportError, match=r"node c: nobody is there; 1 rows of table 't'"):
+        peer.fetch(spec, one, one, one, out, **arrays).result(30)
+    pid, peer._pid = peer._pid, -1
+    with pytest.raises(
+        TransportError, match=r"NIXL runs in process -1, .* is a fork; .* Start processes by spawning"
+    ):
+        peer.fetch(spec, one, one, one, out, **arrays)
+    peer._pid = pid
+    peer.close()
+    peer.close()
+    with pytest.raises(TransportError, match="The connection to node c has been closed"):
+        peer.fetch(spec, one, one, one, out, **arrays)
+
+
+def test_without_nixl_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(TransportError, match=r"pip install '\.\[nixl\]'"):
+        NixlOwner(["t"])
+
+
+# ---------------------------------------------------------------- owners that die
+
+
+def test_an_owner_that_is_killed_and_comes_again(world: World) -> None:
+    slots = list(world.held)[:4]
+    world.check(slots, [0] * 4)
+    world.owner.signal(signal.SIGKILL)
+    world.owner.process.join()
+    with pytest.raises(
+        TransportError, match=r"node b: .*; 4 rows of table 'nixl-own' \([\d,]+ bytes\) were to"
+    ):
+        world.fetch(slots, [0] * 4)
+    with pytest.raises(TransportError, match="node b: "):
+        world.fetch(slots, [0] * 4)
+    world.owner.start()
+    world.check(slots, [0] * 4)
+
+
+def test_an_owner_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "tcp")  # shared memory can be read without it
+    world = World("nixl-own", timeout=1.5)
+    try:
+        slots = list(world.held)[:4]
+        world.check(slots, [0] * 4)
+        world.owner.signal(signal.SIGSTOP)
+        world.owner.wait_for("T")
+        with pytest.raises(PeerTimeoutError, match=r"node b: no answer within 1\.5 s; 4 rows"):
+            world.fetch(slots, [0] * 4)
+        assert world.peer.quarantined == (1, world.spec.reply_bytes(4))
+        world.owner.signal(signal.SIGCONT)
+        world.check(slots, [0] * 4)
+        assert world.owner.asked == 2
+        deadline = time.monotonic() + 60
+        while world.peer.quarantined != (0, 0):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    finally:
+        world.close()
+
+
+# ---------------------------------------------------------------- the description
+
+
+def _description() -> Description:
+    table = Table.create(COLUMNS, max_steps=64, max_trajectories=4, block_steps=4)
+    layout = table.region.layout
+    columns = tuple((each.offset, each.block_stride, each.step_bytes) for each in layout.columns.values())
+    numbers = {
+        "base": 1 << 40,
+        "region_bytes": layout.region_bytes,
+        "block_steps": 4,
+        "num_blocks": layout.num_blocks,
+        "num_slots": 4,
+        "max_steps": 64,
+        "generation": layout.arrays["generation"][0],
+        "state": layout.arrays["state"][0],
+        "word": 1 << 41,
+        "value": 7,
+    }
+    return Description("agent", b"\0\1nixl", SCHEMA, columns, numbers)
+
+
+GOOD = _description().to_bytes()
+
+
+def test_a_description_travels() -> None:
+    found = Description.from_bytes(GOOD)
+    assert found.numbers == _description().numbers
+    assert found.columns == _description().columns
+    assert found.schema.to_json() == SCHEMA.to_json()
+    assert (found.agent, found.connection) == ("agent", b"\0\1nixl")
+
+
+@given(st.data())
+@settings(max_examples=150)
+def test_a_damaged_description_is_refused_or_harmless(data: st.DataObject) -> None:
+    changed = bytearray(GOOD)
+    for _ in range(data.draw(st.integers(1, 4))):
+        changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(changed)))
+    with pytest.raises(TransportError, match=r"\S"):
+        Description.from_bytes(bytes(changed[:cut]) if cut < len(changed) else bytes(changed) + b"x")
+    with contextlib.suppress(TransportError):
+        found = Description.from_bytes(bytes(changed))
+        limit = found.numbers["region_bytes"]
+        for offset, stride, _ in found.columns:
+            assert offset + stride * found.numbers["num_blocks"] <= limit
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("region_bytes", 100, "a region of 100 bytes that holds"),
+        ("generation", 1 << 50, "that holds 1,125,"),
+        ("num_blocks", 1 << 40, "that holds"),
+        ("block_steps", 1 << 20, "blocks of 128 bytes, steps of"),
+        ("num_slots", 0, "makes no sense"),
+    ],
+)
+def test_a_description_that_contradicts_itself(name: str, value: int, message: str) -> None:
+    described = _description()
+    described.numbers[name] = value
+    with pytest.raises(TransportError, match=message):
+        Description.from_bytes(described.to_bytes())
+
+
+def test_no_description_at_all() -> None:
+    for data in (b"", b"GEARNIXL", json.dumps({}).encode(), b"\x80\x04\x95"):
+        with pytest.raises(TransportError, match="What the owner says of its memory makes no sense"):
+            Description.from_bytes(data)
+    with pytest.raises(TransportError, match="describes its memory in version 2; expected 1"):
+        Description.from_bytes(GOOD[:8] + b"\2\0" + GOOD[10:])
