@@ -218,3 +218,16 @@ class OnCpu(TorchFunctionMode):
 
 def _is_cuda(device: Any) -> bool:
     return isinstance(device, (str, torch.device)) and torch.device(device).type == "cuda"
+
+
+class FakeEvent:
+    """Counts what happens to it."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+
+    def record(self) -> None:
+        self.calls.append("record")

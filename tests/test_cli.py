@@ -28,10 +28,10 @@ from typing import Any
 
 import pytest
 import torch
+from cli_common import run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from table_common import COLUMNS, fresh_name, named, numbers_of, rows
-from typer.testing import CliRunner
 
 import gear_loader as gear
 from gear_loader.cli import app
@@ -60,14 +60,6 @@ def shelf(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield directory
     gc.collect()
     shutil.rmtree(directory)
-
-
-def run(*words: str) -> tuple[int, str]:
-    """Exit code and output of `gear-loader ...` in this process."""
-    result = CliRunner().invoke(app, list(words))
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.exit_code, result.output
 
 
 def listed() -> dict[str, dict[str, Any]]:
@@ -670,8 +662,8 @@ def test_a_view_that_outlives_its_table_is_a_use(shelf: Path) -> None:
 LOOK = """
 import sys
 from gear_loader.storage import shared_memory
-names.DIRECTORY, name = sys.argv[1:]
-print("in use" if names.in_use(names.region_path(name)) else "left over")
+shared_memory.DIRECTORY, name = sys.argv[1:]
+print("in use" if shared_memory.in_use(shared_memory.region_path(name)) else "left over")
 """
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cuda_common import FakeEvent
 from gather_common import PADS, POISON, Array, Spec, windows_of
 
 from gear_loader import Column, Table, Window
@@ -474,19 +475,6 @@ def test_a_forked_process_has_a_crew_of_its_own() -> None:
 
 
 # The paths of a GPU, on the CPU ----------------------------------------------------------------------
-
-
-class FakeEvent:
-    """Counts what happens to it."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def synchronize(self) -> None:
-        self.calls.append("synchronize")
-
-    def record(self) -> None:
-        self.calls.append("record")
 
 
 @pytest.fixture

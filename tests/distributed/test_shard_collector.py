@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cuda_common import FakeEvent
 from distributed_common import check_batch, filled
-from test_collector import FakeEvent
 
 import gear_loader as gear
 from gear_loader.collection.collector import GpuSide

@@ -371,7 +371,7 @@ sys.modules["numba"] = None  # what an import then finds: nothing
 import numpy as np, torch
 import gear_loader as gear
 from gear_loader.native import copying
-assert not native.AVAILABLE and "numba" in native.REASON, native.REASON
+assert not copying.AVAILABLE and "numba" in copying.REASON, copying.REASON
 table = gear.Table.create({"x": gear.Column(torch.int64)}, max_steps=100, max_trajectories=10, block_steps=8)
 table.add({"x": np.arange(20)})
 assert table[0]["x"].tolist() == list(range(20))

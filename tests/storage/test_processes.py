@@ -144,7 +144,7 @@ def _no_child_outlives_its_test() -> Iterator[None]:
 def _fork_server() -> None:
     """Start it with a path on which it finds what it is to import beforehand."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        patch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{Path(__file__).parents[1]}", prepend=os.pathsep)
         Child(_nothing).result()
 
 

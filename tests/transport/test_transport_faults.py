@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cli_common import run
 from table_common import named, numbers_of, rows
-from test_cli import run
 from transport_common import (
     PATIENCE,
     SECRET,

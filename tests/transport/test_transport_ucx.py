@@ -404,10 +404,10 @@ def run_with(program: str, folder: Path, *words: str, **environment: str) -> str
     """What a program prints that runs in a process of its own with these variables; it has to end in peace."""
     path = folder / "program.py"  # a file: it is loaded again by the processes that it spawns
     path.write_text(program)
-    here = Path(__file__).parents[1]
+    here = Path(__file__).parent
     found = subprocess.run(
         [sys.executable, str(path), *words],
-        env={**os.environ, **environment, "PYTHONPATH": f"{here}:{here.parent}"},
+        env={**os.environ, **environment, "PYTHONPATH": f"{here}:{here.parent}:{here.parents[1]}"},
         capture_output=True,
         text=True,
         timeout=200,
