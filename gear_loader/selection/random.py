@@ -9,9 +9,10 @@ import functools
 
 import numpy as np
 
+from gear_loader.native.random import philox
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Permutation", "hashed", "integers", "key", "permutation", "raw", "uniforms"]
+__all__ = ["Permutation", "hashed", "integers", "key", "permutation", "raw", "signed", "uniforms"]
 
 _SMALL = 1 << 16
 
@@ -19,8 +20,9 @@ _SMALL = 1 << 16
 def raw(count: int, *, seed: int, stream: int, epoch: int, step: int) -> Array:
     """`count` random uint64 that depend on the four integers alone."""
     # The lowest counter word counts through one draw; the others say which draw it is.
-    bits = np.random.Philox(key=_words(seed, stream), counter=_words(0, 0, step, epoch))
-    return bits.random_raw(count)
+    words = np.empty(count, dtype=np.uint64)
+    philox(signed(seed), signed(stream), signed(step), signed(epoch), words)
+    return words
 
 
 @functools.lru_cache(maxsize=16)
@@ -29,9 +31,9 @@ def key(*, seed: int, stream: int, epoch: int) -> int:
     return int(raw(1, seed=seed, stream=stream, epoch=epoch, step=0).astype(np.int64)[0])
 
 
-def _words(*values: int) -> Array:
-    # The dtype is not left to numpy: a word above 2**63 beside a small one would become a float.
-    return np.array([value & ((1 << 64) - 1) for value in values], dtype=np.uint64)
+def signed(value: int) -> int:
+    """An integer modulo 2**64, from -2**63 to 2**63 - 1: what compiled loops take as int64."""
+    return value if -(1 << 63) <= value < 1 << 63 else (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def uniforms(count: int, *, seed: int, stream: int, epoch: int, step: int) -> Array:

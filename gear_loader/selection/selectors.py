@@ -37,7 +37,7 @@ SAMPLE_EPOCH = 1 << 62
 Unit = Literal["trajectory", "step"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class Draw:
     """Which draw this is; together with what there is to draw from it decides everything.
 

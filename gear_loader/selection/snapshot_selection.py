@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from gear_loader.native.random import FIRST, LAST, UNIFORM, uniform_rows
 from gear_loader.selection.base import REDRAWN, Selection
+from gear_loader.selection.random import signed
 from gear_loader.selection.selectors import (
     Draw,
     Fifo,
@@ -24,6 +26,8 @@ from gear_loader.utils.arrays import Array
 
 __all__ = ["SnapshotSelection"]
 
+ANCHORS = {"uniform": UNIFORM, "first": FIRST, "last": LAST}
+
 
 class SnapshotSelection(Selection):
     """Works from a list of what there is: for uniform selection and for order of age."""
@@ -36,6 +40,14 @@ class SnapshotSelection(Selection):
             return self._draw_from_end(selector, draw, ticket)
         _, snapshot = self.job.table.begin_snapshot(self.job.samples(draw.count), ticket)
         view = self.view(snapshot)
+        if (
+            frozen is None
+            and type(selector) is Uniform
+            and selector.replacement
+            and len(view)
+            and not self.job.counts
+        ):
+            return self._draw_uniform(selector, view, draw)
         items = view if frozen is None else frozen
         if selector.num_items(items) == 0 or len(view) == 0:
             raise self.job.empty()
@@ -51,6 +63,23 @@ class SnapshotSelection(Selection):
         times = self.count_samples(slots, generations, lambda *which: self._redraw(draw, rows, *which))
         likely = 1 / selector.num_items(items) if isinstance(selector, Uniform) else 1.0
         return self.rows(*rows, times, likely)
+
+    def _draw_uniform(self, selector: Uniform, view: Snapshot, draw: Draw) -> SelectedRows:
+        """What `Uniform.select` and `anchors` draw, in one compiled call."""
+        names = np.empty((3, draw.count), dtype=np.int64)
+        uniform_rows(
+            view.slots,
+            view.lengths,
+            view.generations,
+            view.sums[1],
+            selector.unit == "step",
+            ANCHORS[self.job.anchor],
+            signed(draw.seed),
+            draw.step,
+            draw.epoch,
+            names,
+        )
+        return SelectedRows(*names)
 
     def _draw_from_end(self, selector: Fifo, draw: Draw, ticket: Ticket) -> SelectedRows:
         # Nothing is sorted: the oldest and the newest trajectories are linked. If this fails, what `take_ends` has

@@ -80,6 +80,16 @@ class Ticket:
         self._room = room  # before it is taken: from here on `end` looks for its row
         self.row = room._take_reader(self.number)
 
+    def begin_unchanged(self, room: Room, counter: int, value: int, samples: int) -> int:
+        """Take it, and count rows as drawn, if nothing has changed; see `operations.begin_unchanged`."""
+        self._room = room
+        row = int(room._ops.begin_unchanged(room._where, *room._here(), self.number, counter, value, samples))
+        if row >= 0:
+            self.row, self.counted = row, samples
+        else:
+            self._room = None
+        return row
+
     def end(self) -> None:
         """Give it back; idempotent. Takes no lock."""
         room = self._room
@@ -140,6 +150,11 @@ class Room(Slots):
         super().__init__(region)
         self._lock = region.lock
         self._writers_checked = time.monotonic()
+        self._has_conditions = (
+            self.rules.rate_limiter is not None
+            or self.rules.max_times_sampled is not None
+            or self.rules.max_age is not None
+        )
         self._max_age = None if self.rules.max_age is None else int(self.rules.max_age * 1e9)
         self.timeout: float | None = None
         self.waited = 0

@@ -748,6 +748,23 @@ def begin_read(v: Any, pid: Any, process_start: Any, number: Any) -> Any:
 
 
 @_operation  # type: ignore[untyped-decorator]
+def begin_unchanged(
+    v: Any, pid: Any, process_start: Any, number: Any, counter: Any, value: Any, samples: Any
+) -> Any:
+    """`begin_read`, and `samples` rows counted as drawn, if a counter still has a value; else -2, and nothing is done.
+
+    Also -2 where the index has to be rebuilt first.
+    """
+    counters = v.counters
+    if counters[DIRTY] != 0 or counters[INITIALIZED] == 0 or counters[counter] != value:
+        return -2
+    row = begin_read(v, pid, process_start, number)
+    if row >= 0:
+        counters[NUM_SAMPLED] += samples
+    return row
+
+
+@_operation  # type: ignore[untyped-decorator]
 def count_samples(v: Any, slots: Any, generations: Any, limit: Any, total: Any, times: Any) -> Any:
     """Count that rows are drawn.
 
@@ -830,7 +847,7 @@ def walk(v: Any, newest: Any, slots: Any) -> None:
 
 _OPERATIONS = (
     *(commit, commit_as, raise_numbering, abort, reclaim, remove, expire, begin, grow, finish, roll),
-    *(begin_read, count_samples, set_priorities, walk),
+    *(begin_read, begin_unchanged, count_samples, set_priorities, walk),
 )
 PLAIN = types_module.SimpleNamespace(**{operation.__name__: operation for operation in _OPERATIONS})
 """The operations as Python: each takes a `View`."""
@@ -929,6 +946,10 @@ if AVAILABLE:
     @compiled
     def _begin_read(p, pid, process_start, number):  # type: ignore[no-untyped-def]
         return begin_read(_view(p), pid, process_start, number)
+
+    @compiled
+    def _begin_unchanged(p, pid, process_start, number, counter, value, samples):  # type: ignore[no-untyped-def]
+        return begin_unchanged(_view(p), pid, process_start, number, counter, value, samples)
 
     @compiled
     def _count_samples(p, slots, generations, limit, total, times):  # type: ignore[no-untyped-def]

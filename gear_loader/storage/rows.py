@@ -12,7 +12,7 @@ from gear_loader.utils.arrays import Array
 __all__ = ["CudaRows", "SelectedRows"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class SelectedRows:
     """Rows of one table, drawn by the host. They stay readable until the read ticket is released.
 

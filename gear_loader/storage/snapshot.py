@@ -75,6 +75,11 @@ class Log:
         self._buffer: Array = np.empty((5, 0), dtype=np.int64)
         self._begin = self._end = 0
 
+    @property
+    def known(self) -> Snapshot | None:
+        """The snapshot that was made last."""
+        return self._snapshot
+
     def snapshot(self, index: View, touched_since: Callable[[int], Array | None]) -> Snapshot:
         """The live trajectories now.
 

@@ -1,0 +1,118 @@
+"""Compiled random numbers and the rows that follow from them: uniform draws from a list of trajectories (numba).
+
+Philox-4x64-10 (Salmon et al., 2011) with numpy's order of counters: `philox` fills what
+``np.random.Philox(key=[seed, stream], counter=[0, 0, step, epoch]).random_raw(n)`` returns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import float64, int64, njit, types, uint64
+from numba.extending import intrinsic
+
+from gear_loader.native.copying import compiled
+
+__all__ = ["FIRST", "LAST", "UNIFORM", "philox", "uniform_rows"]
+
+UNIFORM, FIRST, LAST = range(3)
+"""Which step of a trajectory is the anchor of its window."""
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _high_product(_context: Any, _a: Any, _b: Any) -> Any:
+    """The upper 64 bits of the product of two uint64."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        wide = ir.IntType(128)
+        product = builder.mul(*(builder.zext(part, wide) for part in args))
+        return builder.trunc(builder.lshr(product, ir.Constant(wide, 64)), ir.IntType(64))
+
+    return types.uint64(types.uint64, types.uint64), codegen
+
+
+@njit(inline="always")
+def _block(seed, stream, step, epoch, number):  # type: ignore[no-untyped-def]
+    """Four uint64: block `number` of a stream, counted from 0."""
+    a, b, c, d = uint64(number + 1), uint64(0), uint64(step), uint64(epoch)
+    k0, k1 = uint64(seed), uint64(stream)
+    for _ in range(10):
+        high0, low0 = _high_product(uint64(0xD2E7470EE14C6C93), a), uint64(0xD2E7470EE14C6C93) * a
+        high1, low1 = _high_product(uint64(0xCA5A826395121157), c), uint64(0xCA5A826395121157) * c
+        a, b, c, d = high1 ^ b ^ k0, low1, high0 ^ d ^ k1, low0
+        k0 += uint64(0x9E3779B97F4A7C15)
+        k1 += uint64(0xBB67AE8584CAA73B)
+    return a, b, c, d
+
+
+@compiled
+def philox(seed, stream, step, epoch, out) -> None:  # type: ignore[no-untyped-def]
+    """Fill `out`, uint64 [n], from four int64 that are taken modulo 2**64."""
+    for i in range(0, len(out), 4):
+        words = _block(seed, stream, step, epoch, i // 4)
+        out[i] = words[0]
+        if i + 1 < len(out):
+            out[i + 1] = words[1]
+        if i + 2 < len(out):
+            out[i + 2] = words[2]
+        if i + 3 < len(out):
+            out[i + 3] = words[3]
+
+
+@njit(inline="always")
+def _below(word, high):  # type: ignore[no-untyped-def]
+    """A random integer from 0 to high - 1, of a random uint64."""
+    return min(int64(float64(word >> uint64(11)) * 2.0**-53 * float64(high)), high - 1)
+
+
+@compiled
+def uniform_rows(  # type: ignore[no-untyped-def]
+    slots, lengths, generations, sums, steps, anchor, seed, step, epoch, names
+) -> None:
+    """Draw rows uniformly, with replacement.
+
+    Args:
+        slots, lengths, generations: int64 [T], of the trajectories. sums: int64 [T], the running sum of the lengths
+            plus a number.
+        steps: whether a step of all trajectories is drawn, which then is the anchor; else a trajectory.
+        anchor: `UNIFORM`, `FIRST` or `LAST`, where trajectories are drawn.
+        seed, step, epoch: int64, of the random numbers: stream 0 for items, 1 for anchors.
+        names: int64 [3, n], filled with slots, anchors and generations.
+    """
+    count = names.shape[1]
+    size = int64(len(slots))
+    before = sums[0] - lengths[0]
+    if steps:
+        size = sums[size - 1] - before
+    for i in range(0, count, 4):
+        words = _block(seed, 0, step, epoch, i // 4)
+        others = _block(seed, 1, step, epoch, i // 4) if not steps and anchor == UNIFORM else words
+        for j in range(min(4, count - i)):
+            word, other = words[0], others[0]
+            if j == 1:
+                word, other = words[1], others[1]
+            elif j == 2:
+                word, other = words[2], others[2]
+            elif j == 3:
+                word, other = words[3], others[3]
+            place = _below(word, size)
+            at = int64(0)
+            if steps:
+                item = place + before
+                low, high = int64(0), int64(len(slots))  # the first trajectory whose sum is above the item
+                while low < high:
+                    middle = (low + high) // 2
+                    if sums[middle] > item:
+                        high = middle
+                    else:
+                        low = middle + 1
+                place = low
+                at = item - (sums[place] - lengths[place])
+            elif anchor == UNIFORM:
+                at = _below(other, lengths[place])
+            elif anchor == LAST:
+                at = lengths[place] - 1
+            names[0, i + j] = slots[place]
+            names[1, i + j] = at
+            names[2, i + j] = generations[place]
