@@ -25,6 +25,7 @@ from gear_loader.distributed.global_selection import GlobalSelection
 from gear_loader.distributed.local_selection import LocalPrioritizedSelection, gathered, meet, own_part
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import GearError, PrivateTableError, RankError, SchemaError
+from gear_loader.iteration import MAX_WORKERS, Position
 from gear_loader.selection.base import Selection, SelectionContext
 from gear_loader.selection.prioritized import PrioritizedSelection, needs_priorities
 from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
@@ -33,7 +34,7 @@ from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Selector, Unifor
 from gear_loader.selection.snapshot_selection import SnapshotSelection
 from gear_loader.storage.schema import Window
 from gear_loader.storage.table import Table
-from gear_loader.utils.arrays import Array, outside_inference
+from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import at_least, check_device, device_of, integer
 from gear_loader.utils.notices import notice
 
@@ -41,11 +42,7 @@ __all__ = ["ReplayDataset"]
 
 _logger = logging.getLogger("gear_loader")
 
-_MAX_WORKERS = 1024
-_EPOCH, _BEFORE, _ROUND, _KEY, _ROUND_EPOCH, _ROUND_BEFORE, _JOINED = range(7)  # places in `_shared`
-_ANY = -1
 _LOCAL = 0x6C6F6361  # stream of random numbers
-_STATE = ("epoch", "before", "step", "past", "workers", "samples", "sampled_items")
 
 
 def _check_options(
@@ -250,20 +247,12 @@ class ReplayDataset(IterableDataset[Batch]):
         self._shard = None if rank is None or world_size is None else (rank, world_size)
         self.scope: Literal["global", "local"] = scope
         self._exchange = self._meet()
-        # Where iteration stands here: the epoch, the batches of it that had been delivered before DataLoader workers
-        # shared out the rest (0 in the main process), and the batches that this process has delivered since.
-        self._position = (0, 0, 0)
-        # What the next iteration starts with: shared, because workers may be new processes every epoch.
-        with outside_inference():
-            self._shared = torch.zeros(_JOINED + _MAX_WORKERS, dtype=torch.int64, device="cpu")
-            self._shared.share_memory_()
-        self._restart: tuple[int, int, int] | None = None  # goes first: where a worker resumes
-        self._samples, self._sampled_items = 0, 0
+        self._position = Position()
         self._sampler: tuple[int, Prefetcher] | None = None
         self._pools: dict[tuple[int, bool], Pool] = {}
         self._selection: Selection | None = None
+        self._selected_for: tuple[Any, ...] = ()  # the options that it was made for
         self._active: Prefetcher | None = None  # that of the running iteration
-        self._past, self._open = 0, 0  # batches of the iterations before this one, and of this one
         self._forked_from = (
             0  # the process that made the connections to other shards, in a forked child of it
         )
@@ -358,13 +347,13 @@ class ReplayDataset(IterableDataset[Batch]):
         info = get_worker_info()
         number, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         self._check_worker(number, info is not None)
-        self._position = self._next()
+        self._position.current = self._position.next()
         return self._iterate(number, workers, in_worker=info is not None)
 
     def _iterate(self, number: int, workers: int, *, in_worker: bool) -> Iterator[Batch]:
         # Runs from the first request on: an iterator that is made and dropped does not use up an epoch.
-        epoch, before, step = self._position = self._begin()
-        self._past, self._open = self._past + self._open, before + step
+        position = self._position
+        epoch, before, step = position.begin(self.table.region.lock.run)
         prefetch = 0 if in_worker else self.prefetch
         self._finish_closed()
         prefetcher = self._active = self._prefetcher(self.batch_size, prefetch=prefetch, shared=in_worker)
@@ -375,12 +364,11 @@ class ReplayDataset(IterableDataset[Batch]):
                     lambda buffers, item: self._fill(prefetcher, buffers, *item), draws
                 ):
                     step += 1
-                    self._position, self._open = (epoch, before, step), before + step
+                    position.delivered(epoch, before, step)
                     yield batch
                 if not in_worker:
                     # A worker stays at its end, so that it ends again if it is resumed while others have batches left.
-                    self._position = (epoch + 1, 0, 0)
-                    self._past, self._open = self._past + self._open, 0
+                    position.end(epoch)
             finally:
                 self._end(prefetcher)
         finally:
@@ -409,7 +397,7 @@ class ReplayDataset(IterableDataset[Batch]):
         if self._exchange is not None and not self._everywhere:
             count = meet(self._exchange, self._selected(), count, fresh=number == 0)
         seed, size = self._draw_seed(), self._drawn_at_once(self.batch_size)
-        turn, past = 0, self._past
+        turn, past = 0, self._position.past
         while number < count:
             batch = number * world + rank  # its number over all ranks
             if not self.selector.passes:
@@ -471,17 +459,17 @@ class ReplayDataset(IterableDataset[Batch]):
         if needs_priorities(self.selector):
             self._settle()  # updates that wait for a batch being prefetched come before this one
         rank, world = self._rank()
-        number = self._samples * world + rank
+        number = self._position.samples * world + rank
         epoch, turn, first, count, view = SAMPLE_EPOCH, 0, 0, self._drawn_at_once(size), None
         if self.selector.passes:
             view = self._selected().look()
             items = self.selector.num_items(view)
-            turn, first = divmod(self._sampled_items, max(items, 1))
+            turn, first = divmod(self._position.sampled_items, max(items, 1))
             epoch, count = SAMPLE_EPOCH + 1 + rank, min(count, items - first)
-        draw = Draw(self._draw_seed(), epoch, number, first, count, turn, self._samples)
+        draw = Draw(self._draw_seed(), epoch, number, first, count, turn, self._position.samples)
         batch = prefetcher.one(lambda buffers, item: self._fill(prefetcher, buffers, item, view), draw)
-        self._samples += 1
-        self._sampled_items += count
+        self._position.samples += 1
+        self._position.sampled_items += count
         return batch
 
     def _check_rate(self, size: int) -> None:
@@ -516,15 +504,12 @@ class ReplayDataset(IterableDataset[Batch]):
                 "child: its connections to other ranks are the parent's. Make Shards and dataset in the child, or "
                 "start it with spawn."
             )
-        job = SelectionContext(
-            self.table,
-            self.selector,
-            self.anchor,
-            self.subset,
-            limited=self.rate_limited,
-            informs=self.sample_info,
-        )
-        if self._selection is None or self._selection.job != job:
+        options = (self.table, self.selector, self.anchor, self.subset, self.rate_limited, self.sample_info)
+        if self._selection is None or any(
+            a is not b for a, b in zip(options, self._selected_for, strict=True)
+        ):
+            self._selected_for = options
+            job = SelectionContext(*options)
             # A state may be taken before batches that were prefetched, and one that a trainer fetched ahead.
             history = self.prefetch + self.keep + 2
             if self.shards is not None and self._exchange is not None and self._everywhere:
@@ -833,8 +818,8 @@ class ReplayDataset(IterableDataset[Batch]):
                 "A DataLoader worker cannot gather for a GPU. Use num_workers=0 (batches are prefetched on a side "
                 "stream), or device='cpu' in the dataset."
             )
-        if number >= _MAX_WORKERS:
-            raise SchemaError(f"There are more than {_MAX_WORKERS} DataLoader workers; use fewer.")
+        if number >= MAX_WORKERS:
+            raise SchemaError(f"There are more than {MAX_WORKERS} DataLoader workers; use fewer.")
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
@@ -845,7 +830,6 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._shared.share_memory_()  # a pickle or a copy brings plain memory
         _datasets.add(self)
 
     def _after_fork(self) -> None:
@@ -856,50 +840,14 @@ class ReplayDataset(IterableDataset[Batch]):
             self._selection.after_fork()
         self._sampler, self._pools, self._active = None, {}, None
 
-    # Which epoch comes next is one number for this process and all workers. The workers of one loader's iteration
-    # must start the same epoch, though any of them may come first, or not at all when the iteration is broken off:
-    # the first one opens a round under the seed that they have in common, the others join it.
-
-    def _next(self) -> tuple[int, int, int]:
-        """What `_begin` would return now."""
-        info = get_worker_info()
-        epoch, before, _, _, round_epoch, round_before = self._shared[:_JOINED].tolist()
-        if info is None:
-            return epoch, 0, before
-        if self._restart is not None:
-            return self._restart
-        return (round_epoch, round_before, 0) if self._can_join(info.id, info.seed) else (epoch, before, 0)
-
-    def _can_join(self, worker: int, seed: int) -> bool:
-        key, opened, joined = self._shared[[_KEY, _ROUND, _JOINED + worker]].tolist()
-        return key in (_ANY, seed - worker) and joined != opened
-
-    def _begin(self) -> tuple[int, int, int]:
-        """Start an iteration: its epoch, and the batches delivered before, as in `_position`."""
-        info = get_worker_info()
-        if info is None:
-            start = self._next()
-            self._shared[_EPOCH], self._shared[_BEFORE] = start[0] + 1, 0
-            return start
-        worker = info
-
-        def join() -> tuple[int, int, int]:
-            start = self._next()
-            if self._restart is None and not self._can_join(worker.id, worker.seed):
-                self._open_round(worker.seed - worker.id)
-            self._shared[_JOINED + worker.id] = self._shared[_ROUND]
-            self._restart = None
-            return start
-
-        return self.table.region.lock.run(join)
-
-    def _open_round(self, key: int) -> None:
-        epoch, before, opened = self._shared[: _ROUND + 1].tolist()
-        self._shared[:_JOINED] = torch.tensor([epoch + 1, 0, opened + 1, key, epoch, before], device="cpu")
+    @property
+    def position(self) -> tuple[int, int, int]:
+        """The epoch; its batches delivered before `DataLoader` workers began; and those delivered here since."""
+        return self._position.current
 
     def repeat_epoch(self) -> None:
         """Make the next iteration epoch 0, unless it goes on in the middle of one. For a loader that overfits."""
-        if self._next()[2] == 0:
+        if self._position.next()[2] == 0:
             self.set_epoch(0)
 
     def start_workers(self) -> None:
@@ -907,16 +855,13 @@ class ReplayDataset(IterableDataset[Batch]):
 
         For a loader that counts batches itself: `state_dict` in this process then tells where the workers began.
         """
-        self._position = self._next()
-        self._open_round(_ANY)
+        self._position.start_workers()
 
     # ---------------------------------------------------------------- state
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration epoch number `epoch`, from its start. Without it epochs count up."""
-        epoch = at_least("epoch", epoch, least=0)
-        self._shared[_EPOCH], self._shared[_BEFORE] = epoch, 0
-        self._position, self._restart = (epoch, 0, 0), None
+        self._position.set_epoch(at_least("epoch", epoch, least=0))
         if isinstance(self._selection, (PrioritizedSelection, GlobalSelection)):
             self._selection.forget_pending()
 
@@ -930,19 +875,8 @@ class ReplayDataset(IterableDataset[Batch]):
         `StatefulDataLoader` asks for it, it is the worker's own state. In the main process nothing is known of what
         the workers of a plain `DataLoader` have delivered.
         """
-        info = get_worker_info()
-        epoch, before, step = self._position
-        state = {
-            "epoch": epoch,
-            "before": before,
-            "step": step,
-            "past": self._past,
-            "workers": 0 if info is None else info.num_workers,
-            "samples": self._samples,
-            "sampled_items": self._sampled_items,
-            "config": self._config(),
-        }
-        if info is None and needs_priorities(self.selector):
+        state: dict[str, Any] = {**self._position.state_dict(), "config": self._config()}
+        if get_worker_info() is None and needs_priorities(self.selector):
             self._settle()
             priorities = self._by_priority("state_dict").state_dict()
             if self._exchange is not None and not self._everywhere:
@@ -964,12 +898,7 @@ class ReplayDataset(IterableDataset[Batch]):
             raise SchemaError(
                 f"The state is {state!r}; expected what state_dict() of a ReplayDataset returned."
             )
-        missing = [key for key in _STATE if key not in state]
-        if missing:
-            raise SchemaError(
-                f"The state has the keys {sorted(state)}; missing: {missing}. Give what state_dict() returned."
-            )
-        values = {key: at_least(f"{key!r} of the state", state[key], least=0) for key in _STATE}
+        values = Position.check_state(state)
         mine = self._config()
         different = {
             key: (value, mine[key]) for key, value in state["config"].items() if mine.get(key) != value
@@ -978,13 +907,6 @@ class ReplayDataset(IterableDataset[Batch]):
             raise SchemaError(
                 f"The state belongs to a dataset with other options (saved, here): {different}. "
                 "Batches would not continue; make the dataset with the saved options."
-            )
-        info = get_worker_info()
-        workers = 0 if info is None else info.num_workers
-        if values["workers"] != workers:
-            raise SchemaError(
-                f"The state belongs to one of {values['workers']} DataLoader workers (0: none); here are {workers}. "
-                f"Make the loader with num_workers={values['workers']}."
             )
         if needs_priorities(self.selector):
             if not isinstance(state.get("priorities"), Mapping):
@@ -995,15 +917,7 @@ class ReplayDataset(IterableDataset[Batch]):
             if self._exchange is not None and not self._everywhere:
                 priorities = own_part(self._exchange, priorities)
             self._by_priority("load_state_dict").load_state_dict(priorities)
-        epoch, before, step = values["epoch"], values["before"], values["step"]
-        self._past, self._open = values["past"], 0
-        if info is None:
-            self._shared[_EPOCH], self._shared[_BEFORE] = epoch, before + step
-            self._position, self._restart = (epoch, 0, before + step), None
-        else:
-            self._shared[_EPOCH], self._shared[_BEFORE] = epoch + 1, 0
-            self._position = self._restart = (epoch, before, step)
-        self._samples, self._sampled_items = values["samples"], values["sampled_items"]
+        self._position.load_state_dict(values)
 
     def _config(self) -> dict[str, Any]:
         return {

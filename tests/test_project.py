@@ -27,7 +27,7 @@ FRONT_DOOR = "__init__"
 FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "kernels"}),
     frozenset({"utils"}),
-    frozenset({"native"}),
+    frozenset({"iteration", "native"}),
     frozenset({"storage"}),
     frozenset({"checkpoint", "collection", "selection", "sources"}),
     frozenset({"transport"}),

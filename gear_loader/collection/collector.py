@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from gear_loader.collection.windows import reach_of
-from gear_loader.kernels import reference
-from gear_loader.kernels.plan import PAD_HEAD, PAD_KEEP, PAD_TAIL, GatherColumn, GatherPlan
+from gear_loader.kernels.plan import PAD_HEAD, PAD_KEEP, PAD_TAIL, WIDTH, GatherColumn, GatherPlan
 from gear_loader.native import copying, threads
 from gear_loader.storage.rows import CudaRows, SelectedRows
 from gear_loader.storage.schema import Window
@@ -68,11 +67,15 @@ class Buffers:
         batch: column -> ``[B, L, *shape]``, mask, index, anchor, generation, on the target device.
         plan: how the kernel fills columns and masks.
         gpu: on a GPU, what that needs.
+        names: on the CPU, int64 [3, B]: the memory of index, anchor and generation.
+        columns: on the CPU, int64 [C, WIDTH]: the table of `plan`.
     """
 
     batch: Batch
     plan: GatherPlan
     gpu: GpuSide | None = None
+    names: Array = dataclasses.field(default_factory=lambda: np.empty((3, 0), dtype=np.int64))
+    columns: Array = dataclasses.field(default_factory=lambda: np.empty((0, WIDTH), dtype=np.int64))
 
     def rows(self, count: int) -> Batch:
         """The batch's first `count` rows: all of it, or views for a last batch that is smaller."""
@@ -207,14 +210,17 @@ class Collector:
             batch["mask"] = next(iter(masks.values()))
         else:
             batch["mask"] = {name: masks[window] for name, window in self.windows.items()}
-        for key in _ROW_KEYS:
-            batch[key] = empty(size, dtype=torch.int64)
+        names = empty(3, size, dtype=torch.int64)
+        batch.update(zip(_ROW_KEYS, names, strict=True))
         if self.weighs:
             batch["priority_weight"] = empty(size, dtype=torch.float32)
         if self.informs:
             counts = empty(2, size, dtype=torch.int64)
             batch["sample_info"] = _named(counts, empty(2, size, dtype=torch.float32))
-        return Buffers(batch, GatherPlan(columns, self._block_steps))
+        made = Buffers(batch, GatherPlan(columns, self._block_steps))
+        if device.type == "cpu":
+            made.names, made.columns = names.numpy(), made.plan.table.numpy()
+        return made
 
     # ---------------------------------------------------------------- collecting
 
@@ -272,16 +278,24 @@ class Collector:
             info = buffers.batch["sample_info"]
             for key, values in zip(_COUNTS + _NUMBERS, (*rows.counts, *rows.numbers), strict=True):
                 info[key].numpy()[:count] = values
-        for key, values in zip(_ROW_KEYS, (slots, anchors, rows.generations), strict=True):
-            buffers.batch[key].numpy()[:count] = values
-        if not copying.require():
-            extent, block_ids = torch.from_numpy(self._extent), torch.from_numpy(self._block_ids)
-            reference.gather(
-                buffers.plan, torch.from_numpy(slots), torch.from_numpy(anchors), extent, block_ids
+        if threads.alone(count, self._row_bytes):
+            bad = copying.gather_batch(
+                buffers.columns,
+                slots,
+                anchors,
+                rows.generations,
+                self._extent,
+                self._block_ids,
+                self._block_steps,
+                buffers.names,
             )
+            if bad:
+                self.table.check_gathered(bad)
             return
+        for place, values in zip(buffers.names, (slots, anchors, rows.generations), strict=True):
+            place[:count] = values
         bad = threads.gather(
-            buffers.plan.table.numpy(),
+            buffers.columns,
             slots,
             anchors,
             self._extent,

@@ -257,6 +257,8 @@ class Prefetcher:
 
     def _run(self, fill: Callable[[Buffers, Item], int], buffers: Buffers, item: Item) -> int:
         try:
+            if self._stream is None and not torch.is_inference_mode_enabled():
+                return fill(buffers, item)
             if self._releaser is not None:
                 self._releaser.check()
             with outside_inference(), self._on_stream():

@@ -403,7 +403,7 @@ class ReplayDataModule(LightningDataModule):
     def _note_start(self) -> None:
         """The training loader begins to iterate: remember where, and what the trainer counts by then."""
         assert self.train_dataset is not None
-        epoch, _, step = self.train_dataset._position
+        epoch, _, step = self.train_dataset.position
         self._start = (epoch, step, self._processed())
 
     def _processed(self) -> int:

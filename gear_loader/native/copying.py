@@ -39,6 +39,7 @@ __all__ = [
     "append_steps",
     "finish",
     "gather",
+    "gather_batch",
     "look",
     "place",
     "post",
@@ -380,6 +381,18 @@ if AVAILABLE:
             bad = _gather_rows(
                 columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, True
             )
+        return int64(bad)
+
+    @compiled
+    def gather_batch(  # type: ignore[no-untyped-def]
+        columns, slots, anchors, generations, extent, block_ids, block_steps, names
+    ):
+        """`gather` of all n entries; their slots, anchors and generations go into `names`, int64 [3, at least n]."""
+        for b in range(len(slots)):
+            names[0, b], names[1, b], names[2, b] = slots[b], anchors[b], generations[b]
+        bad = _gather_rows(
+            columns, slots, anchors, extent, block_ids, block_steps, 0, len(slots), slots, False
+        )
         return int64(bad)
 
     @compiled

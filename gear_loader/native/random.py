@@ -14,7 +14,7 @@ from numba.extending import intrinsic
 
 from gear_loader.native.copying import compiled
 
-__all__ = ["FIRST", "LAST", "UNIFORM", "philox", "uniform_rows"]
+__all__ = ["FIRST", "LAST", "UNIFORM", "permute", "philox", "uniform_rows"]
 
 UNIFORM, FIRST, LAST = range(3)
 """Which step of a trajectory is the anchor of its window."""
@@ -116,3 +116,33 @@ def uniform_rows(  # type: ignore[no-untyped-def]
             names[0, i + j] = slots[place]
             names[1, i + j] = at
             names[2, i + j] = generations[place]
+
+
+@njit(inline="always")
+def _mix(value):  # type: ignore[no-untyped-def]
+    """The finaliser of SplitMix64 (Steele et al., 2014)."""
+    value = (value ^ (value >> uint64(30))) * uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> uint64(27))) * uint64(0x94D049BB133111EB)
+    return value ^ (value >> uint64(31))
+
+
+@compiled
+def permute(keys, half_bits, size, positions, items) -> None:  # type: ignore[no-untyped-def]
+    """Items at some positions of a keyed bijection of 0 to size - 1.
+
+    Args:
+        keys: uint64 [rounds]. half_bits: bits of half a number; a number is applied again while it is not below `size`.
+        positions: int64 [n]. items: int64 [n], filled.
+    """
+    bits = uint64(half_bits)
+    mask = (uint64(1) << bits) - uint64(1)
+    for i in range(len(positions)):
+        value = uint64(positions[i])
+        while True:
+            left, right = value >> bits, value & mask
+            for j in range(len(keys)):
+                left, right = right, left ^ (_mix(right ^ keys[j]) & mask)
+            value = (left << bits) | right
+            if value < uint64(size):
+                break
+        items[i] = int64(value)

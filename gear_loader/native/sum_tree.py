@@ -24,13 +24,13 @@ import numpy as np
 from gear_loader.kernels.sum_tree import LOWEST_LEAF
 from gear_loader.native.copying import AVAILABLE
 
-__all__ = ["build", "draw", "draw_distinct", "known_rows", "uniforms", "update", "weigh"]
+__all__ = ["build", "draw", "draw_distinct", "draw_rows", "known_rows", "uniforms", "update", "weigh"]
 
 READY = 2  # as in `gear_loader.storage.operations`
 
 if AVAILABLE:
     from llvmlite import ir
-    from numba import njit, types, uint64
+    from numba import int64, njit, types, uint64
     from numba.core import cgutils
     from numba.extending import intrinsic
 
@@ -184,6 +184,70 @@ if AVAILABLE:
         for i in range(count):
             items[i] = nodes[i]
             values[i] = leaves[nodes[i]]
+        return True
+
+    @compiled
+    def draw_rows(  # type: ignore[no-untyped-def]
+        leaves,
+        sums,
+        offsets,
+        wide_depth,
+        key,
+        step,
+        us,
+        words,
+        nodes,
+        rest,
+        partial,
+        block_steps,
+        owner,
+        number,
+        extent,
+        generation,
+        sequence,
+        anchor,
+        anchor_key,
+        names,
+        values,
+    ) -> bool:
+        """`draw`, and the rows that the items are.
+
+        Args:
+            leaves to partial: as for `draw`.
+            block_steps: steps of a block where an item is a step, 0 where it is a trajectory.
+            owner, number: int32 [blocks]: the slot that has a block, and which of its blocks it is; where an item is a
+                step.
+            extent, generation, sequence: of the index.
+            anchor, anchor_key: `UNIFORM`, `FIRST` or `LAST` of `native.random`, and the key of its random numbers;
+                where an item is a trajectory.
+            names: int64 [4, n], filled with slots, anchors, generations and sequence numbers.
+            values: float32 [n], filled with the leaves.
+
+        Returns:
+            As `draw`.
+        """
+        if not sums[offsets[len(offsets) - 1]] > 0:
+            return False
+        count = names.shape[1]
+        _uniforms(key, step, (wide_depth + 2) // 2, 0, us[:, :count], words)
+        _descend(leaves, sums, offsets, us, nodes[:count], rest, partial)
+        if block_steps == 0 and anchor == 0:
+            _uniforms(anchor_key, step, 1, 0, us[:, :count], words)
+        for i in range(count):
+            item = int64(nodes[i])
+            values[i] = leaves[nodes[i]]
+            if block_steps > 0:
+                block = item // block_steps
+                slot = int64(owner[block])
+                at = int64(number[block]) * block_steps + (item - block * block_steps)
+            else:
+                slot, at, length = item, int64(0), extent[item, 0]
+                if anchor == 0:
+                    at = min(int64(us[0, i] * np.float64(length)), length - 1)
+                elif anchor == 2:
+                    at = length - 1
+            names[0, i], names[1, i] = slot, at
+            names[2, i], names[3, i] = generation[slot], sequence[slot]
         return True
 
     # ------------------------------------------------------------ updating

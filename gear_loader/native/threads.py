@@ -25,7 +25,7 @@ from gear_loader.native import copying
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import new_mutex, run_alone
 
-__all__ = ["MAX_THREADS", "gather"]
+__all__ = ["MAX_THREADS", "alone", "gather"]
 
 MAX_THREADS = 8
 _CHUNK_BYTES = 1 << 17
@@ -118,6 +118,11 @@ class _ThreadPool:
 @functools.cache
 def _crew(pid: int, members: int) -> _ThreadPool:
     return _ThreadPool(members)
+
+
+def alone(count: int, row_bytes: int) -> bool:
+    """Whether a batch of so many rows is left to the caller, whatever the number of threads."""
+    return count == 1 or count * row_bytes <= _ALONE_BYTES
 
 
 def gather(

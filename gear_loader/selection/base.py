@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from gear_loader.errors import SchemaError, TableEmptyError
+from gear_loader.native.random import FIRST, LAST, UNIFORM
 from gear_loader.selection.selectors import (
     Draw,
     Selector,
@@ -19,9 +20,11 @@ from gear_loader.storage.rows import SelectedRows
 from gear_loader.storage.table import Table, Ticket
 from gear_loader.utils.arrays import Array
 
-__all__ = ["REDRAWN", "Anchor", "Selection", "SelectionContext"]
+__all__ = ["ANCHOR_KINDS", "REDRAWN", "Anchor", "Selection", "SelectionContext"]
 
 Anchor = Literal["uniform", "first", "last"]
+ANCHOR_KINDS = {"uniform": UNIFORM, "first": FIRST, "last": LAST}
+"""What compiled loops call the anchors."""
 REDRAWN = 16  # streams of random numbers from here on are for rows that have to be drawn once more
 
 

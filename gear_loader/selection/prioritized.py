@@ -14,7 +14,7 @@ import torch
 from gear_loader.errors import GearError, PriorityError, SchemaError, StaleIndexError, TableEmptyError
 from gear_loader.kernels.sum_tree import GONE, LOWEST_LEAF
 from gear_loader.native import copying, sum_tree
-from gear_loader.selection.base import REDRAWN, Selection, SelectionContext
+from gear_loader.selection.base import ANCHOR_KINDS, REDRAWN, Selection, SelectionContext
 from gear_loader.selection.item_map import ItemMap, Leaves
 from gear_loader.selection.random import key
 from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Prioritized, Selector, TopK, anchors
@@ -40,6 +40,7 @@ __all__ = [
     "out_of_range",
 ]
 
+_NO_BLOCKS: Array = np.empty(0, dtype=np.int32)
 LEAVES, ANCHORS = 3, 4  # streams of random numbers, beside those of `gear_loader.selection.selectors`
 assert sum_tree.READY == READY
 _LARGEST = float(np.finfo(np.float32).max)
@@ -49,7 +50,7 @@ SHARE = 2.0**-10
 _DOUBTFUL_EPS = 2.0**100  # a sum with less does not leave float32's range by more than rounding does
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class DrawnItems:
     """One batch as it was drawn; all arrays [n].
 
@@ -140,12 +141,12 @@ class PrioritizedSelection(Selection):
             self.job.table.await_samplable(draw.count)  # without holding up updates
         with self._mutex:
             self._follow(ticket, self.job.samples(draw.count))
-            rows = self._restored(draw) or self._draw_when_there(draw)
+            rows = self._restored(draw) or self._draw_at_once(draw) or self._draw_when_there(draw)
             times = self.count_samples(
                 rows.slots, rows.generations, lambda which, turn: self._redraw(draw, rows, which, turn)
             )
             if rows.leaves is not None and self.job.selector.weighs:
-                rows = dataclasses.replace(rows, weights=self._importance(draw, rows.leaves))
+                rows.weights = self._importance(draw, rows.leaves)
             likely = self._likely(rows) if self.job.informs else 1.0
             if draw.epoch < SAMPLE_EPOCH:
                 self._keep_rows(draw, rows)
@@ -166,11 +167,13 @@ class PrioritizedSelection(Selection):
 
     def _keep_rows(self, draw: Draw, rows: DrawnItems) -> None:
         """Keep a batch that may have been drawn ahead when a state is taken."""
-        sequences = self.job.table.slot_states()[2][rows.slots]
+        sequences = rows.sequences
+        if len(sequences) == 0:
+            sequences = self.job.table.slot_states()[2][rows.slots]
         self._history.append(
             (
                 (draw.epoch, draw.step),
-                dataclasses.replace(rows, sequences=sequences, leaves=None, likely=None),
+                DrawnItems(sequences, rows.slots, rows.steps, rows.generations, rows.weights),
             )
         )
 
@@ -246,6 +249,31 @@ class PrioritizedSelection(Selection):
 
     def _exponent(self) -> tuple[float, float]:
         return exponent(self.job.selector)
+
+    def _draw_at_once(self, draw: Draw) -> DrawnItems | None:
+        """What `_draw` returns, in one compiled call; None where that is not possible, or nothing can be drawn."""
+        selector, context = self.job.selector, self.job
+        if type(selector) is not Prioritized or not selector.replacement or self._may_leave_range:
+            return None
+        if context.counts:
+            return None
+        table = context.table
+        generation, sequence = table.slot_states()[1:]
+        names, leaves = np.empty((4, draw.count), dtype=np.int64), np.empty(draw.count, dtype=np.float32)
+        map_, steps = self._map, self._map.steps
+        rows = (
+            map_.block_steps if steps else 0,
+            map_.owner if steps else _NO_BLOCKS,
+            map_.number if steps else _NO_BLOCKS,
+            table.index_arrays()[0],
+            generation,
+            sequence,
+            ANCHOR_KINDS[context.anchor],
+            draw_key(draw, ANCHORS),
+        )
+        if not self._tree.draw_rows(names, leaves, key=draw_key(draw, LEAVES), step=draw.step, rows=rows):
+            return None
+        return DrawnItems(names[3], names[0], names[1], names[2], None, leaves)
 
     def _draw(self, draw: Draw, streams: tuple[int, int] = (LEAVES, ANCHORS)) -> DrawnItems:
         selector, table = self.job.selector, self.job.table
@@ -530,7 +558,7 @@ class PrioritizedSelection(Selection):
 
     def _restored(self, draw: Draw) -> DrawnItems | None:
         """The rows of a batch that had been drawn before the state was taken, if all of them are still there."""
-        rows = self._pending.pop((draw.epoch, draw.step), None)
+        rows = self._pending.pop((draw.epoch, draw.step), None) if self._pending else None
         if rows is None:
             return None
         view = self.view()
@@ -581,7 +609,7 @@ def checked_weights(selector: Selector, priorities: Array) -> Array:
 
 def draw_key(draw: Draw, stream: int) -> int:
     """The key of one stream of a draw's random numbers; its counter is `draw.step`."""
-    return key(seed=draw.seed, stream=stream, epoch=draw.epoch)
+    return key(draw.seed, stream, draw.epoch)
 
 
 def _find(known: Array, wanted: Array) -> tuple[Array, Array]:

@@ -9,7 +9,7 @@ import functools
 
 import numpy as np
 
-from gear_loader.native.random import philox
+from gear_loader.native.random import permute, philox
 from gear_loader.utils.arrays import Array
 
 __all__ = ["Permutation", "hashed", "integers", "key", "permutation", "raw", "signed", "uniforms"]
@@ -26,7 +26,7 @@ def raw(count: int, *, seed: int, stream: int, epoch: int, step: int) -> Array:
 
 
 @functools.lru_cache(maxsize=16)
-def key(*, seed: int, stream: int, epoch: int) -> int:
+def key(seed: int, stream: int, epoch: int) -> int:
     """A random int64 that depends on the three integers alone: the key of the random numbers that kernels draw."""
     return int(raw(1, seed=seed, stream=stream, epoch=epoch, step=0).astype(np.int64)[0])
 
@@ -82,21 +82,9 @@ class Permutation:
         """Items at the given positions, int64 [n] -> int64 [n]."""
         if self._order is not None:
             return self._order[positions]
-        out = self._round_trip(positions.astype(np.uint64))
-        outside = np.flatnonzero(out >= self.size)
-        while len(outside):
-            out[outside] = self._round_trip(out[outside])
-            outside = outside[out[outside] >= self.size]
-        return out.astype(np.int64)
-
-    def _round_trip(self, values: Array) -> Array:
-        bits = np.uint64(self._half_bits)
-        mask = np.uint64((1 << self._half_bits) - 1)
-        left, right = values >> bits, values & mask
-        for key in self._keys:
-            left, right = right, left ^ (_mix(right ^ key) & mask)
-        out: Array = (left << bits) | right
-        return out
+        items = np.empty(len(positions), dtype=np.int64)
+        permute(self._keys, self._half_bits, self.size, positions, items)
+        return items
 
 
 _PERMUTATION = 0x7065726D

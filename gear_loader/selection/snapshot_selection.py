@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from gear_loader.native.random import FIRST, LAST, UNIFORM, uniform_rows
-from gear_loader.selection.base import REDRAWN, Selection
+from gear_loader.native.random import uniform_rows
+from gear_loader.selection.base import ANCHOR_KINDS, REDRAWN, Selection
 from gear_loader.selection.random import signed
 from gear_loader.selection.selectors import (
     Draw,
@@ -25,8 +25,6 @@ from gear_loader.storage.table import Ticket
 from gear_loader.utils.arrays import Array
 
 __all__ = ["SnapshotSelection"]
-
-ANCHORS = {"uniform": UNIFORM, "first": FIRST, "last": LAST}
 
 
 class SnapshotSelection(Selection):
@@ -73,7 +71,7 @@ class SnapshotSelection(Selection):
             view.generations,
             view.sums[1],
             selector.unit == "step",
-            ANCHORS[self.job.anchor],
+            ANCHOR_KINDS[self.job.anchor],
             signed(draw.seed),
             draw.step,
             draw.epoch,

@@ -119,6 +119,24 @@ class PriorityTree:
             )
         return items, leaves
 
+    def draw_rows(
+        self, names: Array, leaves: Array, *, key: int, step: int, rows: tuple[object, ...]
+    ) -> bool:
+        """Draw rows in one compiled call, with replacement; see `gear_loader.native.sum_tree.draw_rows`.
+
+        Args:
+            names, leaves: filled. rows: its arguments from `block_steps` to `anchor_key`.
+
+        Returns:
+            Whether any leaf is positive.
+        """
+        scratch = self._room(names.shape[1])
+        depth = len(self._wide_offsets)
+        drawn: bool = sum_tree.draw_rows(
+            self.leaves, self._sums, self._offsets, depth, key, step, *scratch, *rows, names, leaves
+        )
+        return drawn
+
     def draw_some(self, count: int, *, key: int, step: int) -> tuple[Array, Array]:
         """`draw` with `distinct`, but of all items that there are, if they are fewer; in the order of drawing."""
         items, leaves, found = self._drawn(count, key, step, distinct=True)

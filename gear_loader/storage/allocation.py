@@ -80,25 +80,29 @@ class Ticket:
         self._room = room  # before it is taken: from here on `end` looks for its row
         self.row = room._take_reader(self.number)
 
-    def begin_unchanged(self, room: Room, counter: int, value: int, samples: int) -> int:
+    def begin_unchanged(self, room: Room, counter: int, value: int, samples: int) -> bool:
         """Take it, and count rows as drawn, if nothing has changed; see `operations.begin_unchanged`."""
+        pid, start = _process(self._pid)
         self._room = room
-        row = int(room._ops.begin_unchanged(room._where, *room._here(), self.number, counter, value, samples))
-        if row >= 0:
-            self.row, self.counted = row, samples
-        else:
+        row: int = room.operations.begin_unchanged(
+            room._where, pid, start, self.number, counter, value, samples
+        )
+        if row < 0:
             self._room = None
-        return row
+            return False
+        self.row, self.counted = row, samples
+        return True
 
     def end(self) -> None:
         """Give it back; idempotent. Takes no lock."""
         room = self._room
         if room is None or self._pid != os.getpid():
             return  # in a forked child the region may not even be mapped, see `Region.pin`
-        rows = (
-            [self.row] if self.row >= 0 else np.flatnonzero(room.readers[:, TICKET] == self.number).tolist()
-        )
-        for row in rows:
+        if self.row >= 0:
+            room.operations.end_read(room._where, self.row, self.number)
+            self._room = None
+            return
+        for row in np.flatnonzero(room.readers[:, TICKET] == self.number).tolist():
             pid, _, reading, number = room.readers[row].tolist()
             # Read in this order by `tolist`: a row that another reader has taken since has another number.
             if number == self.number and pid == self._pid and reading:

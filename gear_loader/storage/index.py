@@ -508,10 +508,7 @@ class Index(Room):
         if self._has_conditions:
             return False
 
-        def begin() -> int:
-            return ticket.begin_unchanged(self, counter, value, samples)
-
-        return self._lock.run(begin) >= 0
+        return self._lock.run(lambda: ticket.begin_unchanged(self, counter, value, samples))
 
     def _begin(self, samples: int, ticket: Ticket | None, look: Callable[[], _T]) -> tuple[Ticket, _T]:
         ticket = ticket or Ticket()

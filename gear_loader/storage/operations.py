@@ -748,6 +748,13 @@ def begin_read(v: Any, pid: Any, process_start: Any, number: Any) -> Any:
 
 
 @_operation  # type: ignore[untyped-decorator]
+def end_read(v: Any, row: Any, number: Any) -> None:
+    """Give back the row of `readers` that a ticket has; nothing, if another ticket has it by now. Takes no lock."""
+    if v.readers[row, TICKET] == number:
+        v.readers[row, READING] = 0
+
+
+@_operation  # type: ignore[untyped-decorator]
 def begin_unchanged(
     v: Any, pid: Any, process_start: Any, number: Any, counter: Any, value: Any, samples: Any
 ) -> Any:
@@ -847,7 +854,7 @@ def walk(v: Any, newest: Any, slots: Any) -> None:
 
 _OPERATIONS = (
     *(commit, commit_as, raise_numbering, abort, reclaim, remove, expire, begin, grow, finish, roll),
-    *(begin_read, begin_unchanged, count_samples, set_priorities, walk),
+    *(begin_read, begin_unchanged, end_read, count_samples, set_priorities, walk),
 )
 PLAIN = types_module.SimpleNamespace(**{operation.__name__: operation for operation in _OPERATIONS})
 """The operations as Python: each takes a `View`."""
@@ -946,6 +953,10 @@ if AVAILABLE:
     @compiled
     def _begin_read(p, pid, process_start, number):  # type: ignore[no-untyped-def]
         return begin_read(_view(p), pid, process_start, number)
+
+    @compiled
+    def _end_read(p, row, number):  # type: ignore[no-untyped-def]
+        end_read(_view(p), row, number)
 
     @compiled
     def _begin_unchanged(p, pid, process_start, number, counter, value, samples):  # type: ignore[no-untyped-def]

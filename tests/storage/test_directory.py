@@ -56,7 +56,7 @@ def test_without_the_variable_tables_lie_in_shared_memory(value: str | None) -> 
     environment = {key: text for key, text in os.environ.items() if key != "GEAR_LOADER_DIR"}
     if value is not None:
         environment["GEAR_LOADER_DIR"] = value
-    code = "from gear_loader import names; print(names.region_path('x'))"
+    code = "from gear_loader.storage import shared_memory; print(shared_memory.region_path('x'))"
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -181,7 +181,7 @@ def test_another_program_makes_files_meanwhile():
         make({base!r}, name)
 
 def test_a_leak():
-    make(names.DIRECTORY, INSIDE)
+    make(shared_memory.DIRECTORY, INSIDE)
 """
 
 
