@@ -59,7 +59,7 @@ def test_an_installed_copy_imports_from_everywhere(tmp_path: Path) -> None:
     assert origin(clone, site).resolve() == clone / "triton_kernels" / "gather.py"
     assert "single-server" in run("-m", "benchmarks", "list", cwd=clone, path=site)
     server = child_command("serve", "--help")[2:]
-    assert "--secret-file" in run(site / "gear_loader" / "transport" / "child.py", *server, cwd=clone)
+    assert "--secret-file" in run(site / "gear_loader" / "transport" / "child_process.py", *server, cwd=clone)
 
     build = "from setuptools import build_meta; build_meta.build_sdist('dist')"
     run("-c", build, cwd=clone)
