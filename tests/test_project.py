@@ -219,6 +219,11 @@ def test_links_between_documents_lead_somewhere() -> None:
     assert not broken
 
 
+def test_the_version_has_a_section_in_the_changelog() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", gear_loader.__version__)
+    assert f"\n## [{gear_loader.__version__}] - " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
 def test_public_names_are_sorted_and_importable() -> None:
     names = gear_loader.__all__
     assert list(names) == sorted(set(names))
