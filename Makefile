@@ -2,8 +2,9 @@
 #   make demo     collect, train and evaluate the example       make lint    ruff and mypy
 #   make test     what a change can break (ARGS="-k table", JOBS=8)  make format  let ruff rewrite the code
 #   make test-all all tests: also benchmark runs, examples, storms and exhaustive loops
+#   make docs     the API reference, into docs/_build            make clean   remove builds and caches, not .venv
 #   make bench    a benchmark (ARGS="run single-server")        make report  a page and plots of what was measured
-#   make peers    other libraries, to be measured beside ours   make clean   remove builds and caches, not .venv
+#   make peers    other libraries, to be measured beside ours
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -11,7 +12,7 @@ READY := $(VENV)/.gear-loader-ready
 JOBS := 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format bench peers report clean
+.PHONY: help setup demo test test-all lint format docs bench peers report clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -44,6 +45,11 @@ format: $(READY)
 	$(RUN) -m ruff check --fix .
 	$(RUN) -m ruff format .
 
+# Built afresh each time (-E -a), so that a warning, which is an error (-n -W), is not shown only once.
+docs: $(READY)
+	$(RUN) -m sphinx -E -a -n -W --keep-going -q docs/reference docs/_build $(ARGS)
+	@echo Written: docs/_build/index.html
+
 bench: ARGS ?= run single-server
 bench: $(READY)
 	$(RUN) -m benchmarks $(ARGS)
@@ -55,5 +61,5 @@ report: $(READY)
 	$(RUN) -m benchmarks report $(ARGS)
 
 clean:
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis lightning_logs
+	rm -rf build dist docs/_build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis lightning_logs
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +

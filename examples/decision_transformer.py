@@ -79,7 +79,7 @@ if args.device == "auto":
 
 console = Console()
 started = time.perf_counter()
-# Lightning need not say which accelerators there are not, and it uses what torch is about to change.
+# Silence: Lightning lists the accelerators that are missing, and calls a function that torch deprecates.
 logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec", category=FutureWarning)
 lightning.seed_everything(args.seed, verbose=False)
@@ -306,7 +306,7 @@ def evaluate(asked):
     for i, environment in enumerate(environments):
         first, _ = environment.reset(
             seed=1_000_000 + 1000 * args.seed + i
-        )  # none of the behaviours had these
+        )  # seeds that no behaviour was collected with
         observation[i, 0] = torch.as_tensor(first)
     running = list(range(count))
     for t in track(range(HORIZON), "Evaluating", console=console):

@@ -110,7 +110,7 @@ def train(model, shards, rows, remote_shards, options):
         observation, action, after = (batch[name].to(dtype) for name in SCHEMA)
         error = (model(observation, action) - (after - observation)).square().mean(dim=-1)  # [B, L]
         error = (error * batch["mask"]).sum(dim=1) / batch["mask"].sum(dim=1)  # [B]
-        # Every rank names the rows that it has got, whoever owns them: the owners hear of it with the next batch.
+        # Every rank gives priorities for its own slice; the owners of the rows get them with the next batch.
         dataset.update_priority(batch, error.detach().sqrt())
         loss = (error * batch["priority_weight"]).mean()
         optimizer.zero_grad()
@@ -227,7 +227,7 @@ def main():
                     "nothing else."
                 )
             tables = [gear.Table.attach(name) for name in names] if options.check and rank == 0 else []
-            dist.barrier()  # nobody ends while others still read
+            dist.barrier()  # no rank ends while others still read its table
         dist.destroy_process_group()
         if tables:
             check(tables, first_model, losses, options)

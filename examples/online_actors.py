@@ -7,18 +7,18 @@ Three processes work on one replay table, which lies in shared memory under a na
                        examples/prioritized_dqn.py, which explains the method); hands its weights to the actors
 
 The table's rate limiter keeps them in step: the trainer draws a fixed number of rows for each piece of an episode that
-the actors add, and who is ahead waits. Half-way this file kills an actor with SIGKILL while it is writing. What it had
-not finished is given back, everything that was finished is still there, and a new actor takes its place: all of that
-is checked at the end. gear_loader.ReplayMonitor logs how full the table is, how fast it is written and read, how old
-what is drawn is, and who waits for whom, to TensorBoard.
+the actors add, and the side that is ahead waits. Half-way this file kills an actor with SIGKILL while it is writing.
+Its unfinished piece is freed, its finished pieces stay, and a new actor takes its place: the end of this file checks
+that. gear_loader.ReplayMonitor logs to TensorBoard how full the table is, how fast it is written and read, the age of
+the rows drawn, and how long each side waits.
 
     python examples/online_actors.py             # about a minute on two cores
     python examples/online_actors.py --quick     # about 20 seconds, to see that it runs
 
 It needs pip install '.[lightning,sources]' and tensorboard, and no network. The exit status is 1 if the
-policy that was learnt does not balance, or if something was lost. If the trainer itself is killed, the actors end by
-themselves, and the table stays: `gear-loader rm` removes it, or a new trainer goes on with all that it holds, if it
-attaches by the table's name and fits with ckpt_path=; the checkpoint holds the state_dict of the data, with priorities.
+policy does not balance, or if a finished piece was lost. If the trainer itself is killed, the actors end, and the table
+stays: `gear-loader rm` removes it, or a new trainer attaches to it by name and resumes with ckpt_path=; the checkpoint
+holds the state_dict of the data, with priorities.
 """
 
 import argparse
@@ -80,8 +80,8 @@ def make_network():
 
 
 # ---------------------------------------------------------------------- the weights, from the trainer to the actors
-# A file that is renamed takes the place of the old one in one step: whoever opens it finds these weights or those
-# before, whole. An actor that has just been started finds them there, and at last it is the policy that was learnt.
+# A renamed file replaces the old one in one step: an actor that opens it reads either all of the new weights or all of
+# the old ones. An actor that has just been started finds them there, and at last it is the policy that was learnt.
 
 
 def publish(network, version, path):
@@ -162,7 +162,7 @@ def act(number, table_name, weights, everyone, ending, trainer, seed):
                 observation = next_observation
 
 
-# ---------------------------------------------------------------------- all actors, and who looks after them
+# ---------------------------------------------------------------------- all actors, and the thread that restarts them
 class Actors:
     """The actor processes, while the with-statement lasts. A thread starts a new one wherever one has died."""
 
@@ -171,7 +171,7 @@ class Actors:
         self.progress = self.context.RawArray(Progress, len(EXPLORATION))
         self.ending = self.context.RawValue(ctypes.c_bool, False)
         self.arguments = (table_name, weights, self.progress, self.ending, os.getpid(), seed)
-        self.restarts_left = 5  # more than that, and what kills them will not go away
+        self.restarts_left = 5  # more deaths than that have a lasting cause
         self.killed = None
 
     def start(self, number):
@@ -318,7 +318,7 @@ class QLearner(lightning.LightningModule):
 
 # ---------------------------------------------------------------------- was anything lost?
 def complaints(table, actors, limiter):
-    """What is wrong with the table; prints what it finds."""
+    """Check the table and print the counts; returns a list of errors."""
     wrong = []
     stats = table.stats()
     chunks = [each.chunks for each in actors.progress]

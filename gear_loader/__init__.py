@@ -44,6 +44,8 @@ __all__ = [
     "sources",
 ]
 
+__version__ = "0.1.0"
+
 # Loaded on first use: torch takes a second, of which the command line has no need, and some modules want packages
 # that the core does not.
 _MODULES = {

@@ -55,7 +55,7 @@ class TableEmptyError(GearError):
 
 
 class TableClosedError(GearError, ValueError):
-    """The table was used after `close()`."""
+    """The table was used after `Table.close`."""
 
 
 class PriorityError(GearError, ValueError):

@@ -195,6 +195,35 @@ def test_the_direction_test_itself(module: str, source: str, accepted: bool) -> 
     assert (complaints(module, source) == []) is accepted
 
 
+def test_the_picture_of_the_rooms_shows_their_floors() -> None:
+    """The block diagram of docs/architecture.md: a row of four columns is a floor, the highest first."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    picture = text.partition("```mermaid\nblock-beta\n")[2].partition("```")[0]
+    floors: list[set[str]] = []
+    columns = 4
+    for room, width in re.findall(r'\["(\w+).*?"\]:(\d)', picture):
+        if columns == 4:
+            floors.append(set())
+            columns = 0
+        floors[-1].add(room)
+        columns += int(width)
+    assert floors == [set(rooms) for rooms in reversed(FLOORS)]
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    broken = []
+    for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
+            if "://" not in target and not (path.parent / target.partition("#")[0]).exists():
+                broken.append(f"{path.name}: {target}")
+    assert not broken
+
+
+def test_the_version_has_a_section_in_the_changelog() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", gear_loader.__version__)
+    assert f"\n## [{gear_loader.__version__}] - " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
 def test_public_names_are_sorted_and_importable() -> None:
     names = gear_loader.__all__
     assert list(names) == sorted(set(names))

@@ -1,5 +1,7 @@
 """Tables on disk: a directory that any tool can read, always whole, and cheap to bring up to date.
 
+::
+
     manifest.json                  version, schema, sizes, rules, counts, and bytes and checksum of every file; see
                                    `.manifest`
     index.<n>.safetensors          one entry a trajectory, oldest first: sequence, length, priority, times_sampled, age
@@ -19,7 +21,7 @@ segment, a new index and a new manifest. Everything is written under names that 
 replacing the manifest is what makes it the checkpoint, and only then goes what the new manifest does not name. Whoever
 is killed before leaves the previous checkpoint and some files that the next save removes.
 
-Checkpoints of several tables, one a rank, are described in `.shards`.
+Checkpoints of several tables, one a rank, are described in `.sharded`.
 """
 
 from __future__ import annotations

@@ -151,9 +151,10 @@ class Placement:
             SchemaError: a trajectory or a priority does not fit. Nothing was changed.
             TableFullError, LockTimeoutError: a table had no room; the message names it, its shard and its stage.
             TransportError: another node did not take what it was sent; then it may be there all the same.
-            After each of these what had been stored in tables of this node has been removed again. What was stored on
-            other nodes stays there: in a stage other than 0, where nobody draws it, `ReplayDataset.rebalance` removes
-            it; in stage 0 the message says how much.
+
+        After an error, the trajectories that this call stored in tables of this node have been removed. Those stored
+        on other nodes stay: in a stage other than 0, which no selector draws from, `ReplayDataset.rebalance` removes
+        them; in stage 0 the message says how many.
         """
         given, lengths = self._checked(trajectories)
         priorities = _check_priorities(priority, len(given))

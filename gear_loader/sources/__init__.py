@@ -1,5 +1,7 @@
 """Trajectories from elsewhere: environments, Minari data sets, D4RL-style HDF5 files.
 
+::
+
     table = gear.sources.load("hopper_medium.hdf5")          # or a Minari id, or a list of episodes
     episodes = gear.sources.collect("Hopper-v5", policy, episodes=100, seed=0)
 

@@ -56,8 +56,8 @@ def collect(
     MultiDiscrete int64 [n], MultiBinary int8 [n]; Dict and Tuple spaces become one column for each leaf.
 
     Args:
-        env: a Gymnasium environment (left open), or the id, `EnvSpec` or function to make one from (closed
-            at the end).
+        env: a Gymnasium environment (left open), or the id, `gymnasium.envs.registration.EnvSpec` or
+            function to make one from (closed at the end).
         policy: observation -> action; None draws random actions from the action space.
         episodes: how many episodes to collect. This or `max_steps` must be given.
         max_steps: the most steps to collect altogether. Episodes stay whole: the one that would exceed it is
@@ -72,7 +72,7 @@ def collect(
         progress: show a progress bar where standard error is a terminal.
 
     Returns:
-        Episodes, each {column: array [T, *shape]}, T >= 1.
+        Episodes, each ``{column: array [T, *shape]}``, T >= 1.
 
     Raises:
         SourceError: an environment that cannot be made, raises, or returns something that does not fit its

@@ -103,7 +103,7 @@ def infer_schema(episodes: Any) -> dict[str, Column]:
 
     Args:
         episodes: a reader, a sequence of episodes (the first one decides), or one episode: a mapping of
-            column names to numpy arrays or torch tensors [T, *shape].
+            column names to numpy arrays or torch tensors ``[T, *shape]``.
 
     Returns:
         Column name -> `gear_loader.Column`, as `gear_loader.Table.create` takes it.

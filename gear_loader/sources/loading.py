@@ -69,7 +69,7 @@ def load(
     Args:
         source: the path of a D4RL-style file (ending in .hdf5 or .h5, see `read_hdf5`); a Minari data set, its
             id or its directory (see `read_minari`); a reader that one of these two returned, with options of
-            its own; or an iterable of episodes, each {column: array [T, *shape]}, as `collect` returns them, or a
+            its own; or an iterable of episodes, each ``{column: array [T, *shape]}``, as `collect` returns them, or a
             TensorDict.
         table: the table to add to; None makes one.
         columns: names of the columns to take, or {name in the table: name in the source}. None takes the

@@ -160,7 +160,7 @@ class Table:
 
         Raises:
             SchemaError: sizes or columns that make no sense.
-            RegionError: the name is taken or cannot be one, there is not enough memory, or `GEAR_LOADER_DIR` is no
+            RegionError: the name is taken or cannot be one, there is not enough memory, or ``GEAR_LOADER_DIR`` is no
                 directory in which only this user and root can replace tables.
         """
         schema = Schema(schema)
@@ -382,7 +382,8 @@ class Table:
             TableFullError: there is no room and `on_full` is ``"error"``, or it was waited for too long.
             RateLimitError: the rate limiter was waited for too long.
             LockTimeoutError: the lock, or room in use by readers or unfinished writes, was waited for too long.
-            In each case nothing was changed, but for what was evicted before room was waited for in vain.
+
+        After an error nothing was changed, except for what was evicted before the wait for room timed out.
         """
         index = self._live()
         length, addresses, hold = self.schema.locate(trajectory)
@@ -449,8 +450,9 @@ class Table:
             Their indices, int64 [n].
 
         Raises:
-            SchemaError: an id that is none, that is given twice, or that a trajectory of the table has already.
-            As `extend`. Nothing was changed.
+            SchemaError: an id is invalid, is given twice, or belongs to a trajectory of the table already.
+
+        Raises the other errors of `extend` too. After an error nothing was changed.
         """
         index = self._live()
         steps = self._stacked(trajectories, lengths) if lengths is not None else self._listed(trajectories)

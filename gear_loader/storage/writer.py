@@ -150,8 +150,9 @@ class Writer:
             SchemaError: a value does not fit, or the trajectory would become longer than the table can hold.
             TableFullError, RateLimitError, LockTimeoutError: as `Table.add`. Where the open writers of this very thread
                 hold the room, TableFullError comes at once: nobody else can end them.
-            In each case nothing was appended, but of several steps with chunks those in the chunks before. Who has
-            waited in vain may call it again with the same step.
+
+        After an error nothing was appended, except for the steps of chunks that were complete before. After a timeout
+        the call can be repeated with the same step.
         """
         rows = columns if steps is None else self._joined(steps, columns)
         if len(rows) != len(self._columns):

@@ -1,8 +1,8 @@
 """Python processes of the library's own, which load the package that this process has loaded.
 
 ``python -m`` and ``python -c`` look into the current directory first: there a folder called ``gear_loader``, or a file
-called ``json.py``, would be imported. So this file is run as a script: ``python .../child.py serve replay`` is
-``python -m gear_loader serve replay``, and ``python .../child.py -c PROGRAM`` runs a program.
+called ``json.py``, would be imported. So this file is run as a script: ``python .../child_process.py serve replay`` is
+``python -m gear_loader serve replay``, and ``python .../child_process.py -c PROGRAM`` runs a program.
 """
 
 import sys

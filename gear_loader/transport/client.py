@@ -144,7 +144,7 @@ class Peer:
 
         Args:
             schema: the table's.
-            trajectories: column name -> array or tensor [T, *shape].
+            trajectories: column name -> array or tensor ``[T, *shape]``.
             priorities: float32 [n], `gear_loader.storage.operations.UNSET` where there is none.
             ids: int64 [n], -1 where the table numbers it itself.
 

@@ -1,0 +1,37 @@
+"""Settings of the API reference: `make docs` reads the docstrings into docs/_build."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+
+import gear_loader  # noqa: E402 (found on the path above)
+
+project = "Gear Loader"
+release = gear_loader.__version__
+copyright = author = "The Gear Loader authors"
+
+extensions = ["sphinx.ext.autodoc", "references", "command_line"]
+html_theme = "furo"
+html_title = f"Gear Loader {release}"
+html_copy_source = False
+
+# A reference that leads nowhere is an error, and so is a public name that no page has: see references.py.
+nitpicky = True
+public_modules = [
+    "gear_loader",
+    "gear_loader.checkpoint",
+    "gear_loader.distributed",
+    "gear_loader.errors",
+    "gear_loader.sources",
+    "gear_loader.transport",
+]
+known_modules = ["torch.utils.data", "torchdata.stateful_dataloader"]
+
+autodoc_default_options = {"members": True}
+autodoc_member_order = "bysource"
+add_module_names = False
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 100
