@@ -301,7 +301,7 @@ def test_meshes_and_tables_that_do_not_fit_are_refused(ranks: list[dict[str, Any
         assert none == "mesh is [0, 1]; expected a torch.distributed.DeviceMesh."
         assert small == (["Rank 3 is not in the mesh, which has the ranks [0, 1, 2]."] if rank == 3 else [])
         assert different.startswith("The table of rank 3 has the columns [['flag'")
-        assert "has on_full='evict_oldest'; stages that evict each for itself" in evicting
+        assert "has on_full='evict_oldest'; stages that evict independently" in evicting
 
 
 def test_all_stages_move_the_same_trajectories(ranks: list[dict[str, Any]]) -> None:
