@@ -51,7 +51,12 @@ def collect(
         that names the ranks that failed. None if no rank failed.
     """
     answer, failure = attempt(act, {})
-    answers = list(share(answer if failure is None else {"error": describe(failure)}))
+    try:
+        answers = list(share(answer if failure is None else {"error": describe(failure)}))
+    except Exception as lost:
+        if failure is not None:
+            raise failure from lost
+        raise
     if failure is None:
         errors = [
             f"Rank {rank} could not {what}: {each['error']}"
