@@ -174,9 +174,10 @@ def _check_alike(answers: list[dict[str, Any]]) -> None:
     """
     for rank, other in enumerate(answers):
         if other["schema"] != answers[0]["schema"]:
+            first, second = (Schema.from_json(each["schema"]) for each in (answers[0], other))
             raise CheckpointError(
-                f"The tables of ranks 0 and {rank} have different schemas: {Schema.from_json(answers[0]['schema'])} and "
-                f"{Schema.from_json(other['schema'])}. Save others into another directory."
+                f"The tables of ranks 0 and {rank} have different schemas: {first} and {second}. Save tables with "
+                "another schema into another directory."
             )
     origins = [other["origin"] or 0 for other in answers]
     for rank, origin in enumerate(origins):
