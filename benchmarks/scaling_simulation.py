@@ -241,7 +241,7 @@ class Played(SingleProcess):
         pool["time"] = np.cumsum(np.random.default_rng(3).exponential(size=len(pool))) / mass
         self._pool = pool
 
-    def swap(
+    def all_to_all(
         self, parts: Sequence[Array], sizes: Sequence[int], failure: BaseException | None = None
     ) -> list[Array]:
         began = time.thread_time()

@@ -144,7 +144,7 @@ class BatchExchange:
         else:
             parts = [np.zeros(size(me, rank)[1], dtype=np.uint8) for rank in range(len(owned))]
         try:
-            answers = self.exchange.swap(parts, [size_in for _, size_in in incoming], failure)
+            answers = self.exchange.all_to_all(parts, [size_in for _, size_in in incoming], failure)
         except BaseException:
             self.summaries = None  # the next draw begins with an exchange of summaries
             self.updates.outbox.put_back(updates)
@@ -177,7 +177,7 @@ class BatchExchange:
             part["shard"], queue["draw"] = -1, self.updates.draws
             part[: len(queue)] = queue
             parts.append(as_bytes(part))
-        for answer in self.exchange.swap(parts, [most * UPDATE.itemsize] * self.exchange.size):
+        for answer in self.exchange.all_to_all(parts, [most * UPDATE.itemsize] * self.exchange.size):
             updates = answer.copy().view(UPDATE)
             self.updates.received.append(updates[updates["shard"] >= 0])
 

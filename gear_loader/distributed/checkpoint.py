@@ -41,9 +41,9 @@ class _Stage:
         self.size = len(self._members)
         self.stages = 1 + max(place.stage for place in places)
 
-    def agree(self, said: dict[str, Any]) -> list[dict[str, Any]]:
+    def agree(self, answer: dict[str, Any]) -> list[dict[str, Any]]:
         """All-gather within the stage; all stages call it at the same time. See `Agree`."""
-        answers = self._exchange.share(said)
+        answers = self._exchange.share(answer)
         return [answers[rank] for rank in self._members]
 
     @property

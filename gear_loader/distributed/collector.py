@@ -188,8 +188,8 @@ class ShardCollector(Collector):
     def _read_or_replace(self, rows: ShardRows, which: Array, tickets: ReadTickets) -> Array:
         """Take read tickets for rows of this node's shards, and replace rows that are gone; return `which`."""
         gone = [
-            mine[~self._check(shard, rows.records[mine], tickets)]
-            for shard, mine in self._by_shard(rows, which)
+            shard_rows[~self._check(shard, rows.records[shard_rows], tickets)]
+            for shard, shard_rows in self._by_shard(rows, which)
         ]
         if gone and len(missing := np.concatenate(gone)):
             self.num_gone += len(missing)
@@ -243,8 +243,8 @@ class ShardCollector(Collector):
             yield shard, which[rows.shards[which] == shard]
 
     def _gather_local(self, buffers: ShardBuffers, rows: ShardRows, which: Array) -> None:
-        for shard, mine in self._by_shard(rows, which):
-            records = rows.records[mine]
+        for shard, shard_rows in self._by_shard(rows, which):
+            records = rows.records[shard_rows]
             table, plan = self._table(shard), self._plan(buffers, shard)
             slots, anchors = (np.ascontiguousarray(records[name]) for name in ("slot", "step"))
             extent, block_ids = table.index_arrays()
@@ -257,14 +257,14 @@ class ShardCollector(Collector):
                     block_ids,
                     plan.block_steps,
                     self._row_bytes,
-                    rows=mine,
+                    rows=shard_rows,
                 )
                 table.check_gathered(bad)
             else:
                 reference.gather(
                     plan,
                     *(torch.from_numpy(part) for part in (slots, anchors, extent, block_ids)),
-                    rows=torch.from_numpy(mine),
+                    rows=torch.from_numpy(shard_rows),
                 )
 
     def _plan(self, buffers: ShardBuffers, shard: int) -> GatherPlan:

@@ -123,13 +123,13 @@ class CudaShardCollector(ShardCollector):
         from gear_loader.kernels import gather
 
         host, mirror = _sides(buffers)
-        for shard, mine in self._by_shard(rows, which):
-            records = rows.records[mine]
-            part = self._claim(buffers, 0, len(mine))
-            count = len(mine)
+        for shard, shard_rows in self._by_shard(rows, which):
+            records = rows.records[shard_rows]
+            part = self._claim(buffers, 0, len(shard_rows))
+            count = len(shard_rows)
             slots, anchors = (np.ascontiguousarray(records[name]) for name in ("slot", "step"))
             host.anchors[part].numpy()[:] = anchors
-            host.rows[part].numpy()[:] = mine
+            host.rows[part].numpy()[:] = shard_rows
             resolve(
                 self._table(shard),
                 slots,

@@ -45,7 +45,7 @@ class SingleProcess:
     rank = 0
     size = 1
 
-    def swap(
+    def all_to_all(
         self, parts: Sequence[Array], sizes: Sequence[int], failure: BaseException | None = None
     ) -> list[Array]:
         """Send one part to each rank, and receive one part from each rank (all-to-all).
@@ -90,7 +90,7 @@ class SingleProcess:
             SchemaError: on all ranks, if options differ; the message names the options, the ranks and their values.
         """
 
-    def part(self, *, wait: bool) -> None:
+    def leave(self, *, wait: bool) -> None:
         """Announce that this rank ends its use of the channel.
 
         Args:
@@ -169,10 +169,10 @@ class Exchange(SingleProcess):
 
     # ---------------------------------------------------------------- calls
 
-    def swap(
+    def all_to_all(
         self, parts: Sequence[Array], sizes: Sequence[int], failure: BaseException | None = None
     ) -> list[Array]:
-        """See `SingleProcess.swap`."""
+        """See `SingleProcess.all_to_all`."""
         head = np.frombuffer(_head(self._number, failure), dtype=np.uint8)
         self._number += 1
         sent = torch.from_numpy(np.concatenate([piece for part in parts for piece in (head, part)]))
@@ -245,17 +245,17 @@ class Exchange(SingleProcess):
             return
         check_alike(what, self.share(options), self.ranks)
 
-    def part(self, *, wait: bool) -> None:
-        """See `SingleProcess.part`."""
+    def leave(self, *, wait: bool) -> None:
+        """See `SingleProcess.leave`."""
         liveness, barrier = self._liveness, self._barrier
         if liveness is None or barrier is None or self._broken is not None or liveness.failed:
             return
         with contextlib.suppress(Exception):  # the store may have ended with the rank that held it
-            barrier.arrive("parted", named=True)
+            barrier.arrive("left", named=True)
             began, turn = time.monotonic(), 0
-            while wait and not barrier.complete("parted"):
+            while wait and not barrier.complete("left"):
                 if turn % 16 == 15:
-                    missing = barrier.missing("parted")
+                    missing = barrier.missing("left")
                     if len(liveness.ended(missing)) == len(missing) or self.failure() is not None:
                         return
                     if time.monotonic() - began > self.timeout:

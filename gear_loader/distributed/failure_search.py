@@ -198,9 +198,9 @@ class FailureSearch:
     def _error(self, ranks: list[Any], why: str) -> RankError:
         if self._own in ranks:
             why = f"as the other ranks report, {why}"
-        who = self._exchange.names(ranks) if ranks else "An unknown rank"
+        names = self._exchange.names(ranks) if ranks else "An unknown rank"
         this = " (this one)" if ranks == [self._own] else ""
-        return RankError(f"{who}{this} {self._what}: {why}. {_ADVICE}")
+        return RankError(f"{names}{this} {self._what}: {why}. {_ADVICE}")
 
 
 def _other(kind: str) -> str:

@@ -343,7 +343,7 @@ class Shards:
         handled, or after a `RankError`. Idempotent.
         """
         if not self._closed:
-            self.exchange.part(wait=sys.exc_info()[0] is None)
+            self.exchange.leave(wait=sys.exc_info()[0] is None)
         self._closed = True
         if self._servers is not None:
             self._servers.close()
@@ -366,7 +366,7 @@ class Shards:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is not None:
-            self.exchange.part(wait=False)
+            self.exchange.leave(wait=False)
             self._closed = True
         self.close()
 

@@ -69,7 +69,7 @@ class StageRows:
                 parts.append(np.zeros(len(rows) * self._dtype.itemsize, dtype=np.uint8))
         incoming = [rows_between(rank, me) for rank in ranks]
         sizes = [len(rows) * self._dtype.itemsize for rows in incoming]
-        answers = self._exchange.swap(parts, sizes, failure)
+        answers = self._exchange.all_to_all(parts, sizes, failure)
         if shards.place.stage == 0:
             return drawn
         rows = np.concatenate(incoming)

@@ -195,15 +195,15 @@ def check_alike(what: str, options: Sequence[dict[str, Any]], numbers: Sequence[
         SchemaError: options differ; the message names them, the ranks and their values.
     """
     different = []
-    for name in sorted({name for some in options for name in some}):
+    for name in sorted({name for each in options for name in each}):
         ranks: dict[str, list[int]] = {}
-        for number, some in zip(numbers, options, strict=True):
-            if name in some:
-                ranks.setdefault(_shown(some[name]), []).append(number)
+        for number, each in zip(numbers, options, strict=True):
+            if name in each:
+                ranks.setdefault(_shown(each[name]), []).append(number)
         if len(ranks) > 1:
             values = ", and ".join(
-                f"{value} on rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}"
-                for value, who in ranks.items()
+                f"{value} on rank{'s' if len(group) > 1 else ''} {', '.join(map(str, group))}"
+                for value, group in ranks.items()
             )
             different.append(f"{name} is {values}")
     if different:

@@ -306,18 +306,18 @@ def diverging_rank(rank: int, world: int) -> list[str]:
         empty = torch.zeros(0, dtype=torch.uint8).numpy()
         exchange._number += rank == 1
         with pytest.raises(gear.errors.RankError) as caught:
-            exchange.swap([empty] * world, [0] * world)
+            exchange.all_to_all([empty] * world, [0] * world)
         found.append(str(caught.value))
         with pytest.raises(gear.errors.RankError) as caught:  # for good
-            exchange.swap([empty] * world, [0] * world)
+            exchange.all_to_all([empty] * world, [0] * world)
         found.append(str(caught.value))
         # What one cannot do fails on all, who then go on together.
         other = shards.new_exchange()
         failure = ValueError("no disk") if rank == 1 else None
         with pytest.raises(ValueError if rank == 1 else gear.errors.RankError) as failed:
-            other.swap([empty] * world, [0] * world, failure)
+            other.all_to_all([empty] * world, [0] * world, failure)
         found.append(str(failed.value))
-        assert [len(part) for part in other.swap([empty] * world, [0] * world)] == [0] * world
+        assert [len(part) for part in other.all_to_all([empty] * world, [0] * world)] == [0] * world
     return found
 
 
