@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: as many or another number of them load, nothing is lost or twice, whoever dies."""
+"""Checkpoints of several ranks: loaded by any number of ranks; no trajectory is lost or duplicated when one dies."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Table = gear.Table
 
 
 class Meeting:
-    """Where the ranks, threads of this process, meet; nobody comes any more once one of them has died."""
+    """The all-gather of ranks that are threads of this process; it fails on all ranks once one of them has died."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -1,4 +1,4 @@
-"""Batches drawn over all shards: the same whoever draws, and as often as they should be."""
+"""Batches drawn over all shards: the same on every number of ranks, with the right frequencies."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def pipeline_rank(rank: int, world: int) -> dict[str, Any]:
 
 
 def leftovers(shards: Shards, table: gear.Table, windows: Any) -> tuple[list[int], int]:
-    """What `rebalance` removes at once, and when it is certain that nobody will bring the rest to stage 0."""
+    """Duplicates that `rebalance` removes at once, and those that it removes after the grace period."""
     data = gear.ReplayDataset(shards, batch_size=1, windows=windows, prefetch=0)
     told = shards.exchange.share({"ids": table.ids(table.indices()).tolist()})
     if dist.get_rank() == 1:  # as if somebody had been killed while it moved here

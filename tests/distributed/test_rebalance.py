@@ -69,7 +69,7 @@ def leaves_by_id(data: gear.ReplayDataset) -> dict[int, list[float]]:
 def train(
     data: gear.ReplayDataset, name: str, *, moves: dict[int, dict[str, Any]]
 ) -> tuple[list[Any], list[Any]]:
-    """Batches with updates; `rebalance` before the batches that `moves` names, and what it has told."""
+    """Batches with updates; `rebalance` before the batches that `moves` names, and its results."""
     batches, told = [], []
     last: list[Any] = []
     iterator = iter(data)
