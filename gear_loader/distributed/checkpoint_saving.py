@@ -69,44 +69,16 @@ def save(
         SchemaError: `rank` or `world_size` is invalid.
     """
     ranks = CheckpointRanks(rank, world_size, agree)
-    where = os.path.abspath(os.fspath(path))
     with contextlib.ExitStack() as stack:
-        old: ShardsManifest | None = None
-        top: Directory | None = None  # of rank 0
-
-        def begin() -> dict[str, Any]:
-            nonlocal old, top
-            answer: dict[str, Any] = {"origin": table.origin, "schema": table.schema.to_json()}
-            if rank == 0:
-                with reporting(where):
-                    top = stack.enter_context(_directory(where, stage, make=True))
-                    check_shards_directory(top)
-                    stack.enter_context(locked(top))
-                    old = _previous(top)
-                    sweep_saves(top, old)
-                    answer.update(number=next_number(top, old), replaces=old.save if old else None)
-            return answer
-
-        answers = ranks.run("begin to save", begin)
+        part = _Part(table, os.path.abspath(os.fspath(path)), stage, ranks, stack, progress=progress)
+        answers = ranks.run("begin to save", part.begin)
         _check_alike(answers)
-        number = answers[0]["number"]
-
-        def write() -> dict[str, Any]:
-            with reporting(where), _directory(where, stage) as directory:
-                previous = _previous(directory) if rank else old
-                if (previous.save if previous else None) != answers[0]["replaces"]:
-                    raise CheckpointError(
-                        f"{directory.path} does not show rank {rank} the checkpoint that rank 0 sees there. Save into "
-                        "a directory that all ranks share."
-                    )
-                return dataclasses.asdict(_write_shard(table, directory, previous, number, rank, progress))
-
+        number, replaces = answers[0]["number"], answers[0]["replaces"]
         try:
-            written = ranks.run("save its table", write)
+            written = ranks.run("save its table", lambda: part.write(number, replaces))
         except Exception:
             if not ranks.lost:  # else rank 0 may have all answers, and a manifest that names these files
-                with contextlib.suppress(OSError), _directory(where, stage) as directory:
-                    remove_shard(directory, number, rank)
+                part.remove(number)
             raise
         shards = ShardsManifest(
             table.schema,
@@ -114,19 +86,90 @@ def save(
             number,
             tuple(Shard(**shard) for shard in written),
         )
-
-        def commit() -> dict[str, Any]:
-            if rank == 0:
-                assert top is not None
-                with reporting(where):
-                    write_shards(top, shards)
-            return {}
-
-        ranks.run("complete the checkpoint", commit)
-        if rank == 0:
-            assert top is not None
-            sweep_saves(top, shards)
+        ranks.run("complete the checkpoint", lambda: part.commit(shards))
+        part.sweep(shards)
         barrier()
+
+
+class _Part:
+    """This rank's part of a save.
+
+    Args:
+        table: this rank's table.
+        path: directory of the checkpoint.
+        stage: directory of a pipeline stage in `path`; None without stages.
+        ranks: the ranks that save together.
+        stack: closes the directory and its lock, which rank 0 holds until the end of the save.
+        progress: whether to show a progress bar.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        path: str,
+        stage: str | None,
+        ranks: CheckpointRanks,
+        stack: contextlib.ExitStack,
+        *,
+        progress: bool,
+    ) -> None:
+        self._table = table
+        self._path = path
+        self._stage = stage
+        self._rank = ranks.rank
+        self._stack = stack
+        self._progress = progress
+        self._old: ShardsManifest | None = None  # of rank 0: the previous checkpoint
+        self._top: Directory | None = None  # of rank 0: the locked directory
+
+    def begin(self) -> dict[str, Any]:
+        """Describe the table; on rank 0 also lock the directory, and number the save."""
+        answer: dict[str, Any] = {"origin": self._table.origin, "schema": self._table.schema.to_json()}
+        if self._rank == 0:
+            with reporting(self._path):
+                top = self._top = self._stack.enter_context(_directory(self._path, self._stage, make=True))
+                check_shards_directory(top)
+                self._stack.enter_context(locked(top))
+                old = self._old = _previous(top)
+                sweep_saves(top, old)
+                answer.update(number=next_number(top, old), replaces=old.save if old else None)
+        return answer
+
+    def write(self, number: int, replaces: str | None) -> dict[str, Any]:
+        """Write the table; return its entry of the manifest.
+
+        Args:
+            number: number of the save.
+            replaces: name of the previous checkpoint, as rank 0 sees it; None for a first save.
+        """
+        with reporting(self._path), _directory(self._path, self._stage) as directory:
+            previous = _previous(directory) if self._rank else self._old
+            if (previous.save if previous else None) != replaces:
+                raise CheckpointError(
+                    f"{directory.path} does not show rank {self._rank} the checkpoint that rank 0 sees there. Save "
+                    "into a directory that all ranks share."
+                )
+            shard = _write_shard(self._table, directory, previous, number, self._rank, self._progress)
+            return dataclasses.asdict(shard)
+
+    def remove(self, number: int) -> None:
+        """Remove the files of a failed save."""
+        with contextlib.suppress(OSError), _directory(self._path, self._stage) as directory:
+            remove_shard(directory, number, self._rank)
+
+    def commit(self, shards: ShardsManifest) -> dict[str, Any]:
+        """On rank 0, write the manifest of all tables: from then on the new checkpoint is valid."""
+        if self._rank == 0:
+            assert self._top is not None
+            with reporting(self._path):
+                write_shards(self._top, shards)
+        return {}
+
+    def sweep(self, shards: ShardsManifest) -> None:
+        """On rank 0, remove the files of earlier saves."""
+        if self._rank == 0:
+            assert self._top is not None
+            sweep_saves(self._top, shards)
 
 
 def _directory(path: str, stage: str | None, *, make: bool = False) -> Directory:
