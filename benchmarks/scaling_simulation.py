@@ -4,7 +4,7 @@ Three parts, added up:
 
 work      what one rank computes, in processor time. Measured here: `GlobalSelection` draws batches as one of W ranks,
           and what the others would send is made up by `Played`; the time that this takes does not count.
-letters   bytes of the messages. Computed by the functions that make them (`Message.size_of`, `Exchange`'s head).
+messages  bytes of the messages. Computed by the functions that make them (`Message.size_of`, `Exchange`'s head).
 network   what it takes to exchange them. Computed from a cost a message, alpha, and a cost a byte, beta. Those of the
           loopback device are fitted to the rows of ``multi-server``; of others they are assumed, see `NETWORKS`.
 
@@ -35,7 +35,7 @@ from gear_loader.distributed import exchange as exchanges
 from gear_loader.distributed.exchange import SingleProcess
 from gear_loader.distributed.global_selection import GlobalSelection
 from gear_loader.distributed.messages import Message, Outbox
-from gear_loader.distributed.records import PUBLISHED, UPDATE, record_dtype
+from gear_loader.distributed.records import SUMMARY, UPDATE, record_dtype
 from gear_loader.distributed.remote import PART_BYTES
 from gear_loader.distributed.topology import Place
 from gear_loader.selection.base import SelectionContext
@@ -48,7 +48,7 @@ __all__ = [
     "Played",
     "command",
     "fit",
-    "letter_bytes",
+    "message_bytes",
     "rounds",
     "seconds",
     "work",
@@ -65,7 +65,7 @@ SELECTORS: dict[str, Any] = {
 }
 MERGED = ("prioritized, without replacement", "top")
 _SHARD = 100_000  # trajectories of a shard, where only their number counts
-_MORE, _MARGIN = 32, 1.5  # candidates of a shard, as `GlobalSelection._merge` asks for them
+_MORE, _MARGIN = 32, 1.5  # candidates of a shard, as `CandidateDrawing` asks for them
 
 
 # ---------------------------------------------------------------- the network
@@ -190,17 +190,17 @@ def fit(rows: Iterable[Mapping[str, Any]]) -> Fit | None:
     return Fit(network, points)
 
 
-# ---------------------------------------------------------------- letters
+# ---------------------------------------------------------------- messages
 
 
-def letter_bytes(selector: str, world: int, batch: int) -> dict[str, float]:
+def message_bytes(selector: str, world: int, batch: int) -> dict[str, float]:
     """Bytes of what a rank sends each other rank with a batch, and of its parts.
 
     Args:
         batch: rows of one rank's batch. Rows fall to shards evenly.
     """
     record = record_dtype(0)
-    room = Outbox(list(range(world)), world).room(batch)
+    room = Outbox(list(range(world)), world).capacity(batch)
     rows = batch / world
     if selector in MERGED:
         rows = min(math.ceil(_MARGIN * batch) + _MORE, batch * world)
@@ -219,7 +219,7 @@ def letter_bytes(selector: str, world: int, batch: int) -> dict[str, float]:
 
 
 class Played(SingleProcess):
-    """The exchange of rank 0, with the other ranks made up: each has as much to offer as this one, and sends its rows.
+    """The exchange of rank 0, with the other ranks made up: each has this rank's shard summary, and sends its rows.
 
     Attributes:
         took: seconds spent here.
@@ -230,28 +230,32 @@ class Played(SingleProcess):
         self.took = 0.0
         self._record = record_dtype(0)
         self._first = 16 + -(-world // 8)
-        self._offer: Array = np.zeros(1, dtype=PUBLISHED)
-        self._offer["mass"], self._offer["least"], self._offer["batch_least"] = mass, leaves[-1], leaves[-1]
+        self._summary: Array = np.zeros(1, dtype=SUMMARY)
+        self._summary["mass"], self._summary["least"], self._summary["batch_least"] = (
+            mass,
+            leaves[-1],
+            leaves[-1],
+        )
         pool: Array = np.zeros(len(leaves), dtype=self._record)
         pool["id"], pool["slot"], pool["leaf"] = np.arange(len(pool)), np.arange(len(pool)), leaves
         pool["time"] = np.cumsum(np.random.default_rng(3).exponential(size=len(pool))) / mass
         self._pool = pool
 
-    def swap(
+    def all_to_all(
         self, parts: Sequence[Array], sizes: Sequence[int], failure: BaseException | None = None
     ) -> list[Array]:
         began = time.thread_time()
         if failure is not None:
             raise failure
         answers = [parts[0]]
-        updates = Outbox(list(range(self.size)), self.size).room(self._count) * UPDATE.itemsize
+        updates = Outbox(list(range(self.size)), self.size).capacity(self._count) * UPDATE.itemsize
         for count in sizes[1:]:
-            letter = np.zeros(count, dtype=np.uint8)
-            at = self._first + self._offer.nbytes
-            letter[self._first : at] = self._offer.view(np.uint8)
+            message = np.zeros(count, dtype=np.uint8)
+            at = self._first + self._summary.nbytes
+            message[self._first : at] = self._summary.view(np.uint8)
             rows = (count - at - updates) // self._record.itemsize
-            letter[at : at + rows * self._record.itemsize] = self._pool[:rows].view(np.uint8)
-            answers.append(letter)
+            message[at : at + rows * self._record.itemsize] = self._pool[:rows].view(np.uint8)
+            answers.append(message)
         self.took += time.thread_time() - began
         return answers
 
@@ -298,7 +302,7 @@ def work(selector: str, world: int, batch: int, *, trajectories: int = 10_000, b
         for number in range(batches + 2):
             if number == 0:
                 played.expect(0)
-                selection._known_offers()
+                selection.known_summaries()
                 played.expect(batch)
             before, began = played.took, time.thread_time()
             draw = Draw(5, 0, number, 0, batch * world, number=number)
@@ -336,7 +340,7 @@ def command(
         console.print("no rows of the collective alone: the loopback device is left out", style="yellow")
     else:
         _show_fit(console, fitted)
-    _show_letters(console, numbers, batch)
+    _show_messages(console, numbers, batch)
     taken = {
         name: {world: work(name, world, batch, batches=3 if world > 256 else 5) for world in numbers}
         for name in SELECTORS
@@ -367,7 +371,7 @@ def _columns(table: Any, numbers: Sequence[int], *first: str) -> None:
         table.add_column(f"W = {number:,}", justify="right", no_wrap=True)
 
 
-def _show_letters(console: Console, numbers: Sequence[int], batch: int) -> None:
+def _show_messages(console: Console, numbers: Sequence[int], batch: int) -> None:
     table = grid(
         f"Bytes that a rank sends with a batch of {batch}, to all others (computed by the code's own functions)"
     )
@@ -375,7 +379,7 @@ def _show_letters(console: Console, numbers: Sequence[int], batch: int) -> None:
     for name in ("prioritized", "top"):
         called = "uniform, prioritized" if name == "prioritized" else "top, without replacement"
         for part in ("fixed", "updates", "records", "all"):
-            cells = [size((world - 1) * letter_bytes(name, world, batch)[part]) for world in numbers]
+            cells = [size((world - 1) * message_bytes(name, world, batch)[part]) for world in numbers]
             table.add_row(called, part, *cells)
     console.print(table)
 
@@ -398,7 +402,7 @@ def _show_exchange(console: Console, numbers: Sequence[int], batch: int, group: 
             for algorithm in ("pairwise", "bruck", _by_node(name)):
                 cells = []
                 for world in numbers:
-                    each = letter_bytes(name, world, batch)["all"]
+                    each = message_bytes(name, world, batch)["all"]
                     cells.append(
                         f"{seconds(network, world, rounds(algorithm, world, each, group)) * 1e3:,.2f}"
                     )
@@ -422,7 +426,7 @@ def _show_limits(
             both = []
             for algorithm in ("pairwise", _by_node(name)):
                 schedules = {
-                    world: rounds(algorithm, world, letter_bytes(name, world, batch)["all"], group)
+                    world: rounds(algorithm, world, message_bytes(name, world, batch)["all"], group)
                     for world in found
                 }
                 times = {world: seconds(network, world, schedule) for world, schedule in schedules.items()}

@@ -22,7 +22,12 @@ from gear_loader.distributed.collector import ShardCollector
 from gear_loader.distributed.collector_cuda import CudaShardCollector
 from gear_loader.distributed.exchange import SingleProcess
 from gear_loader.distributed.global_selection import GlobalSelection
-from gear_loader.distributed.local_selection import LocalPrioritizedSelection, gathered, meet, own_part
+from gear_loader.distributed.local_selection import (
+    LocalPrioritizedSelection,
+    begin_epoch,
+    gather_states,
+    own_state,
+)
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import GearError, PrivateTableError, RankError, SchemaError
 from gear_loader.iteration import MAX_WORKERS, Position
@@ -395,7 +400,7 @@ class ReplayDataset(IterableDataset[Batch]):
         view = self._selected().look()
         count = self._epoch_batches(view, world)
         if self._exchange is not None and not self._everywhere:
-            count = meet(self._exchange, self._selected(), count, fresh=number == 0)
+            count = begin_epoch(self._exchange, self._selected(), count, fresh=number == 0)
         seed, size = self._draw_seed(), self._drawn_at_once(self.batch_size)
         turn, past = 0, self._position.past
         while number < count:
@@ -509,34 +514,34 @@ class ReplayDataset(IterableDataset[Batch]):
             a is not b for a, b in zip(options, self._selected_for, strict=True)
         ):
             self._selected_for = options
-            job = SelectionContext(*options)
+            context = SelectionContext(*options)
             # A state may be taken before batches that were prefetched, and one that a trainer fetched ahead.
             history = self.prefetch + self.keep + 2
             if self.shards is not None and self._exchange is not None and self._everywhere:
                 self._selection = GlobalSelection(
-                    job, self.shards, self._exchange, history=history, reach=self._reach(self.shards)
+                    context, self.shards, self._exchange, history=history, reach=self._reach(self.shards)
                 )
             elif not needs_priorities(self.selector):
-                self._selection = SnapshotSelection(job)
+                self._selection = SnapshotSelection(context)
             elif self.shards is not None:
-                self._selection = LocalPrioritizedSelection(job, history=history)
+                self._selection = LocalPrioritizedSelection(context, history=history)
             elif (
                 self.device.type == "cuda"
                 and self.table.region.pin(self.device)
-                and not self._host_draws(job)
+                and not self._host_draws(context)
             ):
-                self._selection = CudaPrioritizedSelection(job, history=history, device=self.device)
+                self._selection = CudaPrioritizedSelection(context, history=history, device=self.device)
             else:
-                self._selection = PrioritizedSelection(job, history=history)
+                self._selection = PrioritizedSelection(context, history=history)
         return self._selection
 
     def _reach(self, shards: Shards) -> tuple[int, int] | None:
         """The steps that windows cover, where those who draw must know it."""
         return reach_of(self.windows) if shards.transport == "nixl" and shards.remote else None
 
-    def _host_draws(self, job: SelectionContext) -> bool:
+    def _host_draws(self, context: SelectionContext) -> bool:
         """Whether the host has to know, batch by batch, what was drawn or updated."""
-        if not job.counts and self.table.rules.on_full != "evict_lowest_priority":
+        if not context.counts and self.table.rules.on_full != "evict_lowest_priority":
             return False
         notice(
             "host-draws",
@@ -743,7 +748,7 @@ class ReplayDataset(IterableDataset[Batch]):
         """Batches of one pass over all items, on all ranks together."""
         items, size = self.selector.num_items(view), self._drawn_at_once(self.batch_size)
         if items == 0:
-            raise self._selected().job.empty()
+            raise self._selected().context.empty()
         if self.drop_last and self.selector.passes:
             if items < size:
                 ranks = "" if size == self.batch_size else f" on {size // self.batch_size} ranks"
@@ -880,7 +885,7 @@ class ReplayDataset(IterableDataset[Batch]):
             self._settle()
             priorities = self._by_priority("state_dict").state_dict()
             if self._exchange is not None and not self._everywhere:
-                priorities = gathered(self._exchange, priorities)
+                priorities = gather_states(self._exchange, priorities)
             state["priorities"] = priorities
         return state
 
@@ -915,7 +920,7 @@ class ReplayDataset(IterableDataset[Batch]):
                 )
             priorities = state["priorities"]
             if self._exchange is not None and not self._everywhere:
-                priorities = own_part(self._exchange, priorities)
+                priorities = own_state(self._exchange, priorities)
             self._by_priority("load_state_dict").load_state_dict(priorities)
         self._position.load_state_dict(values)
 

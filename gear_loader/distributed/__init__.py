@@ -1,4 +1,4 @@
-"""The tables of many ranks as one: selection over all of them, rows of other nodes, placement, elastic checkpoints."""
+"""Sharded tables of many ranks: global and local selection, rows of other nodes, placement, checkpoints."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gear_loader.distributed.elastic import load, save
+    from gear_loader.distributed.checkpoint import load, save
     from gear_loader.distributed.placement import Placement
     from gear_loader.distributed.shards import Shards
 
 __all__ = ["Placement", "Shards", "load", "save"]
 
-_MODULES = {"Placement": "placement", "Shards": "shards", "load": "elastic", "save": "elastic"}
+_MODULES = {"Placement": "placement", "Shards": "shards", "load": "checkpoint", "save": "checkpoint"}
 
 
 def __getattr__(name: str) -> Any:

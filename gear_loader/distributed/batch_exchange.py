@@ -1,4 +1,4 @@
-"""How a batch's rows, and what goes with them, get from the ranks that own them to those that train on them."""
+"""The exchange of a batch: moves row records from the ranks that own the rows to the ranks that train on them."""
 
 from __future__ import annotations
 
@@ -7,201 +7,274 @@ from collections.abc import Callable
 import numpy as np
 
 from gear_loader.distributed.exchange import SingleProcess
+from gear_loader.distributed.failures import attempt
 from gear_loader.distributed.messages import Message, as_bytes
-from gear_loader.distributed.records import UPDATE, record_dtype, slice_rows
+from gear_loader.distributed.records import SUMMARY, UPDATE, slice_rows
+from gear_loader.distributed.samplers import Samplers
 from gear_loader.distributed.shards import Shards
-from gear_loader.distributed.updates import Updates
+from gear_loader.distributed.update_routing import UpdateRouter
 from gear_loader.utils.arrays import Array
 
 __all__ = ["BatchExchange"]
 
 
 class BatchExchange:
-    """The exchanges of one selection.
+    """Exchanges one batch's row records, priority updates and shard summaries between ranks.
 
     Args:
-        shards: all of them.
-        exchange: of this selection alone.
-        updates: that go along.
-        blocks: of a record; see `record_dtype`.
+        shards: the sharded table.
+        exchange: collective channel private to this selection.
+        samplers: shard samplers of this rank; they define the type of the records.
+        updates: router of priority updates, which are sent along with the records.
 
     Attributes:
-        dtype: of records.
-        published: what each shard has offered last, `PUBLISHED` [S]; None if that is not known any more.
-        lost: bool [S]: shards that some rank cannot reach.
+        summaries: last summary of each shard, `SUMMARY` [S]; None before the first exchange and after a failed one.
+            Every exchange makes a new array.
+        unreachable: bool [S]: shards that some rank cannot reach.
     """
 
-    def __init__(self, shards: Shards, exchange: SingleProcess, updates: Updates, blocks: int) -> None:
+    def __init__(
+        self, shards: Shards, exchange: SingleProcess, samplers: Samplers, updates: UpdateRouter
+    ) -> None:
         self.shards = shards
         self.exchange = exchange
         self.updates = updates
-        self.dtype = record_dtype(blocks)
+        self.dtype = samplers.dtype
+        self._samplers = samplers
         self._owned: list[list[int]] = [[] for _ in range(exchange.size)]
         for shard, lead in enumerate(shards.leads):
             self._owned[lead].append(shard)
         self._order: Array = np.argsort([shard for owned in self._owned for shard in owned], kind="stable")
-        self.published: Array | None = None
-        self.lost: Array = np.zeros(shards.num_shards, dtype=bool)
+        self.summaries: Array | None = None
+        self.unreachable: Array = np.zeros(shards.num_shards, dtype=bool)
 
-    def of_all(self, own: list[Array]) -> list[Array]:
-        """An array of each own shard, made known to all: one of each shard."""
-        if self.exchange.size == 1:
-            return own
-        everyone = self.exchange.share_array(own[0] if own else np.empty(0, dtype=np.int64))
-        return [everyone[rank] for rank in self.shards.leads]
+    # ---------------------------------------------------------------- slices and shards
 
-    @property
-    def none(self) -> Array:
+    def no_records(self) -> Array:
+        """Return an empty array of records."""
         return np.empty(0, dtype=self.dtype)
 
     def slice_of(self, count: int, data: int | None = None) -> Array:
+        """Return the rows of a batch in one slice, int64 [m].
+
+        Args:
+            count: rows of the batch.
+            data: data coordinate of the slice; by default this rank's.
+        """
         data = self.shards.place.data if data is None else data
         return slice_rows(count, self.shards.num_slices, data)
 
     def shards_of(self, rank: int) -> list[int]:
-        """The shards for which a rank answers."""
+        """Return the shards for which a rank answers."""
         return self._owned[rank]
 
-    def swap(
+    def share_arrays(self, own: list[Array]) -> list[Array]:
+        """Share one array of each of this rank's shards; return one array of each shard of all ranks."""
+        if self.exchange.size == 1:
+            return own
+        arrays = self.exchange.share_array(own[0] if own else np.empty(0, dtype=np.int64))
+        return [arrays[rank] for rank in self.shards.leads]
+
+    # ---------------------------------------------------------------- shard summaries
+
+    def summarize(self, draws: int) -> Array:
+        """Apply the updates that were sent before draw number `draws`; return the summaries of this rank's shards."""
+        self.updates.apply(draws)
+        return self._samplers.summarize()
+
+    def known_summaries(self) -> Array:
+        """Return the summaries for the next draw, `SUMMARY` [S]; exchange them if they are not known."""
+        if self.summaries is None:
+            summaries, failure = attempt(
+                lambda: self.summarize(self.updates.draws - 1), np.empty(0, dtype=SUMMARY)
+            )
+            self.exchange_messages(0, lambda *_: 0, lambda _: self.no_records(), summaries, failure)
+        assert self.summaries is not None
+        return self.summaries
+
+    def masses(self) -> Array:
+        """Return the mass of each shard in the next draw, float64 [S]: 0 for shards that some rank cannot reach.
+
+        If that leaves no mass, the draw is made from all shards: each rank then reads the rows that it can reach, and
+        draws the other rows from its own shard.
+        """
+        assert self.summaries is not None
+        masses = self.summaries["mass"]
+        reached = np.where(self.unreachable, 0.0, masses)
+        return reached if reached.sum() > 0 else masses.copy()
+
+    # ---------------------------------------------------------------- exchanges
+
+    def exchange_messages(
         self,
         count: int,
-        told: Callable[[int, int], int],
+        num_records: Callable[[int, int], int],
         records_for: Callable[[int], Array],
-        offers: Array,
+        summaries: Array,
         failure: Exception | None,
     ) -> list[Message]:
-        """One exchange: what each rank has sent this one.
+        """Send a message to each rank; return the messages received, in the order of ranks.
 
         Args:
             count: rows of the batch, all slices together.
-            told: how many records of a shard a rank is told of (rank, shard): all ranks know that.
-            records_for: what this rank tells another one.
-            offers: of this rank's shards.
-            failure: why it can do neither.
+            num_records: number of records of a shard that a rank receives, by rank and shard; known to all ranks.
+            records_for: records that this rank sends to a rank.
+            summaries: summaries of this rank's shards.
+            failure: error that kept this rank from making records and summaries.
         """
         num_shards, me = self.shards.num_shards, self.exchange.rank
         owned = self._owned
-        room = self.updates.outbox.room(count // self.shards.num_slices)
+        capacity = self.updates.outbox.capacity(count // self.shards.num_slices)
 
         def size(source: int, target: int) -> tuple[int, int]:
-            rows = sum(told(target, shard) for shard in owned[source])
-            return rows, Message.size_of(num_shards, len(owned[source]), rows, self.dtype, room)
+            rows = sum(num_records(target, shard) for shard in owned[source])
+            return rows, Message.size_of(num_shards, len(owned[source]), rows, self.dtype, capacity)
 
-        ins = [size(rank, me) for rank in range(len(owned))]
+        incoming = [size(rank, me) for rank in range(len(owned))]
         updates: list[Array] = []
         if failure is None:
-            updates, waiting = self.updates.outbox.take(room), self.updates.outbox.waiting
-            lost = np.isin(np.arange(num_shards), self.shards.lost())
+            updates, pending = self.updates.outbox.take(capacity), self.updates.outbox.longest
+            unreachable = np.isin(np.arange(num_shards), self.shards.lost())
             parts = []
-            for rank, some in enumerate(updates):
-                some["when"] = self.updates.clock
-                parts.append(Message(waiting, lost, offers, records_for(rank), some).pack(room))
+            for rank, queue in enumerate(updates):
+                queue["draw"] = self.updates.draws
+                parts.append(
+                    Message(pending, unreachable, summaries, records_for(rank), queue).pack(capacity)
+                )
         else:
             parts = [np.zeros(size(me, rank)[1], dtype=np.uint8) for rank in range(len(owned))]
         try:
-            answers = self.exchange.swap(parts, [bytes_in for _, bytes_in in ins], failure)
+            answers = self.exchange.all_to_all(parts, [size_in for _, size_in in incoming], failure)
         except BaseException:
-            self.published = None  # looked at anew, should there be a next time
+            self.summaries = None  # the next draw begins with an exchange of summaries
             self.updates.outbox.put_back(updates)
             raise
-        letters = [
+        messages = [
             Message.unpack(answer, num_shards, len(shards), rows, self.dtype)
-            for answer, shards, (rows, _) in zip(answers, owned, ins, strict=True)
+            for answer, shards, (rows, _) in zip(answers, owned, incoming, strict=True)
         ]
-        self.published = np.concatenate([letter.published for letter in letters])[self._order]
-        self.lost = np.logical_or.reduce([letter.lost for letter in letters])
-        self.updates.received += [letter.updates for letter in letters if len(letter.updates)]
-        most = max(letter.waiting for letter in letters)
-        if most:
-            self._swap_rest(most)
-        return letters
+        self._receive(messages)
+        return messages
 
-    def _swap_rest(self, most: int) -> None:
-        """Send the updates for which the letters had no room: when they count does not depend on how many there are.
+    def _receive(self, messages: list[Message]) -> None:
+        """Take over the summaries and updates of all ranks' messages."""
+        self.summaries = np.concatenate([message.summaries for message in messages])[self._order]
+        self.unreachable = np.logical_or.reduce([message.unreachable for message in messages])
+        self.updates.received += [message.updates for message in messages if len(message.updates)]
+        pending = max(message.pending for message in messages)
+        if pending:
+            self._send_pending(pending)
+
+    def _send_pending(self, most: int) -> None:
+        """Send the updates that did not fit: the draw from which updates count does not depend on their number.
 
         Args:
-            most: that any rank has for one other.
+            most: the most updates that any rank has for one other rank.
         """
         parts: list[Array] = []
-        for some in self.updates.outbox.take(most):
+        for queue in self.updates.outbox.take(most):
             part: Array = np.zeros(most, dtype=UPDATE)
-            part["shard"], some["when"] = -1, self.updates.clock
-            part[: len(some)] = some
+            part["shard"], queue["draw"] = -1, self.updates.draws
+            part[: len(queue)] = queue
             parts.append(as_bytes(part))
-        for answer in self.exchange.swap(parts, [most * UPDATE.itemsize] * self.exchange.size):
+        for answer in self.exchange.all_to_all(parts, [most * UPDATE.itemsize] * self.exchange.size):
             updates = answer.copy().view(UPDATE)
             self.updates.received.append(updates[updates["shard"] >= 0])
 
-    def deal(
+    def send_rows(
         self,
-        fallen: Array,
-        found: dict[int, tuple[Array, Array]],
-        offers: Array,
+        assignment: Array,
+        own: dict[int, tuple[Array, Array]],
+        summaries: Array,
         failure: Exception | None,
     ) -> tuple[Array, Array, float]:
-        """Tell each rank of its rows; which rows this one was told of, their records, and the least leaf of all.
+        """Send each rank the records of its rows.
 
         Args:
-            fallen: int64 [n]: the shard of each row. found: shard -> rows and records, of this rank's shards.
+            assignment: int64 [n]: shard of each row of the batch; -1 for rows that are not sent.
+            own: shard -> rows and their records, of this rank's shards.
+            summaries: summaries of this rank's shards.
+            failure: error that kept this rank from making records and summaries.
+
+        Returns:
+            The rows whose records this rank received, int64 [m] ascending; the records [m]; and the smallest leaf
+            among the rows of all ranks.
         """
 
-        def wanted(rank: int, shard: int) -> Array:
+        def rows_for(rank: int, shard: int) -> Array:
             place = self.shards.places[rank]
-            if place.stage:  # all of its own shard: it looks them up for its stage
-                return np.flatnonzero(fallen == shard) if place.data == shard else fallen[:0]
-            rows = self.slice_of(len(fallen), place.data)
-            mine: Array = rows[fallen[rows] == shard]
-            return mine
+            if place.stage:  # all rows of its own shard: the rank looks them up for its stage
+                return np.flatnonzero(assignment == shard) if place.data == shard else assignment[:0]
+            rows = self.slice_of(len(assignment), place.data)
+            assigned: Array = rows[assignment[rows] == shard]
+            return assigned
 
         def records_for(rank: int) -> Array:
             parts = [
-                records[np.searchsorted(rows, wanted(rank, shard))]
-                for shard, (rows, records) in found.items()
+                records[np.searchsorted(rows, rows_for(rank, shard))]
+                for shard, (rows, records) in own.items()
             ]
-            return np.concatenate(parts) if parts else self.none
+            return np.concatenate(parts) if parts else self.no_records()
 
-        letters = self.swap(
-            len(fallen), lambda rank, shard: len(wanted(rank, shard)), records_for, offers, failure
+        messages = self.exchange_messages(
+            len(assignment),
+            lambda rank, shard: len(rows_for(rank, shard)),
+            records_for,
+            summaries,
+            failure,
         )
         me = self.exchange.rank
         rows = np.concatenate(
-            [wanted(me, shard) for rank in range(len(letters)) for shard in self.shards_of(rank)]
+            [rows_for(me, shard) for rank in range(len(messages)) for shard in self.shards_of(rank)]
         )
-        records = np.concatenate([letter.records for letter in letters])
+        records = np.concatenate([message.records for message in messages])
         order = np.argsort(rows, kind="stable")
-        assert self.published is not None
-        return rows[order], records[order], float(self.published["batch_least"].min())
+        assert self.summaries is not None
+        return rows[order], records[order], float(self.summaries["batch_least"].min())
 
-    def bring(
+    def share_candidates(
         self,
         count: int,
         own: list[Array],
-        sent: Array,
-        asked: Array,
-        offers: Array,
+        first: Array,
+        end: Array,
+        summaries: Array,
         failure: Exception | None,
     ) -> dict[int, Array]:
-        """Candidates number `sent` to `asked` - 1 of each shard, made known to all."""
-        sizes = asked - sent
+        """Share candidates of all shards with all ranks.
+
+        Args:
+            count: rows of the batch.
+            own: candidates of each of this rank's shards.
+            first, end: int64 [S]: range of each shard's candidates to share.
+            summaries: summaries of this rank's shards.
+            failure: error that kept this rank from making candidates and summaries.
+
+        Returns:
+            shard -> candidates, padded to the range's size with empty records.
+        """
+        sizes = end - first
 
         def records_for(_: int) -> Array:
             parts = [
-                _padded(records[sent[shard] : asked[shard]], int(sizes[shard]))
+                _padded(records[first[shard] : end[shard]], int(sizes[shard]))
                 for shard, records in zip(self.shards.own, own, strict=True)
             ]
-            return np.concatenate(parts) if parts else self.none
+            return np.concatenate(parts) if parts else self.no_records()
 
-        letters = self.swap(count, lambda _, shard: int(sizes[shard]), records_for, offers, failure)
+        messages = self.exchange_messages(
+            count, lambda _, shard: int(sizes[shard]), records_for, summaries, failure
+        )
         found: dict[int, Array] = {}
-        for rank, letter in enumerate(letters):
+        for rank, message in enumerate(messages):
             shards = self.shards_of(rank)
             ends = np.cumsum([sizes[shard] for shard in shards])[:-1]
-            found.update(zip(shards, np.split(letter.records, ends), strict=False))
+            found.update(zip(shards, np.split(message.records, ends), strict=False))
         return found
 
 
 def _padded(records: Array, size: int) -> Array:
-    """Records, and as many empty ones as are missing."""
+    """Append empty records, with the id -1, up to a size."""
     padding: Array = np.zeros(size - len(records), dtype=records.dtype)
     padding["id"] = -1
     return np.concatenate((records, padding))

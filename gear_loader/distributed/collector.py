@@ -1,4 +1,4 @@
-"""Batches out of several shards: rows of this node straight from their regions, rows of others over a transport."""
+"""Collects batches from several shards: rows of this node from their regions, rows of others over a transport."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from gear_loader.storage.table import Table, Ticket
 from gear_loader.transport.spec import Piece, WindowSpec
 from gear_loader.utils.arrays import Array
 
-__all__ = ["NAMES", "ReadTickets", "ShardBuffers", "ShardCollector", "ShardRows"]
+__all__ = ["ROW_KEYS", "ReadTickets", "ShardBuffers", "ShardCollector", "ShardRows"]
 
-NAMES = ("index", "anchor", "generation", "shard")
-"""Keys of a batch that tell what its rows are."""
-_TURNS = 8
-_PAUSE = 0.05  # seconds before what was lost is asked for again
+ROW_KEYS = ("index", "anchor", "generation", "shard")
+"""Keys of a batch that identify its rows."""
+_TURNS = 8  # attempts to draw spare rows
+_PAUSE = 0.05  # seconds before a lost request is repeated
 
 
 class ReadTickets(dict[int, Ticket]):
-    """Shard -> read ticket: those under which the rows of one batch are read."""
+    """Shard -> read ticket, of the shards of this node whose rows a batch reads."""
 
     def end(self) -> None:
         """Release all of them; idempotent. Takes no lock."""
@@ -49,23 +49,24 @@ class ReadTickets(dict[int, Ticket]):
 
 @dataclasses.dataclass
 class ShardRows:
-    """Rows of a batch, drawn from all shards.
+    """This rank's rows of a batch, drawn from all shards.
 
     Attributes:
-        shards: int64 [n]: which shard each is of.
-        records: [n], as its owner described it; see `gear_loader.distributed.records`.
-        weigh: importance weights, float32 [n], of leaves, float64 [n]; None if batches carry none.
-        spare: records of so many other rows of this rank's own shard, and its number; the second argument tells how
-            often it has been asked. None if there is none to be had here.
-        names: what batches call the rows, where that is not as `records` do: "slot" and "generation", [n].
-        tickets: those that the collector takes.
+        shards: shard of each row, int64 [n].
+        records: row records of the owners, [n]; see `gear_loader.distributed.records`.
+        weigh: function from leaves, float64 [n], to importance weights, float32 [n]; None if batches carry none.
+        spare: function that draws spare rows: takes their number and the number of the attempt, returns their records
+            and their shard. None if missing rows are an error.
+        keys: slots and generations of the rows in stage 0, by which batches identify them; `SLOT_KEY` [n]. None in
+            stage 0.
+        tickets: read tickets that the collector takes.
     """
 
     shards: Array
     records: Array
     weigh: Callable[[Array], Array] | None
     spare: Callable[[int, int], tuple[Array, int]] | None
-    names: Array | None = None
+    keys: Array | None = None
     tickets: ReadTickets = dataclasses.field(default_factory=ReadTickets)
 
     def __len__(self) -> int:
@@ -74,11 +75,11 @@ class ShardRows:
 
 @dataclasses.dataclass
 class ShardBuffers(Buffers):
-    """The tensors of one batch, and how to fill them from each shard.
+    """The tensors of one batch, and the plans that fill them from each shard.
 
     Attributes:
-        plans: shard of this node -> plan, as they come up.
-        place: how rows of other nodes are put in their places, if any came.
+        plans: shard of this node -> gather plan, made on first use.
+        place: plan that places rows of other nodes, made on first use.
     """
 
     plans: dict[int, GatherPlan] = dataclasses.field(default_factory=dict)
@@ -89,8 +90,12 @@ class ShardCollector(Collector):
     """Gathers rows of any shard into buffers.
 
     Args:
-        shards: all of them.
+        shards: the sharded table.
         windows, batch_size, device, programs, weighs: as for `Collector`.
+
+    Attributes:
+        num_gone: rows that were replaced because their trajectory was gone before it was read.
+        num_lost: rows that were replaced because their shard could not be reached.
     """
 
     def __init__(
@@ -110,9 +115,7 @@ class ShardCollector(Collector):
         self.zero_copy = False
         self.waits = shards.exchange.size > 1
         self.num_gone = 0
-        """Rows that were drawn once more, because their trajectory was gone before it could be read."""
         self.num_lost = 0
-        """Rows that were drawn once more, because their shard could not be reached."""
         self._staging = Staging(pinned=device.type == "cuda")
 
     def buffers(self, *, shared: bool = False) -> ShardBuffers:
@@ -133,11 +136,11 @@ class ShardCollector(Collector):
     def gather(self, buffers: Buffers, rows: ShardRows) -> None:
         """Fill the first rows of `buffers`; see `Collector.gather`.
 
-        Takes `rows.tickets`, one for each shard of this node that is read; the caller releases them.
+        Takes a read ticket for each shard of this node that is read, into `rows.tickets`; the caller releases them.
 
         Raises:
-            TransportError: a shard of another node did not answer, and rows are not to be drawn once more.
-            StaleIndexError, TableEmptyError: rows were gone, and no others can be had.
+            TransportError: a shard of another node did not answer, and `on_failure` is "raise".
+            StaleIndexError, TableEmptyError: rows were gone, and there are no spare rows.
         """
         assert isinstance(buffers, ShardBuffers)
         with self._filling(buffers):
@@ -145,12 +148,12 @@ class ShardCollector(Collector):
 
     @contextlib.contextmanager
     def _filling(self, buffers: ShardBuffers) -> Iterator[None]:
-        """Around everything that writes into the buffers."""
+        """Surround all writes into the buffers."""
         gpu = buffers.gpu
         if gpu is None:
             yield
             return
-        # The GPU cannot read the regions: the batch is put together in pinned memory, and copied.
+        # The GPU cannot read the regions: the batch is collected in pinned memory, and copied.
         gpu.filled.synchronize()
         yield
         assert gpu.staging is not None
@@ -163,38 +166,38 @@ class ShardCollector(Collector):
         if buffers.gpu is not None and isinstance(buffers.gpu.staging, ShardBuffers):
             buffers = buffers.gpu.staging
         parts: list[tuple[int, Part]] = []
-        near, missing = [], []
+        local, missing = [], []
         lost = self.shards.lost() if self.shards.on_failure == "redraw" else []
         for shard, which in self._by_shard(rows, np.arange(len(rows))):
             source = self.shards.source(shard)
             if not isinstance(source, RemoteShard):
-                near.append(which)
-            elif shard in lost:  # not waited for again so soon
+                local.append(which)
+            elif shard in lost:  # no request until the shard is tried again
                 self.num_lost += len(which)
                 missing.append(which)
             else:
                 started = source.start(self.windows, which, rows.records[which], self._staging)
                 parts += [(shard, part) for part in started]
-        # Rows of this node, while the others are under way.
-        self._gather_near(buffers, rows, self._alive(rows, _joined(near), tickets))
-        left = _joined([*missing, self._place(buffers, parts)])
+        # Rows of this node, while those of other nodes are on their way.
+        self._gather_local(buffers, rows, self._read_or_replace(rows, _concatenated(local), tickets))
+        left = _concatenated([*missing, self._place(buffers, parts)])
         if len(left):
-            self._gather_near(buffers, rows, self._instead(rows, left, tickets))
-        self._write_names(buffers, rows)
+            self._gather_local(buffers, rows, self._replace(rows, left, tickets))
+        self._write_keys(buffers, rows)
 
-    def _alive(self, rows: ShardRows, which: Array, tickets: ReadTickets) -> Array:
-        """Take tickets for rows of this node's shards; those that are gone get others in their place."""
+    def _read_or_replace(self, rows: ShardRows, which: Array, tickets: ReadTickets) -> Array:
+        """Take read tickets for rows of this node's shards, and replace rows that are gone; return `which`."""
         gone = [
-            mine[~self._check(shard, rows.records[mine], tickets)]
-            for shard, mine in self._by_shard(rows, which)
+            shard_rows[~self._check(shard, rows.records[shard_rows], tickets)]
+            for shard, shard_rows in self._by_shard(rows, which)
         ]
         if gone and len(missing := np.concatenate(gone)):
             self.num_gone += len(missing)
-            self._instead(rows, missing, tickets)
+            self._replace(rows, missing, tickets)
         return which
 
     def _check(self, shard: int, records: Array, tickets: ReadTickets) -> Array:
-        """Whether rows of a shard of this node are there: bool [n]. They stay until the ticket is given back."""
+        """Take a read ticket for a shard of this node; return which of its rows are present, bool [n]."""
         table = self._table(shard)
         if shard not in tickets:
             tickets[shard] = Ticket()
@@ -209,12 +212,12 @@ class ShardCollector(Collector):
         assert table is not None
         return table
 
-    def _instead(self, rows: ShardRows, which: Array, tickets: ReadTickets) -> Array:
-        """Rows of this rank's own shard in place of some that cannot be had; which they are, int64 [n]."""
+    def _replace(self, rows: ShardRows, which: Array, tickets: ReadTickets) -> Array:
+        """Replace rows that cannot be read by spare rows of this rank's shard; return `which`, int64 [n]."""
         if rows.spare is None:
             raise StaleIndexError(
                 f"{len(which)} rows of a batch were removed, or evicted, before they could be read. Stages of a "
-                "pipeline must get the same rows, so none were drawn instead. Give the tables more room, or remove "
+                "pipeline must get the same rows, so they were not replaced. Make the tables larger, or remove "
                 "trajectories between batches only."
             )
         left = which
@@ -235,13 +238,13 @@ class ShardCollector(Collector):
 
     @staticmethod
     def _by_shard(rows: ShardRows, which: Array) -> Iterator[tuple[int, Array]]:
-        """Each shard that some rows are of, and those rows."""
+        """Yield each shard of some rows, and its rows."""
         for shard in np.unique(rows.shards[which]).tolist():
             yield shard, which[rows.shards[which] == shard]
 
-    def _gather_near(self, buffers: ShardBuffers, rows: ShardRows, which: Array) -> None:
-        for shard, mine in self._by_shard(rows, which):
-            records = rows.records[mine]
+    def _gather_local(self, buffers: ShardBuffers, rows: ShardRows, which: Array) -> None:
+        for shard, shard_rows in self._by_shard(rows, which):
+            records = rows.records[shard_rows]
             table, plan = self._table(shard), self._plan(buffers, shard)
             slots, anchors = (np.ascontiguousarray(records[name]) for name in ("slot", "step"))
             extent, block_ids = table.index_arrays()
@@ -254,14 +257,14 @@ class ShardCollector(Collector):
                     block_ids,
                     plan.block_steps,
                     self._row_bytes,
-                    rows=mine,
+                    rows=shard_rows,
                 )
                 table.check_gathered(bad)
             else:
                 reference.gather(
                     plan,
                     *(torch.from_numpy(part) for part in (slots, anchors, extent, block_ids)),
-                    rows=torch.from_numpy(mine),
+                    rows=torch.from_numpy(shard_rows),
                 )
 
     def _plan(self, buffers: ShardBuffers, shard: int) -> GatherPlan:
@@ -275,16 +278,16 @@ class ShardCollector(Collector):
     # ---------------------------------------------------------------- rows of other nodes
 
     def _place(self, buffers: ShardBuffers, parts: list[tuple[int, Part]]) -> Array:
-        """Put what has arrived into its rows; those that did not come: int64 [n]."""
+        """Place the parts that arrive in time into the batch; return the rows of missing ones, int64 [n]."""
         missing = []
         failure: TransportError | None = None
         end = time.monotonic() + self.shards.rows_timeout
         for shard, part in parts:
             try:
-                part, status = _arrived(part, end)
+                part, status = _awaited(part, end)
             except TransportError as error:
                 failure = failure or error
-                self.shards.lose(shard, error)
+                self.shards.mark_lost(shard, error)
                 missing.append(part.rows)
                 self.num_lost += len(part.rows)
                 continue
@@ -295,10 +298,10 @@ class ShardCollector(Collector):
                 missing.append(part.rows[gone])
         if failure is not None and self.shards.on_failure == "raise":
             raise failure
-        return _joined(missing)
+        return _concatenated(missing)
 
     def _place_part(self, buffers: ShardBuffers, part: Part) -> None:
-        """Put a part in its place, and see to it that its memory is given back."""
+        """Place a part into the batch, and give its memory back."""
         plan = self._place_plan(buffers)
         if copying.require():
             copying.place(plan.pieces(part.memory, len(part.rows)).numpy(), part.rows)
@@ -307,7 +310,7 @@ class ShardCollector(Collector):
         self._staging.give(part.memory)
 
     def _place_plan(self, buffers: ShardBuffers) -> PlacePlan:
-        """Where the pieces of a part go; they lie in it as `PlacePlan` has them."""
+        """Return the plan that places the pieces of a part, which are in the order of `WindowSpec.pieces`."""
         if buffers.place is None:
             pieces = self._pieces()
             outs = [self._out(buffers.batch, piece.name, piece.kind) for piece in pieces]
@@ -326,35 +329,38 @@ class ShardCollector(Collector):
             tensor = mask[name] if isinstance(mask, dict) else mask
         return tensor
 
-    # ---------------------------------------------------------------- names
+    # ---------------------------------------------------------------- keys
 
-    def _write_names(self, buffers: ShardBuffers, rows: ShardRows) -> None:
-        self._fill_names(buffers.batch, buffers.batch.get("priority_weight"), rows)
+    def _write_keys(self, buffers: ShardBuffers, rows: ShardRows) -> None:
+        self._fill_keys(buffers.batch, buffers.batch.get("priority_weight"), rows)
 
     @staticmethod
-    def _fill_names(names: Mapping[str, torch.Tensor], weights: torch.Tensor | None, rows: ShardRows) -> None:
-        """Write what the rows are, and what they weigh, into tensors on the host."""
+    def _fill_keys(
+        tensors: Mapping[str, torch.Tensor], weights: torch.Tensor | None, rows: ShardRows
+    ) -> None:
+        """Write the keys of the rows, and their importance weights, into tensors on the host."""
         count, records = len(rows), rows.records
-        called = records if rows.names is None else rows.names
+        keys = records if rows.keys is None else rows.keys
         for key, values in zip(
-            NAMES, (called["slot"], records["step"], called["generation"], rows.shards), strict=True
+            ROW_KEYS, (keys["slot"], records["step"], keys["generation"], rows.shards), strict=True
         ):
-            names[key].numpy()[:count] = values
+            tensors[key].numpy()[:count] = values
         if rows.weigh is not None and weights is not None:
             weights.numpy()[:count] = rows.weigh(records["leaf"])
 
 
-def _joined(parts: list[Array]) -> Array:
-    """Row numbers, one list of them after another."""
+def _concatenated(parts: list[Array]) -> Array:
+    """Concatenate lists of row numbers."""
     return np.concatenate([np.empty(0, dtype=np.int64), *parts])
 
 
-def _arrived(part: Part, end: float) -> tuple[Part, Array]:
-    """A part that has arrived, and its status. Where a connection was lost it is asked for again: the server may have
-    been started anew.
+def _awaited(part: Part, end: float) -> tuple[Part, Array]:
+    """Wait for a part; return it and the status of its rows. Repeat the request after a lost connection: the server
+    may have been restarted.
 
     Args:
-        end: by `time.monotonic`, until when.
+        part: the part.
+        end: deadline of repeated requests, by `time.monotonic`.
     """
     while True:
         try:

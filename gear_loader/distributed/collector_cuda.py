@@ -1,4 +1,4 @@
-"""Batches on a GPU out of several shards: it reads this node's regions itself, and what has arrived from others."""
+"""Collects batches on a GPU from several shards: the GPU reads this node's regions, and staged rows of others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from gear_loader.collection.collector import Buffers, GpuSide, resolve
-from gear_loader.distributed.collector import NAMES, ShardBuffers, ShardCollector, ShardRows
+from gear_loader.distributed.collector import ROW_KEYS, ShardBuffers, ShardCollector, ShardRows
+from gear_loader.distributed.records import max_window_blocks
 from gear_loader.distributed.remote import Part
 from gear_loader.utils.arrays import Array
 
@@ -20,19 +21,20 @@ __all__ = ["CudaShardCollector", "DeviceRows"]
 
 @dataclasses.dataclass
 class DeviceRows:
-    """What kernels have to know of a batch's rows, written by the host and copied to the device.
+    """Arguments of the kernels for a batch's rows, written by the host and copied to the device.
 
-    Rows of this node's shards are written one shard after another, those that take the place of lost ones behind them.
+    Rows of this node are written one shard after another; spare rows follow them.
 
     Attributes:
-        names: int64 [4, B]: index, anchor, generation and shard, in the order of the batch.
-        anchors, rows: int64 [B], of rows of this node: the step, and the row of the batch.
-        extent: int64 [B, 2], block_ids: int32 [B, K]: as `gear_loader.collection.collector.resolve` writes them.
-        places: int64 [B]: rows of the batch for what comes from other nodes.
-        weights: float32 [B].
+        keys: int64 [4, B]: index, anchor, generation and shard, in the order of the batch.
+        anchors, rows: of rows of this node: step and row of the batch, int64 [B].
+        extent: int64 [B, 2], from `gear_loader.collection.collector.resolve`.
+        block_ids: int32 [B, K], from the same function.
+        places: of rows of other nodes: row of the batch, int64 [B].
+        weights: importance weights, float32 [B].
     """
 
-    names: torch.Tensor
+    keys: torch.Tensor
     anchors: torch.Tensor
     rows: torch.Tensor
     extent: torch.Tensor
@@ -44,7 +46,7 @@ class DeviceRows:
     def make(
         cls, batch_size: int, blocks: int, *, device: torch.device, pin_memory: bool = False
     ) -> DeviceRows:
-        """Fresh ones."""
+        """Make zeroed tensors for batches of `batch_size` rows, with `blocks` blocks a window."""
 
         def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device, pin_memory=pin_memory)
@@ -65,9 +67,10 @@ class DeviceBuffers(ShardBuffers):
     """Buffers on a GPU.
 
     Attributes:
-        host: pinned; mirror: on the device.
-        used: how many rows of `anchors` and so on, and of `places`, the running batch has used.
-        parts: staging memory that the GPU may still read.
+        host: arguments of the kernels in pinned memory.
+        mirror: their copy on the device.
+        used: number of rows of `anchors` and of `places` that the running batch has used.
+        parts: parts whose staging memory the GPU may still read.
     """
 
     host: DeviceRows | None = None
@@ -86,16 +89,16 @@ class CudaShardCollector(ShardCollector):
     def buffers(self, *, shared: bool = False) -> DeviceBuffers:
         """See `Collector.buffers`."""
         made = self._buffers(self.device)
-        blocks = max((self._last - self._first) // steps + 2 for steps in self.shards.block_steps.values())
+        blocks = max_window_blocks(self.reach, self.shards.block_steps.values())
         host = DeviceRows.make(self.batch_size, blocks, device=torch.device("cpu"), pin_memory=True)
         mirror = DeviceRows.make(self.batch_size, blocks, device=self.device)
         filled, released = torch.cuda.Event(blocking=True), torch.cuda.Event()
         return self.with_rows(made, host, mirror, GpuSide(None, None, None, None, filled, released))
 
     def with_rows(self, made: Buffers, host: DeviceRows, mirror: DeviceRows, gpu: GpuSide) -> DeviceBuffers:
-        """Buffers whose names and weights are those of `mirror`."""
-        for i, key in enumerate(NAMES):
-            made.batch[key] = mirror.names[i]
+        """Make buffers whose keys and weights are those of `mirror`."""
+        for i, key in enumerate(ROW_KEYS):
+            made.batch[key] = mirror.keys[i]
         if self.weighs:
             made.batch["priority_weight"] = mirror.weights
         return DeviceBuffers(made.batch, made.plan, gpu, host=host, mirror=mirror)
@@ -105,7 +108,7 @@ class CudaShardCollector(ShardCollector):
         assert isinstance(buffers, DeviceBuffers)
         gpu = buffers.gpu
         assert gpu is not None
-        # What the last batch in these buffers was copied from is about to be written again.
+        # The host memory of the last batch in these buffers is about to be written again.
         gpu.filled.synchronize()
         while buffers.parts:
             self._staging.give(buffers.parts.pop().memory)
@@ -114,19 +117,19 @@ class CudaShardCollector(ShardCollector):
         try:
             yield
         finally:
-            gpu.filled.record()  # also behind the part of a batch that failed: it is read from the same memory
+            gpu.filled.record()  # also after a failed batch: the GPU reads it from the same memory
 
-    def _gather_near(self, buffers: ShardBuffers, rows: ShardRows, which: Array) -> None:
+    def _gather_local(self, buffers: ShardBuffers, rows: ShardRows, which: Array) -> None:
         from gear_loader.kernels import gather
 
         host, mirror = _sides(buffers)
-        for shard, mine in self._by_shard(rows, which):
-            records = rows.records[mine]
-            part = self._claim(buffers, 0, len(mine))
-            count = len(mine)
+        for shard, shard_rows in self._by_shard(rows, which):
+            records = rows.records[shard_rows]
+            part = self._claim(buffers, 0, len(shard_rows))
+            count = len(shard_rows)
             slots, anchors = (np.ascontiguousarray(records[name]) for name in ("slot", "step"))
             host.anchors[part].numpy()[:] = anchors
-            host.rows[part].numpy()[:] = mine
+            host.rows[part].numpy()[:] = shard_rows
             resolve(
                 self._table(shard),
                 slots,
@@ -152,11 +155,11 @@ class CudaShardCollector(ShardCollector):
 
         assert isinstance(buffers, DeviceBuffers)
         host, mirror = _sides(buffers)
-        some = self._claim(buffers, 1, len(part.rows))
-        host.places[some].numpy()[:] = part.rows
-        mirror.places[some].copy_(host.places[some], non_blocking=True)
-        place.place(self._place_plan(buffers), part.memory, mirror.places[some], programs=self.programs)
-        buffers.parts.append(part)  # given back when the kernel has run
+        claimed = self._claim(buffers, 1, len(part.rows))
+        host.places[claimed].numpy()[:] = part.rows
+        mirror.places[claimed].copy_(host.places[claimed], non_blocking=True)
+        place.place(self._place_plan(buffers), part.memory, mirror.places[claimed], programs=self.programs)
+        buffers.parts.append(part)  # its memory is given back when the kernel has run
 
     @staticmethod
     def _claim(buffers: ShardBuffers, kind: int, count: int) -> slice:
@@ -165,10 +168,10 @@ class CudaShardCollector(ShardCollector):
         buffers.used[kind] = first + count
         return slice(first, first + count)
 
-    def _write_names(self, buffers: ShardBuffers, rows: ShardRows) -> None:
+    def _write_keys(self, buffers: ShardBuffers, rows: ShardRows) -> None:
         host, mirror = _sides(buffers)
-        self._fill_names(dict(zip(NAMES, host.names, strict=True)), host.weights, rows)
-        mirror.names.copy_(host.names, non_blocking=True)
+        self._fill_keys(dict(zip(ROW_KEYS, host.keys, strict=True)), host.weights, rows)
+        mirror.keys.copy_(host.keys, non_blocking=True)
         if rows.weigh is not None:
             mirror.weights.copy_(host.weights, non_blocking=True)
 

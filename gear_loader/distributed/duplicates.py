@@ -1,9 +1,9 @@
-"""Trajectories that lie in two shards, or in one stage alone, because somebody was killed while they moved."""
+"""Removes duplicates and incomplete copies of trajectories, left by an interrupted migration."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -12,20 +12,28 @@ from gear_loader.storage.ids import LARGEST_ORIGIN
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Leftovers", "brought_ids", "remove_ids"]
+__all__ = ["DuplicateSearch", "migrated_ids", "remove_ids"]
 
 SlotsOf = Callable[[int, Array], Array]
+"""Returns the slots of ids in a shard; -1 for trajectories that are gone."""
 
 
-def brought_ids(table: Table) -> Array:
-    """Ids, int64 [n], of the trajectories of a table that it did not number itself: they came from another shard."""
+def migrated_ids(table: Table) -> Array:
+    """Return the ids, int64 [n], of a table's trajectories that came from other shards."""
     view = table.snapshot()
     ids: Array = table.ids(view.slots)[table._live().ident[view.slots] >= 0]
     return ids
 
 
 def remove_ids(table: Table, slots_of: SlotsOf, shard: int, ids: Array) -> int:
-    """Remove the trajectories with these ids that are there; how many that were."""
+    """Remove the trajectories with these ids from a table; return the number removed.
+
+    Args:
+        table: the table.
+        slots_of: looks ids up.
+        shard: number of the table's shard.
+        ids: int64 [n]; ids that are not in the table are left out.
+    """
     slots = slots_of(shard, ids)
     ids, slots = ids[slots >= 0], slots[slots >= 0]
     if len(slots) == 0:
@@ -34,89 +42,93 @@ def remove_ids(table: Table, slots_of: SlotsOf, shard: int, ids: Array) -> int:
         table.remove(slots)
         return len(slots)
     count = 0
-    for one, slot in zip(ids.tolist(), slots.tolist(), strict=True):  # one has been evicted a moment ago
+    for each, slot in zip(ids.tolist(), slots.tolist(), strict=True):  # one of them was evicted a moment ago
         with contextlib.suppress(StaleIndexError):
-            if table.ids(np.array([slot]))[0] == one:
+            if table.ids(np.array([slot]))[0] == each:
                 table.remove(slot)
                 count += 1
     return count
 
 
-class Leftovers:
-    """Finds them, and removes all but one copy: of a shard's own trajectory that copy, else the one in the first shard.
+class DuplicateSearch:
+    """Finds duplicates in three collective steps, and removes all copies but one.
 
-    Only ids that a trajectory brought with it can be there twice; so these alone are told.
+    The copy in the shard that numbered the trajectory stays, else the copy in the first shard. Only trajectories that
+    came from another shard can be duplicates; so only their ids are shared.
 
     Args:
         tables: shard, stage and table, of this rank.
-        slots_of: finds ids in one of them.
-        patience: seconds for which a trajectory in a later stage may wait until stage 0 has it too.
+        slots_of: looks ids up in one of these tables.
+        grace: seconds after which a trajectory in a later stage is removed if stage 0 does not have it.
     """
 
-    def __init__(
-        self, tables: Sequence[tuple[int, int, Table]], slots_of: SlotsOf, *, patience: float
-    ) -> None:
+    def __init__(self, tables: Sequence[tuple[int, int, Table]], slots_of: SlotsOf, *, grace: float) -> None:
         self._tables = tables
         self._slots_of = slots_of
-        self._patience = patience
+        self._grace = grace
         self._old: dict[tuple[int, int], Array] = {}
         self._young: dict[tuple[int, int], Array] = {}
-        self._known: Array = np.empty(0, dtype=np.int64)
-        self._held: dict[int, Array] = {}
+        self._migrated: Array = np.empty(0, dtype=np.int64)
+        self._present: dict[int, Array] = {}
 
-    def brought(self) -> dict[str, Array]:
-        """Ids that trajectories in stage 0 brought with them, by shard."""
-        told = {}
+    def migrated(self) -> dict[str, Array]:
+        """Return the ids of migrated trajectories in this rank's shards of stage 0, by shard."""
+        found = {}
         for shard, stage, table in self._tables:
             view = table.snapshot()
             ids = table.ids(view.slots)
-            brought = ids[table._live().ident[view.slots] >= 0]
+            migrated = ids[table._live().ident[view.slots] >= 0]
             if stage == 0:
-                told[f"{shard}"] = brought
+                found[f"{shard}"] = migrated
             else:
                 _, age = table.ages(view.slots, view.sequences)
-                old = np.isin(brought, ids[age > self._patience * 1e9])
-                self._old[shard, stage], self._young[shard, stage] = brought[old], brought[~old]
-        return told
+                old = np.isin(migrated, ids[age > self._grace * 1e9])
+                self._old[shard, stage], self._young[shard, stage] = migrated[old], migrated[~old]
+        return found
 
-    def learn_brought(self, told: dict[str, Array]) -> None:
-        """What `brought` returned on all ranks."""
-        self._known = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *told.values()]))
+    def set_migrated(self, found: Mapping[str, Array]) -> None:
+        """Take over the results of `migrated` on all ranks."""
+        self._migrated = np.unique(np.concatenate([np.empty(0, dtype=np.int64), *found.values()]))
 
-    def held(self) -> dict[str, Array]:
-        """Which of all these are in this rank's shards."""
+    def present(self) -> dict[str, Array]:
+        """Return the migrated ids of all ranks that this rank's shards of stage 0 hold, by shard."""
         return {
-            f"{shard}": self._known[self._slots_of(shard, self._known) >= 0]
+            f"{shard}": self._migrated[self._slots_of(shard, self._migrated) >= 0]
             for shard, stage, _ in self._tables
             if stage == 0
         }
 
-    def learn_held(self, told: dict[str, Array]) -> None:
-        """What `held` returned on all ranks."""
-        self._held = {int(shard): ids for shard, ids in told.items()}
+    def set_present(self, found: Mapping[str, Array]) -> None:
+        """Take over the results of `present` on all ranks."""
+        self._present = {int(shard): ids for shard, ids in found.items()}
 
     def remove(self) -> dict[str, Array]:
-        """Remove what this rank has of them; how many those are."""
-        drop = self._dropped()
-        told = {}
+        """Remove the duplicates from this rank's tables; return the number removed, by shard and stage."""
+        duplicates = self._duplicates()
+        counts = {}
         for shard, stage, table in self._tables:
-            gone = drop.get(shard, self._known[:0])
+            removed = duplicates.get(shard, self._migrated[:0])
             if stage:
-                here = self._held[shard]
-                elsewhere = np.setdiff1d(self._known, here)
+                present = self._present[shard]
+                elsewhere = np.setdiff1d(self._migrated, present)
                 young = self._young[shard, stage]
-                gone = np.concatenate(
-                    [gone, np.setdiff1d(self._old[shard, stage], here), young[np.isin(young, elsewhere)]]
+                removed = np.concatenate(
+                    [
+                        removed,
+                        np.setdiff1d(self._old[shard, stage], present),
+                        young[np.isin(young, elsewhere)],
+                    ]
                 )
-            count = remove_ids(table, self._slots_of, shard, np.unique(gone))
-            told[f"{shard}/{stage}"] = np.array([count])
-        return told
+            count = remove_ids(table, self._slots_of, shard, np.unique(removed))
+            counts[f"{shard}/{stage}"] = np.array([count])
+        return counts
 
-    def _dropped(self) -> dict[int, Array]:
-        """Which ids go from which shards."""
-        shards = np.repeat(list(self._held), [len(ids) for ids in self._held.values()]).astype(np.int64)
-        ids = np.concatenate([np.empty(0, dtype=np.int64), *self._held.values()])
-        # The one that stays comes first of its id.
+    def _duplicates(self) -> dict[int, Array]:
+        """Return the ids to remove from each shard."""
+        sizes = [len(ids) for ids in self._present.values()]
+        shards = np.repeat(list(self._present), sizes).astype(np.int64)
+        ids = np.concatenate([np.empty(0, dtype=np.int64), *self._present.values()])
+        # The copy that stays comes first among those of its id.
         order = np.lexsort((shards, (ids & LARGEST_ORIGIN) != shards, ids))
         ids, shards = ids[order], shards[order]
         again = np.flatnonzero(ids[1:] == ids[:-1]) + 1

@@ -1,4 +1,4 @@
-"""What the ranks tell each other: torch.distributed's collectives, with a deadline and the name of who failed."""
+"""Collectives between ranks over torch.distributed, with deadlines and errors that name the rank that failed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import hashlib
 import json
 import logging
 import struct
-import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -18,58 +17,63 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from gear_loader.distributed.failure_search import Search
-from gear_loader.distributed.liveness import Liveness, SilentStoreError, pause
+from gear_loader.distributed.failure_search import FailureSearch
+from gear_loader.distributed.liveness import Liveness, back_off
+from gear_loader.distributed.rendezvous import StoreBarrier, new_gloo_group
 from gear_loader.distributed.topology import check_alike
 from gear_loader.errors import RankError
 from gear_loader.utils.arrays import Array
 
 __all__ = ["Exchange", "SingleProcess"]
 
-_HEAD = struct.Struct("<qi244s")  # number of the exchange; whether the sender has failed; why
+_HEAD = struct.Struct("<qi244s")  # number of the exchange; state of the sender; text of its error
 _OK, _FAILED = 0, 1
-_SLICE = 0.5  # seconds between two looks at the other ranks while a collective runs
-_BATCH, _CALL = "batch", "call"  # kinds of calls: collectives, and waiting in the store before the rare ones
-_MADE: dict[tuple[int, ...], int] = {}  # exchanges of these ranks so far
+_SLICE = 0.5  # seconds between two checks of the other ranks while a collective runs
+_BATCH, _CALL = "batch", "call"  # kinds of calls: collectives, and the barriers in the store before rare ones
+_MADE: dict[tuple[int, ...], int] = {}  # number of exchanges that these ranks have made
 _logger = logging.getLogger("gear_loader")
 
 
 class SingleProcess:
-    """The exchange of a process that is alone.
+    """The collective channel of a process without other ranks; the interface of `Exchange`.
 
     Attributes:
-        rank, size: of the ranks that take part.
+        rank: this rank's number in the channel.
+        size: number of ranks.
     """
 
     rank = 0
     size = 1
 
-    def swap(
+    def all_to_all(
         self, parts: Sequence[Array], sizes: Sequence[int], failure: BaseException | None = None
     ) -> list[Array]:
-        """Give each rank its part, and get one from each.
+        """Send one part to each rank, and receive one part from each rank (all-to-all).
 
         Args:
-            parts: uint8, one a rank.
-            sizes: bytes that each rank sends here, which both sides know.
-            failure: what went wrong here; the others learn of it, and here it is raised once they know.
+            parts: bytes for each rank, uint8.
+            sizes: size of each rank's part for this one; both sides know it.
+            failure: error of this rank, which is sent to the others instead, and raised here afterwards.
 
         Returns:
-            uint8, one a rank.
+            Bytes from each rank, uint8.
 
         Raises:
-            RankError: another rank has failed, or has not come before the deadline; the message names it.
+            RankError: another rank has failed, or did not answer before the deadline; the message names it.
         """
         if failure is not None:
             raise failure
         return list(parts)
 
     def share(self, data: Mapping[str, Any]) -> list[Any]:
-        """Tell all ranks something that JSON holds; what each has told, in the order of ranks."""
+        """Share a JSON value with all ranks; return the values of all ranks, in their order (all-gather)."""
         return [json.loads(json.dumps(data))]
 
     def share_array(self, values: Array) -> list[Array]:
-        """Tell all ranks an array [n] of one dtype, n of each rank's own; the arrays in the order of ranks."""
+        """Share an array [n] with all ranks; return the arrays of all ranks, in their order.
+
+        All arrays have the same dtype; their lengths may differ.
+        """
         return [values]
 
     def barrier(self) -> None:
@@ -79,51 +83,52 @@ class SingleProcess:
         """Check that all ranks have the same options.
 
         Args:
-            what: has them, for errors.
-            options: by name, as JSON holds them. An option may be there on some ranks alone.
+            what: name of the objects with these options, for errors.
+            options: JSON values by name. An option may be given on some ranks alone.
 
         Raises:
-            SchemaError: on all ranks: they differ; the message names the options, the ranks and their values.
+            SchemaError: on all ranks, if options differ; the message names the options, the ranks and their values.
         """
 
-    def part(self, *, wait: bool) -> None:
-        """Say that this rank needs the others no longer.
+    def leave(self, *, wait: bool) -> None:
+        """Announce that this rank ends its use of the channel.
 
         Args:
-            wait: for the others to say so too: until the deadline, and not for those that have died.
+            wait: whether to wait until all ranks have announced it; until the deadline, and not for ranks that died.
         """
 
     def put(self, key: str, value: str) -> None:
-        """Leave a note that any rank may look up at any time."""
+        """Publish a note, which any rank can read at any time."""
         _NOTES[key] = value
 
     def get(self, key: str) -> str | None:
-        """The last note under a key, if there is one."""
+        """Return the last note under a key, or None."""
         return _NOTES.get(key)
 
     def close(self) -> None:
-        """Take part no more."""
+        """Close the channel."""
 
 
 _NOTES: dict[str, str] = {}
 
 
 class Exchange(SingleProcess):
-    """The exchange of the ranks of a process group, over one of its own, so that it does not mix with training's.
+    """The collective channel of some ranks, over a process group of its own, apart from training's collectives.
 
-    Every rank makes it and calls its methods in the same order. Messages lie in host memory, so the group's backend is
-    gloo, whatever the job trains with. While a call waits, it looks every half second whether a rank has died, or has
-    been found missing by another rank; so the error comes early, and is the same on all ranks.
+    All ranks make it and call its methods in the same order. Messages are in host memory, so the group's backend is
+    gloo, whatever backend the job trains with. While a call waits, it checks every half second whether a rank has died,
+    or whether another rank has found one missing; so the error comes early, and is the same on all ranks.
 
     Args:
-        ranks: of the default process group; all of them make the exchange, with the same list.
-        timeout: seconds that each call waits for the others, and that the exchange may take to be made.
+        ranks: numbers of the ranks in the default process group; the same list on all of them.
+        timeout: deadline of each call, and of the construction, in seconds.
 
     Attributes:
-        position: how many calls this rank has begun, and the kind of the last one.
+        ranks, timeout: as given.
+        position: number of calls that this rank has begun, and the kind of the last one.
 
     Raises:
-        RankError: a rank did not come, or died; it is named.
+        RankError: a rank did not join before the deadline, or died; the message names it.
     """
 
     def __init__(self, ranks: Sequence[int], *, timeout: float) -> None:
@@ -133,7 +138,7 @@ class Exchange(SingleProcess):
         self.rank = self.ranks.index(dist.get_rank())
         self._number = 0
         self.position = (0, _CALL)
-        self._last_call: str | None = None
+        self._last_barrier: str | None = None
         self._broken: RankError | None = None
         self._group: Any = None
         turn = _MADE[tuple(self.ranks)] = _MADE.get(tuple(self.ranks), 0) + 1
@@ -147,82 +152,27 @@ class Exchange(SingleProcess):
                 f"The store of torch.distributed, which rank 0 usually holds, does not answer: {error} Is that rank "
                 "alive?"
             ) from error
-        self._join(began)
-        self._group = self._new_group(began)
+        self._barrier: StoreBarrier | None = None
+        if self._liveness is not None:
+            self._barrier = StoreBarrier(self._liveness, self._prefix, self.rank, self.ranks)
+            # Before the group is made: the store can name missing ranks, and gloo cannot.
+            self._barrier.wait("joined", FailureSearch(self, "did not join the others", began), named=True)
+            with contextlib.suppress(RuntimeError):
+                self._liveness.learn()
+        search = FailureSearch(self, "did not join the others", began)
+        self._group = new_gloo_group(self.ranks, self.timeout, search)
 
-    # ---------------------------------------------------------------- being made
-
-    def _join(self, began: float) -> None:
-        """Wait in the store until all ranks are here: which ones are missing is known there, and in gloo it is not."""
-        if self._liveness is None:
-            return
-        self._assemble("joined", Search(self, "did not join the others", began), named=True)
-        with contextlib.suppress(RuntimeError):
-            self._liveness.learn()
-
-    def _assemble(self, what: str, search: Search, *, named: bool) -> None:
-        """Leave a note in the store that this rank is here, and wait until all have.
-
-        Args:
-            what: under which name. named: with a note for each rank, for `missing`.
-        """
-        liveness, key = self._liveness, f"{self._prefix}/{what}"
-        assert liveness is not None
-
-        def arrive() -> None:
-            if named:
-                liveness.store.set(f"{key}/{self.rank}", "1")
-            if liveness.store.add(key, 1) == self.size:
-                liveness.store.set(f"{key}/all", "1")
-
-        turn = 0
-        with search.blaming():
-            _unless_silent(lambda: liveness.ask(arrive))
-            while _unless_silent(lambda: liveness.read(f"{key}/all")) is None:
-                search.look()
-                pause(turn)
-                turn += 1
-
-    def missing(self, what: str) -> list[int]:
-        """Ranks, of the default group, that have not left such a note."""
-        assert self._liveness is not None
-        keys = [f"{self._prefix}/{what}/{rank}" for rank in range(self.size)]
-        return [rank for rank, key in zip(self.ranks, keys, strict=True) if self._liveness.read(key) is None]
-
-    def _new_group(self, began: float) -> Any:
-        """The process group, made in a thread of its own: what torch and gloo wait for has deadlines of their own."""
-        made: list[Any] = []
-
-        def make() -> None:
-            try:
-                made.append(
-                    dist.new_group(
-                        self.ranks,
-                        backend="gloo",
-                        timeout=datetime.timedelta(seconds=2 * self.timeout + 10),  # ours comes first
-                        use_local_synchronization=self.size < dist.get_world_size(),
-                    )
-                )
-            except Exception as error:
-                made.append(error)
-
-        thread = threading.Thread(target=make, name="gear-loader-rendezvous", daemon=True)
-        thread.start()
-        search = Search(self, "did not join the others", began)
-        while not made:
-            thread.join(_SLICE)
-            if not made:
-                search.look()
-        if isinstance(made[0], Exception):
-            raise search.after(made[0])
-        return made[0]
+    def missing(self, name: str) -> list[int]:
+        """Return the ranks that have not arrived at a barrier, by their numbers in the default process group."""
+        assert self._barrier is not None
+        return self._barrier.missing(name)
 
     # ---------------------------------------------------------------- calls
 
-    def swap(
+    def all_to_all(
         self, parts: Sequence[Array], sizes: Sequence[int], failure: BaseException | None = None
     ) -> list[Array]:
-        """See `SingleProcess.swap`."""
+        """See `SingleProcess.all_to_all`."""
         head = np.frombuffer(_head(self._number, failure), dtype=np.uint8)
         self._number += 1
         sent = torch.from_numpy(np.concatenate([piece for part in parts for piece in (head, part)]))
@@ -241,16 +191,17 @@ class Exchange(SingleProcess):
         return [answer[_HEAD.size :] for answer in answers]
 
     def _check(self, answers: Sequence[Array]) -> None:
+        """Raise the error of a rank that has failed, or is at another exchange."""
         for rank, answer in enumerate(answers):
             number, failed, text = _HEAD.unpack(answer[: _HEAD.size].tobytes())
             if failed == _FAILED:
-                said = text.rstrip(b"\0").decode(errors="replace")
-                raise RankError(f"{self._names([rank])} could not do its part of a batch: {said}")
+                reason = text.rstrip(b"\0").decode(errors="replace")
+                raise RankError(f"{self._names([rank])} could not do its part of a batch: {reason}")
             if number != self._number - 1:
                 self._broken = RankError(
                     f"{self._names([rank])} is at exchange {number}, this rank at {self._number - 1}: the ranks have "
-                    "asked for different numbers of batches. Let all ranks iterate alike (batches_per_epoch, the same "
-                    "breaks), or make the Shards anew."
+                    "drawn different numbers of batches. Let all ranks iterate alike (batches_per_epoch, the same "
+                    "breaks), or make new Shards."
                 )
                 raise self._broken
 
@@ -261,70 +212,60 @@ class Exchange(SingleProcess):
 
     def share_array(self, values: Array) -> list[Array]:
         """See `SingleProcess.share_array`."""
-        self._line_up("what it has")
-        mine = np.ascontiguousarray(values)
-        count = torch.tensor([mine.nbytes], device="cpu")
+        self._wait_for_all("what it has")
+        own = np.ascontiguousarray(values)
+        count = torch.tensor([own.nbytes], device="cpu")
         counts = [torch.zeros_like(count) for _ in self.ranks]
         self._call(
             "how much it has", lambda: dist.all_gather(counts, count, group=self._group, async_op=True)
         )
         most = max(int(c) for c in counts)
         padded = torch.zeros(max(most, 1), dtype=torch.uint8, device="cpu")
-        padded.numpy()[: mine.nbytes] = mine.reshape(-1).view(np.uint8)
+        padded.numpy()[: own.nbytes] = own.reshape(-1).view(np.uint8)
         parts = [torch.empty_like(padded) for _ in self.ranks]
         self._call("what it has", lambda: dist.all_gather(parts, padded, group=self._group, async_op=True))
-        return [
-            part.numpy()[: int(count)].view(mine.dtype) for part, count in zip(parts, counts, strict=True)
-        ]
+        return [part.numpy()[: int(count)].view(own.dtype) for part, count in zip(parts, counts, strict=True)]
 
     def barrier(self) -> None:
         """See `SingleProcess.barrier`."""
         if self._liveness is None:
             self.share({})
         else:
-            self._line_up("that it is here")
+            self._wait_for_all("that it is here")
 
     def compare(self, what: str, options: Mapping[str, Any]) -> None:
         """See `SingleProcess.compare`."""
-        self._line_up("its options")
+        self._wait_for_all("its options")
         text = json.dumps(options, sort_keys=True)
         digest = hashlib.sha256(text.encode()).digest()
-        mine = torch.tensor(list(digest), dtype=torch.uint8, device="cpu")
-        digests = [torch.empty_like(mine) for _ in self.ranks]
-        self._call("its options", lambda: dist.all_gather(digests, mine, group=self._group, async_op=True))
-        if all(torch.equal(each, mine) for each in digests):
+        own = torch.tensor(list(digest), dtype=torch.uint8, device="cpu")
+        digests = [torch.empty_like(own) for _ in self.ranks]
+        self._call("its options", lambda: dist.all_gather(digests, own, group=self._group, async_op=True))
+        if all(torch.equal(each, own) for each in digests):
             return
         check_alike(what, self.share(options), self.ranks)
 
-    def part(self, *, wait: bool) -> None:
-        """See `SingleProcess.part`."""
-        if self._liveness is None or self._broken is not None or self._liveness.failed:
+    def leave(self, *, wait: bool) -> None:
+        """See `SingleProcess.leave`."""
+        liveness, barrier = self._liveness, self._barrier
+        if liveness is None or barrier is None or self._broken is not None or liveness.failed:
             return
-        liveness, key = self._liveness, f"{self._prefix}/parted"
-
-        def arrive() -> None:
-            liveness.store.set(f"{key}/{self.rank}", "1")
-            if liveness.store.add(key, 1) == self.size:
-                liveness.store.set(f"{key}/all", "1")
-
-        with contextlib.suppress(Exception):  # the store may have gone with the rank that held it
-            liveness.ask(arrive)
+        with contextlib.suppress(Exception):  # the store may have ended with the rank that held it
+            barrier.arrive("left", named=True)
             began, turn = time.monotonic(), 0
-            while wait and self._liveness.read(f"{self._prefix}/parted/all") is None:
+            while wait and not barrier.complete("left"):
                 if turn % 16 == 15:
-                    missing = self.missing("parted")
-                    if len(self._liveness.ended(missing)) == len(missing):
-                        return
-                    if self.failure() is not None:
+                    missing = barrier.missing("left")
+                    if len(liveness.ended(missing)) == len(missing) or self.failure() is not None:
                         return
                     if time.monotonic() - began > self.timeout:
                         _logger.warning(
-                            "%s did not close the Shards within %g s after this rank; it is waited for no longer.",
+                            "%s did not close the Shards within %g s after this rank; this rank ends without it.",
                             self.names(missing),
                             self.timeout,
                         )
                         return
-                pause(turn)
+                back_off(turn)
                 turn += 1
 
     # ---------------------------------------------------------------- notes
@@ -344,78 +285,80 @@ class Exchange(SingleProcess):
     # ---------------------------------------------------------------- failures
 
     def _call(self, what: str, start: Callable[[], Any]) -> None:
-        """Run a collective, until the deadline or until it is known that it will not end.
+        """Run a collective, until the deadline or until a rank is known to be missing.
 
         Args:
-            what: it brings, for errors.
-            start: starts it, and returns torch's `Work`.
+            what: object that a rank sends with it, for errors.
+            start: starts the collective, and returns torch's `Work`.
         """
         self._enter(_BATCH)
-        search = Search(self, f"did not send {what}", time.monotonic())
+        search = FailureSearch(self, f"did not send {what}", time.monotonic())
         try:
             work = start()
             while not _done(work):
-                search.look()
+                search.check()
         except RankError:
             raise
         except RuntimeError as error:
             raise search.after(error) from error
 
     def _enter(self, kind: str) -> None:
-        """Begin a call; heartbeats tell that this rank is there."""
+        """Begin a call: count it, so that this rank's heartbeats carry its position."""
         if self._broken is not None:
             raise self._broken
         self.position = (self.position[0] + 1, kind)
         if self._liveness is not None:
             self._liveness.positions[self._prefix] = self.position
 
-    def _line_up(self, what: str) -> None:
-        """Wait in the store until all ranks have come to this call, which is not one of those for each batch.
+    def _wait_for_all(self, what: str) -> None:
+        """Wait in the store until all ranks have begun this call, which is not one of each batch.
 
-        Ranks that have left their loops at different places are found out so: in gloo messages of different sizes would
+        This finds ranks that have left their loops at different places: in gloo, messages of different sizes would
         meet, which ends the process.
+
+        Args:
+            what: object that a rank sends with the call, for errors.
         """
         self._enter(_CALL)
-        if self._liveness is None:
+        if self._barrier is None:
             return
-        search = Search(self, f"did not send {what}", time.monotonic())
-        call = f"call/{self.position[0]}"
-        self._assemble(call, search, named=False)
-        last, self._last_call = self._last_call, call
+        name = f"call/{self.position[0]}"
+        search = FailureSearch(self, f"did not send {what}", time.monotonic())
+        self._barrier.wait(name, search, named=False)
+        last, self._last_barrier = self._last_barrier, name
         if self.rank == 0 and last is not None:  # all ranks have left it
-            store, keys = self._liveness.store, [f"{self._prefix}/{last}{end}" for end in ("", "/all")]
             with contextlib.suppress(RuntimeError):
-                self._liveness.ask(lambda: [store.delete_key(key) for key in keys])
+                self._barrier.delete(last)
 
     def give_up(self, error: RankError) -> RankError:
-        """Fail with this error from now on."""
+        """Let all further calls fail with this error; return it."""
         self._broken = error
         if self._liveness is not None:
             self._liveness.failed = True
         return error
 
     def failure(self) -> dict[str, Any] | None:
-        """What another rank has found out about why this exchange cannot go on: "ranks" and "why"."""
-        told = self.get("failed")
-        return None if told is None else json.loads(told)
+        """Return the failure that another rank has found, or None: "ranks", and the reason under "why"."""
+        note = self.get("failed")
+        return None if note is None else json.loads(note)
 
     @property
     def key(self) -> str:
-        """Under which heartbeats tell this exchange's position."""
+        """Key of this exchange's position in heartbeats."""
         return self._prefix
 
     @property
     def liveness(self) -> Liveness | None:
-        """What is known of the processes of the ranks."""
+        """Liveness of the ranks' processes; None without a store."""
         return self._liveness
 
     def _names(self, ranks: Sequence[int]) -> str:
-        """How errors call ranks of this exchange: by their numbers in the default group."""
+        """Format ranks of this exchange for errors, by their numbers in the default process group."""
         return self.names([self.ranks[rank] for rank in ranks])
 
     @staticmethod
     def names(ranks: Sequence[int]) -> str:
-        """How errors call ranks of the default group."""
+        """Format ranks of the default process group for errors."""
         numbers = [str(rank) for rank in ranks]
         return f"Rank {numbers[0]}" if len(numbers) == 1 else f"Ranks {', '.join(numbers)}"
 
@@ -429,25 +372,18 @@ class Exchange(SingleProcess):
 
 
 def _head(number: int, failure: BaseException | None) -> bytes:
+    """Return the header of a part."""
     if failure is None:
         return _HEAD.pack(number, _OK, b"")
     text = f"{type(failure).__name__}: {failure}".encode()[:244]
     return _HEAD.pack(number, _FAILED, text)
 
 
-def _unless_silent(call: Callable[[], Any]) -> Any:
-    """What a call to the store returns; None if it does not answer."""
-    try:
-        return call()
-    except SilentStoreError:
-        return None
-
-
 def _done(work: Any) -> bool:
-    """Wait for a collective for a moment; whether it has ended.
+    """Wait for a collective for half a second; return whether it has ended.
 
     Raises:
-        RuntimeError: it has failed.
+        RuntimeError: the collective has failed.
     """
     try:
         work.wait(datetime.timedelta(seconds=_SLICE))

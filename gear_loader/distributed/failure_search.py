@@ -14,56 +14,56 @@ from gear_loader.errors import RankError
 if TYPE_CHECKING:
     from gear_loader.distributed.exchange import Exchange
 
-__all__ = ["Search"]
+__all__ = ["FailureSearch"]
 
 _SILENT = 3 * BEAT  # seconds without a heartbeat after which a rank has stopped, or died
-_GRACE = 5 * BEAT  # seconds in which the rank is looked for that has closed its connections
-_SETTLE = 0.5  # seconds for which what a rank that has ended had sent may still be on its way
-_LOOK = 0.4  # seconds between two looks
+_GRACE = 5 * BEAT  # seconds of the search for a rank that has closed its connections
+_SETTLE = 0.5  # seconds for which messages of a rank that has ended may still be on their way
+_CHECK = 0.4  # seconds between two checks
 _ADVICE = "Look at its log. Start the job again from its last checkpoint, or give a longer timeout if it was only slow."
 
 
-class Search:
-    """One call of an exchange, and who is missing in it.
+class FailureSearch:
+    """Searches for the rank that keeps one call of an exchange from ending.
 
     Ranks are numbered as in the default process group.
 
     Args:
-        exchange: whose call it is.
-        what: the missing rank did not do, for errors.
-        began: when the call began, by `time.monotonic`.
+        exchange: exchange of the call.
+        what: the action of the call in errors: "did not send its options".
+        began: start of the call, by `time.monotonic`.
     """
 
     def __init__(self, exchange: Exchange, what: str, began: float) -> None:
         self._exchange = exchange
         self._what = what
         self._began = began
-        self._looked = self._listened = 0.0
-        self._mine = exchange.ranks[exchange.rank]
-        self._others = [rank for rank in exchange.ranks if rank != self._mine]
+        self._checked = self._listened = 0.0
+        self._own = exchange.ranks[exchange.rank]
+        self._others = [rank for rank in exchange.ranks if rank != self._own]
         self._ended_at: float | None = None
         self._beats: dict[
             int, tuple[Beat, float]
-        ] = {}  # the last heartbeat of each rank, and when it was new here
+        ] = {}  # last heartbeat of each rank, and the time at which it was new
 
     # ---------------------------------------------------------------- while it runs
 
-    def look(self) -> None:
-        """Look whether the call can still end. Cheap to call often.
+    def check(self) -> None:
+        """Check whether the call can still end. Cheap to call often.
 
         Raises:
-            RankError: it cannot, or the deadline has come.
+            RankError: a rank has failed, or the deadline has passed.
         """
         now = time.monotonic()
-        if now - self._looked < _LOOK and now < self._end:
+        if now - self._checked < _CHECK and now < self._end:
             return
-        self._looked = now
+        self._checked = now
         liveness = self._exchange.liveness
         if liveness is None:
             if now >= self._end:
                 raise self._late([])
             return
-        self._heed_failure()
+        self._raise_known_failure()
         with contextlib.suppress(Exception):
             liveness.learn()
         ended = liveness.ended(self._others)
@@ -84,13 +84,14 @@ class Search:
     def _end(self) -> float:
         return self._began + self._exchange.timeout
 
-    def _heed_failure(self) -> None:
-        """Raise what another rank has found out."""
-        told = self._exchange.failure()
-        if told is not None:
-            raise self._exchange.give_up(self._error(told["ranks"], told["why"]))
+    def _raise_known_failure(self) -> None:
+        """Raise the failure that another rank has found."""
+        failure = self._exchange.failure()
+        if failure is not None:
+            raise self._exchange.give_up(self._error(failure["ranks"], failure["why"]))
 
     def _listen(self, liveness: Liveness) -> None:
+        """Read the heartbeats of all ranks."""
         now = self._listened = time.monotonic()
         with contextlib.suppress(Exception):
             for rank, beat in liveness.beats(self._others).items():
@@ -99,7 +100,7 @@ class Search:
                     self._beats[rank] = (beat, now)
 
     def _silent(self) -> list[int]:
-        """Ranks that have had no heartbeat for too long."""
+        """Return the ranks without a heartbeat for too long."""
         now = time.monotonic()
         least = min(_SILENT, max(0.5 * self._exchange.timeout, 2 * BEAT))
         return [rank for rank, (_, when) in self._beats.items() if now - when >= least]
@@ -108,7 +109,7 @@ class Search:
 
     @contextlib.contextmanager
     def blaming(self) -> Iterator[None]:
-        """Errors of the store inside are the error for the rank that is missing."""
+        """Turn errors of the store into the error for the missing rank."""
         try:
             yield
         except RankError:
@@ -117,13 +118,13 @@ class Search:
             raise self.after(error) from error
 
     def after(self, error: Exception) -> RankError:
-        """The error for a call that has failed: some rank has closed its connections."""
+        """Return the error for a call that has failed: a rank has closed its connections."""
         liveness = self._exchange.liveness
         grace = time.monotonic() + min(_GRACE, max(self._exchange.timeout, 2 * BEAT))
-        said = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
         while liveness is not None:
             try:
-                self._heed_failure()
+                self._raise_known_failure()
             except RankError as found:
                 return found
             with contextlib.suppress(Exception):
@@ -140,13 +141,17 @@ class Search:
             time.sleep(0.05)
         silent = self._silent()
         if silent:
-            return self._failed(silent, f"no sign of life for {_SILENT:g} s ({said})")
+            return self._failed(silent, f"no sign of life for {_SILENT:g} s ({reason})")
         if time.monotonic() - self._began >= 0.9 * self._exchange.timeout:
             return self._late([])
-        return self._failed([], f"has closed its connection{self._unknown()} ({said})")
+        return self._failed([], f"has closed its connection{self._unknown()} ({reason})")
 
     def _late(self, stopped: list[int]) -> RankError:
-        """The error for a call that was waited for until the deadline."""
+        """Return the error for a call at its deadline.
+
+        Args:
+            stopped: ranks whose processes are stopped.
+        """
         waited = f"was waited for {time.monotonic() - self._began:.3g} s (timeout={self._exchange.timeout:g})"
         if stopped:
             return self._failed(stopped, f"{waited}, and is stopped")
@@ -157,19 +162,19 @@ class Search:
         if missing:
             return self._failed(
                 missing,
-                f"{waited}; it is alive, and has not asked for as many batches (or not called the same methods): let "
-                "all ranks iterate alike (batches_per_epoch, the same breaks), and no rank alone leave its loop",
+                f"{waited}; it is alive, and has not drawn as many batches (or not called the same methods): let "
+                "all ranks iterate alike (batches_per_epoch, the same breaks), and leave their loops at the same batch",
             )
         return self._failed([], f"{waited}{self._unknown()}")
 
     def _unknown(self) -> str:
-        """Why it is not known which rank is missing."""
+        """Return the reason why the missing rank is not known."""
         if self._exchange.liveness is None or self._beats:
             return ""
         return "; torch.distributed's store, which rank 0 usually holds, does not answer either"
 
     def _behind(self) -> list[int]:
-        """Ranks that have not come as far as this one, or to another call: of two groups the smaller."""
+        """Return the ranks that are behind this one, or in another call: the smaller of two groups."""
         key, (number, kind) = self._exchange.key, self._exchange.position
         if number == 0:
             with contextlib.suppress(Exception):
@@ -181,21 +186,21 @@ class Search:
         if behind or 2 * len(elsewhere) <= self._exchange.size:
             return behind or elsewhere
         alike = [rank for rank, position in positions.items() if position == [number, kind]]
-        return sorted([*alike, self._mine])
+        return sorted([*alike, self._own])
 
     def _failed(self, ranks: list[int], why: str) -> RankError:
-        """The error for these ranks, which the other ranks get too."""
+        """Return the error for these ranks, and publish it for the other ranks."""
         if ranks:
             with contextlib.suppress(Exception):
                 self._exchange.put("failed", json.dumps({"ranks": ranks, "why": why}))
         return self._exchange.give_up(self._error(ranks, why))
 
     def _error(self, ranks: list[Any], why: str) -> RankError:
-        if self._mine in ranks:
-            why = f"as the others say, {why}"
-        who = self._exchange.names(ranks) if ranks else "A rank, which could not be found out,"
-        this = " (this one)" if ranks == [self._mine] else ""
-        return RankError(f"{who}{this} {self._what}: {why}. {_ADVICE}")
+        if self._own in ranks:
+            why = f"as the other ranks report, {why}"
+        names = self._exchange.names(ranks) if ranks else "An unknown rank"
+        this = " (this one)" if ranks == [self._own] else ""
+        return RankError(f"{names}{this} {self._what}: {why}. {_ADVICE}")
 
 
 def _other(kind: str) -> str:

@@ -1,4 +1,4 @@
-"""Where trajectories are, by their ids."""
+"""A table's map from trajectory ids to slots."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["IdMap"]
 
 
 class IdMap:
-    """Slots of a table's trajectories by their ids; follows the table's changes.
+    """Maps the ids of a table's trajectories to their slots; takes in the table's changes at each look-up.
 
     Args:
-        table: to follow.
+        table: table of the trajectories.
     """
 
     def __init__(self, table: Table) -> None:
@@ -24,19 +24,23 @@ class IdMap:
         self._id_of: Array = np.full(table.region.layout.max_trajectories, -1, dtype=np.int64)
 
     def slots(self, ids: Array) -> Array:
-        """Slots of trajectories, int64 [n]; -1 for those that are not there."""
+        """Return the slots of trajectories, int64 [n]; -1 for trajectories that are gone.
+
+        Args:
+            ids: int64 [n].
+        """
         ticket = Ticket()
         try:
             _, changes = self._table.begin_changes(self._position, ticket=ticket)
-            fresh = self._table.ids(changes.slots)
+            changed_ids = self._table.ids(changes.slots)
             ticket.end()
         finally:
             ticket.end()  # again: an exception may arrive anywhere
         self._position = changes.position
-        for slot, before in zip(changes.slots.tolist(), self._id_of[changes.slots].tolist(), strict=True):
-            if before >= 0 and self._slots.get(before) == slot:
-                del self._slots[before]
-        self._id_of[changes.slots] = np.where(changes.ready, fresh, -1)
+        for slot, old in zip(changes.slots.tolist(), self._id_of[changes.slots].tolist(), strict=True):
+            if old >= 0 and self._slots.get(old) == slot:
+                del self._slots[old]
+        self._id_of[changes.slots] = np.where(changes.ready, changed_ids, -1)
         ready = changes.ready
-        self._slots.update(zip(fresh[ready].tolist(), changes.slots[ready].tolist(), strict=True))
-        return np.array([self._slots.get(one, -1) for one in ids.tolist()], dtype=np.int64)
+        self._slots.update(zip(changed_ids[ready].tolist(), changes.slots[ready].tolist(), strict=True))
+        return np.array([self._slots.get(each, -1) for each in ids.tolist()], dtype=np.int64)

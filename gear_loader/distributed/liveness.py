@@ -1,4 +1,4 @@
-"""Which ranks of the job are alive, and how far they are: told through torch.distributed's store."""
+"""Liveness of the ranks: heartbeats and processes, shared through torch.distributed's store."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from gear_loader.distributed.topology import this_node
 
-__all__ = ["BEAT", "Beat", "Liveness", "SilentStoreError", "default_store", "pause"]
+__all__ = ["BEAT", "Beat", "Liveness", "SilentStoreError", "back_off", "default_store"]
 
 BEAT = 1.0  # seconds between two heartbeats of a rank
 _PROCESS, _BEAT = "gear_loader/process", "gear_loader/beat"
-_PATIENCE, _CONNECTING = (
+_ANSWER, _CONNECT = (
     5.0,
     30.0,
-)  # seconds that an answer of the store, and a connection to it, are waited for
+)  # seconds after which an answer of the store, and a connection to it, have failed
 _SILENT_STORE = "torch.distributed's store, which rank 0 usually holds, does not answer."
 _ENDED, _STOPPED = "ZXx", "Tt"  # states in /proc/<pid>/stat
 
@@ -35,8 +35,8 @@ class Beat:
     """The last heartbeat of a rank.
 
     Attributes:
-        count: beats so far.
-        positions: exchange -> how many calls of it the rank has begun, and the kind of the last one.
+        count: number of heartbeats so far.
+        positions: key of an exchange -> number of calls that the rank has begun, and the kind of the last one.
     """
 
     count: int
@@ -44,21 +44,22 @@ class Beat:
 
 
 class Liveness:
-    """This process's heartbeat, and what is known of the processes of other ranks.
+    """This process's heartbeat, and the state of the processes of other ranks.
 
-    Each rank leaves its host, process id and start time in the store, and a thread of it writes a heartbeat every
-    second. So a process that ended is known at once to ranks that see its process id, and one that ended, or was
-    stopped, on another machine by its heartbeats; a rank that waits for others, in whichever call, is not taken for one
-    of these.
+    Each rank writes its host, process id and start time to the store, and a thread of it writes a heartbeat every
+    second. So ranks on the same machine know at once that a process has ended; that a process on another machine has
+    ended, or is stopped, follows from its missing heartbeats. A rank that waits for others has heartbeats all the same.
+
+    Ranks are numbered as in the default process group.
 
     Args:
-        store: of the default process group.
-        rank: of this process, in the default process group; so are all ranks here.
+        store: store of the default process group.
+        rank: number of this rank.
 
     Attributes:
         store: a connection of its own to the same store.
-        positions: exchange -> `Exchange.position` of this rank: told with the heartbeats.
-        failed: whether an exchange of this process has given up: then nothing is waited for at the end.
+        positions: key of an exchange -> `Exchange.position` of this rank, sent with the heartbeats.
+        failed: whether an exchange of this process has failed: then closing does not wait for other ranks.
     """
 
     _current: Liveness | None = None
@@ -75,22 +76,22 @@ class Liveness:
         self._listed = 0
         self._stuck: threading.Thread | None = None
         self._over = threading.Event()
-        self.ask(self._register, seconds=_CONNECTING)
+        self.ask(self._register, seconds=_CONNECT)
         self._thread = threading.Thread(target=self._beats, name="gear-loader-heartbeat", daemon=True)
         self._thread.start()
 
     def _register(self) -> None:
-        if hasattr(self.store, "clone"):  # a connection of its own: calls of the other one may block for long
+        if hasattr(self.store, "clone"):  # calls of the shared connection may block for long
             self.store = self.store.clone()
-        # The processes of a node have a list of their own, so that nobody reads the notes of all ranks.
-        mine = (self.rank, os.getpid(), _process(os.getpid())[1])
+        # Each node has a list of its processes, so that a rank does not read the entries of all ranks.
+        own = (self.rank, os.getpid(), _process(os.getpid())[1])
         place = self.store.add(f"{_PROCESS}/{self._node}", 1)
-        self.store.set(f"{_PROCESS}/{self._node}/{place}", json.dumps(mine))
+        self.store.set(f"{_PROCESS}/{self._node}/{place}", json.dumps(own))
         self._beat(0)
 
     @classmethod
     def of_job(cls) -> Liveness | None:
-        """That of this process's default process group; None if the group has no store.
+        """Return the liveness of this process's default process group; None if the group has no store.
 
         Raises:
             RuntimeError: the store does not answer.
@@ -117,14 +118,14 @@ class Liveness:
             count += 1
             try:
                 self._beat(count)
-            except Exception:  # the store has gone, with the rank that holds it
+            except Exception:  # the store has ended, with the rank that holds it
                 return
 
     def _beat(self, count: int) -> None:
         self.store.set(f"{_BEAT}/{self.rank}", json.dumps([count, dict(self.positions)]))
 
     def beats(self, ranks: Sequence[int]) -> dict[int, Beat]:
-        """The last heartbeats of some ranks: of those that have had one.
+        """Return the last heartbeat of each of some ranks that has had one.
 
         Raises:
             RuntimeError: the store does not answer.
@@ -133,12 +134,12 @@ class Liveness:
         def read() -> dict[int, Beat]:
             keys = [f"{_BEAT}/{rank}" for rank in ranks]
             if self.store.has_extended_api() and self.store.check(keys):
-                told = self.store.multi_get(keys)
+                texts = self.store.multi_get(keys)
             else:
-                told = [self.store.get(key) if self.store.check([key]) else None for key in keys]
+                texts = [self.store.get(key) if self.store.check([key]) else None for key in keys]
             return {
                 rank: Beat(*json.loads(text))
-                for rank, text in zip(ranks, told, strict=True)
+                for rank, text in zip(ranks, texts, strict=True)
                 if text is not None
             }
 
@@ -148,7 +149,7 @@ class Liveness:
     # ---------------------------------------------------------------- processes
 
     def learn(self) -> None:
-        """Look up the processes of this node's ranks that are not known yet.
+        """Read new entries of the list of this node's processes.
 
         Raises:
             RuntimeError: the store does not answer.
@@ -166,15 +167,15 @@ class Liveness:
         self.ask(read)
 
     def ended(self, ranks: Sequence[int]) -> list[int]:
-        """Those whose process has ended, as far as their process ids can be seen from here."""
+        """Return the ranks whose process has ended, among those whose process ids this process sees."""
         return [rank for rank in ranks if self._state(rank) == ""]
 
     def stopped(self, ranks: Sequence[int]) -> list[int]:
-        """Those whose process is stopped, as far as their process ids can be seen from here."""
+        """Return the ranks whose process is stopped, among those whose process ids this process sees."""
         return [rank for rank in ranks if self._state(rank) in tuple(_STOPPED)]
 
     def _state(self, rank: int) -> str | None:
-        """The state of a rank's process, "" if it has ended; None if it is not known."""
+        """Return the state of a rank's process, "" if it has ended; None if the process is unknown."""
         known = self._processes.get(rank)
         if known is None:
             return None
@@ -184,12 +185,16 @@ class Liveness:
 
     # ---------------------------------------------------------------- the store
 
-    def ask(self, call: Callable[[], Any], *, seconds: float = _PATIENCE) -> Any:
-        """Call something that asks the store, for a few seconds at most: its host may be stopped.
+    def ask(self, call: Callable[[], Any], *, seconds: float = _ANSWER) -> Any:
+        """Call a function that uses the store, in a thread: the store's host may be stopped.
+
+        Args:
+            call: the function.
+            seconds: deadline of the call.
 
         Raises:
-            SilentStoreError: it does not answer; the call may still end, in its thread.
-            RuntimeError: as the call.
+            SilentStoreError: the store does not answer; the call may still end, in its thread.
+            RuntimeError: the call has failed.
         """
         if self._stuck is not None and self._stuck.is_alive():
             raise SilentStoreError(_SILENT_STORE)
@@ -213,7 +218,7 @@ class Liveness:
         return answer[0]
 
     def read(self, key: str) -> str | None:
-        """What the store has under a key, if there is something.
+        """Return the store's value under a key, or None.
 
         Raises:
             RuntimeError: the store does not answer.
@@ -226,7 +231,7 @@ class Liveness:
         return found
 
     def write(self, key: str, value: str) -> None:
-        """Let the store have a value under a key.
+        """Write a value under a key of the store.
 
         Raises:
             RuntimeError: the store does not answer.
@@ -235,7 +240,7 @@ class Liveness:
 
 
 def _process(pid: int) -> tuple[str, int]:
-    """The state of a process and when it began, in ticks since the machine's start; ("", -1) if there is none."""
+    """Return the state of a process, and its start in ticks since boot; ("", -1) for a missing process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -245,11 +250,11 @@ def _process(pid: int) -> tuple[str, int]:
 
 
 def default_store() -> Any:
-    """The store of the default process group, which torch has no public name for; None if it has none."""
+    """Return the store of the default process group, for which torch has no public name; None if it has no store."""
     get = getattr(dist.distributed_c10d, "_get_default_store", None)
     return None if get is None else get()
 
 
-def pause(turn: int) -> None:
-    """Sleep between two looks at the store: shortly at first."""
+def back_off(turn: int) -> None:
+    """Sleep between two reads of the store: longer with each turn, up to 0.1 s."""
     time.sleep(min(0.001 * 1.5**turn, 0.1))

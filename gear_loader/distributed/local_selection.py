@@ -1,4 +1,4 @@
-"""Each rank draws from its own shard; importance weights know what share of all priorities that shard has."""
+"""Local selection: each rank draws from its own shard, and importance weights correct for the shard's mass."""
 
 from __future__ import annotations
 
@@ -15,35 +15,41 @@ from gear_loader.errors import SchemaError
 from gear_loader.selection.base import Selection
 from gear_loader.selection.prioritized import PrioritizedSelection
 from gear_loader.selection.selectors import Draw, Prioritized
-from gear_loader.storage.recovery import Array
+from gear_loader.selection.weights import importance_weights
+from gear_loader.utils.arrays import Array
 
-__all__ = ["LocalPrioritizedSelection", "gathered", "meet", "own_part"]
+__all__ = [
+    "LocalPrioritizedSelection",
+    "begin_epoch",
+    "gather_states",
+    "own_state",
+]
 
 
 class LocalPrioritizedSelection(PrioritizedSelection):
     """`Prioritized` or `TopK` on one shard of many.
 
-    Every rank draws as many rows from its own shard, whatever that weighs: an item's probability is its leaf divided by
-    its own shard's sum and by the number of shards. Importance weights follow from that, relative to the largest weight
-    that there can be in this rank's batch (``normalize="batch"``) if the heaviest shard had it, or in all tables.
+    Every rank draws the same number of rows from its own shard, whatever the shard's mass: an item's probability is its
+    leaf divided by its own shard's mass and by the number of shards. Importance weights are relative to the largest
+    weight in this rank's batch (``normalize="batch"``), as if the heaviest shard had drawn it, or in all tables.
 
     Attributes:
-        correction: what the weights of this shard are multiplied by, before `beta`.
-        least: the smallest quotient of a leaf and its shard's sum, over all shards.
+        correction: factor of this shard's weights before the exponent beta: its mass divided by the heaviest shard's.
+        least: the smallest ratio of a leaf and its shard's mass, over all shards.
     """
 
     correction = math.nan
     least = 0.0
 
-    def offer(self) -> tuple[float, float]:
-        """The sum of the leaves, and the smallest one that is positive, where weights need it."""
+    def summarize(self) -> tuple[float, float]:
+        """Return the mass of the shard, and its smallest positive leaf where weights need it, else infinity."""
         with self._mutex:
             self._keep_up()
             least = self._tree.minimum if self._tree.extremes else math.inf
             return self._tree.total, least
 
     def state_dict(self) -> dict[str, Any]:
-        """See `PrioritizedSelection.state_dict`; with what the ranks have told each other for this epoch."""
+        """See `PrioritizedSelection.state_dict`; with `correction` and `least` of this epoch under "shares"."""
         return {**super().state_dict(), "shares": (self.correction, self.least)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -52,34 +58,39 @@ class LocalPrioritizedSelection(PrioritizedSelection):
         self.correction, self.least = (float(number) for number in state["shares"])
 
     def _importance(self, draw: Draw, leaves: Array) -> Array:
-        selector = self.job.selector
+        selector = self.context.selector
         assert isinstance(selector, Prioritized)
+        beta = selector.beta_at(draw.number)
         if selector.normalize == "table" and self.least > 0:
-            shares = np.minimum(self.least * self._tree.total / leaves.astype(np.float64), 1.0)
-        else:
-            shares = np.float64(leaves.min()) / leaves * self.correction
-        weights: Array = (shares ** selector.beta_at(draw.number)).astype(np.float32)
-        return weights
+            return importance_weights(leaves, self.least * self._tree.total, beta)
+        return importance_weights(leaves, leaves.min(), beta, scale=self.correction)
 
 
-def meet(exchange: SingleProcess, selection: Selection, batches: float, *, fresh: bool) -> float:
-    """Begin an epoch with the other ranks: what they have to know of each other, and how many batches each draws.
+def begin_epoch(exchange: SingleProcess, selection: Selection, batches: float, *, fresh: bool) -> float:
+    """Begin an epoch on all ranks: share the shards' masses and numbers of batches.
 
     Args:
-        batches: how many this rank's shard has. fresh: the epoch begins, and is not resumed in its middle.
+        exchange: collective channel of the dataset.
+        selection: this rank's selection; a `LocalPrioritizedSelection` gets its correction.
+        batches: number of batches in this rank's shard; may be infinite.
+        fresh: whether the epoch begins; False if it is resumed.
 
     Returns:
-        The most batches that any rank has in its shard: so that none waits for others that have ended.
+        The most batches that any rank's shard has: all ranks draw as many, so that no rank waits for one that ended.
     """
-    offer: tuple[float, float] = (0.0, math.inf)
+    mass, least = 0.0, math.inf
     if isinstance(selection, LocalPrioritizedSelection):
-        offer = selection.offer()
-    told: dict[str, Any] = {"batches": None if batches == math.inf else batches}
-    told["mass"], told["least"] = offer[0], None if offer[1] == math.inf else offer[1]
-    answers = exchange.share(told)
+        mass, least = selection.summarize()
+    answers = exchange.share(
+        {
+            "batches": None if batches == math.inf else batches,
+            "mass": mass,
+            "least": None if least == math.inf else least,
+        }
+    )
     if isinstance(selection, LocalPrioritizedSelection) and (fresh or math.isnan(selection.correction)):
         heaviest = max(answer["mass"] for answer in answers)
-        selection.correction = offer[0] / heaviest if heaviest > 0 else 1.0
+        selection.correction = mass / heaviest if heaviest > 0 else 1.0
         shares = [a["least"] / a["mass"] for a in answers if a["least"] is not None and a["mass"] > 0]
         selection.least = min(shares, default=0.0)
     if any(answer["batches"] is None for answer in answers):
@@ -90,8 +101,13 @@ def meet(exchange: SingleProcess, selection: Selection, batches: float, *, fresh
 _PARTS = ("sequences", "lengths", "leaves")
 
 
-def gathered(exchange: SingleProcess, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The states of all ranks' selections, the same on every rank: whichever of them is saved holds all."""
+def gather_states(exchange: SingleProcess, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of all ranks' selections, the same on every rank.
+
+    Args:
+        exchange: collective channel of the dataset.
+        state: state of this rank's `LocalPrioritizedSelection`.
+    """
     arrays = {name: np.asarray(state[name]) for name in _PARTS}
     arrays["counters"] = np.array([state["maximum"], state["num_stale"], *state["shares"]], dtype=np.float64)
     for i, part in enumerate(state["recent"]):
@@ -103,6 +119,7 @@ def gathered(exchange: SingleProcess, state: Mapping[str, Any]) -> dict[str, Any
 
 
 def _state(bundle: Mapping[str, Array]) -> dict[str, Any]:
+    """Return the state of one rank from its arrays."""
     state: dict[str, Any] = {name: torch.from_numpy(bundle[name]) for name in _PARTS}
     state["maximum"], state["num_stale"] = float(bundle["counters"][0]), int(bundle["counters"][1])
     state["shares"] = tuple(bundle["counters"][2:].tolist())
@@ -123,17 +140,17 @@ def _state(bundle: Mapping[str, Array]) -> dict[str, Any]:
     return state
 
 
-def own_part(exchange: SingleProcess, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """This rank's part of what `gathered` returned.
+def own_state(exchange: SingleProcess, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return this rank's state out of the result of `gather_states`.
 
     Raises:
-        SchemaError: it is of another number of ranks.
+        SchemaError: the state was saved by another number of ranks.
     """
     ranks = state.get("ranks")
     if not isinstance(ranks, list) or len(ranks) != exchange.size:
         count = len(ranks) if isinstance(ranks, list) else "no"
         raise SchemaError(
-            f"The state holds the priorities of {count} ranks that drew each from its own shard; here are "
+            f"The state holds the priorities of {count} ranks that drew each from its own shard; expected "
             f"{exchange.size}. Resume on as many ranks, or train with scope='global', whose states fit any number."
         )
     part: Mapping[str, Any] = ranks[exchange.rank]

@@ -1,4 +1,4 @@
-"""Which rows of a global batch fall to which shard: computed by every rank from what all shards have published."""
+"""Shard assignment of a batch's rows, and merging of candidates: computed by every rank from the shard summaries."""
 
 from __future__ import annotations
 
@@ -13,30 +13,39 @@ from gear_loader.selection.tree import uniforms
 from gear_loader.storage.index import Snapshot
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Merge", "PassView", "by_mass", "merged", "merges", "nothing", "scattered"]
+__all__ = [
+    "Merge",
+    "PassView",
+    "assign_by_mass",
+    "assign_rows",
+    "empty_error",
+    "merge_candidates",
+    "needs_candidates",
+]
 
-# Streams of random numbers, beside those of `selection.prioritized` and of the shard samplers: for rows
-# that are drawn for the first time, and once more.
+# Streams of random numbers, beside those of `selection.prioritized` and of the shard samplers: for the first
+# assignment of rows, and for the assignments after shards were emptied.
 _SHARDS, _AGAIN = 6, 1000
 
 
 @dataclasses.dataclass(frozen=True)
 class PassView:
-    """What there was in all shards at one moment.
+    """The trajectories of all shards at one moment, over which a pass goes.
 
     Attributes:
-        version: which look it was.
+        version: number of the view.
         trajectories, steps: int64 [S], of each shard.
-        numbers, own: this rank's shards: their numbers, and as they were.
-        order: where a pass goes by age: all trajectories by their ids, as a snapshot whose slots are positions in their
-            shards and whose generations are the shards.
+        own_shards: numbers of this rank's shards.
+        own_views: snapshots of this rank's shards.
+        order: all trajectories by id, for passes in order of age: a snapshot whose slots are positions in the shards'
+            snapshots, and whose generations are the shards.
     """
 
     version: int
     trajectories: Array
     steps: Array
-    numbers: tuple[int, ...]
-    own: tuple[Snapshot, ...]
+    own_shards: tuple[int, ...]
+    own_views: tuple[Snapshot, ...]
     order: Snapshot | None = None
 
     def __len__(self) -> int:
@@ -44,12 +53,17 @@ class PassView:
 
     @property
     def num_steps(self) -> int:
-        """Steps of all shards together."""
+        """Number of steps of all shards."""
         return int(self.steps.sum())
 
 
-def nothing(selector: Selector, trajectories: int) -> TableEmptyError | PriorityError:
-    """The error for shards in which there is nothing to draw."""
+def empty_error(selector: Selector, trajectories: int) -> TableEmptyError | PriorityError:
+    """Return the error for a draw from shards without items.
+
+    Args:
+        selector: selector of the draw.
+        trajectories: number of trajectories in all shards.
+    """
     if trajectories == 0 or isinstance(selector, SnapshotSelector):
         return TableEmptyError("All shards are empty: there is nothing to draw from. Add trajectories first.")
     return PriorityError(
@@ -58,30 +72,35 @@ def nothing(selector: Selector, trajectories: int) -> TableEmptyError | Priority
     )
 
 
-def merges(selector: Selector) -> bool:
-    """Whether every shard brings candidates, of which the first ones are taken."""
+def needs_candidates(selector: Selector) -> bool:
+    """Return whether a batch is merged from candidates of every shard; else rows are assigned to shards."""
     if isinstance(selector, Prioritized):
         return not selector.replacement
     return isinstance(selector, TopK) or (isinstance(selector, Fifo) and not selector.passes)
 
 
-# ---------------------------------------------------------------- rows that fall to shards
+# ---------------------------------------------------------------- shard assignment
 
 
-def scattered(
+def assign_rows(
     selector: Selector, draw: Draw, masses: Array, view: PassView | None
 ) -> tuple[Array, Array | None]:
-    """Which shard each row of the batch falls to, int64 [n]; and which item there, where that is decided here.
+    """Assign each row of a batch to a shard.
 
     Args:
-        masses: float64 [S], what each shard has published.
-        view: what an epoch passes over.
+        selector: selector of the draw.
+        draw: draw of the batch.
+        masses: mass of each shard, float64 [S].
+        view: view over which an epoch passes; None for draws from the current tables.
+
+    Returns:
+        The shard of each row, int64 [n], and its item in that shard, int64 [n]; None if the shard draws the items.
     """
     if isinstance(selector, Prioritized):
-        return by_mass(draw, masses, draw.count), None
+        return assign_by_mass(draw, masses, draw.count), None
     assert isinstance(selector, SnapshotSelector)
     if view is not None and view.order is not None:
-        return _by_order(selector, draw, view, view.order)
+        return _assign_by_age(selector, draw, view, view.order)
     counts = masses.astype(np.int64)
     if view is not None:
         counts = view.trajectories if selector.unit == "trajectory" else view.steps
@@ -91,36 +110,41 @@ def scattered(
     return shards, items - (ends - counts)[shards]
 
 
-def by_mass(draw: Draw, masses: Array, count: int, *, turn: int = 0) -> Array:
-    """Shards in proportion to their masses, int64 [count]; `turn` counts how often rows of this draw are drawn."""
+def assign_by_mass(draw: Draw, masses: Array, count: int, *, turn: int = 0) -> Array:
+    """Draw shards in proportion to their masses, int64 [count].
+
+    Args:
+        draw: draw of the batch.
+        masses: mass of each shard, float64 [S].
+        count: number of rows.
+        turn: number of the assignment within this draw.
+    """
     if len(masses) == 1:
         return np.zeros(count, dtype=np.int64)
     ends = np.cumsum(masses)
     stream = _SHARDS if turn == 0 else _AGAIN + turn
     numbers = uniforms(count, key=draw_key(draw, stream), step=draw.step) * ends[-1]
-    # Rounding must not lead to a shard, at the end, in which there is nothing.
+    # Rounding must not lead to a shard without mass at the end.
     last = int(np.flatnonzero(masses > 0)[-1])
     shards: Array = np.minimum(np.searchsorted(ends, numbers, side="right"), last)
     return shards
 
 
-def _by_order(selector: SnapshotSelector, draw: Draw, view: PassView, order: Snapshot) -> tuple[Array, Array]:
+def _assign_by_age(
+    selector: SnapshotSelector, draw: Draw, view: PassView, order: Snapshot
+) -> tuple[Array, Array]:
     if selector.unit == "trajectory":
         places = selector.items(len(order), draw)
         return order.generations[places], order.slots[places]
     places, steps = order.locate(selector.items(order.num_steps, draw))
-    # The step's number in its own shard: only the shard's owner knows what comes before, and looks at its own rows.
+    # The step's number in its own shard: only the shard's owner knows the steps before it, and uses only its own rows.
     shards = order.generations[places]
     items = np.full(len(places), -1, dtype=np.int64)
-    for number, snapshot in _owned(view).items():
-        mine = shards == number
-        positions = order.slots[places[mine]]
-        items[mine] = (snapshot.ends - snapshot.lengths)[positions] + steps[mine]
+    for shard, snapshot in zip(view.own_shards, view.own_views, strict=True):
+        own = shards == shard
+        positions = order.slots[places[own]]
+        items[own] = (snapshot.ends - snapshot.lengths)[positions] + steps[own]
     return shards, items
-
-
-def _owned(view: PassView) -> dict[int, Snapshot]:
-    return dict(zip(view.numbers, view.own, strict=True))
 
 
 # ---------------------------------------------------------------- candidates
@@ -128,11 +152,11 @@ def _owned(view: PassView) -> dict[int, Snapshot]:
 
 @dataclasses.dataclass
 class Merge:
-    """The first rows of what shards bring in turns.
+    """The first rows of the shards' candidates, merged.
 
     Attributes:
-        shards, records: int64 [n] and [n], in order, as far as they are known.
-        more: bool [S]: shards that may have rows that belong before the end.
+        shards, records: shard and record of each row, int64 [n] and [n], in order, as far as they are known.
+        more: bool [S]: shards that may have further candidates before the end of the batch.
     """
 
     shards: Array
@@ -140,30 +164,33 @@ class Merge:
     more: Array
 
 
-def merged(selector: Selector, count: int, brought: list[Array], complete: Array) -> Merge:
-    """Merge what shards have brought so far.
+def merge_candidates(selector: Selector, count: int, candidates: list[Array], complete: Array) -> Merge:
+    """Merge the candidates that shards have shared so far.
 
     Args:
-        brought: records of each shard, in order; where it has no more, empty ones with the id -1 follow.
-        complete: bool [S]: whether no more is to be asked of it.
+        selector: selector of the draw; it defines the order.
+        count: rows of the batch.
+        candidates: records of each shard, in order; empty records with the id -1 mark the shard's end.
+        complete: bool [S]: shards from which no further candidates are needed.
     """
-    ended = [len(part) > 0 and bool(part["id"][-1] < 0) for part in brought]
-    brought = [part[part["id"] >= 0] for part in brought]
+    ended = [len(part) > 0 and bool(part["id"][-1] < 0) for part in candidates]
+    candidates = [part[part["id"] >= 0] for part in candidates]
     complete = complete | np.array(ended)
-    shards = np.repeat(np.arange(len(brought)), [len(part) for part in brought])
-    records = np.concatenate(brought)
+    shards = np.repeat(np.arange(len(candidates)), [len(part) for part in candidates])
+    records = np.concatenate(candidates)
     order = _order(selector, shards, records)
     places = np.empty(len(order), dtype=np.int64)
     places[order] = np.arange(len(order))
-    ends = np.cumsum([len(part) for part in brought])
-    more = np.zeros(len(brought), dtype=bool)
-    for shard, (end, part) in enumerate(zip(ends.tolist(), brought, strict=True)):
+    ends = np.cumsum([len(part) for part in candidates])
+    more = np.zeros(len(candidates), dtype=bool)
+    for shard, (end, part) in enumerate(zip(ends.tolist(), candidates, strict=True)):
         last = int(places[end - 1]) if len(part) else -1
         more[shard] = not complete[shard] and last < count - 1
     return Merge(shards[order[:count]], records[order[:count]], more)
 
 
 def _order(selector: Selector, shards: Array, records: Array) -> Array:
+    """Return the positions of candidates in the selector's order, int64 [n]."""
     if isinstance(selector, Fifo):
         order: Array = np.lexsort((records["step"], records["id"]))
         if isinstance(selector, Lifo):

@@ -1,4 +1,4 @@
-"""The bytes of one exchange of a selection: what goes into them, and what comes out."""
+"""Messages of selection's exchange: their bytes, and the outbox of priority updates."""
 
 from __future__ import annotations
 
@@ -8,132 +8,116 @@ from typing import Any
 
 import numpy as np
 
-from gear_loader.distributed.records import PUBLISHED, UPDATE
-from gear_loader.storage.recovery import Array
+from gear_loader.distributed.records import SUMMARY, UPDATE
+from gear_loader.utils.arrays import Array
 
-__all__ = ["Forwarding", "Message", "Outbox", "as_bytes"]
+__all__ = ["Message", "Outbox", "as_bytes"]
 
-_ROOM = 32
-_MOVES = 4
-_PLACE = ("shard", "slot", "generation")
+_BASE_CAPACITY = 32  # updates that a message holds for any batch size
 
 
 def as_bytes(values: Array) -> Array:
-    """An array's bytes, uint8 [n]."""
+    """View an array as its bytes, uint8 [n]."""
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
 
 
 class Outbox:
-    """Updates that wait to be sent to the ranks that own their shards.
+    """Queues of priority updates, one for each rank that owns their shards.
 
     Args:
         leads: rank that answers for each shard.
-        size: ranks.
+        size: number of ranks.
     """
 
     def __init__(self, leads: Sequence[int], size: int) -> None:
         self._leads: Array = np.array(leads, dtype=np.int64)
-        self._owners = len(set(leads))
-        self._waiting: list[list[Array]] = [[] for _ in range(size)]
-        self._turn = 1
+        self._num_owners = len(set(leads))
+        self._queues: list[list[Array]] = [[] for _ in range(size)]
+        self._order = 1
 
     def put(self, updates: Array) -> None:
-        """Let some more wait."""
-        updates["turn"] = self._turn
-        self._turn += 1
+        """Queue updates, `UPDATE` [n], and number the call."""
+        updates["order"] = self._order
+        self._order += 1
         owners = self._leads[updates["shard"]]
         for rank in np.unique(owners).tolist():
-            self._waiting[rank].append(updates[owners == rank])
+            self._queues[rank].append(updates[owners == rank])
 
     def put_back(self, taken: Sequence[Array]) -> None:
-        """What `take` returned was not sent."""
+        """Queue again, at the front, the updates that `take` returned."""
         for rank, updates in enumerate(taken):
-            self._waiting[rank].insert(0, updates)
+            self._queues[rank].insert(0, updates)
 
     @property
-    def waiting(self) -> int:
-        """Most that wait for one rank."""
-        return max(sum(len(part) for part in parts) for parts in self._waiting)
+    def longest(self) -> int:
+        """Length of the longest queue."""
+        return max(sum(len(part) for part in parts) for parts in self._queues)
 
-    def room(self, batch_size: int) -> int:
-        """Updates for which every message has room; all ranks come to the same number. What is more comes behind."""
-        return _ROOM + 2 * -(-batch_size // self._owners)
+    def capacity(self, batch_size: int) -> int:
+        """Return the number of updates that every message of a batch holds; the same number on all ranks.
 
-    def take(self, room: int) -> list[Array]:
-        """Up to `room` updates for each rank, the ones that have waited longest."""
+        Further updates are sent in an exchange of their own.
+        """
+        return _BASE_CAPACITY + 2 * -(-batch_size // self._num_owners)
+
+    def take(self, limit: int) -> list[Array]:
+        """Dequeue up to `limit` updates for each rank, the oldest first."""
         taken = []
-        for rank, parts in enumerate(self._waiting):
-            everything = np.concatenate(parts) if parts else np.empty(0, dtype=UPDATE)
-            taken.append(everything[:room])
-            self._waiting[rank] = [everything[room:]] if len(everything) > room else []
+        for rank, parts in enumerate(self._queues):
+            queue = np.concatenate(parts) if parts else np.empty(0, dtype=UPDATE)
+            taken.append(queue[:limit])
+            self._queues[rank] = [queue[limit:]] if len(queue) > limit else []
         return taken
-
-
-class Forwarding:
-    """Where trajectories have gone that moved to another shard lately: for updates that know their old places."""
-
-    def __init__(self) -> None:
-        self._moves: list[dict[tuple[int, int, int], tuple[int, int, int]]] = []
-
-    def learn(self, moves: Array) -> None:
-        """Some have moved, `MOVE` [n]. The moves of the last few times are known."""
-        old = zip(*(moves[f"old_{name}"].tolist() for name in _PLACE), strict=True)
-        new = zip(*(moves[f"new_{name}"].tolist() for name in _PLACE), strict=True)
-        self._moves = [*self._moves, dict(zip(old, new, strict=True))][-_MOVES:]
-
-    def readdress(self, updates: Array) -> Array:
-        """Updates, with the places by which their trajectories are known now."""
-        fields = [updates[name].tolist() for name in _PLACE] if self._moves else []
-        for row, place in enumerate(zip(*fields, strict=True)):
-            found = place
-            for moves in self._moves:
-                found = moves.get(found, found)
-            if found != place:
-                for name, value in zip(_PLACE, found, strict=True):
-                    updates[name][row] = value
-        return updates
 
 
 @dataclasses.dataclass
 class Message:
-    """What one rank sends another in an exchange.
+    """The content of one message from a rank to another.
 
     Attributes:
-        waiting: updates left over, the most for one rank.
-        lost: bool [S]: shards that it cannot reach.
-        published: `PUBLISHED` [k], of its shards.
-        records: of rows of its shards.
-        updates: `UPDATE` [n], n at most the room agreed on.
+        pending: number of updates that did not fit, the most for any one rank.
+        unreachable: bool [S]: shards that the sender cannot reach.
+        summaries: `SUMMARY` [k] of the sender's shards.
+        records: row records of the sender's shards.
+        updates: `UPDATE` [n], at most as many as the agreed capacity.
     """
 
-    waiting: int
-    lost: Array
-    published: Array
+    pending: int
+    unreachable: Array
+    summaries: Array
     records: Array
     updates: Array
 
-    def pack(self, room: int) -> Array:
-        """As bytes, of the size that `size_of` gives."""
-        numbers: Array = np.array([self.waiting, len(self.updates)], dtype=np.int64)
-        padding = np.zeros((room - len(self.updates)) * UPDATE.itemsize, dtype=np.uint8)
-        pieces = (numbers, np.packbits(self.lost), self.published, self.records, self.updates)
+    def pack(self, capacity: int) -> Array:
+        """Return the message's bytes, as many as `size_of` says."""
+        numbers: Array = np.array([self.pending, len(self.updates)], dtype=np.int64)
+        padding = np.zeros((capacity - len(self.updates)) * UPDATE.itemsize, dtype=np.uint8)
+        pieces = (numbers, np.packbits(self.unreachable), self.summaries, self.records, self.updates)
         return np.concatenate([*(as_bytes(piece) for piece in pieces), padding])
 
     @staticmethod
-    def size_of(shards: int, own: int, rows: int, record: Any, room: int) -> int:
-        """Bytes of a letter of a rank with `own` shards and `rows` records."""
-        each = (own * PUBLISHED.itemsize, rows * int(record.itemsize), room * UPDATE.itemsize)
-        return 16 + -(-shards // 8) + sum(each)
+    def size_of(shards: int, own: int, rows: int, record: Any, capacity: int) -> int:
+        """Return the size of a message in bytes.
+
+        Args:
+            shards: number of all shards.
+            own: number of the sender's shards.
+            rows: number of records.
+            record: type of the records.
+            capacity: number of updates that the message holds.
+        """
+        sizes = (own * SUMMARY.itemsize, rows * int(record.itemsize), capacity * UPDATE.itemsize)
+        return 16 + -(-shards // 8) + sum(sizes)
 
     @classmethod
     def unpack(cls, data: Array, shards: int, own: int, rows: int, record: Any) -> Message:
-        """The inverse of `pack`."""
-        waiting, count = data[:16].view(np.int64).tolist()
+        """Read a message's bytes; the inverse of `pack`. For the arguments see `size_of`."""
+        pending, count = data[:16].view(np.int64).tolist()
         at = 16 + -(-shards // 8)
-        lost = np.unpackbits(data[16:at])[:shards].astype(bool)
-        sizes = [own * PUBLISHED.itemsize, rows * record.itemsize, count * UPDATE.itemsize]
+        unreachable = np.unpackbits(data[16:at])[:shards].astype(bool)
+        sizes = [own * SUMMARY.itemsize, rows * record.itemsize, count * UPDATE.itemsize]
         parts = []
-        for size, dtype in zip(sizes, (PUBLISHED, record, UPDATE), strict=True):
+        for size, dtype in zip(sizes, (SUMMARY, record, UPDATE), strict=True):
             parts.append(data[at : at + size].copy().view(dtype))
             at += size
-        return cls(waiting, lost, *parts)
+        return cls(pending, unreachable, *parts)

@@ -1,4 +1,4 @@
-"""Which trajectories leave a shard, and how they are copied to another one."""
+"""Migration of trajectories: the choice of trajectories that leave a shard, and their copying to another one."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ import numpy as np
 import torch
 
 from gear_loader.distributed.shard_sampler import PrioritizedShardSampler
-from gear_loader.distributed.shards import Shards
 from gear_loader.distributed.stage_tables import StageTable
 from gear_loader.errors import TableFullError, TransportError
+from gear_loader.storage.index import Snapshot
 from gear_loader.storage.operations import READY
 from gear_loader.storage.recovery import ranges
 from gear_loader.storage.table import Table, Ticket
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Chosen", "Mover", "choose"]
+__all__ = ["Budget", "MigrationSet", "Mover", "choose_migration"]
 
-_PART_BYTES = 1 << 24  # of trajectories that are copied at once
-_ROUNDS = 4
+_PART_BYTES = 1 << 24  # bytes of trajectories that are copied at once
+_ROUNDS = 4  # rounds in which smaller trajectories fill the remaining budget
 _logger = logging.getLogger("gear_loader")
 
 
 @dataclasses.dataclass(frozen=True)
-class Chosen:
-    """Trajectories that are to move.
+class MigrationSet:
+    """Trajectories that are to migrate from one shard to another.
 
     Attributes:
         ids, slots, generations, lengths: int64 [n].
-        leaves: float32, of one after another; empty if selection does not go by priorities.
-        counts: int64 [n]: how many leaves each has.
+        leaves: leaves of all trajectories, float32, concatenated; empty if rows are not drawn by priority.
+        counts: number of leaves of each trajectory, int64 [n].
     """
 
     ids: Array
@@ -45,89 +45,83 @@ class Chosen:
 
     @classmethod
     def names(cls) -> list[str]:
-        """Of the attributes."""
+        """Return the names of the attributes."""
         return [field.name for field in dataclasses.fields(cls)]
 
     def to_arrays(self) -> dict[str, Array]:
-        """For those who are told of it."""
+        """Return the attributes by name."""
         return {name: getattr(self, name) for name in self.names()}
 
     @classmethod
-    def from_arrays(cls, arrays: Mapping[str, Array]) -> Chosen:
-        """The inverse of `to_arrays`."""
+    def from_arrays(cls, arrays: Mapping[str, Array]) -> MigrationSet:
+        """Make a set from its attributes; the inverse of `to_arrays`."""
         return cls(**arrays)
 
     def leaves_of(self, which: Array) -> Array:
-        """Leaves of some of them, float32."""
+        """Return the leaves of the trajectories in positions `which`, float32."""
         starts = np.cumsum(self.counts) - self.counts
         leaves: Array = self.leaves[ranges(starts[which], self.counts[which])]
         return leaves
 
 
-def choose(
-    engine: Any,
-    *,
-    by_mass: bool,
-    amount: float,
-    steps: int,
-    count: int,
-    block_steps: int,
-    most_steps: int,
-    without: Array | None,
-) -> Chosen:
-    """The newest trajectories of a shard, as many as fit. Those that share blocks with others stay.
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """Limits of one migration.
+
+    Attributes:
+        load: most load (steps or mass) of the trajectories together.
+        free_steps: free steps of the target, in blocks of `block_steps`.
+        free_slots: free slots of the target.
+        block_steps: steps of a block of the target.
+        max_steps: most steps of the trajectories together.
+    """
+
+    load: float
+    free_steps: int
+    free_slots: int
+    block_steps: int
+    max_steps: int
+
+
+def choose_migration(sampler: Any, budget: Budget, *, by_mass: bool, excluded: Array) -> MigrationSet:
+    """Choose the newest trajectories of a shard, as many as the budget allows.
+
+    Trajectories that share blocks with others stay.
 
     Args:
-        amount: most load (steps or mass) of them together.
-        steps, count: free steps and slots where they go to, in blocks of `block_steps`.
-        most_steps: that may be moved.
-        without: ids of those that have been chosen already.
+        sampler: shard sampler of the shard.
+        budget: limits of the migration.
+        by_mass: whether load is mass; else it is steps.
+        excluded: ids of trajectories that have been chosen already, int64 [n].
     """
-    table = engine.job.table
-    ticket = Ticket()  # nothing takes another one's place meanwhile
+    table = sampler.table
+    ticket = Ticket()  # slots are not reused meanwhile
     try:
         table.begin_read(ticket)
-        chosen = _choose(engine, table, by_mass, amount, steps, count, block_steps, most_steps, without)
+        chosen = _choose(sampler, table, budget, by_mass, excluded)
         ticket.end()
         return chosen
     finally:
         ticket.end()  # again: an exception may arrive anywhere
 
 
-def _choose(
-    engine: Any,
-    table: Table,
-    by_mass: bool,
-    amount: float,
-    steps: int,
-    count: int,
-    block_steps: int,
-    most_steps: int,
-    without: Array | None,
-) -> Chosen:
-    by_priority = isinstance(engine, PrioritizedShardSampler)
-    view = engine.known() if by_priority else table.snapshot()
-    view = view.take(~_sharing(table, view.slots))
+def _choose(sampler: Any, table: Table, budget: Budget, by_mass: bool, excluded: Array) -> MigrationSet:
+    by_priority = isinstance(sampler, PrioritizedShardSampler)
+    view = sampler.known() if by_priority else table.snapshot()
+    view = view.take(~_shares_blocks(table, view.slots))
     ids = table.ids(view.slots)
-    if without is not None and len(without):
-        view, ids = view.take(~np.isin(ids, without)), ids[~np.isin(ids, without)]
+    if len(excluded):
+        view, ids = view.take(~np.isin(ids, excluded)), ids[~np.isin(ids, excluded)]
     leaves, counts = np.empty(0, dtype=np.float32), np.zeros(len(view), dtype=np.int64)
-    loads: Array = view.lengths.astype(np.float64)
     if by_priority:
-        leaves = engine.leaves_of(view.slots)
-        counts = view.lengths if engine.job.selector.unit == "step" else np.ones_like(view.lengths)
+        leaves = sampler.leaves_of(view.slots)
+        counts = view.lengths if sampler.context.selector.unit == "step" else np.ones_like(view.lengths)
+    loads: Array = view.lengths.astype(np.float64)
     if by_mass:
-        if by_priority:
-            sums = np.concatenate(([0.0], np.cumsum(leaves, dtype=np.float64)))
-            ends = np.cumsum(counts)
-            loads = sums[ends] - sums[ends - counts]
-        elif engine.job.selector.unit == "trajectory":
-            loads = np.ones(len(view))
-    taken = _fitting(
-        loads, -(-view.lengths // block_steps) * block_steps, view.lengths, amount, steps, count, most_steps
-    )
+        loads = _masses(sampler, view, leaves, counts)
+    taken = _fitting(loads, view.lengths, budget)
     starts = np.cumsum(counts) - counts
-    return Chosen(
+    return MigrationSet(
         ids[taken],
         view.slots[taken],
         view.generations[taken],
@@ -137,35 +131,45 @@ def _choose(
     )
 
 
-def _fitting(
-    loads: Array, padded: Array, lengths: Array, amount: float, steps: int, count: int, most_steps: int
-) -> Array:
-    """Positions of the newest that fit, int64 [m]: one after another, then smaller ones into what is left."""
+def _masses(sampler: Any, view: Snapshot, leaves: Array, counts: Array) -> Array:
+    """Return the mass of each trajectory of a view, float64 [n]."""
+    if isinstance(sampler, PrioritizedShardSampler):
+        sums = np.concatenate(([0.0], np.cumsum(leaves, dtype=np.float64)))
+        ends = np.cumsum(counts)
+        masses: Array = sums[ends] - sums[ends - counts]
+        return masses
+    if sampler.context.selector.unit == "trajectory":
+        return np.ones(len(view))
+    return view.lengths.astype(np.float64)
+
+
+def _fitting(loads: Array, lengths: Array, budget: Budget) -> Array:
+    """Return the positions of the newest trajectories within a budget, int64 [m]: first the longest run of the newest,
+    then smaller trajectories in what remains of the budget."""
+    padded = -(-lengths // budget.block_steps) * budget.block_steps
+    load, steps, count, max_steps = budget.load, budget.free_steps, budget.free_slots, budget.max_steps
     left = np.arange(len(loads))[::-1]
     taken: list[Array] = []
     for _ in range(_ROUNDS):
         fits = (
-            (loads[left] > 0)
-            & (loads[left] <= amount)
-            & (padded[left] <= steps)
-            & (lengths[left] <= most_steps)
+            (loads[left] > 0) & (loads[left] <= load) & (padded[left] <= steps) & (lengths[left] <= max_steps)
         )
         left = left[fits]
         if len(left) == 0 or count <= 0:
             break
-        inside = np.cumsum(loads[left]) <= amount
-        inside &= (np.cumsum(padded[left]) <= steps) & (np.cumsum(lengths[left]) <= most_steps)
+        inside = np.cumsum(loads[left]) <= load
+        inside &= (np.cumsum(padded[left]) <= steps) & (np.cumsum(lengths[left]) <= max_steps)
         size = min(len(left) if inside.all() else int(inside.argmin()), count)
         part, left = left[:size], left[size:]
         taken.append(part)
-        amount -= float(loads[part].sum())
-        steps, most_steps = steps - int(padded[part].sum()), most_steps - int(lengths[part].sum())
+        load -= float(loads[part].sum())
+        steps, max_steps = steps - int(padded[part].sum()), max_steps - int(lengths[part].sum())
         count -= size
     return np.concatenate(taken) if taken else left[:0]
 
 
-def _sharing(table: Table, slots: Array) -> Array:
-    """Which trajectories have a block that another one has too, bool [n]."""
+def _shares_blocks(table: Table, slots: Array) -> Array:
+    """Return which trajectories share a block with another one, bool [n]."""
     extent, block_ids = table.index_arrays()
     counts = -(-extent[slots, 0] // table.region.layout.block_steps)
     blocks = block_ids[ranges(extent[slots, 1], counts)]
@@ -177,18 +181,26 @@ def _sharing(table: Table, slots: Array) -> Array:
 
 
 class Mover:
-    """Copies trajectories from this rank's tables to those of other shards.
+    """Copies trajectories from this rank's tables to the tables of other shards.
 
     Args:
-        slots_of: finds ids in a table of this rank.
+        slots_of: returns the slots of ids in a shard of this rank; -1 for trajectories that are gone.
     """
 
-    def __init__(self, shards: Shards, slots_of: Callable[[int, Array], Array]) -> None:
-        self._shards = shards
+    def __init__(self, slots_of: Callable[[int, Array], Array]) -> None:
         self._slots_of = slots_of
 
     def copy(self, source: Table, ids: Array, shard: int, target: StageTable) -> None:
-        """Copy those that are still there. What finds no room stays where it is: the target says what it has."""
+        """Copy trajectories; leave out trajectories that are gone, and stop when the target is full.
+
+        The target reports what has arrived.
+
+        Args:
+            source: table of this rank.
+            ids: ids of the trajectories, int64 [n].
+            shard: number of the source's shard.
+            target: table to copy to.
+        """
         most = max(1, _PART_BYTES // source.schema.step_bytes)
         slots = self._slots_of(shard, ids)
         ids, slots = ids[slots >= 0], slots[slots >= 0]
@@ -217,16 +229,16 @@ class Mover:
         if len(ids) == 0:
             return
         if target.table is not None:
-            # Nothing may be evicted for what could stay where it is.
-            patient = Table(target.table.region, on_full="error")
-            patient._store(patient._live(), patient._listed(trajectories), priorities, ids)
+            # A full target raises an error: it evicts no trajectory for one that can stay in the source.
+            table = Table(target.table.region, on_full="error")
+            table._store(table._live(), table._listed(trajectories), priorities, ids)
         else:
             for future in target.send(trajectories, priorities, ids):
                 future.result()
 
 
 def _read(table: Table, slot: int) -> dict[str, torch.Tensor]:
-    """A copy of a trajectory that the caller's ticket keeps."""
+    """Return a copy of a trajectory; the caller holds a read ticket."""
     index = table._live()
     ids, length = index.row(slot), int(index.extent[slot, 0])
     return {name: table._read_column(name, ids, length) for name in table.schema}

@@ -1,8 +1,7 @@
-"""`Placement`: which rank's table each new trajectory goes to, and which stage of a pipeline has which column."""
+"""`Placement`: decides which shard each new trajectory goes to, and stores it there."""
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import math
 import threading
@@ -12,12 +11,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from gear_loader.distributed.failures import run_on_all
 from gear_loader.distributed.global_selection import GlobalSelection
 from gear_loader.distributed.shards import Shards
-from gear_loader.distributed.stage_tables import StageTable, refused, take_back
 from gear_loader.distributed.stages import all_columns, check_stages
-from gear_loader.distributed.topology import agreed
-from gear_loader.errors import GearError, SchemaError, TransportError
+from gear_loader.distributed.storing import Storing
+from gear_loader.errors import SchemaError, TransportError
 from gear_loader.selection.prioritized import exponent, needs_priorities
 from gear_loader.selection.tree import weigh
 from gear_loader.storage.ids import joined
@@ -29,29 +28,30 @@ from gear_loader.utils.arrays import Array
 __all__ = ["Placement"]
 
 Policy = Literal["round_robin", "free_space", "priority_mass", "local"]
-_LOOK = 1.0  # seconds after which the tables' priorities are summed anew
+_REPORT = 1.0  # seconds after which the tables' priorities are summed again
 _POLICIES = ("round_robin", "free_space", "priority_mass", "local")
 
 
 class Placement:
-    """Decides the shard of each new trajectory, and puts it there; of a pipeline, each stage's columns in its table.
+    """Decides the shard of each new trajectory, and stores it there; in a pipeline, each stage's columns in its table.
 
-    Every rank makes its own, all at the same time; then each adds when it likes. A trajectory is written straight into
-    tables of this node, and sent to those of others. In a pipeline it has the same id in all stages, and comes last to
-    stage 0, which draws: so nobody draws what another stage does not have yet.
+    All ranks make one at the same time; then each rank adds trajectories when it likes. A trajectory is written
+    straight into tables of this node, and sent to tables of other nodes. In a pipeline it has the same id in all
+    stages, and is stored last in stage 0, which draws: so no rank draws a trajectory that another stage lacks.
 
     Args:
-        shards: of all ranks.
-        policy: ``"round_robin"``: one shard after another, each rank beginning elsewhere; ``"free_space"``: where most
-            steps are free; ``"priority_mass"``: where the sum of priorities is smallest; ``"local"``: this rank's own.
+        shards: the sharded table.
+        policy: ``"round_robin"``: one shard after another, each rank beginning with another one; ``"free_space"``: the
+            shard with most free steps; ``"priority_mass"``: the shard with the smallest sum of priorities; ``"local"``:
+            this rank's own shard.
         stages: column -> the stage that needs it, or several; -1 is the last. By default a column goes to every stage
             whose table has it.
         dataset: the `ReplayDataset` over `shards` for which priorities are balanced: with it the sums are those by
-            which it draws, as of its last batch. Without it they are those that trajectories were added with.
+            which it draws, as of its last batch. Without it, they are sums of the priorities of added trajectories.
 
     Raises:
-        SchemaError: options that make no sense for these shards, or tables that do not have what `stages` says.
-        RankError: another rank has failed, or was waited for too long.
+        SchemaError: options that do not fit these shards, or tables without the columns that `stages` names.
+        RankError: another rank has failed, or did not answer before the deadline.
     """
 
     def __init__(
@@ -69,50 +69,51 @@ class Placement:
         if policy not in _POLICIES:
             raise SchemaError(f"policy is {policy!r}; expected one of {', '.join(_POLICIES)}.")
         if dataset is not None and getattr(dataset, "shards", None) is not shards:
-            raise SchemaError(
-                "dataset draws from something else; expected a ReplayDataset over these shards."
-            )
+            raise SchemaError("dataset draws from another table; expected a ReplayDataset over these shards.")
         self.shards = shards
         self.policy: Policy = policy
         self._dataset = dataset
-        self._holders = [
-            [shards.holder(shard, stage) for stage in range(shards.num_stages)]
+        self._tables = [
+            [shards.stage_table(shard, stage) for stage in range(shards.num_stages)]
             for shard in range(shards.num_shards)
         ]
-        schemas = [holder.schema for holder in self._holders[0]]
+        schemas = [table.schema for table in self._tables[0]]
         self.schema = Schema(all_columns(schemas))
-        """All columns that a trajectory must have."""
+        """Columns of a trajectory, of all stages."""
         if stages is not None:
             check_stages(stages, schemas)
         if shards.num_stages > 1:
             self._agree()
         self._turn = shards.exchange.rank % shards.num_shards
         self._largest = 1.0
-        self._placed: Array = np.zeros(shards.num_shards)  # here, since the masses were looked at
-        self._seen: Array | None = None
-        self._when = -math.inf
+        self._placed: Array = np.zeros(
+            shards.num_shards
+        )  # mass that this rank has added since the last report
+        self._summaries: Array | None = None
+        self._reported = -math.inf
         self._base: Array = np.zeros(shards.num_shards)
         self._lock = threading.Lock()
 
     def _agree(self) -> None:
-        """Agree on the number from which ids are counted, above all that any table has given.
+        """Agree with all ranks on the next number of ids, above the ids of all tables.
 
         Raises:
-            SchemaError: a stage evicts by itself.
+            SchemaError: a table of a pipeline evicts trajectories.
         """
-        holders = [holder for stages in self._holders for holder in stages]
-        told: dict[str, Any] = {"next": max(self.shards.next_number, *(h.next_sequence for h in holders))}
-        for holder in holders:
-            if holder.table is not None and holder.table.rules.on_full.startswith("evict"):
-                told["error"] = (
-                    f"{holder} has on_full={holder.table.rules.on_full!r}; stages that evict each for itself would "
-                    "come to hold different trajectories. Create the tables of a pipeline with on_full='error' or "
-                    "'wait', and remove what is old from stage 0 first."
-                )
-        answers = self.shards.exchange.share(told)
-        if "error" in told:
-            raise SchemaError(told["error"])
-        agreed(answers, [member.number for member in self.shards.members], "place trajectories")
+        tables = [table for stages in self._tables for table in stages]
+
+        def report() -> dict[str, Any]:
+            for table in tables:
+                if table.table is not None and table.table.rules.on_full.startswith("evict"):
+                    raise SchemaError(
+                        f"{table} has on_full={table.table.rules.on_full!r}; stages that evict independently would "
+                        "come to hold different trajectories. Create the tables of a pipeline with on_full='error' or "
+                        "'wait', and remove old trajectories from stage 0 first."
+                    )
+            return {"next": max(self.shards.next_number, *(table.next_sequence for table in tables))}
+
+        numbers = [member.number for member in self.shards.members]
+        answers = run_on_all("place trajectories", report, self.shards.exchange.share, numbers)
         self.shards.next_number = max(answer["next"] for answer in answers)
 
     # ---------------------------------------------------------------- adding
@@ -126,7 +127,7 @@ class Placement:
             priority: as for `Table.add`.
 
         Returns:
-            Its shard, and its index there, in stage 0.
+            Its shard, and its index there in stage 0.
 
         Raises:
             As `extend`.
@@ -139,22 +140,22 @@ class Placement:
         trajectories: Iterable[Mapping[str, Any]],
         priority: float | Sequence[float] | Array | None = None,
     ) -> tuple[Array, Array]:
-        """Place many trajectories: each shard gets its own at once.
+        """Place many trajectories; each shard's trajectories are stored at once.
 
         Args:
-            trajectories: as for `add`. priority: one for all, or [n].
+            trajectories: as for `add`.
+            priority: one for all, or [n].
 
         Returns:
-            Their shards and their indices there, in stage 0, int64 [n] each.
+            Their shards, and their indices there in stage 0, int64 [n] each.
 
         Raises:
             SchemaError: a trajectory or a priority does not fit. Nothing was changed.
-            TableFullError, LockTimeoutError: a table had no room; the message names it, its shard and its stage.
-            TransportError: another node did not take what it was sent; then it may be there all the same.
-
-        After an error, the trajectories that this call stored in tables of this node have been removed. Those stored
-        on other nodes stay: in a stage other than 0, which no selector draws from, `ReplayDataset.rebalance` removes
-        them; in stage 0 the message says how many.
+            TableFullError, LockTimeoutError: a table was full; the message names it, its shard and its stage.
+            TransportError: another node did not confirm trajectories; it may have stored them all the same.
+            After these errors, trajectories stored in tables of this node have been removed again. Trajectories stored
+            on other nodes stay: in a stage other than 0 they are not drawn, and `ReplayDataset.rebalance` removes them;
+            in stage 0 the message says how many.
         """
         given, lengths = self._checked(trajectories)
         priorities = _check_priorities(priority, len(given))
@@ -164,7 +165,8 @@ class Placement:
             chosen = self._choose(lengths, priorities)
             groups = {shard: np.flatnonzero(chosen == shard) for shard in np.unique(chosen).tolist()}
             numbers = self._numbers(chosen, groups) if self.shards.num_stages > 1 else None
-        return chosen, _Storing(self, given, priorities, numbers, groups).run()
+        storing = Storing(self.shards, self._tables, given, priorities, numbers, groups)
+        return chosen, storing.run()
 
     def _checked(self, trajectories: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], Array]:
         if isinstance(trajectories, Mapping):
@@ -186,12 +188,7 @@ class Placement:
             given.append(dict(rows) if kept else {name: copied(value) for name, value in rows.items()})
             lengths.append(length)
         longest = min(
-            (
-                holder.table.longest
-                for stages in self._holders
-                for holder in stages
-                if holder.table is not None
-            ),
+            (table.table.longest for stages in self._tables for table in stages if table.table is not None),
             default=math.inf,
         )
         for i, length in enumerate(lengths):
@@ -203,44 +200,52 @@ class Placement:
         return given, np.array(lengths, dtype=np.int64)
 
     def _numbers(self, chosen: Array, groups: Mapping[int, Array]) -> Array:
-        """Ids that no other producer gives, nor a table by itself; they ascend with time as far as this node sees."""
+        """Return new ids, int64 [n], distinct from those of all other ranks and tables; they ascend on a node."""
         ids = np.empty(len(chosen), dtype=np.int64)
         step, place = self.shards.exchange.size, self.shards.exchange.rank
         for shard, rows in groups.items():
-            first = max(self.shards.next_number, *(h.next_sequence for h in self._holders[shard]))
+            first = max(self.shards.next_number, *(table.next_sequence for table in self._tables[shard]))
             first += (place - first) % step
-            ids[rows] = joined(first + step * np.arange(len(rows)), self._holders[shard][0].origin)
+            ids[rows] = joined(first + step * np.arange(len(rows)), self._tables[shard][0].origin)
             self.shards.next_number = first + step * len(rows)
         return ids
 
     # ---------------------------------------------------------------- choosing
 
     def _choose(self, lengths: Array, priorities: Array) -> Array:
-        """The shard of each trajectory, int64 [n]."""
+        """Choose the shard of each trajectory, int64 [n]."""
         count = self.shards.num_shards
         if self.policy == "local":
             return np.full(len(lengths), self.shards.place.data, dtype=np.int64)
         lost = self.shards.lost() if self.shards.on_failure == "redraw" else []
-        able = [shard for shard in range(count) if shard not in lost] or list(range(count))
-        if self.policy == "round_robin" or len(able) == 1:
-            at = int(np.searchsorted(able, self._turn % count))
-            chosen: Array = np.array(able)[(at + np.arange(len(lengths))) % len(able)]
+        reachable = [shard for shard in range(count) if shard not in lost] or list(range(count))
+        if self.policy == "round_robin" or len(reachable) == 1:
+            at = int(np.searchsorted(reachable, self._turn % count))
+            chosen: Array = np.array(reachable)[(at + np.arange(len(lengths))) % len(reachable)]
         elif self.policy == "free_space":
-            able, rooms = self._told(able, lambda shard: min(h.room() for h in self._holders[shard]))
-            chosen = self._lightest(able, [-room for room in rooms], lengths)
+            reachable, free = self._reports(
+                reachable, lambda shard: min(table.free_steps() for table in self._tables[shard])
+            )
+            chosen = self._lightest(reachable, [-steps for steps in free], lengths)
         else:
-            able, masses = self._masses(able)
+            reachable, masses = self._masses(reachable)
             weights = self._weights(lengths, priorities)
-            chosen = self._lightest(able, masses, weights)
+            chosen = self._lightest(reachable, masses, weights)
             np.add.at(self._placed, chosen, weights)
         self._turn = int(chosen[-1]) + 1
         return chosen
 
-    def _lightest(self, able: list[int], loads: Sequence[float], weights: Array) -> Array:
-        """Each into what has the smallest load by then; of equal ones in turn."""
+    def _lightest(self, shards: list[int], loads: Sequence[float], weights: Array) -> Array:
+        """Assign each trajectory to the shard with the smallest load at that point, int64 [n]; equal loads in turn.
+
+        Args:
+            shards: numbers of the shards.
+            loads: load of each of these shards.
+            weights: load of each trajectory.
+        """
         count = self.shards.num_shards
         heap = [
-            ((load, (shard - self._turn) % count), shard) for shard, load in zip(able, loads, strict=True)
+            ((load, (shard - self._turn) % count), shard) for shard, load in zip(shards, loads, strict=True)
         ]
         heapq.heapify(heap)
         chosen = np.empty(len(weights), dtype=np.int64)
@@ -250,45 +255,53 @@ class Placement:
             heapq.heapreplace(heap, ((load + weight, turn + count), shard))
         return chosen
 
-    def _told(self, able: list[int], ask: Callable[[int], float]) -> tuple[list[int], list[float]]:
-        """What each shard answers. Those that cannot be reached are left out if `on_failure` is "redraw"."""
+    def _reports(self, shards: list[int], report: Callable[[int], float]) -> tuple[list[int], list[float]]:
+        """Ask shards for a figure; leave out shards that cannot be reached if `on_failure` is "redraw".
+
+        Args:
+            shards: numbers of the shards.
+            report: returns the figure of a shard.
+
+        Returns:
+            Numbers of the shards that answered, and their figures.
+        """
         found: dict[int, float] = {}
         failure: TransportError | None = None
-        for shard in able:
+        for shard in shards:
             try:
-                found[shard] = ask(shard)
+                found[shard] = report(shard)
             except TransportError as error:
-                self.shards.lose(shard, error)
+                self.shards.mark_lost(shard, error)
                 failure = error
         if failure is not None and (self.shards.on_failure == "raise" or not found):
             raise failure
         return list(found), list(found.values())
 
-    def _masses(self, able: list[int]) -> tuple[list[int], list[float]]:
-        """What each shard has by now, as far as it is known here."""
+    def _masses(self, shards: list[int]) -> tuple[list[int], list[float]]:
+        """Return the shards that answered and their masses, as far as this rank knows them."""
         selection = self._selection()
-        seen = None if selection is None else selection.offers
+        summaries = None if selection is None else selection.summaries
         now = time.monotonic()
-        if seen is not None and seen is not self._seen:
-            self._base, self._seen = seen["mass"].astype(np.float64), seen
+        if summaries is not None and summaries is not self._summaries:
+            self._base, self._summaries = summaries["mass"].astype(np.float64), summaries
             self._placed[:] = 0
-        elif seen is None and self._seen is None and now - self._when >= _LOOK:
-            able, masses = self._told(able, lambda shard: self._holders[shard][0].mass())
-            self._base[able] = masses
-            self._when = now
+        elif summaries is None and self._summaries is None and now - self._reported >= _REPORT:
+            shards, masses = self._reports(shards, lambda shard: self._tables[shard][0].mass())
+            self._base[shards] = masses
+            self._reported = now
             self._placed[:] = 0
-        return able, (self._base + self._placed)[able].tolist()
+        return shards, (self._base + self._placed)[shards].tolist()
 
     def _selection(self) -> GlobalSelection | None:
         selection = None if self._dataset is None else self._dataset._selection
         return selection if isinstance(selection, GlobalSelection) else None
 
     def _weights(self, lengths: Array, priorities: Array) -> Array:
-        """What each new trajectory adds to its shard's mass, float64 [n]."""
+        """Return the mass that each new trajectory adds to its shard, float64 [n]."""
         given = priorities[priorities != UNSET]
         self._largest = max(self._largest, float(given.max(initial=0)))
         weights: Array = np.where(priorities == UNSET, self._largest, priorities.astype(np.float64))
-        if self._seen is None:  # the masses are those of the tables' priorities
+        if self._summaries is None:  # masses are sums of the tables' priorities
             return weights
         selector = self._dataset.selector
         if needs_priorities(selector):
@@ -296,110 +309,3 @@ class Placement:
         else:
             weights = np.ones(len(lengths))
         return weights * lengths if selector.unit == "step" else weights
-
-
-@dataclasses.dataclass
-class _Stored:
-    """What one table of this node has stored of a call."""
-
-    holder: StageTable
-    slots: Array
-    generations: Array
-
-
-class _Storing:
-    """One call of `Placement.extend`: stage after stage, of all shards at once; stage 0 last."""
-
-    def __init__(
-        self,
-        placement: Placement,
-        given: list[dict[str, Any]],
-        priorities: Array,
-        ids: Array | None,
-        groups: dict[int, Array],
-    ) -> None:
-        self._shards = placement.shards
-        self._holders = placement._holders
-        self._given = given
-        self._priorities = priorities
-        self._ids = ids
-        self._groups = groups
-        self._stored: list[_Stored] = []
-        self._sent = 0  # trajectories that stage 0 has stored on other nodes
-        self._slots: Array = np.full(len(given), -1, dtype=np.int64)
-
-    def run(self) -> Array:
-        """Indices in stage 0, int64 [n]."""
-        try:
-            for stage in reversed(range(self._shards.num_stages)):
-                holders = [self._holders[shard][stage] for shard in self._groups]
-                for holder in holders:
-                    if holder.table is not None:
-                        self._store(holder)
-                self._send([holder for holder in holders if holder.table is None])
-        except _UncertainError as error:
-            if self._ids is None:
-                self._take_back()
-            raise error.__cause__ or error from None
-        except BaseException:
-            self._take_back()
-            raise
-        return self._slots
-
-    def _take_back(self) -> None:
-        for part in reversed(self._stored):
-            assert part.holder.table is not None
-            take_back(part.holder.table, part.slots, part.generations)
-
-    def _part(self, holder: StageTable) -> tuple[list[dict[str, Any]], Array, Array | None]:
-        """A table's trajectories, their priorities and ids."""
-        rows = self._groups[holder.shard]
-        some = [{name: self._given[row][name] for name in holder.schema} for row in rows.tolist()]
-        return some, self._priorities[rows], None if self._ids is None else self._ids[rows]
-
-    def _store(self, holder: StageTable) -> None:
-        try:
-            slots = holder.store(*self._part(holder))
-        except GearError as error:
-            raise holder.named(error) from error
-        table = holder.table
-        assert table is not None
-        self._stored.append(_Stored(holder, slots, table.slot_states()[1][slots]))
-        if holder.stage == 0:
-            self._slots[self._groups[holder.shard]] = slots
-
-    def _send(self, holders: list[StageTable]) -> None:
-        """To other nodes, to all at once."""
-        under_way = [(holder, holder.send(*self._part(holder))) for holder in holders]
-        failure: tuple[StageTable, GearError] | None = None
-        for holder, futures in under_way:
-            found = []
-            for future in futures:
-                try:
-                    found.append(future.result())
-                except GearError as error:
-                    if failure is None or refused(failure[1]):
-                        failure = (holder, error)
-                    if isinstance(error, TransportError) and not refused(error):
-                        self._shards.lose(holder.shard, error)
-            if holder.stage == 0:
-                self._sent += sum(len(part) for part in found)
-                if len(found) == len(futures):
-                    self._slots[self._groups[holder.shard]] = np.concatenate(found)
-        if failure is not None:
-            self._fail(*failure)
-
-    def _fail(self, holder: StageTable, error: GearError) -> None:
-        # What the other node itself has said is of more use than that it was asked.
-        said = error.__cause__ if refused(error) and isinstance(error.__cause__, GearError) else error
-        if holder.stage == 0 and self._sent:
-            more = f"{self._sent} of {len(self._given)} trajectories of this call were stored on other nodes. {said}"
-            said = type(said)(more)
-        named = holder.named(said)
-        if holder.stage == 0 and (self._sent or not refused(error)):
-            raise _UncertainError from named  # perhaps it is there: the other stages must have it then
-        raise named from error
-
-
-class _UncertainError(Exception):
-    """Stage 0 may have what was sent to it."""

@@ -1,20 +1,19 @@
-"""Moving trajectories between shards until these are about equal, while training goes on."""
+"""Rebalances shards: moves trajectories from the fullest shards to the emptiest, while training goes on."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from gear_loader.distributed.duplicates import Leftovers, remove_ids
-from gear_loader.distributed.migration import Chosen, Mover, choose
+from gear_loader.distributed.duplicates import DuplicateSearch, remove_ids
+from gear_loader.distributed.failures import collect
+from gear_loader.distributed.migration import Budget, MigrationSet, Mover, choose_migration
 from gear_loader.distributed.records import MOVE
 from gear_loader.distributed.state import share_bundle
-from gear_loader.distributed.topology import described
-from gear_loader.errors import RankError
 from gear_loader.transport.capacity import room_of
 from gear_loader.utils.arrays import Array
 
@@ -30,7 +29,12 @@ _logger = logging.getLogger("gear_loader")
 
 @dataclasses.dataclass(frozen=True)
 class Flow:
-    """What is to go from one shard to another: steps, or mass."""
+    """Load that is to move from one shard to another.
+
+    Attributes:
+        source, target: numbers of the shards.
+        amount: steps, or mass.
+    """
 
     source: int
     target: int
@@ -38,12 +42,13 @@ class Flow:
 
 
 def plan(loads: Array, tolerance: float) -> list[Flow]:
-    """What has to move so that no shard's load is further from the mean than a fraction of it.
+    """Plan the flows after which every shard's load is within a tolerance of the mean.
 
-    From the heaviest to the lightest, as much as makes one of them equal to the mean; and so on.
+    Each flow goes from the heaviest shard to the lightest one, and makes one of them equal to the mean.
 
     Args:
-        loads: float64 [S].
+        loads: load of each shard, float64 [S].
+        tolerance: fraction of the mean by which loads may differ from it.
     """
     loads = loads.astype(np.float64).copy()
     mean = loads.mean()
@@ -59,26 +64,28 @@ def plan(loads: Array, tolerance: float) -> list[Flow]:
     return flows
 
 
-class _ToldError(Exception):
-    """A rank has told that it failed; its error is the cause."""
+class _AbortedError(Exception):
+    """A collective step has failed, and all ranks know; the cause is the error to raise."""
 
 
 class Rebalance:
-    """One rebalancing, of which every rank does its part at the same time.
+    """One rebalancing; every rank does its part at the same time.
 
-    A trajectory is copied to its new shard, with its id, and only removed from the old one when its new owner has said
-    that it is there: in all stages, in stage 0 last. A rank that is killed in between leaves both; the next
+    A trajectory is copied to its new shard under the same id, in all stages, in stage 0 last. It is removed from the
+    old shard only after the new owner has reported it. A rank that is killed in between leaves both copies; the next
     rebalancing, or the next selection before it draws, removes one of them.
 
     Args:
-        selection: between two draws.
-        by: what is to be about equal: the steps of each shard, or its mass.
-        max_bytes: most bytes that are moved, over all shards and stages. 0 only removes what others left.
-        tolerance: the fraction of the mean by which shards may differ.
+        selection: global selection, between two draws.
+        by: load to balance: the steps of each shard, or its mass.
+        max_bytes: most bytes that are moved, over all shards and stages. 0 only removes duplicates.
+        tolerance: fraction of the mean by which loads may differ from it.
     """
 
     def __init__(self, selection: GlobalSelection, *, by: By, max_bytes: int, tolerance: float) -> None:
         self._selection = selection
+        self._samplers = selection.samplers.own
+        self._slots_of = selection.samplers.slots_of
         self._shards = shards = selection.shards
         self._by = by
         self._max_bytes = max_bytes
@@ -90,107 +97,109 @@ class Rebalance:
             else [(shards.place.data, shards.place.stage, shards.table)]
         )
         self._flows: list[Flow] = []
-        self._chosen: list[Chosen] = []
+        self._sets: list[MigrationSet] = []
 
     def run(self) -> dict[str, Any]:
-        """Do it.
+        """Rebalance the shards.
 
         Returns:
-            "moved": trajectories; "steps" and "bytes" of them; "before" and "after": float64 [S], the shards' loads;
-            "leftovers": removed copies that an interrupted rebalancing had left. The same on every
-            rank.
+            "moved": number of trajectories; "steps" and "bytes" of these; "before" and "after": float64 [S], the
+            shards' loads; "leftovers": number of duplicates removed. The same on every rank.
 
         Raises:
-            RankError: another rank has failed; nothing was lost.
+            RankError: another rank has failed; no trajectory was lost.
         """
-        leftovers = self.remove_leftovers()
+        duplicates = self.remove_duplicates()
         before = self._loads()
         self._flows = plan(before, self._tolerance) if self._max_bytes else []
         moved = [np.empty(0, dtype=MOVE)]
         if self._flows:
             try:
-                self._choose(before)
+                self._choose()
                 moved = self._copy()
-            except _ToldError as error:
-                self._drop_copies([np.empty(0, dtype=np.int64)] * len(self._chosen))
+            except _AbortedError as error:
+                self._drop_copies([np.empty(0, dtype=np.int64)] * len(self._sets))
                 raise error.__cause__ or error from None
             self._hand_over(moved)
         moves: Array = np.concatenate(moved)
-        self._selection.forward(moves)
-        lengths = int(moves["length"].sum())
+        self._selection.redirect_updates(moves)
+        steps = int(moves["length"].sum())
         return {
             "moved": len(moves),
-            "steps": lengths,
-            "bytes": lengths * self._step_bytes,
+            "steps": steps,
+            "bytes": steps * self._step_bytes,
             "before": before,
             "after": self._loads() if len(moves) else before,
-            "leftovers": leftovers,
+            "leftovers": duplicates,
         }
 
-    # ---------------------------------------------------------------- together
+    # ---------------------------------------------------------------- collective steps
 
-    def _together(self, what: str, act: Callable[[], Bundle]) -> Bundle:
-        """Do something at the same time as the others; what all have told, by names that no two ranks use.
+    def _collect(self, what: str, act: Callable[[], Bundle]) -> Bundle:
+        """Run a function on all ranks at the same time; return the arrays of all ranks by their names.
+
+        Args:
+            what: name of the step in errors.
+            act: this rank's part; the names of its arrays differ from those of all other ranks.
 
         Raises:
-            _ToldError: one of them could not; all know it.
+            _AbortedError: a rank has failed, and all ranks know.
         """
-        failure: Exception | None = None
-        try:
-            told = act()
-        except Exception as error:  # the others must hear of it first
-            failure = error
-            told = {"error": np.frombuffer(described(error).encode(), dtype=np.uint8)}
-        answers = share_bundle(self._selection.exchange, told)
+        numbers = [member.number for member in self._shards.members] or [0]
+        answers, failure = collect(what, act, self._share, numbers)
         if failure is not None:
-            raise _ToldError from failure
-        for rank, answer in enumerate(answers):
-            if "error" in answer:
-                name = self._shards.members[rank].number
-                raise _ToldError from RankError(
-                    f"Rank {name} could not {what}: {answer['error'].tobytes().decode()}"
-                )
+            raise _AbortedError from failure
         return {name: values for answer in answers for name, values in answer.items()}
 
-    def _all(self, what: str, act: Callable[[], Bundle]) -> Bundle:
-        """As `_together`, where nothing has to be undone."""
+    def _share(self, answer: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Share this rank's arrays, or the text of its error."""
+        if "error" in answer:
+            answer = {"error": np.frombuffer(answer["error"].encode(), dtype=np.uint8)}
+        answers: list[dict[str, Any]] = [*share_bundle(self._selection.exchange, answer)]
+        return [{"error": each["error"].tobytes().decode()} if "error" in each else each for each in answers]
+
+    def _run(self, what: str, act: Callable[[], Bundle]) -> Bundle:
+        """As `_collect`, where no step has to be undone: raises the error itself."""
         try:
-            return self._together(what, act)
-        except _ToldError as error:
+            return self._collect(what, act)
+        except _AbortedError as error:
             raise error.__cause__ or error from None
 
-    # ---------------------------------------------------------------- what there is
+    # ---------------------------------------------------------------- duplicates and loads
 
-    def remove_leftovers(self) -> int:
-        """Remove copies that an interrupted migration has left; how many, in all shards. All ranks call it."""
-        leftovers = Leftovers(self._tables, self._selection.slots_of, patience=self._shards.timeout)
-        leftovers.learn_brought(self._all("list its ids", leftovers.brought))
-        leftovers.learn_held(self._all("find ids", leftovers.held))
-        removed = self._all("remove what was left", leftovers.remove)
+    def remove_duplicates(self) -> int:
+        """Remove the duplicates of an interrupted migration from all shards; return their number. All ranks call it."""
+        search = DuplicateSearch(self._tables, self._slots_of, grace=self._shards.timeout)
+        search.set_migrated(self._run("list its ids", search.migrated))
+        search.set_present(self._run("find ids", search.present))
+        removed = self._run("remove duplicates", search.remove)
         return sum(int(values[0]) for values in removed.values())
 
     def _loads(self) -> Array:
-        def look() -> Bundle:
-            told = {}
-            for shard, engine in self._selection.engines.items():
-                steps = engine.job.table.num_steps
-                mass = float(engine.publish()["mass"][0]) if self._by == "mass" else 0.0
-                told[f"{shard}"] = np.array([mass if self._by == "mass" else steps], dtype=np.float64)
-            return told
+        """Return the load of each shard, float64 [S]."""
 
-        told = self._all("say what it has", look)
-        return np.array([told[f"{shard}"][0] for shard in range(self._shards.num_shards)])
+        def measure() -> Bundle:
+            loads = {}
+            for shard, sampler in self._samplers.items():
+                load = float(sampler.table.num_steps)
+                if self._by == "mass":
+                    load = float(sampler.summarize()["mass"][0])
+                loads[f"{shard}"] = np.array([load], dtype=np.float64)
+            return loads
+
+        loads = self._run("measure its load", measure)
+        return np.array([loads[f"{shard}"][0] for shard in range(self._shards.num_shards)])
 
     @property
     def _step_bytes(self) -> int:
-        return sum(self._shards.holder(0, stage).schema.step_bytes for stage in range(self._stages))
+        return sum(self._shards.stage_table(0, stage).schema.step_bytes for stage in range(self._stages))
 
-    # ---------------------------------------------------------------- what goes
+    # ---------------------------------------------------------------- choice
 
-    def _choose(self, loads: Array) -> None:
-        """Which trajectories move: the owners of the shards that they leave decide, and tell all."""
+    def _choose(self) -> None:
+        """Choose the trajectories that move: the owner of the source decides, and shares the choice."""
 
-        def look() -> Bundle:
+        def report() -> Bundle:
             return {
                 f"{shard}/{stage}": np.array(
                     [
@@ -202,137 +211,151 @@ class Rebalance:
                 for shard, stage, table in self._tables
             }
 
-        rooms = self._together("say how much room it has", look)
-        total = sum(flow.amount for flow in self._flows)
-        into = {
-            flow.target: sum(f.amount for f in self._flows if f.target == flow.target) for flow in self._flows
-        }
+        capacities = self._collect("report its capacity", report)
 
-        def pick() -> Bundle:
-            told: Bundle = {}
+        def choose() -> Bundle:
+            found: Bundle = {}
             taken: dict[int, Array] = {}
             for number, flow in enumerate(self._flows):
-                engine = self._selection.engines.get(flow.source)
-                if engine is None:
+                sampler = self._samplers.get(flow.source)
+                if sampler is None:
                     continue
-                told_rooms = np.stack([rooms[f"{flow.target}/{stage}"] for stage in range(self._stages)])
-                share = flow.amount / into[flow.target]
-                chosen = choose(
-                    engine,
+                excluded = taken.get(flow.source, np.empty(0, dtype=np.int64))
+                chosen = choose_migration(
+                    sampler,
+                    self._budget(flow, capacities),
                     by_mass=self._by == "mass",
-                    amount=flow.amount,
-                    steps=int(share * told_rooms[:, 0].min()),
-                    count=int(share * told_rooms[:, 1].min()),
-                    block_steps=int(told_rooms[:, 2].max()),
-                    most_steps=int(self._max_bytes * flow.amount / total) // self._step_bytes,
-                    without=taken.get(flow.source),
+                    excluded=excluded,
                 )
-                taken[flow.source] = np.concatenate(
-                    [taken.get(flow.source, np.empty(0, dtype=np.int64)), chosen.ids]
-                )
-                told.update({f"{number}/{name}": values for name, values in chosen.to_arrays().items()})
-            return told
+                taken[flow.source] = np.concatenate([excluded, chosen.ids])
+                found.update({f"{number}/{name}": values for name, values in chosen.to_arrays().items()})
+            return found
 
-        found = self._together("choose what moves", pick)
-        self._chosen = [
-            Chosen.from_arrays({name: found[f"{number}/{name}"] for name in Chosen.names()})
+        found = self._collect("choose what moves", choose)
+        self._sets = [
+            MigrationSet.from_arrays({name: found[f"{number}/{name}"] for name in MigrationSet.names()})
             for number in range(len(self._flows))
         ]
+
+    def _budget(self, flow: Flow, capacities: Bundle) -> Budget:
+        """Return the limits of a flow: its share of the target's free space, and of `max_bytes`."""
+        total = sum(each.amount for each in self._flows)
+        share = flow.amount / sum(each.amount for each in self._flows if each.target == flow.target)
+        stages = np.stack([capacities[f"{flow.target}/{stage}"] for stage in range(self._stages)])
+        return Budget(
+            load=flow.amount,
+            free_steps=int(share * stages[:, 0].min()),
+            free_slots=int(share * stages[:, 1].min()),
+            block_steps=int(stages[:, 2].max()),
+            max_steps=int(self._max_bytes * flow.amount / total) // self._step_bytes,
+        )
 
     # ---------------------------------------------------------------- copying
 
     def _copy(self) -> list[Array]:
-        """Copy to the new shards; what has arrived in all stages: `MOVE` of each flow."""
-        mover = Mover(self._shards, self._selection.slots_of)
-        present = [chosen.ids for chosen in self._chosen]
+        """Copy to the new shards; return the moves of each flow, `MOVE`, of trajectories that all stages have."""
+        mover = Mover(self._slots_of)
+        present = [chosen.ids for chosen in self._sets]
         found: Bundle = {}
         for stages in ([s for s in reversed(range(self._stages)) if s], [0]):
             if not stages:
                 continue
 
-            # Into a table from one shard after another, so that everything gets the same place in every run.
+            # Flows into the same table run one after another, so that slots are the same in every run.
             for turn in range(1 + max(self._turns())):
-                self._together("copy trajectories", self._copying(mover, stages, present, turn))
-            found = self._together("find what was copied", lambda stages=stages: self._arrived(stages))  # type: ignore[misc]
+                self._collect("copy trajectories", self._copying(mover, stages, present, turn))
+            found = self._collect(
+                "find what was copied",
+                lambda stages=stages: self._arrived(stages),  # type: ignore[misc]
+            )
             for number in range(len(self._flows)):
                 for stage in stages:
-                    here = found[f"{number}/{stage}/ids"]
-                    present[number] = present[number][np.isin(present[number], here)]
+                    arrived = found[f"{number}/{stage}/ids"]
+                    present[number] = present[number][np.isin(present[number], arrived)]
         self._drop_copies(present)
         return [self._moves(number, found, present[number]) for number in range(len(self._flows))]
 
     def _turns(self) -> list[int]:
-        """How many flows into the same shard come before each."""
+        """Return the number of earlier flows into the same shard, for each flow."""
         targets = [flow.target for flow in self._flows]
         return [targets[:number].count(target) for number, target in enumerate(targets)]
 
-    def _copying(
-        self, mover: Mover, stages: list[int], wanted: list[Array], turn: int
-    ) -> Callable[[], Bundle]:
+    def _copying(self, mover: Mover, stages: list[int], ids: list[Array], turn: int) -> Callable[[], Bundle]:
+        """Return a function that copies the flows of one turn from this rank's tables."""
+
         def copy() -> Bundle:
             for shard, stage, table in self._tables:
-                for flow, ids, its_turn in zip(self._flows, wanted, self._turns(), strict=True):
-                    if stage in stages and flow.source == shard and its_turn == turn:
-                        mover.copy(table, ids, shard, self._shards.holder(flow.target, stage))
+                for flow, flow_ids, flow_turn in zip(self._flows, ids, self._turns(), strict=True):
+                    if stage in stages and flow.source == shard and flow_turn == turn:
+                        mover.copy(table, flow_ids, shard, self._shards.stage_table(flow.target, stage))
             return {}
 
         return copy
 
     def _arrived(self, stages: list[int]) -> Bundle:
-        """Which of the trajectories that were to come to this rank's tables are there."""
-        told: Bundle = {}
+        """Return ids, slots and generations of the trajectories that have arrived in this rank's tables."""
+        found: Bundle = {}
         for shard, stage, table in self._tables:
-            for number, (flow, chosen) in enumerate(zip(self._flows, self._chosen, strict=True)):
+            for number, (flow, chosen) in enumerate(zip(self._flows, self._sets, strict=True)):
                 if stage in stages and flow.target == shard:
-                    slots = self._selection.slots_of(shard, chosen.ids)
-                    here = slots >= 0
-                    told[f"{number}/{stage}/ids"] = chosen.ids[here]
-                    told[f"{number}/{stage}/slots"] = slots[here]
-                    told[f"{number}/{stage}/generations"] = table.slot_states()[1][slots[here]]
-        return told
+                    slots = self._slots_of(shard, chosen.ids)
+                    arrived = slots >= 0
+                    found[f"{number}/{stage}/ids"] = chosen.ids[arrived]
+                    found[f"{number}/{stage}/slots"] = slots[arrived]
+                    found[f"{number}/{stage}/generations"] = table.slot_states()[1][slots[arrived]]
+        return found
 
     def _drop_copies(self, keep: list[Array]) -> None:
-        """Remove copies that did not come to all stages from this rank's tables."""
+        """Remove copies from this rank's tables, except the ids to keep of each flow."""
         for shard, _, table in self._tables:
-            for flow, chosen, kept in zip(self._flows, self._chosen, keep, strict=False):
+            for flow, chosen, kept in zip(self._flows, self._sets, keep, strict=False):
                 if flow.target == shard:
-                    remove_ids(table, self._selection.slots_of, shard, np.setdiff1d(chosen.ids, kept))
+                    remove_ids(table, self._slots_of, shard, np.setdiff1d(chosen.ids, kept))
 
     def _moves(self, number: int, found: Bundle, ids: Array) -> Array:
-        flow, chosen = self._flows[number], self._chosen[number]
-        there = found[f"{number}/0/ids"]
-        at = np.flatnonzero(np.isin(there, ids))
-        by_id = np.argsort(chosen.ids)
-        was = by_id[np.searchsorted(chosen.ids, there[at], sorter=by_id)]
+        """Return the moves of a flow, `MOVE` [n]: of the ids that all stages have."""
+        flow, chosen = self._flows[number], self._sets[number]
+        arrived = found[f"{number}/0/ids"]
+        at = np.flatnonzero(np.isin(arrived, ids))
+        source = _positions(chosen.ids, arrived[at])
         moves: Array = np.zeros(len(at), dtype=MOVE)
-        moves["id"], moves["length"] = there[at], chosen.lengths[was]
+        moves["id"], moves["length"] = arrived[at], chosen.lengths[source]
         moves["old_shard"], moves["new_shard"] = flow.source, flow.target
-        moves["old_slot"], moves["old_generation"] = chosen.slots[was], chosen.generations[was]
+        moves["old_slot"], moves["old_generation"] = chosen.slots[source], chosen.generations[source]
         moves["new_slot"] = found[f"{number}/0/slots"][at]
         moves["new_generation"] = found[f"{number}/0/generations"][at]
         return moves
 
-    # ---------------------------------------------------------------- the end
+    # ---------------------------------------------------------------- hand-over
 
     def _hand_over(self, moved: list[Array]) -> None:
-        """The new owners take over what was learnt, the old ones remove what has moved."""
+        """Copy the leaves to the new owners, and remove the trajectories from their old shards."""
         for number, (flow, moves) in enumerate(zip(self._flows, moved, strict=True)):
-            engine = self._selection.engines.get(flow.target)
-            if engine is not None and self._selection.by_priority:
-                chosen = self._chosen[number]
-                by_id = np.argsort(chosen.ids)
-                was = by_id[np.searchsorted(chosen.ids, moves["id"], sorter=by_id)]
-                engine.take_leaves(
-                    moves["new_slot"], moves["new_generation"], chosen.leaves_of(was), chosen.counts[was]
+            sampler = self._samplers.get(flow.target)
+            if sampler is not None and self._selection.samplers.by_priority:
+                chosen = self._sets[number]
+                source = _positions(chosen.ids, moves["id"])
+                sampler.take_leaves(
+                    moves["new_slot"],
+                    moves["new_generation"],
+                    chosen.leaves_of(source),
+                    chosen.counts[source],
                 )
 
         def remove() -> Bundle:
             for shard, _, table in self._tables:
                 for flow, moves in zip(self._flows, moved, strict=True):
                     if flow.source == shard:
-                        remove_ids(table, self._selection.slots_of, shard, moves["id"])
+                        remove_ids(table, self._slots_of, shard, moves["id"])
             return {}
 
-        self._all("remove what has moved", remove)
+        self._run("remove what has moved", remove)
         count = sum(len(moves) for moves in moved)
         _logger.info("Moved %d trajectories between shards.", count)
+
+
+def _positions(ids: Array, wanted: Array) -> Array:
+    """Return the positions of ids in an array of distinct ids, int64 [n]."""
+    order = np.argsort(ids)
+    positions: Array = order[np.searchsorted(ids, wanted, sorter=order)]
+    return positions

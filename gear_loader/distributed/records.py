@@ -1,47 +1,50 @@
-"""What travels with selection's exchange, and which rows of a batch belong to whom."""
+"""Record types of selection's exchange, and the slices of a batch."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import numpy as np
 
 from gear_loader.utils.arrays import Array
 
-__all__ = ["MOVE", "NAME", "PUBLISHED", "UPDATE", "record_dtype", "slice_rows"]
+__all__ = [
+    "MOVE",
+    "SLOT_KEY",
+    "SUMMARY",
+    "UPDATE",
+    "max_window_blocks",
+    "record_dtype",
+    "slice_rows",
+]
 
-PUBLISHED = np.dtype(
+SUMMARY = np.dtype(
     [
-        ("mass", "<f8"),  # of all that may be drawn next: sum of leaves, or number of items
-        ("least", "<f8"),  # smallest positive leaf, where weights need it
-        (
-            "batch_least",
-            "<f8",
-        ),  # smallest leaf among the rows that this shard has in the batch of this exchange
-        (
-            "emptied",
-            "<i8",
-        ),  # 1: it has nothing left to draw from, so that its rows of this batch fall to others
+        ("mass", "<f8"),  # mass of the next draw: sum of the leaves, or number of items
+        ("least", "<f8"),  # smallest positive leaf of the shard, where importance weights need it
+        ("batch_least", "<f8"),  # smallest leaf among the shard's rows in the batch of this exchange
+        ("emptied", "<i8"),  # 1: the shard is empty, and its rows of this batch are drawn from other shards
     ]
 )
-"""What a shard tells with each exchange: of what the next batch is drawn from, and of this one."""
+"""Shard summary: sent with each exchange, about the batch of the exchange and the next draw."""
 
 UPDATE = np.dtype(
     [
         ("shard", "<i8"),
         ("slot", "<i8"),
         ("step", "<i8"),
-        ("generation", "<i8"),  # -1: whatever is there
-        ("when", "<i8"),  # draws after which it counts
+        ("generation", "<i8"),  # -1: any generation
+        ("draw", "<i8"),  # number of draws after which the update counts
         ("priority", "<f4"),
-        ("turn", "<i4"),  # which call of its rank gave it: of all ranks' the last counts
+        ("order", "<i4"),  # number of the call on its rank: over all ranks the last call counts
     ]
 )
-"""A new priority for a row that another rank owns."""
+"""Priority update of a row that another rank owns."""
 
 
-NAME = np.dtype([("slot", "<i8"), ("generation", "<i8")])
-"""How batches call a trajectory: as it is in the table of stage 0, which draws."""
+SLOT_KEY = np.dtype([("slot", "<i8"), ("generation", "<i8")])
+"""Key of a trajectory in batches: its slot and generation in the table of stage 0, which draws."""
 
 
 MOVE = np.dtype(
@@ -56,15 +59,15 @@ MOVE = np.dtype(
         ("new_generation", "<i8"),
     ]
 )
-"""A trajectory that has moved to another shard: where it was and is, in stage 0."""
+"""Migration of one trajectory to another shard: its old and new slot in stage 0."""
 
 
 @functools.cache
 def record_dtype(blocks: int) -> np.dtype[np.void]:
-    """A row of a batch as its owner describes it.
+    """Return the type of a row record: a row of a batch as its owner describes it.
 
     Args:
-        blocks: where rows are read one-sidedly: most blocks that a window touches; else 0.
+        blocks: most blocks that a window touches, where rows are read one-sidedly; else 0.
     """
     fields: list[tuple[str, str] | tuple[str, str, tuple[int, ...]]] = [
         ("slot", "<i8"),
@@ -72,17 +75,33 @@ def record_dtype(blocks: int) -> np.dtype[np.void]:
         ("generation", "<i8"),
         ("id", "<i8"),
         ("leaf", "<f8"),
-        ("time", "<f8"),  # of candidates: when it would be drawn
+        ("time", "<f8"),  # of candidates: simulated time of the draw, by which shards are merged
     ]
     if blocks:
         fields += [("steps", "<i8"), ("low", "<i8"), ("blocks", "<i4", (blocks + blocks % 2,))]
     return np.dtype(fields)
 
 
-def slice_rows(count: int, slices: int, number: int) -> Array:
-    """Which of `count` rows slice `number` has, int64 [m].
+def max_window_blocks(reach: tuple[int, int], block_steps: Iterable[int]) -> int:
+    """Return the most blocks that a window touches in any shard.
 
-    Slices differ by one row at most. If there are fewer rows than slices, some rows come in several.
+    Args:
+        reach: first and last step of the windows, relative to the anchor.
+        block_steps: steps of a block in each shard.
+    """
+    first, last = reach
+    return max((last - first) // steps + 2 for steps in block_steps)
+
+
+def slice_rows(count: int, slices: int, number: int) -> Array:
+    """Return the rows of a batch that belong to one slice, int64 [m].
+
+    Slices differ by one row at most. If there are fewer rows than slices, some rows belong to several.
+
+    Args:
+        count: rows of the batch.
+        slices: number of slices.
+        number: number of the slice.
     """
     if count < slices:
         return np.array([number % count], dtype=np.int64) if count else np.empty(0, dtype=np.int64)

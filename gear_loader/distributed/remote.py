@@ -1,4 +1,4 @@
-"""Rows of a shard on another node: fetched in parts, into staging memory that is used again."""
+"""Rows of a shard on another node: fetched in parts, into reused staging memory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from gear_loader.utils.arrays import Array
 __all__ = ["Part", "RemoteShard", "Staging"]
 
 PART_BYTES = 1 << 20
-"""Bytes that are asked for at once: while one part is sent the next one is gathered, and the one before is placed."""
+"""Bytes of a request: while the server sends one part it gathers the next one, and the client places the last."""
 
 
 class Staging:
-    """Staging buffers that are used again: uint8 tensors, pinned where a GPU is to read them.
+    """A pool of staging buffers: uint8 tensors.
 
     Args:
-        pinned: whether they are.
+        pinned: whether the buffers are in pinned memory, which a GPU can read.
     """
 
     def __init__(self, *, pinned: bool) -> None:
@@ -34,32 +34,32 @@ class Staging:
         self._lock = threading.Lock()
 
     def take(self, size: int) -> torch.Tensor:
-        """A buffer of at least `size` bytes."""
+        """Take a buffer of at least `size` bytes out of the pool."""
         with self._lock:
             for i, tensor in enumerate(self._free):
                 if len(tensor) >= size:
                     return self._free.pop(i)
-            if self._free:  # too small for what is asked by now
+            if self._free:  # the buffers are too small by now
                 self._free.pop()
         memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
         first = -memory.data_ptr() % ALIGNMENT
         return memory[first : first + size]
 
     def give(self, tensor: torch.Tensor) -> None:
-        """Take a buffer back that nothing reads or writes any more."""
+        """Return a buffer that is no longer read or written to the pool."""
         with self._lock:
             self._free.append(tensor)
 
 
 @dataclasses.dataclass
 class Part:
-    """A part of a batch on its way.
+    """A requested part of a batch.
 
     Attributes:
-        rows: int64 [n]: the rows of the batch.
-        memory: where it arrives.
-        future: uint8 [n], whether each row was served, once it has arrived.
-        again: asks for the same once more, into other memory.
+        rows: rows of the batch, int64 [n].
+        memory: staging memory of the reply.
+        future: status of each row, uint8 [n]: 0 where the row was served.
+        again: repeats the request, into other memory.
     """
 
     rows: Array
@@ -72,10 +72,10 @@ class RemoteShard:
     """A shard whose rows come over a transport.
 
     Args:
-        peer: what asks its node.
-        name: of its table there.
-        schema: of that table.
-        one_sided: whether `peer` reads the table's memory itself, and so needs to know where the blocks are.
+        peer: connection to its node.
+        name: name of its table there.
+        schema: columns of that table.
+        one_sided: whether `peer` reads the table's memory itself, by the blocks of the records.
     """
 
     table = None
@@ -88,7 +88,7 @@ class RemoteShard:
         self._specs: dict[tuple[Any, ...], WindowSpec] = {}
 
     def spec(self, windows: Mapping[str, Window]) -> WindowSpec:
-        """What is asked for, the same object for the same windows."""
+        """Return the request's windows, the same object for the same windows."""
         key = tuple(windows.items())
         if key not in self._specs:
             self._specs[key] = WindowSpec(self.name, self.schema, windows)
@@ -97,10 +97,13 @@ class RemoteShard:
     def start(
         self, windows: Mapping[str, Window], rows: Array, records: Array, staging: Staging
     ) -> list[Part]:
-        """Ask for rows.
+        """Request rows; return the parts.
 
         Args:
-            rows: int64 [n]: which rows of the batch they are. records: [n], as their owner described them.
+            windows: window of each column.
+            rows: rows of the batch, int64 [n].
+            records: row records of these rows, [n].
+            staging: pool of the parts' memory.
         """
         spec = self.spec(windows)
         size = max(1, PART_BYTES // spec.row_bytes)
@@ -109,14 +112,14 @@ class RemoteShard:
 
     def _ask(self, spec: WindowSpec, rows: Array, records: Array, staging: Staging) -> Part:
         memory = staging.take(spec.reply_bytes(len(rows)))
-        names = (np.ascontiguousarray(records[field]) for field in ("slot", "step", "generation"))
+        keys = (np.ascontiguousarray(records[field]) for field in ("slot", "step", "generation"))
         options = self._places(records) if self.one_sided else {}
-        future = self.peer.fetch(spec, *names, memory.numpy(), **options)
+        future = self.peer.fetch(spec, *keys, memory.numpy(), **options)
         return Part(rows, memory, future, lambda: self._ask(spec, rows, records, staging))
 
     @staticmethod
     def _places(records: Array) -> dict[str, Array]:
-        """Where the blocks of the rows' windows are, as `gear_loader.native.copying.resolve` writes it."""
+        """Return the blocks of the rows' windows, as `gear_loader.native.copying.resolve` returns them."""
         ids = np.ascontiguousarray(records["blocks"])
         extent: Array = np.empty((len(records), 2), dtype=np.int64)
         extent[:, 0] = records["steps"]

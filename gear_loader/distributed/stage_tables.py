@@ -1,4 +1,4 @@
-"""Who holds which columns of which shard, for those who put trajectories there."""
+"""Stage tables: the table of one stage of a shard, to which trajectories are written on this node or another one."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from gear_loader.storage.table import Table
 from gear_loader.transport.capacity import mass_of, read_room, room_of
 from gear_loader.utils.arrays import Array
 
-__all__ = ["StageTable", "refused", "take_back"]
+__all__ = ["StageTable", "is_refusal", "remove_stored"]
 
-_ASK = 1.0  # seconds after which another node is asked anew how much room it has
-_PART_BYTES = 1 << 25  # of trajectories that are sent at once
+_REPORT = 1.0  # seconds after which another node is asked for a new capacity report
+_PART_BYTES = 1 << 25  # bytes of trajectories that are sent at once
 _PART_ROWS = 1 << 12
 
 
@@ -28,12 +28,14 @@ class StageTable:
     """The table with the columns of one stage of a shard: on this node, or on another one.
 
     Args:
-        shard, stage: which.
-        schema: its columns.
-        table: where it is on this node.
-        peer: what reaches its server where it is not.
-        node, name: how it is called there.
-        origin: the table's shard number as ids have it; by default that of `table`.
+        shard: number of the shard.
+        stage: number of the stage.
+        schema: columns of the table.
+        table: the table, if it is on this node.
+        peer: connection to the table's server, if it is on another node.
+        node: name of the node.
+        name: name of the table.
+        origin: shard number in the table's ids; by default that of `table`.
     """
 
     def __init__(
@@ -57,8 +59,8 @@ class StageTable:
         found = table.origin if origin is None and table is not None else origin
         self.origin: int = shard if found is None else found
         self._peer = peer
-        self._told: tuple[int, float] = (0, 0.0)
-        self._when = -_ASK
+        self._report: tuple[int, float] = (0, 0.0)  # free steps and mass on the other node
+        self._reported = -_REPORT
 
     def __str__(self) -> str:
         node = f" on node {self.node}" if self.node else ""
@@ -66,31 +68,37 @@ class StageTable:
         return f"Shard {self.shard}, stage {self.stage} (table {name}{node})"
 
     def named(self, error: GearError) -> GearError:
-        """The same error, with the table in front."""
+        """Return the same error with the table's name before its message."""
         made = type(error)(f"{self}: {error}")
         made.__cause__ = error
         return made
 
-    # ---------------------------------------------------------------- what it tells
+    # ---------------------------------------------------------------- capacity reports
 
-    def room(self) -> int:
-        """Steps for which there is room. What another node tells is asked again after a second, and lessened by what
-        is sent meanwhile."""
-        return room_of(self.table) if self.table is not None else self._ask()[0]
+    def free_steps(self) -> int:
+        """Return the free steps of the table, roughly.
+
+        The capacity report of another node is renewed after a second, and reduced by the steps sent meanwhile.
+
+        Raises:
+            TransportError: the other node did not answer.
+        """
+        return room_of(self.table) if self.table is not None else self._capacity()[0]
 
     def mass(self) -> float:
-        """The sum of the priorities that its trajectories were added with; known as `room` is."""
-        return mass_of(self.table) if self.table is not None else self._ask()[1]
+        """Return the sum of the priorities with which trajectories were added, roughly; see `free_steps`."""
+        return mass_of(self.table) if self.table is not None else self._capacity()[1]
 
-    def _ask(self) -> tuple[int, float]:
-        if time.monotonic() - self._when >= _ASK:
-            self._told = read_room(self._peer.metadata("room", self.name).result())
-            self._when = time.monotonic()
-        return self._told
+    def _capacity(self) -> tuple[int, float]:
+        """Return free steps and mass of a table on another node."""
+        if time.monotonic() - self._reported >= _REPORT:
+            self._report = read_room(self._peer.metadata("room", self.name).result())
+            self._reported = time.monotonic()
+        return self._report
 
     @property
     def next_sequence(self) -> int:
-        """The number above all that its table has given, or stored with this shard's ids; 0 where it is not here."""
+        """First sequence number above all numbers in the table's ids; 0 for a table on another node."""
         return 0 if self.table is None else int(self.table._live().counters[NEXT_SEQUENCE])
 
     # ---------------------------------------------------------------- storing
@@ -99,8 +107,9 @@ class StageTable:
         """Store trajectories in a table of this node, all or none.
 
         Args:
-            priorities: float32 [n], `UNSET` where there is none.
-            ids: int64 [n], or None if the table numbers them itself.
+            trajectories: columns by name, of each trajectory.
+            priorities: float32 [n]; `UNSET` for trajectories without a priority.
+            ids: int64 [n]; None if the table numbers the trajectories itself.
 
         Returns:
             Their slots, int64 [n].
@@ -112,12 +121,18 @@ class StageTable:
     def send(
         self, trajectories: Sequence[Mapping[str, Any]], priorities: Array, ids: Array | None
     ) -> list[concurrent.futures.Future[Array]]:
-        """As `store`, in a table of another node: futures of the slots, in parts, each of which is stored or not."""
+        """Send trajectories to a table of another node, in parts, each of which is stored all or none.
+
+        For the arguments see `store`.
+
+        Returns:
+            One future of slots a part.
+        """
         given = np.full(len(trajectories), -1, dtype=np.int64) if ids is None else ids
         steps = sum(len(next(iter(each.values()))) for each in trajectories)
         known = priorities[priorities != UNSET]
         mass = float(known.sum()) + (len(priorities) - len(known)) * max(1.0, float(known.max(initial=0)))
-        self._told = (max(0, self._told[0] - steps), self._told[1] + mass)
+        self._report = (max(0, self._report[0] - steps), self._report[1] + mass)
         futures, first, size = [], 0, 0
         for end, trajectory in enumerate(trajectories, start=1):
             size += len(next(iter(trajectory.values()))) * self.schema.step_bytes
@@ -132,16 +147,21 @@ class StageTable:
         return futures
 
 
-def refused(error: BaseException) -> bool:
-    """Whether it is certain that what was to be stored was not: the table, or its server, has said so."""
+def is_refusal(error: BaseException) -> bool:
+    """Return whether the table or its server has reported the error: then it is certain that nothing was stored."""
     if not isinstance(error, TransportError):
         return True
     cause = error.__cause__
     return isinstance(cause, GearError) and not isinstance(cause, TransportError)
 
 
-def take_back(table: Table, slots: Array, generations: Array) -> None:
-    """Remove trajectories, those that are gone already left out."""
+def remove_stored(table: Table, slots: Array, generations: Array) -> None:
+    """Remove trajectories from a table; leave out trajectories that are gone.
+
+    Args:
+        table: the table.
+        slots, generations: int64 [n].
+    """
     state, generation, _ = table.slot_states()
     for slot, wanted in zip(slots.tolist(), generations.tolist(), strict=True):
         if state[slot] == READY and generation[slot] == wanted:

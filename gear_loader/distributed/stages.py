@@ -1,4 +1,4 @@
-"""Which stage of a pipeline has which column."""
+"""The columns of the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["all_columns", "check_stages"]
 
 
 def all_columns(schemas: Sequence[Schema]) -> dict[str, Column]:
-    """The columns of all stages.
+    """Return the columns of all stages.
 
     Raises:
         SchemaError: two stages have different columns of one name.
@@ -24,17 +24,21 @@ def all_columns(schemas: Sequence[Schema]) -> dict[str, Column]:
         for name, column in schema.items():
             if columns.setdefault(name, column) != column:
                 raise SchemaError(
-                    f"Column {name!r} is {column} in the tables of stage {stage} and {columns[name]} in those of a "
-                    "stage before; expected the same wherever a column is needed."
+                    f"Column {name!r} is {column} in the tables of stage {stage} and {columns[name]} in those of an "
+                    "earlier stage; expected the same wherever a column is needed."
                 )
     return columns
 
 
 def check_stages(stages: Any, schemas: Sequence[Schema]) -> None:
-    """Check that tables have the columns that `stages` gives them.
+    """Check that the tables of each stage have the columns that a mapping assigns to it.
+
+    Args:
+        stages: column -> stage, or several stages; -1 is the last.
+        schemas: columns of the tables of each stage.
 
     Raises:
-        SchemaError: they have not, or it is no such mapping.
+        SchemaError: a table has other columns, or `stages` is another kind of value.
     """
     if not isinstance(stages, Mapping):
         raise SchemaError(f"stages is {stages!r}; expected a mapping of column names to stages.")
@@ -42,7 +46,7 @@ def check_stages(stages: Any, schemas: Sequence[Schema]) -> None:
     for name, numbers in stages.items():
         several = [numbers] if isinstance(numbers, (int, np.integer)) else numbers
         if isinstance(several, str) or not isinstance(several, Sequence) or not several:
-            raise SchemaError(f"stages[{name!r}] is {numbers!r}; expected a stage or several.")
+            raise SchemaError(f"stages[{name!r}] is {numbers!r}; expected a stage or a list of stages.")
         for number in several:
             whole = isinstance(number, (int, np.integer)) and not isinstance(number, bool)
             if not whole or not -len(schemas) <= number < len(schemas):
@@ -54,6 +58,6 @@ def check_stages(stages: Any, schemas: Sequence[Schema]) -> None:
     for stage, (schema, names) in enumerate(zip(schemas, wanted, strict=True)):
         if set(schema) != names:
             raise SchemaError(
-                f"The tables of stage {stage} have the columns {sorted(schema)}; stages gives it {sorted(names)}. "
+                f"The tables of stage {stage} have the columns {sorted(schema)}; stages assigns {sorted(names)} to it. "
                 "Create each stage's tables with the columns that it needs."
             )

@@ -1,4 +1,4 @@
-"""The state of a selection over all shards: by ids, so that it holds whoever has which trajectory later on."""
+"""The state of a global selection: priorities by trajectory ids, independent of the assignment of shards to ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gear_loader.selection.selectors import Selector
 from gear_loader.storage.recovery import ranges
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Checked", "Remembered", "checked", "joined", "of_engines", "share_bundle"]
+__all__ = ["BatchRecord", "RestoredState", "join_states", "parse_state", "save_samplers", "share_bundle"]
 
 _ROW = np.dtype([("id", "<i8"), ("step", "<i8")])
 _LARGEST = float(np.finfo(np.float32).max)
@@ -26,13 +26,13 @@ _UPDATES = ("ids", "steps", "priorities", "delays")
 
 
 @dataclasses.dataclass(frozen=True)
-class Remembered:
-    """A batch that may have been drawn ahead when a state is taken.
+class BatchRecord:
+    """The rows of a batch that may have been drawn ahead when a state was taken.
 
     Attributes:
-        count: rows of all slices.
-        rows: "id" and "step" of this rank's rows, or of all after a restart.
-        weights: float32, of the same rows; None if they carry none.
+        count: number of rows in all slices.
+        rows: "id" and "step" of this rank's rows; of all rows after a restart.
+        weights: importance weights of these rows, float32; None if batches carry none.
     """
 
     count: int
@@ -41,7 +41,7 @@ class Remembered:
 
 
 def share_bundle(exchange: SingleProcess, arrays: Mapping[str, Array]) -> list[dict[str, Array]]:
-    """Tell all ranks some arrays of any shapes; what each has told."""
+    """Share named arrays of any shapes with all ranks; return the arrays of each rank."""
     described = {name: [array.dtype.str, list(array.shape)] for name, array in arrays.items()}
     heads = exchange.share(described)
     data = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays.values()]
@@ -57,26 +57,28 @@ def share_bundle(exchange: SingleProcess, arrays: Mapping[str, Array]) -> list[d
     return bundles
 
 
-# ---------------------------------------------------------------- taking it
+# ---------------------------------------------------------------- saving
 
 
-def of_engines(engines: Mapping[int, Any], received: Sequence[Array], clock: int) -> dict[str, Array]:
-    """What this rank's shards have to keep.
+def save_samplers(samplers: Mapping[int, Any], received: Sequence[Array], draws: int) -> dict[str, Array]:
+    """Return the state of this rank's shards as arrays.
 
     Args:
-        received: updates that do not count yet. clock: draws so far.
+        samplers: shard -> shard sampler.
+        received: updates that do not count yet, `UPDATE` [n] each.
+        draws: number of draws so far.
     """
     parts: dict[str, list[Array]] = {name: [] for name in (*_PARTS, *(f"update_{name}" for name in _UPDATES))}
     maximum, stale = 1.0, 0
-    for shard, engine in engines.items():
-        kept = engine.state_with_ids()
+    for shard, sampler in samplers.items():
+        saved = sampler.state_with_ids()
         for name in _PARTS:
-            parts[name].append(kept[name])
-        maximum, stale = max(maximum, kept["maximum"]), stale + kept["num_stale"]
+            parts[name].append(saved[name])
+        maximum, stale = max(maximum, saved["maximum"]), stale + saved["num_stale"]
         updates = np.concatenate([np.empty(0, dtype=UPDATE), *received])
         updates = updates[updates["shard"] == shard]
-        updates = updates[np.argsort(updates["turn"], kind="stable")]
-        state, generation, _ = engine.job.table.slot_states()
+        updates = updates[np.argsort(updates["order"], kind="stable")]
+        state, generation, _ = sampler.table.slot_states()
         slots = updates["slot"]
         inside = (slots >= 0) & (slots < len(state))
         slots = np.where(inside, slots, 0)
@@ -85,7 +87,7 @@ def of_engines(engines: Mapping[int, Any], received: Sequence[Array], clock: int
         updates, slots = updates[known], slots[known]
         for name, values in zip(
             _UPDATES,
-            (engine.job.table.ids(slots), updates["step"], updates["priority"], updates["when"] - clock),
+            (sampler.table.ids(slots), updates["step"], updates["priority"], updates["draw"] - draws),
             strict=True,
         ):
             parts[f"update_{name}"].append(values)
@@ -93,21 +95,22 @@ def of_engines(engines: Mapping[int, Any], received: Sequence[Array], clock: int
     return {**bundle, "counters": np.array([maximum, stale], dtype=np.float64)}
 
 
-def joined(
-    exchange: SingleProcess, kept: dict[str, Array], recent: Sequence[tuple[int, int, Remembered]]
+def join_states(
+    exchange: SingleProcess, saved: dict[str, Array], recent: Sequence[tuple[int, int, BatchRecord]]
 ) -> dict[str, Any]:
-    """The state of all ranks' shards, the same on every rank.
+    """Return the state of all ranks' shards, the same on every rank.
 
     Args:
-        kept: of `of_engines`.
-        recent: epoch, step and rows of the last batches: of this rank's slice, in the order of slices over the ranks.
+        exchange: collective channel of the selection.
+        saved: this rank's state, from `save_samplers`.
+        recent: epoch, step and rows of the last batches: this rank's slice, in the order of slices over the ranks.
     """
-    for i, (epoch, step, some) in enumerate(recent):
-        kept[f"recent_{i}"] = np.array([epoch, step, some.count], dtype=np.int64)
-        kept[f"rows_{i}"] = np.stack((some.rows["id"], some.rows["step"]))
-        if some.weights is not None:
-            kept[f"weights_{i}"] = some.weights
-    bundles = share_bundle(exchange, kept)
+    for i, (epoch, step, batch) in enumerate(recent):
+        saved[f"recent_{i}"] = np.array([epoch, step, batch.count], dtype=np.int64)
+        saved[f"rows_{i}"] = np.stack((batch.rows["id"], batch.rows["step"]))
+        if batch.weights is not None:
+            saved[f"weights_{i}"] = batch.weights
+    bundles = share_bundle(exchange, saved)
     state: dict[str, Any] = {
         name: torch.from_numpy(np.concatenate([bundle[name] for bundle in bundles if name in bundle]))
         for name in (*_PARTS, *(f"update_{name}" for name in _UPDATES))
@@ -119,6 +122,7 @@ def joined(
 
 
 def _batches(bundles: Sequence[Mapping[str, Array]]) -> list[dict[str, Any]]:
+    """Join the slices of the last batches."""
     slices: dict[tuple[int, int, int], list[tuple[Array, Array | None]]] = {}
     for bundle in bundles:
         for name, head in bundle.items():
@@ -129,7 +133,7 @@ def _batches(bundles: Sequence[Mapping[str, Array]]) -> list[dict[str, Any]]:
     batches = []
     for (epoch, step, count), parts in slices.items():
         rows = np.concatenate([rows for rows, _ in parts], axis=1)[:, :count]
-        weights = [some for _, some in parts if some is not None]
+        weights = [part for _, part in parts if part is not None]
         batches.append(
             {
                 "epoch": epoch,
@@ -142,17 +146,22 @@ def _batches(bundles: Sequence[Mapping[str, Array]]) -> list[dict[str, Any]]:
     return batches
 
 
-# ---------------------------------------------------------------- taking it over
+# ---------------------------------------------------------------- loading
 
 
 @dataclasses.dataclass(frozen=True)
-class Checked:
-    """A state that has been looked through; ids ascend.
+class RestoredState:
+    """A validated state.
 
     Attributes:
-        ids, lengths: int64 [n]. leaves: float32, of one after another. steps: whether an item is a step.
-        updates: ids, steps, priorities and delays of updates that are on their way.
+        ids: ids of the trajectories, int64 [n], ascending.
+        lengths: int64 [n].
+        leaves: leaves of all items, float32, concatenated.
+        steps: whether an item is a step; else it is a trajectory.
+        updates: ids, steps, priorities and delays (draws until they count) of updates on their way.
         recent: (epoch, step) -> batch.
+        maximum: largest priority so far.
+        num_stale: number of updates whose trajectories were gone.
     """
 
     ids: Array
@@ -160,25 +169,25 @@ class Checked:
     leaves: Array
     steps: bool
     updates: tuple[Array, ...]
-    recent: dict[tuple[int, int], Remembered]
+    recent: dict[tuple[int, int], BatchRecord]
     maximum: float
     num_stale: int
 
-    def part_of(self, engine: Any) -> dict[str, Any]:
-        """What an engine takes over: of the trajectories that it has, by its table's sequence numbers."""
-        view = engine.known()
-        ids = engine.job.table.ids(view.slots)
+    def part_of(self, sampler: Any) -> dict[str, Any]:
+        """Return the state of a shard sampler's trajectories, by the sequence numbers of its table."""
+        view = sampler.known()
+        ids = sampler.table.ids(view.slots)
         order = np.argsort(ids, kind="stable")
         places = np.searchsorted(self.ids, ids[order])
         places[places == len(self.ids)] = 0
         found = self.ids[places] == ids[order] if len(self.ids) else np.zeros(len(ids), dtype=bool)
-        mine, places = order[found], places[found]
-        back = np.argsort(view.sequences[mine], kind="stable")
-        mine, places = mine[back], places[back]
+        known, places = order[found], places[found]
+        by_sequence = np.argsort(view.sequences[known], kind="stable")
+        known, places = known[by_sequence], places[by_sequence]
         counts = self.lengths if self.steps else np.ones_like(self.lengths)
         starts = np.cumsum(counts) - counts
         return {
-            "sequences": view.sequences[mine],
+            "sequences": view.sequences[known],
             "lengths": self.lengths[places],
             "leaves": self.leaves[ranges(starts[places], counts[places])],
             "maximum": self.maximum,
@@ -186,67 +195,65 @@ class Checked:
             "recent": [],
         }
 
-    def updates_for(self, engine: Any, shard: int, slots_of: Callable[[int, Array], Array]) -> Array:
-        """The updates that are on their way to an engine's trajectories."""
+    def updates_for(self, sampler: Any, shard: int, slots_of: Callable[[int, Array], Array]) -> Array:
+        """Return the updates on their way to a shard's trajectories, `UPDATE` [m].
+
+        Args:
+            sampler: shard sampler.
+            shard: number of the shard.
+            slots_of: returns the slots of ids in a shard; -1 for trajectories that are gone.
+        """
         ids, steps, priorities, delays = self.updates
         slots = slots_of(shard, ids)
         known = slots >= 0
         updates: Array = np.zeros(int(known.sum()), dtype=UPDATE)
         updates["shard"], updates["slot"], updates["step"] = shard, slots[known], steps[known]
-        updates["generation"] = engine.job.table.slot_states()[1][slots[known]]
-        updates["priority"], updates["when"] = priorities[known], delays[known]
+        updates["generation"] = sampler.table.slot_states()[1][slots[known]]
+        updates["priority"], updates["draw"] = priorities[known], delays[known]
         return updates
 
 
-def checked(state: Mapping[str, Any], selector: Selector) -> Checked:
-    """Look a state through.
+def parse_state(state: Mapping[str, Any], selector: Selector) -> RestoredState:
+    """Validate a state.
+
+    Args:
+        state: result of `join_states`.
+        selector: selector of the selection that loads it.
 
     Raises:
-        SchemaError: it is none of `joined` for this selector.
+        SchemaError: another kind of state, or a state for another selector.
     """
     try:
-        found = _checked(state, selector)
+        found = _parse(state, selector)
     except (KeyError, TypeError, ValueError):
         found = None
     if found is None:
         raise SchemaError(
-            "The state's priorities are damaged or of something else; expected what state_dict() of a ReplayDataset "
-            "over Shards with the same selector returned. Nothing was changed."
+            "The state's priorities are damaged, or belong to another selection; expected the state_dict() of a "
+            "ReplayDataset over Shards with the same selector. Nothing was changed."
         )
     return found
 
 
-def _checked(state: Mapping[str, Any], selector: Selector) -> Checked | None:
+def _parse(state: Mapping[str, Any], selector: Selector) -> RestoredState | None:
+    """Return the validated state, or None."""
     ids, lengths, leaves = (np.asarray(state[name]) for name in _PARTS)
     updates = tuple(np.asarray(state[f"update_{name}"]) for name in _UPDATES)
     steps = selector.unit == "step"
     counts = lengths if steps else np.ones_like(lengths)
-    fits = (
-        ids.dtype == lengths.dtype == np.int64 and leaves.dtype == np.float32 and ids.shape == lengths.shape
-    )
-    fits = fits and ids.ndim == leaves.ndim == 1 and bool((lengths > 0).all()) and len(leaves) == counts.sum()
-    fits = (
-        fits and bool(np.isfinite(leaves).all() and (leaves >= 0).all()) and len(np.unique(ids)) == len(ids)
-    )
-    fits = fits and len({part.shape for part in updates}) == 1 and updates[2].dtype == np.float32
-    fits = fits and all(updates[i].dtype == np.int64 for i in (0, 1, 3)) and bool((updates[2] >= 0).all())
-    fits = fits and 0 <= float(state["maximum"]) <= _LARGEST and int(state["num_stale"]) >= 0
-    if not fits:
+    if not (_valid_items(ids, lengths, leaves, counts) and _valid_updates(updates)):
+        return None
+    if not (0 <= float(state["maximum"]) <= _LARGEST and int(state["num_stale"]) >= 0):
         return None
     recent = {}
     for part in state["recent"]:
-        names, at = np.asarray(part["ids"]), np.asarray(part["steps"])
-        weights = np.asarray(part["weights"]) if selector.weighs else None
-        if names.dtype != np.int64 or at.dtype != np.int64 or names.shape != at.shape or (at < 0).any():
+        batch = _parse_batch(part, weighs=selector.weighs)
+        if batch is None:
             return None
-        if weights is not None and (weights.dtype != np.float32 or weights.shape != names.shape):
-            return None
-        rows: Array = np.zeros(len(names), dtype=_ROW)
-        rows["id"], rows["step"] = names, at
-        recent[int(part["epoch"]), int(part["step"])] = Remembered(len(rows), rows, weights)
+        recent[int(part["epoch"]), int(part["step"])] = batch
     order = np.argsort(ids, kind="stable")
     starts = np.cumsum(counts) - counts
-    return Checked(
+    return RestoredState(
         ids[order],
         lengths[order],
         leaves[ranges(starts[order], counts[order])],
@@ -256,3 +263,34 @@ def _checked(state: Mapping[str, Any], selector: Selector) -> Checked | None:
         float(state["maximum"]),
         int(state["num_stale"]),
     )
+
+
+def _valid_items(ids: Array, lengths: Array, leaves: Array, counts: Array) -> bool:
+    """Validate the trajectories and leaves of a state; `counts` is the number of leaves of each trajectory."""
+    if not (ids.dtype == lengths.dtype == np.int64 and leaves.dtype == np.float32):
+        return False
+    if not (ids.shape == lengths.shape and ids.ndim == leaves.ndim == 1):
+        return False
+    if not bool((lengths > 0).all()) or len(leaves) != counts.sum() or len(np.unique(ids)) != len(ids):
+        return False
+    return bool(np.isfinite(leaves).all() and (leaves >= 0).all())
+
+
+def _valid_updates(updates: tuple[Array, ...]) -> bool:
+    """Validate the ids, steps, priorities and delays of a state's updates."""
+    if len({part.shape for part in updates}) != 1 or updates[2].dtype != np.float32:
+        return False
+    return all(updates[i].dtype == np.int64 for i in (0, 1, 3)) and bool((updates[2] >= 0).all())
+
+
+def _parse_batch(part: Mapping[str, Any], *, weighs: bool) -> BatchRecord | None:
+    """Return a validated batch of a state, or None; `weighs` tells whether batches carry weights."""
+    ids, steps = np.asarray(part["ids"]), np.asarray(part["steps"])
+    weights = np.asarray(part["weights"]) if weighs else None
+    if ids.dtype != np.int64 or steps.dtype != np.int64 or ids.shape != steps.shape or (steps < 0).any():
+        return None
+    if weights is not None and (weights.dtype != np.float32 or weights.shape != ids.shape):
+        return None
+    rows: Array = np.zeros(len(ids), dtype=_ROW)
+    rows["id"], rows["step"] = ids, steps
+    return BatchRecord(len(rows), rows, weights)

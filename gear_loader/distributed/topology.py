@@ -1,4 +1,4 @@
-"""Who the ranks are: their nodes, and their places in the mesh of data parallelism and pipeline stages."""
+"""The ranks: their nodes, and their places in the mesh of data parallelism and pipeline stages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gear_loader.errors import GearError, RankError, SchemaError
+from gear_loader.errors import SchemaError
 from gear_loader.storage import shared_memory as names
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.table import Table
@@ -18,10 +18,8 @@ from gear_loader.storage.table import Table
 __all__ = [
     "Member",
     "Place",
-    "agreed",
     "check_alike",
     "check_members",
-    "described",
     "member",
     "places_of",
     "this_machine",
@@ -34,11 +32,11 @@ PIPELINE = ("pipeline", "pp")
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A rank's place.
+    """A rank's coordinates in the mesh.
 
     Attributes:
-        data: which slice of each batch it gets, and which shard it holds.
-        stage: of the pipeline.
+        data: data coordinate: the number of the rank's slice of each batch, and of its shard.
+        stage: number of its pipeline stage.
     """
 
     data: int
@@ -46,14 +44,14 @@ class Place:
 
 
 def places_of(mesh: Any) -> tuple[list[int], list[Place]]:
-    """The ranks of a mesh, of the default process group, in its order; and their places.
+    """Return the ranks of a mesh, numbered as in the default process group, in the mesh's order, and their places.
 
     Args:
         mesh: a `torch.distributed.DeviceMesh` with dimensions called ``"data"`` (or ``"dp"``) and ``"pipeline"`` (or
-            ``"pp"``), or without names with one dimension; None: all ranks are data-parallel.
+            ``"pp"``), or with one dimension without a name; None: all ranks are data-parallel.
 
     Raises:
-        SchemaError: another mesh, or this rank is not in it.
+        SchemaError: a mesh with other dimensions, or one without this rank.
     """
     if mesh is None:
         ranks = list(range(dist.get_world_size()))
@@ -82,15 +80,19 @@ def places_of(mesh: Any) -> tuple[list[int], list[Place]]:
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """What a rank tells the others of itself.
+    """The description of a rank, shared with all ranks.
 
     Attributes:
-        rank: in the exchange. number: in the default process group.
-        node: ranks of equal ones attach each other's tables. machine: those of equal ones reach each other's loopback.
+        rank: its number in the exchange.
+        number: its number in the default process group.
+        place: its coordinates in the mesh.
+        node: name of its node; ranks of the same node attach each other's tables.
+        machine: name of its machine; processes of the same machine reach each other's loopback.
         table: name of its table, None for a private one.
-        origin: the table's shard number as its ids have it, None before one is set.
-        columns, block_steps: of its table.
-        transport: what it wants rows of other nodes to come over.
+        origin: shard number in the table's ids, None before one is set.
+        columns: columns of its table, as JSON.
+        block_steps: steps of a block of its table.
+        transport: its transport of rows of other nodes.
     """
 
     rank: int
@@ -106,21 +108,21 @@ class Member:
 
     @property
     def schema(self) -> Schema:
-        """Its table's columns."""
+        """Columns of its table."""
         return Schema.from_json(self.columns)
 
     def to_json(self) -> dict[str, Any]:
-        """For `Exchange.share`."""
+        """Return the attributes as JSON, for `Exchange.share`."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Member:
-        """The inverse of `to_json`."""
+        """Make a member from JSON; the inverse of `to_json`."""
         return cls(**{**fields, "place": Place(**fields["place"])})
 
 
 def member(table: Table, *, rank: int, number: int, place: Place, node: str | None, transport: str) -> Member:
-    """This rank."""
+    """Describe this rank; for the arguments see `Member`."""
     return Member(
         rank,
         number,
@@ -136,23 +138,23 @@ def member(table: Table, *, rank: int, number: int, place: Place, node: str | No
 
 
 def this_machine() -> str:
-    """A name that processes have in common if they reach each other's loopback."""
+    """Return a name that processes share if they reach each other's loopback."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
 
 
 def this_node() -> str:
-    """A name that processes have in common if they see the same shared memory and each other's process ids."""
+    """Return a name that processes share if they see the same shared memory and each other's process ids."""
     shared = os.stat(names.DIRECTORY)
     return f"{this_machine()}/{shared.st_dev}.{shared.st_ino}/{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def check_members(members: Sequence[Member]) -> None:
-    """Raise an error unless the ranks fit together.
+    """Check that the tables and transports of all ranks fit together.
 
     Raises:
-        SchemaError: columns that differ within a stage, shard numbers that come twice, or transports that differ.
+        SchemaError: columns differ within a stage, two tables have the same shard number, or transports differ.
     """
     first: dict[int, Member] = {}
     for each in members:
@@ -181,34 +183,27 @@ def check_members(members: Sequence[Member]) -> None:
                 )
 
 
-def agreed(answers: Sequence[dict[str, Any]], numbers: Sequence[int], what: str) -> None:
-    """Raise RankError if any rank has told of an error, under "error"; the first one is named."""
-    for number, answer in zip(numbers, answers, strict=True):
-        if answer.get("error"):
-            raise RankError(f"Rank {number} could not {what}: {answer['error']}")
-
-
 def check_alike(what: str, options: Sequence[dict[str, Any]], numbers: Sequence[int]) -> None:
-    """Raise an error unless all ranks have the same options.
+    """Check that all ranks have the same options.
 
     Args:
-        what: has the options, for errors.
-        options: of each rank, by name; an option counts where it is given.
-        numbers: of the ranks.
+        what: name of the objects with these options, for errors.
+        options: options of each rank, by name; an option may be given on some ranks alone.
+        numbers: numbers of the ranks.
 
     Raises:
         SchemaError: options differ; the message names them, the ranks and their values.
     """
     different = []
-    for name in sorted({name for some in options for name in some}):
+    for name in sorted({name for each in options for name in each}):
         ranks: dict[str, list[int]] = {}
-        for number, some in zip(numbers, options, strict=True):
-            if name in some:
-                ranks.setdefault(_shown(some[name]), []).append(number)
+        for number, each in zip(numbers, options, strict=True):
+            if name in each:
+                ranks.setdefault(_shown(each[name]), []).append(number)
         if len(ranks) > 1:
             values = ", and ".join(
-                f"{value} on rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))}"
-                for value, who in ranks.items()
+                f"{value} on rank{'s' if len(group) > 1 else ''} {', '.join(map(str, group))}"
+                for value, group in ranks.items()
             )
             different.append(f"{name} is {values}")
     if different:
@@ -219,9 +214,3 @@ def check_alike(what: str, options: Sequence[dict[str, Any]], numbers: Sequence[
 
 def _shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-
-
-def described(error: BaseException) -> str:
-    """An error in one line."""
-    name = "" if isinstance(error, GearError) else f"{type(error).__name__}: "
-    return f"{name}{error}"

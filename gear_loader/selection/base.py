@@ -90,17 +90,17 @@ class SelectionContext:
 class Selection:
     """Base: what `ReplayDataset` asks of a selector at work."""
 
-    def __init__(self, job: SelectionContext) -> None:
-        self.job = job
+    def __init__(self, context: SelectionContext) -> None:
+        self.context = context
         self._seen: tuple[Snapshot, Snapshot] | None = None
 
     def view(self, snapshot: Snapshot | None = None) -> Snapshot:
         """The trajectories that count, now or in `snapshot`."""
-        snapshot = self.job.table.snapshot() if snapshot is None else snapshot
-        if self.job.subset is None:
+        snapshot = self.context.table.snapshot() if snapshot is None else snapshot
+        if self.context.subset is None:
             return snapshot
         if self._seen is None or self._seen[0] is not snapshot:
-            self._seen = (snapshot, snapshot.take(self.job.chosen(snapshot.slots)))
+            self._seen = (snapshot, snapshot.take(self.context.chosen(snapshot.slots)))
         return self._seen[1]
 
     def look(self) -> Any:
@@ -135,7 +135,7 @@ class Selection:
         """A batch that was drawn under `ticket` has failed: it does not count. Idempotent."""
         ticket.end()
         count, ticket.counted = ticket.counted, 0
-        self.job.table.uncount_samples(count)
+        self.context.table.uncount_samples(count)
 
     def count_samples(
         self, slots: Array, generations: Array, redraw: Callable[[Array, int], bool]
@@ -153,9 +153,9 @@ class Selection:
         Raises:
             TableEmptyError: there was nothing left to draw from until the deadline.
         """
-        if not self.job.counts:
+        if not self.context.counts:
             return None
-        table = self.job.table
+        table = self.context.table
         times = table.count_samples(slots, generations)
         if table.rules.max_times_sampled is None:
             return times
@@ -182,9 +182,9 @@ class Selection:
         weights: Array | None = None,
     ) -> SelectedRows:
         """What the collector needs to know of a batch."""
-        if not self.job.informs or times is None:
+        if not self.context.informs or times is None:
             return SelectedRows(slots, steps, generations, weights)
-        ages, nanoseconds = self.job.table.ages(slots, self.job.table.slot_states()[2][slots])
+        ages, nanoseconds = self.context.table.ages(slots, self.context.table.slot_states()[2][slots])
         numbers = np.empty((2, len(slots)), dtype=np.float32)
         numbers[0], numbers[1] = probabilities, nanoseconds / 1e9
         return SelectedRows(slots, steps, generations, weights, np.stack((times, ages)), numbers)

@@ -20,6 +20,7 @@ from gear_loader.selection.random import key
 from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Prioritized, Selector, TopK, anchors
 from gear_loader.selection.tree import PriorityTree, uniforms, weigh
 from gear_loader.selection.updates import PriorityUpdates, request
+from gear_loader.selection.weights import importance_weights
 from gear_loader.storage.index import Changes, Snapshot, Ticket
 from gear_loader.storage.recovery import READY, UNSET, ranges
 from gear_loader.storage.rows import CudaRows, SelectedRows
@@ -88,28 +89,28 @@ class PrioritizedSelection(Selection):
     """`Prioritized` or `TopK` at work on the CPU.
 
     Args:
-        job: of such a selector.
+        context: of such a selector.
         history: batches whose rows are remembered, so that a state can be taken that resumes before them.
     """
 
-    def __init__(self, job: SelectionContext, *, history: int) -> None:
-        super().__init__(job)
-        layout = job.table.region.layout
+    def __init__(self, context: SelectionContext, *, history: int) -> None:
+        super().__init__(context)
+        layout = context.table.region.layout
         self._map = ItemMap(
-            steps=job.selector.unit == "step",
+            steps=context.selector.unit == "step",
             num_slots=layout.max_trajectories,
             num_blocks=layout.num_blocks,
             block_steps=layout.block_steps,
         )
         if self._map.capacity >= 2**31:
             raise SchemaError(
-                f"{job.selector!r} would need {self._map.capacity:,} priorities, one for each place of a step; "
+                f"{context.selector!r} would need {self._map.capacity:,} priorities, one for each place of a step; "
                 "expected less than 2**31. Use unit='trajectory', or a table with fewer blocks."
             )
         self._unset: Leaves | None = None  # what the map has taken in, and the tree perhaps not yet
         self._maximum = 1.0
         self._num_stale = 0
-        self._may_leave_range = may_leave_range(job.selector)
+        self._may_leave_range = may_leave_range(context.selector)
         self._make_tree(self._map.capacity)
         self._history: collections.deque[tuple[tuple[int, int], DrawnItems]] = collections.deque(
             maxlen=history
@@ -124,7 +125,7 @@ class PrioritizedSelection(Selection):
         self._mutex = new_mutex() if whole else _Torn()
 
     def _make_tree(self, capacity: int) -> None:
-        selector = self.job.selector
+        selector = self.context.selector
         batch_only = isinstance(selector, Prioritized) and selector.normalize == "batch"
         self._tree = PriorityTree(capacity, extremes=not batch_only)
 
@@ -137,26 +138,26 @@ class PrioritizedSelection(Selection):
 
     def draw(self, draw: Draw, ticket: Ticket, frozen: Snapshot | None = None) -> SelectedRows | CudaRows:
         """See `Selection.draw`."""
-        if self.job.limited and self.job.table.rules.rate_limiter is not None:
-            self.job.table.await_samplable(draw.count)  # without holding up updates
+        if self.context.limited and self.context.table.rules.rate_limiter is not None:
+            self.context.table.await_samplable(draw.count)  # without holding up updates
         with self._mutex:
-            self._follow(ticket, self.job.samples(draw.count))
+            self._follow(ticket, self.context.samples(draw.count))
             rows = self._restored(draw) or self._draw_at_once(draw) or self._draw_when_there(draw)
             times = self.count_samples(
                 rows.slots, rows.generations, lambda which, turn: self._redraw(draw, rows, which, turn)
             )
-            if rows.leaves is not None and self.job.selector.weighs:
+            if rows.leaves is not None and self.context.selector.weighs:
                 rows.weights = self._importance(draw, rows.leaves)
-            likely = self._likely(rows) if self.job.informs else 1.0
+            likely = self._likely(rows) if self.context.informs else 1.0
             if draw.epoch < SAMPLE_EPOCH:
                 self._keep_rows(draw, rows)
         return self.rows(rows.slots, rows.steps, rows.generations, times, likely, rows.weights)
 
     def _draw_when_there(self, draw: Draw) -> DrawnItems:
         """`_draw`; where trajectories are drawn only so often, too few are waited for."""
-        if self.job.table.rules.max_times_sampled is None:
+        if self.context.table.rules.max_times_sampled is None:
             return self._draw(draw)
-        patience = self.job.table.patience
+        patience = self.context.table.patience
         while True:
             try:
                 return self._draw(draw)
@@ -169,7 +170,7 @@ class PrioritizedSelection(Selection):
         """Keep a batch that may have been drawn ahead when a state is taken."""
         sequences = rows.sequences
         if len(sequences) == 0:
-            sequences = self.job.table.slot_states()[2][rows.slots]
+            sequences = self.context.table.slot_states()[2][rows.slots]
         self._history.append(
             (
                 (draw.epoch, draw.step),
@@ -184,7 +185,7 @@ class PrioritizedSelection(Selection):
             samples: rows that are about to be drawn, for the rate limiter.
         """
         self._set_taken_in()
-        _, changes = self.job.table.begin_changes(self._map.position, samples, ticket)
+        _, changes = self.context.table.begin_changes(self._map.position, samples, ticket)
         known = self._map.position, self._map.next_sequence
         try:
             if len(changes.slots):
@@ -198,7 +199,7 @@ class PrioritizedSelection(Selection):
 
     def _keep_up(self) -> None:
         """Take in what has changed in the table, if anything has."""
-        if self._map.position != self.job.table.position:
+        if self._map.position != self.context.table.position:
             ticket = Ticket()
             try:
                 self._follow(ticket)
@@ -207,8 +208,8 @@ class PrioritizedSelection(Selection):
                 ticket.end()  # again: an exception may arrive anywhere
 
     def _take_in(self, changes: Changes) -> None:
-        chosen = self.job.chosen(changes.slots) if self.job.subset is not None else changes.ready
-        arrays = self.job.table.index_arrays()
+        chosen = self.context.chosen(changes.slots) if self.context.subset is not None else changes.ready
+        arrays = self.context.table.index_arrays()
 
         def follow() -> None:
             self._unset = self._map.follow(changes, chosen, *arrays)
@@ -248,11 +249,11 @@ class PrioritizedSelection(Selection):
         return leaves
 
     def _exponent(self) -> tuple[float, float]:
-        return exponent(self.job.selector)
+        return exponent(self.context.selector)
 
     def _draw_at_once(self, draw: Draw) -> DrawnItems | None:
         """What `_draw` returns, in one compiled call; None where that is not possible, or nothing can be drawn."""
-        selector, context = self.job.selector, self.job
+        selector, context = self.context.selector, self.context
         if type(selector) is not Prioritized or not selector.replacement or self._may_leave_range:
             return None
         if context.counts:
@@ -276,7 +277,7 @@ class PrioritizedSelection(Selection):
         return DrawnItems(names[3], names[0], names[1], names[2], None, leaves)
 
     def _draw(self, draw: Draw, streams: tuple[int, int] = (LEAVES, ANCHORS)) -> DrawnItems:
-        selector, table = self.job.selector, self.job.table
+        selector, table = self.context.selector, self.context.table
         leaves = None
         try:
             if isinstance(selector, TopK):
@@ -292,12 +293,12 @@ class PrioritizedSelection(Selection):
                 )
         except PriorityError:
             if len(self.view()) == 0:
-                raise self.job.empty() from None
+                raise self.context.empty() from None
             raise
         slots, steps = self._map.locate(items)
         if selector.unit == "trajectory":
             steps = self._anchors(table.index_arrays()[0][slots, 0], draw, streams[1])
-        likely = None if leaves is None or not self.job.informs else leaves / self._tree.total
+        likely = None if leaves is None or not self.context.informs else leaves / self._tree.total
         return DrawnItems(slots[:0], slots, steps, table.slot_states()[1][slots], None, leaves, likely)
 
     def _check_range(self) -> None:
@@ -311,26 +312,25 @@ class PrioritizedSelection(Selection):
         total, leaves = self._tree.total, self._tree.leaves
         if LOWEST_LEAF < total <= len(leaves) * LOWEST_LEAF / SHARE:
             if np.count_nonzero(leaves == LOWEST_LEAF) * LOWEST_LEAF > total * SHARE:
-                raise out_of_range(self.job.selector)
+                raise out_of_range(self.context.selector)
         elif total > _LARGEST * (1 + SHARE) and (leaves == _LARGEST).any():
-            raise out_of_range(self.job.selector)
+            raise out_of_range(self.context.selector)
 
     def _importance(self, draw: Draw, leaves: Array) -> Array:
         """Importance weights of drawn leaves, float32 [n]."""
-        selector = self.job.selector
+        selector = self.context.selector
         assert isinstance(selector, Prioritized)
         least = self._tree.minimum if selector.normalize == "table" else leaves.min()
-        weights: Array = ((np.float64(least) / leaves) ** selector.beta_at(draw.number)).astype(np.float32)
-        return weights
+        return importance_weights(leaves, least, selector.beta_at(draw.number))
 
     def _likely(self, rows: DrawnItems) -> Array | float:
         """The probability with which each row was drawn."""
-        if isinstance(self.job.selector, TopK):
+        if isinstance(self.context.selector, TopK):
             return 1.0
         if rows.likely is not None:
             return rows.likely
         # Drawn before a restart: as it would be now.
-        items = self._map.items(rows.slots, rows.steps, *self.job.table.index_arrays())
+        items = self._map.items(rows.slots, rows.steps, *self.context.table.index_arrays())
         likely: Array = np.where(items >= 0, self._tree.leaves[items], 0) / self._tree.total
         return likely
 
@@ -351,8 +351,8 @@ class PrioritizedSelection(Selection):
         return True
 
     def _anchors(self, lengths: Array, draw: Draw, stream: int) -> Array:
-        if self.job.anchor != "uniform":
-            return anchors(self.job.anchor, lengths, draw)
+        if self.context.anchor != "uniform":
+            return anchors(self.context.anchor, lengths, draw)
         numbers = uniforms(len(lengths), key=draw_key(draw, stream), step=draw.step)
         steps: Array = np.minimum((numbers * lengths).astype(np.int64), lengths - 1)
         return steps
@@ -380,8 +380,8 @@ class PrioritizedSelection(Selection):
         between: Callable[[Callable[[], object]], None],
     ) -> None:
         """See `ReplayDataset.update_priority`; `between` calls a function between two batches."""
-        new = request(index, priority, generation=generation, anchor=anchor, unit=self.job.selector.unit)
-        weighed = checked_weights(self.job.selector, new.priorities)
+        new = request(index, priority, generation=generation, anchor=anchor, unit=self.context.selector.unit)
+        weighed = checked_weights(self.context.selector, new.priorities)
         if stale == "error":
             self._check_live(new)
         between(lambda: self._update(new, weighed))
@@ -406,15 +406,15 @@ class PrioritizedSelection(Selection):
             self._num_stale += len(request.slots) - len(items)
             self._maximum = max(self._maximum, largest)
             self._tree.update(items, leaves)
-            if not self._map.steps and self.job.table.rules.on_full == "evict_lowest_priority":
+            if not self._map.steps and self.context.table.rules.on_full == "evict_lowest_priority":
                 generations = request.generations
                 if generations is None:
                     generations = np.full(len(request.slots), -1)
-                self.job.table.set_priorities(request.slots, generations, request.priorities)
+                self.context.table.set_priorities(request.slots, generations, request.priorities)
 
     def _known_rows(self, request: PriorityUpdates, weighed: Array) -> tuple[Array, Array, float]:
         """Items and leaves of the rows whose trajectories are there, and the largest of their priorities."""
-        if self._map.steps or self.job.subset is not None or not copying.require():
+        if self._map.steps or self.context.subset is not None or not copying.require():
             items = self._items(request)
             known = items >= 0
             return items[known], weighed[known], float(request.priorities[known].max(initial=0))
@@ -425,7 +425,7 @@ class PrioritizedSelection(Selection):
             wanted,
             request.priorities,
             weighed,
-            *self.job.table.slot_states(),
+            *self.context.table.slot_states(),
             self._map.next_sequence,
             items,
             leaves,
@@ -434,7 +434,7 @@ class PrioritizedSelection(Selection):
 
     def _items(self, request: PriorityUpdates) -> Array:
         """Items of a request, -1 for those that are gone."""
-        table, slots = self.job.table, request.slots
+        table, slots = self.context.table, request.slots
         state, generation, sequence = table.slot_states()
         inside = (slots >= 0) & (slots < len(state))
         slots = np.where(inside, slots, 0)
@@ -443,8 +443,8 @@ class PrioritizedSelection(Selection):
             known &= generation[slots] == request.generations
         else:
             known &= sequence[slots] < self._map.next_sequence
-        if self.job.subset is not None:
-            known &= self.job.chosen(slots)
+        if self.context.subset is not None:
+            known &= self.context.chosen(slots)
         items = self._map.items(slots, request.steps, *table.index_arrays())
         return np.where(known, items, -1)
 
@@ -476,7 +476,7 @@ class PrioritizedSelection(Selection):
             try:
                 self._follow(ticket)
                 view = self._known()
-                leaves = self._read(self._map.all_items(view.slots, *self.job.table.index_arrays()))
+                leaves = self._read(self._map.all_items(view.slots, *self.context.table.index_arrays()))
                 ticket.end()
             finally:
                 ticket.end()  # again: an exception may arrive anywhere
@@ -519,7 +519,7 @@ class PrioritizedSelection(Selection):
         Raises:
             SchemaError: it is no such state; nothing was changed.
         """
-        sequences, lengths, leaves, recent = _checked(state, self.job.selector)
+        sequences, lengths, leaves, recent = _checked(state, self.context.selector)
         with self._mutex:
             ticket = Ticket()
             try:
@@ -534,15 +534,15 @@ class PrioritizedSelection(Selection):
     def _restore(
         self, sequences: Array, lengths: Array, leaves: Array, maximum: float, num_stale: int
     ) -> None:
-        extent, block_ids = self.job.table.index_arrays()
+        extent, block_ids = self.context.table.index_arrays()
         view = self._known()
         places, both = _find(sequences, view.sequences)
         both &= lengths[places] == view.lengths if len(lengths) else False
         # What is new since begins as it would have begun then.
-        new = self.job.table.priorities()[view.slots[~both]]
+        new = self.context.table.priorities()[view.slots[~both]]
         maximum = max(maximum, float(new.max(initial=0)))
         first = self._first_leaves(np.where(new == UNSET, np.float32(maximum), new))
-        steps = self.job.selector.unit == "step"
+        steps = self.context.selector.unit == "step"
         old, added, places = view.take(both), view.take(~both), places[both]
         counts = lengths if steps else np.ones_like(lengths)
         source = ranges((np.cumsum(counts) - counts)[places], counts[places])

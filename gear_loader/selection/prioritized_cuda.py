@@ -49,15 +49,15 @@ class CudaPrioritizedSelection(PrioritizedSelection):
     one of the calls that follow, as CUDA's own errors are.
 
     Args:
-        job, history: as for `PrioritizedSelection`.
+        context, history: as for `PrioritizedSelection`.
         device: where.
     """
 
-    def __init__(self, job: SelectionContext, *, history: int, device: torch.device) -> None:
+    def __init__(self, context: SelectionContext, *, history: int, device: torch.device) -> None:
         self._device = device
         self._cuda = device.type == "cuda"  # else under Triton's interpreter, in tests
         with outside_inference():
-            super().__init__(job, history=history)
+            super().__init__(context, history=history)
             self._status = torch.tensor([NOWHERE, 0, 0, 0], device="cpu", pin_memory=self._cuda)
             self._out_of_range = torch.zeros(1, dtype=torch.bool, device="cpu", pin_memory=self._cuda)
         self._drawn: collections.deque[tuple[tuple[int, int], torch.Tensor, torch.Tensor | None]]
@@ -72,7 +72,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
 
         self._wide = SumTree(capacity, self._device)
         self._cut = torch.zeros(1, dtype=torch.bool, device=self._device)
-        table, steps = self.job.table, self._map.steps
+        table, steps = self.context.table, self._map.steps
         generation = table.slot_states()[1]
         extent, block_ids = table.index_arrays()
         addresses = [array.ctypes.data for array in (generation, extent, block_ids)]
@@ -141,13 +141,13 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         if bad != NOWHERE:
             raise PriorityError(
                 f"priority[{bad}] of an earlier update_priority was NaN, infinite or negative, or too large for "
-                f"{self.job.selector!r}. Nothing was changed by it, nor by the updates since; the GPU found it, which "
+                f"{self.context.selector!r}. Nothing was changed by it, nor by the updates since; the GPU found it, which "
                 "is why this comes late."
             )
         if cut:
-            raise out_of_range(self.job.selector)
+            raise out_of_range(self.context.selector)
         if len(self.view()) == 0:
-            raise self.job.empty()
+            raise self.context.empty()
         raise PriorityError(
             "An earlier batch found no item left with a positive priority; its rows are padding. Set priorities with "
             "update_priority, use Prioritized(eps=...), which keeps them all positive, or draw fewer."
@@ -163,17 +163,17 @@ class CudaPrioritizedSelection(PrioritizedSelection):
 
     def draw(self, draw: Draw, ticket: Ticket, frozen: Snapshot | None = None) -> SelectedRows | CudaRows:
         """See `Selection.draw`: the rows of a batch that is drawn once more, or what draws them on the GPU."""
-        if self.job.limited and self.job.table.rules.rate_limiter is not None:
-            self.job.table.await_samplable(draw.count)  # without holding up updates
+        if self.context.limited and self.context.table.rules.rate_limiter is not None:
+            self.context.table.await_samplable(draw.count)  # without holding up updates
         with self._mutex:
             self._raise_late()
             if self._cuda:
                 self._stream = torch.cuda.current_stream(self._device)
             self._enter()
             try:
-                self._follow(ticket, self.job.samples(draw.count))
-                if len(self.job.table) == 0:
-                    raise self.job.empty()
+                self._follow(ticket, self.context.samples(draw.count))
+                if len(self.context.table) == 0:
+                    raise self.context.empty()
                 rows = self._restored(draw)
                 if rows is None:
                     return CudaRows(draw.count, functools.partial(self._draw_into, draw))
@@ -204,7 +204,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         from gear_loader.kernels import items as kernels
         from gear_loader.kernels import priority
 
-        selector, count = self.job.selector, draw.count
+        selector, count = self.context.selector, draw.count
         rows, ids, *weights = mirror
         items = torch.empty(count, dtype=torch.int64, device=self._device)
         if isinstance(selector, TopK):
@@ -222,7 +222,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
                 beta=selector.beta_at(draw.number),
                 table=selector.normalize == "table",
             )
-        anchor = "item" if selector.unit == "step" else self.job.anchor
+        anchor = "item" if selector.unit == "step" else self.context.anchor
         kernels.resolve(self._index, items, random, rows, ids, anchor=anchor, first=reach[0], last=reach[1])
         self._remember(draw, rows[:3, :count].clone(), weights[0][:count].clone() if weights else None)
 
@@ -254,7 +254,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
 
         self._enter()
         alpha, eps = self._exponent()
-        generations = self.job.table.slot_states()[1][leaves.slots].astype(np.int32)
+        generations = self.context.table.slot_states()[1][leaves.slots].astype(np.int32)
         known = np.where(leaves.added, generations, np.int32(0))
         slots, places = self._upload(leaves.slots), self._upload(leaves.blocks)
         self._index.known[slots] = self._upload(known)
@@ -291,11 +291,11 @@ class CudaPrioritizedSelection(PrioritizedSelection):
     ) -> None:
         """See `ReplayDataset.update_priority`."""
         self._raise_late()
-        unit = self.job.selector.unit
+        unit = self.context.selector.unit
         given = [index, priority, generation, anchor]
         if stale == "error" or not all(part is None or self._is_here(part) for part in given):
             new = request(index, priority, generation=generation, anchor=anchor, unit=unit)
-            checked_weights(self.job.selector, new.priorities)
+            checked_weights(self.context.selector, new.priorities)
             if stale == "error":
                 self._check_live(new)
             steps = new.steps if unit == "step" else None
@@ -384,7 +384,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
 
     def _recent(self) -> list[dict[str, Any]]:
         # By sequence number, as long as the slots have not been given to others since.
-        _, generation, sequence = self.job.table.slot_states()
+        _, generation, sequence = self.context.table.slot_states()
         recent = []
         for (epoch, step), rows, weights in self._drawn:
             slots, steps, generations = rows.cpu().numpy()

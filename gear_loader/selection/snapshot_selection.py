@@ -32,29 +32,29 @@ class SnapshotSelection(Selection):
 
     def draw(self, draw: Draw, ticket: Ticket, frozen: Snapshot | None = None) -> SelectedRows:
         """See `Selection.draw`."""
-        selector = self.job.selector
+        selector = self.context.selector
         assert isinstance(selector, SnapshotSelector)
-        if isinstance(selector, Fifo) and frozen is None and self.job.subset is None:
+        if isinstance(selector, Fifo) and frozen is None and self.context.subset is None:
             return self._draw_from_end(selector, draw, ticket)
-        _, snapshot = self.job.table.begin_snapshot(self.job.samples(draw.count), ticket)
+        _, snapshot = self.context.table.begin_snapshot(self.context.samples(draw.count), ticket)
         view = self.view(snapshot)
         if (
             frozen is None
             and type(selector) is Uniform
             and selector.replacement
             and len(view)
-            and not self.job.counts
+            and not self.context.counts
         ):
             return self._draw_uniform(selector, view, draw)
         items = view if frozen is None else frozen
         if selector.num_items(items) == 0 or len(view) == 0:
-            raise self.job.empty()
+            raise self.context.empty()
         positions, steps = selector.select(items, draw)
         slots, lengths, generations = (
             part[positions] for part in (items.slots, items.lengths, items.generations)
         )
         if steps is None:
-            steps = anchors(self.job.anchor, lengths, draw)
+            steps = anchors(self.context.anchor, lengths, draw)
         if items.version != view.version:
             self._replace_gone(view, draw, slots, steps, generations)
         rows = (slots, steps, generations)
@@ -71,7 +71,7 @@ class SnapshotSelection(Selection):
             view.generations,
             view.sums[1],
             selector.unit == "step",
-            ANCHOR_KINDS[self.job.anchor],
+            ANCHOR_KINDS[self.context.anchor],
             signed(draw.seed),
             draw.step,
             draw.epoch,
@@ -82,7 +82,7 @@ class SnapshotSelection(Selection):
     def _draw_from_end(self, selector: Fifo, draw: Draw, ticket: Ticket) -> SelectedRows:
         # Nothing is sorted: the oldest and the newest trajectories are linked. If this fails, what `take_ends` has
         # taken is gone, and counts.
-        table, samples = self.job.table, self.job.samples(draw.count)
+        table, samples = self.context.table, self.context.samples(draw.count)
         times: Array | None = None
         end: dict[str, Any] = {"newest": selector.newest, "samples": samples, "ticket": ticket}
         if table.rules.max_times_sampled is not None and selector.unit == "trajectory":
@@ -90,14 +90,14 @@ class SnapshotSelection(Selection):
         else:
             _, slots = table.begin_ends(draw.count, **end)
         if len(slots) == 0:
-            raise self.job.empty()
+            raise self.context.empty()
         lengths = table.index_arrays()[0][slots, 0]
         _, generation, sequence = table.slot_states()
         order = slice(None, None, -1) if selector.newest else slice(None)
         part = Snapshot(-1, *(a[order] for a in (slots, lengths, generation[slots], sequence[slots])))
         positions, steps = selector.select(part, draw)
         if steps is None:
-            steps = anchors(self.job.anchor, part.lengths[positions], draw)
+            steps = anchors(self.context.anchor, part.lengths[positions], draw)
         rows = (part.slots[positions], steps, part.generations[positions])
         if times is not None:
             times = times[order][positions]
@@ -111,11 +111,11 @@ class SnapshotSelection(Selection):
         if len(view) == 0:
             return False
         again, stream = dataclasses.replace(draw, count=len(which)), REDRAWN + 2 * turn
-        if self.job.selector.unit == "step":
+        if self.context.selector.unit == "step":
             others, at = view.locate(again.integers(stream, view.num_steps))
         else:
             others = again.integers(stream, len(view))
-            at = anchors(self.job.anchor, view.lengths[others], again, stream + 1)
+            at = anchors(self.context.anchor, view.lengths[others], again, stream + 1)
         for part, values in zip(rows, (view.slots[others], at, view.generations[others]), strict=True):
             part[which] = values
         return True
@@ -123,11 +123,11 @@ class SnapshotSelection(Selection):
     def _replace_gone(
         self, view: Snapshot, draw: Draw, slots: Array, steps: Array, generations: Array
     ) -> None:
-        state, generation, _ = self.job.table.slot_states()
+        state, generation, _ = self.context.table.slot_states()
         gone = np.flatnonzero((state[slots] != READY) | (generation[slots] != generations))
         if len(gone):
-            others, at = replacements(self.job.selector.unit, view, draw)
+            others, at = replacements(self.context.selector.unit, view, draw)
             if at is None:
-                at = anchors(self.job.anchor, view.lengths[others], draw)
+                at = anchors(self.context.anchor, view.lengths[others], draw)
             others, at = others[gone], at[gone]
             slots[gone], steps[gone], generations[gone] = view.slots[others], at, view.generations[others]

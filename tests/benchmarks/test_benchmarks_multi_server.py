@@ -97,7 +97,7 @@ def test_it_measures_and_can_be_plotted(tmp_path: Path) -> None:
     for row in rows:
         if row["parameters"]["part"] == "select" and row["variant"] == "ours":
             selector, batch = row["parameters"]["selector"], row["parameters"]["batch"]
-            each = simulation.letter_bytes(selector, 2, batch)["all"]
+            each = simulation.message_bytes(selector, 2, batch)["all"]
             assert row["extras"]["exchanges"] == 1
             assert row["extras"]["sent_bytes"] == pytest.approx(each, rel=0.2)
 
@@ -339,11 +339,11 @@ def test_the_fit_follows_what_was_measured() -> None:
     ):
         growth = (taken[last] / taken[first]) / (computed[last] / computed[first])
         assert 0.4 < growth < 2.5
-    # And the letters are as long as those that were sent.
+    # And the messages are as long as those that were sent.
     for row in rows:
         parameters = row["parameters"]
         if row["workload"] == "selection" and row["variant"] == "ours" and parameters["world"] > 1:
-            each = simulation.letter_bytes(parameters["selector"], parameters["world"], parameters["batch"])[
+            each = simulation.message_bytes(parameters["selector"], parameters["world"], parameters["batch"])[
                 "all"
             ]
             sent = row["extras"]["sent_bytes"] / row["extras"]["exchanges"]

@@ -19,7 +19,7 @@ import gear_loader as gear
 from gear_loader.checkpoint import files as files_module
 from gear_loader.checkpoint import saving
 from gear_loader.checkpoint.directory import Directory
-from gear_loader.distributed.checkpoint import load as load_shards
+from gear_loader.distributed.checkpoint_loading import load as load_shards
 from gear_loader.errors import CheckpointError, RankError
 
 LOCK = ".gear-loader.lock"
@@ -295,7 +295,7 @@ def test_foreign_files_in_old_saves_of_a_sharded_checkpoint_stay(tmp_path: Path,
 
 def test_a_stage_that_is_a_link(tmp_path: Path, elsewhere: Path) -> None:
     """Where a pipeline has several stages, each has a directory of its own in the checkpoint's."""
-    from gear_loader.distributed.checkpoint import save
+    from gear_loader.distributed.checkpoint_saving import save
 
     theirs = everything(elsewhere)
     options: dict[str, Any] = {"rank": 0, "world_size": 1, "agree": lambda said: [said], "stage": "stage-1"}

@@ -1,4 +1,4 @@
-"""Batches drawn over all shards: the same whoever draws, and as often as they should be."""
+"""Batches drawn over all shards: the same on every number of ranks, with the right frequencies."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def test_bad_input_is_refused_before_anything_changes() -> None:
     data = dataset(shards, "prioritized", 1, prefetch=0)
     batch = data.sample()
     for arguments, message in (
-        (([1], [1.0]), r"shard is none; expected integers \[1\]"),
+        (([1], [1.0]), r"shard is missing; expected integers \[1\]"),
         (([1], [1.0], None, None, [2]), "shard has 2 to 2; expected 0 to 1"),
         ((batch, torch.full((ROWS,), -1.0)), r"priority\[0\] is -1.0"),
     ):

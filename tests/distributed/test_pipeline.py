@@ -116,7 +116,7 @@ def pipeline_rank(rank: int, world: int) -> dict[str, Any]:
 
 
 def leftovers(shards: Shards, table: gear.Table, windows: Any) -> tuple[list[int], int]:
-    """What `rebalance` removes at once, and when it is certain that nobody will bring the rest to stage 0."""
+    """Duplicates that `rebalance` removes at once, and those that it removes after the grace period."""
     data = gear.ReplayDataset(shards, batch_size=1, windows=windows, prefetch=0)
     told = shards.exchange.share({"ids": table.ids(table.indices()).tolist()})
     if dist.get_rank() == 1:  # as if somebody had been killed while it moved here
@@ -301,7 +301,7 @@ def test_meshes_and_tables_that_do_not_fit_are_refused(ranks: list[dict[str, Any
         assert none == "mesh is [0, 1]; expected a torch.distributed.DeviceMesh."
         assert small == (["Rank 3 is not in the mesh, which has the ranks [0, 1, 2]."] if rank == 3 else [])
         assert different.startswith("The table of rank 3 has the columns [['flag'")
-        assert "has on_full='evict_oldest'; stages that evict each for itself" in evicting
+        assert "has on_full='evict_oldest'; stages that evict independently" in evicting
 
 
 def test_all_stages_move_the_same_trajectories(ranks: list[dict[str, Any]]) -> None:

@@ -139,7 +139,7 @@ def test_options_that_make_no_sense_are_refused() -> None:
     data = gear.ReplayDataset(Shards(tables(1)), batch_size=1, windows=gear.Window(1))
     for options, message in (
         ({"policy": "random"}, "policy is 'random'; expected one of round_robin"),
-        ({"dataset": data}, "dataset draws from something else"),
+        ({"dataset": data}, "dataset draws from another table"),
         ({"stages": [1]}, "expected a mapping of column names"),
         ({"stages": {"obs": 1, "act": 0, "flag": 0}}, r"stages\['obs'\] has 1; expected stages from 0 to 0"),
         ({"stages": {"obs": "0", "act": 0}}, r"stages\['obs'\] is '0'"),
@@ -171,7 +171,7 @@ def test_a_shard_that_cannot_be_reached_is_left_out(monkeypatch: pytest.MonkeyPa
     for on_failure in ("redraw", "raise"):
         shards = Shards(tables(3), on_failure=on_failure)
         placement = Placement(shards, "free_space")
-        monkeypatch.setattr(shards.holder(1, 0), "room", unreachable)
+        monkeypatch.setattr(shards.stage_table(1, 0), "free_steps", unreachable)
         if on_failure == "raise":
             with pytest.raises(TransportError, match="node b is gone"):
                 placement.add(trajectory(1, 2))

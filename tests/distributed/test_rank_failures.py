@@ -210,7 +210,7 @@ def test_a_rank_that_leaves_its_loop_alone_is_named(then: str) -> None:
     first, other, third = run_ranks(3, breaking_rank, then)
     for message in (first, third):
         assert message.startswith("Rank 1 did not send its part of a batch: was waited for"), message
-        assert "has not asked for as many batches" in message
+        assert "has not drawn as many batches" in message
     assert other.startswith("" if then == "sleeps" else "Rank 1 (this one) did not send "), other
 
 
@@ -306,26 +306,24 @@ def diverging_rank(rank: int, world: int) -> list[str]:
         empty = torch.zeros(0, dtype=torch.uint8).numpy()
         exchange._number += rank == 1
         with pytest.raises(gear.errors.RankError) as caught:
-            exchange.swap([empty] * world, [0] * world)
+            exchange.all_to_all([empty] * world, [0] * world)
         found.append(str(caught.value))
         with pytest.raises(gear.errors.RankError) as caught:  # for good
-            exchange.swap([empty] * world, [0] * world)
+            exchange.all_to_all([empty] * world, [0] * world)
         found.append(str(caught.value))
         # What one cannot do fails on all, who then go on together.
         other = shards.new_exchange()
         failure = ValueError("no disk") if rank == 1 else None
         with pytest.raises(ValueError if rank == 1 else gear.errors.RankError) as failed:
-            other.swap([empty] * world, [0] * world, failure)
+            other.all_to_all([empty] * world, [0] * world, failure)
         found.append(str(failed.value))
-        assert [len(part) for part in other.swap([empty] * world, [0] * world)] == [0] * world
+        assert [len(part) for part in other.all_to_all([empty] * world, [0] * world)] == [0] * world
     return found
 
 
 def test_ranks_out_of_step_are_told_and_failures_of_one_are_shared() -> None:
     answers = run_ranks(2, diverging_rank)
-    assert (
-        "Rank 1 is at exchange 1, this rank at 0: the ranks have asked for different numbers" in answers[0][0]
-    )
+    assert "Rank 1 is at exchange 1, this rank at 0: the ranks have drawn different numbers" in answers[0][0]
     assert "Rank 0 is at exchange 0, this rank at 1" in answers[1][0]
     assert answers[0][1] == answers[0][0]
     assert answers[0][2] == "Rank 1 could not do its part of a batch: ValueError: no disk"

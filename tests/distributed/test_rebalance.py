@@ -69,7 +69,7 @@ def leaves_by_id(data: gear.ReplayDataset) -> dict[int, list[float]]:
 def train(
     data: gear.ReplayDataset, name: str, *, moves: dict[int, dict[str, Any]]
 ) -> tuple[list[Any], list[Any]]:
-    """Batches with updates; `rebalance` before the batches that `moves` names, and what it has told."""
+    """Batches with updates; `rebalance` before the batches that `moves` names, and its results."""
     batches, told = [], []
     last: list[Any] = []
     iterator = iter(data)
@@ -290,10 +290,10 @@ def test_copies_of_an_interrupted_migration_are_gone_before_the_next_draw(
     else:
         next(iter(data))
     assert [len(part) for part in held(shards.own).values()] == [9, 5]
-    assert "Removed 4 copies of trajectories, left by an interrupted migration" in caplog.text
+    assert "Removed 4 duplicates of an interrupted migration" in caplog.text
     caplog.clear()
     dataset(shards, name).sample()
-    assert "copies" not in caplog.text
+    assert "duplicates" not in caplog.text
 
 
 _COPY = Mover.copy

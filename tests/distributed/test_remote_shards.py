@@ -86,10 +86,10 @@ def killed_server_rank(rank: int, world: int, parent: int) -> list[Any]:
         for number, batch in enumerate(data):
             check_batch(batch, WINDOWS)
             if rank == 1 and number == 10:
-                addresses.append(shards._address(shards._server))
-                os.kill(shards._server.pid, signal.SIGKILL)
+                addresses.append(shards._servers.address)
+                os.kill(shards._servers.process.pid, signal.SIGKILL)
         if rank == 1:
-            addresses.append(shards._address(shards._server))
+            addresses.append(shards._servers.address)
         shards.exchange.barrier()
         shards.table.unlink()
         return addresses
@@ -110,10 +110,10 @@ def stopped_server_rank(rank: int, world: int, policy: str) -> Any:
                 check_batch(batch, WINDOWS)
                 seen.append(sorted(set(batch["shard"].tolist())))
                 if rank == 1 and number == 2:
-                    os.kill(shards._server.pid, signal.SIGSTOP)
+                    os.kill(shards._servers.process.pid, signal.SIGSTOP)
                     stopped = number
                 if rank == 1 and number == 8:
-                    os.kill(shards._server.pid, signal.SIGCONT)
+                    os.kill(shards._servers.process.pid, signal.SIGCONT)
                 if number >= 8:
                     time.sleep(0.1)
                     back = shards.exchange.share({"back": seen[-1] == [0, 1]})[0]["back"]
@@ -123,7 +123,7 @@ def stopped_server_rank(rank: int, world: int, policy: str) -> Any:
         except gear.errors.GearError as error:
             message = f"{type(error).__name__}: {error}"
             if rank == 1:
-                os.kill(shards._server.pid, signal.SIGCONT)
+                os.kill(shards._servers.process.pid, signal.SIGCONT)
         if rank == 1:
             assert stopped == 2
         if policy == "redraw":
@@ -161,9 +161,9 @@ def cut_off_rank(rank: int, world: int) -> tuple[list[list[int]], int]:
             seen.append(sorted(set(batch["shard"].tolist())))
             if number == 2:
                 shards.exchange.barrier()
-                os.kill(shards._server.pid, signal.SIGSTOP)
+                os.kill(shards._servers.process.pid, signal.SIGSTOP)
                 shards.exchange.barrier()
-        os.kill(shards._server.pid, signal.SIGCONT)
+        os.kill(shards._servers.process.pid, signal.SIGCONT)
         shards.exchange.barrier()
         shards.table.unlink()
         return seen, data.num_lost
@@ -191,7 +191,7 @@ def by_hand_rank(rank: int, world: int, folder: str) -> int:
     with Shards(
         table, node=f"node-{rank}", transport="socket", servers=servers, secret=secret, timeout=20
     ) as shards:
-        assert shards._server is None
+        assert shards._servers.process is None
         rows = sum(len(batch["index"]) for batch in dataset(shards, gear.Uniform()))
         shards.exchange.barrier()
     server.stop()

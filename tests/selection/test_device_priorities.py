@@ -50,8 +50,8 @@ def add(table: gear.Table, random: np.random.Generator, number: int) -> None:
 
 
 def both(table: gear.Table, selector: Selector, anchor: Anchor = "uniform", subset: Any = None) -> Any:
-    job = SelectionContext(table, selector, anchor, subset)
-    return CudaPrioritizedSelection(job, history=4, device=CPU), PrioritizedSelection(job, history=4)
+    context = SelectionContext(table, selector, anchor, subset)
+    return CudaPrioritizedSelection(context, history=4, device=CPU), PrioritizedSelection(context, history=4)
 
 
 def drawn(selection: CudaPrioritizedSelection, draw: Draw) -> tuple[torch.Tensor, ...]:
@@ -60,7 +60,7 @@ def drawn(selection: CudaPrioritizedSelection, draw: Draw) -> tuple[torch.Tensor
         torch.full((5, BATCH), -7, dtype=torch.int64),
         torch.full((BATCH, BLOCKS), -7, dtype=torch.int32),
     )
-    if selection.job.selector.weighs:
+    if selection.context.selector.weighs:
         mirror += (torch.full((BATCH,), torch.nan),)
     random = torch.tensor([draw_key(draw, LEAVES), draw.step, draw_key(draw, ANCHORS)])
     ticket = Ticket()
@@ -69,7 +69,7 @@ def drawn(selection: CudaPrioritizedSelection, draw: Draw) -> tuple[torch.Tensor
         selection.draw_rows(draw, random, mirror, REACH)
         selection._leave()
     finally:
-        selection.job.table.end_read(ticket)
+        selection.context.table.end_read(ticket)
     return mirror
 
 
@@ -78,11 +78,11 @@ def expected(selection: PrioritizedSelection, draw: Draw) -> Any:
     try:
         selection._follow(ticket)
         rows = selection._draw(draw)
-        if rows.leaves is not None and selection.job.selector.weighs:
+        if rows.leaves is not None and selection.context.selector.weighs:
             rows = dataclasses.replace(rows, weights=selection._importance(draw, rows.leaves))
         return rows
     finally:
-        selection.job.table.end_read(ticket)
+        selection.context.table.end_read(ticket)
 
 
 def now(call: Callable[[], object]) -> None:
@@ -90,7 +90,7 @@ def now(call: Callable[[], object]) -> None:
 
 
 def update(selection: PrioritizedSelection, rows: Any, priority: torch.Tensor, **options: Any) -> None:
-    step = selection.job.selector.unit == "step"
+    step = selection.context.selector.unit == "step"
     selection.update_priority(
         torch.from_numpy(rows.slots),
         priority,
@@ -382,7 +382,7 @@ def test_a_batch_is_gathered_from_what_the_kernels_drew(
     windows = {"value": gear.Window(12, -5)}
     device, host = both(table, SELECTORS[name](unit))
     made = [
-        Collector(table, windows, batch_size=BATCH, device=CPU, weighs=device.job.selector.weighs)
+        Collector(table, windows, batch_size=BATCH, device=CPU, weighs=device.context.selector.weighs)
         for _ in range(2)
     ]
     expected_buffers, buffers = (collector.buffers() for collector in made)
@@ -394,7 +394,7 @@ def test_a_batch_is_gathered_from_what_the_kernels_drew(
     random = torch.empty(3, dtype=torch.int64)
     for i, key in enumerate(("index", "anchor", "generation")):
         buffers.batch[key] = mirror[0][i]
-    if device.job.selector.weighs:
+    if device.context.selector.weighs:
         buffers.batch["priority_weight"] = mirror[2]
     else:
         mirror = mirror[:2]

@@ -1,0 +1,117 @@
+"""The shard samplers of one selection on one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from gear_loader.collection.collector import resolve
+from gear_loader.distributed.id_map import IdMap
+from gear_loader.distributed.records import SUMMARY, max_window_blocks, record_dtype
+from gear_loader.distributed.shard_sampler import PrioritizedShardSampler, SnapshotShardSampler
+from gear_loader.distributed.shards import Shards
+from gear_loader.errors import PriorityError, TableEmptyError
+from gear_loader.selection.base import SelectionContext
+from gear_loader.selection.prioritized import needs_priorities
+from gear_loader.selection.selectors import Draw
+from gear_loader.storage.table import Table
+from gear_loader.utils.arrays import Array
+
+__all__ = ["Samplers"]
+
+
+class Samplers:
+    """Makes and holds the shard samplers of this rank, and looks rows up in its tables.
+
+    Args:
+        context: selector and options of the selection.
+        shards: the sharded table.
+        reach: first and last step of the windows, relative to the anchor, where rows are read one-sidedly: records
+            then carry the blocks of their windows. None elsewhere.
+
+    Attributes:
+        own: shard -> shard sampler, of this rank's shards.
+        dtype: type of the row records.
+        by_priority: whether rows are drawn by priority.
+    """
+
+    def __init__(self, context: SelectionContext, shards: Shards, reach: tuple[int, int] | None) -> None:
+        self._context = context
+        self._shards = shards
+        self._reach = reach
+        self.by_priority = needs_priorities(context.selector)
+        self.own: dict[int, Any] = {shard: self._new(shard, table) for shard, table in shards.own.items()}
+        self._nearby: dict[int, Any] = {}  # samplers of other processes' shards, for spare rows
+        self._maps: dict[int, IdMap] = {}
+        self.dtype = record_dtype(
+            0 if reach is None else max_window_blocks(reach, shards.block_steps.values())
+        )
+
+    def _new(self, shard: int, table: Table) -> Any:
+        make: Any = PrioritizedShardSampler if self.by_priority else SnapshotShardSampler
+        return make(dataclasses.replace(self._context, table=table, limited=False), shard)
+
+    def summarize(self) -> Array:
+        """Return the summaries of this rank's shards, `SUMMARY` [k]."""
+        summaries = [sampler.summarize() for sampler in self.own.values()]
+        return np.concatenate(summaries) if summaries else np.empty(0, dtype=SUMMARY)
+
+    def slots_of(self, shard: int, ids: Array) -> Array:
+        """Return the slots of trajectories by their ids, int64 [n]; -1 for trajectories that are gone.
+
+        Args:
+            shard: number of a shard whose table this process holds.
+            ids: int64 [n].
+        """
+        if shard not in self._maps:
+            self._maps[shard] = IdMap(self._shards.own.get(shard, self._shards.table))
+        return self._maps[shard].slots(ids)
+
+    def with_blocks(self, table: Table, records: Array) -> Array:
+        """Add the blocks of the windows to records of a table, where rows are read one-sidedly."""
+        if self._reach is None:
+            return records
+        full: Array = np.zeros(len(records), dtype=self.dtype)
+        for name in records.dtype.names or ():
+            full[name] = records[name]
+        width = full["blocks"].shape[1]
+        extent, ids = np.empty((len(full), 2), dtype=np.int64), np.zeros((len(full), width), dtype=np.int32)
+        resolve(table, full["slot"].copy(), full["step"].copy(), self._reach, extent, ids)
+        full["steps"], full["blocks"] = extent[:, 0], ids
+        full["low"] = np.arange(len(full)) * width - extent[:, 1]
+        return full
+
+    def spare_rows(self, draw: Draw, count: int, turn: int) -> tuple[Array, int]:
+        """Draw spare rows from this process's shards, or if they are empty from another shard of the node.
+
+        Args:
+            draw: draw of the batch that lacks rows.
+            count: number of rows.
+            turn: number of the attempt.
+
+        Returns:
+            Their records, and the shard.
+
+        Raises:
+            TableEmptyError, PriorityError: all of these shards are empty.
+        """
+        failure: TableEmptyError | PriorityError | None = None
+        for shard in [*self.own, *self._shards.local_shards()]:
+            try:
+                return self._local(shard).spare(draw, count, turn), shard
+            except (TableEmptyError, PriorityError) as error:
+                failure = failure or error
+        assert failure is not None
+        raise failure
+
+    def _local(self, shard: int) -> Any:
+        """Return the sampler of a shard whose table is on this node; of another process's shard for spare rows only."""
+        if shard in self.own:
+            return self.own[shard]
+        if shard not in self._nearby:
+            table = self._shards.source(shard).table
+            assert table is not None
+            self._nearby[shard] = self._new(shard, table)
+        return self._nearby[shard]

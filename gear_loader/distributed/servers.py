@@ -1,0 +1,177 @@
+"""This node's server process, and the connections to the servers of other nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gear_loader.distributed.exchange import SingleProcess
+from gear_loader.distributed.topology import Member
+from gear_loader.errors import TransportError
+
+__all__ = ["NodeServers"]
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_WATCH = 0.5  # seconds between two checks of the server process
+_logger = logging.getLogger("gear_loader")
+
+
+class NodeServers:
+    """Starts and watches this node's server, on the node's first rank, and connects to the servers of other nodes.
+
+    Args:
+        members: all ranks.
+        me: this rank.
+        exchange: channel whose notes hold the current addresses of servers.
+        transport: ``"socket"``, ``"ucx"`` or ``"nixl"``.
+        host: address on which this node's server listens.
+        secret: shared secret of servers and ranks.
+        timeout: seconds after which a request fails.
+        addresses: node -> address, of servers that were started by hand.
+
+    Attributes:
+        process: this node's server, if this process has started it.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        me: Member,
+        exchange: SingleProcess,
+        *,
+        transport: str,
+        host: str,
+        secret: bytes,
+        timeout: float,
+        addresses: Mapping[str, str],
+    ) -> None:
+        self._members = members
+        self._me = me
+        self._exchange = exchange
+        self._transport = transport
+        self._host = host
+        self._secret = secret
+        self._timeout = timeout
+        self._by_hand = dict(addresses)
+        self._addresses = dict(addresses)
+        self._peers: dict[str, Any] = {}
+        self._writers: dict[str, Any] = {}
+        self._watch: threading.Thread | None = None
+        self._closed = threading.Event()
+        self.process: Any = None
+
+    # ---------------------------------------------------------------- this node's server
+
+    def serve(self) -> str | None:
+        """Start this node's server if this is the node's first rank; return its address.
+
+        Raises:
+            TransportError: other machines cannot reach the address.
+        """
+        node = self._me.node
+        members = [each for each in self._members if each.node == node]
+        if members[0].rank != self._me.rank or node in self._by_hand:
+            return None
+        other_machines = {each.machine for each in self._members} - {self._me.machine}
+        if other_machines and self._host in _LOOPBACK:
+            raise TransportError(
+                f"The server of node {node!r} would listen on {self._host}, where other machines cannot reach it. "
+                "Give Shards(host=...) the address of this node on the network that is to be used."
+            )
+        names = [each.table for each in members if each.table is not None]
+        self.process = self._start(names)
+        self._watch = threading.Thread(
+            target=self._restart, args=(node, names), name="gear-loader-server", daemon=True
+        )
+        self._watch.start()
+        return self.address
+
+    def _start(self, names: list[str]) -> Any:
+        from gear_loader.transport.process import start_server
+
+        return start_server(
+            names,
+            carriers=(self._carrier,),
+            host=self._host,
+            secret=self._secret,
+            one_sided=self._transport == "nixl",
+        )
+
+    @property
+    def _carrier(self) -> str:
+        return "socket" if self._transport == "nixl" else self._transport
+
+    @property
+    def address(self) -> str:
+        """Address of this node's server; it changes when the server is restarted."""
+        address: str = self.process.addresses[self._carrier]
+        return address
+
+    def _restart(self, node: str, names: list[str]) -> None:
+        """Restart the server whenever it has ended, and publish its new address; runs in a thread."""
+        while not self._closed.wait(_WATCH):
+            if self.process.alive():
+                continue
+            _logger.warning("The server of node %s has ended; it is started again.", node)
+            with contextlib.suppress(Exception):  # tried again at the next check
+                self.process = self._start(names)
+                self._exchange.put(f"server/{node}", self.address)
+
+    # ---------------------------------------------------------------- connections
+
+    def set_addresses(self, addresses: Mapping[str, str]) -> None:
+        """Set the addresses of the servers that ranks have started; servers started by hand keep theirs."""
+        self._addresses = {**addresses, **self._by_hand}
+
+    def peer(self, node: str) -> Any:
+        """Return the connection over which a node's rows are requested."""
+        if node not in self._peers:
+            self._peers[node] = self._new_peer(node)
+        return self._peers[node]
+
+    def _new_peer(self, node: str) -> Any:
+        if self._transport != "nixl":
+            return self._message_peer(node)
+        from gear_loader.transport.nixl_reader import NixlPeer
+
+        return NixlPeer(
+            self.writer(node),
+            timeout=self._timeout,
+            name=self._description(node),
+            loopback=self._host in _LOOPBACK,
+        )
+
+    def writer(self, node: str) -> Any:
+        """Return the connection over which trajectories are sent to a node."""
+        if node not in self._writers:
+            self._writers[node] = self._message_peer(node)
+        return self._writers[node]
+
+    def _message_peer(self, node: str) -> Any:
+        from gear_loader.transport.client import Peer
+
+        def address() -> str:  # the current one: a restarted server has another address
+            return self._exchange.get(f"server/{node}") or self._addresses[node]
+
+        return Peer(address, secret=self._secret, timeout=self._timeout, name=self._description(node))
+
+    def _description(self, node: str) -> str:
+        """Return a node's name and ranks, for errors."""
+        ranks = [str(each.number) for each in self._members if each.node == node]
+        return f"node {node} (rank {', '.join(ranks)})"
+
+    def close(self) -> None:
+        """End the server and the connections. Idempotent."""
+        self._closed.set()
+        if self._watch is not None:
+            self._watch.join()
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+        if self.process is not None:
+            self.process.stop()
+        for writer in self._writers.values():
+            writer.close()

@@ -1,0 +1,102 @@
+"""Rows of a batch in the later stages of a pipeline: looked up by id in the tables of each stage."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gear_loader.distributed.batch_exchange import BatchExchange
+from gear_loader.distributed.exchange import SingleProcess
+from gear_loader.distributed.failures import attempt
+from gear_loader.distributed.messages import as_bytes
+from gear_loader.distributed.records import SLOT_KEY
+from gear_loader.distributed.row_drawing import Rows
+from gear_loader.distributed.samplers import Samplers
+from gear_loader.distributed.shards import Shards
+from gear_loader.errors import StaleIndexError
+from gear_loader.utils.arrays import Array
+
+__all__ = ["StageRows"]
+
+
+class StageRows:
+    """Translates the rows that stage 0 has drawn to the tables of this rank's stage.
+
+    Args:
+        shards: the sharded table.
+        exchange: collective channel of the selection.
+        batches: the exchange of a batch.
+        samplers: shard samplers of this rank, which look ids up.
+
+    Attributes:
+        keys: slots and generations in stage 0 of this rank's rows of the last batch, `SLOT_KEY` [m]; None in stage 0.
+    """
+
+    def __init__(
+        self, shards: Shards, exchange: SingleProcess, batches: BatchExchange, samplers: Samplers
+    ) -> None:
+        self._shards = shards
+        self._exchange = exchange
+        self._batches = batches
+        self._samplers = samplers
+        self._dtype = np.dtype([("record", batches.dtype), ("key", SLOT_KEY)])
+        self.keys: Array | None = None
+
+    def translate(self, drawn: Rows) -> Rows:
+        """Return the rows of this rank's slice in the tables of its own stage; all ranks call it.
+
+        In a later stage, the rank of each shard looks the trajectories up by their ids, and sends them to the ranks of
+        its stage.
+        """
+        shards, me = self._shards, self._exchange.rank
+        ranks = range(self._exchange.size)
+
+        def rows_between(source: int, target: int) -> Array:
+            sender, receiver = shards.places[source], shards.places[target]
+            if sender.stage == 0 or sender.stage != receiver.stage:
+                return drawn.shards[:0]
+            rows = self._batches.slice_of(len(drawn.shards), receiver.data)
+            found: Array = rows[drawn.shards[rows] == sender.data]
+            return found
+
+        found, failure = attempt(lambda: self._look_up(drawn), np.empty(0, dtype=self._dtype))
+        own = np.flatnonzero(drawn.shards == shards.place.data)
+        parts = []
+        for rank in ranks:
+            rows = rows_between(me, rank)
+            if failure is None and len(rows):
+                parts.append(as_bytes(found[np.searchsorted(own, rows)]))
+            else:
+                parts.append(np.zeros(len(rows) * self._dtype.itemsize, dtype=np.uint8))
+        incoming = [rows_between(rank, me) for rank in ranks]
+        sizes = [len(rows) * self._dtype.itemsize for rows in incoming]
+        answers = self._exchange.all_to_all(parts, sizes, failure)
+        if shards.place.stage == 0:
+            return drawn
+        rows = np.concatenate(incoming)
+        order = np.argsort(rows, kind="stable")
+        known = np.concatenate([part.view(self._dtype) for part in answers])[order]
+        places = np.searchsorted(rows[order], self._batches.slice_of(len(drawn.shards)))
+        self.keys = known["key"][places]
+        return Rows(drawn.shards, rows[order], known["record"].copy(), drawn.least)
+
+    def _look_up(self, drawn: Rows) -> Array:
+        """Look the rows of this rank's shard up in its own table, which is not the table of stage 0."""
+        place, table = self._shards.place, self._shards.table
+        if place.stage == 0:
+            return np.empty(0, dtype=self._dtype)
+        rows = np.flatnonzero(drawn.shards == place.data)
+        own: Array = drawn.records[np.searchsorted(drawn.rows, rows)].copy()
+        slots = self._samplers.slots_of(place.data, own["id"])
+        missing = np.flatnonzero(slots < 0)
+        if len(missing):
+            raise StaleIndexError(
+                f"{len(missing)} of {len(own)} trajectories that stage 0 has drawn are not in the table of stage "
+                f"{place.stage}, shard {place.data}; the first has id {own['id'][missing[0]]}. Store trajectories "
+                "through Placement, in tables with the same limits, and remove trajectories from all stages alike."
+            )
+        found: Array = np.empty(len(own), dtype=self._dtype)
+        for name in SLOT_KEY.names or ():
+            found["key"][name] = own[name]
+        own["slot"], own["generation"] = slots, table.slot_states()[1][slots]
+        found["record"] = self._samplers.with_blocks(table, own)
+        return found
