@@ -141,8 +141,8 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         if bad != NOWHERE:
             raise PriorityError(
                 f"priority[{bad}] of an earlier update_priority was NaN, infinite or negative, or too large for "
-                f"{self.context.selector!r}. Nothing was changed by it, nor by the updates since; the GPU found it, which "
-                "is why this comes late."
+                f"{self.context.selector!r}. Nothing was changed by it, nor by the updates since; the GPU found it, "
+                "which is why this comes late."
             )
         if cut:
             raise out_of_range(self.context.selector)
