@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 
 from gear_loader.checkpoint.directory import Directory
-from gear_loader.checkpoint.loading import fill
-from gear_loader.checkpoint.manifest import SHARDS_NAME
-from gear_loader.checkpoint.saving import descended, identity, locked, remove_checkpoint, reporting
+from gear_loader.checkpoint.housekeeping import convert_errors, locked, remove_checkpoint
+from gear_loader.checkpoint.identity import identity, set_parent
+from gear_loader.checkpoint.loading import fill, retry_if_replaced, was_replaced
+from gear_loader.checkpoint.names import SHARDS_NAME
 from gear_loader.checkpoint.saving import save_into as save_table
 from gear_loader.checkpoint.sharded import (
     Shard,
@@ -34,7 +35,7 @@ from gear_loader.checkpoint.sharded import (
     sweep_saves,
     write_shards,
 )
-from gear_loader.checkpoint.sharded_loading import dealt_share, own_share
+from gear_loader.checkpoint.sharded_loading import own_share, resharded_share
 from gear_loader.errors import CheckpointError, RankError, SchemaError
 from gear_loader.storage.ids import LARGEST_ORIGIN
 from gear_loader.storage.rules import OnFull
@@ -46,8 +47,6 @@ __all__ = ["Agree", "load", "save"]
 
 Agree = Callable[[dict[str, Any]], list[dict[str, Any]]]
 """Takes what this rank says (JSON) and returns what all said, in the order of the ranks; raises when one is lost."""
-
-_ATTEMPTS = 10
 
 
 # Agreement -------------------------------------------------------------------------------------------
@@ -174,7 +173,7 @@ def save(
             nonlocal old, top
             said: dict[str, Any] = {"origin": table.origin, "schema": table.schema.to_json()}
             if rank == 0:
-                with reporting(where):
+                with convert_errors(where):
                     top = stack.enter_context(_directory(where, stage, make=True))
                     check_shards_directory(top)
                     stack.enter_context(locked(top))
@@ -188,7 +187,7 @@ def save(
         number = said[0]["number"]
 
         def write() -> dict[str, Any]:
-            with reporting(where), _directory(where, stage) as directory:
+            with convert_errors(where), _directory(where, stage) as directory:
                 previous = _previous(directory) if rank else old
                 if (previous.save if previous else None) != said[0]["replaces"]:
                     raise CheckpointError(
@@ -214,7 +213,7 @@ def save(
         def commit() -> dict[str, Any]:
             if rank == 0:
                 assert top is not None
-                with reporting(where):
+                with convert_errors(where):
                     write_shards(top, shards)
             return {}
 
@@ -231,7 +230,7 @@ def _directory(path: str, stage: str | None, *, make: bool = False) -> Directory
     if stage is None:
         return top
     with top:
-        return top.made(stage) if make else top.child(stage)
+        return top.open_or_make(stage) if make else top.child(stage)
 
 
 def _previous(directory: Directory) -> ShardsManifest | None:
@@ -246,7 +245,7 @@ def _write_shard(
         check_shard_links(directory, old, *names)
     save, name = os.path.split(shard_folder(number, rank))
     with contextlib.ExitStack() as stack:
-        parent = stack.enter_context(directory.made_all(save))
+        parent = stack.enter_context(directory.open_or_make_all(save))
         parent.mkdir(name)
         folder = stack.enter_context(parent.child(name))
         if old is not None:
@@ -338,26 +337,26 @@ def load(
         "block_steps": block_steps,
         "max_blocks": max_blocks,
     }
-    for _ in range(_ATTEMPTS):
+
+    def attempt() -> Table | None:
         seen: list[ShardsManifest] = []
 
-        def look(seen: list[ShardsManifest] = seen) -> dict[str, Any]:
+        def look() -> dict[str, Any]:
             with _opened(where, stage) as directory:
                 seen.append(_expected_shards(directory, expected))
             return {"save": seen[0].save}
 
         said = ranks.together("find the checkpoint", look)
         if any(other["save"] != said[0]["save"] for other in said):
-            continue
+            return None
         tables: list[Table] = []
 
-        def read(seen: list[ShardsManifest] = seen, tables: list[Table] = tables) -> dict[str, Any]:
+        def read() -> dict[str, Any]:
             with _opened(where, stage) as directory:
                 try:
                     tables.append(_load_share(directory, seen[0], ranks, given, name, on_full, progress))
                 except CheckpointError:
-                    # Somebody may have saved into the directory meanwhile, and removed what this manifest names.
-                    if not _replaced(directory, seen[0]):
+                    if not was_replaced(lambda: read_shards(directory).save, seen[0].save):
                         raise
             return {"loaded": bool(tables)}
 
@@ -367,9 +366,9 @@ def load(
         finally:
             for table in tables:
                 _discard(table)
-    raise CheckpointError(
-        f"{where} was saved into again and again while it was to be loaded. Load it when nobody saves into it."
-    )
+        return None
+
+    return retry_if_replaced(attempt, where)
 
 
 def _discard(table: Table) -> None:
@@ -384,13 +383,6 @@ def _opened(path: str, stage: str | None) -> Directory:
         return open_shards(path)
     with open_shards(os.path.dirname(path)) as top:
         return top.child_to_load(stage)
-
-
-def _replaced(directory: Directory, shards: ShardsManifest) -> bool:
-    try:
-        return read_shards(directory).save != shards.save
-    except CheckpointError:
-        return False
 
 
 def _expected_shards(directory: Directory, expected: Schema | None) -> ShardsManifest:
@@ -416,7 +408,7 @@ def _load_share(
     share = (
         own_share(directory, shards, ranks.rank)
         if same
-        else dealt_share(directory, shards, ranks.rank, ranks.size)
+        else resharded_share(directory, shards, ranks.rank, ranks.size)
     )
     sizes: dict[str, int | None] = {
         **share.sizes,
@@ -437,7 +429,7 @@ def _load_share(
     )
     try:
         fill(table, directory, share.parts, share.contents, progress=progress)
-        descended(table, table._live(), share.parent)
+        set_parent(table, table._live(), share.parent)
     except BaseException:
         _discard(table)
         raise

@@ -398,7 +398,7 @@ print(refused)
 """
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "compressed"])
+@pytest.mark.parametrize("layout", [pytest.param("contiguous", marks=pytest.mark.long), "compressed"])
 def test_damage_anywhere_gives_this_error_or_none(tmp_path: Path, layout: str) -> None:
     # In a process of its own, so that a crash of the HDF5 library would be seen as one.
     path = write(tmp_path / "data.hdf5", flat_arrays(), **LAYOUTS[layout])

@@ -63,6 +63,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Elsewhere:
     return Elsewhere(monkeypatch, tmp_path)
 
 
+@pytest.mark.long
 def test_what_is_found_here() -> None:
     result = CliRunner().invoke(app, ["doctor", "--json"])
     assert result.exit_code == 0, result.output
@@ -78,6 +79,12 @@ def test_what_is_found_here() -> None:
             assert carrier["version"]
             assert ["lo", "tcp"] in carrier["devices"]
         assert carrier["infiniband"]["possible"] or carrier["infiniband"]["reason"]
+
+
+def test_a_probe_of_this_machine() -> None:
+    found = doctor._probe(doctor._PROBES["numba"], 60.0)
+    assert found["problem"] is None
+    assert found["version"]
 
 
 def test_nothing_is_slow_where_everything_is_there(elsewhere: Elsewhere) -> None:

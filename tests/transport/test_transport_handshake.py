@@ -43,7 +43,7 @@ def shelf() -> Iterator[tuple[gear.Table, Serving]]:
     with named() as table:
         for i in range(4):
             table.add(rows(i, 5 + i))
-        limits = Limits(handshake=0.5, patience=1.0, rows=1000, store_bytes=1 << 16)
+        limits = Limits(handshake=0.3, patience=0.4, rows=1000, store_bytes=1 << 16)
         with serving(str(table.name), limits=limits) as server:
             yield table, server
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_common import COLUMNS
 from transport_common import WINDOWS
@@ -152,6 +152,7 @@ _JSON = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(
     st.binary(max_size=200)
     | st.fixed_dictionaries({"table": _JSON, "columns": _JSON, "windows": _JSON}).map(
