@@ -300,10 +300,11 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damaged_files_are_listed_with_the_reason_and_removed(shelf: Path, kind: str) -> None:
+    """`rm --all` removes damaged tables, and spares what never was one."""
     damage, problem = DAMAGE[kind]
     path = leave("bad", 1)
     leave("good", 1)
-    path.write_bytes(damage(path.read_bytes()))
+    path.write_bytes(data := damage(path.read_bytes()))
     entries = listed()
     bad = entries["bad"]
     assert bad["problem"].startswith(problem)
@@ -313,30 +314,23 @@ def test_damaged_files_are_listed_with_the_reason_and_removed(shelf: Path, kind:
     assert code == 0
     assert f"bad: {problem}" in text
     assert "unreadable, left over" in text
-    assert run("rm", "bad") == (0, f"Removed bad ({_size(bad['bytes'])}).\n")
-    assert list(listed()) == ["good"]
+    code, text = run("rm", "--all")
+    assert code == 0
+    assert "Removed good (" in text
+    if data.startswith(shared_memory.MAGIC):
+        assert f"Removed bad ({_size(bad['bytes'])})." in text
+    else:
+        assert (
+            f"Left bad: {path} does not begin as a table does: {data[:8]!r} was found, expected "
+            f"{shared_memory.MAGIC!r}. If nobody needs it, remove it by its name: gear-loader rm bad\n"
+        ) in text
+        assert path.read_bytes() == data
+        assert run("rm", "bad") == (0, f"Removed bad ({_size(bad['bytes'])}).\n")
+    assert not path.exists()
 
 
 def _size(count: int) -> str:
     return f"{count} B" if count < 1024 else f"{count / 1024:.1f} KiB"
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_all_removes_damaged_tables_and_spares_what_never_was_one(shelf: Path, kind: str) -> None:
-    path = leave("bad", 1)
-    path.write_bytes(data := DAMAGE[kind][0](path.read_bytes()))
-    code, text = run("rm", "--all")
-    assert code == 0
-    if data.startswith(shared_memory.MAGIC):
-        assert text.startswith("Removed bad (")
-        assert not path.exists()
-    else:
-        assert text == (
-            f"Left bad: {path} does not begin as a table does: {data[:8]!r} was found, expected "
-            f"{shared_memory.MAGIC!r}. "
-            "If nobody needs it, remove it by its name: gear-loader rm bad\n"
-        )
-        assert path.read_bytes() == data
 
 
 def _with_header(path: Path, fields: Any) -> None:
@@ -356,42 +350,31 @@ def _header(path: Path) -> dict[str, Any]:
 
 HEADERS: list[dict[str, Any]] = [
     {"max_steps": "a"},
-    {"max_steps": None},
-    {"max_steps": True},
-    {"max_steps": 1e300},
-    {"max_steps": 2**37},
-    {"max_trajectories": [1]},
-    {"max_trajectories": 0},
-    {"block_steps": {"a": 1}},
-    {"num_blocks": -1},
     {"num_blocks": 10**4000},
-    {"schema": {}},
-    {"schema": [["x", "int8", [2**37]]]},
-    {"schema": [["x", "int8", [9] * 65]]},
-    {"schema": [["x", "int8", []], ["x", "int8", []]]},
     {"schema": [["\x1b[2J\x1b]0;mine\x07", "int8", []]]},
     {"rules": []},
-    {"rules": {"on_full": ["error"]}},
     {"more": 1},
 ]
 
 
-@pytest.mark.parametrize("change", HEADERS, ids=lambda change: str(change)[:40])
-def test_a_header_of_other_types_is_one_bad_line(shelf: Path, change: dict[str, Any]) -> None:
+def test_a_header_of_other_types_is_one_bad_line(shelf: Path) -> None:
     """Its checksum is right: attaching and listing call the same thing damaged."""
     path = leave("bad", 1)
+    whole, fields = path.read_bytes(), _header(path)
     leave("good", 1)
-    _with_header(path, {**_header(path), **change})
-    entries = listed()
-    assert "damaged" in entries["bad"]["problem"]
-    assert (entries["bad"]["trajectories"], entries["bad"]["columns"]) == (None, None)
-    assert entries["good"]["problem"] is None
+    for change in HEADERS:
+        path.write_bytes(whole)
+        _with_header(path, {**fields, **change})
+        entries = listed()
+        assert "damaged" in entries["bad"]["problem"]
+        assert (entries["bad"]["trajectories"], entries["bad"]["columns"]) == (None, None)
+        assert entries["good"]["problem"] is None
+        with pytest.raises(RegionError, match="damaged"):
+            gear.Table.attach("bad")
     code, text = run("ls")
     assert code == 0
     assert text.replace("\n", "").isprintable()
     assert len(text.splitlines()) == 4, "a heading, two tables, and what is wrong with one"
-    with pytest.raises(RegionError, match="damaged"):
-        gear.Table.attach("bad")
     assert run("rm", "bad")[0] == 0
     assert list(listed()) == ["good"]
 
@@ -468,13 +451,15 @@ def test_no_header_makes_ls_fail(
     _with_header(path, fields if whole is None else whole)
     if seconds is not None:
         os.utime(path, (seconds, seconds))
-    entry = listed()["bad"]
-    assert (entry["problem"] is None) == (entry["trajectories"] is not None)
-    code, text = run("ls")
-    assert code == 0
-    assert text.replace("\n", "").isprintable()
-    assert len(text.splitlines()) == (2 if entry["problem"] is None else 3)
-    assert run("rm", "--all")[0] == 0
+    with pytest.MonkeyPatch.context() as patch:  # who uses it is looked up in all of /proc, which is slow
+        patch.setattr(shared_memory, "users", lambda keys: {key: [] for key in keys})
+        entry = listed()["bad"]
+        assert (entry["problem"] is None) == (entry["trajectories"] is not None)
+        code, text = run("ls")
+        assert code == 0
+        assert text.replace("\n", "").isprintable()
+        assert len(text.splitlines()) == (2 if entry["problem"] is None else 3)
+        assert run("rm", "--all")[0] == 0
 
 
 @pytest.mark.parametrize("kind", ["directory", "link", "dangling link", "pipe", "socket"])
@@ -496,7 +481,7 @@ def test_what_is_no_file_is_listed_and_left(
         if kind == "link":
             target.write_bytes(shared_memory.MAGIC)
     with server:
-        assert listed()["odd"]["problem"] == "It is not a regular file, and so no table."
+        assert listed()["odd"]["problem"] == "It is not a regular file, and so not a table."
         assert run("ls")[0] == 0
         problem = f"{path} is not a regular file, and so no table. Remove it by hand.\n"
         assert run("rm", "odd") == (1, problem)
@@ -505,9 +490,8 @@ def test_what_is_no_file_is_listed_and_left(
     assert kind != "link" or target.read_bytes() == shared_memory.MAGIC
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
+def test_names_that_no_table_can_have(shelf: Path) -> None:
+    names = [
         "a b",
         "",
         "[bold]x",
@@ -516,27 +500,27 @@ def test_what_is_no_file_is_listed_and_left(
         "ä",
         b"\xff\xfe".decode(errors="surrogateescape"),
         "-x",
-    ],
-)
-def test_names_that_no_table_can_have(shelf: Path, name: str) -> None:
-    path = shelf / f"{shared_memory.PREFIX}{name}"
-    path.write_bytes(b"x")
-    assert list(listed()) == [name]
-    code, text = run("ls")
-    assert code == 0
-    assert text.isascii()
-    assert text.replace("\n", "").isprintable()
-    assert len(text.splitlines()) == 3
-    assert text.splitlines()[1].startswith(
-        name if name.isprintable() and name and name.isascii() else ascii(name)
-    )
-    code, text = run("rm", "--", name)
-    assert code == 1
-    assert text.startswith(f"Table name {name!r} was received; expected 1 to 128 letters, digits, ")
-    code, text = run("rm", "--all")
-    assert code == 0
-    assert text.startswith("Left ")
-    assert path.exists()
+    ]
+    for name in names:
+        path = shelf / f"{shared_memory.PREFIX}{name}"
+        path.write_bytes(b"x")
+        assert list(listed()) == [name]
+        code, text = run("ls")
+        assert code == 0
+        assert text.isascii()
+        assert text.replace("\n", "").isprintable()
+        assert len(text.splitlines()) == 3
+        assert text.splitlines()[1].startswith(
+            name if name.isprintable() and name and name.isascii() else ascii(name)
+        )
+        code, text = run("rm", "--", name)
+        assert code == 1
+        assert text.startswith(f"Table name {name!r} was received; expected 1 to 128 letters, digits, ")
+        code, text = run("rm", "--all")
+        assert code == 0
+        assert text.startswith("Left ")
+        assert path.exists()
+        path.unlink()
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o644])

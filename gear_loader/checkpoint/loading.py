@@ -351,7 +351,7 @@ def _check_sizes(table: Table, where: str, lengths: Array, blocks: int) -> None:
         if count > limit:
             raise CheckpointError(
                 f"{where} needs {key}={count:,} (with blocks of {layout.block_steps} steps); {limit:,} was given. "
-                "Load it with larger sizes, or with those that were saved."
+                "Load it with larger sizes, or with the saved ones."
             )
 
 

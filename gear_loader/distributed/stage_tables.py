@@ -14,7 +14,7 @@ from gear_loader.errors import GearError, StaleIndexError, TransportError
 from gear_loader.storage.operations import NEXT_SEQUENCE, READY, UNSET
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.table import Table
-from gear_loader.transport.capacity import mass_of, read_room, room_of
+from gear_loader.transport.capacity import free_steps, parse_capacity_report, priority_sum
 from gear_loader.utils.arrays import Array
 
 __all__ = ["StageTable", "refused", "take_back"]
@@ -76,15 +76,15 @@ class StageTable:
     def room(self) -> int:
         """Steps for which there is room. What another node tells is asked again after a second, and lessened by what
         is sent meanwhile."""
-        return room_of(self.table) if self.table is not None else self._ask()[0]
+        return free_steps(self.table) if self.table is not None else self._ask()[0]
 
     def mass(self) -> float:
         """The sum of the priorities that its trajectories were added with; known as `room` is."""
-        return mass_of(self.table) if self.table is not None else self._ask()[1]
+        return priority_sum(self.table) if self.table is not None else self._ask()[1]
 
     def _ask(self) -> tuple[int, float]:
         if time.monotonic() - self._when >= _ASK:
-            self._told = read_room(self._peer.metadata("room", self.name).result())
+            self._told = parse_capacity_report(self._peer.metadata("capacity", self.name).result())
             self._when = time.monotonic()
         return self._told
 

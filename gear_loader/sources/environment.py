@@ -369,7 +369,7 @@ class _Recorder:
                 array = np.array(leaf.take(value))
             except Exception as error:
                 raise self._misfit(
-                    role, number, step, f"is {value!r}, which is no value of its space"
+                    role, number, step, f"is {value!r}, which is not a value of its space"
                 ) from error
             if array.shape != leaf.shape:
                 raise self._misfit(

@@ -56,7 +56,7 @@ Columns = Iterable[str] | Mapping[str, str] | None
 """Which columns to take: names, or {name in the table: name in the source}, or None for the standard ones."""
 
 STANDARD = ("observation", "action", "reward", "terminated", "truncated")
-"""The columns that every source gives unless told otherwise."""
+"""The columns that every source gives by default."""
 
 # Dtypes that numpy has and a table does not have, and the next wider dtype that holds their values.
 _WIDENED = {np.dtype(np.uint16): torch.int32, np.dtype(np.uint32): torch.int64}
@@ -110,7 +110,7 @@ def infer_schema(episodes: Any) -> dict[str, Column]:
 
     Raises:
         SourceError: no episode, an iterator (looking at its first episode would consume it), something that
-            is no array of at least one dimension, or a dtype that no column has.
+            is not an array of at least one dimension, or a dtype that columns do not support.
 
     Example:
         >>> infer_schema([{"reward": np.zeros(7, np.float32)}])
@@ -243,7 +243,7 @@ def convert(values: np.ndarray, dtype: torch.dtype, *, finite: bool = False) -> 
     if values.dtype == target:
         return values
     if kinds[1] == "b":
-        _refuse((values != 0) & (values != 1), values, "which is no flag: neither 0 nor 1")
+        _refuse((values != 0) & (values != 1), values, "which is not a flag: expected 0 or 1")
         return values.astype(target)
     if kinds[1] == "f":
         with np.errstate(over="ignore"):  # the next check finds overflows and their step

@@ -426,9 +426,7 @@ def test_sizes_for_chunks_that_share_blocks(tmp_path: Path, stream: gear.Table) 
         ({"max_trajectories": 7}, "needs max_trajectories=8 .*; 7 was given"),
     ]
     for sizes, message in small:
-        with pytest.raises(
-            CheckpointError, match=f"{message}. Load it with larger sizes, or with those that"
-        ):
+        with pytest.raises(CheckpointError, match=f"{message}. Load it with larger sizes, or with the saved"):
             gear.Table.load(tmp_path, **sizes)
 
 

@@ -133,7 +133,6 @@ def test_ucx_does_not_see_the_adapter(elsewhere: Elsewhere) -> None:
             "batches are gathered on the CPU | there is no CUDA device (torch 2.13.0)",
         ),
         ("triton", {"problem": "ImportError: x"}, "Triton cannot be imported (ImportError: x)"),
-        ("numba", {"problem": "ImportError: y"}, "numba cannot be imported (ImportError: y)"),
         (
             "ucxx",
             {"problem": "it was ended by signal 11"},
@@ -221,7 +220,7 @@ MISSING = {"problem": "ModuleNotFoundError: No module named 'ucxx'"}
         {"ucxx": {"problem": "it was ended by signal 11"}, "nixl": {"problem": "OSError: Cannot open x."}},
         {"ucxx": {"verbs": False}, "nixl": {"verbs": False}},
         {"cuda": {"available": False, "problem": "It is broken."}},
-        {"triton": {"problem": "ImportError: x."}, "numba": {"problem": "ImportError: y."}},
+        {"triton": {"problem": "ImportError: x."}},
     ],
 )
 def test_every_sentence_of_the_report_ends_once(

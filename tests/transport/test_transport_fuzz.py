@@ -33,7 +33,8 @@ import gear_loader as gear
 from gear_loader.storage.operations import UNSET
 from gear_loader.storage.schema import Schema
 from gear_loader.transport import Limits, Peer, WindowSpec
-from gear_loader.transport.wire import NONCE, Header, Kind, Store, pack_text
+from gear_loader.transport.store_message import Store
+from gear_loader.transport.wire import NONCE, Header, Kind, pack_text
 
 FUZZ = Path(__file__).parents[1] / "fuzz" / "fuzz_wire.py"
 one_input = runpy.run_path(str(FUZZ))["one_input"]

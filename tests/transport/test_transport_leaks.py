@@ -33,7 +33,8 @@ from gear_loader.storage.operations import UNSET
 from gear_loader.storage.schema import Window
 from gear_loader.transport import Limits, WindowSpec
 from gear_loader.transport.connection import Connection
-from gear_loader.transport.wire import NONCE, Header, Kind, Store, pack_text
+from gear_loader.transport.store_message import Store
+from gear_loader.transport.wire import NONCE, Header, Kind, pack_text
 
 
 class _Heap(ctypes.Structure):

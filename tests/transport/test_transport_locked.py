@@ -122,12 +122,12 @@ def test_a_locked_table_delays_no_other(which: str) -> None:
             each = peer(server)
             waiting += [fetch(each), store_into(each, specs[0])]
             if which == "file":
-                waiting.append(each.metadata("room", names[0]))
+                waiting.append(each.metadata("capacity", names[0]))
         # All kinds of requests, on a connection of their own, before anything of the locked table is answered.
         one = peer(server)
         check_fetch(one, free, specs[1], [3, 1], [2, 2])
         check_fetch(one, free, WindowSpec(names[1], free.schema, LARGE), [3, 1] * 50, [2, 2] * 50)
-        assert one.metadata("room", names[1]).result(PATIENCE)
+        assert one.metadata("capacity", names[1]).result(PATIENCE)
         assert len(store_into(one, specs[1]).result(PATIENCE)) == 1
         assert not any(each.done() for each in waiting)
         release()
