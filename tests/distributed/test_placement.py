@@ -208,7 +208,7 @@ def placing_rank(rank: int, world: int) -> dict[str, Any]:
     table = gear.Table.create(SCHEMA, name=name, **{"max_steps": 4000, "max_trajectories": 200} | sizes)
     found: dict[str, Any] = {}
     try:
-        with Shards(table, transport="socket", timeout=20, node="ab"[rank // 2]) as shards:
+        with Shards(table, transport="socket", timeout=60, node="ab"[rank // 2]) as shards:
             placement = Placement(shards)
             first = 1000 * rank
             found["first"] = placement.add(trajectory(first, 3))[0]
