@@ -237,9 +237,9 @@ class _Worker:
     """
 
     def __init__(self, loopback: bool) -> None:
-        from gear_loader.transport.ucx_library import speaking_softly
+        from gear_loader.transport.ucx_library import quiet_environment
 
-        with speaking_softly():
+        with quiet_environment():
             self.api = importlib.import_module("ucxx._lib.libucxx")
             self._array = importlib.import_module("ucxx._lib.arr").Array
             types = importlib.import_module("ucxx.types")

@@ -1,6 +1,6 @@
-"""The command line: which tables lie in shared memory, and removing those that nobody uses any more.
+"""The command line: listing and removing tables in shared memory, serving tables, and diagnosis.
 
-Nothing here changes a table or waits for its lock. torch is loaded only where there is a table to be described.
+Listing and removing neither change a table nor wait for its lock. torch is loaded only to describe a table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gear_loader.storage import shared_memory
 
 __all__ = ["app"]
 
-_MOST_OF_A_NAME = 60  # characters of a column's name that are shown
+_MOST_OF_A_NAME = 60  # characters of a column's name in the listing
 _MOST_OF_A_PROBLEM = 500
 
 app = typer.Typer(
@@ -43,7 +43,7 @@ def _main() -> None:
 
 @dataclasses.dataclass
 class _Entry:
-    """One file of the listing. What is None is not known: the file is no table that can be read."""
+    """One file of the listing. A field is None if it is unknown, because the file is not a readable table."""
 
     name: str
     path: str
@@ -64,7 +64,7 @@ class _Entry:
 def list_tables(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON array, one object a table.")] = False,
 ) -> None:
-    """List the named tables of this machine, those in use and those that were left over."""
+    """List the named tables of this machine, in use and left over."""
     entries = _entries()
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(entry) for entry in entries], indent=2))
@@ -79,7 +79,7 @@ def _entries() -> list[_Entry]:
     for name in _region_names():
         try:
             infos[name] = os.stat(_path(name), follow_symlinks=False)
-        except FileNotFoundError:  # removed meanwhile
+        except FileNotFoundError:  # removed since the listing
             continue
     users = shared_memory.users({(info.st_dev, info.st_ino) for info in infos.values()})
     return [_entry(name, info, users[info.st_dev, info.st_ino]) for name, info in infos.items()]
@@ -96,7 +96,7 @@ def _entry(name: str, info: os.stat_result, pids: list[int]) -> _Entry:
         processes=pids,
     )
     if not stat.S_ISREG(info.st_mode):
-        entry.problem = "It is not a regular file, and so no table."
+        entry.problem = "It is not a regular file, and so not a table."
         return entry
     try:
         with shared_memory.opened(entry.path) as file:
@@ -112,7 +112,7 @@ def _entry(name: str, info: os.stat_result, pids: list[int]) -> _Entry:
 
 
 def _describe(entry: _Entry, file: shared_memory.OpenFile) -> None:
-    # Here, because they load torch: what is called damaged is exactly what cannot be attached.
+    # Imported here because they load torch. A table is called damaged exactly if it cannot be attached.
     from gear_loader.storage.layout import HEADER_LIMIT, Layout
     from gear_loader.storage.operations import NUM_READY, NUM_STEPS
 
@@ -120,7 +120,7 @@ def _describe(entry: _Entry, file: shared_memory.OpenFile) -> None:
     offset, dtype, (count,) = layout.arrays["counters"]
     data = os.pread(file.fd, count * dtype.itemsize, offset)
     if len(data) < count * dtype.itemsize:
-        raise RegionError("It was cut while it was read.")
+        raise RegionError("It was truncated while it was read.")
     counters = struct.unpack(f"={count}q", data)
     entry.trajectories, entry.steps = counters[NUM_READY], counters[NUM_STEPS]
     entry.max_trajectories, entry.max_steps = layout.max_trajectories, layout.max_steps
@@ -153,7 +153,7 @@ def _print(entries: list[_Entry]) -> None:
         table.add_row(*(Text(_printable(cell)) for cell in cells))
     console = Console()
     if not console.is_terminal:
-        console = Console(width=10_000)  # a line a table, for a file or a pipe
+        console = Console(width=10_000)  # one line for each table in a file or a pipe
     console.print(table)
     for entry in entries:
         if entry.problem is not None:
@@ -191,7 +191,7 @@ def _size(count: int) -> str:
 
 
 def _date(seconds: float) -> str | None:
-    """A file's time as ISO 8601 has it, or None: a file may have any time, also one that no calendar has."""
+    """A file's time in ISO 8601 format, or None if it is outside the range of the calendar."""
     try:
         return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).isoformat(timespec="seconds")
     except (OverflowError, ValueError, OSError):
@@ -223,9 +223,9 @@ def remove_tables(
     chosen: Annotated[
         list[str] | None, typer.Argument(metavar="[NAME]...", help="Names as `gear-loader ls` shows them.")
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All tables that nobody uses.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="All tables that are not in use.")] = False,
 ) -> None:
-    """Remove tables that nobody uses. One in use is refused: the exit code is 1, and the processes are named."""
+    """Remove tables that are not in use. For a table in use the exit code is 1, and its processes are listed."""
     if bool(chosen) == everything:
         raise typer.BadParameter("Give either the names of tables, or --all.")
     if everything:
@@ -235,7 +235,7 @@ def remove_tables(
 
 
 def _remove(chosen: list[str]) -> bool:
-    """Remove those; whether that went well for all of them."""
+    """Remove tables by name; returns whether all were removed."""
     removed = True
     for name in chosen:
         try:
@@ -255,13 +255,13 @@ def _remove(chosen: list[str]) -> bool:
 
 
 def _remove_all() -> None:
-    """Remove all that nobody uses; what has to stay is no failure."""
+    """Remove all tables that are not in use. A table in use is not a failure."""
     found = _region_names()
     for name in found:
         try:
             count = shared_memory.remove(name, anything=False)
             typer.echo(f"Removed {name} ({_size(count)}).")
-        except FileNotFoundError:  # somebody else has removed it
+        except FileNotFoundError:  # removed by another process
             continue
         except OSError as error:
             typer.echo(f"Left {_shown(name)}: {error}")
@@ -282,7 +282,7 @@ def _path(name: str) -> str:
 
 
 def _printable(text: str, most: int | None = None) -> str:
-    """Text that comes from a file, so that it neither moves the terminal's cursor nor fills the screen."""
+    """Text from a file made safe for a terminal: escaped, and cut after `most` characters."""
     if most is not None and len(text) > most:
         text = f"{text[:most]}..."
     return "".join(
@@ -291,7 +291,7 @@ def _printable(text: str, most: int | None = None) -> str:
 
 
 def _shown(name: str) -> str:
-    """A name of whatever bytes on one line."""
+    """A table's name on one line, escaped if necessary."""
     return name if name and name.isascii() and name.isprintable() else ascii(name)
 
 
@@ -306,7 +306,7 @@ def serve_tables(
         typer.Option("--carrier", help="socket or ucx; may be given twice. [default: socket]"),
     ] = None,
     listen: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where to listen; port 0 is any that is free.")
+        str, typer.Option(metavar="HOST:PORT", help="Address to listen at; port 0 chooses a free one.")
     ] = "127.0.0.1:0",
     secret_file: Annotated[
         str | None,
@@ -319,13 +319,13 @@ def serve_tables(
     one_sided: Annotated[
         bool,
         typer.Option(
-            "--one-sided", help="Let NIXL readers read the tables' memory by themselves: closed fabrics only."
+            "--one-sided", help="Allow one-sided NIXL reads of the tables' memory: closed fabrics only."
         ),
     ] = False,
     parent: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Serve windows of tables to other nodes, and store what they send. Prints its addresses as one JSON line."""
-    # Here, because they load torch.
+    """Serve windows of tables to other nodes and store their trajectories. Prints its addresses as one JSON line."""
+    # Imported here because they load torch.
     from gear_loader.errors import GearError
     from gear_loader.transport.handshake import check_secret, read_secret
     from gear_loader.transport.process import read_parent, run_server
@@ -351,7 +351,7 @@ def serve_tables(
 
 
 def _secret_of_environment() -> bytes:
-    """The secret of a server that is started by hand without a file."""
+    """The secret in the environment, for a server started by hand without a secret file."""
     from gear_loader.transport.handshake import check_secret
 
     secret = os.environb.get(b"GEAR_LOADER_SECRET", b"").strip()
@@ -370,7 +370,7 @@ def _secret_of_environment() -> bytes:
 def diagnose(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show what moves rows between nodes here, whether InfiniBand is possible, and every slow path with its remedy."""
+    """Show the transports of this machine, whether InfiniBand is possible, and every slow path with its remedy."""
     from gear_loader.doctor import report
 
     found = report()
@@ -410,7 +410,7 @@ def _print_report(found: dict[str, Any]) -> None:
 
 
 def _findings(found: dict[str, Any]) -> list[str]:
-    """The rest of the report, a line each."""
+    """The other lines of the report."""
     memory, cuda, adapters = found["memory"], found["cuda"], found["infiniband"]["adapters"]
     limit = memory["locked_limit"]
     pinning = {True: ", memory can be pinned", False: ", memory cannot be pinned", None: ""}[

@@ -1,6 +1,6 @@
-"""What this machine offers for moving rows between nodes, and every slow path that follows from what is missing.
+"""Report of the transports of this machine, and of every slow path with its cause and remedy.
 
-What loads a library of others runs in a process of its own, with a deadline: one that crashes or hangs is a finding.
+Each third-party library is loaded in a separate process with a deadline, so a crash or hang becomes a finding.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from gear_loader.transport.child_process import child_command
 
 __all__ = ["report"]
 
-_DEADLINE = 60.0  # seconds that a probe may take
+_DEADLINE = 60.0  # seconds for a probe
 _MARK = "gear-loader-doctor:"
-_NO_DEVICE = "gear-loader-asks"  # no device is called so: UCX answers with a list of those that there are
+_NO_DEVICE = "gear-loader-asks"  # not a device: UCX answers with a list of the existing ones
 _DEVICE = re.compile(r"'([^']+)'\((\w+)\)")
-_MEMLOCK = 1 << 30  # bytes below which a limit of locked memory is worth a line
-_SHM = 1 << 30
+_MEMLOCK = 1 << 30  # bytes; a lower limit of locked memory is reported
+_SHM = 1 << 30  # bytes; less shared memory is reported
 _INSTALL = "pip install '.[{}]' (in a clone of Gear Loader)"
 _SYS, _DEV = Path("/sys/class/infiniband"), Path("/dev/infiniband")
 
-# Each prints a JSON object behind the mark; UCX and NIXL write to standard output as they like.
+# Each probe prints a JSON object after the mark, because UCX and NIXL write other lines to standard output.
 _BEGIN = f"""
 import json, os, re
 def answer(**found): print({_MARK!r} + json.dumps(found), flush=True)
@@ -85,17 +85,17 @@ answer(**found)
     "numba": _BEGIN + "import numba\nanswer(version=numba.__version__)\n",
 }
 _NAMES = {
-    # What UCX says when it is asked for a device that is not there.
+    # UCX lists its devices in the warning about an unknown one.
     "ucxx": "from ucxx._lib.libucxx import UCXContext\nUCXContext({})\n",
     "nixl": "from gear_loader.transport.nixl_agent import new_agent\nnew_agent('gear-loader-doctor', loopback=False)\n",
 }
 
 
 def report(*, deadline: float = _DEADLINE) -> dict[str, Any]:
-    """What there is, as plain data.
+    """Collect the report as plain data.
 
     Args:
-        deadline: seconds after which a probe is ended, and counts as one that hangs.
+        deadline: seconds after which a probe is ended and reported as hanging.
 
     Returns:
         A dictionary with:
@@ -103,12 +103,12 @@ def report(*, deadline: float = _DEADLINE) -> dict[str, Any]:
         - ``machine``: system, Python, cores;
         - ``carriers``: for ``socket``, ``ucx`` (through ``ucxx``), ``ucp`` (ucx-py) and ``nixl``: ``installed``,
           ``version``, ``problem`` (None, or why it cannot be used), ``devices`` as [name, transport], and
-          ``infiniband``: ``possible`` and ``reason``, which says what to install or to set;
+          ``infiniband``: ``possible``, and ``reason`` with the remedy;
         - ``infiniband``: ``adapters`` and ``device_files``;
         - ``memory``: ``locked_limit`` in bytes (None: no limit), ``shm_bytes`` and ``shm_free``;
         - ``cuda``, ``triton``, ``numba``;
-        - ``environment``: what is set of UCX_*, NIXL_* and RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY;
-        - ``slow``: a list of ``what``, ``why`` and ``remedy``, one a slow path, without full stops at their ends.
+        - ``environment``: variables UCX_*, NIXL_* and RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY that are set;
+        - ``slow``: for each slow path ``what``, ``why`` and ``remedy``, without full stops at their ends.
     """
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         probes = {name: pool.submit(_probe, program, deadline) for name, program in _PROBES.items()}
@@ -155,7 +155,7 @@ def report(*, deadline: float = _DEADLINE) -> dict[str, Any]:
 
 
 def _run(program: str, deadline: float, **environment: str) -> tuple[str, str | None]:
-    """What a program wrote, and what became of it if it did not end well."""
+    """Run a program in a child process; returns its output, and why it failed, or None."""
     try:
         done = subprocess.run(
             child_command("-c", program),
@@ -177,7 +177,7 @@ def _run(program: str, deadline: float, **environment: str) -> tuple[str, str | 
 
 
 def _probe(program: str, deadline: float) -> dict[str, Any]:
-    """The program's answer, with `problem`: None if all is well."""
+    """Run a probe; returns its answer with `problem`, which is None after a success."""
     text, problem = _run(program, deadline)
     for line in text.splitlines():
         if line.startswith(_MARK):
@@ -187,7 +187,7 @@ def _probe(program: str, deadline: float) -> dict[str, Any]:
 
 
 def _devices(program: str, deadline: float) -> list[list[str]]:
-    """Network devices that a library's UCX can use, as [name, transport]."""
+    """Network devices of a library's UCX, as [name, transport]."""
     text, _ = _run(program, deadline, UCX_NET_DEVICES=_NO_DEVICE, UCX_LOG_LEVEL="warn")
     lines = [line for line in text.splitlines() if _NO_DEVICE in line]
     return [list(pair) for pair in sorted({pair for line in lines for pair in _DEVICE.findall(line)})]
@@ -224,11 +224,11 @@ def _memory() -> dict[str, Any]:
     return found
 
 
-# ---------------------------------------------------------------- what follows
+# ---------------------------------------------------------------- conclusions
 
 
 def _infiniband(name: str, carrier: dict[str, Any], adapters: list[str], files: list[str]) -> dict[str, Any]:
-    """Whether a carrier can use InfiniBand, and if not, what to do."""
+    """Whether a carrier can use InfiniBand, and the remedy if it cannot."""
     reasons = []
     if not adapters:
         reasons.append(
@@ -255,7 +255,7 @@ def _infiniband(name: str, carrier: dict[str, Any], adapters: list[str], files: 
 
 
 def _phrase(text: Any) -> str:
-    """Without the full stop at its end: the report makes sentences of it."""
+    """A text without the full stop at its end, for use in a sentence."""
     return str(text).strip().rstrip(".")
 
 
@@ -274,7 +274,7 @@ def _no_verbs(carrier: dict[str, Any]) -> str:
 
 
 def _slow(found: dict[str, Any]) -> list[dict[str, str]]:
-    """Every slow path: what is slow, why, and what to do."""
+    """Every slow path with its cause and remedy."""
     slow: list[dict[str, str]] = []
 
     def add(when: Any, what: str, why: str, remedy: str) -> None:
@@ -302,12 +302,6 @@ def _slow(found: dict[str, Any]) -> list[dict[str, str]]:
         "a GPU's batches are gathered on the CPU and copied",
         f"Triton cannot be imported ({_phrase(found['triton']['problem'])})",
         "pip install triton",
-    )
-    add(
-        found["numba"]["problem"],
-        "gathering on the CPU, changes of tables, reading by NIXL",
-        f"numba cannot be imported ({_phrase(found['numba']['problem'])}): plain Python and torch do it",
-        "pip install numba",
     )
     ucx_works, nixl_works = not ucx["problem"], not nixl["problem"]
     add(
@@ -337,9 +331,9 @@ def _slow(found: dict[str, Any]) -> list[dict[str, str]]:
     )
     add(
         environment.get("UCX_TLS") not in (None, "all"),
-        "UCX uses nothing but what UCX_TLS names",
+        "UCX uses only the transports in UCX_TLS",
         f"UCX_TLS={environment.get('UCX_TLS')}",
-        "unset it, unless it is meant",
+        "unset it, unless this is intended",
     )
     limit = memory["locked_limit"]
     add(
@@ -350,7 +344,7 @@ def _slow(found: dict[str, Any]) -> list[dict[str, str]]:
     )
     add(
         memory["shm_bytes"] < _SHM,
-        "tables that processes share have little room",
+        "shared memory for named tables is small",
         f"{shared_memory.DIRECTORY} has {memory['shm_bytes']:,} bytes",
         f"in Docker --shm-size; else mount -o remount,size=... {shared_memory.DIRECTORY}, or GEAR_LOADER_DIR "
         "on a larger tmpfs",

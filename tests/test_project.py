@@ -46,7 +46,7 @@ IN_ONE_ROOM: dict[str, frozenset[str]] = {
     "cli": frozenset({"psutil", "rich", "typer"}),
     "lightning": frozenset({"lightning"}),
     "native": frozenset({"llvmlite"}),
-    "sources": frozenset({"gymnasium", "h5py", "minari", "rich"}),
+    "sources": frozenset({"gymnasium", "h5py", "minari"}),
     "storage": frozenset({"llvmlite"}),
     "transport": frozenset({"nixl", "ucp", "ucxx"}),
     "utils": frozenset({"rich"}),

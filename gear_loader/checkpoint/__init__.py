@@ -1,27 +1,24 @@
-"""Tables on disk: a directory that any tool can read, always whole, and cheap to bring up to date.
-
-::
+"""Checkpoints of tables: directories that other tools can read, saved incrementally and atomically.
 
     manifest.json                  version, schema, sizes, rules, counts, and bytes and checksum of every file; see
                                    `.manifest`
     index.<n>.safetensors          one entry a trajectory, oldest first: sequence, length, priority, times_sampled, age
-                                   (nanoseconds, when it was saved), ident (the global id that it brought, or -1),
+                                   (nanoseconds, at the save), ident (the global id that it was added with, or -1),
                                    segment, first
     segments/<number>/<column>.npy whole trajectories one after another, [steps, *shape] (bfloat16 as uint16)
-    .gear-loader.lock              held by whoever saves
+    .gear-loader.lock              locked by a save while it runs
 
 Trajectory i is the rows ``first[i]`` to ``first[i] + length[i] - 1`` of every column in segment ``segment[i]``.
 
-Besides the checksum of each file the manifest has one of every 4 MiB, for who reads a part (`.runs`).
+The manifest has a checksum of each file and of every 4 MiB of it, so that a part can be read and checked
+(`.partial_reads`). Trajectories that share blocks in memory are stored separately, each as a whole.
 
-Those that share blocks in memory are whole here, each for itself.
+Committed trajectories never change. A save therefore writes a new segment with the trajectories that the directory does
+not have yet, a new index and a new manifest. It writes them under names that no manifest mentions, syncs them, and
+replaces the manifest: this makes the new checkpoint valid. Then it removes the files that the new manifest does not
+name. A save that is killed earlier leaves the previous checkpoint and files that the next save removes.
 
-Trajectories never change once they are committed, so a save writes those that the directory does not have yet as a new
-segment, a new index and a new manifest. Everything is written under names that no manifest mentions, and synced;
-replacing the manifest is what makes it the checkpoint, and only then goes what the new manifest does not name. Whoever
-is killed before leaves the previous checkpoint and some files that the next save removes.
-
-Checkpoints of several tables, one a rank, are described in `.sharded`.
+`.sharded` describes checkpoints of several tables, one a rank.
 """
 
 from __future__ import annotations

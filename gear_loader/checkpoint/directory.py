@@ -1,13 +1,12 @@
-"""A checkpoint's directory, held open: files are reached from its descriptor, and no link leads out of it.
+"""An open directory of a checkpoint: file operations relative to its descriptor, which follow no symbolic links.
 
-The path that a user gives is resolved once, when it is opened: it may be a symbolic link, or have some in it. Below it
-directories are opened one by one with O_NOFOLLOW, so that a link in the place of one of a checkpoint's own directories
-is an error, even if it is put there while a save is going on. Files are written, renamed and removed as entries of an
-open directory, which never follows a link.
+The path given by the user is resolved once, when the directory is opened; it may contain symbolic links. Directories
+below it are opened one by one with O_NOFOLLOW: a link in place of one of the checkpoint's own directories is an error,
+even if it is created during a save. Files are written, renamed and removed relative to an open directory.
 
-Files that are only read may be links: tools that keep versions of data put them in the place of files. Their contents
-are checked by size and checksum. A save into such a directory is refused before anything has changed
-(`refuse_links`): it would have to write beside files that belong to that tool.
+Files that are only read may be links, as data versioning tools create them; size and checksum of their contents are
+checked. A save into such a directory is refused before it changes anything (`refuse_links`), because it would write
+beside files that belong to that tool.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @contextlib.contextmanager
 def named(path: str) -> Iterator[None]:
-    """Put a file's whole path into an OSError about it."""
+    """Give every OSError raised inside the full path of the file."""
     try:
         yield
     except CheckpointError:
@@ -40,11 +39,11 @@ def named(path: str) -> Iterator[None]:
 
 
 class Directory:
-    """An open directory. Names are of its own entries; every OSError names the whole path.
+    """An open directory. Methods take names of its entries; every OSError contains the full path.
 
     Args:
-        fd: of the directory; closed with this.
-        path: how errors call it.
+        fd: descriptor of the directory, closed at the end of a `with` block.
+        path: path of the directory in error messages.
     """
 
     def __init__(self, fd: int, path: str) -> None:
@@ -52,13 +51,13 @@ class Directory:
 
     @staticmethod
     def open(path: str) -> Directory:
-        """Open a directory that a user has named, through whatever links its path has."""
+        """Open a directory at a path given by the user, which may contain symbolic links."""
         with named(path):
             return Directory(os.open(os.path.realpath(path), _FLAGS), path)
 
     @staticmethod
     def make(path: str) -> Directory:
-        """Open a directory that a user has named; if there is none, make it and those above it.
+        """Open a directory at a path given by the user; create it and its parents if it does not exist.
 
         Raises:
             CheckpointError: the path is a file, or a link to a directory that does not exist.
@@ -95,11 +94,11 @@ class Directory:
         """Open a directory below this one.
 
         Args:
-            path: relative, such as ``segments/000001``.
+            path: relative path, such as ``segments/000001``.
 
         Raises:
-            CheckpointError: one of its parts is a symbolic link.
-            OSError: it is not there, or is no directory.
+            CheckpointError: a part of the path is a symbolic link.
+            OSError: it does not exist, or is not a directory.
         """
         first, _, rest = path.partition("/")
         with named(self.at(first)):
@@ -116,10 +115,10 @@ class Directory:
             return folder.child(rest)
 
     def child_to_load(self, path: str) -> Directory:
-        """As `child`, for what has to be there.
+        """As `child`, for a directory that a checkpoint must have.
 
         Raises:
-            CheckpointError: it is not.
+            CheckpointError: it is missing or cannot be read.
         """
         try:
             return self.child(path)
@@ -130,23 +129,23 @@ class Directory:
                 f"{self.at(path)} is missing or cannot be read: {error}. {REMEDY}"
             ) from error
 
-    def made(self, name: str) -> Directory:
-        """Open a directory in this one; make it if it is not there."""
+    def open_or_make(self, name: str) -> Directory:
+        """Open a directory in this one; create it if it does not exist."""
         with contextlib.suppress(FileExistsError):
             self.mkdir(name)
         return self.child(name)
 
-    def made_all(self, path: str) -> Directory:
-        """As `made`, for a path of several parts."""
+    def open_or_make_all(self, path: str) -> Directory:
+        """As `open_or_make`, for a path of several parts."""
         first, _, rest = path.partition("/")
-        folder = self.made(first)
+        folder = self.open_or_make(first)
         if not rest:
             return folder
         with folder:
-            return folder.made_all(rest)
+            return folder.open_or_make_all(rest)
 
     def mkdir(self, name: str) -> None:
-        """Make a directory in this one."""
+        """Create a directory in this one."""
         with named(self.at(name)):
             os.mkdir(name, dir_fd=self.fd)
 
@@ -156,12 +155,12 @@ class Directory:
             os.rmdir(name, dir_fd=self.fd)
 
     def sync(self) -> None:
-        """Make the names in this directory durable."""
+        """Write the entries of this directory to disk (fsync)."""
         with named(self.path):
             os.fsync(self.fd)
 
     def sync_parent(self) -> None:
-        """Make this directory's own name durable, where that is allowed."""
+        """Write the entry of this directory in its parent to disk (fsync), if permissions allow it."""
         with contextlib.suppress(OSError):
             parent = os.open("..", _FLAGS, dir_fd=self.fd)
             try:
@@ -172,12 +171,12 @@ class Directory:
     # ---------------------------------------------------------------- entries
 
     def names(self) -> list[str]:
-        """Of all entries."""
+        """Names of all entries."""
         with named(self.path):
             return os.listdir(self.fd)
 
     def has(self, name: str) -> bool:
-        """Whether there is an entry of this name, a dangling link included."""
+        """Whether an entry of this name exists; a dangling link counts."""
         try:
             self.info(name)
         except FileNotFoundError:
@@ -185,28 +184,28 @@ class Directory:
         return True
 
     def info(self, name: str) -> os.stat_result:
-        """What an entry is; of a link, not of what it points to."""
+        """The `stat` result of an entry, without following a link."""
         with named(self.at(name)):
             return os.stat(name, dir_fd=self.fd, follow_symlinks=False)
 
     def rename(self, old: str, new: str) -> None:
-        """Rename an entry, in the place of a file or link that has the new name."""
+        """Rename an entry; an existing file or link of the new name is replaced."""
         with named(self.at(new)):
             os.rename(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def replace(self, old: str, new: str) -> None:
-        """As `rename`; called so where it makes something the checkpoint."""
+        """As `rename`, for the step that makes a new checkpoint valid."""
         with named(self.at(new)):
             os.replace(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def remove_file(self, name: str) -> None:
-        """Remove a regular file; anything else stays."""
+        """Remove an entry if it is a regular file."""
         if stat.S_ISREG(self.info(name).st_mode):
             with named(self.at(name)):
                 os.unlink(name, dir_fd=self.fd)
 
     def remove_files(self, ours: Callable[[str], bool]) -> None:
-        """Remove the regular files whose names are `ours`; what cannot be removed stays."""
+        """Remove the regular files whose names satisfy `ours`; files that cannot be removed stay."""
         for name in self.names():
             if ours(name):
                 with contextlib.suppress(OSError):
@@ -215,20 +214,20 @@ class Directory:
     # ---------------------------------------------------------------- files
 
     def create(self, name: str, flags: int = 0) -> int:
-        """A descriptor to write a new file with.
+        """Create a file and return a descriptor for writing.
 
         Raises:
-            FileExistsError: there is an entry of this name.
+            FileExistsError: an entry of this name exists.
         """
         with named(self.at(name)):
             new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             return os.open(name, new | flags, 0o666, dir_fd=self.fd)
 
     def open_lock(self, name: str) -> int:
-        """A descriptor of a lock file, which is made if there is none.
+        """Open a lock file and return its descriptor; create the file if it does not exist.
 
         Raises:
-            CheckpointError: it is a symbolic link, or no regular file.
+            CheckpointError: the entry is a symbolic link, or not a regular file.
         """
         with named(self.at(name)):
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -241,26 +240,30 @@ class Directory:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
             raise CheckpointError(
-                f"{self.at(name)} is no regular file; expected a lock file. Remove it, or save into another directory."
+                f"{self.at(name)} is not a regular file; expected a lock file. Remove it, or save into another "
+                "directory."
             )
         return fd
 
     @contextlib.contextmanager
     def opened(self, name: str) -> Iterator[tuple[int, os.stat_result]]:
-        """Open a regular file, or a link to one, to read from; its descriptor, and what it is.
+        """Open a regular file, or a link to one, for reading.
+
+        Yields:
+            Its descriptor and its `stat` result.
 
         Raises:
-            CheckpointError: it is something else.
-            OSError: it is not there, or may not be read.
+            CheckpointError: the entry is not a regular file.
+            OSError: the file does not exist or cannot be read.
         """
         path = self.at(name)
         with named(path):
-            # Without O_NONBLOCK a pipe would be waited for.
+            # Without O_NONBLOCK, opening a pipe would block.
             fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self.fd)
         try:
             info = os.fstat(fd)
             if not stat.S_ISREG(info.st_mode):
-                raise CheckpointError(f"{path} is no regular file. {REMEDY}")
+                raise CheckpointError(f"{path} is not a regular file. {REMEDY}")
             yield fd, info
         finally:
             os.close(fd)
@@ -274,7 +277,7 @@ class Directory:
                 raise self._link(name)
 
     def refuse_links(self, ours: Callable[[str], bool]) -> None:
-        """Raise CheckpointError if an entry whose name is `ours` is a symbolic link."""
+        """Raise CheckpointError if an entry whose name satisfies `ours` is a symbolic link."""
         with named(self.path), os.scandir(self.fd) as entries:
             for entry in entries:
                 if entry.is_symlink() and ours(entry.name):
@@ -294,13 +297,13 @@ class Directory:
 
 
 def open_to_load(path: str, missing: str) -> Directory:
-    """Open the directory of a checkpoint that is to be loaded.
+    """Open the directory of a checkpoint for loading.
 
     Args:
-        missing: the error if there is no directory.
+        missing: text of the error if the directory does not exist.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: the directory does not exist or cannot be read.
     """
     try:
         return Directory.open(path)

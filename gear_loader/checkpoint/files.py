@@ -1,8 +1,7 @@
-"""Columns' files, written and read at the speed of the disk: pieces of some MiB, one on its way while the next is made.
+"""Pipelined reading and writing of column files, in pieces of 8 MiB: one is transferred while the next is prepared.
 
-Each file is read or written once from its beginning to its end, and its checksum computed in the same pass. Files are
-written past the page cache where the file system can do so: what is written is not read again soon, and would only
-push out what is.
+Each file is read or written once from its beginning to its end, and its checksum is computed in the same pass. Files
+are written with O_DIRECT where the file system supports it, because they would push useful pages out of the page cache.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import contextlib
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -23,7 +21,7 @@ import numpy as np
 import xxhash
 
 from gear_loader.checkpoint.directory import REMEDY, Directory, named
-from gear_loader.checkpoint.manifest import FileRecord
+from gear_loader.checkpoint.json_file import FileRecord
 from gear_loader.errors import CheckpointError
 from gear_loader.kernels.plan import BASE, BLOCKS, LENGTH, OUT, STEP_BYTES, WIDTH
 from gear_loader.native import copying
@@ -41,7 +39,7 @@ __all__ = [
 
 PIECE_BYTES = 8 << 20
 BUFFERS = 4
-"""So many pieces are under way: with two, thread and caller wait for each other's waking up on a busy machine."""
+"""Pieces in flight. With two, thread and caller wait for each other to wake up on a busy machine."""
 
 _SECTOR = 4096
 _LONGEST_HEADER = 1 << 16
@@ -52,11 +50,11 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class Rows:
-    """Trajectories that lie in a file one after another (perhaps with gaps), and in blocks in memory.
+    """Maps rows of a file, which holds trajectories one after another (gaps allowed), to blocks in memory.
 
     Args:
-        first: int64 [n], ascending: the first row of each.
-        lengths: int64 [n].
+        first: int64 [n], ascending: first row of each trajectory.
+        lengths: int64 [n], steps of each trajectory.
         block_steps: steps of a block.
     """
 
@@ -65,11 +63,11 @@ class Rows:
         self.block_steps = block_steps
 
     def pieces(self, begin: int, end: int) -> tuple[Array, Array, Array, Array, Array]:
-        """The runs of steps within one block each that make up the rows `begin` to `end` - 1.
+        """Split the rows `begin` to `end` - 1 into pieces that each lie within one block.
 
         Returns:
-            All int64 [pieces]: which trajectory, which of its blocks, the first step inside the block, the number
-            of steps, and the first row, counted from `begin`.
+            Five arrays, int64 [pieces]: position of the trajectory, position of the block in the trajectory, first step
+            inside the block, number of steps, and first row relative to `begin`.
         """
         low = int(np.searchsorted(self.ends, begin, side="right"))
         high = int(np.searchsorted(self.first, end, side="left"))
@@ -94,14 +92,10 @@ _ZERO_ID = np.zeros(1, dtype=np.int32)
 def copy_pieces(targets: Array, sources: Array, counts: Array) -> None:
     """Copy ``counts[i]`` bytes from address ``sources[i]`` to ``targets[i]``, for every i; all int64 [pieces].
 
-    The compiled gather does it, for which each piece is a column of its own: a window over one trajectory of one
-    block, in steps of one byte.
+    Uses the compiled gather, with one column for each piece: a window over one trajectory of one block, in steps of
+    one byte.
     """
     if len(counts) == 0:
-        return
-    if not copying.require():
-        for target, source, count in zip(targets.tolist(), sources.tolist(), counts.tolist(), strict=True):
-            ctypes.memmove(target, source, count)
         return
     columns = np.zeros((len(counts), WIDTH), dtype=np.int64)
     columns[:, BASE], columns[:, OUT], columns[:, LENGTH] = sources, targets, counts
@@ -127,10 +121,10 @@ def write_small(directory: Directory, name: str, data: bytes) -> FileRecord:
 
 
 def check_size(directory: Directory, name: str, expected: int) -> None:
-    """Check that there is a file of this size, or a link to one.
+    """Check that a file, or a link to one, exists and has the expected size.
 
     Raises:
-        CheckpointError: there is none, or it is shorter or longer.
+        CheckpointError: the file is missing or has another size.
     """
     path = directory.at(name)
     try:
@@ -145,7 +139,7 @@ def check_size(directory: Directory, name: str, expected: int) -> None:
 
 
 def _write_all(fd: int, view: memoryview) -> None:
-    """Write a piece at the file's position; from where it ends within a sector, the page cache is used."""
+    """Write at the file's position. The part after the last whole sector goes through the page cache."""
     while len(view):
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         direct = flags & _O_DIRECT
@@ -173,12 +167,12 @@ def _open_new(directory: Directory, name: str) -> int:
         if error.errno != errno.EINVAL or not _O_DIRECT:
             raise
     with contextlib.suppress(FileNotFoundError):
-        directory.remove_file(name)  # some file systems make the file before they refuse O_DIRECT
+        directory.remove_file(name)  # some file systems create the file before they refuse O_DIRECT
     return directory.create(name)
 
 
 class _Checksum:
-    """Of a whole file, and of each chunk of it."""
+    """Checksums of a file and of each of its chunks."""
 
     def __init__(self, chunk_bytes: int) -> None:
         self._whole, self._chunk = xxhash.xxh3_128(), xxhash.xxh3_64()
@@ -200,23 +194,23 @@ class _Checksum:
         self._chunk, self._left = xxhash.xxh3_64(), self._size
 
     def digests(self) -> tuple[str, str]:
-        """As `FileRecord` has them."""
+        """`xxh128` and `chunks` of a `FileRecord`."""
         if self._left < self._size:
             self._end_chunk()
         return self._whole.hexdigest(), "".join(self._chunks)
 
 
 class Pipeline:
-    """Some buffers, and a thread that reads or writes them while the caller works on another one.
+    """A ring of buffers and a thread that reads or writes one while the caller works on another.
 
     Args:
-        step_bytes: the largest number of bytes of a step that there will be.
-        advance: called with the number of bytes done, again and again.
+        step_bytes: bytes of a step of the largest column.
+        advance: called with the number of bytes after each piece, for a progress bar.
     """
 
     def __init__(self, step_bytes: int, advance: Callable[[int], None]) -> None:
         self._advance = advance
-        # Room for a piece, and before it for the header or for the step of which the piece before had a part.
+        # A piece, preceded by the header or by the step that the previous piece had a part of.
         self._before = -(-max(step_bytes, _LONGEST_HEADER) // _SECTOR) * _SECTOR
         size = self._before + PIECE_BYTES
         self._memory = [mmap.mmap(-1, size) for _ in range(BUFFERS)]  # whole pages, for O_DIRECT
@@ -244,10 +238,15 @@ class Pipeline:
         """Write a column's file and sync it.
 
         Args:
-            directory, name: where; there is no such entry yet.
-            header: what comes before the first step, a multiple of 4096 bytes.
-            chunk_bytes: so many bytes have a checksum of their own.
-            fill: called with an array uint8 ``[(end - begin) * step_bytes]``, `begin` and `end`: put steps there.
+            directory, name: place of the file, which must not exist.
+            header: bytes before the first step, a multiple of 4096.
+            steps: number of steps. step_bytes: bytes of each.
+            fill: called with an array uint8 ``[(end - begin) * step_bytes]``, `begin` and `end`; writes the steps
+                `begin` to `end` - 1 into the array.
+            chunk_bytes: bytes of a chunk with a checksum of its own.
+
+        Returns:
+            Size and checksums.
         """
         checksum = _Checksum(chunk_bytes)
         work: list[concurrent.futures.Future[None] | None] = [None] * BUFFERS
@@ -276,7 +275,7 @@ class Pipeline:
         finally:
             concurrent.futures.wait(
                 [future for future in work if future]
-            )  # the descriptor is theirs until then
+            )  # the thread uses the descriptor until then
             os.close(fd)
         return FileRecord(len(header) + steps * step_bytes, *checksum.digests())
 
@@ -289,14 +288,16 @@ class Pipeline:
         step_bytes: int,
         take: Callable[[Array, int, int], None],
     ) -> None:
-        """Read a column's file and check every byte of it.
+        """Read a column's file and check its size, header and checksum.
 
         Args:
-            take: called with an array uint8 ``[(end - begin) * step_bytes]``, `begin` and `end`: steps of the file, of
-                which it is not known yet whether they are sound.
+            directory, name: place of the file. record: expected size and checksum.
+            header: expected bytes before the first step. step_bytes: bytes of a step.
+            take: called with an array uint8 ``[(end - begin) * step_bytes]``, `begin` and `end`: steps of the file, not
+                verified yet, because the checksum of the file is known only at its end.
 
         Raises:
-            CheckpointError: the file is missing, cut, longer, or its header or checksum is wrong.
+            CheckpointError: the file is missing, or its size, header or checksum is wrong.
         """
         path = directory.at(name)
         check_size(directory, name, record.bytes)
@@ -343,7 +344,7 @@ class Pipeline:
             finally:
                 for future in ahead:
                     future.cancel()
-                concurrent.futures.wait(ahead)  # the descriptor is theirs until then
+                concurrent.futures.wait(ahead)  # the thread uses the descriptor until then
         if checksum.hexdigest() != record.xxh128:
             raise CheckpointError(
                 f"{path} is damaged: its checksum is {checksum.hexdigest()}, expected {record.xxh128}. {REMEDY}"
@@ -362,10 +363,10 @@ def _write_piece(fd: int, path: str, view: memoryview) -> None:
 
 
 def read_piece(fd: int, path: str, view: memoryview, begin: int) -> int:
-    """Fill a buffer from byte `begin` of a file on; its size.
+    """Fill a buffer with the bytes of a file from `begin` on, and return its size.
 
     Raises:
-        CheckpointError: the file ends before.
+        CheckpointError: the file ends before the buffer is full.
     """
     done = 0
     while done < len(view):
@@ -378,7 +379,11 @@ def read_piece(fd: int, path: str, view: memoryview, begin: int) -> int:
 
 @contextlib.contextmanager
 def read_through(directory: Directory, name: str) -> Iterator[int]:
-    """Open a file that will be read once, from its beginning to its end."""
+    """Open a file for sequential reading and yield its descriptor.
+
+    Raises:
+        CheckpointError: the file cannot be opened.
+    """
     with contextlib.ExitStack() as stack:
         try:
             fd, _ = stack.enter_context(directory.opened(name))

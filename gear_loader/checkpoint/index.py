@@ -1,6 +1,6 @@
-"""The index of a checkpoint: its trajectories, and where they are.
+"""The index of a checkpoint: its trajectories and their places in the segments.
 
-It is checked before anything is done with what it says: it may have been damaged, or written by anybody.
+The file may be damaged or come from an untrusted source; every value is checked before it is used.
 """
 
 from __future__ import annotations
@@ -11,14 +11,9 @@ import numpy as np
 import xxhash
 
 from gear_loader.checkpoint.directory import REMEDY, Directory
-from gear_loader.checkpoint.manifest import (
-    LARGEST_COUNT,
-    MANIFEST_NAME,
-    WITHOUT_IDS,
-    Manifest,
-    index_file,
-    read_limited,
-)
+from gear_loader.checkpoint.json_file import read_limited
+from gear_loader.checkpoint.manifest import LARGEST_COUNT, Manifest
+from gear_loader.checkpoint.names import MANIFEST_NAME, index_file
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.ids import LARGEST_ID, following, joined
 from gear_loader.storage.recovery import UNSET
@@ -27,20 +22,20 @@ from gear_loader.utils.arrays import Array
 __all__ = ["Entries", "read_entries"]
 
 _LARGEST_TIMES = 2**31 - 1
-_ENTRY_BYTES = 60  # of a trajectory in the index
-_HEADER_BYTES = 1 << 16  # of a safetensors file with these arrays: far less than a thousand
+_ENTRY_BYTES = 60  # of the index, for each trajectory
+_HEADER_BYTES = 1 << 16  # limit of the safetensors header, which has less than 1,000 bytes for these arrays
 
 
 @dataclasses.dataclass(frozen=True)
 class Entries:
-    """The trajectories of a checkpoint, oldest first: all [n].
+    """The trajectories of a checkpoint, oldest first; all arrays [n].
 
     Attributes:
-        sequence: int64, number in order of commitment. length: int64, steps. priority: float32, -1 if none was given.
-        times_sampled: int64, how often it has been drawn, where that is counted.
-        age: int64, nanoseconds from when it was added to when it was saved.
-        ident: int64, the global id that it was stored with, -1 if the table gave it one.
-        segment: int64, number of the segment. first: int64, the first row there.
+        sequence: int64, number in order of commitment. length: int64, steps. priority: float32, -1 if not given.
+        times_sampled: int64, number of draws so far, 0 if the table does not count them.
+        age: int64, nanoseconds between commitment and save.
+        ident: int64, global id that the trajectory was added with, -1 if the table assigned one.
+        segment: int64, number of the segment. first: int64, first row in the segment.
     """
 
     sequence: Array
@@ -53,15 +48,19 @@ class Entries:
     first: Array
 
     def take(self, chosen: Array) -> Entries:
-        """Those where the boolean array `chosen` is True, or that the integer array `chosen` names."""
+        """Entries selected by a boolean mask or by integer positions."""
         return Entries(*(array[chosen] for array in self.arrays().values()))
 
     def ids(self, origin: int | None) -> Array:
-        """The global ids, of trajectories of a table with this origin; int64 [n]."""
+        """Global ids of the trajectories, int64 [n].
+
+        Args:
+            origin: shard number of the saved table, or None.
+        """
         return np.where(self.ident >= 0, self.ident, joined(self.sequence, origin or 0))
 
     def arrays(self) -> dict[str, Array]:
-        """The arrays by name, as the index file has them."""
+        """Arrays by name, as in the index file."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
@@ -69,7 +68,7 @@ def read_entries(directory: Directory, manifest: Manifest) -> Entries:
     """Read and check the index.
 
     Raises:
-        CheckpointError: it is missing, damaged, or contradicts the manifest.
+        CheckpointError: the index is missing, damaged, or contradicts the manifest.
     """
     import safetensors
     import safetensors.numpy
@@ -98,10 +97,8 @@ def read_entries(directory: Directory, manifest: Manifest) -> Entries:
     try:
         arrays = safetensors.numpy.load(data)
     except (safetensors.SafetensorError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path} is no safetensors file ({error}). {REMEDY}") from error
+        raise CheckpointError(f"{path} is not a safetensors file ({error}). {REMEDY}") from error
     names = [field.name for field in dataclasses.fields(Entries)]
-    if manifest.version == WITHOUT_IDS and "ident" not in arrays:
-        arrays["ident"] = np.full(manifest.num_trajectories, -1, dtype=np.int64)
     if sorted(arrays) != sorted(names):
         raise CheckpointError(f"{path} has the tensors {sorted(arrays)}; expected {sorted(names)}. {REMEDY}")
     for name in names:
@@ -119,7 +116,7 @@ def read_entries(directory: Directory, manifest: Manifest) -> Entries:
 
 
 def _problem(entries: Entries, manifest: Manifest) -> str | None:
-    """What is wrong with the entries, or None."""
+    """The first inconsistency of the entries, or None."""
     if not len(entries.sequence):
         return None if manifest.num_steps == 0 else "there are steps and no trajectory"
     sequence, length, first = entries.sequence, entries.length, entries.first
@@ -150,7 +147,7 @@ def _problem(entries: Entries, manifest: Manifest) -> str | None:
             return f"segment {number} does not exist"
         here = np.flatnonzero(entries.segment == number)
         here = here[np.argsort(first[here], kind="stable")]
-        # By subtraction: the sum of two wild numbers may wrap around.
+        # By subtraction: the sum of two invalid numbers could overflow.
         if first[here[0]] < 0 or (first[here] > steps[number] - length[here]).any():
             return f"a trajectory lies outside segment {number}, which has {steps[number]} steps"
         if (np.diff(first[here]) < length[here[:-1]]).any():

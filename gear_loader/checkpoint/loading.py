@@ -1,4 +1,4 @@
-"""Reading a checkpoint into a new table."""
+"""Loading a checkpoint into a new table."""
 
 from __future__ import annotations
 
@@ -12,19 +12,11 @@ import numpy as np
 
 from gear_loader.checkpoint.directory import Directory
 from gear_loader.checkpoint.files import Pipeline, Rows, check_size, copy_pieces
+from gear_loader.checkpoint.identity import set_parent
 from gear_loader.checkpoint.index import Entries, read_entries
-from gear_loader.checkpoint.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    Segment,
-    column_file,
-    npy_header,
-    open_checkpoint,
-    read_manifest,
-    segment_folder,
-)
-from gear_loader.checkpoint.runs import read_runs
-from gear_loader.checkpoint.saving import descended
+from gear_loader.checkpoint.manifest import Manifest, Segment, open_checkpoint, read_manifest
+from gear_loader.checkpoint.names import MANIFEST_NAME, column_file, npy_header, segment_folder
+from gear_loader.checkpoint.partial_reads import read_ranges
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.index import Claim
 from gear_loader.storage.layout import ColumnLayout
@@ -34,11 +26,20 @@ from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.progress import progress_bar
 
-__all__ = ["Contents", "Part", "check_files", "contents_of", "fill", "load"]
+__all__ = [
+    "Contents",
+    "Part",
+    "check_files",
+    "contents_of",
+    "fill",
+    "load",
+    "retry_if_replaced",
+    "was_replaced",
+]
 
 _ATTEMPTS = 10
 _WHOLE = 2
-"""A file of which less than one part in so many is wanted is read in chunks."""
+"""A file is read as a whole if at least the fraction 1 / _WHOLE of its steps is needed, else in chunks."""
 
 
 def load(
@@ -54,7 +55,7 @@ def load(
     on_full: OnFull | None,
     progress: bool,
 ) -> Table:
-    """A table with the contents of the checkpoint in directory `path`. See `Table.load`."""
+    """Create a table from the checkpoint in directory `path`. See `Table.load`."""
     where = os.path.abspath(os.fspath(path))
     expected = None if schema is None else Schema(schema)
     sizes = {
@@ -63,7 +64,8 @@ def load(
         "block_steps": block_steps,
         "max_blocks": max_blocks,
     }
-    for attempt in range(_ATTEMPTS):
+
+    def attempt() -> Table | None:
         with open_checkpoint(where) as directory:
             manifest = read_manifest(directory)
             if expected is not None and expected.to_json() != manifest.schema.to_json():
@@ -74,10 +76,43 @@ def load(
             try:
                 return _load(kind, directory, manifest, sizes, name, on_full, progress)
             except CheckpointError:
-                # Somebody may have saved into the directory meanwhile, and removed what this manifest names.
-                if attempt == _ATTEMPTS - 1 or not _replaced(directory, manifest):
-                    raise
-    raise AssertionError("unreachable")
+                if was_replaced(lambda: read_manifest(directory).save, manifest.save):
+                    return None
+                raise
+
+    return retry_if_replaced(attempt, where)
+
+
+def retry_if_replaced(attempt: Callable[[], Table | None], where: str) -> Table:
+    """Repeat a load as long as other saves replace the checkpoint and remove its files during the load.
+
+    Args:
+        attempt: loads a table; returns None if another save replaced the checkpoint.
+        where: path of the checkpoint, for the error.
+
+    Raises:
+        CheckpointError: every attempt returned None.
+    """
+    for _ in range(_ATTEMPTS):
+        table = attempt()
+        if table is not None:
+            return table
+    raise CheckpointError(
+        f"{where} was replaced by another save during each of {_ATTEMPTS} attempts to load it. Load it while no save "
+        "is running."
+    )
+
+
+def was_replaced(read_save: Callable[[], str], save: str) -> bool:
+    """Whether a checkpoint is another one now.
+
+    Args:
+        read_save: reads the name of the save from the manifest. save: its name before.
+    """
+    try:
+        return read_save() != save
+    except CheckpointError:
+        return False
 
 
 def _load(
@@ -89,7 +124,7 @@ def _load(
     on_full: OnFull | None,
     progress: bool,
 ) -> Table:
-    """A table with what one manifest names."""
+    """Create a table from one version of the manifest."""
     as_saved = all(size is None for size in given.values())
     sizes: dict[str, Any] = dict(given)
     for key in ("max_steps", "max_trajectories", "block_steps"):
@@ -98,7 +133,7 @@ def _load(
     entries = read_entries(directory, manifest)
     check_files(directory, manifest)
     if as_saved:
-        # What shared blocks in the table that was saved has blocks of its own now.
+        # Trajectories that shared blocks in the saved table get separate blocks.
         needed = kind.required_blocks(entries.length, manifest.block_steps)
         sizes["max_blocks"] = max(manifest.num_blocks, needed)
     table = kind.create(
@@ -113,7 +148,7 @@ def _load(
     try:
         part = Part("", manifest, entries, np.arange(len(entries.length)))
         fill(table, directory, [part], contents_of(manifest, entries), progress=progress)
-        descended(table, table._live(), manifest.save)
+        set_parent(table, table._live(), manifest.save)
     except BaseException:
         table.close()
         if name is not None:
@@ -122,18 +157,11 @@ def _load(
     return table
 
 
-def _replaced(directory: Directory, manifest: Manifest) -> bool:
-    try:
-        return read_manifest(directory).save != manifest.save
-    except CheckpointError:
-        return False
-
-
 def check_files(directory: Directory, manifest: Manifest) -> None:
-    """Check that every file of the segments is there, and as long as it should be.
+    """Check that every file of the segments exists and has the right size.
 
     Raises:
-        CheckpointError: one is not.
+        CheckpointError: a file is missing or has another size.
     """
     for segment in manifest.segments:
         with directory.child_to_load(segment_folder(segment.number)) as folder:
@@ -143,12 +171,13 @@ def check_files(directory: Directory, manifest: Manifest) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Trajectories of a checkpoint that go into a table.
+    """Trajectories of one checkpoint to be loaded into a table.
 
     Attributes:
-        folder: of the checkpoint, relative to the directory that is loaded; "" if it is that directory itself.
-        entries: those of them that are wanted, [n].
-        places: int64 [n]: which of the new table's trajectories each of them is, counted from the oldest.
+        folder: path of the checkpoint, relative to the loaded directory; "" for that directory itself.
+        manifest: of the checkpoint.
+        entries: the trajectories to load, [n].
+        places: int64 [n]: position of each in the new table, oldest first.
     """
 
     folder: str
@@ -157,13 +186,13 @@ class Part:
     places: Array
 
     def segment(self, segment: Segment) -> str:
-        """Where a segment lies, relative to the directory that is loaded."""
+        """Path of a segment, relative to the loaded directory."""
         return os.path.join(self.folder, segment_folder(segment.number))
 
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """What a new table is to hold, oldest first; all arrays [n]. See `Entries` and `Manifest`."""
+    """Trajectories of a new table, oldest first (arrays [n]), and its counters. See `Entries` and `Manifest`."""
 
     sequence: Array
     length: Array
@@ -178,7 +207,7 @@ class Contents:
 
 
 def contents_of(manifest: Manifest, entries: Entries) -> Contents:
-    """What the table held that was saved."""
+    """The contents of the saved table."""
     names = ("sequence", "length", "priority", "times_sampled", "age", "ident")
     counts = ("origin", "next_sequence", "num_inserted", "num_sampled")
     return Contents(
@@ -190,24 +219,27 @@ def contents_of(manifest: Manifest, entries: Entries) -> Contents:
 def fill(
     table: Table, directory: Directory, parts: Sequence[Part], contents: Contents, *, progress: bool
 ) -> None:
-    """Read everything into the blocks of an empty table; it becomes visible when all of it has proved sound.
+    """Read trajectories into the blocks of an empty table and commit them when all checksums are verified.
 
     Args:
-        directory: what is loaded.
-        parts: together they have every trajectory of `contents` once.
+        table: the empty table.
+        directory: the loaded directory.
+        parts: together they hold every trajectory of `contents` once.
+        contents: trajectories and counters of the table.
+        progress: show a progress bar.
 
     Raises:
-        CheckpointError: a file is damaged, or somebody has added to the table meanwhile.
+        CheckpointError: a file is damaged, or another process added to the table during the load.
     """
     index, where = table._live(), directory.path
     blocks = index.blocks_of(contents.length)
-    _check_room(table, where, contents.length, int(blocks.sum()))
+    _check_sizes(table, where, contents.length, int(blocks.sum()))
     claim = Claim(len(contents.length))
     try:
         slots, ids = index.begin(contents.length, claim=claim)
         first_ids = np.cumsum(blocks) - blocks
         largest = max(column.step_bytes for column in table.schema.values())
-        wanted = [_Wanted.of(part, segment) for part in parts for segment in part.manifest.segments]
+        wanted = [_SegmentRead.of(part, segment) for part in parts for segment in part.manifest.segments]
         total = sum(one.steps for one in wanted) * table.schema.step_bytes
         with contextlib.ExitStack() as stack:
             advance, _ = stack.enter_context(progress_bar("Loading", total, enabled=progress))
@@ -228,8 +260,8 @@ def fill(
         )
         if not loaded:
             raise CheckpointError(
-                f"Somebody has added to the table {table.name!r} while {where} was loaded into it; nothing was "
-                "loaded. Let others attach when the load has returned."
+                f"Another process added trajectories to the table {table.name!r} while {where} was loaded into it; "
+                "nothing was loaded. Attach other processes after the load has returned."
             )
     except BaseException:
         index.abort(claim.slots, generations=claim.generations)
@@ -237,31 +269,32 @@ def fill(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Wanted:
-    """What is wanted of one segment.
+class _SegmentRead:
+    """The rows to read from one segment.
 
     Attributes:
-        which: int64 [n], the entries of the part that lie there, in the order of their rows.
-        runs: int64 [runs, 2], their rows.
-        whole: whether whole files are read, because most of them is wanted.
-        steps: those that are read.
+        part, segment: the checkpoint and the segment.
+        which: int64 [n], positions in `part.entries` of the trajectories in the segment, in the order of their rows.
+        ranges: int64 [ranges, 2], their rows, consecutive trajectories merged.
+        whole: whether whole files are read, because most of their rows are needed.
+        steps: number of steps to read.
     """
 
     part: Part
     segment: Segment
     which: Array
-    runs: Array
+    ranges: Array
     whole: bool
     steps: int
 
     @staticmethod
-    def of(part: Part, segment: Segment) -> _Wanted:
+    def of(part: Part, segment: Segment) -> _SegmentRead:
         which = np.flatnonzero(part.entries.segment == segment.number)
         which = which[np.argsort(part.entries.first[which], kind="stable")]
-        runs = _runs(part.entries.first[which], part.entries.length[which])
-        steps = int((runs[:, 1] - runs[:, 0]).sum())
-        whole = steps > 0 and (not segment.chunk_bytes or _WHOLE * steps >= segment.steps)
-        return _Wanted(part, segment, which, runs, whole, segment.steps if whole else steps)
+        ranges = _row_ranges(part.entries.first[which], part.entries.length[which])
+        steps = int((ranges[:, 1] - ranges[:, 0]).sum())
+        whole = steps > 0 and _WHOLE * steps >= segment.steps
+        return _SegmentRead(part, segment, which, ranges, whole, segment.steps if whole else steps)
 
     def read(
         self,
@@ -272,10 +305,13 @@ class _Wanted:
         ids: Array,
         advance: Callable[[int], None],
     ) -> None:
-        """Read the files, or the chunks of them in which it lies.
+        """Read the rows of every column into the table's blocks.
 
         Args:
-            first_ids: int64 [trajectories], where the blocks of each of the new table's begin in `ids`.
+            directory: the loaded directory. table: the new table.
+            pipeline: reads whole files. advance: reports bytes to the progress bar.
+            first_ids: int64 [trajectories], where the blocks of each trajectory of the new table begin in `ids`.
+            ids: int32, block ids.
         """
         if self.steps == 0:
             return
@@ -290,12 +326,12 @@ class _Wanted:
                 if self.whole:
                     pipeline.read(folder, file, record, header, size, take)
                     continue
-                read_runs(folder, file, record, segment.chunk_bytes, len(header), size, self.runs, take)
+                read_ranges(folder, file, record, segment.chunk_bytes, len(header), size, self.ranges, take)
                 advance(self.steps * size)
 
 
-def _runs(first: Array, lengths: Array) -> Array:
-    """The rows of trajectories, int64 [runs, 2]: those that lie one behind another as one run."""
+def _row_ranges(first: Array, lengths: Array) -> Array:
+    """Row ranges of trajectories, int64 [ranges, 2]; consecutive trajectories are merged."""
     if not len(first):
         return np.empty((0, 2), dtype=np.int64)
     ends = first + lengths
@@ -304,28 +340,30 @@ def _runs(first: Array, lengths: Array) -> Array:
     return np.stack((first[heads], ends[tails]), axis=1)
 
 
-def _check_room(table: Table, where: str, lengths: Array, blocks: int) -> None:
+def _check_sizes(table: Table, where: str, lengths: Array, blocks: int) -> None:
     layout = table.region.layout
     needed = {
         "max_trajectories": (len(lengths), layout.max_trajectories),
         "max_steps": (int(lengths.sum()), layout.max_steps),
         "max_blocks": (blocks, layout.num_blocks),
     }
-    for key, (count, room) in needed.items():
-        if count > room:
+    for key, (count, limit) in needed.items():
+        if count > limit:
             raise CheckpointError(
-                f"{where} needs {key}={count:,} (with blocks of {layout.block_steps} steps); {room:,} was given. "
-                "Load it with larger sizes, or with those that were saved."
+                f"{where} needs {key}={count:,} (with blocks of {layout.block_steps} steps); {limit:,} was given. "
+                "Load it with larger sizes, or with the saved ones."
             )
 
 
 def _taker(
     data: Array, column: ColumnLayout, rows: Rows, places: Array, ids: Array
 ) -> Callable[[Array, int, int], None]:
-    """A function that copies rows of a segment into the blocks of one column.
+    """Return a function that copies rows of a segment into the blocks of one column.
 
     Args:
-        data: uint8 [blocks, block_stride]. places: int64 [n], where each trajectory's blocks begin in `ids`.
+        data: uint8 [blocks, block_stride], the column. column: its layout.
+        rows: rows of the trajectories in the segment.
+        places: int64 [n], where each trajectory's blocks begin in `ids`. ids: block ids.
     """
 
     def take(buffer: Array, begin: int, end: int) -> None:

@@ -1,4 +1,4 @@
-"""Which rank gets which trajectory, when a checkpoint is loaded with another number of ranks."""
+"""Assignment of trajectories to ranks when a checkpoint is loaded with another number of ranks."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ import heapq
 
 import numpy as np
 
-from gear_loader.storage.recovery import Array
+from gear_loader.utils.arrays import Array
 
-__all__ = ["deal", "split_counts"]
+__all__ = ["assign_ranks", "split_counts"]
 
 _PARTS = 8
 
 
-def deal(lengths: Array, world_size: int) -> Array:
-    """Deal trajectories to ranks so that all get about as many steps.
+def assign_ranks(lengths: Array, world_size: int) -> Array:
+    """Assign trajectories to ranks with about the same number of steps each; deterministic.
 
-    They are dealt in runs that lie one behind another, so that a rank reads long pieces of files: first long runs, each
-    the eighth part of what a rank will get of the rest, in the end single trajectories. Each run goes to the rank
-    with the fewest steps so far. The same lengths are always dealt the same way.
+    Consecutive trajectories are assigned in groups, so that a rank reads long pieces of files. A group has one eighth
+    of a rank's share of the remaining steps, so groups shrink to single trajectories at the end. Each group goes to the
+    rank with the fewest steps so far.
 
     Args:
-        lengths: int64 [n], steps, in the order in which they are stored.
+        lengths: int64 [n], steps of each trajectory, in storage order.
+        world_size: number of ranks.
 
     Returns:
-        int64 [n], the rank of each. The ranks differ by the longest trajectory's steps at most.
+        int64 [n], rank of each trajectory. The steps of two ranks differ by at most the longest trajectory.
     """
     ranks = np.empty(len(lengths), dtype=np.int64)
     ends = np.cumsum(lengths)
@@ -42,7 +43,7 @@ def deal(lengths: Array, world_size: int) -> Array:
 
 
 def split_counts(total: int, weights: list[int]) -> list[int]:
-    """A count as one for each rank, in proportion to the weights (evenly where all are 0); their sum is the count."""
+    """Split a count over ranks in proportion to their weights (evenly if all are 0); the parts add up to the count."""
     weights = weights if any(weights) else [1] * len(weights)
     everything, before, parts = sum(weights), 0, []
     for weight in weights:

@@ -1,15 +1,13 @@
-"""Writing a checkpoint."""
+"""Saving a table into a checkpoint: which trajectories are written, in how many rounds, and in what order."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,66 +15,57 @@ import numpy as np
 from gear_loader.checkpoint import manifest as manifest_module
 from gear_loader.checkpoint.directory import Directory
 from gear_loader.checkpoint.files import Pipeline, Rows, check_size, copy_pieces, write_small
+from gear_loader.checkpoint.housekeeping import (
+    check_owned,
+    convert_errors,
+    is_unfinished_save,
+    locked,
+    refuse_links,
+    sweep,
+)
+from gear_loader.checkpoint.identity import identity
 from gear_loader.checkpoint.index import Entries, read_entries
-from gear_loader.checkpoint.manifest import (
-    INDEX_NAME,
-    LOCK_NAME,
+from gear_loader.checkpoint.json_file import FileRecord, check_cost
+from gear_loader.checkpoint.manifest import Manifest, Segment, read_manifest
+from gear_loader.checkpoint.names import (
     MANIFEST_NAME,
     PART,
-    SEGMENT_NAME,
     SEGMENTS_NAME,
-    FileRecord,
-    Manifest,
-    Segment,
-    check_cost,
     column_file,
     index_file,
-    is_column_file,
     npy_header,
-    read_manifest,
     segment_folder,
 )
-from gear_loader.errors import CheckpointError, GearError
+from gear_loader.errors import CheckpointError
 from gear_loader.storage.ids import origin_of
 from gear_loader.storage.index import Index, Ticket
-from gear_loader.storage.lock import process_start
 from gear_loader.storage.operations import FIRST_SEQUENCE, NEXT_SEQUENCE, NUM_SAMPLED
-from gear_loader.storage.recovery import IDENTITY, READY
+from gear_loader.storage.recovery import READY
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.notices import notice
 from gear_loader.utils.progress import progress_bar
 
-__all__ = [
-    "check_owned",
-    "descended",
-    "identity",
-    "locked",
-    "refuse_links",
-    "remove_checkpoint",
-    "reporting",
-    "save",
-    "save_into",
-]
+__all__ = ["save", "save_into"]
 
-# While a trajectory is being copied, nothing that was retired meanwhile can be used again, so a writer of a full table
-# waits. Saving is therefore done in rounds: what there is to write is written piece by piece, each under a ticket of
-# its own, and what has been evicted before its turn came is left out; then what has been added meanwhile is written;
-# until so little is left that the last round can be written under one ticket. That moment is the cut.
+# A read ticket keeps blocks of evicted trajectories from being reused, so a writer of a full table waits for it. A save
+# therefore works in rounds. Each round copies the unsaved trajectories piece by piece, with one ticket for each piece,
+# and skips trajectories evicted in the meantime. The next round saves the trajectories added since. When few bytes are
+# left, the last round holds one ticket throughout: the checkpoint shows the table at the moment this round begins.
 HOLD_BYTES = 128 << 20
-"""What is written under one ticket, the cut's."""
+"""Most bytes of the last round, which is written under one ticket."""
 MAX_ROUNDS = 6
-"""If writers are as fast as the disk the rest never gets small: the last round is then written under one ticket."""
+"""Most rounds. With writers as fast as the disk the rest never becomes small; then the last round is larger."""
 
 MAX_SEGMENTS = 16
-"""With more, the smallest are written anew as one, until half as many are left."""
+"""With more segments, the trajectories of the smallest are rewritten as one, so that half as many stay."""
 
 
 def save(table: Table, path: str | os.PathLike[str], *, progress: bool = False) -> None:
     """Bring the checkpoint in directory `path` up to date with a table. See `Table.save`."""
     table._live()
     where = os.path.abspath(os.fspath(path))
-    with reporting(where), Directory.make(where) as directory:
+    with convert_errors(where), Directory.make(where) as directory:
         save_into(table, directory, progress=progress)
 
 
@@ -84,188 +73,30 @@ def save_into(table: Table, directory: Directory, *, progress: bool = False) -> 
     """Bring the checkpoint in an open directory up to date with a table.
 
     Raises:
-        CheckpointError, OSError: it could not be written. The previous checkpoint is as it was.
+        CheckpointError, OSError: the checkpoint could not be written. The previous one is unchanged.
     """
     index = table._live()
-    _check_directory(directory)
+    check_owned(directory, MANIFEST_NAME, is_unfinished_save, what="checkpoint")
+    refuse_links(directory)
     with locked(directory):
         old = _previous(directory)
         _Save(table, index, directory, old).run(progress)
 
 
-@contextlib.contextmanager
-def reporting(directory: str) -> Iterator[None]:
-    """What the system refuses becomes an error that says what to do."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, GearError):
-            raise
-        where = error.filename or directory
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            remedy = "Free some space there, or save to another disk."
-        else:
-            remedy = "Make the directory writable, or save to another one."
-        raise CheckpointError(
-            f"{where} cannot be written: {error.strerror or error}. The checkpoint in {directory} is as it was before. "
-            f"{remedy}"
-        ) from error
-
-
-def _check_directory(directory: Directory) -> None:
-    check_owned(directory, MANIFEST_NAME, _is_rest, what="checkpoint")
-    refuse_links(directory)
-
-
-def _is_rest(name: str) -> bool:
-    """Whether a first save that was killed may have left an entry of this name."""
-    known = (LOCK_NAME, SEGMENTS_NAME, MANIFEST_NAME + PART)
-    return name in known or INDEX_NAME.fullmatch(name.removesuffix(PART)) is not None
-
-
-def _is_segment(name: str) -> bool:
-    """Whether a segment, finished or not, may be called so."""
-    return SEGMENT_NAME.fullmatch(name.removesuffix(PART)) is not None
-
-
-def refuse_links(directory: Directory) -> None:
-    """Refuse to write into a checkpoint of which a directory or a file is a symbolic link.
-
-    Raises:
-        CheckpointError: one is; the message names it.
-    """
-    directory.refuse_links(lambda name: name == MANIFEST_NAME or _is_rest(name))
-    with (
-        contextlib.suppress(FileNotFoundError, NotADirectoryError),
-        directory.child(SEGMENTS_NAME) as segments,
-    ):
-        segments.refuse_links(_is_segment)
-        for name in filter(_is_segment, segments.names()):
-            with contextlib.suppress(NotADirectoryError), segments.child(name) as segment:
-                segment.refuse_links(is_column_file)
-
-
-def check_owned(directory: Directory, manifest: str, ours: Callable[[str], bool], *, what: str) -> None:
-    """Refuse to write into a directory that holds anything but a checkpoint, or the rest of a first save.
-
-    Args:
-        manifest: the name of the file that a complete one has.
-        ours: whether a file of this name may be the rest of a first save.
-        what: the error calls such a checkpoint.
-
-    Raises:
-        CheckpointError: it holds something else.
-    """
-    names = directory.names()
-    if manifest in names or not names:
-        return
-    if LOCK_NAME not in names or not all(ours(name) for name in names):
-        raise CheckpointError(
-            f"{directory.path} holds {sorted(names)[0]!r} and no {manifest}: it is no {what}, and nothing was "
-            "written. Choose an empty directory or a new one."
-        )
-
-
-@contextlib.contextmanager
-def locked(directory: Directory) -> Iterator[None]:
-    """Nobody else saves into this directory meanwhile."""
-    path = directory.at(LOCK_NAME)
-    fd = directory.open_lock(LOCK_NAME)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise CheckpointError(
-                f"{path} is locked: another save into this directory is going on. Wait for it, or save elsewhere."
-            ) from error
-        yield
-    finally:
-        os.close(fd)
-
-
 def _previous(directory: Directory) -> Manifest | None:
-    """The manifest there is; removes what it does not name."""
+    """Read the manifest of the previous save, if any, and remove files that it does not name."""
     manifest = read_manifest(directory) if directory.has(MANIFEST_NAME) else None
-    directory.sync()  # who wrote it may have died before; it must be durable before others go
-    _sweep(directory, manifest)
+    directory.sync()  # its writer may have died before this; it must be durable before older files are removed
+    sweep(directory, manifest)
     return manifest
-
-
-def _sweep(directory: Directory, manifest: Manifest | None) -> None:
-    """Remove files of earlier and of unfinished saves. What cannot be removed is left to the next save."""
-    keep = {f"{segment.number:06d}" for segment in manifest.segments} if manifest else set()
-    index = index_file(manifest.saves) if manifest else ""
-
-    def old(name: str) -> bool:
-        is_index = INDEX_NAME.fullmatch(name.removesuffix(PART)) is not None
-        return name == MANIFEST_NAME + PART or (is_index and name != index)
-
-    directory.remove_files(old)
-    with contextlib.suppress(OSError), directory.child(SEGMENTS_NAME) as segments:
-        _remove_segments(segments, keep)
-
-
-def _remove_segments(segments: Directory, keep: Collection[str]) -> None:
-    """Remove segments with all files that a save can have written there; what else there is stays."""
-    for name in segments.names():
-        if _is_segment(name) and name not in keep:
-            with contextlib.suppress(OSError):
-                with segments.child(name) as segment:
-                    segment.remove_files(is_column_file)
-                segments.rmdir(name)
-
-
-def remove_checkpoint(parent: Directory, name: str) -> None:
-    """Remove a directory with a checkpoint, or a part of one, in it; of anything else as much as stands in its way.
-
-    Raises:
-        OSError: something could not be removed, or is no part of a checkpoint.
-    """
-    with parent.child(name) as directory:
-        with contextlib.suppress(FileNotFoundError):
-            with directory.child(SEGMENTS_NAME) as segments:
-                _remove_segments(segments, ())
-            directory.rmdir(SEGMENTS_NAME)
-        directory.remove_files(lambda name: name == MANIFEST_NAME or _is_rest(name))
-    parent.rmdir(name)
-
-
-# Identity --------------------------------------------------------------------------------------------
-
-
-def identity(table: Table, index: Index) -> tuple[str, str]:
-    """The table's name and the save it was loaded from, 16 hexadecimal digits each."""
-    here = _process(table)
-
-    def look() -> tuple[str, str]:
-        name, parent, pid, start = index.counters[IDENTITY].tolist()
-        if name == 0 or (pid, start) not in ((0, 0), here):
-            name, parent = 1 + secrets.randbelow(2**63 - 1), 0
-            index.counters[IDENTITY] = name, parent, *here
-        return f"{name:016x}", f"{parent:016x}"
-
-    return table.region.lock.run(look)
-
-
-def _process(table: Table) -> tuple[int, int]:
-    return (0, 0) if table.name is not None else (os.getpid(), process_start(os.getpid()))
-
-
-def descended(table: Table, index: Index, save: str) -> None:
-    """Note that a table has just been loaded from the save called `save`."""
-
-    def note() -> None:
-        index.counters[IDENTITY] = 1 + secrets.randbelow(2**63 - 1), int(save, 16), *_process(table)
-
-    table.region.lock.run(note)
 
 
 # Saving ----------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cut:
-    """The table at one moment: the live trajectories, oldest first, and what has been counted; all arrays [n]."""
+class _Snapshot:
+    """Live trajectories of a table at one moment, oldest first (arrays [n]), and the table's counters."""
 
     slots: Array
     sequences: Array
@@ -279,21 +110,21 @@ class _Cut:
     num_inserted: int
     num_sampled: int
 
-    def take(self, chosen: Array) -> _Cut:
-        """Those where the boolean array `chosen` is True, or that the integer array `chosen` names."""
+    def take(self, chosen: Array) -> _Snapshot:
+        """Trajectories selected by a boolean mask or by integer positions."""
         arrays = ("slots", "sequences", "lengths", "priorities", "times_sampled", "ages", "idents")
         return dataclasses.replace(self, **{name: getattr(self, name)[chosen] for name in arrays})
 
 
-def _cut(index: Index, ticket: Ticket) -> _Cut:
-    """Begin to read under a new ticket; what is there."""
+def _take_snapshot(index: Index, ticket: Ticket) -> _Snapshot:
+    """Begin `ticket` and take a snapshot, both at the same moment."""
 
-    def look() -> _Cut:
-        now = time.monotonic_ns()  # before what is too old goes: nothing that stays is older than it may be
+    def take() -> _Snapshot:
+        now = time.monotonic_ns()  # before expiry, so that no remaining trajectory exceeds the maximum age
         index._expire()
         slots = np.flatnonzero(index.state == READY)
         next_sequence = int(index.counters[NEXT_SEQUENCE])
-        cut = _Cut(
+        snapshot = _Snapshot(
             slots=slots,
             sequences=index.sequence[slots],
             lengths=index.extent[slots, 0],
@@ -307,20 +138,26 @@ def _cut(index: Index, ticket: Ticket) -> _Cut:
             num_sampled=int(index.counters[NUM_SAMPLED]),
         )
         ticket.begin(index)
-        return cut
+        return snapshot
 
-    cut = index._locked(look)
-    return cut.take(np.argsort(cut.sequences, kind="stable"))
+    snapshot = index._locked(take)
+    return snapshot.take(np.argsort(snapshot.sequences, kind="stable"))
 
 
 class _Save:
-    """One save: what is there already, what it adds, and the steps from one to the other."""
+    """One save.
+
+    Attributes:
+        stored: entries of trajectories on disk, of the previous save and of this one, by ascending sequence number.
+        segments: segments that the new manifest may name, by number.
+        name: random name of the table.
+    """
 
     def __init__(self, table: Table, index: Index, directory: Directory, old: Manifest | None) -> None:
         self.index, self.directory, self.old = index, directory, old
         self.schema, self.layout = table.schema, table.region.layout
         self.rules = table.rules
-        # Held, so that nothing is unmapped if the table is closed meanwhile.
+        # These references keep the memory mapped if the table is closed during the save.
         self.columns = {name: table.region.column(name) for name in table.schema}
         self.name, parent = identity(table, index)
         self.stored = _no_entries()
@@ -342,11 +179,11 @@ class _Save:
         self._reuse(old)
 
     def _reuse(self, old: Manifest) -> None:
-        """Take what the previous save wrote, but for files that have been lost or cut since."""
+        """Reuse the segments of the previous save, except those with files that are missing or have another size."""
         try:
             self.stored = read_entries(self.directory, old)
         except CheckpointError as error:
-            notice(f"checkpoint {error}", f"{error} This table is saved anew as a whole.")
+            notice(f"checkpoint {error}", f"{error} The whole table is saved again.")
             return
         for segment in old.segments:
             try:
@@ -354,74 +191,74 @@ class _Save:
                     for name, record in segment.files.items():
                         check_size(folder, column_file(name), record.bytes)
             except CheckpointError as error:
-                notice(f"checkpoint {error}", f"{error} Its trajectories are saved anew.")
+                notice(f"checkpoint {error}", f"{error} Its trajectories are saved again.")
             else:
                 self.segments[segment.number] = segment
-        self._forget_others()
+        self._drop_unused_entries()
 
-    def _forget_others(self) -> None:
-        """Entries whose segment is not to be used any more have to be written again."""
+    def _drop_unused_entries(self) -> None:
+        """Drop the entries whose segment is not reused; their trajectories are written again."""
         self.stored = self.stored.take(np.isin(self.stored.segment, list(self.segments)))
 
     def run(self, progress: bool) -> None:
-        """Write everything; on failure the previous checkpoint is as it was."""
+        """Save the table. After a failure the previous checkpoint is unchanged."""
         committing = False
         ticket = Ticket()
         with contextlib.ExitStack() as stack:
             try:
-                cut = _cut(self.index, ticket)
-                self._choose_segments(cut)
-                fresh = cut.take(~self._is_stored(cut))
+                snapshot = _take_snapshot(self.index, ticket)
+                self._choose_segments(snapshot)
+                unsaved = snapshot.take(~self._is_stored(snapshot))
                 advance, extend = stack.enter_context(
-                    progress_bar("Saving", self._bytes(fresh), enabled=progress)
+                    progress_bar("Saving", self._bytes(unsaved), enabled=progress)
                 )
                 largest = max(column.step_bytes for column in self.schema.values())
                 pipeline = stack.enter_context(Pipeline(largest, advance))
-                segments = stack.enter_context(self.directory.made(SEGMENTS_NAME))
+                segments = stack.enter_context(self.directory.open_or_make(SEGMENTS_NAME))
                 for turn in range(MAX_ROUNDS):
-                    if self._bytes(fresh) <= HOLD_BYTES or turn == MAX_ROUNDS - 1:
-                        self._write_segment(segments, pipeline, fresh, held=True)
+                    if self._bytes(unsaved) <= HOLD_BYTES or turn == MAX_ROUNDS - 1:
+                        self._write_segment(segments, pipeline, unsaved, under_ticket=True)
                         break
                     ticket.end()
-                    self._write_segment(segments, pipeline, fresh, held=False)
+                    self._write_segment(segments, pipeline, unsaved, under_ticket=False)
                     ticket = Ticket()
-                    cut = _cut(self.index, ticket)
-                    fresh = cut.take(~self._is_stored(cut))
-                    extend(self._bytes(fresh))
+                    snapshot = _take_snapshot(self.index, ticket)
+                    unsaved = snapshot.take(~self._is_stored(snapshot))
+                    extend(self._bytes(unsaved))
                 ticket.end()
-                data = self._finish(cut)
+                data = self._finish(snapshot)
                 committing = True
                 self._commit(segments, data)
             except BaseException:
                 ticket.end()
-                if not committing:  # else nobody knows which of the two manifests is there
+                if not committing:  # otherwise either manifest may be in place
                     with contextlib.suppress(OSError):
-                        _sweep(self.directory, self.old)
+                        sweep(self.directory, self.old)
                 raise
         with contextlib.suppress(CheckpointError, OSError):
-            _sweep(self.directory, read_manifest(self.directory))
+            sweep(self.directory, read_manifest(self.directory))
 
-    def _bytes(self, cut: _Cut) -> int:
-        return int(cut.lengths.sum()) * self.schema.step_bytes
+    def _bytes(self, snapshot: _Snapshot) -> int:
+        return int(snapshot.lengths.sum()) * self.schema.step_bytes
 
-    # ---------------------------------------------------------------- what is there
+    # ---------------------------------------------------------------- stored trajectories
 
-    def _places(self, cut: _Cut) -> Array:
-        """Where each trajectory is in `stored`, or -1; int64 [n]."""
-        place = np.searchsorted(self.stored.sequence, cut.sequences)
+    def _positions(self, snapshot: _Snapshot) -> Array:
+        """Position of each trajectory in `stored`, or -1; int64 [n]."""
+        place = np.searchsorted(self.stored.sequence, snapshot.sequences)
         place[place == len(self.stored.sequence)] = 0
         if not len(self.stored.sequence):
-            return np.full(len(cut.sequences), -1)
-        found = self.stored.sequence[place] == cut.sequences
-        return np.where(found & (self.stored.length[place] == cut.lengths), place, -1)
+            return np.full(len(snapshot.sequences), -1)
+        found = self.stored.sequence[place] == snapshot.sequences
+        return np.where(found & (self.stored.length[place] == snapshot.lengths), place, -1)
 
-    def _is_stored(self, cut: _Cut) -> Array:
-        found: Array = self._places(cut) >= 0
+    def _is_stored(self, snapshot: _Snapshot) -> Array:
+        found: Array = self._positions(snapshot) >= 0
         return found
 
-    def _live_steps(self, cut: _Cut) -> dict[int, int]:
-        """Segment number -> steps of live trajectories there."""
-        places = self._places(cut)
+    def _live_steps(self, snapshot: _Snapshot) -> dict[int, int]:
+        """Steps of live trajectories by segment number."""
+        places = self._positions(snapshot)
         places = places[places >= 0]
         live = dict.fromkeys(self.segments, 0)
         numbers, inverse = np.unique(self.stored.segment[places], return_inverse=True)
@@ -430,34 +267,37 @@ class _Save:
         live.update(zip(numbers.tolist(), steps.tolist(), strict=True))
         return live
 
-    def _choose_segments(self, cut: _Cut) -> None:
-        """Keep the segments that are worth it: at least half of the steps live, and not too many of them."""
-        live = self._live_steps(cut)
+    def _choose_segments(self, snapshot: _Snapshot) -> None:
+        """Choose the segments to reuse: at least half of the steps are live, and fewer than `MAX_SEGMENTS` segments."""
+        live = self._live_steps(snapshot)
         self.segments = {
             number: segment for number, segment in self.segments.items() if 2 * live[number] >= segment.steps
         }
         if len(self.segments) >= MAX_SEGMENTS:
             by_size = sorted(self.segments, key=lambda number: self.segments[number].steps, reverse=True)
             self.segments = {number: self.segments[number] for number in sorted(by_size[: MAX_SEGMENTS // 2])}
-        self._forget_others()
+        self._drop_unused_entries()
 
     # ---------------------------------------------------------------- segments
 
-    def _write_segment(self, segments: Directory, pipeline: Pipeline, fresh: _Cut, *, held: bool) -> None:
+    def _write_segment(
+        self, segments: Directory, pipeline: Pipeline, unsaved: _Snapshot, *, under_ticket: bool
+    ) -> None:
         """Write trajectories as a new segment.
 
         Args:
-            segments: the directory of all of them.
-            held: the caller holds the ticket of the cut. Otherwise some may be gone before their turn comes: what is
-                written in their place is never used.
+            segments: directory of the segments.
+            unsaved: the trajectories.
+            under_ticket: whether the caller holds the snapshot's ticket. Otherwise trajectories may be evicted before
+                they are copied; zeros are written in their place, and the index never refers to them.
         """
-        if not len(fresh.slots):
+        if not len(unsaved.slots):
             return
         number = self._free_number(segments)
         name = f"{number:06d}"
-        ends = np.cumsum(fresh.lengths)
-        first, steps = ends - fresh.lengths, int(ends[-1])
-        rows = Rows(first, fresh.lengths, self.layout.block_steps)
+        ends = np.cumsum(unsaved.lengths)
+        first, steps = ends - unsaved.lengths, int(ends[-1])
+        rows = Rows(first, unsaved.lengths, self.layout.block_steps)
         segments.mkdir(name + PART)
         files = {}
         with segments.child(name + PART) as folder:
@@ -468,21 +308,21 @@ class _Save:
                     npy_header(column.dtype_name, steps, column.shape),
                     steps,
                     column.step_bytes,
-                    self._filler(key, fresh, rows, held),
+                    self._filler(key, unsaved, rows, under_ticket),
                     chunk_bytes=manifest_module.CHUNK_BYTES,
                 )
             folder.sync()
         segments.rename(name + PART, name)
         self.next_segment = number + 1
         self.segments[number] = Segment(number, steps, files, manifest_module.CHUNK_BYTES)
-        count = len(fresh.slots)
+        count = len(unsaved.slots)
         written = Entries(
-            sequence=fresh.sequences,
-            length=fresh.lengths,
-            priority=fresh.priorities,
-            times_sampled=fresh.times_sampled,
-            age=fresh.ages,
-            ident=fresh.idents,
+            sequence=unsaved.sequences,
+            length=unsaved.lengths,
+            priority=unsaved.priorities,
+            times_sampled=unsaved.times_sampled,
+            age=unsaved.ages,
+            ident=unsaved.idents,
             segment=np.full(count, number, dtype=np.int64),
             first=first,
         )
@@ -491,14 +331,16 @@ class _Save:
         self.stored = joined.take(np.argsort(joined.sequence, kind="stable"))
 
     def _free_number(self, segments: Directory) -> int:
-        """The number of the next segment: what could not be removed may have taken some."""
+        """Number of the next segment. Numbers of leftover segments are skipped."""
         number = self.next_segment
         while segments.has(f"{number:06d}") or segments.has(f"{number:06d}{PART}"):
             number += 1
         return number
 
-    def _filler(self, name: str, fresh: _Cut, rows: Rows, held: bool) -> Callable[[Array, int, int], None]:
-        """A function that copies rows of the segment out of the blocks of one column."""
+    def _filler(
+        self, name: str, unsaved: _Snapshot, rows: Rows, under_ticket: bool
+    ) -> Callable[[Array, int, int], None]:
+        """Return a function that copies rows of the segment out of the blocks of one column."""
         index, data = self.index, self.columns[name]
         column = self.layout.columns[name]
 
@@ -506,42 +348,42 @@ class _Save:
             which, block, inside, steps, row = rows.pieces(begin, end)
             ticket = Ticket()
             try:
-                if not held:
+                if not under_ticket:
                     index.begin_read(ticket)
                     here = np.arange(which[0], which[-1] + 1)
-                    slots = fresh.slots[here]
-                    gone = (index.state[slots] != READY) | (index.sequence[slots] != fresh.sequences[here])
+                    slots = unsaved.slots[here]
+                    gone = (index.state[slots] != READY) | (index.sequence[slots] != unsaved.sequences[here])
                     if gone.any():
                         buffer[:] = 0
                         left = ~gone[which - which[0]]
                         which, block, inside, steps, row = (
                             array[left] for array in (which, block, inside, steps, row)
                         )
-                place = index.extent[fresh.slots[which], 1] + block
+                place = index.extent[unsaved.slots[which], 1] + block
                 ids = index.ids_at(place).astype(np.int64)
                 sources = data.ctypes.data + ids * column.block_stride + inside * column.step_bytes
                 targets = buffer.ctypes.data + row * column.step_bytes
                 copy_pieces(targets, sources, steps * column.step_bytes)
                 ticket.end()
             finally:
-                ticket.end()  # again: an exception may arrive anywhere
+                ticket.end()  # idempotent; a signal handler may raise between `begin_read` and the call above
 
         return fill
 
     # ---------------------------------------------------------------- index and manifest
 
-    def _finish(self, cut: _Cut) -> bytes:
-        """Write the index; the manifest's bytes."""
+    def _finish(self, snapshot: _Snapshot) -> bytes:
+        """Write the index and return the manifest, serialized."""
         import safetensors.numpy
 
-        entries = self.stored.take(self._places(cut))
-        # As they are now: this is what changes while a trajectory stays as it is.
+        entries = self.stored.take(self._positions(snapshot))
+        # The values that change after a trajectory was committed.
         entries = dataclasses.replace(
             entries,
-            priority=cut.priorities,
-            times_sampled=cut.times_sampled,
-            age=cut.ages,
-            ident=cut.idents,
+            priority=snapshot.priorities,
+            times_sampled=snapshot.times_sampled,
+            age=snapshot.ages,
+            ident=snapshot.idents,
         )
         used = np.unique(entries.segment).tolist()
         saves = self.old.saves + 1 if self.old else 1
@@ -560,10 +402,10 @@ class _Save:
             max_trajectories=self.layout.max_trajectories,
             num_blocks=self.layout.num_blocks,
             rules=self.rules,
-            origin=cut.origin,
-            next_sequence=cut.next_sequence,
-            num_inserted=cut.num_inserted,
-            num_sampled=cut.num_sampled,
+            origin=snapshot.origin,
+            next_sequence=snapshot.next_sequence,
+            num_inserted=snapshot.num_inserted,
+            num_sampled=snapshot.num_sampled,
             num_trajectories=len(entries.sequence),
             num_steps=int(entries.length.sum()),
             index=record,
@@ -572,14 +414,14 @@ class _Save:
         return manifest.to_bytes()
 
     def _commit(self, segments: Directory, data: bytes) -> None:
-        """Make what has been written durable, and then the checkpoint."""
-        check_cost(self.directory, MANIFEST_NAME, data)  # what is written can be read
+        """Sync all files, then put the manifest in place."""
+        check_cost(self.directory, MANIFEST_NAME, data)  # a later read must accept its size
         write_small(self.directory, MANIFEST_NAME + PART, data)
         segments.sync()
         self.directory.sync()
         self.directory.replace(MANIFEST_NAME + PART, MANIFEST_NAME)
         self.directory.sync()
-        self.directory.sync_parent()  # the directory's own name, if it is new
+        self.directory.sync_parent()  # the directory itself may be new
 
 
 def _no_entries() -> Entries:

@@ -1,12 +1,12 @@
-"""Several tables on disk, one a rank: a directory with a checkpoint of each, and a manifest of them all.
+"""Checkpoints of several tables, one a rank: a directory with a checkpoint of each, and a common manifest.
 
-    shards.json                    version, schema, and of each rank's table: where its checkpoint is, size and checksum
-                                   of that one's manifest, shard number and counts
+    shards.json                    version, schema, and for each rank: path of its checkpoint, size and checksum of the
+                                   checkpoint's manifest, shard number and counters
     saves/<number>/<rank>/         a checkpoint as `gear_loader.checkpoint` describes it, one a rank
-    .gear-loader.lock              held by rank 0 while all save
+    .gear-loader.lock              locked by rank 0 during a save
 
-A save makes a new directory in ``saves``, into which files of the save before that are still right come as hard links.
-Replacing ``shards.json`` is what makes it the checkpoint; only then goes the directory of the save before.
+A save creates a new directory in ``saves`` and hard-links the files of the previous save that are still valid.
+Replacing ``shards.json`` makes the new save valid; then the directory of the previous save is removed.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ import xxhash
 
 from gear_loader.checkpoint.directory import REMEDY, Directory, open_to_load
 from gear_loader.checkpoint.files import write_small
+from gear_loader.checkpoint.housekeeping import check_owned, refuse_links, remove_checkpoint
 from gear_loader.checkpoint.index import read_entries
-from gear_loader.checkpoint.manifest import (
-    LARGEST_COUNT,
+from gear_loader.checkpoint.json_file import (
+    Fields,
+    FileRecord,
+    manifest_bytes,
+    read_fields,
+    read_limited,
+    schema_of,
+)
+from gear_loader.checkpoint.manifest import LARGEST_COUNT, Manifest, read_manifest
+from gear_loader.checkpoint.names import (
     LOCK_NAME,
     MANIFEST_NAME,
     PART,
     SEGMENTS_NAME,
     SHARDS_NAME,
-    Fields,
-    FileRecord,
-    Manifest,
     column_file,
     index_file,
-    manifest_bytes,
-    read_fields,
-    read_limited,
-    read_manifest,
-    schema_of,
     segment_folder,
 )
-from gear_loader.checkpoint.saving import check_owned, refuse_links, remove_checkpoint
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.ids import LARGEST_ORIGIN, following
 from gear_loader.storage.schema import Schema
@@ -73,20 +73,20 @@ _MOST_RANKS = LARGEST_ORIGIN + 1
 
 
 def shard_folder(number: int, rank: int) -> str:
-    """Where the checkpoint of a rank's table lies that belongs to save `number`, relative to the directory."""
+    """Path of the checkpoint of one rank in save `number`, relative to the directory."""
     return f"{SAVES_NAME}/{number:06d}/{rank:05d}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """One rank's checkpoint, as the manifest of all has it.
+    """The record of one rank's checkpoint in the common manifest.
 
     Attributes:
         save, table: as in the checkpoint's own manifest.
         bytes, xxh128: size and checksum of that manifest.
-        origin: the table's shard number, None if it had none.
-        num_trajectories, num_steps: what there is.
-        next_sequence: no trajectory there has had this number or a higher one, and no id has it.
+        origin: the table's shard number, or None.
+        num_trajectories, num_steps: size of the saved table.
+        next_sequence: sequence number above those of all trajectories and ids of the table.
     """
 
     save: str
@@ -101,11 +101,12 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class ShardsManifest:
-    """Everything that `shards.json` says.
+    """Contents of `shards.json`.
 
     Attributes:
-        save: random name of this save. number: its number, after which its directory is called.
-        shards: of each rank.
+        schema: of all tables.
+        save: random name of this save. number: its number, the name of its directory.
+        shards: record of each rank's checkpoint.
     """
 
     schema: Schema
@@ -114,7 +115,7 @@ class ShardsManifest:
     shards: tuple[Shard, ...]
 
     def to_bytes(self) -> bytes:
-        """The file's contents."""
+        """Serialize the manifest."""
         shards = [
             {"path": shard_folder(self.number, rank), **dataclasses.asdict(shard)}
             for rank, shard in enumerate(self.shards)
@@ -138,10 +139,10 @@ def _no_shards(directory: str) -> str:
 
 
 def open_shards(path: str) -> Directory:
-    """Open the directory of a checkpoint of several tables, to load it.
+    """Open the directory of a checkpoint of several tables for loading.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the directory does not exist or cannot be read.
     """
     return open_to_load(path, _no_shards(path))
 
@@ -150,16 +151,16 @@ def read_shards(directory: Directory) -> ShardsManifest:
     """Read and check `shards.json`.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or of another version.
+        CheckpointError: the manifest is missing, damaged or of another version.
     """
     path, missing = directory.at(SHARDS_NAME), _no_shards(directory.path)
-    fields, _ = read_fields(directory, SHARDS_NAME, FORMAT, (VERSION,), missing=missing, count=_count_shards)
+    fields = read_fields(directory, SHARDS_NAME, FORMAT, VERSION, missing=missing, count=_count_shards)
     schema = schema_of(fields)
     number = fields.integer("number", 1, 10**12 - 1)
     world_size = fields.integer("world_size", 1, _MOST_RANKS)
     rows = fields.items("shards")
     if len(rows) != world_size:
-        raise fields.wrong("shards", f"{len(rows)} of them", f"{world_size}, one a rank")
+        raise fields.wrong("shards", f"a list of {len(rows)}", f"{world_size} items, one for each rank")
     shards = []
     for rank, row in enumerate(rows):
         inner = Fields(row, path, f"shards[{rank}]")
@@ -180,7 +181,7 @@ def read_shards(directory: Directory) -> ShardsManifest:
 
 
 def _count_shards(directory: Directory) -> tuple[int, int]:
-    """How many ranks' directories the saves have; see `read_fields`."""
+    """Number of ranks' directories in all saves, and 0 bytes; see `read_fields`."""
     ranks = 0
     with contextlib.suppress(OSError), directory.child(SAVES_NAME) as saves:
         for save in filter(_SAVE_NAME.fullmatch, saves.names()):
@@ -220,7 +221,7 @@ def _manifest(directory: Directory, folder: Directory, shards: ShardsManifest, r
 
 
 def shard_of(folder: Directory) -> Shard:
-    """What the manifest of all says of a checkpoint that has just been written."""
+    """The record of a checkpoint that was just written."""
     record = _record(folder)
     manifest = read_manifest(folder)
     entries = read_entries(folder, manifest)
@@ -237,7 +238,11 @@ def shard_of(folder: Directory) -> Shard:
 
 
 def _record(folder: Directory, expected: int | None = None, other: str = "") -> FileRecord:
-    """Size and checksum of a manifest, which has to have `expected` bytes; else the error begins with `other`."""
+    """Size and checksum of a checkpoint's manifest.
+
+    Args:
+        expected: bytes that it must have. other: beginning of the error if it has not.
+    """
 
     def check(size: int) -> None:
         if expected is not None and size != expected:
@@ -257,10 +262,10 @@ def _record(folder: Directory, expected: int | None = None, other: str = "") -> 
 
 
 def check_shards_directory(directory: Directory) -> None:
-    """Refuse to write into a directory that holds anything but such a checkpoint, or the rest of a first save.
+    """Check that a directory holds a checkpoint of several tables, an unfinished first save, or nothing.
 
     Raises:
-        CheckpointError: it does, or one of its own directories or files is a symbolic link.
+        CheckpointError: it holds other files, or one of the checkpoint's directories or files is a symbolic link.
     """
     known = (LOCK_NAME, SAVES_NAME, SHARDS_NAME + PART)
     check_owned(directory, SHARDS_NAME, lambda name: name in known, what="checkpoint of several tables")
@@ -273,7 +278,7 @@ def check_shards_directory(directory: Directory) -> None:
 
 
 def next_number(directory: Directory, old: ShardsManifest | None) -> int:
-    """A number that no save there has, finished or not."""
+    """A number that no save in the directory has, finished or not."""
     number = old.number + 1 if old else 1
     with contextlib.suppress(FileNotFoundError), directory.child(SAVES_NAME) as saves:
         while saves.has(f"{number:06d}"):
@@ -282,20 +287,21 @@ def next_number(directory: Directory, old: ShardsManifest | None) -> int:
 
 
 def link_shard(directory: Directory, old: ShardsManifest, table: str, parent: str, folder: Directory) -> None:
-    """Fill a new directory with what the save before has of a table, so that what is still right is not written again.
+    """Hard-link a table's files of the previous save into a new directory, so that they are not written again.
 
     Args:
-        table, parent: names of the table, and of the save that it was loaded from.
-        folder: of the new checkpoint; it is empty.
+        directory: of all checkpoints. old: manifest of the previous save.
+        table, parent: names of the table, and of the save it was loaded from.
+        folder: empty directory of the new checkpoint.
 
     Raises:
-        CheckpointError: what there is of it is damaged.
+        CheckpointError: the previous checkpoint of the table is damaged.
     """
     rank = _rank_of(old, table, parent)
     if rank is None:
         return
     source, manifest = open_shard(directory, old, rank)
-    with source, folder.made(SEGMENTS_NAME) as segments:
+    with source, folder.open_or_make(SEGMENTS_NAME) as segments:
         for segment in manifest.segments:
             name = f"{segment.number:06d}"
             segments.mkdir(name)
@@ -308,10 +314,10 @@ def link_shard(directory: Directory, old: ShardsManifest, table: str, parent: st
 
 
 def check_shard_links(directory: Directory, old: ShardsManifest, table: str, parent: str) -> None:
-    """Refuse to take over a table's files from the save before if one is a symbolic link.
+    """Check that no file of a table in the previous save is a symbolic link.
 
     Raises:
-        CheckpointError: one is; the message names it.
+        CheckpointError: one is a link; the message names it.
     """
     rank = _rank_of(old, table, parent)
     if rank is not None:
@@ -323,13 +329,13 @@ def check_shard_links(directory: Directory, old: ShardsManifest, table: str, par
 
 
 def _rank_of(old: ShardsManifest, table: str, parent: str) -> int | None:
-    """The rank that saved a table, or None."""
+    """The rank whose checkpoint in the previous save is of this table, or None."""
     ranks = [rank for rank, shard in enumerate(old.shards) if shard.table == table or shard.save == parent]
     return ranks[0] if ranks else None
 
 
 def _link(source: Directory, target: Directory, name: str) -> None:
-    """A second name for a file, or a copy where the file system has none."""
+    """Hard-link a file, or copy it where the file system does not support links."""
     try:
         os.link(name, name, src_dir_fd=source.fd, dst_dir_fd=target.fd, follow_symlinks=False)
         return
@@ -348,7 +354,7 @@ def _link(source: Directory, target: Directory, name: str) -> None:
 
 
 def write_shards(directory: Directory, shards: ShardsManifest) -> None:
-    """Make what all ranks have written the checkpoint."""
+    """Write the common manifest, which makes the save valid."""
     write_small(directory, SHARDS_NAME + PART, shards.to_bytes())
     with directory.child(SAVES_NAME) as saves:
         with saves.child(f"{shards.number:06d}") as save:
@@ -357,11 +363,11 @@ def write_shards(directory: Directory, shards: ShardsManifest) -> None:
     directory.sync()
     directory.replace(SHARDS_NAME + PART, SHARDS_NAME)
     directory.sync()
-    directory.sync_parent()  # the directory's own name, if it is new
+    directory.sync_parent()  # the directory itself may be new
 
 
 def sweep_saves(directory: Directory, kept: ShardsManifest | None) -> None:
-    """Remove what the checkpoint does not name. What cannot be removed is left to the next save."""
+    """Remove saves that the manifest does not name. The next save removes files that cannot be removed now."""
     with contextlib.suppress(OSError):
         directory.remove_file(SHARDS_NAME + PART)
     with contextlib.suppress(OSError), directory.child(SAVES_NAME) as saves:
@@ -380,9 +386,9 @@ def _remove_save(saves: Directory, name: str) -> None:
 
 
 def remove_shard(directory: Directory, number: int, rank: int) -> None:
-    """Remove what a rank has written of a save that failed. What cannot be removed is left to the next save."""
+    """Remove the files of one rank of a failed save. The next save removes files that cannot be removed now."""
     folder, name = os.path.split(shard_folder(number, rank))
     with contextlib.suppress(OSError), directory.child(SAVES_NAME) as saves:
         with saves.child(os.path.basename(folder)) as save:
             remove_checkpoint(save, name)
-        saves.rmdir(os.path.basename(folder))  # by the last of all ranks
+        saves.rmdir(os.path.basename(folder))  # succeeds for the last rank

@@ -1,4 +1,4 @@
-"""What one of so many ranks loads of the tables that were saved together."""
+"""The part of a checkpoint of several tables that one rank loads."""
 
 from __future__ import annotations
 
@@ -10,18 +10,24 @@ from gear_loader.checkpoint.directory import Directory
 from gear_loader.checkpoint.index import Entries, read_entries
 from gear_loader.checkpoint.loading import Contents, Part, check_files, contents_of
 from gear_loader.checkpoint.manifest import Manifest
-from gear_loader.checkpoint.resharding import deal, split_counts
+from gear_loader.checkpoint.resharding import assign_ranks, split_counts
 from gear_loader.checkpoint.sharded import ShardsManifest, open_shard, shard_folder
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Share", "dealt_share", "own_share"]
+__all__ = ["Share", "own_share", "resharded_share"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What a rank's new table is to hold, how large it is, and the save that it goes on from ("0" for none)."""
+    """The part of a checkpoint that one rank loads.
+
+    Attributes:
+        parts, contents: as for `fill`.
+        sizes: arguments of `Table.create`. rules: manifest of the table whose rules the new table has.
+        parent: name of the save whose files the next save of the table can reuse, or "0".
+    """
 
     parts: list[Part]
     contents: Contents
@@ -31,14 +37,14 @@ class Share:
 
 
 def own_share(directory: Directory, shards: ShardsManifest, rank: int) -> Share:
-    """The table that this rank saved, as it was."""
+    """The share of a rank that loads its own table, when the number of ranks is the same."""
     folder, manifest = open_shard(directory, shards, rank)
     with folder:
         entries = read_entries(folder, manifest)
         check_files(folder, manifest)
     contents = contents_of(manifest, entries)
     if (manifest.origin or 0) != rank:
-        # It was another shard: its ids stay, and it gives those of this one from now on.
+        # Another shard wrote the table: its ids stay, and new ids are of this shard.
         contents = dataclasses.replace(
             contents, ident=entries.ids(manifest.origin), next_sequence=_next_sequence(shards)
         )
@@ -58,8 +64,8 @@ def _next_sequence(shards: ShardsManifest) -> int:
     return max(shard.next_sequence for shard in shards.shards)
 
 
-def dealt_share(directory: Directory, shards: ShardsManifest, rank: int, world_size: int) -> Share:
-    """A rank's share of all tables together."""
+def resharded_share(directory: Directory, shards: ShardsManifest, rank: int, world_size: int) -> Share:
+    """The share of one rank when another number of ranks saved the tables."""
     manifests = []
     for i in range(len(shards.shards)):
         folder, manifest = open_shard(directory, shards, i)
@@ -78,7 +84,7 @@ def dealt_share(directory: Directory, shards: ShardsManifest, rank: int, world_s
     _check_distinct(directory.path, ids, shard)
     stored = np.lexsort((everything.first, everything.segment, shard))
     owner = np.empty(len(ids), dtype=np.int64)
-    owner[stored] = deal(everything.length[stored], world_size)
+    owner[stored] = assign_ranks(everything.length[stored], world_size)
     mine = np.flatnonzero(owner == rank)
     mine = mine[np.argsort(ids[mine], kind="stable")]
     starts = np.searchsorted(shard, np.arange(len(indices)))
@@ -105,13 +111,13 @@ def dealt_share(directory: Directory, shards: ShardsManifest, rank: int, world_s
 
 
 def _counts(shards: ShardsManifest, manifests: list[Manifest], live: list[int], rank: int) -> dict[str, int]:
-    """The counts of this rank's table: next_sequence, num_inserted and num_sampled.
+    """Counters of this rank's table: next_sequence, num_inserted and num_sampled.
 
     Args:
-        live: trajectories of each rank.
+        live: number of trajectories of each rank.
     """
-    gone = sum(manifest.num_inserted for manifest in manifests) - sum(live)
-    inserted = [left + part for left, part in zip(live, split_counts(gone, [1] * len(live)), strict=True)]
+    removed = sum(manifest.num_inserted for manifest in manifests) - sum(live)
+    inserted = [left + part for left, part in zip(live, split_counts(removed, [1] * len(live)), strict=True)]
     sampled = split_counts(sum(manifest.num_sampled for manifest in manifests), inserted)
     return {
         "next_sequence": max(_next_sequence(shards), inserted[rank]),
@@ -121,7 +127,11 @@ def _counts(shards: ShardsManifest, manifests: list[Manifest], live: list[int], 
 
 
 def _sizes(manifests: list[Manifest], lengths: Array, longest: int, world_size: int) -> dict[str, int]:
-    """How large a table is that gets trajectories of some lengths: with as much room as the saved tables had."""
+    """Sizes of the table of one rank: its part of the saved tables' sizes, or more where its trajectories need it.
+
+    Args:
+        lengths: int64, steps of its trajectories. longest: steps of the longest trajectory of all ranks.
+    """
     block_steps = max(manifest.block_steps for manifest in manifests)
     blocks = sum(-(-m.num_blocks * m.block_steps // block_steps) for m in manifests)
     limiter = manifests[0].rules.rate_limiter

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from gear_loader.checkpoint.directory import Directory
-from gear_loader.checkpoint.loading import fill
-from gear_loader.checkpoint.saving import descended
+from gear_loader.checkpoint.identity import set_parent
+from gear_loader.checkpoint.loading import fill, retry_if_replaced, was_replaced
 from gear_loader.checkpoint.sharded import ShardsManifest, open_shards, read_shards
-from gear_loader.checkpoint.sharded_loading import dealt_share, own_share
+from gear_loader.checkpoint.sharded_loading import own_share, resharded_share
 from gear_loader.distributed.checkpoint_ranks import Agree, CheckpointRanks
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.rules import OnFull
@@ -18,8 +18,6 @@ from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.table import Table
 
 __all__ = ["load"]
-
-_ATTEMPTS = 10  # attempts to load a checkpoint that other saves replace meanwhile
 
 
 def load(
@@ -74,26 +72,26 @@ def load(
         "block_steps": block_steps,
         "max_blocks": max_blocks,
     }
-    for _ in range(_ATTEMPTS):
+
+    def attempt() -> Table | None:
         seen: list[ShardsManifest] = []
 
-        def look(seen: list[ShardsManifest] = seen) -> dict[str, Any]:
+        def look() -> dict[str, Any]:
             with _opened(where, stage) as directory:
                 seen.append(_expected_shards(directory, expected))
             return {"save": seen[0].save}
 
         answers = ranks.run("find the checkpoint", look)
         if any(other["save"] != answers[0]["save"] for other in answers):
-            continue
+            return None
         tables: list[Table] = []
 
-        def read(seen: list[ShardsManifest] = seen, tables: list[Table] = tables) -> dict[str, Any]:
+        def read() -> dict[str, Any]:
             with _opened(where, stage) as directory:
                 try:
                     tables.append(_load_share(directory, seen[0], ranks, given, name, on_full, progress))
                 except CheckpointError:
-                    # Another save may have replaced the checkpoint meanwhile, and removed files of this manifest.
-                    if not _replaced(directory, seen[0]):
+                    if not was_replaced(lambda: read_shards(directory).save, seen[0].save):
                         raise
             return {"loaded": bool(tables)}
 
@@ -103,9 +101,9 @@ def load(
         finally:
             for table in tables:
                 _discard(table)
-    raise CheckpointError(
-        f"{where} was saved into {_ATTEMPTS} times while it was being loaded. Load it when no job saves into it."
-    )
+        return None
+
+    return retry_if_replaced(attempt, where)
 
 
 def _discard(table: Table) -> None:
@@ -121,14 +119,6 @@ def _opened(path: str, stage: str | None) -> Directory:
         return open_shards(path)
     with open_shards(os.path.dirname(path)) as top:
         return top.child_to_load(stage)
-
-
-def _replaced(directory: Directory, shards: ShardsManifest) -> bool:
-    """Return whether another save has replaced a checkpoint."""
-    try:
-        return read_shards(directory).save != shards.save
-    except CheckpointError:
-        return False
 
 
 def _expected_shards(directory: Directory, expected: Schema | None) -> ShardsManifest:
@@ -156,7 +146,7 @@ def _load_share(
     share = (
         own_share(directory, shards, ranks.rank)
         if same
-        else dealt_share(directory, shards, ranks.rank, ranks.size)
+        else resharded_share(directory, shards, ranks.rank, ranks.size)
     )
     sizes: dict[str, int | None] = {
         **share.sizes,
@@ -177,7 +167,7 @@ def _load_share(
     )
     try:
         fill(table, directory, share.parts, share.contents, progress=progress)
-        descended(table, table._live(), share.parent)
+        set_parent(table, table._live(), share.parent)
     except BaseException:
         _discard(table)
         raise

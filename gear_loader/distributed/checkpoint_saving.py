@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 from gear_loader.checkpoint.directory import Directory
-from gear_loader.checkpoint.manifest import SHARDS_NAME
-from gear_loader.checkpoint.saving import identity, locked, remove_checkpoint, reporting
+from gear_loader.checkpoint.housekeeping import convert_errors, locked, remove_checkpoint
+from gear_loader.checkpoint.identity import identity
+from gear_loader.checkpoint.names import SHARDS_NAME
 from gear_loader.checkpoint.saving import save_into as save_table
 from gear_loader.checkpoint.sharded import (
     Shard,
@@ -126,7 +127,7 @@ class _Part:
         """Describe the table; on rank 0 also lock the directory, and number the save."""
         answer: dict[str, Any] = {"origin": self._table.origin, "schema": self._table.schema.to_json()}
         if self._rank == 0:
-            with reporting(self._path):
+            with convert_errors(self._path):
                 top = self._top = self._stack.enter_context(_directory(self._path, self._stage, make=True))
                 check_shards_directory(top)
                 self._stack.enter_context(locked(top))
@@ -142,7 +143,7 @@ class _Part:
             number: number of the save.
             replaces: name of the previous checkpoint, as rank 0 sees it; None for a first save.
         """
-        with reporting(self._path), _directory(self._path, self._stage) as directory:
+        with convert_errors(self._path), _directory(self._path, self._stage) as directory:
             previous = _previous(directory) if self._rank else self._old
             if (previous.save if previous else None) != replaces:
                 raise CheckpointError(
@@ -161,7 +162,7 @@ class _Part:
         """On rank 0, write the manifest of all tables: from then on the new checkpoint is valid."""
         if self._rank == 0:
             assert self._top is not None
-            with reporting(self._path):
+            with convert_errors(self._path):
                 write_shards(self._top, shards)
         return {}
 
@@ -178,7 +179,7 @@ def _directory(path: str, stage: str | None, *, make: bool = False) -> Directory
     if stage is None:
         return top
     with top:
-        return top.made(stage) if make else top.child(stage)
+        return top.open_or_make(stage) if make else top.child(stage)
 
 
 def _previous(directory: Directory) -> ShardsManifest | None:
@@ -194,7 +195,7 @@ def _write_shard(
         check_shard_links(directory, old, *names)
     save, name = os.path.split(shard_folder(number, rank))
     with contextlib.ExitStack() as stack:
-        parent = stack.enter_context(directory.made_all(save))
+        parent = stack.enter_context(directory.open_or_make_all(save))
         parent.mkdir(name)
         folder = stack.enter_context(parent.child(name))
         if old is not None:

@@ -14,7 +14,7 @@ from gear_loader.distributed.failures import collect
 from gear_loader.distributed.migration import Budget, MigrationSet, Mover, choose_migration
 from gear_loader.distributed.records import MOVE
 from gear_loader.distributed.state import share_bundle
-from gear_loader.transport.capacity import room_of
+from gear_loader.transport.capacity import free_steps
 from gear_loader.utils.arrays import Array
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ class Rebalance:
             return {
                 f"{shard}/{stage}": np.array(
                     [
-                        room_of(table),
+                        free_steps(table),
                         table.region.layout.max_trajectories - len(table),
                         table.region.layout.block_steps,
                     ]

@@ -14,7 +14,7 @@ from gear_loader.errors import GearError, StaleIndexError, TransportError
 from gear_loader.storage.operations import NEXT_SEQUENCE, READY, UNSET
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.table import Table
-from gear_loader.transport.capacity import mass_of, read_room, room_of
+from gear_loader.transport.capacity import free_steps, parse_capacity_report, priority_sum
 from gear_loader.utils.arrays import Array
 
 __all__ = ["StageTable", "is_refusal", "remove_stored"]
@@ -83,16 +83,16 @@ class StageTable:
         Raises:
             TransportError: the other node did not answer.
         """
-        return room_of(self.table) if self.table is not None else self._capacity()[0]
+        return free_steps(self.table) if self.table is not None else self._capacity()[0]
 
     def mass(self) -> float:
         """Return the sum of the priorities with which trajectories were added, roughly; see `free_steps`."""
-        return mass_of(self.table) if self.table is not None else self._capacity()[1]
+        return priority_sum(self.table) if self.table is not None else self._capacity()[1]
 
     def _capacity(self) -> tuple[int, float]:
         """Return free steps and mass of a table on another node."""
         if time.monotonic() - self._reported >= _REPORT:
-            self._report = read_room(self._peer.metadata("room", self.name).result())
+            self._report = parse_capacity_report(self._peer.metadata("capacity", self.name).result())
             self._reported = time.monotonic()
         return self._report
 

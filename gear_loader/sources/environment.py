@@ -1,4 +1,4 @@
-"""Episodes collected from a Gymnasium environment."""
+"""Collecting episodes from a Gymnasium environment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from gear_loader.errors import SourceError
-from gear_loader.sources._optional import progress_bar, require
+from gear_loader.sources._optional import require
 from gear_loader.sources.episodes import (
     FINITE_REMEDY,
     STANDARD,
@@ -28,6 +28,7 @@ from gear_loader.sources.episodes import (
     select,
 )
 from gear_loader.storage.schema import Column
+from gear_loader.utils.progress import progress_bar
 
 __all__ = ["collect", "collect_iter", "leaf_column", "leaves"]
 
@@ -144,7 +145,7 @@ def collect_iter(
 
 @dataclasses.dataclass(frozen=True)
 class _Limits:
-    """When to stop; see `collect`."""
+    """Limits of a collection; see `collect`."""
 
     episodes: int | None
     steps: int | None
@@ -172,12 +173,12 @@ def _run(
             policy = _random_policy(env.action_space)
         total, unit = (limits.steps, "steps") if limits.episodes is None else (limits.episodes, "episodes")
         steps = number = 0
-        with progress_bar(f"Collecting {recorder.name}", total, unit, enabled=progress) as advance:
+        with progress_bar(f"Collecting {recorder.name}", total, unit=unit, enabled=progress) as (advance, _):
             while limits.episodes is None or number < limits.episodes:
                 longest = None if limits.steps is None else limits.steps - steps
                 episode_seed = seed if number == 0 else None
                 length = recorder.run(policy, number, episode_seed, limits.episode_steps, longest)
-                if length is None:  # one step more than may be kept
+                if length is None:  # the episode exceeds max_steps
                     if number == 0:
                         raise SourceError(
                             f"The first episode of {recorder.name} has more than max_steps={limits.steps} steps; "
@@ -215,20 +216,26 @@ def _random_policy(space: Any) -> Policy:
 
 @dataclasses.dataclass(frozen=True)
 class _Leaf:
-    """One leaf of a space: where it lies in a value, and the column it becomes."""
+    """One leaf of a space.
+
+    Attributes:
+        path: keys that lead to it in a value. space: its space.
+        shape: shape of its values; None for a space whose values are not arrays of one fixed shape.
+    """
 
     path: tuple[Any, ...]
     space: Any
-    shape: tuple[int, ...] | None  # None: a kind of space whose values are no arrays of one fixed shape
+    shape: tuple[int, ...] | None
 
     def take(self, value: Any) -> Any:
+        """The part of a value of the whole space that belongs to this leaf."""
         for key in self.path:
             value = value[key]
         return value
 
 
 def leaves(space: Any, name: str) -> dict[str, _Leaf]:
-    """The leaves of an observation or action space, by column name, in the space's own order."""
+    """Leaves of an observation or action space by column name, in the order of the space."""
     spaces = require("gymnasium", "Reading a space").spaces
     found: dict[str, _Leaf] = {}
 
@@ -308,7 +315,15 @@ class _Recorder:
     def run(
         self, policy: Policy, number: int, seed: int | None, cut: int | None, longest: int | None
     ) -> int | None:
-        """Run one episode; return its steps, or None where it has more than `longest`."""
+        """Run one episode.
+
+        Args:
+            number: position of the episode, for errors. seed: of the reset, or None.
+            cut: steps after which the episode is truncated, or None. longest: most steps, or None.
+
+        Returns:
+            Its number of steps, or None if it has more than `longest`.
+        """
         values = self._values = {role: [] for role in self._chosen.values()}
         keep = {role: values[role].append for role in ("reward", "terminated", "truncated") if role in values}
         try:
@@ -343,7 +358,7 @@ class _Recorder:
                 return step
 
     def episode(self, number: int) -> Episode:
-        """The arrays of the episode that was run last."""
+        """Arrays of the episode that was run last."""
         return {name: self._array(role, name, number) for name, role in self._chosen.items()}
 
     def _keep(self, kind: str, value: Any, number: int, step: int) -> None:
@@ -354,7 +369,7 @@ class _Recorder:
                 array = np.array(leaf.take(value))
             except Exception as error:
                 raise self._misfit(
-                    role, number, step, f"is {value!r}, which is no value of its space"
+                    role, number, step, f"is {value!r}, which is not a value of its space"
                 ) from error
             if array.shape != leaf.shape:
                 raise self._misfit(

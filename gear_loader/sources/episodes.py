@@ -1,4 +1,4 @@
-"""What all sources share: episodes, their standard columns, and the conversion to a column's dtype.
+"""Common parts of all sources: episodes, their standard columns, and conversion to a column's dtype.
 
 An episode is a mapping of column names to arrays ``[T, *shape]``, one entry a step. The standard columns:
 
@@ -56,9 +56,9 @@ Columns = Iterable[str] | Mapping[str, str] | None
 """Which columns to take: names, or {name in the table: name in the source}, or None for the standard ones."""
 
 STANDARD = ("observation", "action", "reward", "terminated", "truncated")
-"""The columns that every source gives unless told otherwise."""
+"""The columns that every source gives by default."""
 
-# What numpy has and a table has not, and the next wider dtype that holds every value of it.
+# Dtypes that numpy has and a table does not have, and the next wider dtype that holds their values.
 _WIDENED = {np.dtype(np.uint16): torch.int32, np.dtype(np.uint32): torch.int64}
 _FROM_NUMPY = {dtype: torch_dtype for torch_dtype, dtype in NUMPY_DTYPES.items()}
 
@@ -67,7 +67,7 @@ class EpisodeReader(abc.ABC):
     """Episodes of a data set on disk: lengths and columns are known beforehand, iteration can be repeated.
 
     Attributes:
-        source: what is read, for messages.
+        source: name of the data set in errors.
         lengths: steps of each episode, int64 [n], read-only.
         schema: the columns of every episode, as `gear_loader.Table.create` takes them.
     """
@@ -110,7 +110,7 @@ def infer_schema(episodes: Any) -> dict[str, Column]:
 
     Raises:
         SourceError: no episode, an iterator (looking at its first episode would consume it), something that
-            is no array of at least one dimension, or a dtype that no column has.
+            is not an array of at least one dimension, or a dtype that columns do not support.
 
     Example:
         >>> infer_schema([{"reward": np.zeros(7, np.float32)}])
@@ -152,7 +152,14 @@ def _schema_of(episode: Any, where: str) -> dict[str, Column]:
 
 
 def column_of(dtype: torch.dtype, shape: tuple[int, ...], what: str) -> Column:
-    """`gear_loader.Column`, with the source's own words where it does not fit."""
+    """Create a column.
+
+    Args:
+        what: the data in errors.
+
+    Raises:
+        SourceError: no table can have such a column.
+    """
     try:
         return Column(dtype, shape)
     except SchemaError as error:
@@ -160,7 +167,7 @@ def column_of(dtype: torch.dtype, shape: tuple[int, ...], what: str) -> Column:
 
 
 def describe(values: Any) -> str:
-    """A short text for a message: what this value is, without its contents."""
+    """Type, and of an array dtype and shape, of a value; for error messages."""
     if isinstance(values, (np.ndarray, torch.Tensor)):
         return f"an array of {values.dtype} and shape {list(values.shape)}"
     return f"an object of type {type(values).__name__}"
@@ -176,7 +183,7 @@ def plan_dtype(role: str, dtype: Any, what: str, *, keep_float64: bool) -> torch
     Args:
         role: the column's name in the source.
         dtype: a numpy dtype, of either byte order.
-        what: how a message calls it.
+        what: the data in errors.
 
     Raises:
         SourceError: a dtype that no column holds, such as strings.
@@ -204,8 +211,8 @@ class MisfitError(Exception):
     """A value that the column cannot hold.
 
     Attributes:
-        problem: what is wrong, as the end of a sentence that names the place.
-        step: the first step concerned, counted from the start of the array, or None for all of them.
+        problem: the problem, as the end of a sentence that begins with the place.
+        step: first affected step, counted from the start of the array, or None for all steps.
     """
 
     problem: str
@@ -224,8 +231,8 @@ def convert(values: np.ndarray, dtype: torch.dtype, *, finite: bool = False) -> 
         The same array where nothing had to be done, else a new one.
 
     Raises:
-        MisfitError: a number outside the dtype's range, a flag that is neither 0 nor 1, a fraction for an
-            integer column, no number at all, or (with `finite`) a value that is not finite.
+        MisfitError: a number outside the dtype's range, a flag that is neither 0 nor 1, floating-point values for an
+            integer column, values that are not numbers, or (with `finite`) a value that is not finite.
     """
     target = NUMPY_DTYPES.get(dtype, np.dtype(np.float32))
     kinds = (values.dtype.kind, target.kind)
@@ -236,10 +243,10 @@ def convert(values: np.ndarray, dtype: torch.dtype, *, finite: bool = False) -> 
     if values.dtype == target:
         return values
     if kinds[1] == "b":
-        _refuse((values != 0) & (values != 1), values, "which is no flag: neither 0 nor 1")
+        _refuse((values != 0) & (values != 1), values, "which is not a flag: expected 0 or 1")
         return values.astype(target)
     if kinds[1] == "f":
-        with np.errstate(over="ignore"):  # checked in the next line, with the step that is concerned
+        with np.errstate(over="ignore"):  # the next check finds overflows and their step
             result = values.astype(target)
         if values.dtype.itemsize > target.itemsize:
             _refuse(np.isinf(result) & np.isfinite(values), values, f"which {target} cannot hold")
@@ -257,7 +264,7 @@ def _refuse(bad: np.ndarray, values: np.ndarray, why: str) -> None:
 
 
 def is_finite_role(role: str, allow_nonfinite: bool) -> bool:
-    """Whether NaN and infinity are refused in this column: in rewards, unless allowed."""
+    """Whether NaN and infinity are refused in this column, as in rewards by default."""
     return role == "reward" and not allow_nonfinite
 
 
@@ -311,7 +318,7 @@ def select(wanted: Mapping[str, str], available: Sequence[str], source: str) -> 
     Args:
         wanted: as `requested` returns it.
         available: what the source has.
-        source: how a message calls the source.
+        source: name of the source in errors.
 
     Returns:
         {name in the table: name in the source}.
@@ -337,7 +344,7 @@ def select(wanted: Mapping[str, str], available: Sequence[str], source: str) -> 
 
 
 def listing(names: Iterable[str], most: int = 20) -> str:
-    """Names for a message, cut where there are very many."""
+    """Names for an error message, at most `most` of them."""
     names = list(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(map(repr, names[:most])) + more if names else "nothing"

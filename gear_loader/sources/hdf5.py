@@ -11,8 +11,6 @@ timeouts        .  .  .  .  .  1  .  .      [N] or [N, 1]: it was cut off there
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import os
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -38,6 +36,15 @@ from gear_loader.sources.episodes import (
     requested,
     select,
 )
+from gear_loader.sources.hdf5_file import (
+    FileArray,
+    ReadError,
+    array_path,
+    find_arrays,
+    open_file,
+    read_rows,
+    readable,
+)
 from gear_loader.storage.schema import Column
 
 __all__ = ["HDF5Episodes", "read_hdf5"]
@@ -51,10 +58,9 @@ _NAMES = {
 }
 
 READ_BYTES = 64 * 2**20
-"""How much is read at once, at least one trajectory."""
+"""Bytes read at once, but at least one trajectory."""
 
-_FLAG_ROWS = 2**20  # rows of the flags looked at together
-_DEPTH = 16  # groups inside groups; more is taken for a loop
+_FLAG_ROWS = 2**20  # rows of the flags read at once
 
 
 def read_hdf5(
@@ -116,35 +122,6 @@ def read_hdf5(
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Array:
-    """One array of the file that becomes a column.
-
-    Attributes:
-        path: where it lies in the file.
-        role: its standard name.
-        shape: shape of the whole array.
-        dtype: the file's dtype.
-        chunk_rows: rows that are compressed together; 1 where it is not chunked.
-    """
-
-    path: str
-    role: str
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    chunk_rows: int
-
-    @property
-    def step_shape(self) -> tuple[int, ...]:
-        # Some files keep scalars as [N, 1].
-        scalar = self.role in ("reward", "terminated", "truncated") and self.shape[1:] == (1,)
-        return () if scalar else self.shape[1:]
-
-    @property
-    def row_bytes(self) -> int:
-        return max(1, math.prod(self.shape[1:]) * self.dtype.itemsize)
-
-
 class HDF5Episodes(EpisodeReader):
     """See `read_hdf5`."""
 
@@ -163,23 +140,23 @@ class HDF5Episodes(EpisodeReader):
         self._path = path
         source = f"The file {path!r}"
         self._allow_nonfinite = allow_nonfinite
-        with _opened(path, source) as file:
+        with open_file(path, source) as file:
             names = dict(_NAMES)
             names[terminals] = "terminated"
             if timeouts is not None:
                 names[timeouts] = "truncated"
-            found = _find(file, names, source)
+            found = find_arrays(file, names, source)
             flags = {"terminated": terminals} | ({} if timeouts is None else {"truncated": timeouts})
             for role, flag in flags.items():
                 if role not in found:
                     hint = "" if role == "terminated" else "; pass timeouts=None if it has none by design"
                     raise SourceError(
                         f"{source} has no {flag!r}, which splits it into trajectories; it has "
-                        f"{listing(_path(a) for a in found.values())}. Name the flags with "
+                        f"{listing(array_path(a) for a in found.values())}. Name the flags with "
                         f"terminals= and timeouts={hint}."
                     )
             chosen = _select(columns, found, source, has_timeouts=timeouts is not None)
-            self._flags = [_sound(found[role], source) for role in flags]
+            self._flags = [readable(found[role], source) for role in flags]
             self._columns = {name: self._resolve(found, role, source) for name, role in chosen.items()}
             rows = self._check_rows(file, source)
             self._ends, self._cut = _split(
@@ -202,9 +179,9 @@ class HDF5Episodes(EpisodeReader):
         super().__init__(source, self._ends - starts, schema)
 
     @staticmethod
-    def _resolve(found: dict[str, _Array | Exception], role: str, source: str) -> _Array | None:
-        # None: a file without timeouts; all that is truncated is what was cut off here.
-        return _sound(found[role], source) if role in found else None
+    def _resolve(found: dict[str, FileArray | Exception], role: str, source: str) -> FileArray | None:
+        # None for a file without timeouts: only trajectories cut by `_split` are truncated.
+        return readable(found[role], source) if role in found else None
 
     def _check_rows(self, file: Any, source: str) -> int:
         for array in self._flags:
@@ -244,13 +221,13 @@ class HDF5Episodes(EpisodeReader):
             either = np.zeros(stop - start, dtype=bool)
             for array in self._flags:
                 try:
-                    either |= convert(_read(file, array, start, stop), torch.bool)
+                    either |= convert(read_rows(file, array, start, stop), torch.bool)
                 except MisfitError as misfit:
                     step = start + (misfit.step or 0)
                     raise SourceError(
                         f"{source}, step {step}: column {array.path!r} {misfit.problem}."
                     ) from None
-                except _ReadError as error:
+                except ReadError as error:
                     raise SourceError(
                         f"{source}: column {array.path!r} cannot be read at steps {start} to {stop - 1}, so that the "
                         f"trajectories are not known: {error}. The file is damaged: fetch or write it again."
@@ -264,7 +241,7 @@ class HDF5Episodes(EpisodeReader):
         row_bytes = sum(array.row_bytes for array in arrays) + 1
         # A chunk is decompressed as a whole: reading less of it at a time would do so again and again.
         rows = max(READ_BYTES // row_bytes, *(array.chunk_rows for array in arrays), 1)
-        with _opened(self._path, self.source) as file:
+        with open_file(self._path, self.source) as file:
             first = 0
             while first < len(self):
                 start = int(self._ends[first - 1]) if first else 0
@@ -277,14 +254,14 @@ class HDF5Episodes(EpisodeReader):
                 first = last
 
     def _load(self, file: Any, name: str, first: int, last: int, start: int, stop: int) -> np.ndarray:
-        """One column of the trajectories first to last - 1, which are the steps start to stop - 1."""
+        """Read one column of the trajectories `first` to `last` - 1, which are the steps `start` to `stop` - 1."""
         array = self._columns[name]
         if array is None:
             values = np.zeros(stop - start, dtype=bool)
         else:
             try:
-                values = _read(file, array, start, stop)
-            except _ReadError as error:
+                values = read_rows(file, array, start, stop)
+            except ReadError as error:
                 raise self._locate(file, array, first, last, error) from error
             finite = is_finite_role(array.role, self._allow_nonfinite)
             try:
@@ -299,14 +276,14 @@ class HDF5Episodes(EpisodeReader):
             values[self._ends[first:last][self._cut[first:last]] - 1 - start] = True
         return values
 
-    def _locate(self, file: Any, array: _Array, first: int, last: int, error: _ReadError) -> SourceError:
-        """Name the first trajectory that cannot be read."""
+    def _locate(self, file: Any, array: FileArray, first: int, last: int, error: ReadError) -> SourceError:
+        """The error of a failed read, with the first trajectory that cannot be read."""
         number, cause = first, error
         for number in range(first, last):
             end, length = int(self._ends[number]), int(self.lengths[number])
             try:
-                _read(file, array, end - length, end)
-            except _ReadError as found:
+                read_rows(file, array, end - length, end)
+            except ReadError as found:
                 cause = found
                 break
         else:
@@ -323,115 +300,28 @@ class HDF5Episodes(EpisodeReader):
         return f"trajectory {number}, step {step - start} (step {step} of the file)"
 
 
-class _ReadError(Exception):
-    """The file does not give what was asked for."""
-
-
-class _opened:
-    """The open file, as a context; its errors name the file."""
-
-    def __init__(self, path: str, source: str) -> None:
-        h5py = require("h5py", "Reading an HDF5 file")
-        if not os.path.isfile(path):
-            raise SourceError(f"{source} does not exist or is no file; expected a D4RL-style HDF5 file.")
-        try:
-            self._file = h5py.File(path, "r")
-        except Exception as error:  # the HDF5 library reports damage with several types
-            raise SourceError(
-                f"{source} ({os.path.getsize(path)} bytes) cannot be opened as HDF5: {error}. Expected a complete, "
-                "undamaged file: fetch or write it again."
-            ) from error
-
-    def __enter__(self) -> Any:
-        return self._file
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-
-def _read(file: Any, array: _Array, start: int, stop: int) -> np.ndarray:
-    try:
-        dataset = file[array.path]
-        if dataset.shape != array.shape or dataset.dtype != array.dtype:
-            raise _ReadError(
-                f"it now is {dataset.dtype} {list(dataset.shape)}, but was {array.dtype} {list(array.shape)}"
-            )
-        values = np.asarray(dataset[start:stop])
-    except _ReadError:
-        raise
-    except Exception as error:  # the HDF5 library reports damage with several types
-        raise _ReadError(f"{type(error).__name__}: {error}") from error
-    return values.reshape(stop - start, *array.step_shape)
-
-
-def _find(file: Any, names: dict[str, str], source: str) -> dict[str, _Array | Exception]:
-    """All arrays of the file by standard name, or the error that reading one's description gave."""
-    h5py = require("h5py", "Reading an HDF5 file")
-    found: dict[str, _Array | Exception] = {}
-
-    def walk(group: Any, path: str, depth: int) -> None:
-        for key in group:
-            where = f"{path}{key}"
-            head, _, rest = where.partition("/")
-            # The flags may lie inside a group, so that the whole path is tried before its head.
-            role = names.get(where) or ".".join([names.get(head, head), *(rest.split("/") if rest else ())])
-            meant = where in names or head in names  # it wins over an array that just happens to be called so
-            try:
-                item = group[key]
-                if isinstance(item, h5py.Group):
-                    if depth < _DEPTH:
-                        walk(item, f"{where}/", depth + 1)
-                elif isinstance(item, h5py.Dataset) and item.shape and (meant or role not in found):
-                    chunk = item.chunks[0] if item.chunks else 1
-                    found[role] = _Array(where, role, tuple(item.shape), item.dtype, chunk)
-            except Exception as error:  # the HDF5 library reports damage with several types
-                found[role] = _ReadError(f"{where!r}: {type(error).__name__}: {error}")
-
-    try:
-        walk(file, "", 0)
-    except Exception as error:  # the HDF5 library reports damage with several types
-        raise SourceError(
-            f"{source} cannot be listed: {error}. The file is damaged: fetch or write it again."
-        ) from error
-    return found
-
-
 def _select(
-    columns: Columns, found: dict[str, _Array | Exception], source: str, *, has_timeouts: bool
+    columns: Columns, found: dict[str, FileArray | Exception], source: str, *, has_timeouts: bool
 ) -> dict[str, str]:
     # A path of the file stands for the column's standard name.
-    roles = {array.path: role for role, array in found.items() if isinstance(array, _Array)}
+    roles = {array.path: role for role, array in found.items() if isinstance(array, FileArray)}
     wanted = {name: roles.get(wish, wish) for name, wish in requested(columns, STANDARD).items()}
     return select(wanted, list(found) if has_timeouts else [*found, "truncated"], source)
-
-
-def _sound(array: _Array | Exception, source: str) -> _Array:
-    if isinstance(array, Exception):
-        raise SourceError(
-            f"{source} cannot be read at {array}. The file is damaged: fetch or write it again, or leave the column "
-            "out with columns=[...]."
-        ) from array
-    return array
-
-
-def _path(array: _Array | Exception) -> str:
-    return array.path if isinstance(array, _Array) else str(array)
 
 
 def _split(
     flagged: np.ndarray, rows: int, max_episode_steps: int | None, keep_rest: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Where trajectories end.
+    """Split the steps of a file into trajectories.
 
     Args:
-        flagged: int64, the steps at which a flag is set, ascending.
-        rows: steps of the file.
-        max_episode_steps: longest trajectory, or None.
-        keep_rest: whether steps after the last end are a trajectory.
+        flagged: int64, ascending: steps at which a flag is set.
+        rows: number of steps of the file.
+        max_episode_steps: steps of the longest trajectory, or None.
+        keep_rest: whether the steps after the last flag are a trajectory.
 
     Returns:
-        ends, int64, one after the last step of each trajectory, and cut, bool, whether that is an end which
-        no flag marks.
+        Two arrays [trajectories]: int64, the step after the last one of each; bool, whether no flag marks that end.
     """
     ends = flagged + 1
     has_rest = not len(ends) or int(ends[-1]) != rows
@@ -449,6 +339,6 @@ def _split(
         ends = np.minimum(inner, ends[whole])
     if has_rest and not keep_rest:
         rest = rows - (int(ends[-2]) if len(ends) > 1 else 0)
-        if rest != max_episode_steps:  # a piece of exactly that length was cut off there and is whole
+        if rest != max_episode_steps:  # a piece of exactly that length is a complete, truncated trajectory
             return ends[:-1], cut[:-1]
     return ends, cut

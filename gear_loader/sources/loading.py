@@ -1,4 +1,4 @@
-"""From a source to a filled table, all or nothing."""
+"""Filling a table from a source: all trajectories or none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from gear_loader.errors import SourceError
-from gear_loader.sources._optional import progress_bar
 from gear_loader.sources.episodes import (
     FINITE_REMEDY,
     Columns,
@@ -31,11 +30,12 @@ from gear_loader.sources.minari import read_minari
 from gear_loader.storage.schema import Column, as_mapping, copied, keeps
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import unreadable
+from gear_loader.utils.progress import progress_bar
 
 __all__ = ["load"]
 
 LOAD_BYTES = 256 * 2**20
-"""How much is handed to the table at once, at least one trajectory."""
+"""Bytes added to the table at once, but at least one trajectory."""
 
 _Values = np.ndarray | torch.Tensor
 
@@ -54,7 +54,7 @@ def load(
     download: bool = False,
     progress: bool = True,
 ) -> Table:
-    """Fill a table from a source: every trajectory of it, or none.
+    """Fill a table with all trajectories of a source, or with none if an error occurs.
 
     Without a table, one of exactly the source's size is made: its lengths are counted first, so that no block
     is left over. With a table, the trajectories are added to it, with values brought to its columns' dtypes
@@ -167,11 +167,11 @@ def _open(
             f"{describe(source)} was received; expected a path, a Minari data set, a reader or an iterable of "
             "episodes. A single episode goes into a list: load([episode])."
         )
-    return _Listed(source, most, schema, **options)
+    return _IterableReader(source, most, schema, **options)
 
 
 class _Renamed(EpisodeReader):
-    """Some columns of another reader, under names of one's own."""
+    """Selects and renames columns of another reader."""
 
     def __init__(self, reader: EpisodeReader, chosen: dict[str, str]) -> None:
         super().__init__(
@@ -184,8 +184,8 @@ class _Renamed(EpisodeReader):
             yield {name: episode[column] for name, column in self._chosen.items()}
 
 
-class _Listed(EpisodeReader):
-    """An iterable's episodes, read to its end and checked before anything is done with them."""
+class _IterableReader(EpisodeReader):
+    """Episodes of an iterable, which is read to its end and checked in the constructor."""
 
     def __init__(
         self,
@@ -286,7 +286,11 @@ def _plan(values: _Values, role: str, where: str, keep_float64: bool) -> Column:
 
 
 def _fitted(values: _Values, column: Column, where: str, *, finite: bool) -> _Values:
-    """Bring one column of an episode to shape and dtype; `where` has a place for the step."""
+    """Convert one column of an episode to the shape and dtype of a table's column.
+
+    Args:
+        where: place in errors; its `{}` is replaced by the step. finite: whether NaN and infinity are refused.
+    """
     if tuple(values.shape[1:]) != column.shape:
         raise SourceError(
             f"{where.format('')} has shape {list(values.shape)}; expected [T{''.join(f', {n}' for n in column.shape)}]."
@@ -334,24 +338,24 @@ def _check_fit(reader: EpisodeReader, lengths: np.ndarray, table: Table) -> None
 
 def _fill(table: Table, reader: EpisodeReader, lengths: np.ndarray, priority: float, progress: bool) -> Table:
     step_bytes = sum(column.step_bytes for column in table.schema.values())
-    # What is in memory anyway goes in one piece, so that it becomes visible in one moment.
-    in_memory = isinstance(reader, _Listed)
+    # Episodes in memory are added at once, so that they become visible at the same moment.
+    in_memory = isinstance(reader, _IterableReader)
     pieces = [len(lengths)] if in_memory else _pieces(lengths, max(1, LOAD_BYTES // step_bytes))
     total = int(lengths.sum())
     if len(pieces) > 1 and table.on_full in ("evict_oldest", "evict_lowest_priority"):
-        with progress_bar("Checking", total, "steps", enabled=progress) as advance:
+        with progress_bar("Checking", total, unit="steps", enabled=progress) as (advance, _):
             for episode, length in zip(_fitted_episodes(reader, table), lengths, strict=False):
                 del episode
                 advance(int(length))
     added: list[np.ndarray] = []
     try:
-        with progress_bar("Loading", total, "steps", enabled=progress) as advance:
+        with progress_bar("Loading", total, unit="steps", enabled=progress) as (advance, _):
             episodes = _advancing(_fitted_episodes(reader, table), lengths, advance)
             for count in pieces:
                 added.append(table.extend(list(itertools.islice(episodes, count)), priority=priority))
     except BaseException:
         if added:
-            # Not those which a later piece has already evicted; an index that was used again is ours as well.
+            # Skip trajectories that a later piece evicted. A reused index belongs to this load, too.
             mine = np.unique(np.concatenate(added))
             table.remove(mine[np.isin(mine, table.indices())])
         raise
@@ -359,7 +363,7 @@ def _fill(table: Table, reader: EpisodeReader, lengths: np.ndarray, priority: fl
 
 
 def _pieces(lengths: np.ndarray, most_steps: int) -> list[int]:
-    """Numbers of trajectories that go together: as many as stay within `most_steps`, at least one."""
+    """Numbers of trajectories in pieces of at most `most_steps` steps, but at least one trajectory."""
     ends = np.cumsum(lengths)
     counts, first = [], 0
     while first < len(ends):

@@ -123,7 +123,7 @@ class MinariEpisodes(EpisodeReader):
         wanted = requested(columns, STANDARD)
         self._infos: dict[str, tuple[Any, tuple[int, ...]]] = {}  # name -> dtype and shape of one step
         if any(wish.split(".")[0] == "info" for wish in wanted.values()):
-            # The metadata do not tell which infos there are; the first episode does.
+            # Metadata do not list the infos, so they are read from the first episode.
             found = _walk_infos(self._load(source, 0).get("infos"))
             self._infos = {name: (values.dtype, values.shape[1:]) for name, values in found}
         self._chosen = select(wanted, [*self._leaves, *_FLAT, *self._infos], source)
@@ -139,7 +139,7 @@ class MinariEpisodes(EpisodeReader):
         if role in self._infos:
             dtype, shape = self._infos[role]
             return column_of(plan_dtype(role, dtype, what, keep_float64=keep_float64), shape, what)
-        # The metadata do not tell the dtype of the rewards; Minari writes what the environment gave.
+        # Metadata do not have the dtype of rewards; Minari stores the values as the environment returned them.
         stored = np.float64 if role == "reward" else np.bool_
         return Column(plan_dtype(role, stored, what, keep_float64=keep_float64))
 
@@ -162,7 +162,7 @@ class MinariEpisodes(EpisodeReader):
     def _load(self, source: str, position: int) -> dict[str, Any]:
         index = self._indices[position]
         try:
-            # One at a time: only so is it sure which episode a storage fails at.
+            # One episode at a time, so that an error names the right one.
             loaded: dict[str, Any] = next(iter(self._storage.get_episodes([index])))
         except ImportError as error:
             raise _missing(source, error) from error
@@ -206,7 +206,7 @@ class MinariEpisodes(EpisodeReader):
                 values = np.asarray(loaded[_FLAT[role]])
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise _damaged(self.source, index, f"column {role!r} cannot be read: {_text(error)}") from error
-        # T + 1 of what is seen, T of what is done.
+        # T + 1 observations and infos, T actions.
         expected = steps + 1 if kind in ("observation", "next_observation", "info") else steps
         if kind == "info" and len(values) == steps:
             expected = steps

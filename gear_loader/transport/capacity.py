@@ -1,4 +1,4 @@
-"""What a table's owner tells those who choose where trajectories go."""
+"""Capacity report of a table, used by placement: free steps and the sum of priorities."""
 
 from __future__ import annotations
 
@@ -10,42 +10,50 @@ from gear_loader.errors import TransportError
 from gear_loader.storage.operations import READY, UNSET
 from gear_loader.storage.table import Table
 
-__all__ = ["mass_of", "read_room", "room_of", "told_room"]
+__all__ = ["capacity_report", "free_steps", "parse_capacity_report", "priority_sum"]
 
 
-def room_of(table: Table) -> int:
-    """Steps for which there is room without evicting anything, roughly. Takes no lock."""
+def free_steps(table: Table) -> int:
+    """Approximate number of steps that can be added without eviction. Takes no lock."""
     return table.free_steps() if len(table) < table.region.layout.max_trajectories else 0
 
 
-def mass_of(table: Table) -> float:
-    """The sum of the priorities that trajectories were added with, roughly; those without one have the largest, and
-    at least 1. Takes no lock, and looks at every slot."""
+def priority_sum(table: Table) -> float:
+    """Approximate sum of the priorities that trajectories were added with. Takes no lock, reads every slot.
+
+    A trajectory added without a priority counts as the largest one, and at least as 1.
+    """
     given = table.priorities()[table.slot_states()[0] == READY].astype(np.float64)
     unset = given == UNSET
     largest = max(1.0, float(given[~unset].max(initial=0)))
     return float(given[~unset].sum() + largest * unset.sum())
 
 
-def told_room(table: Table) -> bytes:
-    """Both, as `read_room` reads it."""
-    return json.dumps({"free_steps": room_of(table), "mass": mass_of(table)}).encode()
+def capacity_report(table: Table) -> bytes:
+    """The capacity report of a table, serialized."""
+    return json.dumps({"free_steps": free_steps(table), "priority_sum": priority_sum(table)}).encode()
 
 
-def read_room(data: bytes) -> tuple[int, float]:
-    """`room_of` and `mass_of` a table elsewhere.
+def parse_capacity_report(data: bytes) -> tuple[int, float]:
+    """Parse the capacity report of another node.
+
+    Returns:
+        `free_steps` and `priority_sum` of its table.
 
     Raises:
-        TransportError: these are other bytes.
+        TransportError: the report is invalid.
     """
     try:
-        told = json.loads(data)
-        free, mass = int(told["free_steps"]), float(told["mass"])
+        report = json.loads(data)
+        free, total = int(report["free_steps"]), float(report["priority_sum"])
     except (KeyError, OverflowError, TypeError, ValueError):
         raise TransportError(
-            f"A server told of a table's room {data[:100]!r}; expected free_steps and mass. Run the same version of "
-            "Gear Loader on all nodes."
+            f"A capacity report is {data[:100]!r}; expected free_steps and priority_sum. Run the same version of Gear "
+            "Loader on all nodes."
         ) from None
-    if free < 0 or not 0 <= mass < float("inf"):
-        raise TransportError(f"A server told of a table with {free} free steps and a mass of {mass}.")
-    return free, mass
+    if free < 0 or not 0 <= total < float("inf"):
+        raise TransportError(
+            f"A capacity report has {free} free steps and a priority sum of {total}; expected numbers that are not "
+            "negative. Run the same version of Gear Loader on all nodes."
+        )
+    return free, total

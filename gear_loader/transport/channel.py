@@ -1,10 +1,11 @@
-"""What carries messages: a connected pair of channels, and the carriers that connect them."""
+"""Interfaces of message transports: channels, listeners and carriers; addresses."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
 import importlib
+import ipaddress
 import re
 import urllib.parse
 from collections.abc import Awaitable, Callable
@@ -14,14 +15,25 @@ import numpy as np
 
 from gear_loader.errors import TransportError
 
-__all__ = ["CARRIERS", "Address", "Bytes", "Carrier", "Channel", "Listener", "as_bytes", "carrier", "family"]
+__all__ = [
+    "CARRIERS",
+    "Address",
+    "Bytes",
+    "Carrier",
+    "Channel",
+    "Listener",
+    "as_bytes",
+    "carrier",
+    "family",
+    "is_loopback",
+]
 
 Bytes = memoryview | np.ndarray[Any, Any]
-"""Contiguous memory. Of an array all elements' bytes are meant, whatever its dtype."""
+"""Contiguous memory; an array of any dtype stands for its bytes."""
 
 
 def as_bytes(part: Bytes | bytes | bytearray) -> memoryview:
-    """The bytes of contiguous memory."""
+    """View contiguous memory as bytes."""
     view = memoryview(part)  # type: ignore[arg-type]
     return view if view.format == "B" and view.ndim == 1 else view.cast("B")
 
@@ -34,21 +46,21 @@ CARRIERS: dict[str, tuple[str, str, str]] = {
         "pip install '.[ucx]' (in a clone of Gear Loader)",
     ),
 }
-"""Name of a carrier: its module, its class, and what installs it."""
+"""Carriers by name: module, class, and install command."""
 
 _ADDRESS = "expected <carrier>://<host>:<port>, such as socket://127.0.0.1:5555"
 _LIBRARY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}")
 
 
 class Channel(abc.ABC):
-    """One end of a connected pair. All of it runs in the thread of the event loop.
+    """One end of a connection. All methods run in the thread of the event loop.
 
-    One coroutine at a time may send and one may receive.
+    At most one coroutine at a time may send, and at most one may receive.
 
     Attributes:
-        library: what moves the bytes, with its version: "socket", "ucxx-0.52.0", "ucx-py-0.45.0". The handshake names
-            it to the other side.
-        peer: the other side as a log line calls it, such as "127.0.0.1:40322"; empty if that is not known.
+        library: the transport library with its version, such as "socket", "ucxx-0.52.0" or "ucx-py-0.45.0"; compared
+            in the handshake.
+        peer: address of the other side for log lines, such as "127.0.0.1:40322", or "".
     """
 
     library: str
@@ -56,16 +68,16 @@ class Channel(abc.ABC):
 
     @abc.abstractmethod
     async def send(self, *parts: Bytes) -> None:
-        """Send messages, in order. The other side receives each part by one `recv_into` of the same size.
+        """Send messages in order. The other side receives each part by one `recv_into` of the same size.
 
-        The memory may be written again when this returns. No part is empty.
+        The memory may be reused after the return. No part is empty.
 
         Raises:
-            ConnectionError: the connection is gone.
+            ConnectionError: the connection is closed.
         """
 
     async def secured(self) -> None:  # noqa: B027 - most carriers have nothing to do
-        """Both sides have proven themselves; both call this once, before anything larger than a handshake is sent.
+        """Called once by both sides after the handshake, before larger messages are sent.
 
         Raises:
             HandshakeError, ConnectionError: the carrier cannot go on.
@@ -73,48 +85,50 @@ class Channel(abc.ABC):
 
     @abc.abstractmethod
     async def recv_into(self, buffer: Bytes) -> None:
-        """Fill the buffer, which is writable and not empty, with the next message.
+        """Receive the next message into a writable, non-empty buffer of its size.
 
         Raises:
-            ConnectionError: the connection is gone; how much of the buffer was written is not known.
+            ConnectionError: the connection is closed; a part of the buffer may have been written.
         """
 
-    async def linger(  # noqa: B027 - for carriers that lose what was sent last
+    async def linger(  # noqa: B027 - for carriers whose `close` can lose the last messages
         self, seconds: float, most: float = float("inf")
     ) -> None:
-        """Before `close`: give the other side so long to receive what was sent last.
+        """Wait before `close` until the other side has received the last messages and closed the connection.
 
-        What it sends meanwhile is thrown away, until it has sent `most` bytes.
+        Args:
+            seconds: longest wait.
+            most: bytes to receive from the other side, and discard, before giving up.
         """
 
     @abc.abstractmethod
     async def close(self) -> None:
-        """Close; idempotent. Whoever is sending or receiving gets a ConnectionError.
+        """Close the connection; idempotent. Pending sends and receives fail with ConnectionError.
 
-        When this returns, nothing is written into buffers of `recv_into` any more.
+        After the return no buffer of `recv_into` is written.
         """
 
 
 class Listener(abc.ABC):
-    """A carrier that accepts connections.
+    """Accepts connections.
 
     Attributes:
-        address: where, as `Carrier.connect` takes it.
+        address: of the listener, for `Carrier.connect`.
     """
 
     address: str
 
     @abc.abstractmethod
     async def close(self) -> None:
-        """Accept no more connections; idempotent. Those that there are stay."""
+        """Accept no more connections; idempotent. Existing connections stay open."""
 
 
 class Carrier(abc.ABC):
-    """A way to connect. Making one loads its library; everything else runs in the event loop.
+    """A transport. The constructor loads its library; the methods run in the event loop.
 
     Attributes:
         name: as in addresses and in `CARRIERS`.
-        library: as of its channels.
+        library: as in `Channel`.
     """
 
     name: str
@@ -122,28 +136,29 @@ class Carrier(abc.ABC):
 
     @abc.abstractmethod
     async def connect(self, address: str) -> Channel:
-        """Connect; the caller has a deadline and cancels.
+        """Connect. The caller cancels at its deadline.
 
         Raises:
-            OSError: nobody listens there, or it cannot be reached.
-            TransportError: `address` is none of this carrier's.
+            OSError: the address cannot be reached, or has no listener.
+            TransportError: the address is of another carrier.
         """
 
     @abc.abstractmethod
     async def listen(self, host: str, port: int, serve: Callable[[Channel], Awaitable[None]]) -> Listener:
-        """Accept connections, each served by a task of its own; `serve` closes the channel and raises nothing.
+        """Accept connections and serve each in a task of its own.
 
         Args:
-            host: an address or a name of this machine. port: 0 for any that is free.
+            host: address or name of this machine. port: port number, or 0 for a free port.
+            serve: called with each channel; closes it and raises no exception.
 
         Raises:
-            OSError: it cannot listen there.
+            OSError: it cannot listen at this address.
         """
 
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """An address in its parts. `library` is empty unless the address names one."""
+    """The parts of an address. `library` is "" if the address does not name one."""
 
     carrier: str
     host: str
@@ -152,10 +167,10 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """The parts of ``<carrier>://<host>:<port>[?library=<library>]``; an IPv6 host stands in brackets.
+        """Parse ``<carrier>://<host>:<port>[?library=<library>]``; an IPv6 host is in brackets.
 
         Raises:
-            TransportError: it is no such address.
+            TransportError: invalid address.
         """
         if not isinstance(text, str) or len(text) > 1024:
             raise TransportError(f"Address {str(text)[:100]!r} was received; {_ADDRESS}.")
@@ -183,15 +198,15 @@ class Address:
 
 
 def family(library: str) -> str:
-    """A library without its version: those of one family talk to each other. "ucx-py-0.45.0" -> "ucx-py"."""
+    """Name of a library without its version, as in "ucx-py-0.45.0" -> "ucx-py". Equal names are compatible."""
     return re.sub(r"-[0-9].*", "", library)
 
 
 def carrier(name: str) -> Carrier:
-    """The carrier called `name`.
+    """Create the carrier called `name`.
 
     Raises:
-        TransportError: there is none of that name, or what it needs is not installed.
+        TransportError: unknown name, or a package that the carrier needs is not installed.
     """
     if name not in CARRIERS:
         raise TransportError(f"Carrier {name!r} was received; expected one of {', '.join(sorted(CARRIERS))}.")
@@ -204,3 +219,13 @@ def carrier(name: str) -> Carrier:
             "or choose another: `gear-loader doctor` shows which there are."
         ) from error
     return made
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address can be reached only from this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return False

@@ -1,7 +1,7 @@
-"""Python processes of the library's own, which load the package that this process has loaded.
+"""Python child processes that import the same `gear_loader` package as this process.
 
-``python -m`` and ``python -c`` look into the current directory first: there a folder called ``gear_loader``, or a file
-called ``json.py``, would be imported. So this file is run as a script: ``python .../child_process.py serve replay`` is
+``python -m`` and ``python -c`` search the current directory first, so a folder ``gear_loader`` or a file ``json.py``
+there would be imported. This file is therefore run as a script: ``python .../child_process.py serve replay`` stands for
 ``python -m gear_loader serve replay``, and ``python .../child_process.py -c PROGRAM`` runs a program.
 """
 
@@ -9,7 +9,7 @@ import sys
 
 __all__ = ["child_command"]
 
-# Before anything else is imported: Python has put this folder on the path, whose files are modules of the package.
+# Before other imports: Python has added this folder, whose files are modules of the package, to the path.
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False):
     del sys.path[0]
 
@@ -18,22 +18,22 @@ import importlib.util
 import os
 import runpy
 
-_FILE = os.path.abspath(__file__)  # now: it may be relative to a directory that the process leaves
+_FILE = os.path.abspath(__file__)  # resolved now: it may be relative to a directory that the process leaves
 
 
 def child_command(*words: str) -> list[str]:
-    """The command line of a Python process with this very package, wherever it is started.
+    """Command line of a Python process that imports this package, independent of the current directory.
 
-    The current directory is not on its path, unless PYTHONPATH names it.
+    The current directory is not on its path, unless PYTHONPATH contains it.
 
     Args:
-        words: of the command line `gear-loader`; or ``"-c"``, a program's source, and the program's arguments.
+        words: arguments of the command `gear-loader`; or ``"-c"``, the source of a program, and its arguments.
     """
     return [sys.executable, _FILE, *words]
 
 
 def _load_package() -> None:
-    """Import `gear_loader` from the folder that this file lies in."""
+    """Import `gear_loader` from the folder of this file."""
     folder = os.path.dirname(os.path.dirname(_FILE))
     spec = importlib.machinery.PathFinder.find_spec("gear_loader", [os.path.dirname(folder)])
     assert spec is not None

@@ -1,4 +1,4 @@
-"""A peer: the server of another node, as those who need its rows see it."""
+"""The client of a server on another node."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from gear_loader.errors import SchemaError, TransportError
 from gear_loader.storage.schema import Schema
 from gear_loader.transport.channel import Address
 from gear_loader.transport.handshake import check_secret
-from gear_loader.transport.link import Link, Request
+from gear_loader.transport.link import Link
 from gear_loader.transport.loop import EventLoop, event_loop
+from gear_loader.transport.request import Request
 from gear_loader.transport.spec import WindowSpec
-from gear_loader.transport.wire import Fields, Kind, Limits, Store, pack_text
+from gear_loader.transport.store_message import Store
+from gear_loader.transport.wire import Fields, Kind, Limits, pack_text
 from gear_loader.utils.arrays import Array
 
 __all__ = ["Peer"]
@@ -26,31 +28,30 @@ _T = TypeVar("_T")
 
 
 class Peer:
-    """One server.
+    """Client of one server.
 
-    Threads may use it at the same time, and any number of requests may be under way. It connects when it is first
-    asked, and again after a failure, asking `address` anew: a server that was restarted elsewhere is found. It does not
-    survive a fork: make another in the child.
+    Thread-safe; any number of requests may be in flight. It connects at the first request, and reconnects after a
+    failure; a callable `address` is called each time, so a server restarted at another address is found. It cannot be
+    used after a fork: create another one in the child.
 
     Every future ends within `timeout` seconds, with a result or with one of
 
     - HandshakeError: a server of another version, library, schema or secret; both sides are named.
-    - PeerTimeoutError: no answer until the deadline. The connection is given up, and with it all that was asked over
-      it.
-    - TransportError: anything else. What the server itself reported is its cause (``__cause__``), such as a
-      `TableFullError` of a store.
+    - PeerTimeoutError: no answer before the deadline. The connection is closed; its other requests fail, too.
+    - TransportError: any other failure. An error reported by the server, such as `TableFullError`, is its
+      ``__cause__``.
 
-    The messages name the peer, its address, what was asked, and what to do. A store that failed without an answer may
-    have been made all the same.
+    Messages name the peer, its address, the request and the remedy. A store that failed without an answer may still
+    have been executed.
 
     Args:
-        address: such as "socket://10.0.0.2:5555"; or what returns it, called in a thread whenever it connects.
-        secret: the server's.
-        timeout: seconds.
-        name: how errors call it, such as "node b".
+        address: such as "socket://10.0.0.2:5555"; or a function that returns it, called in a thread at each connect.
+        secret: shared secret of the server.
+        timeout: seconds from a request to its deadline.
+        name: of the server in errors, such as "node b".
 
     Raises:
-        TransportError: an address that is none. HandshakeError: a secret that is none. SchemaError: another timeout.
+        TransportError: invalid address. HandshakeError: invalid secret. SchemaError: invalid timeout.
     """
 
     def __init__(self, address: str | Callable[[], str], *, secret: bytes, timeout: float, name: str) -> None:
@@ -73,20 +74,21 @@ class Peer:
     def fetch(
         self, spec: WindowSpec, slots: Array, anchors: Array, generations: Array, out: Array
     ) -> Future[Array]:
-        """Windows of rows.
+        """Fetch windows of rows.
 
         Args:
-            spec: which windows of which table; the same object for as long as it is the same.
+            spec: table and windows. Pass the same object for repeated fetches: each new one is sent to the server.
             slots, anchors, generations: int64 [n] each.
-            out: uint8 [reply_bytes(n) or more], contiguous; may be pinned memory. Until the future has its result
-                nobody else uses it. After an error the carrier may still write into it: never use it again; a reference
-                is kept here until the connection is gone.
+            out: buffer of the reply, uint8 [reply_bytes(n) or more], contiguous; may be pinned memory. Do not use it
+                before the future has its result. After an error the carrier may still write into it, so it must not be
+                reused; the peer keeps a reference until the connection is closed.
 
         Returns:
             A future of the status, uint8 [n], a view of `out`; see `WindowSpec`.
 
         Raises:
-            SchemaError: arguments of other dtypes or sizes. TransportError: the peer was closed, or made before a fork.
+            SchemaError: arrays of other dtypes or sizes. TransportError: the peer is closed, or was created before a
+                fork.
         """
         n = len(slots)
         for name, values in (("slots", slots), ("anchors", anchors), ("generations", generations)):
@@ -119,7 +121,7 @@ class Peer:
                 )
             return None
 
-        return self._ask(
+        return self._submit(
             Request(
                 kind=Kind.FETCH,
                 small=small,
@@ -140,19 +142,20 @@ class Peer:
         priorities: Array,
         ids: Array,
     ) -> Future[Array]:
-        """Add trajectories to a table of the peer, all or none.
+        """Add trajectories to a table of the server, all or none.
 
         Args:
-            schema: the table's.
-            trajectories: column name -> array or tensor ``[T, *shape]``.
-            priorities: float32 [n], `gear_loader.storage.operations.UNSET` where there is none.
-            ids: int64 [n], -1 where the table numbers it itself.
+            table: name of the table. schema: its columns.
+            trajectories: column name -> array or tensor [T, *shape].
+            priorities: float32 [n]; `gear_loader.storage.operations.UNSET` for a trajectory without one.
+            ids: int64 [n], global ids; -1 lets the table assign one.
 
         Returns:
             A future of their slots, int64 [n].
 
         Raises:
-            SchemaError: trajectories that do not fit. TransportError: the peer was closed, or made before a fork.
+            SchemaError: a trajectory does not fit the schema. TransportError: the peer is closed, or was created before
+                a fork.
         """
         n = len(trajectories)
         for name, values, dtype in (("priorities", priorities, np.float32), ("ids", ids, np.int64)):
@@ -182,7 +185,7 @@ class Peer:
             fields.end()
             return slots.astype(np.int64)
 
-        return self._ask(
+        return self._submit(
             Request(
                 kind=Kind.STORE,
                 small=request.pack(),
@@ -196,8 +199,12 @@ class Peer:
         )
 
     def metadata(self, name: str, table: str) -> Future[bytes]:
-        """What the server tells of a table under this name; see `Server.metadata`."""
-        return self._ask(
+        """Request metadata of a table.
+
+        Args:
+            name: of the metadata; see `Server.metadata`. table: name of the table.
+        """
+        return self._submit(
             Request(
                 kind=Kind.METADATA,
                 small=pack_text(name) + pack_text(table),
@@ -209,18 +216,20 @@ class Peer:
 
     # ---------------------------------------------------------------- the link
 
-    def _ask(self, request: Request[_T]) -> Future[_T]:
+    def _submit(self, request: Request[_T]) -> Future[_T]:
         with self._guard:
             self._check()
             if self._link is None or self._loop is None:
                 self._loop = event_loop()
                 self._link = Link(self.name, self._address, self._secret, self._timeout, self._loop.loop)
             link, loop = self._link, self._loop
-        request.future.set_running_or_notify_cancel()  # nobody cancels what is already on its way
+        request.future.set_running_or_notify_cancel()  # the request cannot be cancelled any more
         try:
-            loop.soon(link.ask, request)
+            loop.soon(link.submit, request)
         except RuntimeError:
-            raise TransportError(f"{self.name} was asked while this process was ending.") from None
+            raise TransportError(
+                f"A request to {self.name} was made while this process was ending."
+            ) from None
         return request.future
 
     def _check(self) -> None:
@@ -233,7 +242,7 @@ class Peer:
             raise TransportError(f"The peer {self.name} has been closed; make another one.")
 
     def close(self) -> None:
-        """Give up all that is under way, and disconnect; idempotent. Not from the loop's own thread."""
+        """Fail all requests in flight and disconnect; idempotent. Not to be called from the loop's thread."""
         if self._pid != os.getpid():
             return
         with self._guard:

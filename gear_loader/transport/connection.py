@@ -1,4 +1,4 @@
-"""One connection of a server: reads requests one after another, and answers them."""
+"""The server's side of one connection: reads requests in order and answers them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,10 @@ import numpy as np
 
 from gear_loader.errors import GearError, LockTimeoutError, TransportError
 from gear_loader.transport.channel import Channel, as_bytes
-from gear_loader.transport.served_tables import OpenQuery
+from gear_loader.transport.open_query import OpenQuery
 from gear_loader.transport.spec import ALIGNMENT, MAX_SPEC_BYTES, WindowSpec
-from gear_loader.transport.wire import (
-    HEADER,
-    Fields,
-    Header,
-    Kind,
-    Limits,
-    ProtocolError,
-    Store,
-    check,
-    pack_error,
-)
+from gear_loader.transport.store_message import Store
+from gear_loader.transport.wire import HEADER, Fields, Header, Kind, Limits, ProtocolError, check, pack_error
 from gear_loader.utils.arrays import Array
 
 if TYPE_CHECKING:
@@ -31,21 +22,21 @@ if TYPE_CHECKING:
 __all__ = ["Connection"]
 
 
-_AT_ONCE = 1 << 21  # bytes up to which a reply is gathered in the loop: handing it to a thread takes longer
-_ASIDE = 1 << 18  # bytes from which the next reply is gathered while one is sent
-_STORES = 2  # that a connection may have going on at a time
+_IN_LOOP = 1 << 21  # largest reply that is gathered in the event loop; a hand-over to a thread takes longer
+_OVERLAPPED = 1 << 18  # smallest reply that is sent while the next one is gathered
+_STORES = 2  # concurrent stores of one connection
 _MOST_NAME = 128
 _FETCH = struct.Struct("<II")
 
 
 class Connection:
-    """A requester that has proven itself.
+    """An authenticated connection.
 
-    Replies are gathered into two buffers in turn: while one is being sent, the next request is gathered.
+    Replies use two buffers in turn: while one is sent, the next reply is gathered into the other.
 
     Attributes:
-        receiving_since, sending_since: when it began to receive the rest of a message, or to send one, of `loop.time`;
-            None while it does not.
+        receiving_since: start of receiving the rest of a message, in `loop.time`; None between messages.
+        sending_since: start of sending a message; None between messages.
     """
 
     def __init__(self, channel: Channel, server: Server) -> None:
@@ -53,14 +44,14 @@ class Connection:
         self._server = server
         self._limits: Limits = server.limits
         self._loop = asyncio.get_running_loop()
-        self._opened: dict[int, OpenQuery | GearError] = {}
+        self._queries: dict[int, OpenQuery | GearError] = {}
         self._head = memoryview(bytearray(HEADER))
         self._small = np.empty(1 << 12, dtype=np.uint8)
         self._staging = [_buffer(0), _buffer(0)]
         self._turn = 0
         self._sending = asyncio.Lock()
-        self._reply: asyncio.Task[None] | None = None  # a large one that is being sent
-        self._reply_turn = 0  # and its buffer
+        self._reply: asyncio.Task[None] | None = None  # a large reply that is being sent
+        self._reply_turn = 0  # index of its buffer
         self._stores: set[asyncio.Task[None]] = set()
         self.receiving_since: float | None = None
         self.sending_since: float | None = None
@@ -74,10 +65,10 @@ class Connection:
         }
 
     async def run(self) -> None:
-        """Serve until the requester leaves.
+        """Serve until the requester sends BYE.
 
         Raises:
-            ProtocolError: it broke the protocol. ConnectionError: it is gone.
+            ProtocolError: the requester violated the protocol. ConnectionError: the connection is closed.
         """
         try:
             while await self._serve_one():
@@ -94,23 +85,23 @@ class Connection:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._opened.clear()
+        self._queries.clear()
         self._staging.clear()
 
     def release(self) -> None:
-        """Let go of tables that have lost their names."""
-        for opened in self._opened.values():
+        """Detach tables whose names were removed or replaced."""
+        for opened in self._queries.values():
             if isinstance(opened, OpenQuery):
                 opened.release()
 
-    def is_stuck(self, now: float) -> bool:
-        """Whether the requester has left it in the middle of a message for too long."""
+    def is_stalled(self, now: float) -> bool:
+        """Whether a message has been in transfer for longer than `Limits.patience`."""
         since = [each for each in (self.receiving_since, self.sending_since) if each is not None]
         return bool(since) and now - min(since) > self._limits.patience
 
     @property
-    def is_cut(self) -> bool:
-        """Whether a message was begun and not finished: nothing can follow it."""
+    def is_sending(self) -> bool:
+        """Whether a message is partly sent, so that no other message can follow."""
         return self.sending_since is not None
 
     # ---------------------------------------------------------------- one request
@@ -121,7 +112,7 @@ class Connection:
         header = Header.parse(self._head)
         check(header, self._allowed, "after the handshake")
         self.receiving_since = self._loop.time()
-        small = self._room(header.small)
+        small = self._small_buffer(header.small)
         if header.small:
             await channel.recv_into(small)
         if header.kind is Kind.FETCH:
@@ -139,8 +130,8 @@ class Connection:
                 await self._describe(header.request, small)
         return True
 
-    def _room(self, size: int) -> Array:
-        """Memory for a small part; that of the last one."""
+    def _small_buffer(self, size: int) -> Array:
+        """Buffer for the small part of a message; the next message reuses it."""
         if size > len(self._small):
             self._small = np.empty(1 << (size - 1).bit_length(), dtype=np.uint8)
         return self._small[:size]
@@ -154,12 +145,12 @@ class Connection:
             )
         try:
             spec = WindowSpec.from_bytes(bytes(fields.rest()))
-            opened = await self._server.waiters(spec.table).run(lambda: OpenQuery(spec, self._server.shelf))
+            opened = await self._server.waiters(spec.table).run(lambda: OpenQuery(spec, self._server.tables))
         except (GearError, OSError) as error:
-            self._opened[number] = error if isinstance(error, GearError) else TransportError(str(error))
+            self._queries[number] = error if isinstance(error, GearError) else TransportError(str(error))
             await self._send(Kind.ERROR, request, pack_error(error))
             return
-        self._opened[number] = opened
+        self._queries[number] = opened
         await self._send(Kind.OPENED, request, number.to_bytes(4, "little"))
 
     async def _describe(self, request: int, small: Array) -> None:
@@ -171,18 +162,18 @@ class Connection:
             threads = self._server.waiters(table)
             if call is None:
                 raise TransportError(
-                    f"This server has nothing called {name[:40]!r} to tell; it has "
+                    f"This server has no metadata called {name[:40]!r}; it has "
                     f"{', '.join(sorted(self._server.metadata)) or 'nothing'}. Start it with that carrier."
                 )
             found = call
             answer = await threads.run(lambda: found(table))
         except Exception as error:
-            await self._fail(request, error, f"telling {name[:40]!r} of {table!r}")
+            await self._fail(request, error, f"metadata {name[:40]!r} of {table!r}")
             return
         await self._send(Kind.DESCRIBED, request, b"", memoryview(answer))
 
     async def _fail(self, request: int, error: Exception, what: str) -> None:
-        """Tell the requester of an error, and the log of one that is ours."""
+        """Send an error to the requester; log it if it is internal."""
         if not isinstance(error, (GearError, OSError)):
             self._server.log.error("%s failed: %s", what, error, exc_info=error)
         await self._send(Kind.ERROR, request, pack_error(error))
@@ -213,7 +204,7 @@ class Connection:
                 f"A message FETCH of {len(small):,} bytes has n {n:,}; expected at most {self._limits.rows:,}, and "
                 f"{_FETCH.size} + 24 n bytes."
             )
-        opened = self._opened.get(number)
+        opened = self._queries.get(number)
         if opened is None:
             raise ProtocolError(f"A message FETCH asks for the spec {number}, which was not opened.")
         rows = small[_FETCH.size :].view(np.int64).reshape(3, n)
@@ -224,7 +215,7 @@ class Connection:
         except Exception as error:
             await self._fail(request, error, "a fetch")
             return
-        if len(out) < _ASIDE:
+        if len(out) < _OVERLAPPED:
             await self._send(Kind.REPLY, request, b"", out)
             return
         if self._reply is not None:
@@ -235,7 +226,7 @@ class Connection:
         )
 
     async def _gather(self, opened: OpenQuery, rows: Array) -> Array:
-        """The reply, in the buffer whose turn it is."""
+        """Gather a reply into the next buffer and return it."""
         slots, anchors, generations = rows
         n = len(slots)
         size = opened.spec.reply_bytes(n)
@@ -246,14 +237,14 @@ class Connection:
             )
         out = await self._buffer(size)
         waiters = self._server.waiters(opened.spec.table)
-        held = opened.held() if opened.is_attached else await waiters.run(opened.held)
+        attached = opened.table() if opened.is_attached else await waiters.run(opened.table)
 
         def read(*, at_once: bool) -> None:
-            opened.read(held, slots, anchors, generations, out, at_once=at_once)
+            opened.read(attached, slots, anchors, generations, out, at_once=at_once)
 
-        if not held.is_dirty:
+        if not attached.is_dirty:
             try:
-                if size <= _AT_ONCE:
+                if size <= _IN_LOOP:
                     read(at_once=True)
                 else:
                     await self._server.gatherers.run(lambda: read(at_once=True))
@@ -279,7 +270,7 @@ class Connection:
     async def _begin_store(self, header: Header, small: Array) -> None:
         request = Store.parse(small.copy(), header.bulk, self._limits)
         while len(self._stores) >= _STORES:
-            self.receiving_since = None  # it is not the requester who is waited for
+            self.receiving_since = None  # the server waits for itself, not for the requester
             await asyncio.wait(self._stores, return_when=asyncio.FIRST_COMPLETED)
             self.receiving_since = self._loop.time()
         data = _buffer(header.bulk)
@@ -293,13 +284,13 @@ class Connection:
     def _stored(self, task: asyncio.Task[None]) -> None:
         self._stores.discard(task)
         if not task.cancelled():
-            task.exception()  # the connection is gone, and the reading side knows
+            task.exception()  # the connection is closed, and `run` ends, too
 
     async def _store(self, request: int, store: Store, data: Array) -> None:
         server = self._server
 
         def work() -> Array:
-            return server.shelf.get(store.table).store(store, data)
+            return server.tables.get(store.table).store(store, data)
 
         try:
             slots = await server.writers(store.table).run(work)
@@ -310,7 +301,7 @@ class Connection:
 
 
 def _buffer(size: int) -> Array:
-    """Memory, aligned."""
+    """Memory aligned to `ALIGNMENT`."""
     memory = np.empty(size + ALIGNMENT, dtype=np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size]

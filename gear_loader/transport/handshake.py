@@ -1,9 +1,9 @@
-"""The first messages of a connection: each side proves that it knows the secret, without telling it.
+"""The handshake of a connection: each side proves knowledge of the shared secret without sending it.
 
-HMAC-SHA256 over both sides' nonces, libraries and the carrier, with a word for the role: an answer recorded from one
-connection, or given back to who sent it, proves nothing. The requester proves itself first; until then it learns
-version, library and carrier of the server, and no more. After the handshake nothing is encrypted and nothing signed:
-the secret keeps others from being served, not from listening on the wire.
+The proof is an HMAC-SHA256 over the nonces and libraries of both sides, the carrier, and the role of the prover, so
+a recorded or reflected proof is invalid. The requester proves itself first; before that it learns only the version,
+library and carrier of the server. Later messages are neither encrypted nor signed: the secret protects against
+unauthorized requests, not against eavesdropping.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from gear_loader.transport.wire import (
 __all__ = ["MIN_SECRET", "answer", "check_library", "check_secret", "introduce", "read_secret", "refuse"]
 
 MIN_SECRET = 16
-"""Fewest bytes of a secret: as many as can be chosen by chance and not be guessed."""
+"""Fewest bytes of a secret."""
 _MOST_SECRET = 1 << 16
 
 _MOST_NAME = 64  # bytes of a library's or a carrier's name
@@ -46,7 +46,7 @@ _WHEN = "during the handshake"
 
 
 def check_secret(secret: bytes) -> bytes:
-    """The secret, if it can be one.
+    """Check a secret and return it.
 
     Raises:
         HandshakeError: it has fewer than `MIN_SECRET` bytes, or is not of type bytes.
@@ -61,17 +61,16 @@ def check_secret(secret: bytes) -> bytes:
 
 
 def read_secret(path: str) -> bytes:
-    """The secret that a file holds, without white space around it.
+    """Read a secret from a file, without surrounding white space.
 
     Raises:
-        HandshakeError: users other than its owner may write or read the file, it belongs to another user, or
-            `check_secret` refuses what it holds.
+        HandshakeError: other users may write or read the file, it belongs to another user, or the secret is invalid.
         OSError: the file cannot be read.
     """
     with open(path, "rb") as file:
         info = os.fstat(file.fileno())
         secret = file.read(_MOST_SECRET).strip()
-    if not stat.S_ISCHR(info.st_mode):  # of a terminal, what is typed counts
+    if not stat.S_ISCHR(info.st_mode):  # a terminal is readable only while the secret is typed
         others = [
             what
             for what, bits in (("write", stat.S_IWGRP | stat.S_IWOTH), ("read", stat.S_IROTH))
@@ -80,13 +79,13 @@ def read_secret(path: str) -> bytes:
         if others:
             raise HandshakeError(
                 f"Other users may {' and '.join(others)} the secret file {path} (mode "
-                f"{stat.S_IMODE(info.st_mode):04o}), so that what it holds is no secret. Write a new secret, and keep "
-                f"it to its owner: chmod 600 {path}."
+                f"{stat.S_IMODE(info.st_mode):04o}), so the secret is not safe. Write a new secret and restrict "
+                f"the file to its owner: chmod 600 {path}."
             )
         if info.st_uid not in (os.geteuid(), 0):
             raise HandshakeError(
-                f"The secret file {path} belongs to user {info.st_uid}; expected user {os.geteuid()}, who reads it, or "
-                "root. Give a file of your own."
+                f"The secret file {path} belongs to user {info.st_uid}; expected user {os.geteuid()} of this process, "
+                "or root. Give a file of your own."
             )
     if not secret:
         raise HandshakeError(
@@ -97,14 +96,14 @@ def read_secret(path: str) -> bytes:
 
 
 def check_library(ours: str, theirs: str, *, peer: str) -> None:
-    """Check that two libraries talk to each other.
+    """Check that two libraries are compatible.
 
     Raises:
-        HandshakeError: they do not; the message names both.
+        HandshakeError: they are not; the message names both.
     """
     if family(ours) != family(theirs):
         raise HandshakeError(
-            f"{peer} uses {printable(theirs)}, this side {ours}: the two do not talk to each other. Install the same "
+            f"{peer} uses {printable(theirs)}, this side {ours}: the two are not compatible. Install the same "
             "library on both sides, or use the carrier 'socket'."
         )
 
@@ -127,7 +126,7 @@ def _prove(secret: bytes, role: bytes, requester: bytes, server: bytes) -> bytes
 
 
 async def refuse(channel: Channel, text: str, request: int = 0) -> None:
-    """Say why nothing is served any more; the caller closes. Who is gone does not hear it."""
+    """Send the reason of a refusal; the caller closes the connection."""
     try:
         await send(channel, Kind.REFUSE, request, pack_text(text))
     except ConnectionError:
@@ -135,17 +134,17 @@ async def refuse(channel: Channel, text: str, request: int = 0) -> None:
 
 
 async def introduce(channel: Channel, secret: bytes, address: Address, *, peer: str) -> Limits:
-    """The requester's side.
+    """The requester's side of the handshake.
 
     Args:
-        address: where it connected to. peer: how errors call the server.
+        address: of the server. peer: name of the server in errors.
 
     Returns:
-        What the server takes; of the fields that it does not tell, the defaults.
+        The server's limits; fields that it does not send have default values.
 
     Raises:
-        HandshakeError: either side refuses; the message says why and names both.
-        ConnectionError: the connection is gone, or the server takes no more of them now: worth another attempt.
+        HandshakeError: one side refused the other; the message has the reason.
+        ConnectionError: the connection is closed, or the server is busy. Another attempt may succeed.
     """
     nonce = secrets.token_bytes(NONCE)
     ours = _introduction(channel, address.carrier, nonce)
@@ -179,7 +178,7 @@ async def introduce(channel: Channel, secret: bytes, address: Address, *, peer: 
     try:
         limits = Limits(rows, reply, store, specs)
     except ValueError as error:
-        raise HandshakeError(f"{peer} told limits that make no sense: {error}") from None
+        raise HandshakeError(f"{peer} sent invalid limits: {error}") from None
     await channel.secured()
     return limits
 
@@ -199,14 +198,15 @@ async def _expect(channel: Channel, kind: Kind, most: int, peer: str) -> tuple[K
 async def answer(
     channel: Channel, secret: bytes, carrier: str, limits: Limits, admit: Callable[[], str] = lambda: ""
 ) -> None:
-    """The server's side; the caller has a deadline.
+    """The server's side of the handshake; the caller enforces a deadline.
 
     Args:
-        admit: called when the requester has proven itself. Returns why it cannot be served now, or "".
+        carrier: name of the carrier. limits: sent to the requester.
+        admit: called after the requester's proof; returns why it cannot be served now, or "".
 
     Raises:
-        HandshakeError: the requester was refused, and told so if it could be.
-        ConnectionError: the connection is gone, or `admit` has not admitted it, and it was told so.
+        HandshakeError: the requester was refused; the reason was sent to it.
+        ConnectionError: the connection is closed, or `admit` returned a reason, which was sent.
     """
     try:
         _, small = await receive_small(channel, {Kind.HELLO: (_INTRODUCTION, 0)}, _WHEN)

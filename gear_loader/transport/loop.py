@@ -1,4 +1,4 @@
-"""The one event loop of a process: a daemon thread in which all connections live."""
+"""The event loop of a process: one daemon thread that runs all connections."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _current: EventLoop | None = None
 
 
 class EventLoop:
-    """A thread that runs an asyncio loop. After a fork the child has none: `event_loop` starts another.
+    """A thread that runs an asyncio loop. It does not survive a fork: `event_loop` starts another in the child.
 
     Attributes:
-        pid: of the process that it runs in.
+        pid: process id of its process.
     """
 
     def __init__(self) -> None:
@@ -35,22 +35,22 @@ class EventLoop:
         self.loop.run_forever()
 
     def soon(self, call: Callable[..., object], *args: object) -> None:
-        """Call something in the loop's thread, and do not wait for it.
+        """Schedule a call in the loop's thread.
 
         Raises:
-            RuntimeError: the process is about to end.
+            RuntimeError: the process is ending.
         """
         self.loop.call_soon_threadsafe(call, *args)
 
     def start(self, work: Coroutine[Any, Any, _T]) -> Future[_T]:
-        """Run a coroutine in the loop."""
+        """Start a coroutine in the loop; returns its future."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def run(self, work: Coroutine[Any, Any, _T], timeout: float | None = None) -> _T:
-        """Run a coroutine in the loop and wait for it; not from the loop's own thread.
+        """Run a coroutine in the loop and wait for its result. Not to be called from the loop's thread.
 
         Raises:
-            TimeoutError: after so many seconds; it is cancelled.
+            TimeoutError: no result within `timeout` seconds; the coroutine is cancelled.
         """
         future = self.start(work)
         try:
@@ -61,11 +61,11 @@ class EventLoop:
 
     @property
     def is_here(self) -> bool:
-        """Whether the caller is in the loop's thread."""
+        """Whether the calling thread is the loop's."""
         return threading.current_thread() is self._thread
 
     def stop(self) -> None:
-        """End the thread; at the end of the process."""
+        """Stop the loop and its thread at the end of the process."""
         if self.pid != os.getpid() or self.loop.is_closed():
             return
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -75,7 +75,7 @@ class EventLoop:
 
 
 def event_loop() -> EventLoop:
-    """This process's loop, started when first asked for."""
+    """The loop of this process, started by the first call."""
     global _current
     with _guard:
         if _current is None or _current.pid != os.getpid():

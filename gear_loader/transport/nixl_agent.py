@@ -1,16 +1,16 @@
-"""NIXL agents, and what an owner tells a reader of its memory.
+"""NIXL agents, and the description of a table's memory that its owner sends to readers.
 
-The owner's description of one table, little endian; texts and bytes have their length before them:
+Layout of a description, little endian; texts and bytes are preceded by their length:
 
     magic        8 B     b"GEARNIXL"
     version      u16
-    agent        u16, name of the owner's agent, unique in every start of a process
-    connection   u32, what NIXL needs to connect to it
+    agent        u16, name of the owner's agent, unique for each process start
+    connection   u32, NIXL's metadata of the agent
     schema       u32, JSON as `Schema.to_json`
     numbers      10 x u64, see `_NUMBERS`
     columns      u64 x 3 a column: offset in the region, bytes from block to block, bytes of a step
 
-NIXL's own serialization of descriptors is pickle and is not used; what it makes of `connection` is checked by NIXL.
+NIXL's own serialization of descriptors is pickle and is not used; NIXL validates `connection`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy as np
 from gear_loader.errors import TransportError
 from gear_loader.storage.schema import Schema
 from gear_loader.transport.spec import read_schema
-from gear_loader.transport.ucx_library import before_another_ucx, speaking_softly
+from gear_loader.transport.ucx_library import before_another_ucx, quiet_environment
 
 __all__ = ["Description", "installed", "new_agent", "register", "version"]
 
@@ -52,12 +52,12 @@ _PACKAGES = ("nixl_cu12", "nixl_cu13", "nixl")
 
 
 def installed() -> str | None:
-    """The package that NIXL comes in here, or None."""
+    """Name of the installed package of NIXL, or None."""
     return next((name for name in _PACKAGES if importlib.util.find_spec(name) is not None), None)
 
 
 def version() -> str | None:
-    """Name and version of the package that is installed."""
+    """Name and version of the installed package of NIXL, or None."""
     import importlib.metadata
 
     package = installed()
@@ -70,32 +70,33 @@ def version() -> str | None:
 
 
 def new_agent(name: str, *, loopback: bool) -> Any:
-    """An agent with the UCX backend and without a thread of its own, which would take a whole core.
+    """Create an agent with the UCX backend and without a progress thread, which would occupy a core.
 
     Args:
-        loopback: keep its sockets to the loopback device, unless the user has set UCX_NET_DEVICES.
+        name: of the agent.
+        loopback: restrict its sockets to the loopback device, unless the user has set UCX_NET_DEVICES.
 
     Raises:
-        TransportError: NIXL is not installed, or cannot start.
+        TransportError: NIXL is not installed or does not start.
     """
     package = installed()
     if package is None:
         raise TransportError(
             "NIXL is not installed: pip install '.[nixl]' (in a clone of Gear Loader). "
-            "`gear-loader doctor` shows what else there is."
+            "`gear-loader doctor` shows the alternatives."
         )
     try:
         api = importlib.import_module(f"{package}._api")
         if "NIXL_LOG_LEVEL" not in os.environ:
             logging.getLogger("nixl").setLevel(
                 logging.WARNING
-            )  # it writes every agent's start to standard output
+            )  # NIXL logs the start of each agent to standard output
         config = api.nixl_agent_config(
             enable_prog_thread=False, backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         )
         before_another_ucx()
-        # NIXL hands no settings on to UCX, which reads its environment when the backend is made.
-        with speaking_softly(**({"UCX_NET_DEVICES": "lo"} if loopback else {})):
+        # NIXL passes no options to UCX, which reads its environment when the backend is created.
+        with quiet_environment(**({"UCX_NET_DEVICES": "lo"} if loopback else {})):
             agent = api.nixl_agent(name, config)
             agent.create_backend("UCX")
     except TransportError:
@@ -109,10 +110,10 @@ def new_agent(name: str, *, loopback: bool) -> Any:
 
 
 def register(agent: Any, address: int, count: int) -> Any:
-    """Register memory; what `deregister_memory` takes.
+    """Register memory; returns the handle for `deregister_memory`.
 
     Raises:
-        TransportError: it is refused.
+        TransportError: NIXL refuses it.
     """
     try:
         return agent.register_memory(np.array([[address, count, 0]], dtype=np.uint64), "DRAM")
@@ -125,12 +126,12 @@ def register(agent: Any, address: int, count: int) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """One table in an owner's memory.
+    """Description of one table in the memory of its owner.
 
     Attributes:
-        agent: name of the owner's agent. connection: NIXL's metadata of it.
+        agent: name of the owner's agent. connection: NIXL's metadata of the agent.
         schema: the columns. columns: (offset, block stride, step bytes) of each.
-        numbers: what `_NUMBERS` lists, by name.
+        numbers: the values listed in `_NUMBERS`, by name.
     """
 
     agent: str
@@ -140,7 +141,7 @@ class Description:
     numbers: dict[str, int]
 
     def to_bytes(self) -> bytes:
-        """As it is sent."""
+        """Serialize."""
         agent, schema = self.agent.encode(), json.dumps(self.schema.to_json(), separators=(",", ":")).encode()
         return b"".join(
             (
@@ -158,10 +159,10 @@ class Description:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Description:
-        """The inverse of `to_bytes`.
+        """Parse and validate a description.
 
         Raises:
-            TransportError: it is none, of another version, or contradicts itself.
+            TransportError: invalid, inconsistent, or of another version.
         """
         try:
             return cls._read(bytes(data))
@@ -202,7 +203,7 @@ class Description:
         return described
 
     def _check(self) -> None:
-        """Every column and array lies in the region."""
+        """Check that every column and array is inside the region."""
         numbers = self.numbers
         slots, blocks, steps = numbers["num_slots"], numbers["num_blocks"], numbers["block_steps"]
         limit = numbers["region_bytes"]
@@ -218,5 +219,5 @@ class Description:
 
 def _damaged(what: str) -> TransportError:
     return TransportError(
-        f"What the owner says of its memory makes no sense: {what}. Use the same version of Gear Loader on both sides."
+        f"The owner's description of its memory is invalid: {what}. Use the same version of Gear Loader on both sides."
     )

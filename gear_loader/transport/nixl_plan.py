@@ -1,4 +1,4 @@
-"""Which bytes of an owner's region the windows of a batch are: a list of pieces, in one compiled pass over the rows."""
+"""Transfer lists for the windows of a batch in an owner's region, computed in one compiled pass over the rows."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from gear_loader.utils.arrays import Array
 __all__ = ["Rows", "columns_of", "pieces_of"]
 
 _PADS = {"keep": PAD_KEEP, "head": PAD_HEAD, "tail": PAD_TAIL}
-assert (PAD_KEEP, PAD_HEAD) == (0, 1)  # what is compiled in, and kept on disk
+assert (PAD_KEEP, PAD_HEAD) == (0, 1)  # constants of the compiled function, which is cached on disk
 
 OFFSET, STRIDE, STEP_BYTES, OUT, LENGTH, FIRST, PAD = range(7)
 """One row a column, int64: offset in the region, bytes from block to block, bytes of a step; offset in the reply;
 steps, offset and padding of the window. Of a mask the first three are 0, 0, 1."""
 
 
+@copying.compiled
 def _walk(  # type: ignore[no-untyped-def]
     columns, anchors, extent, ids, block_steps, num_blocks, base, out, out_base, remote, local
 ) -> int:
-    """Write paddings and masks into `out`, and the pieces to be read into `remote` and `local`.
+    """Write padding and masks into `out`, and the transfers into `remote` and `local`.
 
     Returns:
-        The number of pieces; or -1 - b if row b has a block that does not exist.
+        The number of transfers; or -1 - b if row b has an invalid block.
     """
     count = 0
     width = ids.shape[1]
@@ -80,21 +81,17 @@ def _walk(  # type: ignore[no-untyped-def]
     return count
 
 
-if copying.AVAILABLE:
-    _walk = copying.compiled(_walk)
-
-
 class Rows:
-    """The rows of one fetch, copied, so that the caller may use his arrays again.
+    """The rows of one fetch, copied, so that the caller can reuse its arrays.
 
     Args:
         slots, anchors, generations: int64 [n].
-        extent: int64 [n, 2]: length in steps, and the place in `block_ids` where the trajectory's block table would
-            begin (it holds the blocks of the windows only), as `gear_loader.native.copying.resolve` writes them.
+        extent: int64 [n, 2]: length in steps, and the position in `block_ids` where the trajectory's block table would
+            begin (it has the blocks of the windows only), as `gear_loader.native.copying.resolve` writes them.
         block_ids: int32 [n, K], the windows' blocks.
 
     Raises:
-        SchemaError: shapes or dtypes that do not fit.
+        SchemaError: other shapes or dtypes.
     """
 
     def __init__(
@@ -120,10 +117,10 @@ class Rows:
 
 
 def columns_of(spec: WindowSpec, described: Description, count: int) -> Array:
-    """What `_walk` needs of columns and masks, int64 [C, 7].
+    """Columns and masks for `_walk`, int64 [C, 7].
 
     Raises:
-        TransportError: the owner's columns are others than the reader's.
+        TransportError: the owner has other columns than the reader expects.
     """
     if spec.schema.to_json() != described.schema.to_json():
         raise TransportError(
@@ -140,17 +137,18 @@ def columns_of(spec: WindowSpec, described: Description, count: int) -> Array:
 
 
 def pieces_of(spec: WindowSpec, described: Description, rows: Rows, out: Array) -> tuple[Array, Array]:
-    """What has to be read from where, and where it goes; paddings and masks are written here.
+    """Compute the transfers of a fetch, and write padding and masks.
 
     Args:
+        spec: the windows. described: the owner's memory. rows: of the fetch.
         out: uint8, at least `spec.reply_bytes(n)`.
 
     Returns:
-        The owner's side and this one, each int64 [p, 5]: address, bytes, 0, bytes, 1.
+        Remote and local sides of the transfers, each int64 [p, 5]: address, bytes, 0, bytes, 1. Remote addresses are
+        always inside the table's columns.
 
     Raises:
-        TransportError: a slot, length or block that the table cannot have, or other columns. Nothing is addressed that
-            does not belong to the table's columns.
+        TransportError: an invalid slot, length or block, or other columns.
     """
     numbers, count = described.numbers, len(rows)
     columns = columns_of(spec, described, count)

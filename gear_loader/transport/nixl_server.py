@@ -1,4 +1,4 @@
-"""The side of one-sided reads that owns the memory: registers tables with NIXL and tells readers where they lie."""
+"""The owner's side of one-sided reads: registers tables with NIXL and describes their memory to readers."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from gear_loader.transport.nixl_agent import Description, new_agent, register
 
 __all__ = ["NixlOwner"]
 
-_IDLE = 5e-3  # seconds between two looks while nobody reads
-_BUSY = 2e-5
-_STAY = 1.0  # seconds that it stays busy after the last read
-_IDENTITY = 0.1  # seconds between two looks whether the names still mean the same tables
-_WORDS = 1024  # tables, counting those that have been replaced
+_IDLE = 5e-3  # seconds between polls without readers
+_BUSY = 2e-5  # seconds between polls after a read
+_STAY = 1.0  # seconds of frequent polls after the last read
+_IDENTITY = 0.1  # seconds between checks that the names still refer to the same tables
+_WORDS = 1024  # most tables, including replaced ones
 
 
 class NixlOwner:
-    """Lets others read tables of this machine without asking its processor.
+    """Allows other nodes to read tables of this machine without involving its processor.
 
-    **One-sided reads trust the network.** Whoever has the description of one table, or can reach the sockets that UCX
-    opens, can read this process's memory, and with a made-up address end it. It is meant for closed fabrics, and off
-    unless it is chosen by name. Descriptions are given to those alone who know the server's secret.
+    **One-sided reads trust the network.** A process that has the description of a table, or can reach UCX's sockets,
+    can read all memory of this process, and can crash it with an invalid address. It is meant for closed fabrics and
+    must be enabled explicitly. Only authenticated requesters receive descriptions.
 
-    Over InfiniBand the adapter answers by itself. Over TCP, and to connect, UCX needs this process: a thread looks
-    every 5 ms, and all the time in the second after a read.
+    Over InfiniBand the adapter answers reads. Over TCP, and to connect, UCX needs this process: a thread polls every
+    5 ms, and continuously for a second after a read.
 
     Args:
-        tables: names of the tables that may be read; each is attached when first asked for.
-        loopback: keep UCX's sockets to the loopback device, unless the user has set UCX_NET_DEVICES.
+        tables: names of the tables that may be read; each is attached by the first request for it.
+        loopback: restrict UCX's sockets to the loopback device, unless the user has set UCX_NET_DEVICES.
 
     Raises:
         TransportError: NIXL is not installed, or cannot start.
@@ -47,9 +47,9 @@ class NixlOwner:
         self._name = f"gear-loader-{os.getpid()}-{secrets.token_hex(8)}"
         self._agent: Any = new_agent(self._name, loopback=loopback)
         self._guard = threading.Lock()
-        # A region is not unmapped while this lives: over TCP, UCX reads any address that it is asked for.
+        # Regions stay mapped: over TCP, UCX reads any address that a reader asks for.
         self._regions: list[Region] = []
-        self._current: dict[str, tuple[Region, tuple[int, int], int]] = {}  # region, its file, its word
+        self._current: dict[str, tuple[Region, tuple[int, int], int]] = {}  # region, file, word
         self._words = np.zeros(_WORDS, dtype=np.uint64)
         self._word_list = register(self._agent, self._words.ctypes.data, self._words.nbytes)
         self._stop = threading.Event()
@@ -57,11 +57,11 @@ class NixlOwner:
         self._thread.start()
 
     def metadata(self, table: str) -> bytes:
-        """What a reader needs to know of a table; see `gear_loader.transport.nixl_agent`.
+        """The description of a table's memory; see `gear_loader.transport.nixl_agent`.
 
         Raises:
-            TransportError: it is none of those that may be read, or cannot be registered.
-            RegionError: there is none of that name now.
+            TransportError: the table is not served or cannot be registered.
+            RegionError: the table does not exist.
         """
         if table not in self._tables:
             raise TransportError(
@@ -98,12 +98,12 @@ class NixlOwner:
 
     def _attach(self, table: str) -> None:
         if len(self._regions) == _WORDS:
-            raise TransportError(f"{_WORDS:,} tables have been served by this process; start it anew.")
+            raise TransportError(f"{_WORDS:,} tables have been served by this process; restart it.")
         before = _file(table)
         region = Region.attach(table)
         if before != _file(table):
             region.close()
-            raise TransportError(f"Table {table!r} was replaced this moment. Ask again.")
+            raise TransportError(f"Table {table!r} was replaced during the request. Try again.")
         view = region.bytes
         assert view is not None
         try:
@@ -120,11 +120,11 @@ class NixlOwner:
     def _forget_replaced(self) -> None:
         for table, (_, file, word) in list(self._current.items()):
             if _file(table) != file:
-                self._words[word] = 0  # readers look at it after each read
+                self._words[word] = 0  # readers check it after each read
                 del self._current[table]
 
     def _run(self) -> None:
-        """Let UCX answer, and see which tables have gone."""
+        """Thread: make progress for UCX, and detect removed tables."""
         busy = looked = 0.0
         while not self._stop.is_set():
             now = time.monotonic()
@@ -139,11 +139,11 @@ class NixlOwner:
             time.sleep(_BUSY if now - busy < _STAY else _IDLE)
 
     def close(self) -> None:
-        """Let nobody read any more; idempotent."""
+        """End all reads; idempotent."""
         self._stop.set()
         self._thread.join()
         with self._guard:
-            self._agent = None  # with its sockets; before the memory goes
+            self._agent = None  # closes its sockets, before the memory is unmapped
             regions, self._regions = self._regions, []
             self._current.clear()
             for region in regions:

@@ -1,11 +1,10 @@
-"""The server as a process of its own: what `gear-loader serve` runs, and how a program starts and ends one."""
+"""The server as a separate process: the main function of `gear-loader serve`, and starting and stopping it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import importlib
-import ipaddress
 import json
 import logging
 import os
@@ -19,40 +18,30 @@ import weakref
 from collections.abc import Sequence
 
 from gear_loader.errors import HandshakeError, TransportError
-from gear_loader.transport.channel import CARRIERS
+from gear_loader.transport.channel import CARRIERS, is_loopback
 from gear_loader.transport.child_process import child_command
 from gear_loader.transport.handshake import check_secret
 from gear_loader.transport.server import Server
 
-__all__ = ["ServerProcess", "is_loopback", "read_parent", "run_server", "start_server"]
+__all__ = ["ServerProcess", "read_parent", "run_server", "start_server"]
 
-_START = 120.0  # seconds: a machine that compiles the loops for the first time is slow
-_STOP = 5.0  # seconds from asking it to end to killing it
-_LOOK = 1.0  # seconds between looks whether the parent is there
-_CLOSE = 0.5  # seconds to say goodbye to connections
-_ATTACH = 1.0  # seconds that being ready waits for tables; those that are locked meanwhile are attached later
+_START = 120.0  # seconds; the first start on a machine compiles native code
+_STOP = 5.0  # seconds between SIGTERM and SIGKILL
+_LOOK = 1.0  # seconds between checks for the parent
+_CLOSE = 0.5  # seconds to close connections
+_ATTACH = 1.0  # seconds that the start waits for tables; a locked table is attached later
 _MOST_SECRET = 1 << 16
 _SIZE = struct.Struct("<I")
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to that host."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 # ---------------------------------------------------------------- in the server's process
 
 
 def read_parent(fd: int) -> bytes:
-    """The secret that the parent wrote into the pipe: its size, u32, and itself.
+    """Read the secret from the parent's pipe: its size (u32) and its bytes.
 
     Raises:
-        HandshakeError: the parent has gone, or wrote something else.
+        HandshakeError: the pipe was closed, or has other contents.
     """
     data = b""
     size = -1
@@ -60,7 +49,7 @@ def read_parent(fd: int) -> bytes:
         wanted = _SIZE.size - len(data) if size < 0 else size - len(data)
         part = os.read(fd, wanted)
         if not part:
-            raise HandshakeError("The parent closed the pipe before it had told the secret.")
+            raise HandshakeError("The parent closed the pipe before it sent the secret.")
         data += part
         if size < 0 and len(data) == _SIZE.size:
             (size,), data = _SIZE.unpack(data), b""
@@ -79,17 +68,17 @@ def run_server(
     parent: int | None = None,
     one_sided: bool = False,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, or until the parent closes its end of a pipe. Ends the process; does not return.
+    """Serve until SIGTERM, SIGINT or the end of the parent; then end the process. Does not return.
 
-    When it is ready it prints one line: a JSON object with ``addresses``, by carrier, and ``pid``.
+    When it is ready, it prints one line: a JSON object with ``addresses`` (by carrier) and ``pid``.
 
     Args:
-        tables: their names. listens: carrier, host and port of each.
-        parent: descriptor of a pipe; the secret has been read from it.
-        one_sided: also let readers in that read the tables' memory by themselves (NIXL).
+        tables: names of the tables. listens: carrier, host and port of each listener.
+        parent: descriptor of a pipe that the parent closes at its end, or None.
+        one_sided: allow one-sided NIXL reads of the tables' memory.
 
     Raises:
-        TransportError: a carrier that cannot be used here. OSError: it cannot listen there.
+        TransportError: a carrier cannot be used here. OSError: it cannot listen at an address.
     """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="gear-loader serve: %(message)s")
     if all(is_loopback(host) for _, host, _ in listens) and any(name == "ucx" for name, _, _ in listens):
@@ -123,22 +112,22 @@ async def _serve(
     print(json.dumps({"addresses": addresses, "pid": os.getpid()}), flush=True)
     server.log.info("serving %s at %s", ", ".join(tables), ", ".join(addresses.values()))
     ancestor = os.getppid()
-    while parent is None or os.getppid() == ancestor:  # a forked child of the parent may still have the pipe
+    while parent is None or os.getppid() == ancestor:  # a forked child of the parent may keep the pipe open
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(over.wait(), _LOOK)
             break
     await asyncio.wait([asyncio.ensure_future(server.close())], timeout=_CLOSE)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # threads that wait for a table would keep it; what they began, others repair
+    os._exit(0)  # waiting threads would block a normal exit; other processes repair their unfinished changes
 
 
 async def _attach(server: Server, name: str) -> None:
-    """Attach a table before it is asked for."""
+    """Attach a table before the first request for it."""
     try:
-        await server.waiters(name).run(lambda: server.shelf.get(name))
+        await server.waiters(name).run(lambda: server.tables.get(name))
     except OSError as error:
-        server.log.info("table %r is attached when it is asked for: %s", name, error)
+        server.log.info("table %r will be attached by the first request: %s", name, error)
 
 
 def _parent_is_gone(fd: int, over: asyncio.Event) -> None:
@@ -157,11 +146,11 @@ def _parent_is_gone(fd: int, over: asyncio.Event) -> None:
 
 
 class ServerProcess:
-    """A server that `start_server` has started. It ends with `stop`, with its parent, or when nobody refers to it.
+    """A server started by `start_server`. It ends with `stop`, with its parent, or when this object is deleted.
 
     Attributes:
-        addresses: carrier -> address, as `Peer` takes it.
-        pid: of its process.
+        addresses: carrier -> address, for `Peer`.
+        pid: process id.
     """
 
     def __init__(self, process: subprocess.Popen[bytes], pipe: int, addresses: dict[str, str]) -> None:
@@ -171,11 +160,11 @@ class ServerProcess:
         self._stop = weakref.finalize(self, _stop, process, pipe, os.getpid())
 
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Whether the process is running."""
         return self._process.poll() is None
 
     def stop(self) -> None:
-        """End it, and wait for that; idempotent."""
+        """Stop the process and wait for its end; idempotent."""
         self._stop()
 
     def __enter__(self) -> ServerProcess:
@@ -187,13 +176,13 @@ class ServerProcess:
 
 def _stop(process: subprocess.Popen[bytes], pipe: int, owner: int) -> None:
     os.close(pipe)
-    if os.getpid() != owner:  # a forked child: the server is not its
+    if os.getpid() != owner:  # a forked child must not stop the server of its parent
         process.returncode = 0
         return
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGCONT)  # a stopped one would not hear it
+            process.send_signal(signal.SIGCONT)  # a stopped process handles SIGTERM only after SIGCONT
     try:
         process.wait(_STOP)
     except subprocess.TimeoutExpired:
@@ -213,19 +202,19 @@ def start_server(
     one_sided: bool = False,
     timeout: float = _START,
 ) -> ServerProcess:
-    """Start a server of tables of this machine, in a process of its own that ends with this one.
+    """Start a server of tables of this machine, in a process that ends with this one.
 
     Args:
-        tables: their names.
-        carriers: "socket", "ucx".
-        host: where it listens. By default only this machine can connect.
-        port: 0 for any that is free; a number only with one carrier.
-        secret: what requesters must know. It goes through a pipe.
-        one_sided: also let readers in that read the tables' memory by themselves (NIXL).
-        timeout: seconds until it must be ready.
+        tables: names of the tables.
+        carriers: any of "socket" and "ucx".
+        host: address to listen at. By default only this machine can connect.
+        port: port number (with one carrier only), or 0 for a free port.
+        secret: shared secret of the requesters; passed through a pipe.
+        one_sided: allow one-sided NIXL reads of the tables' memory.
+        timeout: seconds until the server must be ready.
 
     Raises:
-        TransportError: arguments that make no sense, or it did not start; the message says what it wrote.
+        TransportError: invalid arguments, or the server did not start.
     """
     check_secret(secret)
     unknown = [name for name in carriers if name not in CARRIERS]
@@ -266,14 +255,14 @@ def start_server(
 
 
 def _write(fd: int, data: bytes) -> None:
-    # A server that has ended already tells why on its standard error; that it has is seen when its line is read.
+    # If the server has ended already, reading its line reports that; its standard error has the reason.
     with contextlib.suppress(BrokenPipeError):
         while data:
             data = data[os.write(fd, data) :]
 
 
 def _addresses(process: subprocess.Popen[bytes], tables: Sequence[str], timeout: float) -> dict[str, str]:
-    """What it prints when it is ready."""
+    """Wait for the line that the server prints when it is ready; returns the addresses."""
     assert process.stdout is not None
     deadline = time.monotonic() + timeout
     fd, line = process.stdout.fileno(), b""

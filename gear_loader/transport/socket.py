@@ -1,4 +1,4 @@
-"""The carrier that is always there: TCP sockets in the event loop, without a copy in between."""
+"""The carrier "socket": TCP in the event loop, without intermediate copies. It needs no other package."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from gear_loader.transport.tcp_listener import TcpListener, listening_sockets
 
 __all__ = ["SocketCarrier", "SocketChannel"]
 
-_AHEAD = 1 << 12  # bytes up to which a read may take in more than was asked for
-_AT_ONCE = 64  # calls that went through at once, after which others have their turn
-_MOST_PARTS = 64  # of one call
+_AHEAD = 1 << 12  # bytes of the read-ahead buffer for small messages
+_CALLS_IN_A_ROW = 64  # calls without waiting, after which the channel yields to the event loop
+_MOST_PARTS = 64  # of one `sendmsg`
 _GONE = "The connection was closed by the other side."
 
 
@@ -31,16 +31,16 @@ class SocketChannel(Channel):
         self._fd = connection.fileno()
         self._reading: asyncio.Future[None] | None = None
         self._writing: asyncio.Future[None] | None = None
-        self._hears = False  # whether the loop tells of what comes
-        self._ahead = memoryview(bytearray(_AHEAD))  # what came with something small
+        self._watched = False  # whether the loop watches the socket for data
+        self._ahead = memoryview(bytearray(_AHEAD))  # read-ahead buffer
         self._begin = self._end = 0
-        self._at_once = 0
+        self._calls = 0
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             host, port = connection.getpeername()[:2]
             self.peer = f"{host}:{port}"
-        except OSError:  # gone already: the first use says so
+        except OSError:  # closed already; the first use raises the error
             self.peer = ""
 
     async def send(self, *parts: Bytes) -> None:
@@ -55,7 +55,7 @@ class SocketChannel(Channel):
                 sent -= len(views.pop(0))
             if sent:
                 views[0] = views[0][sent:]
-            await self._others()
+            await self._yield()
 
     async def recv_into(self, buffer: Bytes) -> None:
         view = as_bytes(buffer)
@@ -76,7 +76,7 @@ class SocketChannel(Channel):
                 view = view[count:]
 
     async def _receive(self, view: memoryview) -> int:
-        """Receive something, at least a byte."""
+        """Receive at least one byte; returns the number."""
         while True:
             try:
                 count = self._live().recv_into(view)
@@ -85,11 +85,11 @@ class SocketChannel(Channel):
                 continue
             if count == 0:
                 raise ConnectionResetError(errno.ECONNRESET, _GONE)
-            await self._others()
+            await self._yield()
             return count
 
     async def linger(self, seconds: float, most: float = float("inf")) -> None:
-        # Closed with something unread, the other side's system would throw away what it has not read either.
+        # A close with unread data resets the connection, and the other side would lose data it has not read.
         with contextlib.suppress(OSError, asyncio.TimeoutError):
             self._live().shutdown(socket.SHUT_WR)
             await asyncio.wait_for(self._discard(most), seconds)
@@ -114,19 +114,19 @@ class SocketChannel(Channel):
             raise _closed()
         return self._socket
 
-    async def _others(self) -> None:
-        """Let others have the loop now and then, however fast this connection is."""
-        self._at_once += 1
-        if self._at_once >= _AT_ONCE:
-            self._at_once = 0
+    async def _yield(self) -> None:
+        """Yield to the event loop from time to time, even if the socket never blocks."""
+        self._calls += 1
+        if self._calls >= _CALLS_IN_A_ROW:
+            self._calls = 0
             await asyncio.sleep(0)
 
     async def _wait_to_read(self) -> None:
-        self._at_once = 0
+        self._calls = 0
         self._live()
         self._reading = self._loop.create_future()
-        if not self._hears:
-            self._hears = True
+        if not self._watched:
+            self._watched = True
             self._loop.add_reader(self._fd, self._readable)
         try:
             await self._reading
@@ -134,14 +134,14 @@ class SocketChannel(Channel):
             self._reading = None
 
     def _readable(self) -> None:
-        if self._reading is None:  # nobody wants it now: hear of it again when somebody does
-            self._hears = False
+        if self._reading is None:  # no pending receive; `_wait_to_read` watches again
+            self._watched = False
             self._loop.remove_reader(self._fd)
         elif not self._reading.done():
             self._reading.set_result(None)
 
     async def _wait_to_write(self) -> None:
-        self._at_once = 0
+        self._calls = 0
         self._live()
         self._writing = self._loop.create_future()
         self._loop.add_writer(self._fd, self._writable)
@@ -162,7 +162,7 @@ def _closed() -> ConnectionError:
 
 
 class SocketCarrier(Carrier):
-    """TCP."""
+    """TCP sockets."""
 
     name = "socket"
     library = "socket"
@@ -180,7 +180,9 @@ class SocketCarrier(Carrier):
                 connection.setblocking(False)
                 await loop.sock_connect(connection, place)
                 if connection.getsockname() == connection.getpeername():
-                    raise ConnectionRefusedError(errno.ECONNREFUSED, "Nobody listens there.")
+                    raise ConnectionRefusedError(
+                        errno.ECONNREFUSED, "No listener at this address (the socket connected to itself)."
+                    )
                 return SocketChannel(connection)
             except OSError as error:
                 connection.close()
@@ -194,7 +196,7 @@ class SocketCarrier(Carrier):
         async def begin(connection: socket.socket) -> None:
             try:
                 channel = SocketChannel(connection)
-            except OSError:  # it is gone already
+            except OSError:  # closed already
                 connection.close()
                 return
             await serve(channel)

@@ -1,4 +1,4 @@
-"""What a reader wants of another node's table, and how the bytes of a reply lie."""
+"""The windows that a reader requests from a table on another node, and the byte layout of a reply."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from gear_loader.errors import SchemaError, TransportError
-from gear_loader.storage.schema import DTYPES, Schema, Window
+from gear_loader.storage.schema import Schema, Window
 
 __all__ = ["ALIGNMENT", "MAX_COLUMNS", "MAX_SPEC_BYTES", "Piece", "WindowSpec", "read_schema", "round_up"]
 
 ALIGNMENT = 128
-"""Pieces begin at multiples of it: whole lines for a GPU that reads them."""
+"""Bytes to which pieces are aligned: a cache line of a GPU."""
 MAX_SPEC_BYTES = 1 << 20
 """Most bytes of a spec as JSON."""
 MAX_COLUMNS = 4096
-_MAX_NAME = 1024  # bytes of a column's name
-_MAX_DIMENSIONS = 32
+_MAX_NAME = 1024  # characters of a column's name
 _MAX_ROW_BYTES = 1 << 40
 _MAX_TABLE_NAME = 128  # as `gear_loader.storage.shared_memory` has it
 
@@ -30,11 +29,11 @@ def round_up(count: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """One column's windows, or one mask, of n rows: uint8 [n, row_bytes], contiguous.
+    """Windows of one column, or one mask, for n rows: uint8 [n, row_bytes], contiguous.
 
     Attributes:
-        name: the column; of a mask, the first column that has this window.
-        offset: bytes from the start of the reply's data, a multiple of 128.
+        name: the column; for a mask, the first column with its window. kind: "column" or "mask".
+        offset: bytes from the start of the reply, a multiple of 128. row_bytes: bytes of one row.
     """
 
     name: str
@@ -51,21 +50,21 @@ class WindowSpec:
         column, column, ..., mask, mask, ...,  each uint8 [n, row_bytes], from a multiple of 128 bytes on
         status                                 uint8 [n]: SERVED or GONE, from `data_bytes(n)` on
 
-    Columns stand in the schema's order; there is one mask for each distinct window, in the order in which the columns
-    have them. Steps that do not exist are zeros, as `Window.pad` says where; masks are bool [n, length]. A row is gone
-    if there was no live trajectory of its generation at its slot when the read began: its bytes are zeros.
+    Columns are in the order of the schema; there is one mask for each distinct window, in the order of the columns.
+    Padding is zeros, placed as `Window.pad` says; masks are bool [n, length]. A row is GONE if its slot had no live
+    trajectory of its generation when the read began; its bytes are zeros.
 
     Args:
         table: name of the table on its node.
-        schema: what the reader takes the table's columns to be.
+        schema: the columns that the reader expects.
         windows: column -> window, at least one.
 
     Attributes:
-        table, schema: as given. windows: in the schema's order.
-        row_bytes: bytes of a row of all pieces together.
+        table, schema: as given. windows: in the order of the schema.
+        row_bytes: bytes of a row over all pieces.
 
     Raises:
-        SchemaError: no windows, a window of no column, or rows of 2**40 bytes and more.
+        SchemaError: no windows, a window of an unknown column, or rows of 2**40 or more bytes.
     """
 
     SERVED, GONE = 0, 1
@@ -97,7 +96,7 @@ class WindowSpec:
         return f"WindowSpec({self.table!r}, {self.windows!r})"
 
     def pieces(self, n: int) -> tuple[Piece, ...]:
-        """How the data of n rows lie: columns in order, then masks."""
+        """Layout of the data of n rows: columns in order, then masks."""
         pieces, offset = [], 0
         for name, kind, size in self._rows:
             pieces.append(Piece(name, kind, offset, size))
@@ -105,20 +104,20 @@ class WindowSpec:
         return tuple(pieces)
 
     def data_bytes(self, n: int) -> int:
-        """Room that the pieces of n rows need, a multiple of 128; the status begins there."""
-        sizes = self._sizes  # once: other threads may ask for other numbers of rows
+        """Bytes of the pieces of n rows, a multiple of 128; offset of the status."""
+        sizes = self._sizes  # read once: other threads may replace it
         if sizes[0] != n:
             sizes = self._sizes = n, sum(round_up(n * size) for _, _, size in self._rows)
         return sizes[1]
 
     def reply_bytes(self, n: int) -> int:
-        """`data_bytes(n)` and the status of n rows, rounded up to a multiple of 128."""
+        """Bytes of a reply with n rows: data and status, rounded up to a multiple of 128."""
         return self.data_bytes(n) + round_up(n)
 
     # ---------------------------------------------------------------- on the wire
 
     def to_bytes(self) -> bytes:
-        """As JSON."""
+        """Serialize as JSON."""
         fields = {
             "table": self.table,
             "columns": self.schema.to_json(),
@@ -128,10 +127,10 @@ class WindowSpec:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> WindowSpec:
-        """The inverse of `to_bytes`, of bytes that anybody may have sent.
+        """Parse and validate a spec from an untrusted source.
 
         Raises:
-            TransportError: it is no spec; the message names the field.
+            TransportError: invalid spec; the message names the field.
         """
         fields = _read_json(data)
         if not isinstance(fields, dict) or set(fields) != {"table", "columns", "windows"}:
@@ -162,45 +161,26 @@ class WindowSpec:
 
 
 def read_schema(rows: Any) -> Schema:
-    """The schema that `Schema.to_json` made, of JSON that anybody may have sent.
+    """Validate the JSON of a schema from an untrusted source.
 
     Raises:
-        TransportError: it is none; the message names the field.
+        TransportError: invalid schema; the message names the column.
     """
     if not isinstance(rows, list) or not 1 <= len(rows) <= MAX_COLUMNS:
         raise TransportError(
             f"A schema has {_kind(rows)} as columns; expected a list of 1 to {MAX_COLUMNS:,}."
         )
-    names = set()
-    for i, row in enumerate(rows):
-        if not isinstance(row, list) or len(row) != 3:
-            raise TransportError(
-                f"A schema has {_shown(row)} as columns[{i}]; expected [name, dtype, shape]."
-            )
-        name, dtype, shape = row
-        if not isinstance(name, str) or not name or len(name) > _MAX_NAME or name in names:
-            raise TransportError(
-                f"A schema has {_shown(name)} as name of columns[{i}]; expected each name once."
-            )
-        if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise TransportError(
-                f"A schema has {_shown(dtype)} as dtype of columns[{i}]; expected one of {', '.join(DTYPES)}."
-            )
-        size = 1
-        whole = isinstance(shape, list) and len(shape) <= _MAX_DIMENSIONS
-        for extent in shape if whole else ():
-            whole = whole and type(extent) is int and 1 <= extent < _MAX_ROW_BYTES
-            size = size * extent if whole else 0
-        if not whole or size >= _MAX_ROW_BYTES:
-            raise TransportError(
-                f"A schema has {_shown(shape)} as shape of columns[{i}]; expected at most {_MAX_DIMENSIONS} positive "
-                "integers."
-            )
-        names.add(name)
     try:
-        return Schema.from_json(rows)
+        schema = Schema.from_json(rows)
     except SchemaError as error:
         raise TransportError(f"A schema's columns: {_shown(str(error))}") from None
+    for name, column in schema.items():
+        if len(name) > _MAX_NAME or column.step_bytes >= _MAX_ROW_BYTES:
+            raise TransportError(
+                f"A schema has the column {_shown(name)} with {column.step_bytes:,} bytes a step; expected a name of "
+                f"at most {_MAX_NAME:,} characters and less than {_MAX_ROW_BYTES:,} bytes."
+            )
+    return schema
 
 
 def _read_json(data: bytes) -> Any:
@@ -209,7 +189,7 @@ def _read_json(data: bytes) -> Any:
     try:
         return json.loads(bytes(data).decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise TransportError(f"A spec is no JSON ({_shown(str(error))}); expected an object.") from None
+        raise TransportError(f"A spec is not JSON ({_shown(str(error))}); expected an object.") from None
 
 
 def _kind(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Listening TCP sockets, and the loop that accepts their connections."""
+"""Listening TCP sockets and the tasks that accept their connections."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from gear_loader.transport.channel import Listener
 
 __all__ = ["TcpListener", "listening_sockets"]
 
-_BACKLOG = 1024  # connections that the system keeps until they are accepted
+_BACKLOG = 1024  # connections that the kernel queues until they are accepted
 
 
 async def listening_sockets(
     host: str, port: int, *, receive_buffer: int | None = None
 ) -> list[socket.socket]:
-    """Sockets that listen on the addresses of a host: on all of them, or on the first one if the port is 0.
+    """Listen on all addresses of a host, or on the first one if the port is 0.
 
     Args:
-        receive_buffer: bytes that the system keeps of a connection until they are read; by default what it chooses.
+        receive_buffer: bytes of the kernel's receive buffer for each connection; None for the default.
 
     Raises:
-        OSError: it cannot listen there.
+        OSError: it cannot listen at an address.
     """
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -50,13 +50,12 @@ async def listening_sockets(
 class TcpListener(Listener):
     """Accepts the connections of listening sockets.
 
-    Between two connections everything else in the event loop has its turn: however many connections come, those that
-    were accepted before go on with their handshakes.
+    It yields to the event loop after each connection, so a flood of connections does not delay accepted ones.
 
     Args:
-        sockets: as of `listening_sockets`; they are closed with the listener.
-        address: as `Carrier.connect` takes it.
-        serve: called with each accepted socket, in a task of its own; closes it and raises nothing.
+        sockets: from `listening_sockets`; closed with the listener.
+        address: for `Carrier.connect`.
+        serve: called with each accepted socket in a task of its own; closes it and raises no exception.
     """
 
     def __init__(
@@ -76,13 +75,13 @@ class TcpListener(Listener):
         while True:
             try:
                 connection, _ = await loop.sock_accept(listening)
-            except OSError:  # too many open files, or a connection that is gone already: others may follow
+            except OSError:  # too many open files, or a connection that was closed already
                 await asyncio.sleep(0.05)
                 continue
             task = asyncio.ensure_future(self._serve(connection))
             self._served.add(task)
             task.add_done_callback(self._served.discard)
-            await asyncio.sleep(0)  # while connections are waiting, `sock_accept` returns at once
+            await asyncio.sleep(0)  # `sock_accept` does not yield while connections are queued
 
     async def close(self) -> None:
         for task in self._tasks:

@@ -1,30 +1,29 @@
-"""The carrier "ucx": messages over UCX, which takes InfiniBand, shared memory or TCP, whatever there is.
+"""The carrier "ucx": messages over UCX, which uses InfiniBand, shared memory or TCP, as available.
 
-A connection begins as a plain TCP connection, to exactly the host and port of the address. There the two sides prove to
-each other who they are; then `UcxChannel.secured` sends over it what UCX needs:
+A connection begins as a plain TCP connection to the host and port of the address. After the handshake,
+`UcxChannel.secured` exchanges over it the data that UCX needs:
 
     magic      8 B    b"GEARUCX1"
     sizes      u16, u32, little endian: bytes of the next two
     library    "ucxx-0.52.0"
-    address    of the UCX worker, as UCX writes it
-    tag        u64, random; the messages to the side that sends this are marked with it, xor their size, so that
-               one of another size than expected is never taken for it
+    address    of the UCX worker, in UCX's format
+    tag        u64, random; messages to this side have the tag xor their size, so that a message never matches a
+               receive of another size
 
-From then on messages go over UCX, and the TCP connection tells when the other side has gone: at once, whatever
-transport UCX uses. Whoever closes in peace writes the number of messages that it has sent (u64) before it does, and
-gives the other side a moment to receive them.
+Further messages go over UCX. The TCP connection reports the end of the other side at once, whichever transport UCX
+uses. Before an orderly close, a side writes the number of messages it has sent (u64) to the TCP connection, and waits
+a moment for the other side to receive them.
 
-So UCX's own listener, which binds every address of the machine, is not used, and UCX never sees an address from
-anybody who does not know the secret. What UCX opens itself are the sockets of its TCP transport, one a device: on a
-connection between addresses of the loopback device it is told to use no other device, on any other the devices that
-UCX_NET_DEVICES names, all if it is not set. Nothing is encrypted. UCX cannot be used after a fork.
+UCX's own listener, which would bind every address of the machine, is not used, and UCX receives addresses only from
+authenticated peers. UCX opens the sockets of its TCP transport, one for each device: only the loopback device for a
+connection between loopback addresses, otherwise the devices in UCX_NET_DEVICES, or all if it is not set. Nothing is
+encrypted. UCX cannot be used after a fork.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import secrets
 import socket
 import struct
@@ -32,7 +31,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from gear_loader.errors import HandshakeError, TransportError
-from gear_loader.transport.channel import Address, Bytes, Carrier, Channel, family
+from gear_loader.transport.channel import Address, Bytes, Carrier, Channel, family, is_loopback
 from gear_loader.transport.tcp_listener import TcpListener, listening_sockets
 from gear_loader.transport.ucx_library import Library, available, library_in_loop
 
@@ -43,18 +42,18 @@ _SIZES = struct.Struct("<HI")
 _NUMBER = struct.Struct("<Q")
 _MAX_LIBRARY = 64
 _MAX_ADDRESS = 1 << 16
-_UNSECURED_BYTES = 1 << 16  # largest message before `secured`: those of a handshake are smaller
-_STREAM_BYTES = 1 << 12  # after which a connection's stream is not read ahead
-_RECEIVE_BUFFER = 1 << 15  # bytes of an accepted stream that the system keeps: little is sent over it
-_LINGER = 0.5  # seconds that `close` gives the other side to receive what has been sent
+_UNSECURED_BYTES = 1 << 16  # largest message before `secured`; handshake messages are smaller
+_STREAM_BYTES = 1 << 12  # read-ahead limit of the TCP stream
+_RECEIVE_BUFFER = 1 << 15  # kernel receive buffer of an accepted stream, which carries few bytes
+_LINGER = 0.5  # seconds that `close` waits for the other side to receive the last messages
 
 
 class UcxChannel(Channel):
-    """One end of a connection: a stream until `secured`, UCX afterwards.
+    """One end of a connection: a TCP stream until `secured`, UCX afterwards.
 
     Args:
-        streams: of the TCP connection.
-        library: the UCX worker of this loop.
+        streams: reader and writer of the TCP connection.
+        library: the UCX worker of this event loop.
     """
 
     def __init__(self, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter], library: Library) -> None:
@@ -62,11 +61,13 @@ class UcxChannel(Channel):
         self._reader, self._writer = streams
         self._ucx = library
         self._endpoint: Any = None
-        self._tags = (0, 0)  # of what is sent, of what is received
-        self._counts = [0, 0]  # messages sent; receives that have begun
-        self._expected: int | None = None  # messages that the other side has sent in all, if it has said so
+        self._tags = (0, 0)  # for sending, for receiving
+        self._counts = [0, 0]  # messages sent; receives begun
+        self._expected: int | None = (
+            None  # total of messages sent by the other side, once it has announced it
+        )
         self._failure: str | None = None
-        self._received = 0  # receives that are done
+        self._received = 0  # completed receives
         self._sending = False
         self._watcher: asyncio.Task[None] | None = None
         self._gone = asyncio.Event()  # the other side has closed its stream
@@ -77,11 +78,11 @@ class UcxChannel(Channel):
     # ---------------------------------------------------------------- from the stream to UCX
 
     async def secured(self) -> None:
-        """Go over to UCX. Both sides call this, once, when each has proved to the other that it knows the secret.
+        """Switch to UCX; called once by both sides after the handshake.
 
         Raises:
-            HandshakeError: the other side uses another library.
-            ConnectionError: the connection is gone, or UCX refuses.
+            HandshakeError: the other side uses an incompatible library.
+            ConnectionError: the connection is closed, or UCX fails.
         """
         self._check()
         mine = secrets.randbits(64)
@@ -102,7 +103,7 @@ class UcxChannel(Channel):
             theirs = (await self._reader.readexactly(name_bytes)).decode(errors="replace")
             if family(theirs) != family(self.library):
                 raise HandshakeError(
-                    f"{self._other()} uses {theirs!r}, this side {self.library!r}, which do not talk to each other. "
+                    f"{self._other()} uses {theirs!r}, this side {self.library!r}, which are not compatible. "
                     "Install the same library on both: pip install '.[ucx]' (in a clone of Gear Loader) brings ucxx."
                 )
             remote = await self._reader.readexactly(address_bytes)
@@ -119,17 +120,17 @@ class UcxChannel(Channel):
         self._watcher = asyncio.ensure_future(self._watch())
 
     async def _watch(self) -> None:
-        """Wait for the other side's farewell, or its end."""
+        """Wait for the other side's message count, or the end of its stream."""
         with contextlib.suppress(asyncio.IncompleteReadError, OSError):
             (self._expected,) = _NUMBER.unpack(await self._reader.readexactly(_NUMBER.size))
-            self._gone.set()  # it receives no more
+            self._gone.set()  # the other side has stopped receiving
             if self._counts[1] <= self._expected and self._received < self._expected:
-                return  # what it has sent is on its way; `recv_into` refuses what is asked for beyond that
+                return  # messages are still in flight; `recv_into` ends the connection after the last one
         self._gone.set()
         self._over()
 
     def _over(self) -> None:
-        """The other side has gone, and everything that it has sent is here."""
+        """End the connection: the other side has closed, and all its messages have arrived."""
         self._fail(f"{self._other()} closed the connection")
         self._writer.close()
 
@@ -162,7 +163,7 @@ class UcxChannel(Channel):
         try:
             await work
         except asyncio.CancelledError:
-            # The message may still come, and would be taken for the next one.
+            # The message may still arrive, and would match the next receive.
             self._fail(f"A {what} was cancelled")
             raise
         except Exception as error:
@@ -194,17 +195,17 @@ class UcxChannel(Channel):
     # ---------------------------------------------------------------- the end
 
     def _fail(self, reason: str) -> None:
-        """Cut what is in progress; the first reason is the one that is told."""
+        """Abort pending operations; the first reason is kept for errors."""
         if self._failure is None:
             self._failure = reason
         endpoint, self._endpoint = self._endpoint, None
         if endpoint is not None:
-            with contextlib.suppress(Exception):  # it may have failed by itself
+            with contextlib.suppress(Exception):  # the endpoint may have failed already
                 self._ucx.abort(endpoint)
 
     async def linger(self, seconds: float, most: float = float("inf")) -> None:
         if self._watcher is not None:
-            return  # `close` does it
+            return  # `close` waits
         with contextlib.suppress(OSError, asyncio.TimeoutError):
             self._writer.write_eof()
             await asyncio.wait_for(self._discard(most), seconds)
@@ -256,16 +257,15 @@ class UcxCarrier(Carrier):
             raise TransportError(f"Address {address!r} was received; expected one that begins with ucx://.")
         if parts.library and family(parts.library) != family(self.library):
             raise HandshakeError(
-                f"{address} is served by {parts.library}, and this side has {self.library}, which do not talk to each "
-                "other. Install the same library on both: pip install '.[ucx]' (in a clone of Gear Loader) brings "
+                f"{address} is served by {parts.library}, and this side has {self.library}, which are not "
+                "compatible. Install the same library on both: pip install '.[ucx]' (in a clone of Gear Loader) brings "
                 "ucxx."
             )
         streams = await asyncio.open_connection(parts.host, parts.port, limit=_STREAM_BYTES)
         try:
             _no_delay(streams[1])
-            library = library_in_loop(
-                self._kind, loopback=_is_loopback(streams[1].get_extra_info("peername"))
-            )
+            peer = streams[1].get_extra_info("peername")
+            library = library_in_loop(self._kind, loopback=bool(peer) and is_loopback(peer[0]))
             return UcxChannel(streams, library)
         except BaseException:
             streams[1].close()
@@ -295,7 +295,7 @@ class UcxCarrier(Carrier):
         sockets = await listening_sockets(host, port, receive_buffer=_RECEIVE_BUFFER)
         try:
             names = [each.getsockname() for each in sockets]
-            library = library_in_loop(self._kind, loopback=all(map(_is_loopback, names)))
+            library = library_in_loop(self._kind, loopback=all(is_loopback(name[0]) for name in names))
         except BaseException:
             for each in sockets:
                 each.close()
@@ -308,8 +308,8 @@ def _bytes_of(part: Bytes) -> int:
 
 
 def _small(part: Bytes) -> memoryview:
-    """The bytes of a message that goes over the stream."""
-    anything: Any = part  # an array is a buffer, which Python 3.10 cannot say
+    """View a message for the TCP stream as bytes."""
+    anything: Any = part  # an array is a buffer, which types of Python 3.10 cannot express
     whole = memoryview(anything)
     view = whole.cast("B") if whole.nbytes else memoryview(b"")
     if len(view) > _UNSECURED_BYTES:
@@ -318,13 +318,6 @@ def _small(part: Bytes) -> memoryview:
             f"{_UNSECURED_BYTES:,}. Call secured() on both sides after the handshake."
         )
     return view
-
-
-def _is_loopback(name: Any) -> bool:
-    try:
-        return ipaddress.ip_address(str(name[0]).partition("%")[0]).is_loopback
-    except (TypeError, ValueError, IndexError):
-        return False
 
 
 def _no_delay(writer: asyncio.StreamWriter) -> None:

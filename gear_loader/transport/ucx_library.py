@@ -1,8 +1,8 @@
 """UCX from Python: `ucxx`, or `ucp` (ucx-py) where only that is installed, behind one set of calls.
 
-Both give a worker, whose address another process needs to make an endpoint, and messages that a 64-bit tag matches.
-The worker belongs to the event loop in which it was made. UCX asks its environment first: what the user has set as
-UCX_NET_DEVICES or UCX_TLS counts, also against what is asked for here.
+Both provide a worker, whose address another process needs to create an endpoint, and messages matched by a 64-bit tag.
+The worker belongs to the event loop that created it. Environment variables of the user, such as UCX_NET_DEVICES and
+UCX_TLS, take precedence over the options given here.
 
 **ucxx.** Its asyncio layer waits for a message by asking again and again whether it has come, which takes a whole core
 as long as a receive is open: 2.0 s of processor time in 2 s of waiting. So the worker is driven here, as UCX means it
@@ -35,21 +35,21 @@ __all__ = [
     "available",
     "before_another_ucx",
     "library_in_loop",
-    "speaking_softly",
+    "quiet_environment",
 ]
 
 _environment = threading.RLock()
-_LOOKS = 100  # before a worker goes to sleep while something is expected
-_QUIET = ("UCX_LOG_FILE", "UCX_WARN_UNUSED_ENV_VARS")  # what `speaking_softly` sets
-_SOUND = (1, 22)  # the first UCX that closes an endpoint without a registration cache and does not crash
+_LOOKS = 100  # polls without progress before a worker sleeps while a request is pending
+_QUIET = ("UCX_LOG_FILE", "UCX_WARN_UNUSED_ENV_VARS")  # variables that `quiet_environment` sets
+_SOUND = (1, 22)  # first UCX that can close an endpoint without a registration cache and not crash
 
 
 class Library:
-    """What a channel needs of UCX; one worker of one event loop.
+    """Interface of a UCX worker of one event loop, as a channel uses it.
 
     Attributes:
         name: the library with its version.
-        loopback: whether UCX was told to keep to the loopback device.
+        loopback: whether UCX is restricted to the loopback device.
     """
 
     name: str
@@ -60,45 +60,45 @@ class Library:
 
     @classmethod
     def title(cls) -> str:
-        """The library with its version; loads it."""
+        """Name and version of the library; loads it."""
         raise NotImplementedError
 
     @classmethod
     def ucx_version(cls) -> tuple[int, ...]:
-        """The version of UCX itself; loads it."""
+        """Version of UCX itself; loads it."""
         raise NotImplementedError
 
     def address(self) -> bytes:
-        """The worker's address, for `endpoint` in another process."""
+        """Address of the worker, for `endpoint` in another process."""
         raise NotImplementedError
 
     async def endpoint(self, address: bytes) -> Any:
-        """An endpoint to the worker that has this address. Errors show when it is used."""
+        """Create an endpoint to the worker of this address. Errors appear at its first use."""
         raise NotImplementedError
 
     async def send(self, endpoint: Any, buffer: Any, tag: int) -> None:
-        """Send one message; the buffer may be written again when this returns."""
+        """Send one message; the buffer may be reused after the return."""
         raise NotImplementedError
 
     async def recv(self, endpoint: Any, buffer: Any, tag: int) -> None:
-        """Receive one message into all of the buffer."""
+        """Receive one message that fills the buffer."""
         raise NotImplementedError
 
     def abort(self, endpoint: Any) -> None:
-        """Close at once: what is in progress fails."""
+        """Close immediately; pending operations fail."""
         raise NotImplementedError
 
 
 class Ucxx(Library):
-    """A worker of ucxx that sleeps while there is nothing to do."""
+    """A worker of ucxx in blocking progress mode."""
 
-    # By process, loopback and the user's settings. They are kept: when another UCX has begun in the process, as NIXL's,
-    # its memory hooks take the place of this one's, and a new context has no registration cache.
+    # By process, loopback and the user's settings. Contexts are kept for the life of the process: another UCX, such as
+    # NIXL's, replaces the memory hooks, and a context created after that has no registration cache.
     _contexts: ClassVar[dict[tuple[Any, ...], Any]] = {}
 
     @classmethod
     def context(cls, loopback: bool) -> Any:
-        """The UCX context of this process, made by the first call."""
+        """The UCX context of this process, created by the first call."""
         settings = {name: value for name, value in os.environ.items() if name.startswith("UCX_")}
         for name in _QUIET:
             settings.pop(name, None)
@@ -110,7 +110,7 @@ class Ucxx(Library):
 
     @classmethod
     def title(cls) -> str:
-        with speaking_softly():
+        with quiet_environment():
             return f"ucxx-{importlib.import_module('ucxx').__version__}"
 
     @classmethod
@@ -132,11 +132,11 @@ class Ucxx(Library):
             descriptor = self._worker.epoll_file_descriptor
         except (AttributeError, ImportError, TypeError) as error:
             raise TransportError(
-                f"{self.title()} has not the calls that are needed ({error}). Version 0.52 has: "
+                f"{self.title()} lacks required functions ({error}). Install version 0.52: "
                 "pip install 'ucxx-cu12==0.52.*'."
             ) from error
         self.loopback = loopback
-        # What UCX may still write into or read from: requests that are not complete, with their buffers.
+        # Incomplete requests and their buffers, which UCX may still read or write.
         self._pending: dict[Any, tuple[asyncio.Future[None], Any]] = {}
         self._soon = False
         asyncio.get_running_loop().add_reader(descriptor, self._wake)
@@ -175,10 +175,10 @@ class Ucxx(Library):
             asyncio.get_running_loop().call_soon(self._wake)
 
     def _wake(self) -> None:
-        """Do what there is to do, until the worker can be armed: then its descriptor wakes the loop again.
+        """Make progress until the worker can be armed; then its descriptor wakes the loop again.
 
-        A message comes in fragments. To sleep between two of them costs more than to look again: 1 MiB in shared memory
-        takes 0.11 ms so, and 0.36 ms otherwise; 8 MiB with both sides on one core 1.6 ms and 9 ms (2 cores).
+        A message arrives in fragments, and polling between two of them is cheaper than sleeping: 1 MiB over shared
+        memory takes 0.11 ms instead of 0.36 ms; 8 MiB with both sides on one core 1.6 ms instead of 9 ms (2 cores).
         """
         self._soon = False
         looks = _LOOKS
@@ -186,16 +186,16 @@ class Ucxx(Library):
             if self._worker.progress_once():
                 looks = _LOOKS
             if self._settle():
-                self._wake_soon()  # those who waited first
+                self._wake_soon()  # waiting coroutines run first
                 return
             if looks and self._pending:
                 looks -= 1
-                os.sched_yield()  # the other side may be on the same core
+                os.sched_yield()  # the other side may run on the same core
             elif self._worker.arm():
                 return
 
     def _settle(self) -> bool:
-        """Tell those whose requests are complete; whether there were any."""
+        """Complete the futures of finished requests; returns whether there were any."""
         complete = [request for request in self._pending if request.completed]
         for request in complete:
             done, _ = self._pending.pop(request)
@@ -211,7 +211,7 @@ class UcxPy(Library):
 
     @classmethod
     def title(cls) -> str:
-        with speaking_softly():
+        with quiet_environment():
             return f"ucx-py-{importlib.import_module('ucp').__version__}"
 
     @classmethod
@@ -226,13 +226,13 @@ class UcxPy(Library):
             try:
                 self._ucp.init(
                     options=_options(loopback, self.ucx_version()),
-                    env_takes_precedence=False,  # `_options` leaves out what the environment may decide
+                    env_takes_precedence=False,  # `_options` omits settings made by the environment
                     blocking_progress_mode=True,
                 )
             except RuntimeError as error:
                 raise TransportError(
-                    f"ucx-py has been started in this process already ({error}), with settings of somebody else. "
-                    "Let Gear Loader start it, or use ucxx, which knows several contexts: "
+                    f"ucx-py was started in this process by other code, with other settings ({error}). "
+                    "Let Gear Loader start it, or use ucxx, which supports several contexts: "
                     "pip install '.[ucx]' (in a clone of Gear Loader)."
                 ) from error
             UcxPy._started_with = os.getpid(), loopback
@@ -263,7 +263,7 @@ class UcxPy(Library):
         endpoint.abort()
 
     async def _finish(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Wait for it. If that is cancelled it goes on, and holds its buffer, until the endpoint is closed."""
+        """Wait for an operation. If cancelled, it continues, and keeps its buffer, until the endpoint is closed."""
         task = asyncio.ensure_future(work)
         self._kept.add(task)
         task.add_done_callback(self._done)
@@ -272,17 +272,18 @@ class UcxPy(Library):
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._kept.discard(task)
         if not task.cancelled():
-            task.exception()  # looked at: nobody may be waiting any more
+            task.exception()  # retrieved, so that asyncio does not log it
 
 
 @contextlib.contextmanager
-def speaking_softly(**more: str) -> Iterator[None]:
-    """While UCX is loaded and started, and looks up such things: its log goes to standard error, not to the output.
+def quiet_environment(**more: str) -> Iterator[None]:
+    """Set environment variables for the start of UCX, unless the user has set them.
 
-    It does not warn of variables that it does not know either, unless the user has set some: ucxx sets one.
+    The log of UCX goes to standard error. Warnings about unknown variables are off unless the user has set UCX_*
+    variables, because ucxx sets one itself.
 
     Args:
-        more: other variables to be set meanwhile, unless the user has.
+        more: other variables to set.
     """
     variables = {"UCX_LOG_FILE": "stderr", **more}
     if not any(name.startswith("UCX_") and name != "UCX_NET_DEVICES" for name in os.environ):
@@ -298,33 +299,32 @@ def speaking_softly(**more: str) -> Iterator[None]:
 
 
 def _options(loopback: bool, version: tuple[int, ...]) -> dict[str, str]:
-    """What UCX of this version is to do. The user's environment comes first, but for what would end the process."""
-    # Where UCX is to notice that the other side has died it leaves shared memory aside, unless told otherwise. Here the
-    # connection's stream notices.
+    """Options for UCX of this version. The user's environment takes precedence, except for the registration cache."""
+    # With error handling, UCX does not use shared memory by default. Here the TCP stream detects a dead peer.
     options = {"POSIX_ERROR_HANDLING": "y", **({"NET_DEVICES": "lo"} if loopback else {})}
     found = {key: value for key, value in options.items() if f"UCX_{key}" not in os.environ}
     if version < _SOUND:
-        # Started without a registration cache, such a UCX ends the process by SIGSEGV when an endpoint is closed while
-        # a large message to a peer that has stopped is under way (openucx/ucx#11467). By default it does start without
-        # one where its memory hooks do not work; so it refuses to start.
+        # Without a registration cache, such a UCX crashes (SIGSEGV) when an endpoint is closed while a large message to
+        # a stopped peer is in flight (openucx/ucx#11467). By default UCX starts without a cache where its memory hooks
+        # do not work; "y" makes it refuse to start.
         found["RCACHE_ENABLE"] = "y"
     return found
 
 
 def before_another_ucx() -> None:
-    """Make ucxx's contexts if it is loaded, before another library starts a UCX of its own in this process.
+    """Create ucxx's contexts, if ucxx is loaded, before another library starts its own UCX in this process.
 
-    Afterwards it could not be started any more. (Where it is loaded later, it can.)
+    Afterwards ucxx could not be started any more. (If it is loaded later, it can.)
     """
     if "ucxx" not in sys.modules:
         return
-    with speaking_softly(), contextlib.suppress(Exception):  # who needs a context asks for it again
+    with quiet_environment(), contextlib.suppress(Exception):  # an error is raised again by the next use
         for loopback in (True, False):
             Ucxx.context(loopback)
 
 
 def available() -> type[Library]:
-    """The library that is used here: ucxx before ucx-py.
+    """The library to use: ucxx, or else ucx-py.
 
     Raises:
         ImportError: neither is installed.
@@ -343,13 +343,14 @@ _process = os.getpid()
 
 
 def library_in_loop(kind: type[Library], *, loopback: bool) -> Library:
-    """The worker of the running event loop, made by the first call.
+    """The worker of the running event loop, created by the first call.
 
     Args:
-        loopback: keep UCX's own sockets to the loopback device, unless the user has set UCX_NET_DEVICES.
+        kind: the library.
+        loopback: restrict UCX to the loopback device, unless the user has set UCX_NET_DEVICES.
 
     Raises:
-        TransportError: the process has been forked since the first call; UCX will not start.
+        TransportError: the process was forked after the first call, or UCX does not start.
     """
     global _process
     if os.getpid() != _process:
@@ -362,7 +363,7 @@ def library_in_loop(kind: type[Library], *, loopback: bool) -> Library:
     workers = _in_loops.setdefault(asyncio.get_running_loop(), {})
     if loopback not in workers:
         try:
-            with speaking_softly():
+            with quiet_environment():
                 workers[loopback] = kind(loopback=loopback)
         except (ImportError, TransportError):
             raise
@@ -372,7 +373,7 @@ def library_in_loop(kind: type[Library], *, loopback: bool) -> Library:
 
 
 def _remedy(version: tuple[int, ...]) -> str:
-    """What to do about a UCX that does not start."""
+    """Remedies for a UCX that does not start, for errors."""
     text = (
         "`gear-loader doctor` shows what it finds; UCX_TLS and UCX_NET_DEVICES may name what is not there, and "
         "transport='socket' does without UCX."

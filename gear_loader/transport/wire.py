@@ -1,11 +1,11 @@
-"""The protocol of requests and replies: what each message holds, and how it is read without trusting it.
+"""The wire protocol: headers, kinds and fields of messages, read from an untrusted source.
 
-A message is a header of 64 bytes, then a *small* part and a *bulk* part if their sizes are not zero; each is sent by
-itself over the channel. All integers are little-endian::
+A message is a header of 64 bytes, followed by a *small* part and a *bulk* part if their sizes are not zero; each is a
+separate message of the channel. All integers are little-endian::
 
     header   magic  b"GEARWIRE"  8    the first 16 bytes are the same in every version,
              version        u16  2    and the first message of either side has 64 bytes,
-             kind           u16  2    so that versions which differ can name each other
+             kind           u16  2    so that different versions can name each other
              zero           u32  4
              request        u64  8    an answer has the number of its request; 0 during the handshake
              small bytes    u32  4
@@ -33,17 +33,16 @@ itself over the channel. All integers are little-endian::
     DESCRIBED          bulk: bytes
     ERROR              small: `CODES` u16, text; the connection stays
     BYE                the requester closes
-    BUSY               small: text; the server takes no more connections now, and closes   server
+    BUSY               small: text; the server has no free connection, and closes    server
 
-HELLO, CHALLENGE, PROOF, WELCOME come first, in this order. Then the requester may send any number of requests without
-waiting; answers need not come in order. No pickle, and no size that is not checked before memory is taken for it.
+HELLO, CHALLENGE, PROOF and WELCOME come first, in this order. Then the requester may send any number of requests
+without waiting; answers may arrive in any order. There is no pickle; sizes are checked before memory is allocated.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 import struct
 import zlib
 from typing import NamedTuple
@@ -52,9 +51,7 @@ import numpy as np
 
 from gear_loader import errors
 from gear_loader.errors import GearError, HandshakeError, TransportError
-from gear_loader.storage.schema import Schema
 from gear_loader.transport.channel import Bytes, Channel, as_bytes
-from gear_loader.transport.spec import MAX_SPEC_BYTES, read_schema, round_up
 from gear_loader.utils.arrays import Array
 
 __all__ = [
@@ -68,7 +65,6 @@ __all__ = [
     "Kind",
     "Limits",
     "ProtocolError",
-    "Store",
     "VersionError",
     "check",
     "failure",
@@ -93,15 +89,15 @@ assert _LAYOUT.size == HEADER
 
 
 class ProtocolError(TransportError):
-    """The other side sent what is no message, or none that may come now. The connection is of no more use."""
+    """The other side sent an invalid or unexpected message. The connection cannot be used any more."""
 
 
 class VersionError(ProtocolError):
-    """The other side speaks another version of the protocol."""
+    """The other side uses another version of the protocol."""
 
 
 class Kind(enum.IntEnum):
-    """What a message is."""
+    """Kinds of messages."""
 
     HELLO = 1
     CHALLENGE = 2
@@ -126,17 +122,17 @@ _KINDS = {int(kind): kind for kind in Kind}
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Most that a server takes. The first four it tells a requester, who can then say so before it sends.
+    """Limits of a server. The first four are sent to requesters, which check their requests before sending.
 
     Attributes:
-        rows: rows or trajectories of a request.
-        reply_bytes: bytes of a reply. Two buffers of this size are the most that a connection takes.
-        store_bytes: bytes of the trajectories of one request to store them.
-        specs: what a connection may have opened at a time.
-        connections: that have proven themselves, at a time; one more is told that the server is busy.
-        unproven: connections that have not, at a time: for one more the oldest of them is closed.
-        handshake: seconds until a connection must have proven itself.
-        patience: seconds until a message that has begun must have come, and an answer must have been taken.
+        rows: most rows or trajectories of a request.
+        reply_bytes: most bytes of a reply. A connection uses at most two buffers of this size.
+        store_bytes: most bytes of the trajectories in one STORE request.
+        specs: most specs that a connection can have open.
+        connections: most authenticated connections; further ones receive BUSY.
+        unproven: most connections before authentication; for a further one the oldest is closed.
+        handshake: seconds for the handshake.
+        patience: seconds for the transfer of one message, in either direction.
     """
 
     rows: int = 1 << 16
@@ -155,10 +151,12 @@ class Limits:
             if isinstance(value, bool) or not isinstance(value, (int, float) if whole else int):
                 raise ValueError(f"{field.name} is {value!r}; expected a number.")
             if not 0 < value < (1e9 if whole else 1 << 40 if "bytes" in field.name else 1 << 24):
-                raise ValueError(f"{field.name} is {value!r}; expected a positive number that is not absurd.")
+                raise ValueError(
+                    f"{field.name} is {value!r}; expected a positive number within reasonable bounds."
+                )
 
     def pack(self) -> bytes:
-        """What WELCOME tells."""
+        """The fields in WELCOME."""
         return struct.pack("<4Q", self.rows, self.reply_bytes, self.store_bytes, self.specs)
 
 
@@ -172,10 +170,10 @@ class Header(NamedTuple):
 
     @classmethod
     def parse(cls, data: Bytes) -> Header:
-        """The header in 64 bytes that anybody may have sent.
+        """Parse and validate 64 bytes from an untrusted source.
 
         Raises:
-            VersionError: of another version. ProtocolError: it is none.
+            VersionError: another protocol version. ProtocolError: invalid header.
         """
         magic, version, kind, zero, request, small, zero2, bulk, zeros, crc = _LAYOUT.unpack(as_bytes(data))
         if magic != _MAGIC:
@@ -184,16 +182,16 @@ class Header(NamedTuple):
             raise VersionError(f"protocol version {version}; this side speaks version {VERSION}")
         if zlib.crc32(as_bytes(data)[: HEADER - 4]) != crc:
             raise ProtocolError(
-                f"A message's header has the checksum {crc:#010x}, which is not that of its bytes."
+                f"A message's header has the checksum {crc:#010x}, which does not match its bytes."
             )
         if kind not in _KINDS:
             raise ProtocolError(f"A message is of kind {kind}; expected 1 to {len(_KINDS)}.")
         if zero or zero2 or zeros != _ZEROS:
-            raise ProtocolError("A message's header has something in its unused fields; expected zeros.")
+            raise ProtocolError("A message's header has nonzero unused fields.")
         return cls(_KINDS[kind], request, small, bulk)
 
     def pack(self, *, version: int = VERSION) -> bytes:
-        """As 64 bytes."""
+        """Serialize to 64 bytes."""
         head = _LAYOUT.pack(_MAGIC, version, self.kind, 0, self.request, self.small, 0, self.bulk, _ZEROS, 0)[
             :-4
         ]
@@ -201,14 +199,14 @@ class Header(NamedTuple):
 
 
 def check(header: Header, allowed: dict[Kind, tuple[int, int]], when: str) -> None:
-    """Check that a message may come now, and its sizes.
+    """Check that a message is allowed in the current state, and its sizes.
 
     Args:
         allowed: kind -> most bytes of the small and of the bulk part.
-        when: how an error calls it.
+        when: the current state in errors, such as "during the handshake".
 
     Raises:
-        ProtocolError: it may not.
+        ProtocolError: the message is not allowed or too large.
     """
     most = allowed.get(header.kind)
     if most is None:
@@ -222,7 +220,7 @@ def check(header: Header, allowed: dict[Kind, tuple[int, int]], when: str) -> No
 
 
 async def send(channel: Channel, kind: Kind, request: int, small: Bytes | bytes = b"", *bulk: Bytes) -> None:
-    """Send a message; `bulk` is one part at most."""
+    """Send a message with at most one bulk part."""
     first, *rest = [as_bytes(part) for part in (small, *bulk)]
     head = Header(kind, request, len(first), sum(map(len, rest))).pack()
     await channel.send(*(part for part in (memoryview(head), first, *rest) if len(part)))
@@ -250,12 +248,10 @@ async def receive_small(
 
 
 class Fields:
-    """Reads the fields of a small part one after another.
+    """Reads the fields of a small part in order. Every method raises ProtocolError for a missing or invalid field.
 
     Args:
-        what: how errors call the message.
-
-    Every method raises ProtocolError if there is not so much left, or it is no such field.
+        data: the small part. what: kind of the message, for errors.
     """
 
     def __init__(self, data: Bytes, what: str) -> None:
@@ -264,7 +260,7 @@ class Fields:
         self._what = what
 
     def raw(self, count: int, name: str) -> memoryview:
-        """So many bytes."""
+        """Read `count` bytes."""
         left = len(self._data) - self._at
         if count > left:
             raise ProtocolError(
@@ -274,11 +270,11 @@ class Fields:
         return self._data[self._at - count : self._at]
 
     def number(self, size: int, name: str) -> int:
-        """An unsigned integer of so many bytes."""
+        """Read an unsigned integer of `size` bytes."""
         return int.from_bytes(self.raw(size, name), "little")
 
     def text(self, name: str, most: int = MAX_TEXT) -> str:
-        """A text of at most so many bytes."""
+        """Read a text of at most `most` bytes."""
         size = self.number(2, f"The length of {name}")
         if size > most:
             raise ProtocolError(
@@ -290,23 +286,23 @@ class Fields:
             raise ProtocolError(f"{name} of a message {self._what} is no UTF-8 ({error.reason}).") from None
 
     def array(self, count: int, dtype: str, name: str) -> Array:
-        """A view of so many numbers."""
+        """Read `count` numbers, as a view."""
         kind = np.dtype(dtype)
         return np.frombuffer(self.raw(count * kind.itemsize, name), dtype=kind)
 
     def rest(self) -> memoryview:
-        """All that is left."""
+        """Read all remaining bytes."""
         return self.raw(len(self._data) - self._at, "The rest")
 
     def end(self) -> None:
-        """Check that nothing is left."""
+        """Check that no bytes remain."""
         left = len(self._data) - self._at
         if left:
             raise ProtocolError(f"A message {self._what} has {left:,} bytes too many.")
 
 
 def pack_text(text: str, most: int = MAX_TEXT) -> bytes:
-    """A text, cut if it is longer."""
+    """Serialize a text; a longer one is cut after `most` bytes."""
     data = text.encode("utf-8", "backslashreplace")
     if len(data) > most:
         data = data[: most - 3].decode("utf-8", "ignore").encode() + b"..."
@@ -314,7 +310,7 @@ def pack_text(text: str, most: int = MAX_TEXT) -> bytes:
 
 
 def printable(text: str, most: int = 500) -> str:
-    """A text that somebody else sent, as it can be shown: on one line, without control characters."""
+    """A received text made safe for output: on one line, without control characters."""
     return "".join(letter if letter.isprintable() else "?" for letter in text[:most])
 
 
@@ -332,7 +328,7 @@ CODES: tuple[type[GearError], ...] = (
     errors.TableClosedError,
     errors.PriorityError,
 )
-"""The class of an error that a server tells of, by its code. New ones are added at the end."""
+"""Classes of errors that a server reports, by code. New ones are appended."""
 
 
 def pack_error(error: BaseException) -> bytes:
@@ -343,10 +339,10 @@ def pack_error(error: BaseException) -> bytes:
 
 
 def read_error(small: Bytes) -> GearError:
-    """The error that a server told of: of its class here, with its text.
+    """Parse an ERROR message into an exception of the same class and text.
 
     Raises:
-        ProtocolError: it is none.
+        ProtocolError: invalid message.
     """
     fields = Fields(small, "ERROR")
     code, text = fields.number(2, "The code"), fields.text("The text")
@@ -357,95 +353,8 @@ def read_error(small: Bytes) -> GearError:
 
 
 def failure(error: GearError, what: str) -> TransportError:
-    """The transport's error that a requester raises for one that the server told of; that one is its cause."""
+    """The error that a requester raises for an error of the server, which becomes its cause."""
     kind = HandshakeError if isinstance(error, HandshakeError) else TransportError
     made = kind(f"{what}: {error}")
     made.__cause__ = error
     return made
-
-
-# ---------------------------------------------------------------- storing
-
-
-@dataclasses.dataclass(frozen=True)
-class Store:
-    """The small part of STORE.
-
-    Attributes:
-        lengths, ids: int64 [n]. priorities: float32 [n].
-    """
-
-    table: str
-    schema: Schema
-    lengths: Array
-    ids: Array
-    priorities: Array
-
-    @property
-    def columns(self) -> list[tuple[int, int]]:
-        """Where each column's steps begin in the bulk part, and how many bytes they have."""
-        places, at, steps = [], 0, int(self.lengths.sum())
-        for column in self.schema.values():
-            size = steps * column.step_bytes
-            places.append((at, size))
-            at += round_up(size)
-        return places
-
-    @property
-    def bulk_bytes(self) -> int:
-        """Bytes of the bulk part."""
-        at, size = self.columns[-1]
-        return at + round_up(size)
-
-    def pack(self) -> bytes:
-        """As bytes."""
-        return b"".join(
-            (
-                struct.pack("<II", len(self.lengths), 0),
-                self.lengths.astype("<i8").tobytes(),
-                self.ids.astype("<i8").tobytes(),
-                self.priorities.astype("<f4").tobytes(),
-                pack_text(self.table),
-                json.dumps(self.schema.to_json(), separators=(",", ":")).encode(),
-            )
-        )
-
-    @classmethod
-    def most(cls, limits: Limits) -> int:
-        """Most bytes that it has."""
-        return 8 + 20 * limits.rows + 2 + MAX_TEXT + MAX_SPEC_BYTES
-
-    @classmethod
-    def parse(cls, small: Bytes, bulk: int, limits: Limits) -> Store:
-        """Of bytes that anybody may have sent, before a bulk part of so many bytes.
-
-        Raises:
-            ProtocolError: a field that cannot be; the message names it.
-        """
-        fields = Fields(small, "STORE")
-        n = fields.number(4, "n")
-        if n > limits.rows:
-            raise ProtocolError(
-                f"n of a message STORE is {n:,}; at most {limits.rows:,} trajectories are taken."
-            )
-        if fields.number(4, "The field after n"):
-            raise ProtocolError("The field after n of a message STORE is not zero.")
-        lengths, ids = fields.array(n, "<i8", "lengths"), fields.array(n, "<i8", "ids")
-        priorities = fields.array(n, "<f4", "priorities")
-        if n and (lengths.min() < 1 or lengths.max() > bulk):
-            raise ProtocolError(
-                f"lengths of a message STORE has something outside of 1 to {bulk:,}, the bytes of all."
-            )
-        table = fields.text("table", 128)
-        try:
-            schema = read_schema(json.loads(str(fields.rest(), "utf-8")))
-        except (ValueError, RecursionError):
-            raise ProtocolError("schema of a message STORE is no JSON.") from None
-        store = cls(table, schema, lengths, ids, priorities)
-        needed = float(lengths.sum(dtype=np.float64)) * schema.step_bytes  # int64 could overflow
-        if needed > bulk or store.bulk_bytes != bulk:
-            raise ProtocolError(
-                f"The bulk part of a message STORE has {bulk:,} bytes, which is not what {n:,} trajectories of "
-                f"{needed:,.0f} bytes take."
-            )
-        return store

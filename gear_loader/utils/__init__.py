@@ -1,1 +1,1 @@
-"""Small helpers that know nothing of tables: arguments, waiting, notices, progress."""
+"""Helpers that do not depend on tables: argument checks, waiting, notices, progress bars."""

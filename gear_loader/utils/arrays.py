@@ -1,4 +1,4 @@
-"""Numbers that users give as tensors or arrays: whether their memory can be read, and priorities as float32."""
+"""Tensors and arrays given by users: whether their memory can be read, and conversion of priorities to float32."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Array = np.ndarray[Any, Any]
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """The address of a contiguous tensor's elements; 0 if its storage does not hold all of them (or there are none)."""
+    """Address of a contiguous tensor's elements; 0 if it has no elements, or its storage does not hold all of them."""
     try:
         offset = tensor.storage_offset()
         end = tensor.nbytes + offset * tensor.itemsize if offset else tensor.nbytes
@@ -26,7 +26,7 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 def unreadable(tensor: torch.Tensor) -> str | None:
-    """What a tensor is whose elements do not lie in strided memory, for an error; None if they do."""
+    """Why a tensor's elements cannot be read from strided memory, as a noun phrase for errors; None if they can."""
     if tensor.is_nested or tensor.layout != torch.strided:
         return "nested tensor" if tensor.is_nested else f"tensor of layout {tensor.layout}"
     if tensor.is_meta:
@@ -47,7 +47,7 @@ def unreadable(tensor: torch.Tensor) -> str | None:
 
 
 def shown(value: Any) -> str:
-    """The value for an error; torch cannot print tensors whose elements cannot be read."""
+    """A value for an error message. (torch cannot print tensors whose elements cannot be read.)"""
     if isinstance(value, (list, tuple)):
         for item in value:
             kind = unreadable(item) if isinstance(item, torch.Tensor) else None
@@ -57,13 +57,13 @@ def shown(value: Any) -> str:
 
 
 def as_array(value: Any, name: str) -> Any:
-    """A tensor as an array on the host (bfloat16, which numpy lacks, as float32); anything else as it is.
+    """Convert a tensor to an array on the host, bfloat16 to float32; other values are returned unchanged.
 
     Args:
-        name: how an error calls it.
+        value: a tensor or any other value. name: of the value in errors.
 
     Raises:
-        SchemaError: a tensor whose elements cannot be read.
+        SchemaError: the elements of the tensor cannot be read.
     """
     if isinstance(value, torch.Tensor):
         kind = unreadable(value)
@@ -75,12 +75,15 @@ def as_array(value: Any, name: str) -> Any:
 
 
 def narrowed(values: Array) -> tuple[Array, int]:
-    """Priorities as float32, and the position of the first that is none: NaN, infinite or negative; -1 for none.
+    """Convert priorities to float32 and find the first invalid one (NaN, infinite or negative).
+
+    Positive values below the range of float32 become its smallest normal number, so they can still be drawn.
 
     Args:
         values: float32 or float64 [n].
 
-    What is positive stays so, and can be drawn; what is negative is found, however small.
+    Returns:
+        float32 [n], and the index of the first invalid priority, or -1.
     """
     if values.dtype == np.float32 and len(values) and values.min() >= 0 and values.max() < np.inf:
         return values, -1
@@ -92,5 +95,5 @@ def narrowed(values: Array) -> tuple[Array, int]:
 
 
 def outside_inference() -> contextlib.AbstractContextManager[object]:
-    """Leave `torch.inference_mode` for what is made in it: tensors that are used again must serve training too."""
+    """Leave `torch.inference_mode` for a block that creates tensors which training uses later."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Options of a dataset, checked in one place."""
+"""Checks of options."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ __all__ = ["at_least", "check_device", "device_of", "integer"]
 
 
 def integer(name: str, value: Any) -> int:
-    """`value` as an int; SchemaError if it is none."""
+    """Return `value` as an int; SchemaError if it is not an integer."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise SchemaError(f"{name} is {value!r}; expected an integer.")
     return int(value)
 
 
 def at_least(name: str, value: Any, least: int = 1, otherwise: str = "") -> int:
-    """`value` as an int of at least `least`; SchemaError if it is none."""
+    """Return `value` as an int; SchemaError if it is not an integer of at least `least`.
+
+    Args:
+        otherwise: other accepted values, for the error.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise SchemaError(f"{name} is {value!r}; expected an integer of at least {least}{otherwise}.")
     return int(value)
 
 
 def check_device(device: str | torch.device) -> None:
-    """SchemaError if it is no name of a device; asks nothing of CUDA."""
+    """Raise SchemaError if this is not a device name. Does not initialize CUDA."""
     _named_device(device)
 
 
@@ -42,7 +46,7 @@ def _named_device(device: str | torch.device) -> torch.device:
 
 
 def device_of(device: str | torch.device) -> torch.device:
-    """The device that ``"auto"``, a name or a torch device stands for; SchemaError if it is not there."""
+    """Resolve ``"auto"``, a name or a torch device to a device; SchemaError if it does not exist."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen = _named_device(device)

@@ -1,4 +1,4 @@
-"""Mutexes of one process that an exception at any bytecode leaves free, and calls that signals cannot cut short."""
+"""Mutexes that stay usable after an exception at any bytecode, and calls that signals cannot interrupt."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ __all__ = ["holds_any", "new_mutex", "run_alone", "uninterrupted"]
 
 _T = TypeVar("_T")
 
-_LOOK = 0.1  # seconds after which a thread that waits for another looks again
+_LOOK = 0.1  # seconds between checks while waiting for a thread
 _mutexes: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def new_mutex() -> Any:
-    """A mutex of one process that knows its owner, and that `holds_any` asks about. It must not be taken twice."""
+    """Create a mutex for the threads of one process, registered for `holds_any`. Not to be acquired recursively."""
     mutex = threading.RLock()
     _mutexes[id(mutex)] = mutex
     return mutex
 
 
 def holds_any() -> bool:
-    """Whether this thread holds the lock of a table or a mutex of `new_mutex`, so that it must not wait for others."""
+    """Whether this thread holds a table's lock or a mutex of `new_mutex`, so it must not wait for other threads."""
     for reference in _mutexes.valuerefs():
         mutex = reference()
         if mutex is not None and mutex._is_owned():
@@ -34,7 +34,7 @@ def holds_any() -> bool:
 
 
 def run_alone(mutex: Any, section: Callable[[], _T]) -> _T | None:
-    """What `section` returns, called while holding a mutex of `new_mutex`; None, and not called, if it is held already.
+    """Call `section` while holding a mutex of `new_mutex`; if it is held already, return None without calling.
 
     As with `IndexLock.run`, an exception at any bytecode leaves the mutex free.
     """
@@ -53,14 +53,14 @@ def run_alone(mutex: Any, section: Callable[[], _T]) -> _T | None:
 
 
 def uninterrupted(section: Callable[[], object]) -> None:
-    """Call `section`, wholly or not at all, whatever signals arrive; their exceptions come out afterwards.
+    """Call `section` completely or not at all; exceptions of signal handlers are raised afterwards.
 
-    Python runs signal handlers in the main thread alone, so there the section gets a thread of its own.
+    Python runs signal handlers only in the main thread, so a call from there runs in another thread.
     """
     if threading.current_thread() is not threading.main_thread():
         section()
         return
-    # Of C alone: an exception in the middle of a `threading.Event` leaves that one broken.
+    # Only primitives in C: an exception inside a `threading.Event` would leave it broken.
     turn: list[bool] = [True]
     finished: list[bool] = []
     failures: list[BaseException] = []
@@ -82,9 +82,9 @@ def uninterrupted(section: Callable[[], object]) -> None:
         while not finished:
             ended.acquire(timeout=_LOOK)
     except BaseException:
-        if not _takes(turn):  # it has begun
+        if not _takes(turn):  # the section has begun
             while not finished:
-                with contextlib.suppress(BaseException):  # one exception is on its way already
+                with contextlib.suppress(BaseException):  # an exception is already propagating
                     ended.acquire(timeout=_LOOK)
         raise
     if failures:

@@ -1,4 +1,4 @@
-"""Notices: things the user should know once, such as a fast path that is not available here."""
+"""Warnings that are logged once, for example about an unavailable fast path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _lock = threading.Lock()
 
 
 def notice(key: str, message: str) -> None:
-    """Log `message` as a warning the first time that `key` comes up in this process."""
+    """Log `message` as a warning, once for each `key` in this process."""
     with _lock:
         if key in _seen:
             return
@@ -22,6 +22,6 @@ def notice(key: str, message: str) -> None:
 
 
 def notices() -> dict[str, str]:
-    """All notices given so far in this process, by key."""
+    """All notices of this process so far, by key."""
     with _lock:
         return dict(_seen)

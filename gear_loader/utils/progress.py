@@ -1,4 +1,4 @@
-"""A progress bar on standard error, in bytes."""
+"""A progress bar on standard error."""
 
 from __future__ import annotations
 
@@ -10,12 +10,20 @@ __all__ = ["progress_bar"]
 
 @contextlib.contextmanager
 def progress_bar(
-    description: str, total: int, *, enabled: bool
+    description: str, total: int | None, *, enabled: bool, unit: str | None = None
 ) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
-    """Silent where `enabled` is False, standard error is neither a terminal nor a notebook, or `rich` is missing.
+    """Show a progress bar for as long as the block runs.
+
+    Nothing is shown if `enabled` is False, standard error is neither a terminal nor a notebook, or `rich` is not
+    installed.
+
+    Args:
+        description: text before the bar.
+        total: expected amount, or None if it is not known.
+        unit: name of the counted items, such as "steps"; None counts bytes and shows the transfer speed.
 
     Yields:
-        A function that moves the bar on by so many bytes, and one that adds so many to the total.
+        Two functions: one advances the bar by an amount, one adds an amount to the total.
     """
     if enabled:
         try:
@@ -23,6 +31,7 @@ def progress_bar(
             from rich.progress import (
                 BarColumn,
                 DownloadColumn,
+                MofNCompleteColumn,
                 Progress,
                 TextColumn,
                 TimeRemainingColumn,
@@ -34,11 +43,15 @@ def progress_bar(
         yield _ignore, _ignore
         return
     console = Console(stderr=True)
+    amounts = (
+        (DownloadColumn(), TransferSpeedColumn())
+        if unit is None
+        else (MofNCompleteColumn(), TextColumn(unit))
+    )
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
+        *amounts,
         TimeRemainingColumn(),
         console=console,
         disable=not (console.is_terminal or console.is_jupyter),
@@ -48,7 +61,7 @@ def progress_bar(
 
         def extend(amount: int) -> None:
             nonlocal total
-            total += amount
+            total = (total or 0) + amount
             bar.update(task, total=total)
 
         yield lambda amount: bar.advance(task, amount), extend

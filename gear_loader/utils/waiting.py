@@ -1,4 +1,4 @@
-"""Waiting for others: with a deadline, and so that another thread can end it."""
+"""Waiting with back-off and a deadline, interruptible by another thread."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _local = threading.local()
 
 
 class Interrupted(BaseException):
-    """What was waited for is no longer wanted; raised only inside `interruptible`."""
+    """The wait was cancelled; raised only inside `interruptible`."""
 
 
 @contextlib.contextmanager
 def interruptible(stop: Callable[[], bool]) -> Iterator[None]:
-    """Whatever waits in this thread, inside of this, gives up by raising `Interrupted` once `stop()` is true."""
+    """Make waits of this thread inside the block raise `Interrupted` once `stop()` returns True."""
     before = getattr(_local, "stop", None)
     _local.stop = stop
     try:
@@ -29,10 +29,10 @@ def interruptible(stop: Callable[[], bool]) -> Iterator[None]:
 
 
 class Backoff:
-    """One wait: short sleeps that become longer, until a deadline.
+    """One wait with exponential back-off: sleeps of 20 µs to 2 ms, until a deadline.
 
     Args:
-        timeout: seconds.
+        timeout: seconds from now to the deadline.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -43,11 +43,15 @@ class Backoff:
 
     @property
     def waited(self) -> int:
-        """Nanoseconds since it began."""
+        """Nanoseconds since the wait began."""
         return time.monotonic_ns() - self._began
 
     def sleep(self) -> bool:
-        """Sleep a little; False, without having slept, if the deadline has passed."""
+        """Sleep; return False without sleeping if the deadline has passed.
+
+        Raises:
+            Interrupted: see `interruptible`.
+        """
         stop = getattr(_local, "stop", None)
         if stop is not None and stop():
             raise Interrupted

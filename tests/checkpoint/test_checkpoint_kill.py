@@ -19,7 +19,6 @@ from table_common import Died, rows
 import gear_loader as gear
 from gear_loader.checkpoint import files as files_module
 from gear_loader.checkpoint import saving
-from gear_loader.native import copying
 
 CONTEXT = multiprocessing.get_context("forkserver")
 PATIENCE = 60.0
@@ -27,7 +26,16 @@ PATIENCE = 60.0
 CALLS = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "close")
 
 
-@pytest.mark.parametrize("case", ["first", "more", "rewritten", "rounds", "another table"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "more",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("first", "rewritten", "rounds", "another table")
+        ),
+    ],
+)
 def test_dying_at_every_call_of_the_system(
     tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,6 +96,7 @@ def test_dying_at_every_call_of_the_system(
         assert loaded(path) == after
 
 
+@pytest.mark.long
 def test_dying_while_tidying_up(tmp_path: Path) -> None:
     """The new checkpoint holds, and the save after the next finds only what is needed."""
     path = tmp_path / "ck"
@@ -108,7 +117,6 @@ def test_dying_while_tidying_up(tmp_path: Path) -> None:
 
 
 def _save_for_ever(pipe: Connection, path: str, first: int) -> None:
-    copying.AVAILABLE = False  # which takes a moment to load
     files_module.PIECE_BYTES = 4096
     saving.HOLD_BYTES = 4096 if first % 2 else 1 << 30
     if first:
@@ -124,7 +132,7 @@ def _save_for_ever(pipe: Connection, path: str, first: int) -> None:
         pipe.send(number)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_killed_dozens_of_times(tmp_path: Path) -> None:
     """Each child loads what its predecessor left, and saves again and again until it is killed."""
     CONTEXT.set_forkserver_preload(["torch", "gear_loader", "gear_loader.checkpoint"])

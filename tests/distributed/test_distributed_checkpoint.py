@@ -25,7 +25,7 @@ from table_common import COLUMNS, Died, bits, fresh_name, rows
 
 import gear_loader as gear
 from gear_loader.checkpoint import manifest as manifest_module
-from gear_loader.checkpoint.resharding import deal, split_counts
+from gear_loader.checkpoint.resharding import assign_ranks, split_counts
 from gear_loader.distributed import checkpoint_loading, checkpoint_saving
 from gear_loader.distributed.checkpoint_loading import load
 from gear_loader.distributed.checkpoint_saving import save
@@ -875,17 +875,17 @@ def test_a_save_between_looking_and_reading(path: Path, monkeypatch: pytest.Monk
 )
 def test_dealing(lengths: list[int], size: int) -> None:
     values = np.array(lengths, dtype=np.int64)
-    ranks = deal(values, size)
+    ranks = assign_ranks(values, size)
     assert ranks.shape == values.shape
     assert ((ranks >= 0) & (ranks < size)).all()
     steps = np.bincount(ranks, weights=values, minlength=size)
     assert steps.max() - steps.min() <= max(lengths, default=0)
-    assert deal(values.copy(), size).tolist() == ranks.tolist()
+    assert assign_ranks(values.copy(), size).tolist() == ranks.tolist()
 
 
 def test_dealing_keeps_neighbours_together() -> None:
     lengths = np.random.default_rng(0).integers(1, 1000, 100_000)
-    ranks = deal(lengths, 8)
+    ranks = assign_ranks(lengths, 8)
     assert (np.diff(ranks) != 0).sum() < 2000
     assert np.bincount(ranks, weights=np.arange(100_000) < 50_000, minlength=8).min() > 3000, (
         "of every age some"

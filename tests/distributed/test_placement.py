@@ -14,7 +14,7 @@ from distributed_common import SCHEMA, filled, run_ranks, trajectory
 import gear_loader as gear
 from gear_loader.distributed import Placement, Shards
 from gear_loader.errors import SchemaError, TableFullError, TransportError
-from gear_loader.transport.capacity import read_room, told_room
+from gear_loader.transport.capacity import capacity_report, parse_capacity_report
 
 
 def tables(count: int, **options: Any) -> list[gear.Table]:
@@ -181,15 +181,21 @@ def test_a_shard_that_cannot_be_reached_is_left_out(monkeypatch: pytest.MonkeyPa
             assert Placement(shards).extend(some([2] * 4))[0].tolist() == [0, 2, 0, 2]
 
 
-def test_what_a_server_tells_of_a_table_is_checked() -> None:
+def test_a_capacity_report_is_checked() -> None:
     table = filled(None, 0, [5])
     table.add(trajectory(9, 2))
-    free, mass = read_room(told_room(table))
+    free, mass = parse_capacity_report(capacity_report(table))
     assert free == table.free_steps()
     assert mass == 0.5 + 1.5 + 2.5 + 3.5 + 4.5 + 4.5
-    for data in (b"", b"[]", b"{}", b'{"free_steps": -1, "mass": 0}', b'{"free_steps": 1, "mass": NaN}'):
-        with pytest.raises(TransportError, match="A server told of a table"):
-            read_room(data)
+    for data in (
+        b"",
+        b"[]",
+        b"{}",
+        b'{"free_steps": -1, "priority_sum": 0}',
+        b'{"free_steps": 1, "priority_sum": NaN}',
+    ):
+        with pytest.raises(TransportError, match="A capacity report"):
+            parse_capacity_report(data)
 
 
 # ---------------------------------------------------------------- several ranks, several nodes
@@ -202,7 +208,7 @@ def placing_rank(rank: int, world: int) -> dict[str, Any]:
     table = gear.Table.create(SCHEMA, name=name, **{"max_steps": 4000, "max_trajectories": 200} | sizes)
     found: dict[str, Any] = {}
     try:
-        with Shards(table, transport="socket", timeout=20, node="ab"[rank // 2]) as shards:
+        with Shards(table, transport="socket", timeout=60, node="ab"[rank // 2]) as shards:
             placement = Placement(shards)
             first = 1000 * rank
             found["first"] = placement.add(trajectory(first, 3))[0]

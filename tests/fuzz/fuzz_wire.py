@@ -22,7 +22,8 @@ if __name__ == "__main__":
 with _watched:
     from gear_loader.transport.channel import Address
     from gear_loader.transport.spec import WindowSpec
-    from gear_loader.transport.wire import HEADER, Fields, Header, Limits, Store, read_error
+    from gear_loader.transport.store_message import Store
+    from gear_loader.transport.wire import HEADER, Fields, Header, Limits, read_error
 
 LIMITS = Limits(rows=1000, store_bytes=1 << 20)
 

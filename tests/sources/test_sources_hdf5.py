@@ -221,7 +221,7 @@ def test_a_flag_that_is_none(tmp_path: Path) -> None:
     arrays = flat_arrays()
     arrays["timeouts"] = arrays["timeouts"].astype(np.uint8)
     arrays["timeouts"][33] = 7
-    with pytest.raises(SourceError, match="step 33: column 'timeouts' holds 7, which is no flag"):
+    with pytest.raises(SourceError, match="step 33: column 'timeouts' holds 7, which is not a flag"):
         read_hdf5(write(tmp_path / "data.hdf5", arrays))
 
 
@@ -280,7 +280,7 @@ def test_values_that_no_column_holds(tmp_path: Path) -> None:
 def test_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"nowhere.hdf5' does not exist"):
         read_hdf5(tmp_path / "nowhere.hdf5")
-    with pytest.raises(SourceError, match=r"does not exist or is no file"):
+    with pytest.raises(SourceError, match=r"does not exist or is not a file"):
         read_hdf5(tmp_path)
     text = tmp_path / "text.hdf5"
     text.write_text("observations,actions\n")
@@ -398,7 +398,7 @@ print(refused)
 """
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "compressed"])
+@pytest.mark.parametrize("layout", [pytest.param("contiguous", marks=pytest.mark.long), "compressed"])
 def test_damage_anywhere_gives_this_error_or_none(tmp_path: Path, layout: str) -> None:
     # In a process of its own, so that a crash of the HDF5 library would be seen as one.
     path = write(tmp_path / "data.hdf5", flat_arrays(), **LAYOUTS[layout])

@@ -460,8 +460,8 @@ def test_unsigned_dtypes_are_widened() -> None:
     [
         ([[1, 2], [3, 300]], torch.uint8, 1, "holds 300, which uint8 cannot hold"),
         ([-1], torch.uint8, 0, "holds -1, which uint8 cannot hold"),
-        ([0, 1, 2], torch.bool, 2, "holds 2, which is no flag: neither 0 nor 1"),
-        ([0.0, np.nan], torch.bool, 1, "holds nan, which is no flag"),
+        ([0, 1, 2], torch.bool, 2, "holds 2, which is not a flag: expected 0 or 1"),
+        ([0.0, np.nan], torch.bool, 1, "holds nan, which is not a flag"),
         ([0.0, 1e39], torch.float32, 1, r"holds 1e\+39, which float32 cannot hold"),
         ([0.0, 70000.0], torch.float16, 1, r"holds 70000.0, which float16 cannot hold"),
         ([0.5], torch.int64, None, "holds values of float64 where int64 is expected"),

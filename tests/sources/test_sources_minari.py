@@ -300,7 +300,7 @@ def damage(group: h5py.Group, what: str) -> None:
             "fractions for actions",
             r"episode 1: column 'action' holds values of float64 where int64 is expected",
         ),
-        ("a flag of 7", r"episode 1, step 1: column 'truncated' holds 7, which is no flag"),
+        ("a flag of 7", r"episode 1, step 1: column 'truncated' holds 7, which is not a flag"),
         ("no steps declared", r"episode 1: its metadata cannot be read: KeyError"),
         ("zero steps declared", r"episode 1: its metadata give it 0 steps"),
     ],

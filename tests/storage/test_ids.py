@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.numpy
 import torch
-import xxhash
 from checkpoint_common import contents, make
 from table_common import (
     COLUMNS,
@@ -29,7 +26,6 @@ from table_common import (
 import gear_loader as gear
 from gear_loader.errors import SchemaError, TableFullError
 from gear_loader.storage.limiters import SampleToInsertRatio
-from gear_loader.storage.operations import NEXT_SEQUENCE
 
 LARGEST = 2**62 - 1
 
@@ -392,44 +388,3 @@ def test_an_origin_that_was_set_after_the_save_before(tmp_path: Path) -> None:
     with gear.Table.load(tmp_path) as copy:
         assert copy.origin == 6
         assert ids_of(copy) == [6]
-
-
-def _as_version_2(path: Path) -> None:
-    """Turn a checkpoint into one of the version that knew no ids."""
-    manifest = json.loads((path / "manifest.json").read_bytes())
-    index = path / manifest["index"]["path"]
-    arrays = safetensors.numpy.load(index.read_bytes())
-    del arrays["ident"], manifest["origin"]
-    index.write_bytes(safetensors.numpy.save(arrays))
-    data = index.read_bytes()
-    manifest["index"] = {**manifest["index"], "bytes": len(data), "xxh128": xxhash.xxh3_128_hexdigest(data)}
-    for segment in manifest["segments"]:
-        del segment["chunk_bytes"]
-        for file in segment["files"].values():
-            del file["chunks"]
-    manifest["version"], manifest["checksum"] = 2, "0" * 32
-    text = json.dumps(manifest, indent=1).encode() + b"\n"
-    found = xxhash.xxh3_128_hexdigest(text).encode()
-    (path / "manifest.json").write_bytes(text.replace(b"0" * 32, found, 1))
-
-
-def test_checkpoints_of_the_version_before(tmp_path: Path) -> None:
-    """They are read, and the next save goes on with their segments."""
-    with make() as table:
-        table.extend([rows(0, 5), rows(1, 9)])
-        table.save(tmp_path)
-        saved = _everything(table)
-        _as_version_2(tmp_path)
-        with gear.Table.load(tmp_path) as copy:
-            assert _everything(copy) == saved
-        segment = tmp_path / "segments" / "000001" / "number.npy"
-        before = segment.stat().st_ino
-        table.set_origin(3)
-        table.extend_as([rows(2, 4)], ids=[77])
-        table.save(tmp_path)
-        saved = _everything(table)
-    assert json.loads((tmp_path / "manifest.json").read_bytes())["version"] == 3
-    assert segment.stat().st_ino == before
-    with gear.Table.load(tmp_path) as copy:
-        assert _everything(copy) == saved
-        assert copy.region.array("counters")[NEXT_SEQUENCE] == 3

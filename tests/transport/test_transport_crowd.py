@@ -26,7 +26,10 @@ CARRIERS = [
     "socket",
     pytest.param(
         "ucx",
-        marks=pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed"),
+        marks=[
+            pytest.mark.long,
+            pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed"),
+        ],
     ),
 ]
 NIXL = pytest.param(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -36,10 +37,13 @@ from gear_loader.errors import HandshakeError, PeerTimeoutError, TransportError
 from gear_loader.storage.operations import UNSET
 from gear_loader.storage.schema import Window
 from gear_loader.transport import Peer, ServerProcess, WindowSpec, start_server
+from gear_loader.transport import process as process_module
+from gear_loader.transport.channel import is_loopback
 from gear_loader.transport.connection import Connection
 from gear_loader.transport.handshake import read_secret
-from gear_loader.transport.process import is_loopback
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*may lead to deadlocks:DeprecationWarning")
+FORK = multiprocessing.get_context("fork")
 ROOT = Path(__file__).resolve().parents[2]
 BIG = {"value": Window(4096)}  # of short trajectories: mostly padding
 MANY = 2000  # rows of it: a reply of 100 MB
@@ -86,7 +90,7 @@ def test_a_stopped_server_is_given_up_at_the_deadline(table: gear.Table, process
         PeerTimeoutError, match=r"node b .* 1 rows .* did not answer within 1 s\. Its server may"
     ):
         first.result(PATIENCE)
-    with pytest.raises(TransportError, match=r"was given up|did not answer"):
+    with pytest.raises(TransportError, match=r"connection was closed|did not answer"):
         second.result(PATIENCE)
     with pytest.raises(PeerTimeoutError, match=r"waited for 1 s: it (could not be reached|did not answer)"):
         peer.fetch(spec, *row, poisoned(spec, 1)).result(PATIENCE)
@@ -112,7 +116,7 @@ def test_a_server_killed_in_the_middle_of_a_reply_and_restarted_elsewhere(table:
     message = str(found.value)
     for part in ("node b", address[0], "2,000 rows", str(table.name), "the connection was lost"):
         assert part in message
-    assert "the next request connects anew" in message
+    assert "the next request reconnects" in message
     wait_until(lambda: not first.alive())
     second: list[ServerProcess] = []
 
@@ -125,6 +129,11 @@ def test_a_server_killed_in_the_middle_of_a_reply_and_restarted_elsewhere(table:
     try:
         # The next request waits until the server is there again.
         check_fetch(peer, table, spec, [3, 1], [1, 2])
+        os.kill(second[0].pid, signal.SIGSTOP)  # `stop` ends a stopped one too
+        second[0].stop()
+        second[0].stop()
+        assert not second[0].alive()
+        assert not Path(f"/proc/{second[0].pid}").exists()
     finally:
         thread.join(PATIENCE)
         peer.close()
@@ -168,33 +177,26 @@ def test_a_slow_server(table: gear.Table, monkeypatch: pytest.MonkeyPatch) -> No
         assert (out == 0xA5).all()
 
 
+def _request_much(address: str, name: str, pipe: Any) -> None:
+    table = gear.Table.attach(name)
+    peer = peer_of(address)
+    asked = [ask_much(peer, table) for _ in range(4)]
+    asked[0][0].result(PATIENCE)
+    pipe.send("begun")
+    pipe.recv()  # it is killed here
+
+
 def test_a_requester_that_is_killed_while_the_server_sends(table: gear.Table) -> None:
-    program = (
-        "import sys, numpy as np\n"
-        "from gear_loader.storage.table import Table\n"
-        "from gear_loader.transport import Peer, WindowSpec\n"
-        "from gear_loader.storage.schema import Window\n"
-        "address, name, secret = sys.argv[1:]\n"
-        "table = Table.attach(name)\n"
-        "spec = WindowSpec(name, table.schema, {'value': Window(4096)})\n"
-        "peer = Peer(address, secret=secret.encode(), timeout=60, name='b')\n"
-        f"zeros = np.zeros({MANY}, dtype=np.int64)\n"
-        "generations = table.slot_states()[1][zeros]\n"
-        f"outs = [np.empty(spec.reply_bytes({MANY}), dtype=np.uint8) for _ in range(4)]\n"
-        "futures = [peer.fetch(spec, zeros, zeros, generations, out) for out in outs]\n"
-        "futures[0].result(60)\n"
-        "print('begun', flush=True)\n"
-        "sys.stdin.read()\n"
-    )
     with serving(str(table.name)) as server:
-        words = [server.address, str(table.name), SECRET.decode()]
-        with subprocess.Popen(
-            [sys.executable, "-c", program, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
-        ) as requester:
-            assert requester.stdout is not None
-            assert requester.stdout.readline() == b"begun\n"
-            requester.kill()
-            requester.wait(PATIENCE)
+        pipe, theirs = FORK.Pipe()
+        requester = FORK.Process(
+            target=_request_much, args=(server.address, str(table.name), theirs), daemon=True
+        )
+        requester.start()
+        assert pipe.poll(PATIENCE)
+        assert pipe.recv() == "begun"
+        requester.kill()
+        requester.join(PATIENCE)
         wait_until(lambda: server.server.num_connections == 0)
         assert not table.region.array("readers")[:, 2].any()  # no ticket is left
         check_fetch(server.peer(), table, spec_of(table), [3, 1], [1, 2])
@@ -221,12 +223,22 @@ def test_several_carriers_must_not_share_a_port(table: gear.Table) -> None:
         start_server([str(table.name)], secret=b"")
 
 
-def test_a_server_that_cannot_start_says_why(table: gear.Table, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_cannot_listen_says_why(table: gear.Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GEAR_LOADER_SECRET", SECRET.decode())
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
-        with pytest.raises(TransportError, match="ended with exit code 1 before it was ready"):
-            start_server([str(table.name)], port=port, secret=SECRET)
-    assert "in use" in capfd.readouterr().err
+        place = f"127.0.0.1:{listening.getsockname()[1]}"
+        result = CliRunner().invoke(app, ["serve", str(table.name), "--listen", place])
+    assert result.exit_code == 1
+    assert "in use" in result.output
+
+
+def test_a_server_that_ends_before_it_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    def command(*words: str) -> list[str]:
+        return [sys.executable, "-S", "-c", "raise SystemExit(3)", *words]
+
+    monkeypatch.setattr(process_module, "child_command", command)
+    with pytest.raises(TransportError, match="The server of a ended with exit code 3 before it was ready"):
+        start_server(["a"], secret=SECRET)
 
 
 def test_the_secret_is_on_no_command_line(process: ServerProcess) -> None:
@@ -235,12 +247,7 @@ def test_the_secret_is_on_no_command_line(process: ServerProcess) -> None:
 
 
 def test_it_listens_on_loopback_alone(process: ServerProcess) -> None:
-    listening = subprocess.run(
-        [sys.executable, "-c", "print(open('/proc/net/tcp').read())"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    ).stdout
+    listening = Path("/proc/net/tcp").read_text()
     port = int(process.addresses["socket"].rpartition(":")[2])
     found = [line.split()[1] for line in listening.splitlines() if f":{port:04X} " in line and " 0A " in line]
     assert found == [f"0100007F:{port:04X}"]
@@ -252,33 +259,22 @@ def test_it_listens_on_loopback_alone(process: ServerProcess) -> None:
     ]
 
 
-def test_it_ends_when_told_even_if_stopped(table: gear.Table) -> None:
-    server = start_server([str(table.name)], secret=SECRET)
-    os.kill(server.pid, signal.SIGSTOP)
-    server.stop()
-    server.stop()
-    assert not server.alive()
-    assert not Path(f"/proc/{server.pid}").exists()
+def _start_and_wait(name: str, pipe: Any) -> None:
+    server = start_server([name], secret=SECRET)
+    pipe.send(server.pid)
+    pipe.recv()  # it is killed here
 
 
 def test_it_ends_with_its_parent(table: gear.Table) -> None:
-    program = (
-        "import sys\n"
-        "from gear_loader.transport import start_server\n"
-        "server = start_server([sys.argv[1]], secret=sys.argv[2].encode())\n"
-        "print(server.pid, flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(table.name), SECRET.decode()],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd=ROOT,
-    ) as parent:
-        assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        assert Path(f"/proc/{pid}").exists()
-        parent.kill()
+    pipe, theirs = FORK.Pipe()
+    parent = FORK.Process(target=_start_and_wait, args=(str(table.name), theirs), daemon=True)
+    parent.start()
+    theirs.close()
+    assert pipe.poll(PATIENCE)
+    pid = pipe.recv()
+    assert Path(f"/proc/{pid}").exists()
+    parent.kill()
+    parent.join(PATIENCE)
     wait_until(lambda: not Path(f"/proc/{pid}/exe").exists())
 
 

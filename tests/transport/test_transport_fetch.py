@@ -36,7 +36,6 @@ from gear_loader.errors import (
     TableFullError,
     TransportError,
 )
-from gear_loader.native import copying
 from gear_loader.storage.operations import UNSET
 from gear_loader.storage.schema import Schema, Window
 from gear_loader.transport import Limits, Peer, WindowSpec
@@ -69,7 +68,7 @@ def test_every_byte_is_as_a_collector_gathers_it(shelf: tuple[gear.Table, Servin
     check_fetch(peer, table, spec_of(table), range(8), [0, 3, 3, 12, 1, 0, 29, 2])
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_windows_of_any_rows(shelf: tuple[gear.Table, Serving, Peer], data: st.DataObject) -> None:
     table, _, peer = shelf
@@ -125,11 +124,11 @@ def test_rows_that_are_gone_are_zeros(shelf: tuple[gear.Table, Serving, Peer]) -
     assert pieces_of(spec, out, 8) == expected(table, WINDOWS, range(8), anchors, old, gone=(1, 6))[0]
 
 
-@pytest.mark.parametrize("slot", [-1, 16, 10**6, 2**62, -(2**63), 2**63 - 1])
-def test_a_slot_outside_of_the_table_is_gone(shelf: tuple[gear.Table, Serving, Peer], slot: int) -> None:
+def test_a_slot_outside_of_the_table_is_gone(shelf: tuple[gear.Table, Serving, Peer]) -> None:
     table, _, peer = shelf
-    check_fetch(peer, table, spec_of(table), [3, slot, 0], [2, 0, 0], gone=(1,))
-    check_fetch(peer, table, spec_of(table), [slot], [0], gone=(0,))
+    for slot in (-1, 16, 10**6, 2**62, -(2**63), 2**63 - 1):
+        check_fetch(peer, table, spec_of(table), [3, slot, 0], [2, 0, 0], gone=(1,))
+        check_fetch(peer, table, spec_of(table), [slot], [0], gone=(0,))
 
 
 def test_a_slot_that_is_being_written_is_gone(shelf: tuple[gear.Table, Serving, Peer]) -> None:
@@ -153,15 +152,6 @@ def test_a_reply_may_be_longer_than_one_buffer(shelf: tuple[gear.Table, Serving,
     table, _, peer = shelf
     many = np.arange(20_000) % 8
     check_fetch(peer, table, spec_of(table), many, many % 3)
-
-
-def test_without_numba(shelf: tuple[gear.Table, Serving, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
-    table, _, peer = shelf
-    monkeypatch.setattr(copying, "require", lambda: False)
-    spec = spec_of(table)
-    check_fetch(peer, table, spec, [3, 1, 0, 2], [0, 8, 0, 3])
-    check_fetch(peer, table, spec, [3, 99, 0, -5], [0, 8, 0, 3], gone=(1, 3))
-    check_fetch(peer, table, spec, [77], [0], gone=(0,))
 
 
 def test_many_threads_two_peers_many_specs(shelf: tuple[gear.Table, Serving, Peer]) -> None:
@@ -226,7 +216,7 @@ def test_a_trajectory_is_never_torn_while_others_come_and_go() -> None:
         writer.start()
         served = 0
         try:
-            while served < 300:
+            while served < 150:
                 slots = np.arange(6)
                 generations, out = generations_of(table, slots), poisoned(spec, 6)
                 status = peer.fetch(spec, slots, np.zeros(6, dtype=np.int64), generations, out).result(
@@ -346,7 +336,7 @@ def test_a_table_that_was_removed_and_made_anew(shelf: tuple[gear.Table, Serving
         check_fetch(peer, again, spec, [3, 5], [1, 2])
         again.unlink()
     # Nobody asks for it any more, and still its memory is given back.
-    wait_until(lambda: not server.server.shelf.sweep() and not server.server.shelf._held)
+    wait_until(lambda: not server.server.tables.sweep() and not server.server.tables._attached)
 
 
 # ---------------------------------------------------------------- storing
@@ -371,8 +361,10 @@ def test_storing(shelf: tuple[gear.Table, Serving, Peer]) -> None:
     table.check_valid()
 
 
-@pytest.mark.parametrize("priorities", [[UNSET] * 3, [0.5, 0, 7], [2, UNSET, 0]])
-@pytest.mark.parametrize("ids", [[-1] * 3, [700, -1, 1 << 40]])
+@pytest.mark.parametrize(
+    ("priorities", "ids"),
+    [([0.5, 0, 7], [-1] * 3), ([UNSET] * 3, [700, -1, 1 << 40]), ([2, UNSET, 0], [-1, 5, -1])],
+)
 def test_storing_with_priorities_and_ids(
     shelf: tuple[gear.Table, Serving, Peer], priorities: list[float], ids: list[int]
 ) -> None:
@@ -441,7 +433,9 @@ def test_metadata(shelf: tuple[gear.Table, Serving, Peer]) -> None:
     server.server.metadata["broken"] = lambda name: [][1]
     assert peer.metadata("test", str(table.name)).result(PATIENCE) == str(table.name).encode() * 1000
     assert peer.metadata("empty", str(table.name)).result(PATIENCE) == b""
-    with pytest.raises(TransportError, match="has nothing called 'pigeon' to tell; it has broken, empty"):
+    with pytest.raises(
+        TransportError, match="has no metadata called 'pigeon'; it has broken, capacity, empty"
+    ):
         peer.metadata("pigeon", str(table.name)).result(PATIENCE)
     with pytest.raises(TransportError, match="'other' is not served"):
         peer.metadata("test", "other").result(PATIENCE)

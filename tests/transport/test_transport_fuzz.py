@@ -33,7 +33,8 @@ import gear_loader as gear
 from gear_loader.storage.operations import UNSET
 from gear_loader.storage.schema import Schema
 from gear_loader.transport import Limits, Peer, WindowSpec
-from gear_loader.transport.wire import NONCE, Header, Kind, Store, pack_text
+from gear_loader.transport.store_message import Store
+from gear_loader.transport.wire import NONCE, Header, Kind, pack_text
 
 FUZZ = Path(__file__).parents[1] / "fuzz" / "fuzz_wire.py"
 one_input = runpy.run_path(str(FUZZ))["one_input"]
@@ -93,13 +94,13 @@ def requests_of(name: str) -> list[bytes]:
     ]
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.binary(max_size=300))
 def test_parsers(data: bytes) -> None:
     one_input(data)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.data())
 def test_parsers_of_messages_that_are_nearly_right(data: st.DataObject) -> None:
     whole = data.draw(st.sampled_from(requests_of("replay")))[64:]
@@ -109,7 +110,7 @@ def test_parsers_of_messages_that_are_nearly_right(data: st.DataObject) -> None:
     one_input(target + whole[:at] + piece + whole[at + data.draw(st.integers(0, 9)) :])
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(data=st.binary(max_size=400), hello=st.booleans())
 def test_before_the_handshake(shelf: tuple[gear.Table, Serving, Peer], data: bytes, hello: bool) -> None:
     table, server, peer = shelf
@@ -120,7 +121,7 @@ def test_before_the_handshake(shelf: tuple[gear.Table, Serving, Peer], data: byt
     still_serves(table, peer)
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_after_the_handshake(shelf: tuple[gear.Table, Serving, Peer], data: st.DataObject) -> None:
     table, server, peer = shelf
@@ -151,7 +152,7 @@ def test_after_the_handshake(shelf: tuple[gear.Table, Serving, Peer], data: st.D
     still_serves(table, peer)
 
 
-@settings(max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(numbers=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=3, max_size=30), seed=st.integers(0, 99))
 def test_any_numbers_in_a_fetch(
     shelf: tuple[gear.Table, Serving, Peer], numbers: list[int], seed: int

@@ -43,7 +43,7 @@ def shelf() -> Iterator[tuple[gear.Table, Serving]]:
     with named() as table:
         for i in range(4):
             table.add(rows(i, 5 + i))
-        limits = Limits(handshake=0.5, patience=1.0, rows=1000, store_bytes=1 << 16)
+        limits = Limits(handshake=0.3, patience=0.4, rows=1000, store_bytes=1 << 16)
         with serving(str(table.name), limits=limits) as server:
             yield table, server
 
@@ -178,7 +178,7 @@ def test_libraries_that_differ_name_each_other(
     table, server = shelf
     check_library("ucxx-0.52.0", "ucxx-0.53.1", peer="b")
     with pytest.raises(
-        HandshakeError, match=r"b uses ucx-py-0\.45\.0, this side ucxx-0\.52\.0: the two do not talk"
+        HandshakeError, match=r"b uses ucx-py-0\.45\.0, this side ucxx-0\.52\.0: the two are not compatible"
     ):
         check_library("ucxx-0.52.0", "ucx-py-0.45.0", peer="b")
     # What the address says is believed before anything is opened.
@@ -216,41 +216,39 @@ def test_something_else_that_listens_there(shelf: tuple[gear.Table, Serving]) ->
 # ---------------------------------------------------------------- the server against whoever connects
 
 
-@pytest.mark.parametrize("kind", [kind for kind in Kind if kind is not Kind.HELLO])
-def test_the_first_message_is_a_hello(shelf: tuple[gear.Table, Serving], kind: Kind) -> None:
+def test_the_first_message_is_a_hello(shelf: tuple[gear.Table, Serving]) -> None:
     table, server = shelf
-    with server.raw() as raw:
-        raw.send(kind, b"", request=0)
-        assert raw.text() == f"A message {kind.name} came during the handshake; expected HELLO."
+    for kind in set(Kind) - {Kind.HELLO}:
+        with server.raw() as raw:
+            raw.send(kind, b"", request=0)
+            assert raw.text() == f"A message {kind.name} came during the handshake; expected HELLO."
     fetch(server.peer(), table)
 
 
-@pytest.mark.parametrize(
-    ("small", "message"),
-    [
+def test_a_hello_is_checked(shelf: tuple[gear.Table, Serving]) -> None:
+    cases = [
         (b"", "The length of library of a message HELLO takes 2 bytes; 0 are left"),
         (b"\xff\xff" + bytes(100), "library of a message HELLO has 65,535 bytes; expected at most 64"),
         (b"\x02\x00\xff\xff" + bytes(40), "library of a message HELLO is no UTF-8"),
         (HELLO[:-1], "nonce of a message HELLO takes 32 bytes; 31 are left"),
         (HELLO + b"x", "A message HELLO has 1 bytes too many"),
         (bytes(1000), "The small part of a message HELLO has 1,000 bytes; at most 164"),
-    ],
-)
-def test_a_hello_is_checked(shelf: tuple[gear.Table, Serving], small: bytes, message: str) -> None:
+    ]
     _, server = shelf
-    with server.raw() as raw:
-        raw.send(Kind.HELLO, small, request=0)
-        assert message in raw.text()
+    for small, message in cases:
+        with server.raw() as raw:
+            raw.send(Kind.HELLO, small, request=0)
+            assert message in raw.text()
 
 
-@pytest.mark.parametrize(
-    "kind", sorted(set(Kind) - {Kind.OPEN, Kind.FETCH, Kind.STORE, Kind.METADATA, Kind.BYE})
-)
-def test_what_only_a_server_says_is_refused(shelf: tuple[gear.Table, Serving], kind: Kind) -> None:
+def test_what_only_a_server_says_is_refused(shelf: tuple[gear.Table, Serving]) -> None:
     table, server = shelf
-    with server.proven() as raw:
-        raw.send(kind)
-        assert f"A message {kind.name} came after the handshake; expected OPEN, FETCH, STORE" in raw.text()
+    for kind in set(Kind) - {Kind.OPEN, Kind.FETCH, Kind.STORE, Kind.METADATA, Kind.BYE}:
+        with server.proven() as raw:
+            raw.send(kind)
+            assert (
+                f"A message {kind.name} came after the handshake; expected OPEN, FETCH, STORE" in raw.text()
+            )
     fetch(server.peer(), table)
 
 
@@ -384,7 +382,7 @@ def test_a_server_that_sends_nonsense_after_the_handshake(
 
     real = Connection._send
     answers = [
-        (Kind.REPLY, 10**6, b"", "answers a request 1000000 that nobody made"),
+        (Kind.REPLY, 10**6, b"", "answers a request 1000000 that was not made"),
         (Kind.STORED, 0, b"", "A message STORED came; expected REPLY or ERROR"),
         (Kind.REPLY, 0, b"x", "has parts of 1 and"),
         (Kind.WELCOME, 0, b"", "A message WELCOME came; expected REPLY or ERROR"),
@@ -464,7 +462,7 @@ def test_a_peer_says_that_it_does_not_survive_a_fork(shelf: tuple[gear.Table, Se
     os.waitpid(pid, 0)
     assert "was made in process" in said
     assert "Make a Peer in each process" in said
-    assert "has nothing called 'a' to tell" in said
+    assert "has no metadata called 'a'" in said
     fetch(peer, table)
 
 

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
+import fcntl
+import multiprocessing
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from table_common import COLUMNS, fresh_name, rows
-from transport_common import PATIENCE, SECRET, WINDOWS, check_fetch, generations_of, poisoned
+from transport_common import (
+    PATIENCE,
+    SECRET,
+    WINDOWS,
+    Serving,
+    check_fetch,
+    generations_of,
+    poisoned,
+    serving,
+)
 
 import gear_loader as gear
 from gear_loader.storage.operations import UNSET
@@ -21,45 +30,45 @@ from gear_loader.storage.schema import Window
 from gear_loader.storage.shared_memory import region_path
 from gear_loader.transport import Peer, ServerProcess, WindowSpec, start_server
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*may lead to deadlocks:DeprecationWarning")
 MANY = 12  # requests for the locked table: more than there are threads for it
 LARGE = {"value": Window(4096)}  # a reply of these is gathered by a thread
-HOLDER = """
-import fcntl, sys
-import gear_loader as gear
-name, path, which = sys.argv[1:]
-if which == "file":  # as of a process that removes the table
-    file = open(path, "r+b")
-    fcntl.flock(file, fcntl.LOCK_EX)
-    print("held", flush=True)
-    sys.stdin.read()
-else:
+
+
+def _hold_index(name: str, pipe: Any) -> None:
     table = gear.Table.attach(name)
     with table.region.lock:
-        print("held", flush=True)
-        sys.stdin.read()
-"""
+        pipe.send("held")
+        pipe.recv()
 
 
 @contextlib.contextmanager
 def locked(name: str, which: str) -> Iterator[Callable[[], None]]:
-    """Another process holds a lock of the table until the returned function is called."""
-    command = [sys.executable, "-c", HOLDER, name, region_path(name), which]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "held\n"
+    """A lock of the table is held until the returned function is called.
 
-            def release() -> None:
-                assert process.stdin is not None
-                process.stdin.close()
-                process.wait(PATIENCE)
+    Args:
+        which: "file", as by a process that removes the table; "index", as by a process that changes it.
+    """
+    if which == "file":
+        fd = os.open(region_path(name), os.O_RDWR)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield lambda: os.close(fd)
+        return
+    context = multiprocessing.get_context("fork")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=_hold_index, args=(name, theirs), daemon=True)
+    process.start()
+    try:
+        assert pipe.poll(PATIENCE)
+        assert pipe.recv() == "held"
 
-            yield release
-        finally:
-            process.kill()
+        def release() -> None:
+            pipe.send("release")
+            process.join(PATIENCE)
+
+        yield release
+    finally:
+        process.kill()
 
 
 def filled() -> gear.Table:
@@ -80,7 +89,6 @@ def store_into(peer: Peer, spec: WindowSpec) -> Future[Any]:
     return peer.store(spec.table, spec.schema, [rows(9, 5)], *one)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("which", ["file", "index"])
 def test_a_locked_table_delays_no_other(which: str) -> None:
     with contextlib.ExitStack() as stack:
@@ -93,8 +101,9 @@ def test_a_locked_table_delays_no_other(which: str) -> None:
         generations = generations_of(held, slots)
         held.close()  # the file's lock is had only of a table that nobody uses
 
-        def peer(server: ServerProcess) -> Peer:
-            made = Peer(server.addresses["socket"], secret=SECRET, timeout=PATIENCE, name="node b")
+        def peer(server: ServerProcess | Serving) -> Peer:
+            address = server.address if isinstance(server, Serving) else server.addresses["socket"]
+            made = Peer(address, secret=SECRET, timeout=PATIENCE, name="node b")
             stack.callback(made.close)
             return made
 
@@ -105,7 +114,7 @@ def test_a_locked_table_delays_no_other(which: str) -> None:
             release = stack.enter_context(locked(names[0], which))
             server = stack.enter_context(start_server(names, secret=SECRET))
         else:
-            server = stack.enter_context(start_server(names, secret=SECRET))
+            server = stack.enter_context(serving(*names))
             assert not fetch(peer(server)).result(PATIENCE).any()
             release = stack.enter_context(locked(names[0], which))
         waiting: list[Future[Any]] = []
@@ -113,12 +122,12 @@ def test_a_locked_table_delays_no_other(which: str) -> None:
             each = peer(server)
             waiting += [fetch(each), store_into(each, specs[0])]
             if which == "file":
-                waiting.append(each.metadata("room", names[0]))
+                waiting.append(each.metadata("capacity", names[0]))
         # All kinds of requests, on a connection of their own, before anything of the locked table is answered.
         one = peer(server)
         check_fetch(one, free, specs[1], [3, 1], [2, 2])
         check_fetch(one, free, WindowSpec(names[1], free.schema, LARGE), [3, 1] * 50, [2, 2] * 50)
-        assert one.metadata("room", names[1]).result(PATIENCE)
+        assert one.metadata("capacity", names[1]).result(PATIENCE)
         assert len(store_into(one, specs[1]).result(PATIENCE)) == 1
         assert not any(each.done() for each in waiting)
         release()

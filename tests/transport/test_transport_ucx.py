@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import types
+import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from gear_loader.transport.ucx import UcxCarrier
 UCXX = pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed")
 SPAWN = multiprocessing.get_context("spawn")
 BIG = 3 << 20
-ECHO, MUCH, BYE, KILL, STOP, SILENCE, LONG, SHORT = range(8)  # what the other process is asked for
+ECHO, MUCH, BYE, KILL, STOP, SILENCE, LONG, SHORT, FORK = range(9)  # requests to the other process
 
 
 @pytest.fixture(autouse=True)
@@ -58,11 +59,33 @@ async def _answer(channel: Channel) -> None:
                 return
             elif what in (LONG, SHORT):
                 await channel.send(payload(200 if what == LONG else 50, seed))
+            elif what == FORK:
+                await channel.send(np.frombuffer(_error_in_a_fork().ljust(1000), dtype=np.uint8))
             elif what in (KILL, STOP):
                 os.kill(os.getpid(), signal.SIGKILL if what == KILL else signal.SIGSTOP)
 
 
+def _error_in_a_fork() -> bytes:
+    """The error of using UCX in a forked child of this process, whose event loop has used it."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            ucx_library.library_in_loop(ucx_library.Ucxx, loopback=True)
+        except TransportError as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    return said
+
+
 def _server(pipe: Any) -> None:
+    warnings.filterwarnings("ignore", ".*use of fork.*may lead to deadlocks", DeprecationWarning)
+
     async def main() -> None:
         async def serve(channel: Channel) -> None:
             await _answer(channel)
@@ -99,17 +122,19 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    made = Server()
+def servers() -> Iterator[list[Server]]:
+    """The server of all tests, started again after a test that killed it."""
+    made: list[Server] = []
     yield made
-    made.end()
+    for each in made:
+        each.end()
 
 
 @pytest.fixture
-def own_server() -> Iterator[Server]:
-    made = Server()
-    yield made
-    made.end()
+def server(servers: list[Server]) -> Server:
+    if not servers or servers[-1].process.exitcode is not None:
+        servers.append(Server())
+    return servers[-1]
 
 
 def run(work: Callable[[], Awaitable[None]]) -> None:
@@ -217,26 +242,9 @@ def test_waiting_takes_no_processor_time(server: Server) -> None:
 
 
 @UCXX
-def test_a_killed_peer_is_noticed(own_server: Server) -> None:
+def test_a_stopped_peer_and_a_cancelled_call(server: Server) -> None:
     async def work() -> None:
-        channel = await connected(own_server)
-        await channel.send(asking(KILL))
-        with pytest.raises(ConnectionError, match=r"closed the connection\.|UCX failed to receive: "):
-            await channel.recv_into(np.zeros(16, np.uint8))
-        with pytest.raises(ConnectionError):
-            await channel.send(asking(ECHO))
-        await channel.close()
-        await asyncio.get_running_loop().run_in_executor(None, own_server.process.join)
-        with pytest.raises(OSError, match=r"\d"):
-            await UcxCarrier().connect(own_server.address)
-
-    run(work)
-
-
-@UCXX
-def test_a_stopped_peer_and_a_cancelled_call(own_server: Server) -> None:
-    async def work() -> None:
-        channel, other = await connected(own_server), await connected(own_server)
+        channel, other = await connected(server), await connected(server)
         await channel.send(asking(STOP))
         buffer = np.zeros(16, np.uint8)
         with pytest.raises(asyncio.TimeoutError):
@@ -248,10 +256,10 @@ def test_a_stopped_peer_and_a_cancelled_call(own_server: Server) -> None:
         with pytest.raises(ConnectionError, match=r"A send was cancelled\."):
             await other.send(buffer)
         await asyncio.gather(channel.close(), other.close())
-        os.kill(own_server.process.pid or 0, signal.SIGCONT)
+        os.kill(server.process.pid or 0, signal.SIGCONT)
         await asyncio.sleep(0.1)
         assert not buffer.any()
-        await once(own_server, 9)
+        await once(server, 9)
 
     run(work)
 
@@ -322,30 +330,35 @@ def test_another_library_or_carrier_in_the_address_is_refused() -> None:
     run(work)
 
 
-def _in_a_fork(loop_has_ucx: Any) -> None:
-    async def main() -> None:
-        ucx_library.library_in_loop(ucx_library.Ucxx, loopback=True)
-        child = os.fork()
-        if child == 0:
-            try:
-                ucx_library.library_in_loop(ucx_library.Ucxx, loopback=True)
-            except TransportError as error:
-                loop_has_ucx.send(str(error))
-            os._exit(0)
-        os.waitpid(child, 0)
+@UCXX
+def test_a_fork_is_refused(server: Server) -> None:
+    said = np.zeros(1000, np.uint8)
 
-    asyncio.run(main())
+    async def work() -> None:
+        channel = await connected(server)
+        await channel.send(asking(FORK))
+        await channel.recv_into(said)
+        await channel.close()
+
+    run(work)
+    assert b"is a fork; it cannot be used here. Start processes by spawning" in said.tobytes()
 
 
 @UCXX
-def test_a_fork_is_refused() -> None:
-    ours, theirs = SPAWN.Pipe()
-    process = SPAWN.Process(target=_in_a_fork, args=(theirs,))
-    process.start()
-    assert ours.poll(30)
-    assert "is a fork; it cannot be used here. Start processes by spawning" in ours.recv()
-    process.join(10)
-    assert process.exitcode == 0
+def test_a_killed_peer_is_noticed(server: Server) -> None:
+    async def work() -> None:
+        channel = await connected(server)
+        await channel.send(asking(KILL))
+        with pytest.raises(ConnectionError, match=r"closed the connection\.|UCX failed to receive: "):
+            await channel.recv_into(np.zeros(16, np.uint8))
+        with pytest.raises(ConnectionError):
+            await channel.send(asking(ECHO))
+        await channel.close()
+        await asyncio.get_running_loop().run_in_executor(None, server.process.join)
+        with pytest.raises(OSError, match=r"\d"):
+            await UcxCarrier().connect(server.address)
+
+    run(work)
 
 
 def test_without_a_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,14 +430,14 @@ def run_with(program: str, folder: Path, *words: str, **environment: str) -> str
 
 
 @UCXX
-@pytest.mark.slow
+@pytest.mark.long
 def test_closing_while_a_message_to_a_stopped_peer_is_under_way(tmp_path: Path) -> None:
     """Without a registration cache, UCX before 1.22 ends the process here; it is not started without one."""
     assert run_with(ABORT, tmp_path, UCX_RCACHE_ENABLE="n") == "closed\n"
 
 
 @UCXX
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("variable", ["UCX_MEM_EVENTS=n", "UCX_MEM_MMAP_HOOK_MODE=none"])
 def test_without_memory_hooks_ucx_does_not_start(tmp_path: Path, variable: str) -> None:
     name, _, value = variable.partition("=")
@@ -458,7 +471,7 @@ for step in sys.argv[1].split(","):
 
 
 @UCXX
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("nixl_cu12") is None, reason="NIXL is not installed")
 @pytest.mark.parametrize(
     "steps", ["nixl,loopback,all", "load,nixl,loopback,all", "loopback,nixl,loopback,all,nixl,all"]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_common import COLUMNS
 from transport_common import WINDOWS
@@ -24,13 +24,13 @@ from gear_loader.errors import (
 from gear_loader.storage.schema import Schema, Window
 from gear_loader.transport import Address, Limits, WindowSpec, carrier
 from gear_loader.transport.channel import family
+from gear_loader.transport.store_message import Store
 from gear_loader.transport.wire import (
     HEADER,
     Fields,
     Header,
     Kind,
     ProtocolError,
-    Store,
     VersionError,
     check,
     failure,
@@ -96,10 +96,10 @@ def changed(**fields: Any) -> bytes:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "no JSON"),
-        (b"\xff\xfe", "no JSON"),
-        (b"[" * 100_000, "no JSON"),
-        (b"1" * 10_000, "no JSON|a spec|A spec"),
+        (b"", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"1" * 10_000, "not JSON|a spec|A spec"),
         (b" " * (2 << 20), "expected at most 1,048,576"),
         (b"[]", "a list of 0; expected table, columns and windows"),
         (b'{"table": "a"}', "a dict of 1; expected table, columns"),
@@ -110,17 +110,10 @@ def changed(**fields: Any) -> bytes:
         (changed(columns=5), "5 as columns"),
         (changed(columns=[]), "list of 0 as columns"),
         (changed(columns=[["a", "float32", []]] * 5000), "list of 5000 as columns"),
-        (changed(columns=[["a", "float32"]]), r"columns\[0\]; expected \[name, dtype, shape\]"),
-        (changed(columns=[[1, "float32", []]]), r"1 as name of columns\[0\]"),
-        (changed(columns=[["a", "float32", []], ["a", "float32", []]]), r"name of columns\[1\]"),
-        (changed(columns=[["a", "complex64", []]]), r"complex64 as dtype of columns\[0\]"),
-        (changed(columns=[["a", ["float32"], []]]), r"as dtype of columns\[0\]"),
-        (changed(columns=[["a", "float32", 3]]), r"3 as shape of columns\[0\]"),
-        (changed(columns=[["a", "float32", [0]]]), r"as shape of columns\[0\]"),
-        (changed(columns=[["a", "float32", [True]]]), r"as shape of columns\[0\]"),
-        (changed(columns=[["a", "float32", [2.0]]]), r"as shape of columns\[0\]"),
-        (changed(columns=[["a", "float32", [2**30, 2**30]]]), r"as shape of columns\[0\]"),
-        (changed(columns=[["a", "float32", [1] * 40]]), r"as shape of columns\[0\]"),
+        (changed(columns=[["a", "float32"]]), r"A schema's columns: .*expected \[name, dtype, shape\]"),
+        (changed(columns=[[1, "float32", []]]), "Column name 1 was received"),
+        (changed(columns=[["x" * 2000, "float32", []]]), "a name of at most 1,024 characters"),
+        (changed(columns=[["a", "float32", [2**30, 2**30]]]), r"less than 1,099,511,627,776 bytes"),
         (changed(columns=[["mask", "float32", []]]), "A schema's columns"),
         (changed(windows={}), "as windows; expected a list"),
         (changed(windows=[]), "list of 0 as windows"),
@@ -152,6 +145,7 @@ _JSON = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(
     st.binary(max_size=200)
     | st.fixed_dictionaries({"table": _JSON, "columns": _JSON, "windows": _JSON}).map(
@@ -292,8 +286,8 @@ def test_a_store_survives_the_wire() -> None:
         (store_of().pack(), 641, "which is not what 2 trajectories"),
         (store_of().pack(), 512, "which is not what 2 trajectories"),
         (store_of(table="x" * 200).pack(), 640, "table of a message STORE has 200 bytes"),
-        (store_of().pack()[:-1], 640, "schema of a message STORE is no JSON"),
-        (store_of().pack() + b"]", 640, "schema of a message STORE is no JSON"),
+        (store_of().pack()[:-1], 640, "schema of a message STORE is not JSON"),
+        (store_of().pack() + b"]", 640, "schema of a message STORE is not JSON"),
     ],
 )
 def test_a_store_is_checked_field_by_field(data: bytes, bulk: int, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Parts of columns' files: read by the chunk, each of which has a checksum of its own."""
+"""Reading parts of column files: whole chunks, each checked against its own checksum."""
 
 from __future__ import annotations
 
@@ -9,38 +9,40 @@ import xxhash
 
 from gear_loader.checkpoint.directory import REMEDY, Directory
 from gear_loader.checkpoint.files import check_size, read_piece, read_through
-from gear_loader.checkpoint.manifest import FileRecord
+from gear_loader.checkpoint.json_file import FileRecord
 from gear_loader.errors import CheckpointError
-from gear_loader.storage.recovery import Array
+from gear_loader.utils.arrays import Array
 
-__all__ = ["read_runs"]
+__all__ = ["read_ranges"]
 
 
-def read_runs(
+def read_ranges(
     directory: Directory,
     name: str,
     record: FileRecord,
     chunk_bytes: int,
     header_bytes: int,
     step_bytes: int,
-    runs: Array,
+    ranges: Array,
     take: Callable[[Array, int, int], None],
 ) -> None:
-    """Read some steps of a column's file, and check the chunks in which they lie.
+    """Read ranges of steps of a column's file, and check the chunks that contain them.
 
     Args:
-        runs: int64 [n, 2]: the first step of each run and the one behind its last, ascending.
-        take: as for `Pipeline.read`; what it is given has been checked, and may have steps between the runs.
+        directory, name: place of the file. record: expected size, and checksums of the chunks.
+        chunk_bytes: bytes of a chunk. header_bytes: bytes before the first step. step_bytes: bytes of a step.
+        ranges: int64 [n, 2], ascending: first step of each range, and the step after its last.
+        take: as for `Pipeline.read`. The steps are verified; they include steps between two ranges of one chunk.
 
     Raises:
-        CheckpointError: the file is missing, cut, longer, or one of the chunks is damaged.
+        CheckpointError: the file is missing or has another size, or a chunk is damaged.
     """
     path = directory.at(name)
     check_size(directory, name, record.bytes)
     memory = bytearray(step_bytes + min(chunk_bytes, record.bytes))
     buffer = np.frombuffer(memory, dtype=np.uint8)
     with read_through(directory, name) as fd:
-        for begin, end in _joined(runs, chunk_bytes, header_bytes, step_bytes):
+        for begin, end in _merged(ranges, chunk_bytes, header_bytes, step_bytes):
             low, high = header_bytes + begin * step_bytes, header_bytes + end * step_bytes
             held, done = 0, begin
             for chunk in range(low // chunk_bytes, (high - 1) // chunk_bytes + 1):
@@ -57,13 +59,13 @@ def read_runs(
                 buffer[step_bytes - held : step_bytes] = buffer[last - held : last].copy()
 
 
-def _joined(runs: Array, chunk_bytes: int, header_bytes: int, step_bytes: int) -> list[tuple[int, int]]:
-    """The runs, those that have a chunk in common as one."""
-    first = (header_bytes + runs[:, 0] * step_bytes) // chunk_bytes
-    last = (header_bytes + runs[:, 1] * step_bytes - 1) // chunk_bytes
+def _merged(ranges: Array, chunk_bytes: int, header_bytes: int, step_bytes: int) -> list[tuple[int, int]]:
+    """Merge ranges that share a chunk."""
+    first = (header_bytes + ranges[:, 0] * step_bytes) // chunk_bytes
+    last = (header_bytes + ranges[:, 1] * step_bytes - 1) // chunk_bytes
     heads = np.flatnonzero(np.append(True, first[1:] > last[:-1]))
-    tails = np.append(heads[1:], len(runs)) - 1
-    return list(zip(runs[heads, 0].tolist(), runs[tails, 1].tolist(), strict=True))
+    tails = np.append(heads[1:], len(ranges)) - 1
+    return list(zip(ranges[heads, 0].tolist(), ranges[tails, 1].tolist(), strict=True))
 
 
 def _read_chunk(fd: int, path: str, record: FileRecord, chunk: int, start: int, view: memoryview) -> None:

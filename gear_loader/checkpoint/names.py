@@ -1,0 +1,73 @@
+"""Names of a checkpoint's files, and the header of a column's file."""
+
+from __future__ import annotations
+
+import re
+import urllib.parse
+
+import numpy as np
+import xxhash
+
+__all__ = [
+    "INDEX_NAME",
+    "LOCK_NAME",
+    "MANIFEST_NAME",
+    "PART",
+    "SEGMENTS_NAME",
+    "SEGMENT_NAME",
+    "SHARDS_NAME",
+    "column_file",
+    "index_file",
+    "is_column_file",
+    "npy_header",
+    "segment_folder",
+]
+
+MANIFEST_NAME = "manifest.json"
+SHARDS_NAME = "shards.json"
+SEGMENTS_NAME = "segments"
+LOCK_NAME = ".gear-loader.lock"
+INDEX_NAME = re.compile(r"index\.([0-9]{6,12})\.safetensors")
+SEGMENT_NAME = re.compile(r"[0-9]{6,12}")
+PART = ".part"
+"""Suffix of an unfinished file or segment."""
+
+_NAME_LIMIT = 100
+_HEADER_MULTIPLE = 4096  # so that the data begin at a disk sector
+_COLUMN_NAME = re.compile(r"[A-Za-z0-9_.~%-]+\.npy")
+
+
+def segment_folder(number: int) -> str:
+    """Path of segment `number`, relative to the checkpoint."""
+    return f"{SEGMENTS_NAME}/{number:06d}"
+
+
+def index_file(number: int) -> str:
+    """The name of the index of save `number`."""
+    return f"index.{number:06d}.safetensors"
+
+
+def column_file(column: str) -> str:
+    """File name of a column: its name, percent-encoded; a long name is cut and a digest appended."""
+    quoted = urllib.parse.quote(column, safe="", errors="surrogatepass")
+    if len(quoted) > _NAME_LIMIT:
+        digest = xxhash.xxh3_128_hexdigest(column.encode("utf-8", "surrogatepass"))
+        quoted = f"{quoted[:_NAME_LIMIT]}-{digest}"
+    return quoted + ".npy"
+
+
+def is_column_file(name: str) -> bool:
+    """Whether `column_file` can return this file name."""
+    return _COLUMN_NAME.fullmatch(name) is not None
+
+
+def npy_header(dtype: str, steps: int, shape: tuple[int, ...]) -> bytes:
+    """Header of a column's file: version 1.0 of numpy's format, padded to whole disk sectors.
+
+    Args:
+        dtype: name of the column's dtype.
+    """
+    descr = np.dtype("uint16" if dtype == "bfloat16" else dtype).str
+    text = repr({"descr": descr, "fortran_order": False, "shape": (steps, *shape)}).encode()
+    total = -(-(10 + len(text) + 1) // _HEADER_MULTIPLE) * _HEADER_MULTIPLE
+    return b"\x93NUMPY\x01\x00" + (total - 10).to_bytes(2, "little") + text.ljust(total - 11) + b"\n"

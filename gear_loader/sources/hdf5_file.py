@@ -1,0 +1,155 @@
+"""Arrays of an HDF5 file: finding them, reading rows of them, and errors that name the file."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from typing import Any
+
+import numpy as np
+
+from gear_loader.errors import SourceError
+from gear_loader.sources._optional import require
+
+__all__ = ["FileArray", "ReadError", "array_path", "find_arrays", "open_file", "read_rows", "readable"]
+
+_DEPTH = 16  # most nested groups; a deeper file is assumed to contain a cycle
+
+
+@dataclasses.dataclass(frozen=True)
+class FileArray:
+    """One array of the file that becomes a column.
+
+    Attributes:
+        path: path in the file.
+        role: standard name of the column.
+        shape: shape of the whole array. dtype: dtype in the file.
+        chunk_rows: rows that are compressed together; 1 if the array is not chunked.
+    """
+
+    path: str
+    role: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    chunk_rows: int
+
+    @property
+    def step_shape(self) -> tuple[int, ...]:
+        """Shape of one step. Scalars stored as [N, 1] have the shape ()."""
+        scalar = self.role in ("reward", "terminated", "truncated") and self.shape[1:] == (1,)
+        return () if scalar else self.shape[1:]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row, at least 1."""
+        return max(1, math.prod(self.shape[1:]) * self.dtype.itemsize)
+
+
+class ReadError(Exception):
+    """Rows or a description of an array cannot be read."""
+
+
+class open_file:
+    """Context manager that opens an HDF5 file for reading.
+
+    Args:
+        path: of the file. source: name of the file in errors.
+
+    Raises:
+        SourceError: the file does not exist or is not a readable HDF5 file.
+    """
+
+    def __init__(self, path: str, source: str) -> None:
+        h5py = require("h5py", "Reading an HDF5 file")
+        if not os.path.isfile(path):
+            raise SourceError(f"{source} does not exist or is not a file; expected a D4RL-style HDF5 file.")
+        try:
+            self._file = h5py.File(path, "r")
+        except Exception as error:  # the HDF5 library reports damage with several types
+            raise SourceError(
+                f"{source} ({os.path.getsize(path)} bytes) cannot be opened as HDF5: {error}. Expected a complete, "
+                "undamaged file: fetch or write it again."
+            ) from error
+
+    def __enter__(self) -> Any:
+        return self._file
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def read_rows(file: Any, array: FileArray, start: int, stop: int) -> np.ndarray:
+    """Read the rows `start` to `stop` - 1 of an array.
+
+    Raises:
+        ReadError: the rows cannot be read, or the array has changed since `find_arrays`.
+    """
+    try:
+        dataset = file[array.path]
+        if dataset.shape != array.shape or dataset.dtype != array.dtype:
+            raise ReadError(
+                f"it now is {dataset.dtype} {list(dataset.shape)}, but was {array.dtype} {list(array.shape)}"
+            )
+        values = np.asarray(dataset[start:stop])
+    except ReadError:
+        raise
+    except Exception as error:  # the HDF5 library reports damage with several types
+        raise ReadError(f"{type(error).__name__}: {error}") from error
+    return values.reshape(stop - start, *array.step_shape)
+
+
+def find_arrays(file: Any, names: dict[str, str], source: str) -> dict[str, FileArray | Exception]:
+    """All arrays of a file by standard name; an exception in place of an array whose description cannot be read.
+
+    Args:
+        file: the open file. names: path or top-level name in the file -> standard name. source: file name in errors.
+
+    Raises:
+        SourceError: the file cannot be listed.
+    """
+    h5py = require("h5py", "Reading an HDF5 file")
+    found: dict[str, FileArray | Exception] = {}
+
+    def walk(group: Any, path: str, depth: int) -> None:
+        for key in group:
+            where = f"{path}{key}"
+            head, _, rest = where.partition("/")
+            # The flags may be inside a group, so the whole path is tried before its first part.
+            role = names.get(where) or ".".join([names.get(head, head), *(rest.split("/") if rest else ())])
+            named = (
+                where in names or head in names
+            )  # takes precedence over an array with the same name by chance
+            try:
+                item = group[key]
+                if isinstance(item, h5py.Group):
+                    if depth < _DEPTH:
+                        walk(item, f"{where}/", depth + 1)
+                elif isinstance(item, h5py.Dataset) and item.shape and (named or role not in found):
+                    chunk = item.chunks[0] if item.chunks else 1
+                    found[role] = FileArray(where, role, tuple(item.shape), item.dtype, chunk)
+            except Exception as error:  # the HDF5 library reports damage with several types
+                found[role] = ReadError(f"{where!r}: {type(error).__name__}: {error}")
+
+    try:
+        walk(file, "", 0)
+    except Exception as error:  # the HDF5 library reports damage with several types
+        raise SourceError(
+            f"{source} cannot be listed: {error}. The file is damaged: fetch or write it again."
+        ) from error
+    return found
+
+
+def readable(array: FileArray | Exception, source: str) -> FileArray:
+    """Return the array, or raise SourceError if its description could not be read."""
+    if isinstance(array, Exception):
+        raise SourceError(
+            f"{source} cannot be read at {array}. The file is damaged: fetch or write it again, or leave the column "
+            "out with columns=[...]."
+        ) from array
+    return array
+
+
+def array_path(array: FileArray | Exception) -> str:
+    """Path of an array, or the text of the error, for messages."""
+    return array.path if isinstance(array, FileArray) else str(array)

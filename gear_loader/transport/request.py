@@ -1,0 +1,64 @@
+"""A request of a peer, from its submission to its result."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+from gear_loader.errors import TransportError
+from gear_loader.transport.spec import WindowSpec
+from gear_loader.transport.wire import Kind, Limits
+from gear_loader.utils.arrays import Array
+
+__all__ = ["Request"]
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(eq=False)
+class Request(Generic[_T]):
+    """One request.
+
+    Attributes:
+        kind, small, bulk: the message. The session fills in the first 4 bytes of `small` of a FETCH.
+        answer: kind of the answer. small_bytes: size of its small part.
+        finish: converts the received part into the result.
+        what: description of the request in errors.
+        spec: the spec that must be opened first, or None.
+        out: buffer of the answer's bulk part, of its exact size.
+        check: returns why the server would refuse the request, or None.
+        future: of the result. timer: of the deadline.
+    """
+
+    kind: Kind
+    small: Array | bytes
+    answer: Kind
+    finish: Callable[[memoryview], _T]
+    what: str
+    bulk: Array | None = None
+    spec: WindowSpec | None = None
+    out: Array | None = None
+    small_bytes: int = 0
+    check: Callable[[Limits], str | None] | None = None
+    future: Future[_T] = dataclasses.field(default_factory=Future)
+    timer: asyncio.TimerHandle | None = None
+
+    def end(self, error: TransportError | None = None, received: memoryview | None = None) -> None:
+        """Set the result or the error of the future, unless it has one."""
+        if self.timer is not None:
+            self.timer.cancel()
+        if self.future.done():
+            return
+        if error is not None:
+            self.future.set_exception(error)
+            return
+        try:
+            assert received is not None
+            result = self.finish(received)
+        except Exception as wrong:
+            self.future.set_exception(wrong)
+            raise
+        self.future.set_result(result)

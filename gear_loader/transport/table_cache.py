@@ -1,0 +1,267 @@
+"""The tables of a server: attached by name at their first use, and detached after their removal."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import torch
+
+from gear_loader.errors import RegionError, SchemaError
+from gear_loader.storage.ids import check_ids
+from gear_loader.storage.index import Index, Ticket
+from gear_loader.storage.operations import DIRTY, READY, UNSET
+from gear_loader.storage.region import Region
+from gear_loader.storage.schema import NUMPY_DTYPES, Schema
+from gear_loader.storage.shared_memory import Key, region_path
+from gear_loader.storage.table import Table
+from gear_loader.transport.store_message import Store
+from gear_loader.utils.arrays import Array, narrowed
+
+__all__ = ["AttachedTable", "TableCache"]
+
+
+_LOCK_TIMEOUT = 10.0  # seconds; a change takes far less than a millisecond
+
+
+class _Reader(Index):
+    """An index for reading, with its own time-out for the lock."""
+
+    def __init__(self, region: Region, timeout: float) -> None:
+        super().__init__(region)
+        self._lock = copy.copy(self._lock)  # the same lock with another time-out
+        self._lock.timeout = timeout
+
+
+class AttachedTable:
+    """An attached table, mapped until the last reference to it is released.
+
+    Args:
+        name: of the table. timeout: seconds that stores wait for free space.
+
+    Attributes:
+        table: the table.
+        extent, block_ids, block_steps: its index, as the compiled gather takes it.
+        is_dirty: whether the next lock holder must repair the index, which can take long.
+    """
+
+    def __init__(self, name: str, timeout: float) -> None:
+        self.name = name
+        self._path = region_path(name)
+        self.table, self._key = _attach(name, self._path, timeout)
+        region = self.table.region
+        self._waiting, self._trying = _Reader(region, _LOCK_TIMEOUT), _Reader(region, 0.0)
+        self.block_steps = region.layout.block_steps
+        self.extent, self.block_ids = self.table.index_arrays()
+        self._state, self._generation, _ = self.table.slot_states()
+
+    @property
+    def schema(self) -> Schema:
+        return self.table.schema
+
+    @property
+    def is_dirty(self) -> bool:
+        return bool(self._waiting.counters[DIRTY])
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the name still refers to this table."""
+        return _key(self._path) == self._key
+
+    @contextlib.contextmanager
+    def reading(self, *, at_once: bool) -> Iterator[None]:
+        """Hold a read ticket: trajectories that are live now or later are not overwritten inside the block.
+
+        Args:
+            at_once: do not wait for the lock.
+
+        Raises:
+            LockTimeoutError: the lock is held.
+        """
+        index = self._trying if at_once else self._waiting
+        ticket = Ticket()
+        try:
+            index.begin_read(ticket)
+            yield
+        finally:
+            ticket.end()
+
+    def live(self, slots: Array, generations: Array) -> Array:
+        """Whether each slot holds a live trajectory of its generation; bool [n]. To be called inside `reading`."""
+        served: Array = slots.view(np.uint64) < len(self._state)
+        # In this order: a slot that is READY under a read ticket keeps its blocks and generation.
+        served &= self._state.take(slots, mode="clip") == READY
+        served &= self._generation.take(slots, mode="clip") == generations
+        return served
+
+    def check_schema(self, schema: Schema) -> None:
+        """Check that the requester expects the schema of the table.
+
+        Raises:
+            SchemaError: it does not; the message has both schemas.
+        """
+        if schema.to_json() != self.schema.to_json():
+            raise SchemaError(
+                f"Table {self.name!r} has the columns {_columns(self.schema)}; the requester expects "
+                f"{_columns(schema)}. Create the tables of all nodes with the same schema."
+            )
+
+    def store(self, request: Store, data: Array) -> Array:
+        """Add trajectories, all or none.
+
+        Args:
+            request: the small part of STORE. data: uint8, its bulk part.
+
+        Returns:
+            Their slots, int64 [n].
+
+        Raises:
+            As `Table.extend_as`. Nothing was changed.
+        """
+        self.check_schema(request.schema)
+        priorities = _check_priorities(request.priorities)
+        trajectories: list[dict[str, Any]] = [{} for _ in request.lengths]
+        ends = np.cumsum(request.lengths).tolist()
+        for (name, column), (at, size) in zip(self.schema.items(), request.columns, strict=True):
+            part = data[at : at + size]
+            values: Any
+            if column.dtype in NUMPY_DTYPES:
+                values = part.view(NUMPY_DTYPES[column.dtype]).reshape(-1, *column.shape)
+            else:
+                values = torch.from_numpy(part).view(column.dtype).reshape(-1, *column.shape)
+            begin = 0
+            for trajectory, end in zip(trajectories, ends, strict=True):
+                trajectory[name] = values[begin:end]
+                begin = end
+        ids = request.ids
+        unset = priorities == UNSET
+        # The public methods take either no priorities or one for each trajectory.
+        if unset.any() and not unset.all():
+            return self._store_mixed(trajectories, priorities, ids)
+        priority = None if unset.all() else priorities
+        if (ids >= 0).any():
+            return self.table.extend_as(trajectories, priority=priority, ids=ids)
+        return self.table.extend(trajectories, priority=priority)
+
+    def _store_mixed(self, trajectories: list[dict[str, Any]], priorities: Array, ids: Array) -> Array:
+        table = self.table
+        given = check_ids(ids, len(trajectories))
+        return table._store(
+            table._live(), table._listed(trajectories), priorities, given if (given >= 0).any() else None
+        )
+
+
+def _attach(name: str, path: str, timeout: float) -> tuple[Table, Key]:
+    """Attach a table; returns it and the identity of its file."""
+    while True:
+        before = _key(path)
+        table = Table.attach(name, timeout=timeout)
+        if before is not None and _key(path) == before:
+            return table, before
+        table.close()
+
+
+def _key(path: str) -> Key | None:
+    try:
+        info = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    return info.st_dev, info.st_ino
+
+
+def _columns(schema: Schema) -> str:
+    listed = [f"{name} {column.dtype_name}{list(column.shape)}" for name, column in schema.items()]
+    more = [f"and {len(listed) - 40} more"] if len(listed) > 40 else []
+    return "{" + ", ".join(listed[:40] + more) + "}"
+
+
+def _check_priorities(priorities: Array) -> Array:
+    values = np.ascontiguousarray(priorities, dtype=np.float32)
+    given = values[values != UNSET]
+    _, bad = narrowed(given.astype(np.float64))
+    if bad >= 0:
+        raise SchemaError(
+            f"priority {given[bad]} was received; expected finite numbers that are not negative. Nothing was changed."
+        )
+    return values
+
+
+class TableCache:
+    """Attached tables by name; thread-safe. A table is attached by the first request for it.
+
+    Args:
+        tables: names of the tables that may be served.
+        timeout: seconds that stores wait for free space.
+    """
+
+    def __init__(self, tables: Sequence[str], timeout: float) -> None:
+        self._names = frozenset(tables)
+        self._timeout = timeout
+        self._attached: dict[str, AttachedTable] = {}
+        self._attempts: dict[str, Future[AttachedTable]] = {}  # attaches in progress
+        self._guard = threading.Lock()  # protects both dictionaries; never held while waiting for a table
+        self._closed = False
+        for name in tables:
+            region_path(name)
+
+    def check(self, name: str) -> None:
+        """Raise RegionError if this table is not served."""
+        if name not in self._names:
+            raise RegionError(
+                f"Table {name!r} is not served here; this server has {', '.join(sorted(self._names)) or 'none'}. "
+                "Start it with that name too."
+            )
+
+    def get(self, name: str) -> AttachedTable:
+        """Return the attached table. May wait for its lock; concurrent calls share one attach.
+
+        Raises:
+            RegionError: the table is not served or does not exist. LockTimeoutError: its lock is held.
+        """
+        self.check(name)
+        with self._guard:
+            attached = self._attached.get(name)
+            if attached is not None and attached.is_current:
+                return attached
+            self._attached.pop(name, None)
+            attached = None
+            attempt = self._attempts.get(name)
+            others = attempt is not None
+            if attempt is None:
+                attempt = self._attempts[name] = Future()
+        return attempt.result() if others else self._attach(name, attempt)
+
+    def _attach(self, name: str, attempt: Future[AttachedTable]) -> AttachedTable:
+        try:
+            attached = AttachedTable(name, self._timeout)
+        except BaseException as error:
+            with self._guard:
+                del self._attempts[name]
+            attempt.set_exception(error)
+            raise
+        with self._guard:
+            del self._attempts[name]
+            if not self._closed:
+                self._attached[name] = attached
+        attempt.set_result(attached)
+        return attached
+
+    def sweep(self) -> list[str]:
+        """Detach tables whose names were removed or replaced, so that their memory is freed; returns the names."""
+        with self._guard:
+            gone = [name for name, attached in self._attached.items() if not attached.is_current]
+            for name in gone:
+                del self._attached[name]
+        return gone
+
+    def close(self) -> None:
+        """Detach all tables."""
+        with self._guard:
+            self._closed = True
+            self._attached.clear()
