@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from benchmarks import compare, report, run, scaling_simulation
-from benchmarks.experiments import EXPERIMENTS
+from benchmarks import compare, report, run
+from benchmarks.experiments import EXPERIMENTS, scaling
 
 app = typer.Typer(
     help="Benchmarks of Gear Loader.",
@@ -19,7 +19,7 @@ app.command("report")(report.command)
 app.command("compare")(compare.command)
 for experiment in EXPERIMENTS:
     app.command(experiment.name, rich_help_panel="Experiments, with all their options")(experiment.command)
-app.command("scaling", rich_help_panel="Simulations")(scaling_simulation.command)
+app.command("scaling", rich_help_panel="Simulations")(scaling.command)
 
 
 @app.callback()

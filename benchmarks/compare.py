@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from benchmarks.harness import RESULTS
 from benchmarks.reporting.rows import (
@@ -220,24 +219,21 @@ def _quick(row: Row) -> bool:
 
 
 def _table(experiment: str, found: Sequence[Pair]) -> Any:
-    table = grid(f"{experiment}: speeds of B over A, above 1 is faster")
-    table.add_column("comparison")
-    table.add_column("variant")
-    for head in ("A", "B", "B ÷ A", "÷ yardstick"):
-        table.add_column(head, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
     colours = {"faster": "green", "slower": "red"}
-    for pair in found:
-        table.add_row(
-            escape(pair.label),
-            escape(pair.after["variant"]),
+    lines = [
+        (
+            pair.label,
+            pair.after["variant"],
             _figure(pair.before),
             _figure(pair.after),
             f"{pair.ratio:.2f}",
             f"{pair.relative:.2f}" if pair.yardstick else "",
             f"[{colours.get(pair.verdict, 'dim')}]{pair.verdict}[/]",
         )
-    return table
+        for pair in found
+    ]
+    heads = ("comparison", "variant", "A", "B", "B ÷ A", "÷ yardstick", "")
+    return grid(f"{experiment}: speeds of B over A, above 1 is faster", heads, lines, texts=2)
 
 
 def _figure(row: Row) -> str:

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from benchmarks.harness import Incorrect, Variant
+from gear_loader import Table
 
 __all__ = ["YARDSTICK", "Copies", "CudaEngine", "Engine", "Event", "Launch"]
 
@@ -165,6 +166,14 @@ class Copies:
         source = engine.pinned((4 * (count // 8),), torch.int64)
         torch.arange(len(source), out=source)
         return cls(engine, source, count)
+
+    @classmethod
+    def of_table(cls, engine: Engine, table: Table, count: int) -> Copies:
+        """Out of a table's own memory, which is registered with CUDA rather than allocated by it."""
+        largest = max(table.schema, key=lambda name: table.schema[name].step_bytes)
+        source = torch.from_numpy(table.region.column(largest)).view(-1).view(torch.int64)
+        name, bounds = f"{YARDSTICK}, table", table.region.pinned_bounds
+        return cls(engine, source, min(count, len(source) * 4), name, bounds=bounds)
 
     def variant(self) -> Variant:
         """Two copies in a row, from random places on multiples of 4 KiB."""

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import machine
-from benchmarks.showing import grid, quantiles, size, standard_console, verdict
+from benchmarks.peers.process import PeerFailed
+from benchmarks.showing import grid, number, quantiles, size, spread, standard_console, verdict
 
 __all__ = [
     "RESULTS",
@@ -27,15 +26,10 @@ __all__ = [
     "Comparison",
     "Deadline",
     "Incorrect",
-    "Left",
     "Result",
     "Session",
     "Variant",
-    "grid",
     "per_batch",
-    "quantiles",
-    "size",
-    "verdict",
 ]
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -60,6 +54,7 @@ class Variant:
         targets: name of another variant -> the least ratio of throughputs aimed for.
         extras: further figures, asked for after the last measurement.
         limit: seconds that a batch should take at most.
+        required: whether its failure ends the run; other libraries are left out, with the reason.
     """
 
     name: str
@@ -71,6 +66,7 @@ class Variant:
     targets: Mapping[str, float] = dataclasses.field(default_factory=dict)
     extras: Callable[[], Mapping[str, float]] | None = None
     limit: float | None = None
+    required: bool = True
 
 
 @dataclasses.dataclass
@@ -119,6 +115,12 @@ class Result:
     def gb_per_s(self) -> float:
         """Median throughput in 10^9 bytes a second."""
         return self.variant.amount / float(np.median(self.seconds)) / 1e9
+
+    @property
+    def per_second(self) -> float:
+        """Median of the items a second: rows of a batch, or what an amount of bytes stands for."""
+        rows = self.variant.amount if self.comparison.unit == "rows" else 1
+        return rows / float(np.median(self.seconds))
 
     def ratio(self, name: str) -> float:
         """Median ratio to another variant."""
@@ -212,12 +214,16 @@ class Session:
     Args:
         out: file to append to; its folder is made.
         experiment: whose run this is.
-        configuration: the command's options, for the rows.
+        configuration: the command's options, for the rows; see `configure`.
         device: name of the device that is measured.
         repeats: turns that each variant gets.
-        console: where to; by default standard output.
-        deadline: when to stop starting comparisons.
+        minutes: after which no comparison is started.
         pause: seconds before each measurement, in which the threads of the variant before it go to sleep.
+        quick, threads, pythons: as the command was told; interpreters of other libraries.
+
+    Attributes:
+        cuda: whether batches are wanted on a GPU.
+        results, amounts: what was measured. reasons: what was not, and why.
     """
 
     def __init__(
@@ -228,74 +234,120 @@ class Session:
         configuration: Mapping[str, Any],
         device: str,
         repeats: int,
-        console: Console | None = None,
-        deadline: Deadline | None = None,
+        minutes: float | None = None,
         pause: float = 0.0,
+        quick: bool = False,
+        threads: int = 1,
+        pythons: Sequence[Path] = (),
     ) -> None:
-        self.out, self.experiment = out, experiment
-        self.console = console if console is not None else standard_console()
-        self.deadline = deadline if deadline is not None else Deadline(None)
-        self.repeats = repeats
+        self.out, self.experiment, self.repeats = out, experiment, repeats
+        self.quick, self.threads, self.pythons, self.cuda = quick, threads, pythons, device != "cpu"
+        self.console = standard_console()
+        self.deadline = Deadline(minutes)
         self.results: list[Result] = []
         self.amounts: list[Amount] = []
+        self.reasons: list[str] = []
         self._pause = pause
-        self._description = machine.describe()
         self._context = {
             "configuration": dict(configuration),
             "device": device,
-            "machine": self._description,
+            "machine": machine.describe(),
             "versions": machine.versions(),
             **machine.code(),
             "run": uuid.uuid4().hex[:12],
         }
         self._advance: Callable[[], None] = lambda: None
 
+    def configure(self, **options: Any) -> None:
+        """Note further options of the command for the rows."""
+        self._context["configuration"].update(options)
+
+    def late(self, what: str) -> bool:
+        """Whether there is no time left to measure `what`; then that is shown at the end."""
+        return self.deadline.passed(what)
+
     # ---------------------------------------------------------------- measuring
 
     def run(self, comparison: Comparison) -> list[Result]:
         """Check every variant, then measure them in turn; append the rows.
 
+        A variant that is not `required` and fails is left out, with the reason.
+
         Raises:
             Incorrect: naming the variant; nothing was timed.
+            PeerFailed: a required variant's process has failed while it was measured.
         """
-        names = [variant.name for variant in comparison.variants]
+        variants = list(comparison.variants)
+        names = [variant.name for variant in variants]
         missing = {comparison.yardstick, *comparison.references} - set(names)
         assert not missing, missing
         assert len(set(names)) == len(names), names
-        for variant in comparison.variants:
+        variants = [variant for variant in variants if self.checked(variant, comparison.label)]
+        while True:
             try:
-                variant.check()
-            except Incorrect as error:
-                raise Incorrect(f"{variant.name}, {comparison.label}: {error}") from error
-        seconds: dict[str, list[float]] = {name: [] for name in names}
-        gc.collect()
-        gc.disable()
-        try:
-            for _ in range(self.repeats):
-                for variant in comparison.variants:
-                    time.sleep(self._pause)
-                    seconds[variant.name].append(variant.measure() / variant.batches)
-                self._advance()
-        finally:
-            gc.enable()
-        rates = {v.name: v.amount / np.array(seconds[v.name]) for v in comparison.variants}
-        others = (comparison.yardstick, *comparison.references)
+                seconds = self._measured(variants)
+                break
+            except _Failed as failure:
+                self._excuse(failure.variant, comparison.label, failure.error)
+                variants.remove(failure.variant)
+        names = [variant.name for variant in variants]
+        references = [name for name in comparison.references if name in names]
+        rates = {v.name: v.amount / np.array(seconds[v.name]) for v in variants}
         # A variant can hold gigabytes: results keep its description only.
-        bare = dataclasses.replace(comparison, variants=())
-        results = [
-            Result(
-                dataclasses.replace(v, measure=_over, check=_over, extras=None),
-                bare,
-                np.array(seconds[v.name]),
-                {name: rates[v.name] / rates[name] for name in others},
-                dict(v.extras()) if v.extras is not None else {},
-            )
-            for v in comparison.variants
-        ]
+        bare = dataclasses.replace(comparison, variants=(), references=references)
+        results = []
+        for v in variants:
+            targets = {name: target for name, target in v.targets.items() if name in names}
+            described = dataclasses.replace(v, measure=_over, check=_over, extras=None, targets=targets)
+            ratios = {n: rates[v.name] / rates[n] for n in (comparison.yardstick, *references)}
+            extras = dict(v.extras()) if v.extras is not None else {}
+            results.append(Result(described, bare, np.array(seconds[v.name]), ratios, extras))
         for result in results:
             self._append(result.row())
         self.results.extend(results)
         return results
+
+    def checked(self, variant: Variant, label: str) -> bool:
+        """Whether it gives the right result; another library that does not is noted as left out.
+
+        Raises:
+            Incorrect: naming the variant, which is required.
+        """
+        try:
+            variant.check()
+            return True
+        except (Incorrect, PeerFailed) as error:
+            if variant.required:
+                raise Incorrect(f"{variant.name}, {label}: {error}") from error
+            self._excuse(variant, label, error)
+        except Exception as error:
+            if variant.required:
+                raise
+            self._excuse(variant, label, error)
+        return False
+
+    def _measured(self, variants: Sequence[Variant]) -> dict[str, list[float]]:
+        """Seconds of a batch, by turns."""
+        seconds: dict[str, list[float]] = {variant.name: [] for variant in variants}
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(self.repeats):
+                for variant in variants:
+                    time.sleep(self._pause)
+                    try:
+                        seconds[variant.name].append(variant.measure() / variant.batches)
+                    except Exception as error:
+                        if variant.required:
+                            raise
+                        raise _Failed(variant, error) from error
+                self._advance()
+        finally:
+            gc.enable()
+        return seconds
+
+    def _excuse(self, variant: Variant, label: str, error: Exception) -> None:
+        self.leave(f"{variant.name}, {label}", reason(error))
 
     def record(self, amount: Amount) -> Amount:
         """Append a figure that is no time."""
@@ -304,8 +356,10 @@ class Session:
         return amount
 
     def leave(self, what: str, why: str, verdict: str = "left out") -> None:
-        """Append that something is not measured, or not what it should be, and why: reports say so too."""
+        """Note that something is not measured, or not what it should be: now, at the end, and in the rows."""
         self._append({"experiment": self.experiment, "left_out": what, "why": why, "verdict": verdict})
+        self.reasons.append(f"{verdict}: {what}: {why}")
+        self.warn(self.reasons[-1])
 
     def _append(self, row: Mapping[str, Any]) -> None:
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
@@ -315,13 +369,16 @@ class Session:
 
     # ---------------------------------------------------------------- showing
 
+    def warn(self, text: str) -> None:
+        """Print a warning."""
+        self.console.print(text, style="yellow", highlight=False, markup=False)
+
     @contextmanager
     def progress(self, what: str, comparisons: int) -> Iterator[None]:
         """A progress bar over the turns of that many comparisons; on a terminal only."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(
-            *columns, console=self.console, transient=True, disable=not self.console.is_terminal
-        ) as bar:
+        silent = not self.console.is_terminal
+        with Progress(*columns, console=self.console, transient=True, disable=silent) as bar:
             task = bar.add_task(what, total=comparisons * self.repeats)
             self._advance = lambda: bar.advance(task)
             try:
@@ -331,12 +388,12 @@ class Session:
 
     def show_machine(self) -> None:
         """Print what is measured on, with what."""
-        about, context = self._description, self._context
+        about, context = self._context["machine"], self._context
         cache = about["last_level_cache_bytes"]
         parts = [
             f"{about['cpu']}, {about['cores']} cores, {size(about['memory_bytes'])} memory, "
             f"largest cache {size(cache) if cache else 'unknown'}, huge pages {about['huge_pages']}, "
-            f"load {about['load']}",
+            f"load {about['load']}"
         ]
         if about["gpu"]:
             parts.append(", ".join(f"{key} {value}" for key, value in about["gpu"].items()))
@@ -347,76 +404,133 @@ class Session:
         for part in parts:
             self.console.print(part, style="dim", highlight=False)
         if about["load"] > 0.25 * about["cores"]:
-            text = f"Other programs are running (load {about['load']}, {about['cores']} cores): figures will be off."
-            self.console.print(text, style="yellow", highlight=False)
+            self.warn(
+                f"Other programs are running (load {about['load']}, {about['cores']} cores): figures will be off."
+            )
 
     def show(self, results: Sequence[Result]) -> None:
-        """Print a comparison as a table."""
+        """Print a comparison as a table: times, rates, ratios, further figures."""
+        if not results:
+            return
         comparison = results[0].comparison
         others = (comparison.yardstick, *comparison.references)
-        table = grid(comparison.label)
-        table.add_column("variant", no_wrap=True)
-        rate = ("GB/s",) if comparison.unit == "bytes" else ()
-        for head in ("batch, µs", "p10 – p90", *rate, *(f"× {name}" for name in others)):
-            table.add_column(head, justify="right")
+        item = comparison.parameters.get("item", "row" if comparison.unit == "rows" else None)
+        rates = (["GB/s"] if comparison.unit == "bytes" else []) + ([f"{item}/s"] if item else [])
+        extras = list(dict.fromkeys(key for result in results for key in result.extras))
+        lines = []
         for result in results:
-            low, mid, high = (value * 1e6 for value in quantiles(result.seconds).values())
-            cells = [f"{mid:,.0f}", f"{low:,.0f} – {high:,.0f}", *(f"{result.gb_per_s:.2f}" for _ in rate)]
-            table.add_row(
-                escape(result.variant.name), *cells, *(f"{result.ratio(name):.2f}" for name in others)
-            )
-        self.console.print(table)
+            cells = [_starred(result), *spread(result.seconds * 1e6)]
+            cells += [f"{result.gb_per_s:.2f}"] if comparison.unit == "bytes" else []
+            cells += [number(result.per_second)] if item else []
+            cells += [f"{result.ratio(name):.3g}" for name in others]
+            lines.append([*cells, *(_extra(key, result.extras) for key in extras)])
+        heads = ["variant", "batch, µs", "p10 – p90", *rates, *(f"× {name}" for name in others)]
+        heads += [key.replace("_", " ") for key in extras]
+        self.console.print(grid(comparison.label, heads, lines))
+
+    def show_amounts(self, amounts: Sequence[Amount]) -> None:
+        """Print figures of one label that are no times."""
+        if not amounts:
+            return
+        extras = list(dict.fromkeys(key for amount in amounts for key in amount.extras))
+        lines = [
+            [a.variant, *spread(np.array(a.values)), *(_extra(key, a.extras) for key in extras)]
+            for a in amounts
+        ]
+        heads = ["variant", amounts[0].unit, "p10 – p90", *(key.replace("_", " ") for key in extras)]
+        self.console.print(grid(amounts[0].label, heads, lines))
+
+    def show_summary(self, along: str, by: Sequence[str] = (), **held: Any) -> None:
+        """Print the results against a parameter: a line for each workload, variant and value of `by`.
+
+        Args:
+            along: a parameter of comparisons; there is no table if it takes one value only.
+            by: further parameters that set lines apart.
+            held: values that parameters must have.
+        """
+        lines: dict[tuple[str, ...], dict[Any, Result]] = {}
+        values: dict[Any, None] = {}
+        for result in self.results:
+            told = {"workload": result.comparison.workload, **result.comparison.parameters}
+            if along in told and all(told.get(name) == value for name, value in held.items()):
+                name = (told["workload"], *(str(told.get(key, "")) for key in by), _starred(result))
+                lines.setdefault(name, {})[told[along]] = result
+                values[told[along]] = None
+        if len(values) < 2:
+            return
+        heads = ["workload", *by, "variant", *(f"{along} {value:,}" for value in sorted(values))]
+        cells = [
+            [*name, *(_figure(found[value]) if value in found else "–" for value in sorted(values))]
+            for name, found in lines.items()
+        ]
+        self.console.print(grid(f"By {along} (× yardstick)", heads, cells, texts=2 + len(by)))
 
     def show_targets(self) -> None:
-        """Print the ratios that have a target; then the times that have a limit."""
-        table = grid("Targets")
-        table.add_column("comparison")
-        for head in ("variant", "relative to"):
-            table.add_column(head, no_wrap=True)
-        for head in ("ratio", "p10 – p90", "target", ""):
-            table.add_column(head, justify="right", no_wrap=True)
+        """Print what has a target: ratios, times, amounts."""
+        lines = []
         for result in self.results:
+            names = [result.comparison.label, result.variant.name]
             for name, target in result.variant.targets.items():
-                low, mid, high = quantiles(result.ratios[name]).values()
-                names = (escape(text) for text in (result.comparison.label, result.variant.name, name))
-                table.add_row(
-                    *names,
-                    f"{mid:.2f}",
-                    f"{low:.2f} – {high:.2f}",
-                    f"{target:.2f}",
-                    verdict(result.ratios[name], target),
-                )
-        if table.row_count:
-            self.console.print(table)
-        table = grid("Targets")
-        for head in ("comparison", "variant"):
-            table.add_column(head, no_wrap=True)
-        for head in ("µs", "p10 – p90", "at most", ""):
-            table.add_column(head, justify="right", no_wrap=True)
-        for result in self.results:
+                told = [*spread(result.ratios[name], ".2f"), f"{target:.2f} × {name}"]
+                lines.append([*names, *told, verdict(result.ratios[name], target)])
             limit = result.variant.limit
             if limit is not None:
-                low, mid, high = (value * 1e6 for value in quantiles(result.seconds).values())
-                table.add_row(
-                    escape(result.comparison.label),
-                    escape(result.variant.name),
-                    f"{mid:.1f}",
-                    f"{low:.1f} – {high:.1f}",
-                    f"{limit * 1e6:.0f}",
-                    verdict(limit / result.seconds, 1.0),
-                )
-        if table.row_count:
-            self.console.print(table)
+                told = [*spread(result.seconds * 1e6), f"at most {limit * 1e6:.4g} µs"]
+                lines.append([*names, *told, verdict(limit / result.seconds, 1.0)])
+        for amount in self.amounts:
+            values = np.array(amount.values)
+            for goal, word, share in (
+                (amount.at_most, "at most", lambda v, g: g / v),
+                (amount.at_least, "at least", lambda v, g: v / g),
+            ):
+                if goal is not None:
+                    told = [*spread(values), f"{word} {goal:g} {amount.unit}"]
+                    lines.append([amount.label, amount.variant, *told, verdict(share(values, goal), 1.0)])
+        if lines:
+            heads = ("comparison", "variant", "median", "p10 – p90", "target", "")
+            self.console.print(grid("Targets", heads, lines, texts=2))
 
     def finish(self) -> None:
-        """Print what was left out, and where the rows are."""
+        """Print targets, what was left out and why, and where the rows are."""
+        self.show_targets()
+        for reason in self.reasons:
+            self.warn(reason)
         for what in self.deadline.left_out:
-            self.console.print(f"left out for lack of time: {what}", style="yellow", highlight=False)
-        self.console.print(
-            f"{len(self.results) + len(self.amounts)} rows appended to {self.out}",
-            highlight=False,
-            soft_wrap=True,
-        )
+            self.warn(f"left out for lack of time: {what}")
+        count = len(self.results) + len(self.amounts)
+        self.console.print(f"{count} rows appended to {self.out}", highlight=False, soft_wrap=True)
+
+
+class _Failed(Exception):
+    """A variant that is not required has failed while it was measured."""
+
+    def __init__(self, variant: Variant, error: Exception) -> None:
+        super().__init__(str(error))
+        self.variant, self.error = variant, error
+
+
+def reason(error: Exception) -> str:
+    """An error as rows give it: errors of our own by their message alone."""
+    known = isinstance(error, (Incorrect, PeerFailed))
+    return str(error) if known else f"{type(error).__name__}: {error}"
+
+
+def _starred(result: Result) -> str:
+    """The variant's name, with a star if its draws are not quite in proportion."""
+    return result.variant.name + (" *" if "bias" in result.variant.parameters else "")
+
+
+def _figure(result: Result) -> str:
+    """GB/s, or microseconds, and the ratio to the yardstick."""
+    micro = float(np.median(result.seconds)) * 1e6
+    figure = f"{result.gb_per_s:.3g} GB/s" if result.comparison.unit == "bytes" else f"{number(micro)} µs"
+    return f"{figure} ({result.ratio(result.comparison.yardstick):.2f})"
+
+
+def _extra(key: str, extras: Mapping[str, float]) -> str:
+    if key not in extras:
+        return "–"
+    return f"{extras[key]:.1%}" if key.endswith("waiting") else number(extras[key])
 
 
 def per_batch(draw: Callable[[], Any], work: Callable[[Any], object], batches: int) -> Callable[[], float]:
@@ -435,25 +549,3 @@ def per_batch(draw: Callable[[], Any], work: Callable[[Any], object], batches: i
 
 def _over() -> Any:
     raise AssertionError("this comparison is over")
-
-
-class Left:
-    """What is left out and why: said at once, and again at the end; the rows have it too."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self.reasons: list[str] = []
-
-    def add(self, what: str, why: str, verdict: str = "left out") -> None:
-        """Note that something is left out, or not what it should be."""
-        self._session.leave(what, why, verdict)
-        self.reasons.append(f"{verdict}: {what}: {why}")
-        self._print(self.reasons[-1])
-
-    def show(self) -> None:
-        """Say all of it again."""
-        for reason in self.reasons:
-            self._print(reason)
-
-    def _print(self, text: str) -> None:
-        self._session.console.print(text, style="yellow", highlight=False, markup=False)

@@ -1,11 +1,12 @@
-"""The options that experiments share, and the session that they open with them."""
+"""The options that experiments share, and how a command is made of an experiment."""
 
 from __future__ import annotations
 
-import contextlib
 import enum
+import inspect
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import typing
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,80 +14,146 @@ import torch
 import typer
 
 from benchmarks import machine
-from benchmarks.harness import RESULTS, Deadline, Incorrect, Session
-from benchmarks.peers.process import PeerFailed
+from benchmarks.experiments import named
+from benchmarks.harness import RESULTS, Incorrect, Session
+from benchmarks.peers.process import PeerFailed, interpreters
 
-__all__ = ["Device", "Minutes", "Out", "Peers", "Quick", "Repeats", "Threads", "numbers", "opened", "some_of"]
+__all__ = ["SHARED", "Device", "command", "numbers", "some_of"]
 
 
 class Device(str, enum.Enum):
     """Where batches are wanted."""
 
+    auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
 
 
-Quick = Annotated[bool, typer.Option("--quick", help="Small sizes, to see that it works; not for figures.")]
-Repeats = Annotated[int | None, typer.Option(min=1, help="Turns that each variant gets.")]
-Out = Annotated[Path | None, typer.Option(help="File to append JSON lines to.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="Threads on the CPU: 2 by default.")]
-Minutes = Annotated[float | None, typer.Option(help="Start no new comparison after so many.")]
-Peers = Annotated[
-    list[Path] | None,
-    typer.Option(
-        help="A folder of environments with other libraries (benchmarks/peers/make.sh; .peers by default), or the "
-        "Python of one; may be repeated."
-    ),
-]
+SHARED: dict[str, Any] = {
+    "device": Annotated[
+        Device | None,
+        typer.Option(help="Where batches are wanted: cpu by default; auto: a GPU if there is one."),
+    ],
+    "quick": Annotated[
+        bool, typer.Option("--quick", help="Small sizes, to see that it works; not for figures.")
+    ],
+    "peers": Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A folder of environments with other libraries (benchmarks/peers/make.sh; .peers by default), or "
+            "the Python of one; may be repeated."
+        ),
+    ],
+    "repeats": Annotated[int | None, typer.Option(min=1, help="Turns that each variant gets.")],
+    "out": Annotated[Path | None, typer.Option(help="File to append JSON lines to.")],
+    "threads": Annotated[
+        int | None, typer.Option(min=1, help="Threads on the CPU: 2 by default, all with cuda.")
+    ],
+    "minutes": Annotated[float | None, typer.Option(help="Start no new comparison after so many.")],
+}
+"""Option -> its type; those that an experiment has no use for are left away."""
 
 
-@contextlib.contextmanager
-def opened(
-    experiment: str,
+def parameters(names: Sequence[str]) -> list[inspect.Parameter]:
+    """Shared options as parameters of a command; none of them has to be given."""
+    return [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=False if name == "quick" else None,
+            annotation=SHARED[name],
+        )
+        for name in names
+    ]
+
+
+def command(
+    name: str,
     *,
-    quick: bool,
-    repeats: int,
-    out: Path | None,
-    threads: int | None,
-    minutes: float | None,
-    device: Device = Device.cpu,
-    configuration: Mapping[str, Any] | None = None,
+    repeats: tuple[int, ...],
     pause: float = 0.002,
-) -> Iterator[Session]:
-    """A session of an experiment: the machine is shown first; errors of a run end the program with status 1.
+    threads: int | None = None,
+    device: Device = Device.cpu,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a command of a function ``work(session, *, options of its own)``.
+
+    The command opens the session, shows the machine, does the work and shows what there is to say at the end; errors of
+    a run end the program with status 1.
 
     Args:
-        experiment: its name, and that of its file in `benchmarks/results/` if `out` is None.
-        threads: of torch in this process, from here on; None for at most 2 on the CPU and all with CUDA.
-        configuration: further options, for the rows.
+        name: of the experiment, and of its file in `benchmarks/results/`.
+        repeats: with ``--quick``, usually, and with CUDA if that differs.
         pause: see `Session`; with CUDA there is none.
+        threads: of torch, if they are not for the user to choose.
+        device: the default.
     """
-    started = time.monotonic()
-    cuda = device is Device.cuda
+    about = named(name)
+    unused = {
+        *(() if "cuda" in about.devices else ("device",)),
+        *(() if about.peers else ("peers",)),
+        *(() if threads is None else ("threads",)),
+    }
+
+    def made(work: Callable[..., None]) -> Callable[..., None]:
+        def run(**given: Any) -> None:
+            shared = {option: given.pop(option, None) for option in SHARED}
+            started = time.monotonic()
+            session = _session(name, shared, repeats, pause, threads, device)
+            session.show_machine()
+            try:
+                work(session, **given)
+                session.finish()
+            except (Incorrect, PeerFailed) as error:
+                what = "wrong result, not timed" if isinstance(error, Incorrect) else "failed"
+                session.console.print(f"{what}: {error}", style="bold red", highlight=False, markup=False)
+                raise typer.Exit(1) from error
+            session.console.print(f"{time.monotonic() - started:.0f} s", style="dim", highlight=False)
+
+        hints = typing.get_type_hints(work, include_extras=True)
+        own = [
+            option.replace(annotation=hints[option.name], kind=inspect.Parameter.KEYWORD_ONLY)
+            for option in list(inspect.signature(work).parameters.values())[1:]
+        ]
+        options = own + parameters([option for option in SHARED if option not in unused])
+        run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+        run.__annotations__ = {option.name: option.annotation for option in options}
+        run.__doc__, run.__module__ = work.__doc__, work.__module__
+        return run
+
+    return made
+
+
+def _session(
+    name: str,
+    shared: dict[str, Any],
+    repeats: tuple[int, ...],
+    pause: float,
+    threads: int | None,
+    device: Device,
+) -> Session:
+    wanted, quick = shared["device"] or device, bool(shared["quick"])
+    cuda = wanted is Device.cuda or (wanted is Device.auto and torch.cuda.is_available())
     if cuda and not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no CUDA device here; use --device cpu.", param_hint="--device")
-    threads = threads or (machine.cores() if cuda else min(2, machine.cores()))
+    threads = threads or shared["threads"] or (machine.cores() if cuda else min(2, machine.cores()))
     torch.set_num_threads(threads)
-    session = Session(
-        out or RESULTS / ("quick.jsonl" if quick else f"{experiment}.jsonl"),
-        experiment=experiment,
-        configuration={"quick": quick, "threads": threads, **(configuration or {})},
+    return Session(
+        shared["out"] or RESULTS / ("quick.jsonl" if quick else f"{name}.jsonl"),
+        experiment=name,
+        configuration={"quick": quick, "threads": threads},
         device=torch.cuda.get_device_name() if cuda else "cpu",
-        repeats=repeats,
-        deadline=Deadline(minutes),
+        repeats=shared["repeats"] or (repeats[0] if quick else repeats[-1] if cuda else repeats[1]),
+        minutes=shared["minutes"],
         pause=0.0 if cuda else pause,
+        quick=quick,
+        threads=threads,
+        pythons=interpreters(shared["peers"]),
     )
-    session.show_machine()
-    try:
-        yield session
-    except (Incorrect, PeerFailed) as error:
-        what = "wrong result, not timed" if isinstance(error, Incorrect) else "failed"
-        session.console.print(f"{what}: {error}", style="bold red", highlight=False, markup=False)
-        raise typer.Exit(1) from error
-    session.console.print(f"{time.monotonic() - started:.0f} s", style="dim", highlight=False)
 
 
-def numbers(text: str | None, option: str, least: int, most: int) -> tuple[int, ...]:
+def numbers(
+    text: str | None, option: str, least: int, most: int, kind: Callable[[float], Any] = int
+) -> tuple[Any, ...]:
     """The numbers of an option such as ``1e4,1e6``, sorted; none of None.
 
     Raises:
@@ -95,10 +162,10 @@ def numbers(text: str | None, option: str, least: int, most: int) -> tuple[int, 
     if text is None:
         return ()
     try:
-        found = tuple(int(float(part)) for part in text.split(","))
+        found = tuple(kind(float(part)) for part in text.split(","))
     except (ValueError, OverflowError):
-        found = (least - 1,)
-    if min(found) < least or max(found) > most:
+        found = (float("nan"),)
+    if not all(least <= number <= most for number in found):
         raise typer.BadParameter(f"{text!r}; expected numbers from {least:,} to {most:,}.", param_hint=option)
     return tuple(sorted(set(found)))
 

@@ -2,39 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from benchmarks.experiments import EXPERIMENTS, Experiment, named
 from benchmarks.harness import RESULTS
-from benchmarks.options import Device, Minutes, Out, Peers, Quick, Repeats, Threads
+from benchmarks.options import SHARED, parameters
 from benchmarks.showing import grid, standard_console
 
 __all__ = ["command", "show"]
 
 ALL = "all"
+Names = Annotated[list[str], typer.Argument(help="Names, see `list`; or all.", metavar="EXPERIMENT...")]
 
 
 def show() -> None:
     """List the experiments."""
     console = standard_console()
-    table = grid("Experiments")
-    table.add_column("name", no_wrap=True)
-    for head in ("what is measured", "device", "beside"):
-        table.add_column(head)
-    for experiment in EXPERIMENTS:
-        paper = f"\nthe paper's experiment {experiment.paper}" if experiment.paper else ""
-        table.add_row(
-            experiment.name,
-            escape(experiment.summary) + f"[dim]{paper}[/]",
-            ", ".join(experiment.devices),
-            ", ".join(experiment.peers) or "–",
-        )
-    console.print(table)
+    lines = []
+    for one in EXPERIMENTS:
+        paper = f"\nthe paper's experiment {one.paper}" if one.paper else ""
+        lines.append([one.name, one.summary + paper, ", ".join(one.devices), ", ".join(one.peers) or "–"])
+    console.print(grid("Experiments", ("name", "what is measured", "device", "beside"), lines, texts=4))
     console.print(
         "python -m benchmarks run NAME... (or all) [--quick]; python -m benchmarks NAME --help for all options of one; "
         "then python -m benchmarks report.",
@@ -43,20 +36,7 @@ def show() -> None:
     )
 
 
-def command(
-    experiments: Annotated[
-        list[str], typer.Argument(help="Names, see `list`; or all.", metavar="EXPERIMENT...")
-    ],
-    quick: Quick = False,
-    device: Annotated[
-        Device | None, typer.Option(help="Where batches are wanted: cpu by default.", show_default=False)
-    ] = None,
-    peers: Peers = None,
-    repeats: Repeats = None,
-    out: Out = None,
-    threads: Threads = None,
-    minutes: Minutes = None,
-) -> None:
+def command(experiments: Names, **shared: Any) -> None:
     """Run experiments one after another with the options that they share; what one has not, it is not given.
 
     Rows are appended to benchmarks/results/NAME.jsonl, or to --out. A failure does not keep the others away; the exit
@@ -69,25 +49,21 @@ def command(
             f"{', '.join(unknown)}; expected some of {', '.join(names)}, or {ALL}.", param_hint="EXPERIMENT"
         )
     chosen = [named(name) for name in (names if ALL in experiments else dict.fromkeys(experiments))]
-    given: dict[str, Any] = {
-        "quick": quick or None,
-        "device": device.value if device is not None else None,
-        "peers": [str(path) for path in peers] if peers else None,
-        "repeats": repeats,
-        "out": str(out) if out is not None else None,
-        "threads": threads,
-        "minutes": minutes,
-    }
+    given = {name: getattr(value, "value", value) for name, value in shared.items() if value}
     console = standard_console()
     failed = [experiment.name for experiment in chosen if not _run(console, experiment, given)]
     if failed:
         console.print(f"failed: {', '.join(failed)}", style="bold red", highlight=False)
         raise typer.Exit(1)
-    if not quick:
-        where = out or Path(RESULTS.name)
-        console.print(
-            f"python -m benchmarks report draws what lies in {where}.", style="dim", highlight=False
-        )
+    if not shared.get("quick"):
+        where = shared.get("out") or Path(RESULTS.name)
+        text = f"python -m benchmarks report draws what lies in {where}."
+        console.print(text, style="dim", highlight=False)
+
+
+_OWN = inspect.Parameter("experiments", inspect.Parameter.KEYWORD_ONLY, annotation=Names)
+command.__signature__ = inspect.Signature([_OWN, *parameters(list(SHARED))])  # type: ignore[attr-defined]
+command.__annotations__ = {"experiments": Names, **SHARED}
 
 
 def _run(console: Console, experiment: Experiment, given: dict[str, Any]) -> bool:

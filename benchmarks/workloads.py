@@ -17,6 +17,7 @@ __all__ = [
     "W1",
     "W2",
     "Data",
+    "Empty",
     "Plain",
     "PlainTrajectories",
     "PlainWindows",
@@ -135,8 +136,8 @@ class Data:
         workload = self.workload
         return {n: v.view(workload.trajectories, workload.steps, *v.shape[1:]) for n, v in self.flat.items()}
 
-    def table(self, block_steps: int) -> gear.Table:
-        """A private table of these trajectories, in their order, without spare room."""
+    def table(self, block_steps: int, **options: Any) -> gear.Table:
+        """A private table of these trajectories, in their order, without spare room; `options` of `Table.extend`."""
         workload = self.workload
         lengths = np.full(workload.trajectories, workload.steps)
         table = gear.Table.create(
@@ -146,7 +147,7 @@ class Data:
             block_steps=block_steps,
             max_blocks=gear.Table.required_blocks(lengths, block_steps),
         )
-        table.extend(self.stacked, lengths=lengths)
+        table.extend(self.stacked, lengths=lengths, **options)
         return table
 
     def draw(self, batch: int) -> Rows:

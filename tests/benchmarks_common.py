@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,20 @@ def call(*arguments: str) -> Any:
             torch.set_num_threads(threads)
 
 
+def session(path: Path, repeats: int = 1, experiment: str = "", **options: Any) -> Any:
+    """A session that appends to a file."""
+    made = importlib.import_module("benchmarks.harness").Session
+    told = {"quick": True, "threads": 1}
+    return made(
+        path,
+        experiment=experiment,
+        configuration=told,
+        device="cpu",
+        repeats=repeats,
+        **{"quick": True, **options},
+    )
+
+
 def rows_of(path: Path) -> list[dict[str, Any]]:
     """The rows of what was measured."""
     return [row for row in all_rows(path) if "left_out" not in row]
@@ -67,23 +82,124 @@ def all_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def check_row(row: dict[str, Any], experiment: str, *configured: str) -> None:
+    """Every row says what was measured, how, with what result, and on what."""
+    assert row["experiment"] == experiment
+    assert isinstance(row["workload"], str)
+    assert isinstance(row["variant"], str)
+    assert row["repeats"] > 0
+    if "amount" in row:
+        assert set(row["amount"]) == {"p10", "p50", "p90"}
+        assert isinstance(row["unit"], str)
+    else:
+        assert row["batches_per_repeat"] > 0
+        assert ("bytes" in row) == ("gb_per_s" in row) == ("rows" not in row)
+        for name in ("seconds", "ratio", *(["gb_per_s"] if "bytes" in row else [])):
+            assert 0 < row[name]["p10"] <= row[name]["p50"] <= row[name]["p90"]
+        if "bytes" in row:
+            assert row["gb_per_s"]["p50"] == pytest.approx(row["bytes"] / row["seconds"]["p50"] / 1e9)
+        assert set(row["targets"]) <= {row["yardstick"], *row["ratios"]}
+    assert {"quick", "threads", *configured} <= set(row["configuration"])
+    assert {"cpu", "cores", "memory_bytes", "last_level_cache_bytes", "gpu", "load"} <= set(row["machine"])
+    assert {"python", "torch", "triton", "numpy", "numba", "cuda"} <= set(row["versions"])
+    assert {"commit", "dirty", "source", "date", "run", "device"} <= set(row)
+
+
 class Here:
     """Stands in for a peer's process: works in this one.
 
     Args:
         worker: answers the commands, as it does in the process.
+        versions: that it tells. faults: command -> why it fails, or what its answer is changed by.
     """
 
-    def __init__(self, worker: Any) -> None:
-        self.about = {"versions": {}, "note": None}
-        self._worker = worker
+    def __init__(self, worker: Any, versions: dict[str, str] | None = None, **faults: Any) -> None:
+        self.about = {"versions": versions or {}, "note": None}
+        self.worker, self._faults = worker, faults
 
     def ask(self, what: str, **arguments: Any) -> Any:
         failed = importlib.import_module("benchmarks.peers.process").PeerFailed
+        fault = self._faults.get(what, {})
+        if isinstance(fault, str):
+            raise failed(fault)
         try:
-            return getattr(self._worker, what)(**arguments)
+            answer = getattr(self.worker, what)(**json.loads(json.dumps(arguments)))
         except Exception as error:
             raise failed(f"{type(error).__name__}: {error}") from error
+        return json.loads(json.dumps({**(answer or {}), **fault}))
 
     def close(self) -> None:
-        pass
+        self.worker.close()
+
+
+def worker(task: str, kind: Any) -> Any:
+    """What does a task with a variant, as in its process."""
+    return importlib.import_module(f"benchmarks.peers.{task}").Worker({"it": kind}, "it")
+
+
+_CPPRB = """
+    import numpy as np
+    print("a library that prints")
+    class ReplayBuffer:
+        def __init__(self, size, columns):
+            rows = columns.items()
+            self.rows = {n: np.zeros((size, *np.atleast_1d(c.get("shape", 1))), c["dtype"]) for n, c in rows}
+            self.size, self.n = size, 0
+        def get_stored_size(self):
+            return min(self.n, self.size)
+        def on_episode_end(self):
+            pass
+        def add(self, **rows):
+            name = next(iter(rows))
+            shape = self.rows[name].shape[1:]
+            count = max(1, np.size(rows[name]) // int(np.prod(shape)))
+            places = (self.n + np.arange(count)) % self.size
+            for name, values in rows.items():
+                self.rows[name][places] = np.reshape(values, (count, *self.rows[name].shape[1:]))
+            self.n += count
+            return places
+        def get_all_transitions(self):
+            return {name: values[: self.get_stored_size()].copy() for name, values in self.rows.items()}
+        def sample(self, count):
+            picked = np.random.default_rng(0).integers(self.get_stored_size(), size=count)
+            return {name: values[picked] for name, values in self.rows.items()}
+        def save_transitions(self, file):
+            np.savez(file, **self.get_all_transitions())
+        def load_transitions(self, file):
+            with np.load(file) as found:
+                self.add(**found)
+    class PrioritizedReplayBuffer(ReplayBuffer):
+        def __init__(self, size, columns, alpha, eps):
+            assert eps == 0.0
+            super().__init__(size, columns)
+            self.leaves, self.alpha = np.zeros(size), alpha
+            self.random = np.random.default_rng(0)
+        def add(self, priorities, **rows):
+            self.leaves[super().add(**rows)] = priorities.astype(float) ** self.alpha
+        def update_priorities(self, indexes, priorities):
+            self.leaves[indexes.astype(int)] = priorities.astype(float) ** self.alpha
+        def sample(self, batch, beta):
+            if batch == 13:
+                raise RuntimeError("thirteen")
+            i = self.random.choice(self.n, batch, p=self.leaves[: self.n] / self.leaves[: self.n].sum())
+            rows = {name: values[i] for name, values in self.rows.items()}
+            return {**rows, "indexes": i, "weights": (self.leaves[i] / self.leaves[: self.n].min()) ** -beta}
+"""
+
+
+@pytest.fixture
+def interpreter(tmp_path: Path) -> Path:
+    """A python that has a stand-in of cpprb: isolated, as the benchmark starts it, it sees no PYTHONPATH."""
+    site = tmp_path / "site"
+    about = site / "cpprb-11.0.0.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: cpprb\nVersion: 11.0.0\n", encoding="utf-8")
+    (site / "cpprb.py").write_text(textwrap.dedent(_CPPRB), encoding="utf-8")
+    script = tmp_path / "cpprb" / "bin" / "python"
+    script.parent.mkdir(parents=True)
+    start = f"import runpy, sys; sys.path.insert(0, {str(site)!r}); sys.argv = sys.argv[1:]; " + (
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    script.write_text(f'#!/bin/sh\nshift\nexec "{sys.executable}" -I -c "{start}" "$@"\n', encoding="utf-8")
+    script.chmod(0o755)
+    return script

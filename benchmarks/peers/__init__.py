@@ -1,1 +1,1 @@
-"""Other libraries, each measured in an interpreter of its own: see `make.sh` (its environments), `environments`."""
+"""Other libraries, each measured in an interpreter of its own: `make.sh` makes these, `serve.py` runs in them."""

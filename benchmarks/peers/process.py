@@ -1,17 +1,25 @@
-"""Another process that measures: commands go to its standard input, answers come back, one line of JSON each."""
+"""Other processes that measure, and the interpreters that have another library: commands go to a process's standard
+input, answers come back, one line of JSON each."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
+import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["PeerFailed", "PeerProcess"]
+from benchmarks import machine
+
+__all__ = ["FOLDER", "PeerFailed", "PeerProcess", "first", "interpreters", "start"]
+
+Made = TypeVar("Made")
+_SCRIPT = str(Path(__file__).with_name("serve.py"))
 
 
 class PeerFailed(Exception):
@@ -117,3 +125,88 @@ class PeerProcess:
         self._errors.seek(0)
         lines = self._errors.read().splitlines()
         return lines[-1] if lines else "no message"
+
+
+# ---------------------------------------------------------------- interpreters
+
+FOLDER = machine.ROOT / ".peers"
+"""Where `make.sh` puts the environments unless it is told otherwise."""
+
+
+def interpreters(given: Sequence[Path] | None) -> list[Path]:
+    """The interpreters that are meant.
+
+    Args:
+        given: interpreters, or folders of environments; None or none of them: those that GEAR_LOADER_PEERS names,
+            separated by colons, or else what lies in `FOLDER`. An empty GEAR_LOADER_PEERS means none at all.
+    """
+    named = os.environ.get("GEAR_LOADER_PEERS")
+    paths = list(given or []) or [Path(part) for part in (named or "").split(":") if part]
+    if not paths and named is None and FOLDER.is_dir():
+        paths = [FOLDER]
+    found: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            inside = [path / "bin" / "python", *sorted(path.glob("*/bin/python"))]
+            failed = [place.parent / "bin" / "python" for place in sorted(path.glob("*/failed.txt"))]
+            there = [python for python in inside if python.exists()]
+            found += there + [python for python in failed if python not in there] or [path]
+        else:
+            found.append(path)
+    return found
+
+
+def start(
+    pythons: Sequence[Path] | None,
+    task: str,
+    library: str,
+    variant: str,
+    threads: int = 1,
+    *,
+    patience: float = 300.0,
+) -> PeerProcess:
+    """A process that answers commands of a task with a library: see `benchmarks/peers/serve.py`.
+
+    Args:
+        pythons: of `interpreters`, of which the first one that has the library is taken; None: this one.
+        task, library, variant, threads: the script's arguments.
+        patience: seconds that an answer may take.
+
+    Raises:
+        PeerFailed: none has it; the message gives each one's reason.
+    """
+
+    def made(python: Path) -> PeerProcess:
+        command = [str(python), "-I", _SCRIPT, task, library, variant, str(threads)]
+        return PeerProcess(command, patience=patience)
+
+    return made(Path(sys.executable)) if pythons is None else first(pythons, made, environment=library)
+
+
+def first(pythons: Sequence[Path], make: Callable[[Path], Made], *, environment: str | None = None) -> Made:
+    """What `make` makes of the first interpreter that it does not refuse with `PeerFailed`.
+
+    Args:
+        pythons, environment: see `start`.
+
+    Raises:
+        PeerFailed: it refused all; the message gives each one's reason.
+    """
+    reasons = []
+    for python in sorted(pythons, key=lambda path: _environment(path) != environment):
+        own = environment == _environment(python)
+        note = python.parent.parent / "failed.txt"
+        if not note.is_file():
+            try:
+                return make(python)
+            except PeerFailed as error:
+                reasons.append(f"{python}: {error}")
+        elif own or environment is None:
+            reasons.append(note.read_text(encoding="utf-8").strip())
+        if own:
+            break  # the others have other peers
+    raise PeerFailed("; ".join(reasons) or "no interpreter with peers is there (benchmarks/peers/make.sh)")
+
+
+def _environment(python: Path) -> str:
+    return python.parent.parent.name

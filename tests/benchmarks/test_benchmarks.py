@@ -16,34 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks_common import ROOT, needs_no_gpu, reasons_of, rows_of, run
+from benchmarks_common import ROOT, call, check_row, needs_no_gpu, reasons_of, rows_of, run, session
 from benchmarks_rehearsal import STREAM, Library, Rehearsal
 
 harness = importlib.import_module("benchmarks.harness")
 engine = importlib.import_module("benchmarks.engine")
 workloads = importlib.import_module("benchmarks.workloads")
-
-
-def check_row(row: dict[str, Any]) -> None:
-    """Every row says what was measured, how, with what result, and on what."""
-    assert row["experiment"] == "collect"
-    assert row["workload"] in ("W1", "W2", "rows")
-    assert isinstance(row["variant"], str)
-    assert row["parameters"]["batch"] > 0
-    assert row["repeats"] > 0
-    assert row["batches_per_repeat"] > 0
-    assert row["bytes"] > 0
-    for name in ("seconds", "gb_per_s", "ratio"):
-        assert set(row[name]) == {"p10", "p50", "p90"}
-        assert 0 < row[name]["p10"] <= row[name]["p50"] <= row[name]["p90"]
-    assert row["gb_per_s"]["p50"] == pytest.approx(row["bytes"] / row["seconds"]["p50"] / 1e9)
-    assert isinstance(row["yardstick"], str)
-    assert set(row["targets"]) <= {row["yardstick"], *row["ratios"]}
-    assert {"quick", "threads"} <= set(row["configuration"])
-    assert isinstance(row["device"], str)
-    assert {"cpu", "cores", "memory_bytes", "last_level_cache_bytes", "gpu"} <= set(row["machine"])
-    assert {"python", "torch", "triton", "numpy", "numba", "cuda"} <= set(row["versions"])
-    assert {"commit", "dirty", "source", "date", "run"} <= set(row)
 
 
 # The command line ------------------------------------------------------------------------------------
@@ -52,12 +30,12 @@ def check_row(row: dict[str, Any]) -> None:
 def test_quick_appends_rows_and_never_overwrites(tmp_path: Path) -> None:
     out = tmp_path / "new" / "rows.jsonl"
     options = ("collect", "--quick", "--repeats", "2", "--trajectories", "130", "--out", str(out))
-    first = run(*options)
-    assert first.returncode == 0, first.stdout + first.stderr
+    first = call(*options)
+    assert first.exit_code == 0, first.output
     before = out.read_text(encoding="utf-8")
     rows = rows_of(out)
     for row in rows:
-        check_row(row)
+        check_row(row, "collect")
     assert {(row["workload"], row["parameters"]["batch"]) for row in rows} == {
         (workload, batch) for workload in ("W1", "W2") for batch in (32, 128)
     }
@@ -68,30 +46,17 @@ def test_quick_appends_rows_and_never_overwrites(tmp_path: Path) -> None:
     for shown in ("Targets", "x[idx]", f"{len(rows)} rows appended"):
         assert shown in first.stdout
 
-    second = run(*options, "--minutes", "0")  # no time at all: says what it left out, and appends nothing
-    assert second.returncode == 0, second.stdout + second.stderr
+    second = call(*options, "--minutes", "0")  # no time at all: says what it left out, and appends nothing
+    assert second.exit_code == 0, second.output
     assert "left out for lack of time: W2, batch 128" in second.stdout
     assert out.read_text(encoding="utf-8") == before
 
-    third = run(*options)
-    assert third.returncode == 0, third.stdout + third.stderr
+    third = call(*options)
+    assert third.exit_code == 0, third.output
     after = out.read_text(encoding="utf-8")
     assert after.startswith(before)
     assert len(rows_of(out)) == 2 * len(rows)
     assert len({row["run"] for row in rows_of(out)}) == 2
-
-
-def test_fewer_trajectories_than_a_batch_has_rows_are_an_error() -> None:
-    done = run("collect", "--quick", "--trajectories", "100")
-    assert done.returncode == 2
-    assert "100 is less than the largest batch, 128" in done.stderr
-
-
-@needs_no_gpu
-def test_cuda_without_a_gpu_is_an_error_that_names_the_remedy() -> None:
-    done = run("collect", "--device", "cuda")
-    assert done.returncode == 2
-    assert "--device cpu" in " ".join(done.stderr.replace("│", " ").split())
 
 
 @pytest.mark.gpu
@@ -101,7 +66,7 @@ def test_quick_on_a_gpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = rows_of(out)
     for row in rows:
-        check_row(row)
+        check_row(row, "collect")
     assert {row["workload"] for row in rows} == {"W1", "W2", "rows"}
     assert {"kernel, default", "dataset, prefetch 2", "staged, index_select"} <= {
         row["variant"] for row in rows
@@ -166,12 +131,12 @@ def test_gpu_check_runs_the_most_important_first_within_nine_minutes(tmp_path: P
     assert [line[15:29].strip() for line in summary.splitlines()] == [
         "FAILED (3)" if name == "select" else "passed" for name in (*stages, *names)
     ]
-    found = [call.split() for call in calls if call.startswith("-m benchmarks")]
-    minutes = [float(call[call.index("--minutes") + 1]) for call in found]
-    for name, call in zip(names, found, strict=True):
+    found = [line.split() for line in calls if line.startswith("-m benchmarks")]
+    minutes = [float(told[told.index("--minutes") + 1]) for told in found]
+    for name, told in zip(names, found, strict=True):
         out = str(tmp_path / "out" / f"{name}-cuda.jsonl")
-        assert call[2:5] == [name, "--device", "cuda"]
-        assert call[7:] == ["--out", out, "--repeats", "2"]
+        assert told[2:5] == [name, "--device", "cuda"]
+        assert told[7:] == ["--out", out, "--repeats", "2"]
     assert minutes == sorted(minutes)  # what one leaves, the next may have
     assert 0.5 < minutes[0] < minutes[-1] < 8.5
     # What must be correct comes first, each kind in a stage of its own, without the benchmarks' tests.
@@ -180,10 +145,10 @@ def test_gpu_check_runs_the_most_important_first_within_nine_minutes(tmp_path: P
         *(f"tests/kernels/test_{name}.py" for name in ("gather_gpu", "priority_gpu", "place")),
         "tests/distributed/test_shards_gpu.py",
     ]
-    for call, stage in zip(tests, stages, strict=True):
-        assert " -m gpu -v " in call  # a line a test, as it ends
+    for line, stage in zip(tests, stages, strict=True):
+        assert " -m gpu -v " in line  # a line a test, as it ends
         name = stage.replace(" ", "-")
-        assert f"--junitxml={tmp_path}/out/{name}.xml" in call
+        assert f"--junitxml={tmp_path}/out/{name}.xml" in line
         assert (tmp_path / "out" / f"{name}.log").exists()
     assert calls.index(tests[-1]) < calls.index(" ".join(found[0]))
     # Each stage's line is there before the next begins.
@@ -201,10 +166,6 @@ def test_gpu_check_without_a_package_of_the_benchmarks_still_tests(tmp_path: Pat
 
 
 # The harness -----------------------------------------------------------------------------------------
-
-
-def session(path: Path, repeats: int = 3) -> Any:
-    return harness.Session(path, configuration={"quick": True, "threads": 1}, device="cpu", repeats=repeats)
 
 
 def variant(name: str, seconds: Sequence[float], log: list[str], wrong: bool = False, **options: Any) -> Any:
@@ -233,13 +194,13 @@ def test_variants_are_checked_first_then_measured_in_turn(tmp_path: Path) -> Non
     log: list[str] = []
     a = variant("a", [2.0, 4.0, 20.0], log)
     b = variant("b", [4.0, 8.0, 20.0], log, targets={"a": 0.4}, extras=lambda: {"host_seconds": 7.0})
-    results = session(tmp_path / "rows.jsonl").run(comparison(a, b))
+    results = session(tmp_path / "rows.jsonl", 3).run(comparison(a, b))
     assert log == ["check a", "check b", *["a", "b"] * 3]
     assert results[1].seconds.tolist() == [2.0, 4.0, 10.0]  # of one batch
     assert results[1].ratios["a"].tolist() == [0.5, 0.5, 1.0]  # of the same turn
     rows = rows_of(tmp_path / "rows.jsonl")
     for row in rows:
-        check_row(row)
+        check_row(row, "collect")
     assert [row["variant"] for row in rows] == ["a", "b"]
     assert rows[1]["seconds"] == pytest.approx({"p10": 2.4, "p50": 4.0, "p90": 8.8})
     assert rows[1]["ratio"]["p50"] == 0.5
@@ -253,7 +214,7 @@ def test_variants_are_checked_first_then_measured_in_turn(tmp_path: Path) -> Non
 def test_nothing_is_timed_or_stored_if_one_variant_is_wrong(tmp_path: Path) -> None:
     log: list[str] = []
     with pytest.raises(harness.Incorrect, match="b, W1, batch 8: row 3 differs"):
-        session(tmp_path / "rows.jsonl").run(
+        session(tmp_path / "rows.jsonl", 3).run(
             comparison(variant("a", [1.0], log), variant("b", [1.0], log, wrong=True))
         )
     assert log == ["check a", "check b"]
@@ -334,8 +295,8 @@ def test_the_workloads_are_those_of_the_published_figures() -> None:
 @pytest.mark.long
 @needs_no_gpu
 def test_the_gpu_side_measures_what_it_should(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    collect_gpu = importlib.import_module("benchmarks.collect_gpu")
-    sizes = collect_gpu.Sizes(
+    collect_cuda = importlib.import_module("benchmarks.experiments.collect_cuda")
+    sizes = collect_cuda.Sizes(
         rows=(64, 512, 4096),
         batches=(2,),
         uneven_batches=(2,),
@@ -346,17 +307,16 @@ def test_the_gpu_side_measures_what_it_should(tmp_path: Path, capsys: pytest.Cap
         copy_bytes=8192,
     )
     library = Library()
-    collect_gpu.cuda(
-        session(tmp_path / "rows.jsonl", repeats=1),
+    collect_cuda.measured(
+        session(tmp_path / "rows.jsonl", 1),
         trajectories=3,
-        quick=True,
         engine=Rehearsal(),
         library=library,
         sizes=sizes,
     )
     rows = rows_of(tmp_path / "rows.jsonl")
     for row in rows:
-        check_row(row)
+        check_row(row, "collect")
     assert {call[-1] for call in library.calls} == {STREAM}
     copied = {
         (row["workload"], row["parameters"].get("step_bytes"), row["parameters"].get("block_steps"))
@@ -380,14 +340,7 @@ def test_the_gpu_side_measures_what_it_should(tmp_path: Path, capsys: pytest.Cap
     assert hosts
     assert np.all(np.array(hosts) >= 0)
     shown = capsys.readouterr().out
-    for text in (
-        "W1: GB/s",
-        "steps of 44 B",
-        "programs \\ row, B",
-        "rows of 4 KiB, batch 2",
-        "target 0.95",
-        "rate over",
-    ):
+    for text in ("W1, batch 2, blocks 100", "Targets", "By row_bytes (× yardstick)", "launch seconds"):
         assert text in shown
 
 
@@ -395,7 +348,7 @@ def test_the_gpu_side_measures_what_it_should(tmp_path: Path, capsys: pytest.Cap
 def test_the_gpu_side_finds_a_kernel_that_writes_wrong_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    collect_gpu = importlib.import_module("benchmarks.collect_gpu")
+    collect_cuda = importlib.import_module("benchmarks.experiments.collect_cuda")
     kernel = importlib.import_module("benchmarks.gather_rows").kernel
     right = kernel.gather
 
@@ -403,14 +356,13 @@ def test_the_gpu_side_finds_a_kernel_that_writes_wrong_bytes(
         right(plan, slots.flip(0), *arguments, **options)
 
     monkeypatch.setattr(kernel, "gather", wrong)
-    sizes = collect_gpu.Sizes(
+    sizes = collect_cuda.Sizes(
         rows=(512,), batches=(3,), steps=64, trajectories=3, queue_launches=2, copy_bytes=8192
     )
     with pytest.raises(harness.Incorrect, match="kernel, 1 programs, W1, batch 3, blocks 100"):
-        collect_gpu.cuda(
+        collect_cuda.measured(
             session(tmp_path / "rows.jsonl"),
             trajectories=3,
-            quick=True,
             engine=Rehearsal(),
             library=Library(),
             sizes=sizes,
@@ -433,12 +385,12 @@ def swept(batch: int = 3) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("version", [12.8, 13.0])
 def test_copies_of_the_driver_give_the_kernels_batch(version: float, tmp_path: Path) -> None:
-    copies = importlib.import_module("benchmarks.copies_gpu")
+    copies = importlib.import_module("benchmarks.copies")
     assert ctypes.sizeof(copies.Attributes) == 24
     library = Library(version)
     table, rows = swept()
     with table:
-        left = harness.Left(session(tmp_path / "rows.jsonl"))
+        left = session(tmp_path / "rows.jsonl")
         found = copies.copy_variants(Rehearsal(), copies.Driver(library), rows, left)
         assert [variant.name for variant in found] == [copies.BATCHED, copies.SINGLE]
         assert left.reasons == []
@@ -469,7 +421,7 @@ class Registered(Library):
 def test_copies_of_the_driver_stop_where_a_registration_does(
     inside: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copies = importlib.import_module("benchmarks.copies_gpu")
+    copies = importlib.import_module("benchmarks.copies")
     library = Registered(13.0)
     table, rows = swept()
     with table:
@@ -481,7 +433,7 @@ def test_copies_of_the_driver_stop_where_a_registration_does(
         base = table.region.array("counters").ctypes.data
         monkeypatch.setattr(table.region._mapping, "registered", [base, library.bound])
         assert table.region.pinned_bounds == [library.bound]
-        left = harness.Left(session(tmp_path / "rows.jsonl"))
+        left = session(tmp_path / "rows.jsonl")
         found = copies.copy_variants(Rehearsal(), copies.Driver(library), rows, left)
         assert left.reasons == []
         assert len(found) == 2
@@ -527,10 +479,10 @@ def test_the_yardstick_s_copies_stop_there_too() -> None:
 def test_copies_that_do_not_work_are_left_out_with_their_reason(
     library: Any, reasons: dict[str, str], tmp_path: Path
 ) -> None:
-    copies = importlib.import_module("benchmarks.copies_gpu")
+    copies = importlib.import_module("benchmarks.copies")
     table, rows = swept()
     with table:
-        left = harness.Left(session(tmp_path / "rows.jsonl"))
+        left = session(tmp_path / "rows.jsonl")
         found = copies.copy_variants(Rehearsal(), copies.Driver(library), rows, left)
     assert len(found) + len(reasons) == 2
     noted = {what.split(",")[0]: why for what, why in reasons_of(tmp_path / "rows.jsonl").items()}
@@ -541,10 +493,10 @@ def test_copies_that_do_not_work_are_left_out_with_their_reason(
 
 @needs_no_gpu
 def test_without_a_driver_there_are_no_copies(tmp_path: Path) -> None:
-    copies = importlib.import_module("benchmarks.copies_gpu")
+    copies = importlib.import_module("benchmarks.copies")
     with pytest.raises(copies.Unavailable):
         copies.Driver(object())
     table, rows = swept()
     with table:
-        left = harness.Left(session(tmp_path / "rows.jsonl"))
+        left = session(tmp_path / "rows.jsonl")
         assert copies.copy_variants(Rehearsal(), None, rows, left) == []

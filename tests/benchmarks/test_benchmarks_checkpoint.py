@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from benchmarks_common import Here, call, rows_of, run
+from benchmarks_common import Here, call, check_row, interpreter, rows_of, run, session, worker
 
-checkpoint = importlib.import_module("benchmarks.checkpoint")
+__all__ = ["interpreter"]  # a fixture
+
+checkpoint = importlib.import_module("benchmarks.experiments.checkpoint")
 harness = importlib.import_module("benchmarks.harness")
-peers = importlib.import_module("benchmarks.peers.checkpoint_peers")
+peers = importlib.import_module("benchmarks.peers.checkpoint")
 process = importlib.import_module("benchmarks.peers.process")
-workers = importlib.import_module("benchmarks.checkpoint_workers")
+catalog = importlib.import_module("benchmarks.peers.catalog")
+gear = importlib.import_module("benchmarks.peers.gear")
+plain = importlib.import_module("benchmarks.peers.plain")
+sources = importlib.import_module("benchmarks.peers.source")
 workloads = importlib.import_module("benchmarks.workloads")
 
 SPEC = {
@@ -30,23 +32,7 @@ SPEC = {
 WORKLOADS = ["save", "save again", "load", "load, cold"]
 
 
-def check_row(row: dict[str, Any]) -> None:
-    """Every row says what was measured, how, with what result, and on what."""
-    assert row["experiment"] == "checkpoint"
-    assert row["workload"] in WORKLOADS
-    assert row["yardstick"] == ("write" if row["workload"].startswith("save") else "read")
-    assert row["bytes"] > 0
-    assert row["parameters"]["bytes"] > 0
-    for name in ("seconds", "ratio", "gb_per_s"):
-        assert set(row[name]) == {"p10", "p50", "p90"}
-        assert 0 < row[name]["p10"] <= row[name]["p50"] <= row[name]["p90"]
-    if row["workload"].startswith("save"):
-        assert isinstance(row["parameters"]["synced"], bool)
-        assert row["extras"]["seconds until it returns"] <= row["seconds"]["p90"]
-    assert {"machine", "versions", "commit", "dirty", "source", "date", "run", "device"} <= set(row)
-
-
-class Stale(workers.Plain):  # type: ignore[misc, name-defined]
+class Stale(plain.Saved):  # type: ignore[misc, name-defined]
     """Saves once only."""
 
     def open(self) -> None:
@@ -59,29 +45,28 @@ class Stale(workers.Plain):  # type: ignore[misc, name-defined]
             super().save()
 
 
-class Changed(workers.Ours):  # type: ignore[misc, name-defined]
+class Changed(gear.Checkpoint):  # type: ignore[misc, name-defined]
     """Loads the sign of a zero wrongly."""
 
     def add(self, first: int, rows: Any) -> None:
-        super().add(first, {**rows, "reward": -np.zeros_like(rows["reward"])})
+        super().add(first, {**rows, "action": -np.zeros_like(rows["action"])})
 
 
 def measured(tmp_path: Path, kinds: list[Any]) -> tuple[list[dict[str, Any]], str]:
     """The rows, and what was left out."""
     out = tmp_path / "new" / "rows.jsonl"
-    session = harness.Session(out, experiment="checkpoint", configuration={}, device="cpu", repeats=1)
-    left = harness.Left(session)
+    made = session(out, experiment="checkpoint")
     folder = tmp_path / "disk"
     folder.mkdir()
     try:
-        checkpoint.run(session, left, workloads.W1.of(60), iter(kinds), folder)
+        checkpoint.measured(made, workloads.W1.of(60), kinds, folder)
     finally:
         assert not list(folder.iterdir())  # nothing stays
-    return [row for row in rows_of(out) if "left_out" not in row], "\n".join(left.reasons)
+    return [row for row in rows_of(out) if "left_out" not in row], "\n".join(made.reasons)
 
 
 def kind(name: str, subject: Any, *, ours: bool = False) -> Any:
-    return checkpoint.Kind(name, lambda: Here(peers.Worker(subject)), ours)
+    return checkpoint.Kind(name, lambda: Here(worker("checkpoint", subject)), ours)
 
 
 # What is measured ------------------------------------------------------------------------------------
@@ -94,16 +79,16 @@ def test_rows_have_what_was_measured_and_others_that_fail_are_left_out(
         raise process.PeerFailed("nowhere: No such file or directory")
 
     kinds = [
-        kind("yardstick", workers.Yardstick, ours=True),
-        kind(checkpoint.KEPT, workers.Kept, ours=True),
-        kind("ours", workers.Ours, ours=True),
-        kind("torch.save", workers.Plain),
+        kind("yardstick", plain.Yardstick, ours=True),
+        kind(checkpoint.KEPT, plain.Kept, ours=True),
+        kind("ours", gear.Checkpoint, ours=True),
+        kind("torch.save", plain.Saved),
         kind("stale", Stale),
         checkpoint.Kind("cpprb", missing),
     ]
     rows, reasons = measured(tmp_path, kinds)
     for row in rows:
-        check_row(row)
+        check_row(row, "checkpoint")
     assert [(row["workload"], row["variant"]) for row in rows] == [
         *((workload, name) for workload in WORKLOADS[:2] for name in ("write", "ours", "torch.save")),
         *((load, name) for load in WORKLOADS[2:] for name in ("read", "read, kept", "ours", "torch.load")),
@@ -116,35 +101,33 @@ def test_rows_have_what_was_measured_and_others_that_fail_are_left_out(
     ]
     assert rows[1]["bytes"] == 60 * 42_000
     assert rows[4]["bytes"] == 80 * 42_000
-    assert "left out: stale: ValueError: observation of trajectories 40 to 59 differs" in reasons
+    assert "left out: stale: ValueError: row 0 begins with nan" in reasons
     assert reasons.count("left out: ") == 2
     assert "left out: cpprb: nowhere: No such file or directory" in reasons
-    assert "waits for the disk" in capsys.readouterr().out
+    assert "seconds until it returns" in capsys.readouterr().out
 
 
 def test_ours_that_fails_ends_the_run(tmp_path: Path) -> None:
-    kinds = [kind("yardstick", workers.Yardstick, ours=True), kind("ours", Changed, ours=True)]
-    with pytest.raises(process.PeerFailed, match="ours: ValueError: reward of trajectories 0 to 19 differs"):
+    kinds = [kind("yardstick", plain.Yardstick, ours=True), kind("ours", Changed, ours=True)]
+    with pytest.raises(process.PeerFailed, match="ours: ValueError: action of row 0 differs"):
         measured(tmp_path, kinds)
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("name", workers.WORKERS)
-def test_each_variant_loads_what_it_saved(name: str, tmp_path: Path) -> None:
-    found = peers.Worker(workers.WORKERS[name]).journey(SPEC, str(tmp_path))
+@pytest.mark.parametrize("kind", [*plain.KINDS["checkpoint"].values(), gear.Checkpoint])
+def test_each_variant_loads_what_it_saved(kind: Any, tmp_path: Path) -> None:
+    found = worker("checkpoint", kind).journey(SPEC, str(tmp_path))
     assert all(found[workload] > 0 for workload in WORKLOADS)
-    payload = peers.Source(SPEC).payload
-    assert payload == 80 * 10 * 16
-    assert found["extras"]["save again"]["bytes on disk"] >= payload
-    assert found["synced"] is (name != "torch.save")
+    assert found["extras"]["save again"]["bytes on disk"] >= 80 * 10 * 16
+    assert found["synced"] is (kind is not plain.Saved)
 
 
 def test_what_was_not_loaded_is_found(tmp_path: Path) -> None:
-    class Lost(workers.Plain):  # type: ignore[misc, name-defined]
+    class Lost(plain.Saved):  # type: ignore[misc, name-defined]
         def everything(self) -> Any:
             return list(super().everything())[self.skip]
 
-    source = peers.Source(SPEC)
+    source = sources.Source({**SPEC, "trajectories": 80})
     for skip, message in (
         (slice(3), "60 trajectories were loaded; expected 80"),
         (slice(1, 4), "20 comes after 0"),
@@ -152,11 +135,11 @@ def test_what_was_not_loaded_is_found(tmp_path: Path) -> None:
         subject = Lost(source, str(tmp_path))
         subject.skip = skip
         subject.open()
-        for first, rows in source.units(0, 80):
+        for first, rows in source.stacked(peers.UNIT):
             subject.add(first, rows)
         with pytest.raises(ValueError, match=message):
             subject.check()
-    bare = workers.Yardstick(source, str(tmp_path))
+    bare = plain.Yardstick(source, str(tmp_path))
     bare.open()
     bare.save()
     (tmp_path / "bytes").write_bytes(b"short")
@@ -168,44 +151,16 @@ def test_what_was_not_loaded_is_found(tmp_path: Path) -> None:
 # Peers -----------------------------------------------------------------------------------------------
 
 
-def test_the_journey_of_a_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class ReplayBuffer:
-        """A stand-in of cpprb's."""
-
-        def __init__(self, size: int, columns: Any) -> None:
-            self.rows: dict[str, list[Any]] = {name: [] for name in columns}
-
-        def add(self, **rows: Any) -> None:
-            for name, values in rows.items():
-                self.rows[name].append(torch.from_numpy(values))
-
-        def get_all_transitions(self) -> Any:
-            return {name: torch.cat(values).numpy() for name, values in self.rows.items()}
-
-        def get_stored_size(self) -> int:
-            return sum(len(part) for part in self.rows["reward"])
-
-        def save_transitions(self, file: str) -> None:
-            torch.save(self.rows, file)
-
-        def load_transitions(self, file: str) -> None:
-            self.rows = torch.load(file)
-
-    monkeypatch.setitem(sys.modules, "cpprb", type(sys)("cpprb"))
-    monkeypatch.setattr(sys.modules["cpprb"], "ReplayBuffer", ReplayBuffer, raising=False)
-    found = peers.Worker(peers.Cpprb).journey(SPEC, str(tmp_path))
+def test_the_journey_of_a_peer_in_its_own_interpreter(interpreter: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    process_of = catalog.started([interpreter], "checkpoint", "cpprb")
+    try:
+        found = process_of.ask("journey", spec=SPEC, folder=str(tmp_path / "disk"))
+    finally:
+        process_of.close()
+    assert process_of.about["versions"]["cpprb"] == "11.0.0"
     assert found["synced"] is False
     assert all(found[workload] > 0 for workload in WORKLOADS)
-
-
-def test_the_script_imports_nothing_of_this_project() -> None:
-    code = (
-        "import sys, runpy; runpy.run_path(sys.argv[1]); "
-        "print([n for n in sys.modules if n.split('.')[0] in ('gear_loader', 'benchmarks', 'torch')])"
-    )
-    command = [sys.executable, "-I", "-c", code, peers.__file__]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 # The command line ------------------------------------------------------------------------------------
@@ -219,9 +174,9 @@ def test_quick_measures_in_processes_and_names_what_is_missing(tmp_path: Path) -
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [row for row in rows_of(out) if "left_out" not in row]
     for row in rows:
-        check_row(row)
+        check_row(row, "checkpoint")
     assert len(rows) == 2 * 3 + 2 * 4
-    for name in peers.PEERS:
+    for name in catalog.peers_of("checkpoint"):
         assert f"left out: {name}: " in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 

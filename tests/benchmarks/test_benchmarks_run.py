@@ -1,8 +1,9 @@
-"""The benchmarks' command line: what there is, several experiments in one go, the peers' environments."""
+"""The benchmarks' command line: what there is, several experiments in one go, the peers' processes."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import subprocess
 import sys
@@ -11,9 +12,8 @@ from typing import Any
 
 import pytest
 import typer
-from benchmarks_common import ROOT, all_rows, call, needs_no_gpu, reasons_of, rows_of
+from benchmarks_common import ROOT, all_rows, call, check_row, needs_no_gpu, reasons_of, rows_of, session
 
-environments = importlib.import_module("benchmarks.peers.environments")
 experiments = importlib.import_module("benchmarks.experiments")
 harness = importlib.import_module("benchmarks.harness")
 options = importlib.import_module("benchmarks.options")
@@ -71,7 +71,7 @@ def test_an_unknown_experiment_is_an_error_that_names_the_known_ones() -> None:
 
 
 def made(name: str, command: Any, devices: tuple[str, ...] = ("cpu",)) -> Any:
-    experiment = experiments.Experiment(name, "", "made up", devices)
+    experiment = experiments.Experiment(name, "made up", devices)
     return type("Made", (), {**experiment.__dict__, "command": staticmethod(command)})()
 
 
@@ -80,19 +80,34 @@ def test_run_gives_each_experiment_the_options_that_it_has(
 ) -> None:
     seen: dict[str, Any] = {}
 
-    def rich(quick: options.Quick = False, peers: options.Peers = None, out: options.Out = None) -> None:
+    def shared(*names: str) -> Any:
+        """Gives a command these of the shared options."""
+
+        def with_them(work: Any) -> Any:
+            work.__signature__ = inspect.Signature(options.parameters(names))
+            work.__annotations__ = {name: options.SHARED[name] for name in names}
+            return work
+
+        return with_them
+
+    @shared("quick", "peers", "out")
+    def rich(quick: Any, peers: Any, out: Any) -> None:
         seen["rich"] = quick, peers, out
 
-    def poor(repeats: options.Repeats = None) -> None:
+    @shared("repeats")
+    def poor(repeats: Any) -> None:
         seen["poor"] = repeats
 
-    def broken(quick: options.Quick = False) -> None:
+    @shared("quick")
+    def broken(quick: Any) -> None:
         raise RuntimeError("it broke")
 
-    def ended(quick: options.Quick = False) -> None:
+    @shared("quick")
+    def ended(quick: Any) -> None:
         raise typer.Exit(1)
 
-    def gpu(device: options.Device = options.Device.cpu) -> None:
+    @shared("device")
+    def gpu(device: Any) -> None:
         seen["gpu"] = device
 
     kinds = (
@@ -115,7 +130,7 @@ def test_run_gives_each_experiment_the_options_that_it_has(
     seen.clear()
     done = call("run", "all")  # those that fail do not keep the last ones away
     assert done.exit_code == 1
-    assert seen == {"rich": (False, None, None), "poor": None, "gpu": options.Device.cpu}
+    assert seen == {"rich": (False, None, None), "poor": None, "gpu": None}
     assert "it broke" in done.output
     assert "failed: broken, ended" in done.output
 
@@ -131,55 +146,71 @@ def test_run_gives_each_experiment_the_options_that_it_has(
 
 def test_what_is_left_out_and_what_is_no_time_are_rows_too(tmp_path: Path) -> None:
     out = tmp_path / "new" / "rows.jsonl"
-    with options.opened("memory", quick=True, repeats=2, out=out, threads=1, minutes=None) as session:
-        harness.Left(session).add("Reverb", "no wheel for this Python")
-        session.record(
-            harness.Amount(
-                "memory",
-                "even",
-                "even lengths",
-                "ours",
-                [1.0, 1.5, 2.0],
-                "bytes / byte",
-                {"block_steps": 32},
-                at_most=1.05,
-                extras={"bytes": 3.0},
-            )
-        )
+    made = session(out, 2, "memory")
+    made.leave("Reverb", "no wheel for this Python")
+    names = ("memory", "even", "even lengths", "ours")
+    told = {"parameters": {"block_steps": 32}, "at_most": 1.05, "extras": {"bytes": 3.0}}
+    made.record(harness.Amount(*names, [1.0, 1.5, 2.0], "bytes / byte", **told))
     assert reasons_of(out) == {"Reverb": "no wheel for this Python"}
     (row,) = rows_of(out)
     assert row["amount"] == {"p10": pytest.approx(1.1), "p50": 1.5, "p90": pytest.approx(1.9)}
     assert (row["unit"], row["repeats"], row["at_most"]) == ("bytes / byte", 3, 1.05)
     assert "at_least" not in row
-    for row in all_rows(out):
-        assert row["experiment"] == "memory"
-        assert {"configuration", "device", "machine", "versions", "commit", "dirty", "run", "date"} <= set(
-            row
-        )
-        assert row["configuration"] == {"quick": True, "threads": 1}
+    check_row(row, "memory")
+    assert {row["experiment"] for row in all_rows(out)} == {"memory"}
 
 
 @pytest.mark.parametrize("error", [harness.Incorrect("rows differ"), processes.PeerFailed("it has ended")])
 def test_a_wrong_result_ends_the_program_with_status_one(
     error: Exception, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with (
-        pytest.raises(typer.Exit) as ended,
-        options.opened("x", quick=True, repeats=1, out=tmp_path / "x", threads=1, minutes=None),
-    ):
+    @options.command("memory", repeats=(1, 1), threads=1)
+    def wrong(session: Any) -> None:
         raise error
+
+    with pytest.raises(typer.Exit) as ended:
+        wrong(quick=True, out=tmp_path / "x")
     assert ended.value.exit_code == 1
     assert str(error) in capsys.readouterr().out
     assert not (tmp_path / "x").exists()
 
 
 @needs_no_gpu
-def test_cuda_without_a_gpu_is_refused_before_anything_is_opened(tmp_path: Path) -> None:
-    opened = options.opened(
-        "x", quick=True, repeats=1, out=tmp_path / "x", threads=1, minutes=None, device=options.Device.cuda
-    )
-    with pytest.raises(typer.BadParameter, match="use --device cpu"), opened:
-        pass
+@pytest.mark.parametrize("name", ["collect", "single-server", "batch-size", "select", "overlap", "train"])
+def test_cuda_without_a_gpu_is_an_error_that_names_the_remedy(name: str) -> None:
+    done = call(name, "--device", "cuda")
+    assert done.exit_code == 2
+    assert "--device cpu" in " ".join(done.stderr.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("collect --quick --trajectories 100", "100 is less than the largest batch, 128"),
+        ("single-server --parts W1,W3", "expected some of W1,W2,insert"),
+        ("single-server --trajectories 200", "200 is less than a batch, 256"),
+        ("batch-size --trajectories 200", "200 is less than the largest batch, 1024"),
+        ("batch-size --batches 32,many", "expected numbers from 1"),
+        ("select --sizes 1e4,many", "expected numbers from 64"),
+        ("select --batches 0", "expected numbers from 1"),
+        ("online --writers 0", "expected numbers from 1"),
+        ("online --items many", "expected numbers from 2,048"),
+        ("online --parts insert,delete", "expected some of insert,priorities,read,loop"),
+        ("online --trajectories 5", "--trajectories"),
+        ("train --batches 0", "expected numbers from 1"),
+        ("multi-server --nodes 0", "expected numbers from 1 to 16"),
+        ("multi-server --local 2", "expected numbers from 0 to 1"),
+        ("multi-server --parts collect,all", "expected some of collect,batches,transport,select"),
+        ("multi-server --carriers pigeon", "expected some of socket,ucx,nixl"),
+        ("multi-server --bandwidth 10", "use --network namespaces"),
+        ("scaling nowhere.jsonl", "nowhere.jsonl is not there"),
+        ("scaling --worlds 1", "expected numbers from 2"),
+    ],
+)
+def test_bad_options_are_errors_that_name_the_remedy(arguments: str, message: str) -> None:
+    done = call(*arguments.split())
+    assert done.exit_code == 2
+    assert message in " ".join(done.stderr.replace("│", " ").split())
 
 
 def test_numbers_are_read_and_bad_ones_refused() -> None:
@@ -209,16 +240,16 @@ def test_interpreters_are_found_in_folders_in_the_variable_and_by_default(
 ) -> None:
     one, two = environment(tmp_path, "one"), environment(tmp_path, "two")
     bad = environment(tmp_path, "bad", failed="no")
-    assert environments.interpreters([tmp_path]) == [one, two, bad]
-    assert environments.interpreters([two, tmp_path / "one"]) == [two, one]
-    assert environments.interpreters([tmp_path / "none"]) == [tmp_path / "none"]
+    assert processes.interpreters([tmp_path]) == [one, two, bad]
+    assert processes.interpreters([two, tmp_path / "one"]) == [two, one]
+    assert processes.interpreters([tmp_path / "none"]) == [tmp_path / "none"]
     monkeypatch.setenv("GEAR_LOADER_PEERS", f"{two}:{one}")
-    assert environments.interpreters(None) == [two, one]
-    monkeypatch.setattr(environments, "FOLDER", tmp_path)
+    assert processes.interpreters(None) == [two, one]
+    monkeypatch.setattr(processes, "FOLDER", tmp_path)
     monkeypatch.setenv("GEAR_LOADER_PEERS", "")
-    assert environments.interpreters([]) == []
+    assert processes.interpreters([]) == []
     monkeypatch.delenv("GEAR_LOADER_PEERS")
-    assert environments.interpreters(None) == [one, two, bad]
+    assert processes.interpreters(None) == [one, two, bad]
 
 
 def test_the_first_interpreter_that_has_a_peer_is_taken_its_own_environment_before_others(
@@ -234,18 +265,18 @@ def test_the_first_interpreter_that_has_a_peer_is_taken_its_own_environment_befo
             raise processes.PeerFailed("ModuleNotFoundError: nothing")
         return python.parent.parent.name
 
-    assert environments.first([one, bad, two], make) == "two"
+    assert processes.first([one, bad, two], make) == "two"
     assert tried == [one, two]
-    assert environments.first([one, two], make, environment="two") == "two"
+    assert processes.first([one, two], make, environment="two") == "two"
     assert tried == [one, two, two]
     for wanted, message in (
         ("bad", "bad could not be installed: no wheel$"),
         ("one", r"one/bin/python: ModuleNotFoundError: nothing$"),
     ):
         with pytest.raises(processes.PeerFailed, match=message):
-            environments.first([one, bad], make, environment=wanted)
+            processes.first([one, bad], make, environment=wanted)
     with pytest.raises(processes.PeerFailed, match=r"no interpreter with peers is there .*make\.sh"):
-        environments.first([], make)
+        processes.first([], make)
 
 
 def test_what_cannot_be_installed_is_noted_with_the_reason(tmp_path: Path) -> None:
@@ -273,7 +304,7 @@ exec {sys.executable} "$@"
     assert note in done.stderr
     assert (folder / "cpprb" / "ready").exists()
     with pytest.raises(processes.PeerFailed, match=note):
-        environments.start(environments.interpreters([folder]), "x", "y", 1, environment="tianshou")
+        processes.start(processes.interpreters([folder]), "select", "tianshou", "Tianshou tree")
 
     again = subprocess.run([*script, str(folder), "cpprb"], **arguments)  # what is there is kept
     assert (again.returncode, again.stdout) == (0, "cpprb is there\n")

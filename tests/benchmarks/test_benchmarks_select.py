@@ -5,48 +5,35 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from benchmarks_common import call, needs_no_gpu, rows_of, run
+from benchmarks_common import call, interpreter, needs_no_gpu, rows_of, run, session
+from benchmarks_common import check_row as check_any_row
+from benchmarks_rehearsal import Rehearsal
+
+__all__ = ["interpreter"]  # a fixture
 
 harness = importlib.import_module("benchmarks.harness")
-peers = importlib.import_module("benchmarks.peers.select_peers")
-environments = importlib.import_module("benchmarks.peers.environments")
-select = importlib.import_module("benchmarks.select")
-subjects = importlib.import_module("benchmarks.select_subjects")
+peers = importlib.import_module("benchmarks.peers.select")
+catalog = importlib.import_module("benchmarks.peers.catalog")
+processes = importlib.import_module("benchmarks.peers.process")
+select = importlib.import_module("benchmarks.experiments.select")
+subjects = importlib.import_module("benchmarks.experiments.select_subjects")
 
 
 def check_row(row: dict[str, Any]) -> None:
     """Every row says what was measured, how, with what result, and on what."""
-    assert row["experiment"] == "select"
+    check_any_row(row, "select")
     assert row["workload"] == row["parameters"]["operation"]
     assert row["workload"] in peers.OPERATIONS
     assert row["rows"] == row["parameters"]["batch"] > 0
     assert row["parameters"]["items"] > 0
-    assert row["repeats"] > 0
-    assert row["batches_per_repeat"] > 0
-    assert not {"bytes", "gb_per_s"} & set(row)
-    for name in ("seconds", "ratio"):
-        assert set(row[name]) == {"p10", "p50", "p90"}
-        assert 0 < row[name]["p10"] <= row[name]["p50"] <= row[name]["p90"]
     assert row["yardstick"].startswith("ours")
-    assert {"quick", "threads", "items", "batches", "seed", "alpha", "beta"} <= set(row["configuration"])
-    assert {"cpu", "cores", "memory_bytes", "gpu", "load"} <= set(row["machine"])
-    assert {"python", "torch", "triton", "numpy", "numba", "cuda"} <= set(row["versions"])
-    assert {"commit", "dirty", "source", "date", "run", "device"} <= set(row)
-
-
-def session(path: Path, repeats: int = 2) -> Any:
-    keys = ("quick", "threads", "items", "batches", "seed", "alpha", "beta")
-    return harness.Session(path, configuration=dict.fromkeys(keys, 0), device="cpu", repeats=repeats)
 
 
 # The command line ------------------------------------------------------------------------------------
@@ -77,11 +64,11 @@ def test_it_measures_names_what_is_left_out_and_can_be_plotted(tmp_path: Path) -
         "cumsum, torch",
         "cumsum, numpy",
     }
-    assert {row["variant"] for row in rows} - set(peers.PEERS) == names
-    for name in set(peers.PEERS) - {row["variant"] for row in rows}:
+    assert {row["variant"] for row in rows} - set(catalog.peers_of("select")) == names
+    for name in set(catalog.peers_of("select")) - {row["variant"] for row in rows}:
         assert f"left out: {name}: {sys.executable}: " in done.stdout
         assert f"{tmp_path / 'python'}: No such file or directory" in done.stdout
-    for shown in ("500 items, batch 64", "cycle ÷ ours, tree", "Cycle of a batch of 64", f"{len(rows)} rows"):
+    for shown in ("500 items, batch 64", "× ours, tree", "By items (× yardstick)", f"{len(rows)} rows"):
         assert shown in done.stdout
 
     report = call("report", str(out), "--out", str(tmp_path / "report"))
@@ -93,27 +80,6 @@ def test_it_measures_names_what_is_left_out_and_can_be_plotted(tmp_path: Path) -
     assert "left out for lack of time: 3,000 items" in late.stdout
     assert "left out: cpprb: no interpreter with peers is there (benchmarks/peers/make.sh)" in late.stdout
     assert rows_of(out) == rows
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("select", "--sizes", "1e4,many"), "expected numbers from 64"),
-        (("select", "--sizes", "63"), "expected numbers from 64"),
-        (("select", "--batches", "0"), "expected numbers from 1"),
-    ],
-)
-def test_bad_options_are_errors_that_name_the_remedy(arguments: Sequence[str], message: str) -> None:
-    done = call(*arguments)
-    assert done.exit_code == 2
-    assert message in " ".join(done.stderr.replace("│", " ").split())
-
-
-@needs_no_gpu
-def test_cuda_without_a_gpu_is_an_error_that_names_the_remedy() -> None:
-    done = call("select", "--device", "cuda")
-    assert done.exit_code == 2
-    assert "--device cpu" in " ".join(done.stderr.replace("│", " ").split())
 
 
 @pytest.mark.gpu
@@ -212,7 +178,7 @@ def test_draws_in_another_proportion_are_found_with_their_deviation(
     assert least < caught.value.deviation < most
 
 
-@pytest.mark.parametrize("kind", select._cpu_kinds(), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", select.cpu_kinds(), ids=lambda kind: kind.name)
 def test_each_variant_on_the_cpu_draws_what_it_should(kind: Any) -> None:
     truth = subjects.Truth(777, 2)
     with contextlib.closing(kind.build(truth)) as subject:
@@ -262,17 +228,17 @@ def test_variants_that_fail_are_left_out_but_ours_end_the_run(
         raise ValueError("no")
 
     kinds = [
-        select.Kind("ours", Right, 1, ours=True, limit={8: 9.0}),
-        select.Kind("wrong", wrong, 1),
-        select.Kind("broken", broken, 1),
-        select.Kind("small", Right, 1, most=100, why="it is small"),
-        select.Kind("huge", Right, 1e12),
-        select.Kind("inexact", inexact, 1),
+        subjects.Kind("ours", Right, 1, ours=True, limit={8: 9.0}),
+        subjects.Kind("wrong", wrong, 1),
+        subjects.Kind("broken", broken, 1),
+        subjects.Kind("small", Right, 1, most=100, why="it is small"),
+        subjects.Kind("huge", Right, 1e12),
+        subjects.Kind("inexact", inexact, 1),
     ]
     sizes = select.Sizes((1000,), (8,), seconds=1e-4, draws=1 << 14)
     out = tmp_path / "rows.jsonl"
-    left = select.Left(session(out))
-    select.run(session(out), left, kinds, sizes, yardstick="ours")
+    made = session(out, 2, "select")
+    select.measured(made, kinds, sizes, yardstick="ours")
     rows = rows_of(out)
     for row in rows:
         check_row(row)
@@ -283,7 +249,7 @@ def test_variants_that_fail_are_left_out_but_ours_end_the_run(
     ]
     assert ["bias" in row["parameters"] for row in rows] == [False, True] * 3
     assert "inexact *" in capsys.readouterr().out
-    reasons = "\n".join(left.reasons)
+    reasons = "\n".join(made.reasons)
     for reason in (
         "inexact (*): inexact, 1,000 items: ",
         "left out: wrong, 1,000 items: priorities: draws are not in proportion",
@@ -292,149 +258,41 @@ def test_variants_that_fail_are_left_out_but_ours_end_the_run(
         "huge, 1,000 items: it needs about 1000000 GB of memory",
     ):
         assert reason in reasons
-    kinds[1] = select.Kind("wrong", wrong, 1, ours=True)
+    kinds[1] = subjects.Kind("wrong", wrong, 1, ours=True)
     with pytest.raises(harness.Incorrect, match="wrong, 1,000 items: priorities: draws"):
-        select.run(session(out), left, kinds, sizes, yardstick="ours")
+        select.measured(made, kinds, sizes, yardstick="ours")
     assert rows_of(out) == rows
 
 
 # Peers -----------------------------------------------------------------------------------------------
 
-_FAKES = {
-    "cpprb.py": """
-        import numpy as np
-        print("a library that prints")
-        class PrioritizedReplayBuffer:
-            def __init__(self, size, columns, alpha, eps):
-                self.leaves, self.alpha, self.n = np.zeros(size), alpha, 0
-                self.random = np.random.default_rng(0)
-            def add(self, x, priorities):
-                self.leaves[self.n : self.n + len(x)] = priorities.astype(float) ** self.alpha
-                self.n += len(x)
-            def sample(self, batch, beta):
-                i = self.random.choice(len(self.leaves), batch, p=self.leaves / self.leaves.sum())
-                return {"indexes": i.astype(np.uint64), "x": i[:, None].astype(np.int32)}
-            def update_priorities(self, i, priorities):
-                if len(i) == 13:
-                    raise RuntimeError("thirteen")
-                self.leaves[i.astype(int)] = priorities.astype(float) ** self.alpha
-    """,
-    "cpprb-11.0.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: cpprb\nVersion: 11.0.0\n",
-}
+
+def test_a_peer_draws_in_its_own_interpreter(interpreter: Path, tmp_path: Path) -> None:
+    made = session(tmp_path / "rows.jsonl", pythons=[interpreter])
+    with contextlib.ExitStack() as stack:
+        (kind,) = select._peer_kinds(made, stack)
+        assert kind.name == "cpprb"
+        assert kind.parameters["peer"]["versions"]["cpprb"] == "11.0.0"
+        assert len(made.reasons) == 3
+        truth = subjects.Truth(300, 2)
+        subject = kind.build(truth)
+        look(subject, truth)
+        assert subject.measure("cycle", 16, 3) > 0
+        with pytest.raises(processes.PeerFailed, match="RuntimeError: thirteen"):
+            subject.draw(13)
 
 
-@pytest.fixture
-def interpreter(tmp_path: Path) -> Path:
-    """A python that has a stand-in of a peer: isolated, as the benchmark starts it, it sees no PYTHONPATH."""
-    site = tmp_path / "site"
-    for name, text in _FAKES.items():
-        (site / name).parent.mkdir(parents=True, exist_ok=True)
-        lines = text.strip("\n").splitlines()
-        indent = len(lines[0]) - len(lines[0].lstrip())
-        (site / name).write_text("\n".join(line[indent:] for line in lines) + "\n", encoding="utf-8")
-    script = tmp_path / "python"
-    start = f"import runpy, sys; sys.path.insert(0, {str(site)!r}); sys.argv = sys.argv[1:]; " + (
-        "runpy.run_path(sys.argv[0], run_name='__main__')"
-    )
-    script.write_text(f'#!/bin/sh\nshift\nexec "{sys.executable}" -I -c "{start}" "$@"\n', encoding="utf-8")
-    script.chmod(0o755)
-    return script
-
-
-@pytest.fixture
-def cpprb(interpreter: Path) -> Iterator[Any]:
-    process = environments.start([interpreter], peers.__file__, "cpprb", 1, patience=60.0)
-    yield process
-    process.close()
-
-
-def test_a_peer_is_checked_and_measured_in_its_own_interpreter(cpprb: Any, tmp_path: Path) -> None:
-    assert cpprb.about["versions"]["cpprb"] == "11.0.0"
-    assert cpprb.about["note"] is None
-    truth = subjects.Truth(500, 2)
-    peer = subjects.Peer(cpprb, "cpprb", truth)
-    look(peer, truth)
-    for operation in peers.OPERATIONS:
-        assert peer.measure(operation, 16, 3) > 0
-
-    out = tmp_path / "rows.jsonl"
-    kinds = [
-        select.Kind("ours, tree", subjects.TreeSubject, 1, ours=True),
-        select.Kind(
-            "cpprb",
-            lambda truth: subjects.Peer(cpprb, "cpprb", truth),
-            1,
-            parameters={"peer": cpprb.about},
-        ),
-    ]
-    sizes = select.Sizes((500, 600), (8,), seconds=1e-4, draws=1 << 14)
-    select.run(session(out), select.Left(session(out)), kinds, sizes, yardstick="ours, tree")
-    rows = rows_of(out)
-    assert len(rows) == 2 * 2 * 3
-    for row in rows:
-        check_row(row)
-    assert rows[1]["parameters"]["peer"]["versions"]["cpprb"] == "11.0.0"
-
-
-def test_a_peer_that_fails_says_why(cpprb: Any) -> None:
-    with pytest.raises(subjects.PeerFailed, match="RuntimeError: build comes first"):
-        cpprb.ask("draw", batch=1, times=1)
-    peer = subjects.Peer(cpprb, "cpprb", subjects.Truth(500, 2))
-    with pytest.raises(subjects.PeerFailed, match="RuntimeError: thirteen"):
-        peer.update((np.arange(13), None), np.ones(13))
-    cpprb._process.kill()
-    cpprb._process.wait()
-    with pytest.raises(subjects.PeerFailed, match="it has ended"):
-        peer.draw(3)
-
-
-def test_a_peer_that_is_not_there_says_why(interpreter: Path, tmp_path: Path) -> None:
-    with pytest.raises(subjects.PeerFailed, match=r"ModuleNotFoundError: .*tianshou"):
-        environments.start([interpreter], peers.__file__, "Tianshou tree", 1)
-    with pytest.raises(subjects.PeerFailed, match="No such file"):
-        environments.start([tmp_path / "none"], peers.__file__, "cpprb", 1)
+def test_interpreters_that_do_not_answer_are_named(tmp_path: Path) -> None:
+    with pytest.raises(processes.PeerFailed, match="No such file or directory"):
+        catalog.started([tmp_path / "none"], "select", "cpprb")
     slow = tmp_path / "slow"
     slow.write_text("#!/bin/sh\necho sleepy >&2\nexec sleep 20\n", encoding="utf-8")
     slow.chmod(0o755)
-    with pytest.raises(subjects.PeerFailed, match="took 0 s: sleepy"):
-        environments.start([slow], peers.__file__, "cpprb", 1, patience=0.3)
-
-
-def test_the_worker_imports_nothing_of_this_project() -> None:
-    code = (
-        "import sys, runpy; runpy.run_path(sys.argv[1]); "
-        "print([n for n in sys.modules if n.split('.')[0] in ('gear_loader', 'benchmarks', 'torch')])"
-    )
-    command = [sys.executable, "-I", "-c", code, peers.__file__]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "[]"
-
-
-# The picture -----------------------------------------------------------------------------------------
+    with pytest.raises(processes.PeerFailed, match="took 0 s: sleepy"):
+        catalog.started([slow], "select", "cpprb", patience=0.3)
 
 
 # The GPU side, rehearsed -----------------------------------------------------------------------------
-
-
-class Rehearsal:
-    """An engine that is no GPU: kernels run on the CPU in Triton's interpreter, one after another."""
-
-    device = torch.device("cpu")
-
-    def timed(self, work: Callable[[], None]) -> float:
-        begin = time.perf_counter()
-        work()
-        return time.perf_counter() - begin
-
-    def queue(self, launches: Sequence[Callable[[], None]]) -> Callable[[], None]:
-        def replay() -> None:
-            for launch in launches:
-                launch()
-
-        return replay
-
-    def synchronize(self) -> None:
-        pass
 
 
 @pytest.mark.long
@@ -442,23 +300,23 @@ class Rehearsal:
 def test_the_gpu_side_measures_what_it_should(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    select_gpu = importlib.import_module("benchmarks.select_gpu")
-    assert select_gpu.LIMITS == {1024: 40e-6}
-    monkeypatch.setattr(select_gpu, "LIMITS", {32: 40e-6})
-    kinds = select_gpu.kinds(Rehearsal(), launches=2)
+    select_cuda = importlib.import_module("benchmarks.experiments.select_cuda")
+    assert select_cuda.LIMITS == {1024: 40e-6}
+    monkeypatch.setattr(select_cuda, "LIMITS", {32: 40e-6})
+    kinds = select_cuda.kinds(Rehearsal(), launches=2)
     assert [kind.limit for kind in kinds[:3]] == [{32: 40e-6}, {32: 40e-6}, {}]
     sizes = select.Sizes((1500,), (32,), seconds=1e-9, draws=1 << 9)
     out = tmp_path / "rows.jsonl"
-    made = session(out, repeats=1)
-    left = select.Left(made)
-    select.run(made, left, kinds, sizes, yardstick=select_gpu.YARDSTICK)
-    assert left.reasons == []
+    made = session(out)
+    select.measured(made, kinds, sizes, yardstick=select_cuda.YARDSTICK)
+    assert made.reasons == []
     rows = rows_of(out)
     for row in rows:
         check_row(row)
     assert {row["variant"] for row in rows} == {kind.name for kind in kinds}
     limits = {(row["variant"], row["workload"], row["rows"]) for row in rows if "limit" in row}
     assert limits == {("ours, graph", "cycle", 32), ("ours, eager", "cycle", 32)}
+    made.finish()
     assert "at most" in capsys.readouterr().out
 
 
@@ -473,14 +331,14 @@ def test_the_gpu_side_measures_what_it_should(
 def test_a_graph_that_does_something_else_is_found(
     fault: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    select_gpu = importlib.import_module("benchmarks.select_gpu")
+    select_cuda = importlib.import_module("benchmarks.experiments.select_cuda")
     engine = Rehearsal()
-    tree = select_gpu.DeviceTree(subjects.Truth(300, 1), engine)
-    graph = select_gpu.Graph(engine, tree, 2)
+    tree = select_cuda.DeviceTree(subjects.Truth(300, 1), engine)
+    graph = select_cuda.Graph(engine, tree, 2)
     assert graph.measure("cycle", 8, 3) > 0
     if fault == "draw":
         tree._step = torch.zeros(1, dtype=torch.int64)  # another counter than the kernel's
     else:
-        monkeypatch.setattr(select_gpu.priority, "update", lambda *arguments, **options: None)
+        monkeypatch.setattr(select_cuda.priority, "update", lambda *arguments, **options: None)
     with pytest.raises(harness.Incorrect, match=message):
         graph.measure("draw" if fault == "draw" else "cycle", 16, 3)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,27 +10,28 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks_common import ROOT, call, reasons_of, rows_of
+from benchmarks_common import Here, call, reasons_of, rows_of, session, worker
 
 for package in ("gymnasium", "mujoco"):
     pytest.importorskip(package)
 
 harness = importlib.import_module("benchmarks.harness")
-hopper = importlib.import_module("benchmarks.train_hopper")
-parts = importlib.import_module("benchmarks.train_parts")
-peers = importlib.import_module("benchmarks.peers.train_peers")
+hopper = importlib.import_module("benchmarks.experiments.train_hopper")
+episodes = importlib.import_module("benchmarks.peers.episodes")
+gear = importlib.import_module("benchmarks.peers.gear")
+plain = importlib.import_module("benchmarks.peers.plain")
+policies = importlib.import_module("benchmarks.peers.policy")
 processes = importlib.import_module("benchmarks.peers.process")
-train = importlib.import_module("benchmarks.train")
-worker = importlib.import_module("benchmarks.train_worker")
+train = importlib.import_module("benchmarks.experiments.train")
 
-HERE = {**worker.OURS, **{n: kind for n, kind in peers.LOADERS.items() if kind.environment is None}}
+HERE = {**gear.KINDS["train"], **plain.KINDS["train"]}
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A few short episodes, collected."""
-    chosen = parts.Setting(
+    chosen = train.Setting(
         folder=tmp_path_factory.mktemp("train"),
         batches=(8,),
         episodes=12,
@@ -45,38 +43,17 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Any:
         seeds=(0, 1),
         threads=1,
     )
-    return parts.prepare(chosen)
+    return train.prepare(chosen)
 
 
 @pytest.fixture(scope="module")
 def data(setting: Any) -> Any:
-    return peers.Data(str(setting.data))
+    return episodes.Data(str(setting.data))
 
 
-class Inside:
-    """What stands in for a `PeerProcess`: the worker, in this process."""
-
-    def __init__(self, name: str, **faults: Any) -> None:
-        self.about = {"versions": {"torch": faults.get("torch", torch.__version__)}, "note": None}
-        self._worker, self._faults = peers.Worker(HERE[name]), faults
-
-    def ask(self, what: str, **arguments: Any) -> dict[str, Any]:
-        json.dumps(arguments)  # as a process gets them
-        if what in self._faults:
-            raise processes.PeerFailed(self._faults[what])
-        try:
-            answer = getattr(self._worker, what)(**arguments)
-        except Exception as error:
-            raise processes.PeerFailed(f"{type(error).__name__}: {error}") from error
-        answer.update(self._faults.get("answers", {}).get(what, {}))
-        return json.loads(json.dumps(answer))
-
-    def close(self) -> None:
-        self._worker.close()
-
-
-def session(out: Path) -> Any:
-    return harness.Session(out, experiment="train", configuration={}, device="cpu", repeats=2)
+def inside(name: str, torch_version: str = torch.__version__, **faults: Any) -> Any:
+    """What stands in for a process that trains."""
+    return Here(worker("train", HERE[name]), {"torch": torch_version}, **faults)
 
 
 # The command line ------------------------------------------------------------------------------------
@@ -107,13 +84,7 @@ def test_it_measures_names_what_is_left_out_and_appends_rows(
         ((seconds, achieved),) = row["parameters"]["curve"]
         assert seconds == row["amount"]["p50"] > 0
         assert achieved >= row["parameters"]["return"] == 0
-    assert "s to the return" in done.output
-
-
-def test_bad_options_are_errors() -> None:
-    done = call("train", "--batches", "0")
-    assert done.exit_code == 2
-    assert "expected numbers from 1" in " ".join(done.stderr.replace("│", " ").split())
+    assert "training until the return" in done.output
 
 
 # What loaders deliver --------------------------------------------------------------------------------
@@ -139,13 +110,13 @@ def loader(request: pytest.FixtureRequest, data: Any) -> Iterator[Any]:
 
 def test_each_loader_delivers_windows_of_the_data(loader: Any, data: Any) -> None:
     lengths = set()
-    for _ in range(1 if isinstance(loader, peers.Ready) else 12):
+    for _ in range(1 if isinstance(loader, plain.Ready) else 12):
         batch = loader.next()
-        peers.verify(batch, data)
-        assert batch["observation"].shape == (16, peers.WINDOW, 11)
+        episodes.verify(batch, data)
+        assert batch["observation"].shape == (16, episodes.WINDOW, 11)
         lengths |= set(batch["mask"].sum(1).tolist())
-    assert max(lengths) == peers.WINDOW
-    assert isinstance(loader, peers.Ready) or min(lengths) < peers.WINDOW  # of the begin of an episode
+    assert max(lengths) == episodes.WINDOW
+    assert isinstance(loader, plain.Ready) or min(lengths) < episodes.WINDOW  # of the begin of an episode
 
 
 @pytest.mark.parametrize(
@@ -161,28 +132,28 @@ def test_each_loader_delivers_windows_of_the_data(loader: Any, data: Any) -> Non
     ],
 )
 def test_wrong_windows_are_refused(data: Any, change: Any, message: str) -> None:
-    steps = np.array([0, 7, 11, 20])[:, None] + np.arange(peers.WINDOW)
+    steps = np.array([0, 7, 11, 20])[:, None] + np.arange(episodes.WINDOW)
     batch = {name: torch.from_numpy(values[steps]) for name, values in data.columns.items()}
     batch["mask"] = torch.ones(steps.shape, dtype=torch.bool)
-    assert peers.verify(batch, data).tolist() == [0, 7, 11, 20]
+    assert episodes.verify(batch, data).tolist() == [0, 7, 11, 20]
     change(batch)
     with pytest.raises(ValueError, match=message):
-        peers.verify(batch, data)
+        episodes.verify(batch, data)
 
 
 def test_windows_over_the_end_of_an_episode_are_refused(data: Any) -> None:
-    steps = data.begins[1] - 3 + np.arange(peers.WINDOW)[None]
+    steps = data.begins[1] - 3 + np.arange(episodes.WINDOW)[None]
     batch = {name: torch.from_numpy(values[steps]) for name, values in data.columns.items()}
     batch["mask"] = torch.ones(steps.shape, dtype=torch.bool)
     with pytest.raises(ValueError, match="beyond the end of its episode"):
-        peers.verify(batch, data)
+        episodes.verify(batch, data)
 
 
 def test_the_same_windows_again_are_refused(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    process = Inside("plain torch")
+    process = inside("plain torch")
     process.ask("build", data=str(setting.data), batch=8, seed=0, device="cpu")
-    batch = process._worker._loader.next()
-    monkeypatch.setattr(process._worker._loader, "next", lambda: batch)
+    batch = process.worker.subject.next()
+    monkeypatch.setattr(process.worker.subject, "next", lambda: batch)
     with pytest.raises(processes.PeerFailed, match="3 batches of 8 hold only"):
         process.ask("check")
 
@@ -193,7 +164,7 @@ def test_the_same_windows_again_are_refused(setting: Any, monkeypatch: pytest.Mo
 def test_all_train_the_same_model(setting: Any, tmp_path: Path) -> None:
     losses, learned = set(), []
     for name in ("ours", "plain torch", "batch ready"):
-        process = Inside(name)
+        process = inside(name)
         process.ask("build", data=str(setting.data), batch=8, seed=0, device="cpu")
         losses.add(process.ask("reset", weights=str(setting.weights("start-0")))["loss"])
         answer = process.ask("run", steps=3, ready=name == "ours")
@@ -213,8 +184,8 @@ def test_all_train_the_same_model(setting: Any, tmp_path: Path) -> None:
 @torch.no_grad()
 def test_padding_does_not_matter_to_the_loss(data: Any) -> None:
     torch.manual_seed(0)
-    policy = peers.Policy(data)
-    batch = {name: values.clone() for name, values in data.first.items()}
+    policy = policies.Policy(data)
+    batch = {name: values.clone() for name, values in policies.first_windows(data).items()}
     batch["mask"][:, 9:] = False
     expected = float(policy.loss({name: values[:, :9] for name, values in batch.items()}))
     assert float(policy.loss(batch)) == pytest.approx(expected, rel=1e-5)
@@ -223,12 +194,12 @@ def test_padding_does_not_matter_to_the_loss(data: Any) -> None:
 
 
 def test_a_chunk_starts_without_batches_made_before(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    process = Inside("plain torch")
+    process = inside("plain torch")
     process.ask("build", data=str(setting.data), batch=8, seed=0, device="cpu")
     with pytest.raises(processes.PeerFailed, match="reset comes first"):
         process.ask("run", steps=1)
     process.ask("reset", weights=str(setting.weights("start-0")))
-    loader, taken = process._worker._loader, []
+    loader, taken = process.worker.subject, []
     take = loader.next
     monkeypatch.setattr(loader, "ahead", 5, raising=False)
     monkeypatch.setattr(loader, "next", lambda: taken.append(1) or take())
@@ -238,25 +209,24 @@ def test_a_chunk_starts_without_batches_made_before(setting: Any, monkeypatch: p
 
 def test_loaders_that_fail_are_left_out_but_ours_end_the_run(setting: Any, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
-    made = session(out)
-    left = harness.Left(made)
+    made = session(out, 2, "train")
     trainees = [
-        parts.Trainee("batch ready", Inside("batch ready"), True),
-        parts.Trainee("TorchRL", Inside("plain torch", torch="9.9+cpu"), False, {"peer": {}}),
-        parts.Trainee("broken", Inside("plain torch", check="ValueError: no window"), False),
-        parts.Trainee("other", Inside("plain torch", answers={"reset": {"loss": 9.0}}), False),
+        train.Trainee("batch ready", inside("batch ready"), True),
+        train.Trainee("TorchRL", inside("plain torch", torch_version="9.9+cpu"), False, {"peer": {}}),
+        train.Trainee("broken", inside("plain torch", check="ValueError: no window"), False),
+        train.Trainee("other", inside("plain torch", reset={"loss": 9.0}), False),
     ]
-    able = parts.steps(made, left, setting, list(trainees), 8)
+    able = train.steps(made, setting, list(trainees), 8)
     assert [trainee.name for trainee in able] == ["batch ready", "TorchRL"]
-    assert left.reasons[0] == "left out: broken, batch 8: ValueError: no window"
-    assert left.reasons[1].startswith("left out: other, batch 8: its model has a loss of 9.0, expected")
+    assert made.reasons[0] == "left out: broken, batch 8: ValueError: no window"
+    assert made.reasons[1].startswith("left out: other, batch 8: its model has a loss of 9.0, expected")
     names = [row["variant"] for row in rows_of(out)]
     assert names == ["batch ready", "TorchRL", "batch ready, torch 9.9"]
 
     before = rows_of(out)
-    broken = parts.Trainee("ours", Inside("ours", check="ValueError: no window"), True)
+    broken = train.Trainee("ours", inside("ours", check="ValueError: no window"), True)
     with pytest.raises(harness.Incorrect, match="ours, batch 8: ValueError: no window"):
-        parts.steps(made, left, setting, [trainees[0], broken], 8)
+        train.steps(made, setting, [trainees[0], broken], 8)
     assert rows_of(out) == before
     for trainee in (*trainees, broken):
         trainee.process.close()
@@ -266,24 +236,24 @@ def test_training_goes_on_until_the_return_or_the_limit(
     setting: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "rows.jsonl"
-    made = session(out)
-    left = harness.Left(made)
+    made = session(out, 2, "train")
     trainees = [
-        parts.Trainee("plain torch", Inside("plain torch"), True),
-        parts.Trainee("slow", Inside("plain torch"), False),
-        parts.Trainee("dead", Inside("plain torch", weights="it has ended"), False),
+        train.Trainee("plain torch", inside("plain torch"), True),
+        train.Trainee("slow", inside("plain torch"), False),
+        train.Trainee("dead", inside("plain torch", weights="it has ended"), False),
     ]
     for trainee in trainees:
         trainee.process.ask("build", data=str(setting.data), batch=8, seed=0, device="cpu")
     achieved = iter([0.5, 0.1, 0.95, 0.2, 0.91, 0.3, 0.4])  # in turn, seed after seed; of the best return
     monkeypatch.setattr(hopper, "evaluate", lambda *_, **__: setting.best * next(achieved))
-    (amount,) = parts.race(made, left, setting, trainees)
+    train.race(made, setting, trainees)
+    (amount,) = made.amounts
     assert amount.variant == "plain torch"
     assert [len(curve) for curve in amount.parameters["curves"]] == [2, 1]
     assert amount.parameters["curve"][-1] == (amount.values[0], 0.95 * setting.best)
     assert amount.parameters["return"] == 0.9 * setting.best
     assert amount.extras["reached"] == amount.extras["seeds"] == 2
-    reasons = "\n".join(left.reasons)
+    reasons = "\n".join(made.reasons)
     assert reasons.count("not reached: slow, return of") == 2
     assert "it reached" in reasons
     assert "in 4 steps" in reasons
@@ -294,16 +264,6 @@ def test_training_goes_on_until_the_return_or_the_limit(
 
 
 def test_a_policy_is_evaluated_alike_each_time(data: Any, setting: Any) -> None:
-    policy = peers.load(peers.Policy(data), str(setting.weights("start-0")))
+    policy = policies.load(policies.Policy(data), str(setting.weights("start-0")))
     found = [hopper.evaluate(policy, setting.best, episodes=2, horizon=20) for _ in range(2)]
     assert found[0] == found[1] > 0
-
-
-def test_the_script_imports_nothing_of_this_project() -> None:
-    code = (
-        "import sys, runpy; runpy.run_path(sys.argv[1]); "
-        "print([n for n in sys.modules if n.split('.')[0] in ('gear_loader', 'benchmarks')])"
-    )
-    command = [sys.executable, "-I", "-c", code, peers.__file__]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "[]"

@@ -1,0 +1,246 @@
+"""Gathering without a kernel: a batch's rows as copies of the driver, in one call or in a call each.
+
+========================== ===================================================================================
+cuMemcpyBatchAsync         all rows of a batch, of all columns, in one call (CUDA 12.8 and later); the sources may be
+                           read at any time, which leaves the driver the most freedom
+cuMemcpyHtoDAsync, a row   a call a row and column: what `cudaMemcpyAsync` does, without its overhead
+each
+========================== ===================================================================================
+
+Both need rows that lie in one piece, and both have their addresses computed beforehand. The driver refuses batches
+of copies on the default stream, so both go to one of their own, and copies that span two registrations of host memory,
+so a row that does is two copies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.engine import Engine
+from benchmarks.gather_rows import QueueRows
+from benchmarks.harness import Incorrect, Session, Variant
+from benchmarks.workloads import poison
+
+__all__ = ["BATCHED", "SINGLE", "Attributes", "Driver", "Unavailable", "copy_variants", "row_copies", "split"]
+
+BATCHED = "cuMemcpyBatchAsync"
+SINGLE = "cuMemcpyHtoDAsync, a row each"
+MOST_COPIES = 4096
+"""Copies that a measurement makes at most, unless one batch has more."""
+
+ORDER_ANY = 3
+"""`CU_MEMCPY_SRC_ACCESS_ORDER_ANY`: sources may be read out of the stream's order."""
+
+Array = np.ndarray[Any, np.dtype[np.uint64]]
+Copy = tuple[Array, Array, Array]
+
+
+class Unavailable(Exception):
+    """The driver has no such call."""
+
+
+class Location(ctypes.Structure):
+    """`CUmemLocation`; all zero for no hint."""
+
+    _fields_ = (("type", ctypes.c_int), ("id", ctypes.c_int))
+
+
+class Attributes(ctypes.Structure):
+    """`CUmemcpyAttributes`, of 24 bytes in CUDA 12.8 to 13.0; hints matter to managed memory alone."""
+
+    _fields_ = (
+        ("srcAccessOrder", ctypes.c_int),
+        ("srcLocHint", Location),
+        ("dstLocHint", Location),
+        ("flags", ctypes.c_uint),
+    )
+
+
+class Driver:
+    """The driver's copies from host to device.
+
+    Args:
+        library: ``libcuda.so.1`` by default.
+
+    Raises:
+        Unavailable: there is no driver.
+    """
+
+    def __init__(self, library: Any = None) -> None:
+        try:
+            self._library = ctypes.CDLL("libcuda.so.1") if library is None else library
+            self._single = self._library.cuMemcpyHtoDAsync_v2
+        except (OSError, AttributeError) as error:
+            raise Unavailable(str(error)) from error
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        self._single.argtypes = (ctypes.c_uint64, pointer, size, pointer)
+        self._single.restype = ctypes.c_int
+        # CUDA 13 dropped the argument that tells which copy failed, and gave the call a new symbol.
+        self._fails = False
+        self._batched = getattr(self._library, "cuMemcpyBatchAsync_v2", None)
+        if self._batched is None:
+            self._batched, self._fails = getattr(self._library, "cuMemcpyBatchAsync", None), True
+        if self._batched is not None:
+            failed = (pointer,) if self._fails else ()
+            self._batched.argtypes = (*(pointer,) * 3, size, pointer, pointer, size, *failed, pointer)
+            self._batched.restype = ctypes.c_int
+        self._attributes = Attributes(srcAccessOrder=ORDER_ANY)
+        self._first, self._failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
+
+    def batched(self, copies: Copy, stream: int) -> None:
+        """All copies in one call.
+
+        Raises:
+            Unavailable: the driver is older than CUDA 12.8.
+            Incorrect: the call fails.
+        """
+        if self._batched is None:
+            raise Unavailable("the driver has no cuMemcpyBatchAsync (CUDA 12.8 and later)")
+        targets, sources, sizes = copies
+        code = self._batched(
+            targets.ctypes.data,
+            sources.ctypes.data,
+            sizes.ctypes.data,
+            len(targets),
+            ctypes.addressof(self._attributes),
+            ctypes.addressof(self._first),
+            1,
+            *((ctypes.addressof(self._failed),) if self._fails else ()),
+            stream,
+        )
+        if code != 0:
+            where = f" at copy {self._failed.value}" if self._fails else ""
+            raise Incorrect(f"cuMemcpyBatchAsync returned {code}{where}")
+
+    def singly(self, copies: Sequence[tuple[int, int, int]], stream: int) -> None:
+        """A call for each copy: target, source, bytes.
+
+        Raises:
+            Incorrect: a call fails.
+        """
+        call = self._single
+        for target, source, count in copies:
+            code = call(target, source, count, stream)
+            if code != 0:
+                raise Incorrect(f"cuMemcpyHtoDAsync returned {code}")
+
+
+def row_copies(rows: QueueRows, i: int) -> Copy:
+    """Batch `i` of a queue as copies: addresses of targets and sources, and bytes; uint64 [columns * batch] each.
+
+    All columns but the masks. More where rows span two registrations of the table's memory.
+    """
+    assert rows.whole
+    slots, anchors = rows.slots[i].cpu().numpy(), rows.anchors[i].cpu().numpy()
+    extent, block_ids = rows.table.index_arrays()
+    blocks, steps = block_ids.reshape(-1), rows.table.region.layout.block_steps
+    parts: list[list[Array]] = [[], [], []]
+    for name, window in rows.windows.items():
+        column, out = rows.table.region.column(name), rows.buffers[i % 2].batch[name]
+        step_bytes = rows.table.schema[name].step_bytes
+        first = anchors + window.offset
+        block = blocks[extent[slots, 1] + first // steps].astype(np.int64)
+        inside = first % steps * step_bytes
+        count = window.length * step_bytes
+        parts[0].append(out.data_ptr() + np.arange(len(slots)) * count)
+        parts[1].append(column.ctypes.data + block * column.shape[1] + inside)
+        parts[2].append(np.full(len(slots), count))
+    targets, sources, sizes = (np.concatenate(part).astype(np.uint64) for part in parts)
+    return split((targets, sources, sizes), rows.table.region.pinned_bounds)
+
+
+def split(copies: Copy, bounds: Sequence[int]) -> Copy:
+    """Copies none of which reads across one of these addresses: those that do are cut there."""
+    targets, sources, sizes = copies
+    for bound in bounds:
+        at = np.uint64(bound)
+        cut = np.flatnonzero((sources < at) & (sources + sizes > at))
+        if len(cut):
+            first = at - sources[cut]
+            rest = targets[cut] + first, np.full(len(cut), at), sizes[cut] - first
+            sizes = sizes.copy()
+            sizes[cut] = first
+            targets, sources, sizes = (
+                np.concatenate(parts) for parts in zip((targets, sources, sizes), rest, strict=True)
+            )
+    return targets, sources, sizes
+
+
+def copy_variants(engine: Engine, driver: Driver | None, rows: QueueRows, session: Session) -> list[Variant]:
+    """Both ways, of rows that lie in one piece; one that does not work here is left out with its reason."""
+    if driver is None or not rows.whole:
+        return []
+    found = []
+    for name, made in ((BATCHED, _batched(driver)), (SINGLE, _singly(driver))):
+        variant = _variant(engine, rows, name, made)
+        try:
+            variant.check()
+            found.append(variant)
+        except (Incorrect, Unavailable) as error:
+            session.leave(f"{name}, rows of {rows.bytes // rows.slots.shape[1]} B", str(error))
+    return found
+
+
+def _batched(driver: Driver) -> Callable[[Copy], Callable[[int], None]]:
+    return lambda copies: lambda stream: driver.batched(copies, stream)
+
+
+def _singly(driver: Driver) -> Callable[[Copy], Callable[[int], None]]:
+    def prepared(copies: Copy) -> Callable[[int], None]:
+        triples = list(zip(*(part.tolist() for part in copies), strict=True))
+        return lambda stream: driver.singly(triples, stream)
+
+    return prepared
+
+
+def _variant(
+    engine: Engine, rows: QueueRows, name: str, made: Callable[[Copy], Callable[[int], None]]
+) -> Variant:
+    launches, batch = rows.slots.shape
+    batches = max(1, min(launches, MOST_COPIES // (batch * len(rows.windows))))
+    host: list[float] = []
+
+    def run(works: Sequence[Callable[[int], None]]) -> float:
+        """Seconds on the device; the host's are noted."""
+
+        def queue() -> None:
+            begin = time.perf_counter()
+            for work in works:
+                work(stream)
+            host.append((time.perf_counter() - begin) / len(works))
+
+        engine.synchronize()
+        with engine.aside() as stream:
+            return engine.timed(queue)
+
+    def check() -> None:
+        rows.refresh()
+        engine.synchronize()
+        for i in sorted({0, batches - 1}):
+            target = rows.buffers[i % 2].batch
+            poison(target)
+            target["mask"].fill_(True)  # not copied: all steps exist
+            run([made(row_copies(rows, i))])
+            engine.synchronize()
+            rows.check(i)
+        host.clear()
+
+    def measure() -> float:
+        rows.refresh()
+        engine.synchronize()
+        return run([made(row_copies(rows, i)) for i in range(batches)])
+
+    return Variant(
+        name,
+        measure,
+        check,
+        rows.bytes,
+        batches,
+        {"copies": batch * len(rows.windows)},
+        extras=lambda: {"launch_seconds": float(np.median(host))},
+    )

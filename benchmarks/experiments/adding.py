@@ -1,0 +1,427 @@
+"""Adding by several processes to a table in shared memory, or to another library's store: `online`, `single-server`.
+
+An item of adding is a trajectory or a step; its seconds are the window of a measurement divided by what all writers of
+the variant have added in it. So rates are totals over all writers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import gear_loader as gear
+from benchmarks.harness import Comparison, Incorrect, Session, Variant
+from benchmarks.peers.catalog import library_of, peers_of
+from benchmarks.peers.gear import PATIENCE
+from benchmarks.peers.online import item_of, trajectories_of
+from benchmarks.peers.process import PeerFailed, PeerProcess, first, start
+from benchmarks.workloads import Workload
+from gear_loader.errors import RegionError
+from gear_loader.storage.limiters import RateLimiter
+from gear_loader.storage.shared_memory import region_path
+
+__all__ = ["Crew", "Group", "Setting", "TableCache", "crews_of", "inserting", "specify"]
+
+GOALS = {"whole": 40_000, "steps": 100_000}
+"""Items a second that one process should reach."""
+SHARE_OF_MEMCPY = 0.7
+"""Of batches, in one process."""
+SOURCES = 128
+PEERS = peers_of("online")
+_OWN = {"ours": "gear", "memcpy": "gear", "torch": "plain"}
+_LEAD = 0.03  # seconds between telling writers to start and their start
+_SWEEP = """
+import contextlib, os, sys
+paths = []
+for line in sys.stdin:
+    paths.append(line.rstrip("\\n"))
+for path in paths:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What is measured.
+
+    Attributes:
+        workload: what is added, and how much a table holds of it.
+        block_steps: of tables.
+        modes: of `peers.online.MODES`.
+        writers: how many at a time when adding. readers_writers: while reading.
+        batch: trajectories of a call of `extend`.
+        rows: of a batch that is read.
+        items: of tables whose priorities are set.
+        window: seconds of a measurement.
+        seed: of everything.
+    """
+
+    workload: Workload
+    block_steps: int = 100
+    modes: tuple[str, ...] = ("whole", "batches", "steps", "chunks 10", "chunks 50")
+    writers: tuple[int, ...] = (1, 2, 4, 8)
+    readers_writers: tuple[int, ...] = (0, 1, 2)
+    batch: int = 64
+    rows: int = 256
+    items: tuple[int, ...] = (10**5, 10**6)
+    window: float = 0.4
+    seed: int = 3
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """What writers are told."""
+        return specify(self.workload, batch=self.batch, seed=self.seed)
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of a step in all columns."""
+        return sum(column.step_bytes for column in self.workload.schema.values())
+
+    def parameters(self, workload: Workload | None = None) -> dict[str, Any]:
+        """What rows say of all of it."""
+        workload = workload or self.workload
+        return {
+            "window": self.window,
+            "trajectories": workload.trajectories,
+            "steps": workload.steps,
+            "block_steps": self.block_steps,
+        }
+
+
+def specify(workload: Workload, *, batch: int, seed: int) -> dict[str, Any]:
+    """What writers are told about what they write; see `peers.online.Subject`."""
+    return {
+        "columns": {name: list(shape) for name, shape in workload.columns},
+        "steps": workload.steps,
+        "trajectories": workload.trajectories,
+        "sources": min(SOURCES, workload.trajectories // 2),
+        "batch": min(batch, workload.trajectories // 4),
+        "seed": seed,
+    }
+
+
+class TableCache:
+    """Tables in shared memory, whose names are gone afterwards, even if this process is killed.
+
+    A process in a session of its own waits for the end of this one, to remove what is left.
+    """
+
+    def __init__(self) -> None:
+        self._sweeper = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _SWEEP],
+            stdin=subprocess.PIPE,
+            encoding="utf-8",
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> TableCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._sweeper.stdin is not None
+        self._sweeper.stdin.close()
+        self._sweeper.wait()
+
+    @contextlib.contextmanager
+    def table(
+        self, workload: Workload, *, block_steps: int, limiter: RateLimiter | None = None
+    ) -> Iterator[gear.Table]:
+        """An empty table that evicts the oldest trajectories, for so many of the workload's.
+
+        A tenth more blocks and places than these need lets writers go on while a reader keeps evicted ones.
+        """
+        name = f"bench-online-{os.getpid()}-{secrets.token_hex(4)}"
+        assert self._sweeper.stdin is not None
+        self._sweeper.stdin.write(region_path(name) + "\n")
+        self._sweeper.stdin.flush()
+        places = workload.trajectories + workload.trajectories // 10
+        lengths = np.full(places, workload.steps)
+        table = gear.Table.create(
+            workload.schema,
+            max_steps=workload.trajectories * workload.steps,
+            max_trajectories=places,
+            block_steps=block_steps,
+            max_blocks=gear.Table.required_blocks(lengths, block_steps),
+            name=name,
+            on_full="evict_oldest",
+            rate_limiter=limiter,
+            timeout=10.0 if limiter is None else PATIENCE,
+        )
+        try:
+            yield table
+        finally:
+            with contextlib.suppress(RegionError):
+                table.unlink()
+            table.close()
+
+
+class Crew:
+    """Processes of one kind, started when they are needed and kept for everything that follows.
+
+    Args:
+        name: of the variant.
+        python: an interpreter with the library; None for this one.
+        patience: seconds that an answer may take.
+    """
+
+    def __init__(self, name: str, python: Path | None = None, patience: float = 300.0) -> None:
+        self.name, self._pythons, self._patience = name, None if python is None else [python], patience
+        self._library = _OWN.get(name) or library_of("online", name)
+        self._processes: list[PeerProcess] = []
+
+    def start(self, count: int = 1) -> Sequence[PeerProcess]:
+        """The first `count` processes.
+
+        Raises:
+            PeerFailed: one cannot be started.
+        """
+        while len(self._processes) < count:
+            process = start(self._pythons, "online", self._library, self.name, patience=self._patience)
+            self._processes.append(process)
+        return self._processes[:count]
+
+    def close(self) -> None:
+        """End them."""
+        for process in self._processes:
+            process.close()
+        self._processes.clear()
+
+
+@contextlib.contextmanager
+def crews_of(
+    session: Session, what: str = "", *, others: bool = True
+) -> Iterator[tuple[dict[str, Crew], TableCache]]:
+    """Ours, the yardsticks, and the peers that there are; and tables.
+
+    Args:
+        what: added to the names of peers that are left out. others: whether there are peers.
+    """
+    with contextlib.ExitStack() as stack:
+        crews = {name: Crew(name) for name in ("memcpy", "torch", "ours")}
+
+        def made(name: str, python: Path) -> Crew:
+            crew = Crew(name, python)
+            crew.start()
+            return crew
+
+        for name in PEERS if others else ():
+            try:
+                library = library_of("online", name)
+                crews[name] = first(session.pythons, functools.partial(made, name), environment=library)
+            except PeerFailed as error:
+                session.leave(f"{name}{what}", str(error))
+        for crew in crews.values():
+            stack.callback(crew.close)
+        yield crews, stack.enter_context(TableCache())
+
+
+class Group:
+    """Writers that add at the same time, each in its process.
+
+    Args:
+        crew: whose processes.
+        spec, mode: what they add, and how.
+        writers: how many.
+        table: where to, if they are this project's; others make their own store.
+        target: the table that yardsticks copy into.
+        fill: make the store full first.
+
+    Raises:
+        PeerFailed: they cannot.
+    """
+
+    def __init__(
+        self,
+        crew: Crew,
+        spec: Mapping[str, Any],
+        mode: str,
+        writers: int,
+        *,
+        table: gear.Table | None = None,
+        target: gear.Table | None = None,
+        fill: bool = True,
+    ) -> None:
+        self._crew, self._spec, self._mode, self._table = crew, spec, mode, table
+        self._processes = crew.start(writers)
+        place = table if table is not None else target
+        address: Any = None if place is None else place.name
+        for number, process in enumerate(self._processes):
+            arguments = {"spec": spec, "mode": mode, "number": number, "of": writers, "address": address}
+            address = process.ask("build", **arguments)["address"]
+        if fill:
+            self._together("fill")
+
+    def start(self, seconds: float) -> float:
+        """Tell all of them to add for so many seconds, and return when they start, on the monotonic clock."""
+        begin = time.monotonic() + _LEAD
+        for process in self._processes:
+            process.send("run", begin=begin, seconds=seconds)
+        return begin
+
+    def rate(self) -> float:
+        """Wait until they are ready: items a second, of all of them together."""
+        return _rate(self._answers())
+
+    def measure(self, seconds: float) -> float:
+        """Seconds that an item takes, of those that all of them add in so many seconds.
+
+        Raises:
+            Incorrect: the table has not received as many as were added.
+        """
+        before = self._inserted()
+        self.start(seconds)
+        answers = self._answers()
+        items = sum(answer["items"] for answer in answers)
+        if self._table is not None:
+            expected = items // (1 if item_of(self._mode) == "trajectory" else self._spec["steps"])
+            arrived = self._inserted() - before
+            if arrived != expected:
+                raise Incorrect(f"{arrived} trajectories have arrived, of {expected}")
+        return 1 / _rate(answers)
+
+    def check(self) -> None:
+        """Raise `Incorrect` unless what they add is what the store has."""
+        if self._table is None:
+            try:
+                for process in self._processes:  # in turn: each counts what arrives
+                    process.ask("check")
+            except PeerFailed as error:
+                raise Incorrect(str(error)) from error
+            return
+        self.measure(0.05)
+        table, spec = self._table, self._spec
+        table.check_valid()
+        if len(table) < spec["trajectories"] - len(self._processes):  # each writer may hold a place
+            raise Incorrect(f"the table holds {len(table)} trajectories instead of {spec['trajectories']}")
+        newest = table.indices()[-4 * SOURCES :]
+        rows = [table[int(index)] for index in newest]
+        try:
+            trajectories_of(spec).verify(
+                {n: np.stack([row[n].numpy() for row in rows]) for n in spec["columns"]}
+            )
+        except ValueError as error:
+            raise Incorrect(str(error)) from error
+
+    def close(self) -> None:
+        """Give back what they hold; the processes stay."""
+        with contextlib.suppress(PeerFailed):
+            self._together("close")
+
+    def _inserted(self) -> int:
+        return 0 if self._table is None else self._table.stats().num_inserted
+
+    def _together(self, what: str) -> None:
+        for process in self._processes:
+            process.send(what)
+        self._answers()
+
+    def _answers(self) -> list[dict[str, Any]]:
+        # All of them, before the first error is raised: an answer that is left would be taken for the next one's.
+        answers, failed = [], None
+        for process in self._processes:
+            try:
+                answers.append(process.receive())
+            except PeerFailed as error:
+                failed = failed or error
+        if failed is not None:
+            raise failed
+        return answers
+
+
+def _rate(answers: Sequence[Mapping[str, Any]]) -> float:
+    return float(sum(answer["items"] / answer["seconds"] for answer in answers))
+
+
+_LABELS = {
+    "whole": "whole trajectories one by one",
+    "batches": "whole trajectories in batches",
+    "steps": "single steps",
+    "chunks 10": "10 steps at a time",
+    "chunks 50": "50 steps at a time",
+}
+
+
+def inserting(
+    session: Session,
+    setting: Setting,
+    crews: Mapping[str, Crew],
+    tables: TableCache,
+    called: Callable[[Comparison], Comparison] = lambda comparison: comparison,
+) -> None:
+    """Adding in every mode by so many writers.
+
+    Args:
+        crews: of `crews_of`.
+        called: gives a comparison other names, where it belongs to another experiment.
+    """
+    count = len(setting.modes) * len(setting.writers)
+    with contextlib.ExitStack() as stack, session.progress("adding", count):
+        table, target = (
+            stack.enter_context(tables.table(setting.workload, block_steps=setting.block_steps))
+            for _ in range(2)
+        )
+        for mode in setting.modes:
+            for writers in setting.writers:
+                label = f"{_LABELS.get(mode, mode)}, {writers} {'writer' if writers == 1 else 'writers'}"
+                if not session.late(label):
+                    with contextlib.ExitStack() as groups:
+                        places = {"ours": {"table": table}, "memcpy": {"target": target}}
+                        comparison = _adding(session, setting, crews, mode, writers, label, places, groups)
+                        session.show(session.run(called(comparison)))
+
+
+def _adding(
+    session: Session,
+    setting: Setting,
+    crews: Mapping[str, Crew],
+    mode: str,
+    writers: int,
+    label: str,
+    places: Mapping[str, Any],
+    groups: contextlib.ExitStack,
+) -> Comparison:
+    spec, item, variants = setting.spec, item_of(mode), []
+    amount = setting.step_bytes * (1 if item == "step" else setting.workload.steps)
+    for name, crew in crews.items():
+        kind = PEERS.get(name)
+        alone = name == "torch" or (kind is not None and not kind.several)
+        if (alone and writers > 1) or (kind is not None and mode not in kind.modes):
+            continue  # it has no call for that; the docstring of `online` says so
+        try:
+            group = Group(crew, spec, mode, writers, **places.get(name, {}))
+        except PeerFailed as error:
+            if kind is None:
+                raise Incorrect(f"{name}, {label}: {error}") from error
+            session.leave(f"{name}, {label}", str(error))
+            continue
+        groups.callback(group.close)
+        goal = GOALS.get(mode) if name == "ours" and writers == 1 else None
+        share = {"memcpy": SHARE_OF_MEMCPY} if name == "ours" and (mode, writers) == ("batches", 1) else {}
+        variants.append(
+            Variant(
+                name,
+                functools.partial(group.measure, setting.window),
+                group.check,
+                amount,
+                1,
+                {"peer": crew.start()[0].about} if kind is not None else {},
+                targets=share,
+                limit=None if goal is None else 1 / goal,
+                required=kind is None,
+            )
+        )
+    parameters = {"writers": writers, "item": item, **setting.parameters()}
+    parameters["batch"] = spec["batch"] if mode == "batches" else None
+    return Comparison("online", mode, label, variants, yardstick="memcpy", parameters=parameters)

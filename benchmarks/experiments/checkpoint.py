@@ -1,0 +1,201 @@
+"""``python -m benchmarks checkpoint``: saving and loading a table, against writing and reading as many bytes.
+
+W1: whole trajectories of 42,000 bytes. In turn, each variant goes all the way in a process of its own: a store is
+filled and saved; a hundredth is added and it is saved again, into the same folder; it is loaded, with nothing of it in
+the page cache, and with all of it there. What was loaded last is compared with what was stored, to the byte, before the
+turn counts; a small store goes that way first.
+
+=========== ======================================================================================================
+write, read the yardsticks: as many bytes to one file, and `fsync`; from it, into a buffer that is used again
+read, kept  the same into fresh memory for all of it, as whoever loads needs it
+ours        `Table.save`, which waits for the disk, and `Table.load`, which checks every byte
+torch.save  of a flat tensor for each column; `torch.load` with `weights_only`
+TorchRL     `dumps` and `loads` of a buffer over `LazyTensorStorage`   (these three in the interpreters that --peers
+Reverb      `checkpoint`, and a server that is started on it           names: benchmarks/peers/make.sh makes them)
+cpprb       `save_transitions` and `load_transitions`
+=========== ======================================================================================================
+
+Saving takes until everything is on the disk. Only ours waits for that by itself (`synced`); what others leave in the
+page cache is brought there by the benchmark, and the rows' `extras` say when the call returned, and what memory it
+took. Only ours writes no more than what is new when it saves again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from benchmarks.harness import Comparison, Session, Variant
+from benchmarks.options import command as as_command
+from benchmarks.peers.catalog import peers_of, started
+from benchmarks.peers.checkpoint import UNIT
+from benchmarks.peers.process import PeerFailed, PeerProcess, start
+from benchmarks.workloads import W1, Workload
+
+__all__ = ["Kind", "command", "kinds", "measured"]
+
+SEED = 17
+YARDSTICKS = {"save": "write", "save again": "write", "load": "read", "load, cold": "read"}
+"""Workload -> what the yardstick is called there."""
+KEPT = "read, kept"
+TARGET = 0.7
+SMALL = 2 * UNIT
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A variant.
+
+    Attributes:
+        name: how rows and tables call it; the yardstick's depends on the workload.
+        launch: starts the process that measures it. Raises `PeerFailed`.
+        ours: whether a failure ends the run; others are left out.
+    """
+
+    name: str
+    launch: Callable[[], PeerProcess]
+    ours: bool = False
+
+
+@as_command("checkpoint", repeats=(1, 5))
+def command(
+    session: Session,
+    trajectories: Annotated[
+        int | None, typer.Option(min=2 * UNIT, help=f"Of W1: {W1.trajectories:,} by default (0.84 GB).")
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="On the disk to measure; the system's temporary one by default.")
+    ] = None,
+) -> None:
+    """Saving and loading a table, against writing and reading as many bytes."""
+    if folder is not None and not folder.is_dir():
+        raise typer.BadParameter(f"{folder} is no folder; make it first.", param_hint="--folder")
+    count = (trajectories or (1_000 if session.quick else W1.trajectories)) // UNIT * UNIT
+    session.configure(trajectories=count, seed=SEED)
+    if not session.late(f"{count:,} trajectories"):
+        measured(session, W1.of(count), kinds(session), folder)
+
+
+def kinds(session: Session) -> Iterator[Kind]:
+    """The yardsticks, ours, and the others."""
+    for name in ("yardstick", KEPT, "ours", "torch.save"):
+        library = "gear" if name == "ours" else "plain"
+        launch = functools.partial(start, None, "checkpoint", library, name, 2)
+        yield Kind(name, launch, ours=name != "torch.save")
+    for name in peers_of("checkpoint"):
+        yield Kind(name, functools.partial(started, session.pythons, "checkpoint", name, 2))
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def measured(session: Session, workload: Workload, kinds: Iterable[Kind], folder: Path | None) -> None:
+    """Measure all variants in turn, and show what each workload took."""
+    more = max(UNIT, workload.trajectories // 100 // UNIT * UNIT)
+    spec = {
+        "columns": {name: list(shape) for name, shape in workload.columns},
+        "steps": workload.steps,
+        "trajectories": workload.trajectories,
+        "more": more,
+        "seed": SEED,
+    }
+    there = {kind.name: kind for kind in kinds}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in there}
+    for _ in range(session.repeats):
+        for name in list(found):
+            journey = _journey(session, there[name], folder, spec)
+            if journey is None:
+                del found[name]
+            else:
+                found[name].append(journey)
+    if found:
+        _report(session, workload, more, found)
+
+
+def _journey(
+    session: Session, kind: Kind, folder: Path | None, spec: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """What a variant took, all the way and checked, after a small store; None if it failed, which is noted."""
+    place = Path(tempfile.mkdtemp(prefix="gear-loader-bench-", dir=folder))
+    found: dict[str, Any] = {}
+    try:
+        with (
+            session.console.status(f"{spec['trajectories']:,} trajectories: {kind.name}"),
+            contextlib.closing(kind.launch()) as process,
+        ):
+            for name, count in (("small", SMALL), ("whole", spec["trajectories"])):
+                (place / name).mkdir()
+                told = {**spec, "trajectories": count}
+                found = process.ask("journey", spec=told, folder=str(place / name))
+            return {**found, "about": process.about}
+    except PeerFailed as error:
+        if kind.ours:
+            raise PeerFailed(f"{kind.name}: {error}") from error
+        session.leave(kind.name, str(error))
+        return None
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _report(
+    session: Session, workload: Workload, more: int, found: Mapping[str, Sequence[dict[str, Any]]]
+) -> None:
+    """Rows and tables of the workloads."""
+    saved = {"save": workload.table_bytes}
+    everything = workload.of(workload.trajectories + more).table_bytes
+    for name, yardstick in YARDSTICKS.items():
+        variants = []
+        for kind, journeys in found.items():
+            if kind == KEPT and yardstick != "read":
+                continue
+            amount = everything if kind in ("yardstick", KEPT) else saved.get(name, everything)
+            variants.append(_variant(kind, name, amount, journeys))
+        comparison = Comparison(
+            session.experiment,
+            name,
+            f"{workload.name}, {_TITLES[name]}",
+            variants,
+            yardstick,
+            references=[KEPT] if yardstick == "read" else [],
+            parameters={"bytes": saved.get(name, everything), "trajectories": workload.trajectories},
+        )
+        session.show(session.run(comparison))
+
+
+_TITLES = {
+    "save": "save",
+    "save again": "save again with 1% more",
+    "load": "load, all of it in the page cache",
+    "load, cold": "load, nothing of it in the page cache",
+}
+
+
+def _variant(kind: str, workload: str, amount: int, journeys: Sequence[dict[str, Any]]) -> Variant:
+    """A variant whose turns have been measured, and checked, already."""
+    turns = iter([journey[workload] for journey in journeys])
+    name = {"yardstick": YARDSTICKS[workload]}.get(kind, kind)
+    if kind == "torch.save" and workload.startswith("load"):
+        name = "torch.load"
+    parameters: dict[str, Any] = {"synced": journeys[0]["synced"]} if workload.startswith("save") else {}
+    if kind in peers_of("checkpoint"):
+        parameters["peer"] = journeys[0]["about"]
+    extras = [journey["extras"].get(workload, {}) for journey in journeys]
+    return Variant(
+        name=name,
+        measure=lambda: next(turns),
+        check=lambda: None,
+        amount=amount,
+        batches=1,
+        parameters=parameters,
+        targets={YARDSTICKS[workload]: TARGET} if kind == "ours" and workload != "save again" else {},
+        extras=lambda: {key: float(np.median([one[key] for one in extras])) for key in extras[0]},
+    )

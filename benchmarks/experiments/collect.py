@@ -1,0 +1,180 @@
+"""``python -m benchmarks collect``: gathering batches, against a copy of as many bytes and against plain torch.
+
+On the CPU, of workloads W1 (whole trajectories) and W2 (windows), see `benchmarks.workloads`:
+
+=================== ==========================================================================================
+memcpy              the yardstick: one ``torch.Tensor.copy_`` of as many bytes as the batch's columns have, in one
+                    piece from a random place of a range as large as the table into a buffer that is kept
+collector           `Collector.collect` into the same buffers again and again, rows drawn beforehand
+dataset             `ReplayDataset` from the draw to the batch, with prefetch 0 and 2
+index_select        plain torch into buffers that are kept; for W2 in three ways, see `PlainWindows`
+x[idx]              plain torch into fresh memory
+DataLoader          over a map-style dataset, no workers; and over `ReplayDataset`
+=================== ==========================================================================================
+
+All use the same number of threads. All but `DataLoader` give the same columns and mask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch.utils.data import DataLoader
+
+import gear_loader as gear
+from benchmarks import machine
+from benchmarks.experiments import collect_cuda
+from benchmarks.harness import Comparison, Session, Variant, per_batch
+from benchmarks.loading import check_dataset, dataset, iterated, map_style, memcpy
+from benchmarks.options import command as as_command
+from benchmarks.showing import size
+from benchmarks.workloads import W1, W2, Data, Plain, PlainTrajectories, PlainWindows, Rows, expect, poison
+from gear_loader.collection.collector import Collector
+from gear_loader.storage.rows import SelectedRows
+
+__all__ = ["command"]
+
+BATCHES = (32, 256, 1024)
+QUICK_BATCHES = (32, 128)
+BLOCK_STEPS = (100, 64)
+PREFETCH = (0, 2)
+
+
+@as_command("collect", repeats=(3, 15, 7), pause=0.005)
+def command(
+    session: Session,
+    trajectories: Annotated[int | None, typer.Option(min=1, help="Of W1 and W2, 20,000 by default.")] = None,
+) -> None:
+    """Gathering batches, against a plain copy of as many bytes and against plain torch."""
+    count = trajectories or (300 if session.quick else W1.trajectories)
+    batches = QUICK_BATCHES if session.quick else BATCHES
+    if count < max(batches):
+        message = f"{count} is less than the largest batch, {max(batches)}."
+        raise typer.BadParameter(message, param_hint="--trajectories")
+    if session.cuda:
+        collect_cuda.measured(session, trajectories=count)
+        return
+    cache = machine.cache_bytes() or 0
+    for workload in (W1.of(count), W2.of(count)):
+        if workload.table_bytes < 4 * cache:
+            session.warn(
+                f"{workload.name} has {size(workload.table_bytes)}, the largest cache {size(cache)}: figures are of "
+                "memory that is partly in the cache, the yardstick's too. --trajectories makes it larger."
+            )
+        data = Data(workload)
+        with contextlib.ExitStack() as stack, session.progress(workload.name, len(batches)):
+            tables = {steps: stack.enter_context(data.table(steps)) for steps in BLOCK_STEPS}
+            for batch in batches:
+                if not session.late(f"{workload.name}, batch {batch}"):
+                    session.show(session.run(_comparison(session, data, tables, batch)))
+
+
+def _comparison(session: Session, data: Data, tables: dict[int, gear.Table], batch: int) -> Comparison:
+    workload = data.workload
+    count = batch * workload.row_bytes
+    batches = 3 if session.quick else max(4, min(64, 256_000_000 // count))
+    plain: dict[str, Plain] = {}
+    if workload.anchor == "first":
+        plain["index_select"] = PlainTrajectories(data, batch)
+    else:
+        ways = {"": "zero row", " masked": "masked", " strided": "strided"}
+        plain |= {f"index_select{name}": PlainWindows(data, batch, way) for name, way in ways.items()}  # type: ignore[arg-type]
+    references = tuple(name for name in plain if name != "index_select masked")  # slower than the others
+    goals = {} if workload.anchor == "uniform" else {"memcpy": 0.8 if batch < 256 else 1.0}
+    goals |= dict.fromkeys(references, 1.0)
+    made = functools.partial(Variant, amount=count)
+    variants = [memcpy(data, count, batches)]
+
+    def gathered(name: str, work: Callable[[Rows], Any], written: dict[str, Any] | None) -> Variant:
+        """Plain torch, into buffers that are kept, or into fresh memory."""
+
+        def check() -> None:
+            rows = data.draw(batch)
+            kept = ("mask",) if workload.anchor == "first" else ()
+            poison({key: value for key, value in (written or {}).items() if key not in kept})
+            found, expected = work(rows), data.expected(rows)
+            expect(written or found, {key: v for key, v in expected.items() if written or key in found})
+
+        measure = per_batch(functools.partial(data.draw, batch), work, batches)
+        return made(name, measure, check, batches=batches)
+
+    def ours(
+        name: str, steps: int, prefetch: int, through: Callable[[Any], Any] = lambda source: source
+    ) -> Variant:
+        found = dataset(data, tables[steps], batch, device="cpu", prefetch=prefetch)
+        source = through(found)
+        return made(
+            name,
+            iterated(lambda: iter(source), batches),
+            lambda: check_dataset(data, found, source),
+            batches=batches,
+            parameters={"block_steps": steps, "prefetch": prefetch},
+        )
+
+    for steps, table in tables.items():
+        variants.append(_collector(data, table, batch, batches, steps, goals))
+    for steps in tables:
+        for prefetch in PREFETCH:
+            variants.append(ours(f"dataset, blocks {steps}, prefetch {prefetch}", steps, prefetch))
+    for name, way in plain.items():
+        variants.append(gathered(name, way.gather, way.batch))
+    if workload.anchor == "first":
+        stacked = data.stacked
+        fancy = lambda rows: {name: values[rows.positions] for name, values in stacked.items()}  # noqa: E731
+        variants += [gathered("x[idx]", fancy, None), _map_style(data, batch, max(2, batches // 8))]
+    through = functools.partial(DataLoader, batch_size=None)
+    variants.append(ours("DataLoader, dataset", BLOCK_STEPS[0], PREFETCH[-1], through))
+    return Comparison(
+        "collect",
+        workload.name,
+        f"{workload.name}, batch {batch}",
+        variants,
+        yardstick="memcpy",
+        references=references,
+        parameters={"batch": batch, "trajectories": workload.trajectories},
+    )
+
+
+def _map_style(data: Data, batch: int, batches: int) -> Variant:
+    loader = map_style(data, batch, numbered=True)
+
+    def check() -> None:
+        found = next(iter(loader))
+        expected = data.expected(Rows(found["index"], torch.zeros_like(found["index"])))
+        expect(found, {name: expected[name] for name in data.flat})
+
+    measure = iterated(lambda: iter(loader), batches)
+    return Variant("DataLoader, map-style", measure, check, batch * data.workload.row_bytes, batches)
+
+
+def _collector(
+    data: Data, table: gear.Table, batch: int, batches: int, steps: int, targets: dict[str, float]
+) -> Variant:
+    windows = dict.fromkeys(data.workload.schema, data.workload.window)
+    collector = Collector(table, windows, batch_size=batch, device=torch.device("cpu"))
+    buffers, slots = collector.buffers(), table.indices()
+    generations = table.slot_states()[1][slots]
+
+    def request(rows: Rows) -> tuple[Any, Any, Any]:
+        positions = rows.positions.numpy()
+        return slots[positions], rows.anchors.numpy(), generations[positions]
+
+    def work(rows: tuple[Any, Any, Any]) -> None:
+        collector.gather(buffers, SelectedRows(*rows))
+
+    def check() -> None:
+        rows = data.draw(batch)
+        poison(buffers.batch)
+        work(request(rows))
+        expect(buffers.batch, data.expected(rows))
+
+    measure = per_batch(lambda: request(data.draw(batch)), work, batches)
+    count = batch * data.workload.row_bytes
+    return Variant(
+        f"collector, blocks {steps}", measure, check, count, batches, {"block_steps": steps}, targets
+    )

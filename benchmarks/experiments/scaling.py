@@ -1,0 +1,460 @@
+"""``python -m benchmarks scaling``: what a batch's selection costs with so many ranks; docs/scaling.md explains it.
+
+Three parts, added up:
+
+work      what one rank computes, in processor time. Measured here: `GlobalSelection` draws batches as one of W ranks,
+          and what the others would send is made up by `Played`; the time that this takes does not count.
+messages  bytes of the messages. Computed by the functions that make them (`Message.size_of`, `Exchange`'s head).
+network   what it takes to exchange them. Computed from a cost a message, alpha, and a cost a byte, beta. Those of the
+          loopback device are fitted to the rows of ``multi-server``; of others they are assumed, see `NETWORKS`.
+
+An exchange is simulated round by round, as one of the ranks sees it (all are alike). Where ranks share cores, a message
+costs their processor time one after another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+import types
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+
+import gear_loader as gear
+from benchmarks.experiments.multi_server_ranks import WORKLOADS
+from benchmarks.harness import RESULTS
+from benchmarks.showing import grid, size
+from gear_loader.distributed import exchange as exchanges
+from gear_loader.distributed.exchange import SingleProcess
+from gear_loader.distributed.global_selection import GlobalSelection
+from gear_loader.distributed.messages import Message, Outbox
+from gear_loader.distributed.records import SUMMARY, UPDATE, record_dtype
+from gear_loader.distributed.remote import PART_BYTES
+from gear_loader.distributed.topology import Place
+from gear_loader.selection.base import SelectionContext
+from gear_loader.selection.selectors import Draw
+
+__all__ = [
+    "NETWORKS",
+    "Fit",
+    "Network",
+    "Played",
+    "command",
+    "fit",
+    "message_bytes",
+    "rounds",
+    "seconds",
+    "work",
+]
+
+Array = np.ndarray[Any, Any]
+
+WORLDS = (2, 8, 32, 64, 128, 256, 512, 1024)
+SELECTORS: dict[str, Any] = {
+    "uniform": gear.Uniform(),
+    "prioritized": gear.Prioritized(alpha=0.6, beta=0.4),
+    "prioritized, without replacement": gear.Prioritized(alpha=0.6, beta=0.4, replacement=False),
+    "top": gear.TopK(),
+}
+MERGED = ("prioritized, without replacement", "top")
+_SHARD = 100_000  # trajectories of a shard, where only their number counts
+_MORE, _MARGIN = 32, 1.5  # candidates of a shard, as `CandidateDrawing` asks for them
+
+
+# ---------------------------------------------------------------- the network
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """What a message costs.
+
+    Attributes:
+        alpha: seconds of a message, on the side that waits longer; beta: seconds of a byte.
+        cores: that the ranks of this exchange share; None if each has its own.
+        start: seconds that any exchange takes.
+    """
+
+    alpha: float
+    beta: float
+    cores: int | None = None
+    start: float = 0.0
+
+
+NETWORKS = {
+    # Gloo is what `Exchange` uses: sockets, whose cost a message is that of the system's network stack.
+    "100 GbE, sockets": Network(15e-6, 1 / 12.5e9),
+    "InfiniBand HDR, sockets (IPoIB)": Network(15e-6, 1 / 25e9),
+    # Latencies of a message by the adapter itself: what another backend than gloo could reach.
+    "InfiniBand HDR, verbs": Network(1.5e-6, 1 / 25e9),
+    "InfiniBand NDR, verbs": Network(1.2e-6, 1 / 50e9),
+}
+"""Assumed, not measured: bandwidths are the nominal ones of one port."""
+
+
+MEMORY = Network(1e-6, 1 / 10e9)
+"""Between ranks of one node, where an exchange is hierarchical. Assumed."""
+
+Round = tuple[float, float, bool]
+
+
+def rounds(algorithm: str, world: int, each: float, group: int = 8) -> list[Round]:
+    """What the busiest rank does to give every rank `each` bytes, round by round.
+
+    Returns:
+        Messages, bytes of all of them together, and whether they stay in the node.
+
+    Args:
+        algorithm: ``"pairwise"``: a message to every rank, as gloo does it. ``"bruck"``: log2 W rounds, each of which
+            passes half of everything on (Bruck et al., 1997). ``"hierarchical"``: the ranks of a node give theirs to
+            one of them, these exchange a message a node, and deal what they got. ``"one copy a node"``: where a rank
+            sends the same to all (`MERGED`): gathered by one rank a node, passed on between these in log2 rounds, and
+            read by the others of the node.
+        group: ranks of a node.
+    """
+    if algorithm == "pairwise":
+        return [(world - 1, (world - 1) * each, False)]
+    if algorithm == "bruck":
+        steps = math.ceil(math.log2(world)) if world > 1 else 0
+        return [(1, each * sum(rank >> step & 1 for rank in range(world)), False) for step in range(steps)]
+    group = min(group, world)
+    nodes = math.ceil(world / group)
+    if algorithm == "one copy a node":
+        steps = math.ceil(math.log2(nodes))
+        between = [(1, each * group * min(2**step, nodes - 2**step), False) for step in range(steps)]
+        return [(group - 1, (group - 1) * each, True), *between, (1, world * each, True)]
+    assert algorithm == "hierarchical"
+    inside = (group - 1, (group - 1) * world * each, True)
+    return [inside, (nodes - 1, (nodes - 1) * group * group * each, False), inside]
+
+
+def seconds(network: Network, world: int, schedule: Sequence[Round]) -> float:
+    """Time of a schedule of `rounds`."""
+    share = 1.0 if network.cores is None else max(1.0, world / network.cores)
+    total = network.start
+    for messages, count, inside in schedule:
+        used = MEMORY if inside else network
+        total += share * (messages * used.alpha + count * used.beta)
+    return total
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """The loopback device as the rows have it.
+
+    Attributes:
+        points: (world, bytes from each to each, measured seconds, fitted seconds).
+    """
+
+    network: Network
+    points: list[tuple[int, int, float, float]]
+
+
+def fit(rows: Iterable[Mapping[str, Any]]) -> Fit | None:
+    """Fit start, alpha and beta to the rows of the collective alone, by relative errors; None without any."""
+    found: dict[tuple[int, int], tuple[float, int]] = {}
+    for row in rows:
+        if row["experiment"] == "multi-server" and row["workload"] == "all_to_all":
+            key = (row["parameters"]["world"], row["parameters"]["each_bytes"])
+            found[key] = (row["seconds"]["p50"], row["machine"]["cores"])
+    if len(found) < 3:
+        return None
+    cores = next(iter(found.values()))[1]
+    worlds, each = np.array(list(found)).T
+    taken = np.array([value for value, _ in found.values()])
+    share = np.maximum(1.0, worlds / cores) * (worlds - 1)
+    terms = np.stack((np.ones(len(taken)), share, share * each), axis=1)
+    kept = list(range(3))
+    while True:  # what comes out negative is left out
+        answer = np.zeros(3)
+        answer[kept] = np.linalg.lstsq(terms[:, kept] / taken[:, None], np.ones(len(taken)), rcond=None)[0]
+        if (answer >= 0).all():
+            break
+        kept = [place for place in kept if answer[place] >= 0]
+    network = Network(float(answer[1]), float(answer[2]), cores, float(answer[0]))
+    points = [
+        (
+            int(world),
+            int(count),
+            float(value),
+            seconds(network, int(world), rounds("pairwise", int(world), count)),
+        )
+        for world, count, value in zip(worlds, each, taken, strict=True)
+    ]
+    return Fit(network, points)
+
+
+# ---------------------------------------------------------------- messages
+
+
+def message_bytes(selector: str, world: int, batch: int) -> dict[str, float]:
+    """Bytes of what a rank sends each other rank with a batch, and of its parts.
+
+    Args:
+        batch: rows of one rank's batch. Rows fall to shards evenly.
+    """
+    record = record_dtype(0)
+    room = Outbox(list(range(world)), world).capacity(batch)
+    rows = batch / world
+    if selector in MERGED:
+        rows = min(math.ceil(_MARGIN * batch) + _MORE, batch * world)
+    head = exchanges._HEAD.size
+    fixed = Message.size_of(world, 1, 0, record, 0) + head
+    updates = Message.size_of(world, 1, 0, record, room) + head - fixed
+    return {
+        "fixed": fixed,
+        "updates": updates,
+        "records": rows * record.itemsize,
+        "all": fixed + updates + rows * record.itemsize,
+    }
+
+
+# ---------------------------------------------------------------- work
+
+
+class Played(SingleProcess):
+    """The exchange of rank 0, with the other ranks made up: each has this rank's shard summary, and sends its rows.
+
+    Attributes:
+        took: seconds spent here.
+    """
+
+    def __init__(self, world: int, mass: float, leaves: Array) -> None:
+        self.rank, self.size = 0, world
+        self.took = 0.0
+        self._record = record_dtype(0)
+        self._first = 16 + -(-world // 8)
+        self._summary: Array = np.zeros(1, dtype=SUMMARY)
+        self._summary["mass"], self._summary["least"], self._summary["batch_least"] = (
+            mass,
+            leaves[-1],
+            leaves[-1],
+        )
+        pool: Array = np.zeros(len(leaves), dtype=self._record)
+        pool["id"], pool["slot"], pool["leaf"] = np.arange(len(pool)), np.arange(len(pool)), leaves
+        pool["time"] = np.cumsum(np.random.default_rng(3).exponential(size=len(pool))) / mass
+        self._pool = pool
+
+    def all_to_all(
+        self, parts: Sequence[Array], sizes: Sequence[int], failure: BaseException | None = None
+    ) -> list[Array]:
+        began = time.thread_time()
+        if failure is not None:
+            raise failure
+        answers = [parts[0]]
+        updates = Outbox(list(range(self.size)), self.size).capacity(self._count) * UPDATE.itemsize
+        for count in sizes[1:]:
+            message = np.zeros(count, dtype=np.uint8)
+            at = self._first + self._summary.nbytes
+            message[self._first : at] = self._summary.view(np.uint8)
+            rows = (count - at - updates) // self._record.itemsize
+            message[at : at + rows * self._record.itemsize] = self._pool[:rows].view(np.uint8)
+            answers.append(message)
+        self.took += time.thread_time() - began
+        return answers
+
+    def expect(self, batch: int) -> None:
+        """The next exchanges are of batches of so many rows a rank."""
+        self._count = batch
+
+    _count = 0
+
+
+def work(selector: str, world: int, batch: int, *, trajectories: int = 10_000, batches: int = 5) -> float:
+    """Seconds of processor time of one of `world` ranks for a batch: median of a few, without the exchange itself."""
+    random = np.random.default_rng(11)
+    priorities = random.permutation(trajectories).astype(np.float32) + 1
+    schema = {"value": gear.Column(torch.float32)}
+    with gear.Table.create(
+        schema, max_steps=trajectories, max_trajectories=trajectories, block_steps=1
+    ) as table:
+        table.extend(
+            {"value": torch.zeros(trajectories, 1)},
+            lengths=np.ones(trajectories, np.int64),
+            priority=priorities,
+        )
+        table.set_origin(0)
+        chosen = SELECTORS[selector]
+        leaves = np.sort(priorities.astype(np.float64) ** getattr(chosen, "alpha", 1.0))[::-1]
+        played = Played(world, float(leaves.sum()) if selector != "uniform" else trajectories, leaves)
+        places = [Place(rank, 0) for rank in range(world)]
+        shards: Any = types.SimpleNamespace(
+            num_shards=world,
+            num_slices=world,
+            num_stages=1,
+            leads=list(range(world)),
+            places=places,
+            place=places[0],
+            own={0: table},
+            lost=list,
+            block_steps={},
+            exchange=played,
+        )
+        context = SelectionContext(table, chosen, "last", None)
+        selection = GlobalSelection(context, shards, played, history=4, reach=None)
+        taken = []
+        for number in range(batches + 2):
+            if number == 0:
+                played.expect(0)
+                selection.known_summaries()
+                played.expect(batch)
+            before, began = played.took, time.thread_time()
+            draw = Draw(5, 0, number, 0, batch * world, number=number)
+            selection.draw(draw, selection.new_ticket())
+            taken.append(time.thread_time() - began - (played.took - before))
+        return float(np.median(taken[2:]))
+
+
+# ---------------------------------------------------------------- tables
+
+
+def command(
+    rows: Annotated[
+        Path | None, typer.Argument(help="Rows of multi-server: results/multi-server-cpu.jsonl by default.")
+    ] = None,
+    worlds: Annotated[str, typer.Option(help="Ranks.")] = ",".join(map(str, WORLDS)),
+    batch: Annotated[int, typer.Option(min=1, help="Rows of a rank's batch.")] = 256,
+    group: Annotated[int, typer.Option(min=1, help="Ranks of a node.")] = 8,
+    budget: Annotated[float, typer.Option(min=0.001, help="Milliseconds that selection may take.")] = 10.0,
+) -> None:
+    """What selection costs with many ranks: work measured, network computed."""
+    console = Console(width=150)
+    try:
+        numbers = sorted({int(part) for part in worlds.split(",")})
+    except ValueError:
+        numbers = []
+    if not numbers or numbers[0] < 2 or numbers[-1] > 65_536:
+        raise typer.BadParameter(f"{worlds!r}; expected numbers from 2 to 65,536.", param_hint="--worlds")
+    file = rows or RESULTS / "multi-server-cpu.jsonl"
+    if rows is not None and not file.is_file():
+        raise typer.BadParameter(f"{file} is not there; run `python -m benchmarks multi-server` first.")
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    fitted = fit(json.loads(line) for line in lines)
+    if fitted is None:
+        console.print("no rows of the collective alone: the loopback device is left out", style="yellow")
+    else:
+        _show_fit(console, fitted)
+    _show_messages(console, numbers, batch)
+    taken = {
+        name: {world: work(name, world, batch, batches=3 if world > 256 else 5) for world in numbers}
+        for name in SELECTORS
+    }
+    _show_work(console, taken, batch)
+    _show_exchange(console, numbers, batch, group)
+    _show_limits(console, taken, batch, group, budget / 1e3)
+    _show_resources(console, numbers, batch, group)
+
+
+def _show_fit(console: Console, fitted: Fit) -> None:
+    network = fitted.network
+    title = (
+        f"Loopback, fitted: start {network.start * 1e6:.0f} µs, alpha {network.alpha * 1e6:.1f} µs a message, "
+        f"{1 / network.beta / 1e9 if network.beta else math.inf:.2f} GB/s, on {network.cores} cores"
+    )
+    lines = [
+        (str(world), size(count), f"{measured * 1e6:,.0f}", f"{computed * 1e6:,.0f}")
+        for world, count, measured, computed in sorted(fitted.points)
+    ]
+    console.print(grid(title, ("ranks", "from each to each", "measured, µs", "fitted, µs"), lines))
+
+
+def _worlds(numbers: Iterable[int]) -> list[str]:
+    return [f"W = {number:,}" for number in numbers]
+
+
+def _show_messages(console: Console, numbers: Sequence[int], batch: int) -> None:
+    lines = []
+    for name, called in (("prioritized", "uniform, prioritized"), ("top", "top, without replacement")):
+        for part in ("fixed", "updates", "records", "all"):
+            cells = [size((world - 1) * message_bytes(name, world, batch)[part]) for world in numbers]
+            lines.append((called, part, *cells))
+    title = f"Bytes that a rank sends with a batch of {batch}, to all others (computed by the code's own functions)"
+    console.print(grid(title, ("selector", "part", *_worlds(numbers)), lines, texts=2))
+
+
+def _show_work(console: Console, taken: Mapping[str, Mapping[int, float]], batch: int) -> None:
+    lines = [(name, *(f"{value * 1e3:,.2f}" for value in found.values())) for name, found in taken.items()]
+    title = f"Work of one rank for a batch of {batch}, ms (measured, processor time; the other ranks played)"
+    console.print(grid(title, ("selector", *_worlds(next(iter(taken.values())))), lines))
+
+
+def _exchange(network: Network, name: str, algorithm: str, world: int, batch: int, group: int) -> float:
+    """Seconds of one exchange."""
+    return seconds(network, world, rounds(algorithm, world, message_bytes(name, world, batch)["all"], group))
+
+
+def _show_exchange(console: Console, numbers: Sequence[int], batch: int, group: int) -> None:
+    lines = []
+    for name in ("prioritized", "top"):
+        for called, network in NETWORKS.items():
+            for algorithm in ("pairwise", "bruck", _by_node(name)):
+                taken = (_exchange(network, name, algorithm, world, batch, group) for world in numbers)
+                lines.append((name, called, algorithm, *(f"{value * 1e3:,.2f}" for value in taken)))
+    title = f"One exchange of a batch of {batch}, ms (computed, not measured; {group} ranks a node)"
+    console.print(grid(title, ("selector", "network", "algorithm", *_worlds(numbers)), lines, texts=3))
+
+
+def _show_limits(
+    console: Console, taken: Mapping[str, Mapping[int, float]], batch: int, group: int, budget: float
+) -> None:
+    """From which of the sizes on something takes longer than the budget."""
+    lines = []
+    for name, found in taken.items():
+        cells = [_first(found, budget)]
+        for network in NETWORKS.values():
+            both = []
+            for algorithm in ("pairwise", _by_node(name)):
+                times = {world: _exchange(network, name, algorithm, world, batch, group) for world in found}
+                both.append(_first(times, budget))
+            cells.append(" / ".join(both))
+        lines.append((name, *cells))
+    title = (
+        f"The first W at which it takes more than {budget * 1e3:g} ms (work: measured; exchange: computed, pairwise / "
+        "by node; a dash: at none of these)"
+    )
+    console.print(grid(title, ("selector", "work", *NETWORKS), lines))
+
+
+def _show_resources(console: Console, numbers: Sequence[int], batch: int, group: int) -> None:
+    """What is held, and asked for, beside selection."""
+    nodes = {world: math.ceil(world / group) for world in numbers}
+    away = {world: max(world - group, 0) for world in numbers}  # ranks, and shards, of other nodes
+    # Each row falls to any shard; a rank asks each shard of another node that has any of its rows, once.
+    hit = {world: 1 - (1 - 1 / world) ** batch for world in numbers}
+    of: dict[str, Callable[[int], str]] = {
+        "gloo sockets of a rank, Shards and one dataset": lambda world: f"{2 * (world - 1):,}",
+        "the same of a node": lambda world: f"{2 * group * (world - 1):,}",
+        "connections of a rank to servers": lambda world: f"{nodes[world] - 1:,}",
+        "connections of a server": lambda world: f"{away[world]:,}",
+        "requests to a server for one batch of every rank": lambda world: (
+            f"{group * away[world] * hit[world]:,.0f}"
+        ),
+        "ids told for a pass in order of age, to each rank": lambda world: size(16 * _SHARD * world),
+        "state_dict by priority, on each rank": lambda world: size(20 * _SHARD * world),
+    }
+    found = {name: [cell(world) for world in numbers] for name, cell in of.items()}
+    for name in ("W1", "W2"):
+        row = WORKLOADS[name].row_bytes
+        one = {world: min(PART_BYTES, batch * row / (world * hit[world])) for world in numbers}
+        staged = {world: 2 * away[world] * 2 ** math.ceil(math.log2(one[world])) for world in numbers}
+        found[f"{name}: requests of a batch"] = [f"{away[world] * hit[world]:,.0f}" for world in numbers]
+        found[f"{name}: bytes of a request"] = [size(one[world]) if away[world] else "–" for world in numbers]
+        found[f"{name}: staging of a server"] = [size(staged[world]) for world in numbers]
+    title = f"Beside selection (computed; {group} ranks a node, {_SHARD:,} trajectories a shard, batch {batch} a rank)"
+    console.print(grid(title, ("what", *_worlds(numbers)), [(name, *cells) for name, cells in found.items()]))
+
+
+def _by_node(selector: str) -> str:
+    """The algorithm that sends one message a node."""
+    return "one copy a node" if selector in MERGED else "hierarchical"
+
+
+def _first(times: Mapping[int, float], budget: float) -> str:
+    return next((f"{world:,}" for world, value in times.items() if value > budget), "–")

@@ -1,0 +1,275 @@
+"""``python -m benchmarks select``: drawing by priority and setting new priorities, against the number of items.
+
+Three operations: draw a batch with replacement; update a batch of items with new priorities (uniformly random items);
+and the cycle, which is what training does: draw a batch, then update what was drawn. On the CPU:
+
+====================== =======================================================================================
+ours, tree             the yardstick: `PriorityTree`, sums only, as weights relative to the batch need them
+ours, with extremes    `PriorityTree` that also keeps minima and maxima, for weights relative to the table and for TopK
+ours, dataset          `ReplayDataset.sample` and `update_priority`, with weights and a batch of one int32 column
+torch.multinomial      in float64; refuses more than 2**24 items
+cumsum, torch / numpy  running sums over all items at each draw, and a search in them
+TorchRL tree           its C++ trees: 32-bit sums and minima        (these four in the interpreters that --peers
+TorchRL sampler        its `PrioritizedSampler`, with weights        names, each in a process of its own, which
+cpprb                  its buffer of one int32 column, with weights  also times it: benchmarks/peers/make.sh
+Tianshou tree          its numba tree, sums only                     makes them)
+====================== =======================================================================================
+
+All start with the same priorities, uniform in (0, 1]. Those with weights raise them to alpha = 0.6, the others take
+them as they are. Before anything is timed, the draws of each are compared with the priorities by frequency, at the
+start and after an update. A variant of others that is off by a little (no bin of items by more than a quarter) is timed
+all the same and marked by a star; its rows say by how much, in `parameters`: `bias`. On a GPU: see
+`select_cuda`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+
+from benchmarks import machine
+from benchmarks.experiments import select_cuda
+from benchmarks.experiments.select_subjects import (
+    MULTINOMIAL_MOST,
+    Biased,
+    CumsumNumpy,
+    CumsumTorch,
+    DatasetSubject,
+    ExtremesSubject,
+    Kind,
+    Multinomial,
+    Peer,
+    TreeSubject,
+    Truth,
+    check_draws,
+    draw_many,
+)
+from benchmarks.harness import Comparison, Incorrect, Session, Variant, reason
+from benchmarks.options import Device, numbers
+from benchmarks.options import command as as_command
+from benchmarks.peers.catalog import peers_of, started
+from benchmarks.peers.process import PeerFailed
+from benchmarks.peers.select import ALPHA, BETA, OPERATIONS, Subject, measure
+
+__all__ = ["Sizes", "command", "measured"]
+
+SEED = 3
+YARDSTICK = "ours, tree"
+TOLERATED = 0.25
+"""By how much a variant of others may be off in a bin of items, to be timed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """What to measure.
+
+    Attributes:
+        items, batches: all pairs of these.
+        seconds: about how long one measurement should take.
+        draws: items drawn to check a variant.
+    """
+
+    items: tuple[int, ...]
+    batches: tuple[int, ...]
+    seconds: float = 0.01
+    draws: int = 1 << 16
+
+
+@as_command("select", repeats=(3, 9), device=Device.auto)
+def command(
+    session: Session,
+    sizes: Annotated[
+        str | None, typer.Option(help="Numbers of items, for example 1e4,1e6. Up to 1e8 by default.")
+    ] = None,
+    batches: Annotated[str | None, typer.Option(help="Batch sizes: 32,256,1024,4096 by default.")] = None,
+) -> None:
+    """Drawing by priority and updating, against the number of items and the batch size."""
+    cuda, quick = session.cuda, session.quick
+    usual = (10**6, 10**7, 10**8) if cuda else (10**4, 10**5, 10**6, 10**7, 10**8)
+    chosen = Sizes(
+        numbers(sizes, "--sizes", 64, 2**31 - 1) or ((10**4, 10**5) if quick else usual),
+        numbers(batches, "--batches", 1, 2**31 - 1) or ((32, 256) if quick else (32, 256, 1024, 4096)),
+        seconds=0.002 if quick else 0.01,
+        draws=1 << (14 if quick else 16),
+    )
+    session.configure(items=chosen.items, batches=chosen.batches, seed=SEED, alpha=ALPHA, beta=BETA)
+    torch.manual_seed(SEED)
+    if cuda:
+        measured(session, select_cuda.kinds(), chosen, yardstick=select_cuda.YARDSTICK)
+        return
+    with contextlib.ExitStack() as stack:
+        measured(session, [*cpu_kinds(), *_peer_kinds(session, stack)], chosen, yardstick=YARDSTICK)
+
+
+# ---------------------------------------------------------------- variants
+
+
+def cpu_kinds() -> list[Kind]:
+    def kind(name: str, made: Any, **options: Any) -> Kind:
+        return Kind(name, made, made.item_bytes, **options)
+
+    return [
+        kind(YARDSTICK, TreeSubject, ours=True),
+        kind("ours, with extremes", ExtremesSubject, ours=True),
+        kind(
+            "ours, dataset",
+            DatasetSubject,
+            ours=True,
+            most=10**6,
+            why="a table of as many trajectories takes minutes to fill",
+        ),
+        kind("torch.multinomial", Multinomial, most=MULTINOMIAL_MOST, why="it refuses more than 2**24 items"),
+        kind("cumsum, torch", CumsumTorch),
+        kind("cumsum, numpy", CumsumNumpy),
+    ]
+
+
+def _peer_kinds(session: Session, stack: contextlib.ExitStack) -> Iterator[Kind]:
+    """The peers that one of the interpreters has; why the others are missing is noted."""
+    for name, peer in peers_of("select").items():
+        try:
+            process = started(session.pythons, "select", name, session.threads)
+        except PeerFailed as error:
+            session.leave(name, str(error))
+            continue
+        stack.callback(process.close)
+        build = functools.partial(Peer, process, name)
+        yield Kind(name, build, peer.item_bytes, parameters={"peer": process.about})
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def measured(session: Session, kinds: Sequence[Kind], sizes: Sizes, *, yardstick: str) -> None:
+    """Build, check and measure all variants, the smallest number of items first, and show the results."""
+    with session.progress("select", len(sizes.items) * len(sizes.batches) * len(OPERATIONS)):
+        for items in sizes.items:
+            if session.late(f"{items:,} items"):
+                continue
+            truth = Truth(items, SEED)
+            with contextlib.ExitStack() as stack:
+                subjects = _build(session, stack, kinds, truth, sizes)
+                if yardstick not in (kind.name for kind, _ in subjects):
+                    continue
+                del truth
+                for batch in sizes.batches:
+                    if session.late(f"{items:,} items, batch {batch}"):
+                        continue
+                    for operation in OPERATIONS:
+                        _measured(session, subjects, operation, batch, sizes, yardstick)
+    batch = min(sizes.batches, key=lambda count: abs(count - 1024))
+    session.show_summary("items", batch=batch, operation="cycle")
+
+
+def _build(
+    session: Session, stack: contextlib.ExitStack, kinds: Sequence[Kind], truth: Truth, sizes: Sizes
+) -> list[tuple[Kind, Subject]]:
+    """Those of the variants that take so many items and are found to be right."""
+    room = 0.8 * machine.available_bytes()
+    subjects = []
+    for kind in kinds:
+        what = f"{kind.name}, {truth.items:,} items"
+        if kind.most is not None and truth.items > kind.most:
+            session.leave(what, kind.why)
+            continue
+        room -= kind.item_bytes * truth.items
+        if room < 0:
+            room += kind.item_bytes * truth.items
+            session.leave(what, f"it needs about {kind.item_bytes * truth.items / 1e9:.0f} GB of memory")
+            continue
+        try:
+            subject = kind.build(truth)
+            stack.callback(subject.close)
+            try:
+                _check(subject, truth, sizes)
+            except Biased as error:
+                if kind.ours or error.deviation > TOLERATED:
+                    raise
+                session.leave(what, str(error), "inexact (*)")
+                kind = dataclasses.replace(kind, parameters={**kind.parameters, "bias": str(error)})
+            subjects.append((kind, subject))
+        except Exception as error:  # of others; with ours, it ends the run
+            if not kind.ours:
+                session.leave(what, reason(error))
+            elif isinstance(error, Incorrect):
+                raise Incorrect(f"{what}: {error}") from error
+            else:
+                raise
+    return subjects
+
+
+def _check(subject: Subject, truth: Truth, sizes: Sizes) -> None:
+    # Those that go through all items at each draw draw once.
+    batches = (sizes.draws,) if isinstance(subject, (Multinomial, CumsumNumpy)) else sizes.batches
+    truth.check(
+        subject,
+        lambda count: draw_many(subject, batches, count),
+        lambda items, values: subject.update(subject.chosen(items), subject.values(values)),
+        sizes.draws,
+    )
+
+
+def _measured(
+    session: Session,
+    subjects: Sequence[tuple[Kind, Subject]],
+    operation: str,
+    batch: int,
+    sizes: Sizes,
+    yardstick: str,
+) -> None:
+    items = subjects[0][1].items
+    label = f"{operation}, {items:,} items, batch {batch}"
+    variants = []
+    for kind, subject in subjects:
+        try:
+            variants.append(_variant(kind, subject, operation, batch, sizes))
+        except Exception as error:
+            if kind.ours:
+                raise
+            session.leave(f"{kind.name}, {label}", reason(error))
+    parameters = {"items": items, "batch": batch, "operation": operation}
+    names = {"experiment": "select", "workload": operation, "label": label}
+    comparison = Comparison(
+        **names, variants=variants, yardstick=yardstick, parameters=parameters, unit="rows"
+    )
+    session.show(session.run(comparison))
+
+
+def _variant(kind: Kind, subject: Subject, operation: str, batch: int, sizes: Sizes) -> Variant:
+    timed = _timed(subject)
+    once = [timed(operation, batch, 1)]
+    while len(once) < 4 and sum(once) < 10 * sizes.seconds:  # a single one may have been disturbed
+        once.append(timed(operation, batch, 1))
+    batches = max(1, min(512, round(sizes.seconds / max(min(once), 1e-9))))
+
+    def check() -> None:
+        found = subject.found(subject.draw(batch))
+        check_draws(*found, subject.items)
+        if len(found[0]) != batch:
+            raise Incorrect(f"{len(found[0])} items were drawn instead of {batch}")
+
+    return Variant(
+        kind.name,
+        lambda: timed(operation, batch, batches),
+        check,
+        batch,
+        batches,
+        kind.parameters,
+        limit=kind.limit.get(batch) if operation == "cycle" else None,
+        required=kind.ours,
+    )
+
+
+def _timed(subject: Subject) -> Callable[[str, int, int], float]:
+    own = getattr(subject, "measure", None)
+    if own is not None:  # in another process, or on a device's own clock
+        return own  # type: ignore[no-any-return]
+    random = np.random.default_rng(SEED)
+    return lambda operation, batch, batches: measure(subject, operation, batch, batches, random)

@@ -1,0 +1,455 @@
+"""``python -m benchmarks train``: training a small decision transformer end to end, fed by different loaders.
+
+A robot that hops (Hopper-v5) is recorded with behaviours from good to bad; a transformer learns from windows of 20
+steps to do what leads to a given return. Model, optimizer, data and first weights are the same for all, and so are the
+loop and the threads; each loader trains in a process of its own, in turn with the others. The
+loaders are those of `benchmarks/peers/`:
+
+================================ =====================================================================================
+batch ready                      the yardstick: the same training step, with one batch that is there already
+ours                             `ReplayDataset` through `DataLoader(batch_size=None)`, without prefetch and with it
+plain torch                      indexing of whole tensors
+DataLoader, map-style            a window at a time, without workers and with two
+TorchRL                          `SliceSampler` with cached boundaries; its environment has a torch of its own, with
+                                 which the yardstick is measured too
+Reverb, gRPC                     `TrajectoryDataset`, overlapping windows as items, a server on the same machine
+================================ =====================================================================================
+
+Measured are training steps: how long one takes, and how much of that is waiting for its batch. Batches that were made
+while others were measured do not count: they are thrown away. Then each loader's training starts again and goes on
+until the policy, evaluated every so many steps in the environment, reaches a share of the best behaviour's return: the
+seconds of training until then. Evaluating is not counted.
+
+Every batch that is checked holds real windows, to the byte. Two draw alike but not the same: ours, plain torch and
+`DataLoader` take a window that ends at any step, with padding at the begin of an episode; Reverb takes any window
+without padding, TorchRL first a trajectory, then a window in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+
+from benchmarks.experiments import train_hopper
+from benchmarks.harness import Amount, Comparison, Incorrect, Session, Variant
+from benchmarks.options import command as as_command
+from benchmarks.options import numbers
+from benchmarks.peers import policy
+from benchmarks.peers.catalog import library_of
+from benchmarks.peers.episodes import WINDOW, Data
+from benchmarks.peers.process import PeerFailed, PeerProcess, start
+
+__all__ = ["Setting", "Trainee", "command", "measured"]
+
+_QUICK: Mapping[str, Any] = {
+    "loaders": ("ours", "batch ready", "DataLoader, map-style", "TorchRL", "Reverb, gRPC"),
+    "batches": (16,),
+    "episodes": 24,
+    "horizon": 60,
+    "steps": 4,
+    "chunk": 10,
+    "limit": 20,
+    "evaluations": 2,
+    "goal": 0.2,
+    "seeds": (0,),
+}
+
+
+@as_command("train", repeats=(2, 15))
+def command(
+    session: Session,
+    batches: Annotated[str | None, typer.Option(help="Batch sizes: 64,256 by default.")] = None,
+    episodes: Annotated[int | None, typer.Option(min=12, help="Episodes to collect.")] = None,
+    goal: Annotated[
+        float | None, typer.Option(min=0.0, help="Return to reach, as a share of the best behaviour's.")
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Times that each trains to it: 3 by default.")
+    ] = None,
+) -> None:
+    """A small transformer end to end: steps and samples a second, seconds of training until it reaches a return."""
+    given: dict[str, Any] = {
+        "batches": numbers(batches, "--batches", 1, 2**16) or None,
+        "episodes": episodes,
+        "goal": goal,
+        "seeds": tuple(range(seeds)) if seeds else None,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
+    chosen = {**(_QUICK if session.quick else {}), **given}
+    with tempfile.TemporaryDirectory(prefix="train-") as folder:
+        device = "cuda" if session.cuda else "cpu"
+        setting = Setting(folder=Path(folder), device=device, **chosen)
+        names = ("batches", "episodes", "horizon", "chunk", "limit", "evaluations", "goal", "seeds")
+        session.configure(**{name: getattr(setting, name) for name in names})
+        measured(session, setting)
+
+
+def measured(session: Session, setting: Setting) -> None:
+    """Measure and show both parts."""
+    setting = prepare(setting)
+    with started(session, setting) as trainees, session.progress("train", len(setting.batches)):
+        for batch in sorted(setting.batches, reverse=True):  # the last one is that of training to a return
+            if not session.late(f"batch {batch}"):
+                trainees = steps(session, setting, trainees, batch)
+        if not session.late("training to a return"):
+            race(session, setting, [trainee for trainee in trainees if trainee.name in RACERS])
+
+
+YARDSTICK = "batch ready"
+LOADERS = {
+    "ours": "gear",
+    "ours, prefetch 2": "gear",
+    "batch ready": "plain",
+    "plain torch": "plain",
+    "DataLoader, map-style": "plain",
+    "DataLoader, map-style, 2 workers": "plain",
+    **{name: library_of("train", name) for name in ("TorchRL", "Reverb, gRPC")},
+}
+"""Loader -> the library that it is of."""
+RACERS = (
+    "ours",
+    "plain torch",
+    "DataLoader, map-style",
+    "DataLoader, map-style, 2 workers",
+    "TorchRL",
+    "Reverb, gRPC",
+)
+"""Those that train until they reach the return."""
+_ALIKE = 1e-4  # by how much the loss of the same weights may differ between versions of torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What to measure.
+
+    Attributes:
+        folder: for the data and weights.
+        loaders: their names.
+        batches: batch sizes; training to a return takes the smallest one.
+        episodes, horizon: that are collected, of at most so many steps.
+        steps: of a measurement, at the smallest batch.
+        chunk, limit: training steps between evaluations, and in all.
+        evaluations: episodes of an evaluation.
+        goal: the return to reach, as a share of the best behaviour's.
+        seeds: of the weights that training to a return starts with, one after another.
+        best: mean return of the best behaviour, once episodes are collected.
+    """
+
+    folder: Path
+    loaders: Sequence[str] = tuple(LOADERS)
+    batches: Sequence[int] = (64, 256)
+    episodes: int = 240
+    horizon: int = 400
+    steps: int = 24
+    chunk: int = 50
+    limit: int = 1500
+    evaluations: int = 6
+    goal: float = 0.9
+    seeds: Sequence[int] = (0, 1, 2)
+    device: str = "cpu"
+    threads: int = 2
+    best: float = 0.0
+
+    @property
+    def data(self) -> Path:
+        """The file with the episodes."""
+        return self.folder / "episodes.npz"
+
+    def weights(self, name: str) -> Path:
+        """A file of weights."""
+        return self.folder / f"{name}.npz"
+
+
+@dataclasses.dataclass
+class Trainee:
+    """A loader and the training that it feeds, in a process.
+
+    Attributes:
+        name: the loader's. ours: whether its failure ends the run, as does that of plain torch.
+        parameters: for the rows.
+    """
+
+    name: str
+    process: PeerProcess
+    ours: bool
+    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def check(self) -> None:
+        """What it delivers, compared with the data; then a few steps that are not timed.
+
+        Raises:
+            Incorrect: it is something else, or it fails.
+        """
+        try:
+            self.process.ask("check")
+            self.process.ask("run", steps=3)
+        except PeerFailed as error:
+            raise Incorrect(str(error)) from error
+
+
+def prepare(setting: Setting) -> Setting:
+    """Collect the episodes, write the weights that training starts with."""
+    best = train_hopper.collect(
+        setting.data, episodes=setting.episodes, horizon=setting.horizon, seed=setting.seeds[0]
+    )
+    data = Data(str(setting.data))
+    for seed in setting.seeds:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            policy.save(policy.Policy(data), str(setting.weights(f"start-{seed}")))
+    return dataclasses.replace(setting, best=best)
+
+
+# ---------------------------------------------------------------- processes
+
+
+@contextlib.contextmanager
+def started(session: Session, setting: Setting) -> Iterator[list[Trainee]]:
+    """A process for each loader; why one is missing is noted.
+
+    Raises:
+        PeerFailed: one of those that need nothing but this environment.
+    """
+    names = [name for name in setting.loaders if setting.device == "cpu" or not _elsewhere(name)]
+    for name in setting.loaders:
+        if name not in names:
+            session.leave(name, "it is measured on the CPU only")
+
+    def made(name: str) -> PeerProcess | PeerFailed:
+        try:
+            pythons = session.pythons if _elsewhere(name) else None
+            return start(pythons, "train", LOADERS[name], name, setting.threads)
+        except PeerFailed as error:
+            return error
+
+    trainees: list[Trainee] = []
+    with contextlib.ExitStack() as stack:
+        # Threads that wait for each other shall sleep: spinning would take the cores from those that make batches.
+        with _environment("OMP_WAIT_POLICY", "PASSIVE"), ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(made, names))
+        for one in found:
+            if isinstance(one, PeerProcess):
+                stack.callback(one.close)
+        for name, one in zip(names, found, strict=True):
+            if isinstance(one, PeerProcess):
+                ours = not _elsewhere(name)
+                parameters = {"peer": one.about} if not ours else _PREFETCH.get(name, {})
+                trainees.append(Trainee(name, one, ours, parameters))
+            elif _elsewhere(name):
+                session.leave(name, str(one))
+            else:
+                raise one
+        yield trainees
+
+
+_PREFETCH = {"ours": {"prefetch": 0}, "ours, prefetch 2": {"prefetch": 2}}
+
+
+def _elsewhere(name: str) -> bool:
+    """Whether a loader needs an environment of its own."""
+    return LOADERS[name] not in ("gear", "plain")
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """A variable that processes get unless it is set already."""
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+# ---------------------------------------------------------------- steps
+
+
+def steps(session: Session, setting: Setting, trainees: list[Trainee], batch: int) -> list[Trainee]:
+    """Measure training steps of all loaders in turn.
+
+    Returns:
+        Those that could do it, with their loaders of this batch size.
+
+    Raises:
+        Incorrect: ours, or plain torch, delivers something else than windows of the data.
+    """
+    able = []
+    with ThreadPoolExecutor(2) as pool:  # making them takes seconds and is not timed
+        found = list(pool.map(lambda trainee: _build(trainee, setting, batch), trainees))
+    for trainee, error in zip(trainees, found, strict=True):
+        if error is None:
+            able.append(trainee)
+        elif trainee.ours:
+            raise Incorrect(f"{trainee.name}, batch {batch}: {error}") from error
+        else:
+            session.leave(f"{trainee.name}, batch {batch}", str(error))
+    count = max(2, round(setting.steps * min(setting.batches) / batch))
+    comparison = Comparison(
+        "train",
+        "steps",
+        f"training step, batch {batch}",
+        [variant for trainee in able for variant in _variants(trainee, batch, count)],
+        yardstick=YARDSTICK,
+        parameters={"batch": batch, "window": WINDOW},
+        unit="rows",
+    )
+    session.show(session.run(comparison))
+    return able
+
+
+def _build(trainee: Trainee, setting: Setting, batch: int) -> Exception | None:
+    """Make its loader, check it; what went wrong."""
+    process, seed = trainee.process, setting.seeds[0]
+    try:
+        process.ask("build", data=str(setting.data), batch=batch, seed=seed, device=setting.device)
+        _reset(trainee, setting, seed)
+        trainee.check()
+    except (PeerFailed, Incorrect) as error:
+        return error
+    return None
+
+
+def _reset(trainee: Trainee, setting: Setting, seed: int) -> None:
+    """Start its training again.
+
+    Raises:
+        Incorrect: its model gives another loss than the same weights do here.
+        PeerFailed: see `PeerProcess.ask`.
+    """
+    weights, data = str(setting.weights(f"start-{seed}")), Data(str(setting.data))
+    found = trainee.process.ask("reset", weights=weights)["loss"]
+    with torch.no_grad():
+        expected = float(policy.load(policy.Policy(data), weights).loss(policy.first_windows(data)))
+    if not abs(found - expected) <= _ALIKE * expected:
+        raise Incorrect(f"its model has a loss of {found}, expected {expected}")
+
+
+def _variants(trainee: Trainee, batch: int, count: int) -> Iterator[Variant]:
+    yield _variant(trainee, trainee.name, batch, count, ready=False)
+    version = trainee.process.about["versions"].get("torch", "").partition("+")[0]
+    if trainee.name == "TorchRL" and version != torch.__version__.partition("+")[0]:
+        # What differs because of torch, and not of the loader.
+        yield _variant(trainee, f"{YARDSTICK}, torch {version}", batch, count, ready=True)
+
+
+def _variant(trainee: Trainee, name: str, batch: int, count: int, *, ready: bool) -> Variant:
+    seconds: list[float] = []
+    waiting: list[float] = []
+
+    def measure() -> float:
+        answer = trainee.process.ask("run", steps=count, ready=ready)
+        seconds.append(answer["seconds"])
+        waiting.append(answer["waiting"])
+        return float(answer["seconds"])
+
+    def extras() -> dict[str, float]:
+        return {
+            "waiting": float(np.median(np.array(waiting) / np.array(seconds))),
+            "samples_per_s": batch * count / float(np.median(seconds)),
+        }
+
+    return Variant(name, measure, trainee.check, batch, count, trainee.parameters, extras=extras)
+
+
+# ---------------------------------------------------------------- the way to a return
+
+
+@dataclasses.dataclass
+class _Run:
+    """How far one loader's training from one seed has come; `curve`: seconds of training and the return then."""
+
+    trainee: Trainee
+    seed: int
+    seconds: float = 0.0
+    waiting: float = 0.0
+    steps: int = 0
+    curve: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+    failed: str = ""
+
+    def reached(self, goal: float) -> bool:
+        return bool(self.curve) and self.curve[-1][1] >= goal
+
+
+def race(session: Session, setting: Setting, trainees: Sequence[Trainee]) -> None:
+    """Train by all loaders in turn, with an evaluation after each chunk, until they reach the return or their limit."""
+    goal = setting.goal * setting.best
+    runs: list[_Run] = []
+    for seed in setting.seeds:
+        if session.late(f"training to a return, seed {seed}"):
+            continue
+        now = [_Run(trainee, seed) for trainee in trainees]
+        runs += now
+        for run in now:
+            _reset(run.trainee, setting, seed)
+        while now and not session.late(f"the rest of training to a return, seed {seed}"):
+            for run in now:
+                _advance(run, setting)
+            now = [r for r in now if not (r.failed or r.reached(goal) or r.steps >= setting.limit)]
+    amounts = []
+    for trainee in trainees:
+        mine = [run for run in runs if run.trainee is trainee]
+        for run in mine:
+            if not run.reached(goal):
+                most = max((value for _, value in run.curve), default=0.0)
+                why = run.failed or f"it reached {most:.0f} in {run.steps} steps, {run.seconds:.1f} s"
+                session.leave(f"{trainee.name}, return of {goal:.0f}, seed {run.seed}", why, "not reached")
+        if any(run.reached(goal) for run in mine):
+            amounts.append(session.record(_amount(setting, goal, trainee, mine)))
+    session.show_amounts(amounts)
+
+
+def _advance(run: _Run, setting: Setting) -> None:
+    process, path = run.trainee.process, setting.weights("now")
+    try:
+        answer = process.ask("run", steps=setting.chunk)
+        process.ask("weights", path=str(path))
+    except PeerFailed as error:
+        if run.trainee.ours:
+            raise
+        run.failed = str(error)
+        return
+    run.seconds += answer["seconds"]
+    run.waiting += answer["waiting"]
+    run.steps += setting.chunk
+    trained = policy.load(policy.Policy(Data(str(setting.data))), str(path))
+    achieved = train_hopper.evaluate(
+        trained, setting.best, episodes=setting.evaluations, horizon=setting.horizon
+    )
+    run.curve.append((run.seconds, achieved))
+
+
+def _amount(setting: Setting, goal: float, trainee: Trainee, runs: Sequence[_Run]) -> Amount:
+    there = [run for run in runs if run.reached(goal)]
+    return Amount(
+        experiment="train",
+        workload="return",
+        label=f"training until the return is {goal:.0f}, batch {min(setting.batches)}",
+        variant=trainee.name,
+        values=[run.seconds for run in there],
+        unit="s",
+        parameters={
+            **trainee.parameters,
+            "batch": min(setting.batches),
+            "return": goal,
+            "curve": there[0].curve,
+            "curves": [run.curve for run in runs],
+        },
+        extras={
+            "reached": len(there),
+            "seeds": len(runs),
+            "steps": float(np.median([run.steps for run in there])),
+            "waiting": sum(run.waiting for run in there) / sum(run.seconds for run in there),
+        },
+    )

@@ -1,0 +1,137 @@
+"""Batches as a task: a store is filled, iterated over in its fastest setting, compared to the byte, and timed.
+
+A batch is what a user of the library gets: numpy arrays of TensorFlow's, a tensordict, a dict of arrays.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peers import source
+from benchmarks.peers.select import ALPHA, BETA
+from benchmarks.peers.source import Source
+
+__all__ = ["ALPHA", "BETA", "CHUNK", "WARM_UP", "Subject", "Worker", "measure"]
+
+WARM_UP = 4
+CHUNK = 500  # trajectories that are made at a time
+_TRIES, _TRIED = 2, 8  # how often a setting is tried, with how many batches
+
+
+class Subject:
+    """A store that is filled.
+
+    Args:
+        source: what with; its spec says the ``window`` of a row.
+
+    Attributes:
+        workload: whose batches it gives. prioritized: whether it draws by priority.
+        settings: to choose from. setting: the one in use.
+        batch: rows of a batch, set by `prepare`.
+        cost: how many times longer a batch takes about than ours: it is timed over fewer.
+    """
+
+    workload = "W1"
+    prioritized = True
+    settings: tuple[dict[str, Any], ...] = ({},)
+    batch = 0
+    cost = 1
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.window = source, int(source.spec["window"])
+        self.setting = self.settings[0]
+
+    def prepare(self, batch: int) -> dict[str, Any]:
+        """Get ready for batches of so many rows, in the setting that is found to be the fastest, and return it."""
+        self.batch = batch
+        seconds = [float("inf")] * len(self.settings)
+        for _ in range(_TRIES if len(seconds) > 1 else 0):
+            for i, setting in enumerate(self.settings):
+                self.use(setting)
+                seconds[i] = min(seconds[i], measure(self, _TRIED))
+        self.use(self.settings[seconds.index(min(seconds))])
+        return self.setting
+
+    def use(self, setting: dict[str, Any]) -> None:
+        """Iterate in this setting from now on."""
+        self.setting = setting
+
+    def batches(self) -> Iterator[Any]:
+        """Begin to iterate; without end."""
+        raise NotImplementedError
+
+    def rows(self, batch: Any) -> dict[str, np.ndarray]:
+        """The columns of a batch: name -> ``[B, window, *shape]``."""
+        return {name: np.asarray(batch[name]) for name in self.source.columns}
+
+    def weights(self, batch: Any) -> np.ndarray:
+        """Importance weights of a batch drawn by priority."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Give back what it holds."""
+
+
+def measure(subject: Subject, batches: int) -> float:
+    """Seconds that so many batches take, after some that are not timed.
+
+    As in a user's loop, a batch is let go when the next one has come.
+    """
+    iterator = subject.batches()
+    for _ in range(WARM_UP):
+        next(iterator)
+    begin = time.perf_counter()
+    for _held in itertools.islice(iterator, batches):
+        pass
+    return time.perf_counter() - begin
+
+
+class Worker(source.Worker):
+    """Batches of all variants of a library, by name."""
+
+    def __init__(self, kinds: Any, variant: str) -> None:
+        super().__init__(kinds, variant)
+        self._subjects: dict[str, Subject] = {}
+
+    def build(self, name: str, spec: dict[str, Any]) -> None:
+        """Fill a store."""
+        self._subjects[name] = self.kinds[name](Source(spec))
+
+    def prepare(self, name: str, batch: int) -> dict[str, Any]:
+        """See `Subject.prepare`."""
+        return {"setting": self._built(name).prepare(batch)}
+
+    def check(self, name: str, times: int) -> dict[str, Any]:
+        """Compare batches with what was stored; which step each row begins with, and what the rows weigh."""
+        subject, steps, weights = self._built(name), [], []
+        iterator = subject.batches()
+        for _ in range(times):
+            batch = next(iterator)
+            found = subject.source.verify(subject.rows(batch), subject.window)
+            if len(found) != subject.batch:
+                raise ValueError(f"a batch has {len(found)} rows; expected {subject.batch}")
+            steps.append(found.tolist())
+            if subject.prioritized:
+                weights.append(np.asarray(subject.weights(batch), dtype=np.float64).ravel().tolist())
+        return {"steps": steps, "weights": weights or None}
+
+    def measure(self, name: str, batches: int) -> dict[str, Any]:
+        """Seconds of so many batches."""
+        with source.undisturbed():
+            return {"seconds": measure(self._built(name), batches)}
+
+    def close(self) -> dict[str, Any]:
+        """Give back all stores."""
+        while self._subjects:
+            self._subjects.popitem()[1].close()
+        return {}
+
+    def _built(self, name: str) -> Subject:
+        if name not in self._subjects:
+            raise RuntimeError("build comes first")
+        return self._subjects[name]

@@ -1,0 +1,137 @@
+"""Adding as a task: writers of a store, each in a process of its own, told when to start on the monotonic clock."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.peers import source
+from benchmarks.peers.source import Source, Steps
+
+__all__ = ["MODES", "Subject", "Worker", "item_of", "pieces", "trajectories_of"]
+
+MODES = ("whole", "batches", "steps", "chunks 10", "chunks 50")
+"""Whole trajectories one by one, or in batches; single steps, or so many at a time, made a trajectory when complete."""
+_MOST_WRITERS = 64
+
+
+def item_of(mode: str) -> str:
+    """What a mode's rate counts."""
+    return "trajectory" if mode in ("whole", "batches") else "step"
+
+
+def pieces(mode: str, steps: int) -> list[slice]:
+    """The parts of a trajectory that are appended at a time."""
+    count = int(mode.split()[1]) if mode.startswith("chunks") else 1
+    return [slice(first, min(first + count, steps)) for first in range(0, steps, count)]
+
+
+def trajectories_of(spec: Mapping[str, Any]) -> Source:
+    """The trajectories of all writers: ``sources`` of each, one writer's after another's."""
+    return Source({**spec, "trajectories": _MOST_WRITERS * spec["sources"]})
+
+
+class Subject:
+    """A writer of a store, which adds its trajectories over and over.
+
+    Args:
+        spec: ``columns``, ``steps``, ``seed`` as in a `Source`; ``trajectories`` that the store has room for,
+            ``sources`` of a writer, ``batch``.
+        mode: one of `modes`. number: of the writer, of so many. address: where the store is; None makes it.
+
+    Attributes:
+        modes: what it can do. several: whether more processes may write.
+        source: trajectories of all writers. each: its own, name -> ``[steps, *shape]``. stacked: the same in one.
+        batches: the same in batches.
+    """
+
+    modes: tuple[str, ...] = MODES
+    several = False
+
+    def __init__(self, spec: dict[str, Any], mode: str, number: int, of: int, address: Any = None) -> None:
+        self.spec, self.mode, self.number, self.of, self.address = spec, mode, number, of, address
+        self.source, count = trajectories_of(spec), int(spec["sources"])
+        self.steps, self.room, self.turn = int(spec["steps"]), int(spec["trajectories"]), 0
+        ((_, self.stacked),) = self.source.stacked(count, number * count, (number + 1) * count)
+        self.each = [{name: values[i] for name, values in self.stacked.items()} for i in range(count)]
+        batch = min(int(spec["batch"]), count)
+        firsts = range(0, count - batch + 1, batch)
+        self.batches = [{n: values[i : i + batch] for n, values in self.stacked.items()} for i in firsts]
+        self.open()
+
+    def rows(self) -> list[list[Steps]]:
+        """Its trajectories as single steps: for each trajectory, name -> ``[*shape]`` of each step."""
+        return [[{n: v[t] for n, v in one.items()} for t in range(self.steps)] for one in self.each]
+
+    def open(self) -> None:
+        """Make the store or attach to it, and what is needed to write."""
+        raise NotImplementedError
+
+    def work(self) -> int:
+        """Add a trajectory or a batch of them; returns how many items that were."""
+        raise NotImplementedError
+
+    def fill(self) -> None:
+        """Make the store full."""
+        if self.number == 0:
+            done, wanted = 0, self.room * (1 if item_of(self.mode) == "trajectory" else self.steps)
+            while done < wanted:
+                done += self.work()
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until everything is stored."""
+
+    def check(self) -> None:
+        """Raise `ValueError` unless what was added is there."""
+        raise NotImplementedError
+
+    def verify(self, rows: Mapping[str, Any]) -> None:
+        """Compare whole trajectories, name -> ``[n, steps, *shape]``, or single steps, where these are added."""
+        alone = self.mode == "steps" and rows[self.source.mark].size == len(rows[self.source.mark])
+        self.source.verify(rows, 1 if alone else self.steps)
+
+    def close(self) -> None:
+        """Give back what it holds."""
+
+    def next(self, things: list[Any]) -> Any:
+        """The next thing to add."""
+        self.turn += 1
+        return things[(self.turn - 1) % len(things)]
+
+
+class Worker(source.Worker):
+    """One writer."""
+
+    def build(self, **arguments: Any) -> dict[str, Any]:
+        """Make the writer; the first one makes the store and says where the others find it."""
+        self.close()  # first gives back what the one before held
+        self.held = self.kind(**arguments)
+        gc.collect()
+        return {"address": self.subject.address}
+
+    def fill(self) -> None:
+        """Make the store full."""
+        self.subject.fill()
+
+    def run(self, begin: float, seconds: float) -> dict[str, Any]:
+        """Add for so many seconds from a point of the monotonic clock on."""
+        subject = self.subject
+        gc.disable()  # collected when the writer was made, which takes longer than a start may be late
+        try:
+            time.sleep(max(0.0, begin - time.monotonic()))
+            start = now = time.monotonic()
+            items = 0
+            while now - start < seconds:
+                items += subject.work()
+                now = time.monotonic()
+            subject.finish()
+            return {"items": items, "seconds": time.monotonic() - start}
+        finally:
+            gc.enable()
+
+    def check(self) -> None:
+        """See `Subject.check`."""
+        self.subject.check()

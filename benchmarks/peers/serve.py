@@ -1,0 +1,77 @@
+"""One process of a benchmark: does a task with a library, in the interpreter that has it.
+
+    python -I benchmarks/peers/serve.py TASK LIBRARY VARIANT THREADS
+
+TASK and LIBRARY are modules of this folder: ``batches``, ``checkpoint``, ``memory``, ``online``, ``select`` or
+``train``; ``reverb``, ``torchrl``, ``cpprb``, ``tianshou``, ``plain`` (torch and numpy alone) or ``gear`` (this
+project). Only ``gear`` imports anything of this project from outside of this folder.
+
+The first line of standard output says what was imported, or why it could not be. Each line of standard input is then a
+command as JSON, ``{"do": NAME, ...}``: the task's `Worker` has a method of that name, whose arguments are the other
+entries; each line of standard output is its answer, ``{"error": ...}`` if it failed. The process ends with its input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import json
+import os
+import sys
+from typing import Any
+
+__all__ = ["answer_commands", "serve"]
+
+
+def answer_commands(greet: Any, make: Any) -> None:
+    """Answer commands until the input ends.
+
+    Args:
+        greet: returns the first message; the process ends with its error.
+        make: makes the object whose methods are called.
+    """
+    # What libraries print must not come between the answers.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def answer(message: dict[str, Any]) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    try:
+        greeting = greet()
+    except Exception as error:
+        answer({"error": f"{type(error).__name__}: {error}"})
+        return
+    answer(greeting)
+    worker = make()
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            answer(getattr(worker, command.pop("do"))(**command) or {})
+        except Exception as error:
+            answer({"error": f"{type(error).__name__}: {error}"})
+    with contextlib.suppress(Exception):
+        worker.close()
+
+
+def serve(task: str, library: str, variant: str, threads: int) -> None:
+    """Import what is needed, say so, and answer commands."""
+    kinds = importlib.import_module(f"benchmarks.peers.{library}")
+
+    def greet() -> dict[str, Any]:
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
+            os.environ[name] = str(threads)
+        note = kinds.load(task, threads)
+        if "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(threads)
+        return {"versions": {name: importlib.metadata.version(name) for name in kinds.PACKAGES}, "note": note}
+
+    worker = importlib.import_module(f"benchmarks.peers.{task}").Worker
+    answer_commands(greet, lambda: worker(kinds.KINDS[task], variant))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+    serve(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))

@@ -1,0 +1,146 @@
+"""The trajectories that benchmarks store, which every process can make again from a seed; and the base of workers."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+__all__ = ["Source", "Worker", "undisturbed"]
+
+Steps = dict[str, np.ndarray]
+
+
+class Source:
+    """Trajectories of random values, in which each step says which it is.
+
+    Args:
+        spec: ``columns`` (name -> shape of a step, float32; the last one has one value a step: the number of the step
+            among all), ``lengths`` of the trajectories, or ``trajectories`` and ``steps`` of each; ``seed``.
+
+    Attributes:
+        mark: name of the last column. lengths, begins: steps and first step of each trajectory, int64.
+        steps: of the longest one.
+    """
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        self.spec, self.seed = spec, int(spec["seed"])
+        self.columns = {name: tuple(shape) for name, shape in spec["columns"].items()}
+        lengths = spec.get("lengths")
+        self.lengths = (
+            np.full(int(spec["trajectories"]), int(spec["steps"])) if lengths is None else np.array(lengths)
+        )
+        self.begins = np.cumsum(self.lengths) - self.lengths
+        self.mark, self.steps = list(self.columns)[-1], int(self.lengths.max())
+        if self.total > 1 << 24:
+            raise ValueError(f"a float32 cannot number {self.total:,} steps; store fewer")
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def total(self) -> int:
+        """Steps of all trajectories."""
+        return int(self.lengths.sum())
+
+    @property
+    def payload(self) -> int:
+        """Bytes of all steps."""
+        return 4 * self.total * sum(int(np.prod(shape)) for shape in self.columns.values())
+
+    @property
+    def priorities(self) -> np.ndarray:
+        """Of the trajectories: float32, uniform in (0, 1]."""
+        return np.float32(1) - np.random.default_rng([self.seed, len(self)]).random(len(self), np.float32)
+
+    def trajectory(self, number: int) -> Steps:
+        """name -> float32 ``[steps, *shape]``, arrays of their own."""
+        random, count = np.random.default_rng([self.seed, 0, number]), int(self.lengths[number])
+        found = {n: random.random((count, *s), np.float32) for n, s in self.columns.items()}
+        found[self.mark] = np.arange(count, dtype=np.float32) + np.float32(self.begins[number])
+        return found
+
+    def parts(self, size: int, first: int = 0, last: int | None = None) -> Iterator[tuple[int, list[Steps]]]:
+        """Trajectories in order, so many at a time: number of the first, and each."""
+        last = len(self) if last is None else last
+        for begin in range(first, last, size):
+            yield begin, [self.trajectory(number) for number in range(begin, min(begin + size, last))]
+
+    def stacked(self, size: int, first: int = 0, last: int | None = None) -> Iterator[tuple[int, Steps]]:
+        """The same of trajectories of even length: name -> float32 ``[n, steps, *shape]``."""
+        for begin, each in self.parts(size, first, last):
+            yield begin, {name: np.stack([one[name] for one in each]) for name in self.columns}
+
+    def verify(self, rows: Mapping[str, Any], window: int | None = None) -> np.ndarray:
+        """Compare rows with the trajectories that they are of, to the byte.
+
+        Args:
+            rows: name -> ``[n, steps, *shape]`` (an array of ``[steps, *shape]`` each, where lengths differ).
+            window: steps of a row; None: those of its whole trajectory.
+
+        Returns:
+            The step that each row begins with, int64 [n].
+
+        Raises:
+            ValueError: a row is nowhere in what is stored.
+        """
+        firsts = []
+        for i, marks in enumerate(rows[self.mark]):
+            first = float(np.ravel(marks)[0])
+            if not (0 <= first < self.total and first == int(first)):
+                raise ValueError(
+                    f"row {i} begins with {first!r}, which is the number of no step of {self.total}"
+                )
+            number = int(np.searchsorted(self.begins, first, side="right")) - 1
+            expected = self.trajectory(number)
+            begin = int(first) - int(self.begins[number])
+            count = len(expected[self.mark]) if window is None else window
+            for name, values in expected.items():
+                wanted = np.ascontiguousarray(values[begin : begin + count])
+                found = np.ascontiguousarray(rows[name][i])
+                shape = (count, *self.columns[name])
+                if found.size != int(np.prod(shape)):
+                    raise ValueError(f"{name} of row {i} has shape {found.shape}; expected {shape}")
+                if found.dtype != wanted.dtype or found.tobytes() != wanted.tobytes():
+                    raise ValueError(f"{name} of row {i} differs from what was stored")
+            firsts.append(int(first))
+        return np.array(firsts, dtype=np.int64)
+
+
+class Worker:
+    """What a process does with one thing at a time: the base of the tasks' workers.
+
+    Args:
+        kinds: name -> class of the variants of a library. variant: the one that was asked for.
+    """
+
+    def __init__(self, kinds: Mapping[str, Any], variant: str) -> None:
+        self.kinds, self.kind, self.held = kinds, kinds.get(variant), None
+
+    @property
+    def subject(self) -> Any:
+        """What was built."""
+        if self.held is None:
+            raise RuntimeError("build comes first")
+        return self.held
+
+    def close(self) -> dict[str, Any]:
+        """Give back what was built."""
+        held, self.held = self.held, None
+        if held is not None:
+            held.close()
+        return {}
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Without garbage collection, which has been done before."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -1,0 +1,42 @@
+"""Tianshou's sum tree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peers import select
+
+__all__ = ["KINDS", "PACKAGES", "load"]
+
+PACKAGES = ("tianshou", "numba", "numpy")
+
+
+def load(task: str, threads: int) -> str | None:
+    """Import it."""
+    from tianshou.data import SegmentTree  # noqa: F401
+
+    return None
+
+
+class Tree(select.Subject):
+    """Its numba `SegmentTree`: sums only (64-bit), no minima."""
+
+    def __init__(self, items: int, priorities: np.ndarray) -> None:
+        from tianshou.data import SegmentTree
+
+        self.items, self._tree = items, SegmentTree(items)
+        self._random = np.random.default_rng(select.SEED)
+        for part in select.chunks(items):
+            self._tree[np.arange(part.start, part.stop)] = priorities[part]
+
+    def draw(self, batch: int) -> Any:
+        index = self._tree.get_prefix_sum_idx(self._random.random(batch) * self._tree.reduce())
+        return index, self._tree[index]
+
+    def update(self, drawn: Any, values: Any) -> None:
+        self._tree[drawn[0]] = values
+
+
+KINDS: dict[str, dict[str, Any]] = {"select": {"Tianshou tree": Tree}}

@@ -1,0 +1,376 @@
+"""TorchRL's replay buffers."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from benchmarks.peers import batches, checkpoint, episodes, memory, online, select
+from benchmarks.peers.select import ALPHA, BETA
+from benchmarks.peers.source import Steps
+
+__all__ = ["KINDS", "PACKAGES", "load"]
+
+PACKAGES = ("torchrl", "tensordict", "torch")
+
+
+def load(task: str, threads: int) -> str | None:
+    """Import it; for selection its C++ extension, even if it was built for another torch: then a note says so."""
+    import torch  # noqa: F401
+
+    if task != "select":
+        import torchrl.data
+
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            import torchrl._torchrl
+        except ImportError as error:
+            if "undefined symbol" not in str(error):
+                raise
+            # What is missing belongs to other parts of it: left unresolved until it is called, the trees work.
+            flags = sys.getdlopenflags()
+            sys.setdlopenflags(os.RTLD_LAZY)
+            try:
+                import torchrl._torchrl  # noqa: F401
+            finally:
+                sys.setdlopenflags(flags)
+            return "TorchRL's extension was built for another torch; loaded with lazy binding"
+    return None
+
+
+def tensors(values: Mapping[Any, Any], *size: int) -> Any:
+    """Arrays as a `TensorDict`."""
+    import torch
+    from tensordict import TensorDict
+
+    return TensorDict({n: torch.from_numpy(np.asarray(v)) for n, v in values.items()}, batch_size=size)
+
+
+def buffer(rows: int, batch: int, **options: Any) -> Any:
+    """An empty `TensorDictReplayBuffer` over `LazyTensorStorage`."""
+    from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+
+    return TensorDictReplayBuffer(storage=LazyTensorStorage(rows), batch_size=batch, **options)
+
+
+class Tree(select.Subject):
+    """Its C++ trees: sums (32-bit) to draw from and minima beside them, as its sampler keeps them."""
+
+    def __init__(self, items: int, priorities: np.ndarray) -> None:
+        from torchrl._torchrl import MinSegmentTreeFp32, SumSegmentTreeFp32
+
+        self.items = items
+        self._sums, self._mins = SumSegmentTreeFp32(items), MinSegmentTreeFp32(items)
+        self._random = np.random.default_rng(select.SEED)
+        _set_all(self, priorities)
+
+    def draw(self, batch: int) -> Any:
+        import torch
+
+        mass = self._random.uniform(0.0, self._sums.query(0, self.items), batch)
+        index = torch.as_tensor(self._sums.scan_lower_bound(mass)).clamp_max_(self.items - 1)
+        return index, self._sums[index]
+
+    def update(self, drawn: Any, values: Any) -> None:
+        self._sums[drawn[0]] = values
+        self._mins[drawn[0]] = values
+
+    def found(self, drawn: Any) -> tuple[np.ndarray, np.ndarray | None]:
+        return drawn[0].numpy(), np.asarray(drawn[1])
+
+    def values(self, values: np.ndarray) -> Any:
+        return _tensor(values)
+
+    def chosen(self, items: np.ndarray) -> Any:
+        return _tensor(items), None
+
+
+def _tensor(values: np.ndarray) -> Any:
+    import torch
+
+    return torch.from_numpy(values)
+
+
+def _set_all(subject: select.Subject, priorities: np.ndarray) -> None:
+    for part in select.chunks(len(priorities)):
+        items = np.arange(part.start, part.stop)
+        subject.update(subject.chosen(items), subject.values(priorities[part]))
+
+
+class _Length:
+    """A storage of so many items and nothing in them: all that the sampler asks about."""
+
+    ndim = 1
+    device = None
+
+    def __init__(self, items: int) -> None:
+        self._items, self.shape = items, (items,)
+
+    def __len__(self) -> int:
+        return self._items
+
+
+class Sampler(select.Subject):
+    """`PrioritizedSampler.sample` and `update_priority`, with importance weights, without a buffer around it."""
+
+    power = ALPHA
+
+    def __init__(self, items: int, priorities: np.ndarray) -> None:
+        from torchrl.data.replay_buffers.samplers import PrioritizedSampler
+
+        self.items, self._storage = items, _Length(items)
+        self._sampler = PrioritizedSampler(items, alpha=ALPHA, beta=BETA, eps=0.0)
+        _set_all(self, priorities)
+
+    def draw(self, batch: int) -> Any:
+        return self._sampler.sample(self._storage, batch)
+
+    def update(self, drawn: Any, values: Any) -> None:
+        self._sampler.update_priority(drawn[0], values)
+
+    def found(self, drawn: Any) -> tuple[np.ndarray, np.ndarray | None]:
+        return drawn[0].numpy(), None
+
+    def values(self, values: np.ndarray) -> Any:
+        return _tensor(values)
+
+    def chosen(self, items: np.ndarray) -> Any:
+        return _tensor(items), {}
+
+
+class Batches(batches.Subject):
+    """`TensorDictPrioritizedReplayBuffer` over `LazyTensorStorage`, a trajectory a row: `sample`.
+
+    Without prefetching or with 2 batches ahead, whichever is faster; on the CPU there is nothing to pin batches for.
+    """
+
+    cost = 4
+    settings = ({"prefetch": 0}, {"prefetch": 2})
+    steps = False
+
+    def __init__(self, source: Any) -> None:
+        super().__init__(source)
+        from torchrl.data import LazyTensorStorage
+
+        self._storage = LazyTensorStorage(self.source.total if self.steps else len(self.source))
+        filled = self._make(None, 1)
+        for _, columns in source.stacked(batches.CHUNK):
+            if self.steps:
+                columns = {name: values.reshape(-1, *values.shape[2:]) for name, values in columns.items()}
+            filled.extend(tensors(columns, len(columns[source.mark])))
+        self._buffer: Any = None
+
+    def _make(self, prefetch: int | None, batch: int) -> Any:
+        import torch
+        from torchrl.data import TensorDictPrioritizedReplayBuffer
+
+        made = TensorDictPrioritizedReplayBuffer(
+            alpha=ALPHA, beta=BETA, storage=self._storage, batch_size=batch, prefetch=prefetch
+        )
+        if len(self._storage) == len(self.source):
+            made.update_priority(torch.arange(len(self._storage)), torch.from_numpy(self.source.priorities))
+        return made
+
+    def use(self, setting: dict[str, Any]) -> None:
+        super().use(setting)
+        self._buffer = self._make(setting["prefetch"] or None, self.batch)
+
+    def batches(self) -> Iterator[Any]:
+        while True:
+            yield self._buffer.sample()
+
+    def rows(self, batch: Any) -> dict[str, np.ndarray]:
+        shapes = self.source.columns.items()
+        return {n: batch[n].numpy().reshape(-1, self.window, *shape) for n, shape in shapes}
+
+    def weights(self, batch: Any) -> np.ndarray:
+        return np.asarray(batch["priority_weight"].numpy())
+
+
+class Slices(Batches):
+    """`SliceSampler` over `LazyTensorStorage` of single steps, with its ends given and cached.
+
+    A window lies within its trajectory, so there is none that begins before it, and nothing is padded. The marks of
+    where slices begin and end, which the sampler can add to a batch, are left out: it is faster without. A batch is
+    flat: windows one after another.
+    """
+
+    cost = 8
+    workload = "W2"
+    prioritized = False
+    steps = True
+
+    def _make(self, prefetch: int | None, batch: int) -> Any:
+        import torch
+        from torchrl.data import SliceSampler, TensorDictReplayBuffer
+
+        ends = torch.arange(1, self.source.total + 1) % self.source.steps == 0
+        options = {"strict_length": True, "truncated_key": None, "init_key": None}
+        sampler = SliceSampler(slice_len=self.window, ends=ends, cache_values=True, **options)
+        size = batch * self.window
+        return TensorDictReplayBuffer(
+            storage=self._storage, sampler=sampler, batch_size=size, prefetch=prefetch
+        )
+
+
+class Checkpoint(checkpoint.Subject):
+    """`dumps` and `loads` of a `TensorDictReplayBuffer` over `LazyTensorStorage`, a row a trajectory.
+
+    It writes memory-mapped files and does not wait for the disk; a save into the same folder writes everything again.
+    """
+
+    def open(self) -> None:
+        self._buffer = buffer(len(self.source), checkpoint.UNIT)
+
+    def add(self, first: int, rows: Steps) -> None:
+        self._buffer.extend(tensors(rows, checkpoint.UNIT))
+
+    def save(self) -> None:
+        self._buffer.dumps(self.path("buffer"))
+
+    def restore(self) -> None:
+        self.open()
+        self._buffer.loads(self.path("buffer"))
+
+    def everything(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        for first in range(0, len(self._buffer), checkpoint.UNIT):
+            found = self._buffer[first : first + checkpoint.UNIT]
+            yield first, {name: found[name].numpy() for name in self.source.columns}
+
+    def close(self) -> None:
+        self._buffer = None
+
+
+class Memory(memory.Subject):
+    """Its documented way to draw windows: single steps in a `LazyTensorStorage`, for a `SliceSampler`.
+
+    Where a trajectory ends is told by ("next", "done"), as its collectors do; `TensorDictReplayBuffer` adds an index.
+    """
+
+    def open(self) -> None:
+        from torchrl.data import SliceSampler
+
+        sampler = SliceSampler(num_slices=8, end_key=("next", "done"), strict_length=False)
+        self._buffer = buffer(self.source.total, 64, sampler=sampler)
+
+    def fill(self) -> None:
+        for one in self.each():
+            steps = len(one[self.source.mark])
+            done = np.zeros((steps, 1), dtype=np.bool_)
+            done[-1] = True
+            self._buffer.extend(tensors({**one, ("next", "done"): done}, steps))
+
+    def read(self, i: int) -> Mapping[str, Any]:
+        begin = int(self.source.begins[i])
+        found = self._buffer[begin : begin + int(self.source.lengths[i])]
+        done = found["next", "done"].reshape(-1)
+        if int(done.sum()) != 1 or not bool(done[-1]):
+            raise ValueError(f"trajectory {i} does not end where it should")
+        return dict(found.items())
+
+    def close(self) -> None:
+        del self._buffer
+
+
+class MemoryPadded(Memory):
+    """A row a trajectory, padded by `tensordict.pad` to the longest; a mask says what exists."""
+
+    def open(self) -> None:
+        self._buffer = buffer(len(self.source), 8)
+
+    def fill(self) -> None:
+        from tensordict import pad
+
+        for one in self.each():
+            steps = len(one[self.source.mark])
+            mask = np.ones(steps, dtype=np.bool_)
+            row = pad(tensors({**one, "mask": mask}, steps), [0, self.source.steps - steps])
+            row.batch_size = []
+            self._buffer.add(row)
+
+    def read(self, i: int) -> Mapping[str, Any]:
+        found = self._buffer[i]
+        return {name: found[name][found["mask"]] for name in self.source.columns}
+
+
+class Writer(online.Subject):
+    """`TensorDictReplayBuffer` over `LazyTensorStorage`: `add` and `extend`."""
+
+    modes = ("whole", "batches", "steps")
+
+    def open(self) -> None:
+        single = self.mode == "steps"
+        self._buffer = buffer(self.room * (self.steps if single else 1), 32)
+        several = [(one, self.steps) for one in self.each]
+        if not single:
+            several = [(part, len(part[self.source.mark])) for part in self.batches]
+        self._several = [tensors(values, size) for values, size in several]
+        self._each = [[tensors(one)] for one in self.each] if self.mode == "whole" else []
+        if single:
+            self._each = [[part[t] for t in range(len(part))] for part in self._several]
+
+    def work(self) -> int:
+        if self.mode == "batches":
+            return self._extend()
+        rows = self.next(self._each)
+        for row in rows:
+            self._buffer.add(row)
+        return len(rows)
+
+    def _extend(self) -> int:
+        batch = self.next(self._several)
+        self._buffer.extend(batch)
+        return len(batch)
+
+    def fill(self) -> None:
+        while len(self._buffer) < self._buffer._storage.max_size:
+            self._extend()
+
+    def check(self) -> None:
+        self.work()
+        sample = self._buffer.sample()
+        self.verify({name: sample[name].numpy() for name in self.source.columns})
+
+
+class Loader(episodes.Loader):
+    """`TensorDictReplayBuffer` over `LazyTensorStorage`; `SliceSampler` with its boundaries cached.
+
+    It draws a trajectory, then a window that lies in it as a whole: there is no padding. Ends are found by ``end_key``,
+    which its documentation prefers.
+    """
+
+    def open(self) -> None:
+        import torch
+        from torchrl.data import SliceSampler
+
+        torch.manual_seed(self.seed)
+        steps = int(self.data.lengths.sum())
+        done = np.zeros((steps, 1), dtype=np.bool_)
+        done[self.data.begins + self.data.lengths - 1] = True
+        options = {"end_key": "done", "truncated_key": None, "init_key": None}
+        sampler = SliceSampler(slice_len=episodes.WINDOW, cache_values=True, **options)
+        self._buffer = buffer(steps, self.batch * episodes.WINDOW, sampler=sampler)
+        self._buffer.extend(tensors({**self.data.columns, "done": done}, steps))
+        self._mask = torch.ones(self.batch, episodes.WINDOW, dtype=torch.bool)
+
+    def next(self) -> Mapping[str, Any]:
+        sample = self._buffer.sample()
+        batch = {name: sample[name].unflatten(0, (self.batch, episodes.WINDOW)) for name in episodes.COLUMNS}
+        return {**batch, "mask": self._mask}
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "batches": {"TorchRL": Batches, "TorchRL, slices": Slices},
+    "select": {"TorchRL tree": Tree, "TorchRL sampler": Sampler},
+    "online": {"TorchRL": Writer},
+    "checkpoint": {"TorchRL": Checkpoint},
+    "memory": {"TorchRL": Memory, "TorchRL, padded": MemoryPadded},
+    "train": {"TorchRL": Loader},
+}

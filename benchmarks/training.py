@@ -1,0 +1,168 @@
+"""Training steps to run beside a loader: a small network on windows of W1's columns; where its batches come from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from benchmarks.harness import Variant
+from benchmarks.loading import close
+
+__all__ = ["ALONE", "MODELS", "Clock", "Feed", "Mlp", "Training", "Transformer", "fed"]
+
+ALONE = "alone"
+WARM_UP = 3
+Batches = Iterator[Any]
+OBSERVATION, ACTION = 96, 8  # of a step of W1
+
+
+class Mlp(nn.Module):
+    """Each step on its own: two layers."""
+
+    def __init__(self, width: int = 128) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(OBSERVATION + 1, width), nn.ReLU(), nn.Linear(width, ACTION))
+
+    def forward(self, steps: torch.Tensor) -> torch.Tensor:
+        return self.layers(steps)  # type: ignore[no-any-return]
+
+
+class Transformer(nn.Module):
+    """Steps of a window attend to those before them."""
+
+    def __init__(self, width: int = 64, layers: int = 1, heads: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Linear(OBSERVATION + 1, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+            )
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(width, ACTION)
+
+    def forward(self, steps: torch.Tensor) -> torch.Tensor:
+        hidden, length = self.embed(steps), steps.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length, steps.device, hidden.dtype)
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=mask, is_causal=True)
+        return self.head(hidden)  # type: ignore[no-any-return]
+
+
+MODELS = {"mlp": Mlp, "transformer": Transformer}
+
+
+class Training:
+    """A model that learns to predict actions from observations and rewards.
+
+    Args:
+        model: on its device, in its dtype.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._parameters = list(model.parameters())
+        cuda = self._parameters[0].device.type == "cuda"
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=1e-4, fused=cuda or None)
+
+    def step(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Forward, backward and optimizer on one batch; gives the loss. Waits for nothing on a GPU."""
+        dtype = self._parameters[0].dtype
+        inputs = torch.cat((batch["observation"], batch["reward"].unsqueeze(-1)), -1).to(dtype)
+        loss = functional.mse_loss(self.model(inputs), batch["action"].to(dtype))
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self._optimizer.step()
+        return loss.detach()
+
+
+class Feed:
+    """Where batches come from.
+
+    Args:
+        name: of the variant.
+        start: makes an iterator of batches without end.
+        check: raises `Incorrect` unless its batches are right.
+        parameters: for the rows.
+    """
+
+    def __init__(
+        self, name: str, start: Callable[[], Batches], check: Callable[[], None], **parameters: Any
+    ) -> None:
+        self.name, self.start, self.check, self.parameters = name, start, check, parameters
+
+
+class Clock:
+    """Seconds of a step of every variant of a comparison, by turns, and the share of them spent waiting."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = {}
+        self.waiting: dict[str, list[float]] = {}
+
+    def note(self, name: str, seconds: float, waiting: float) -> None:
+        """One measurement, and the part of it that was spent waiting for batches."""
+        self.seconds.setdefault(name, []).append(seconds)
+        self.waiting.setdefault(name, []).append(waiting / seconds)
+
+    def slowdown(self, name: str) -> float:
+        """Median of a step's time over that of one alone in the same turn."""
+        return float(np.median(np.array(self.seconds[name]) / np.array(self.seconds[ALONE])))
+
+    def extras(self, name: str) -> dict[str, float]:
+        """For the rows."""
+        return {"slowdown": self.slowdown(name), "waiting": float(np.median(self.waiting[name]))}
+
+
+def train(
+    feed: Feed, training: Training, steps: int, synchronize: Callable[[], object] = lambda: None
+) -> tuple[float, float]:
+    """Seconds of so many steps after a few others, and the part of them spent waiting for batches."""
+    waited = 0.0
+    batches = feed.start()
+    try:
+        for _ in range(WARM_UP):
+            training.step(next(batches))
+        synchronize()
+        begin = time.perf_counter()
+        for _ in range(steps):
+            asked = time.perf_counter()
+            batch = next(batches)
+            waited += time.perf_counter() - asked
+            training.step(batch)
+        synchronize()
+        return time.perf_counter() - begin, waited
+    finally:
+        close(batches)
+
+
+def fed(
+    feeds: list[Feed],
+    training: Training,
+    batch: int,
+    steps: int,
+    synchronize: Callable[[], object] = lambda: None,
+) -> list[Variant]:
+    """Training steps on batches of each feed, the first of which is `ALONE`."""
+    clock = Clock()
+
+    def variant(feed: Feed) -> Variant:
+        host: list[float] = []
+
+        def measure() -> float:
+            taken, waited = train(feed, training, steps, synchronize)
+            clock.note(feed.name, taken, waited)
+            host.append(waited / steps)
+            return taken
+
+        def extras() -> dict[str, float]:
+            return {**clock.extras(feed.name), "host_seconds": float(np.median(host))}
+
+        return Variant(feed.name, measure, feed.check, batch, steps, feed.parameters, extras=extras)
+
+    return [variant(feed) for feed in feeds]

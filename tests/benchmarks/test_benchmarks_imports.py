@@ -1,0 +1,70 @@
+"""Which modules of the benchmarks import which: no circles, and scripts of peers run without this project."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarks_common import ROOT
+
+FOLDER = ROOT / "benchmarks"
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in FOLDER.rglob("*.py")
+}
+STANDARD = {*sys.stdlib_module_names, "numpy"}
+LIBRARIES = {"reverb": {"reverb", "tensorflow", "torch"}, "cpprb": {"cpprb"}, "tianshou": {"tianshou"}}
+LIBRARIES["torchrl"] = {"torchrl", "tensordict", "torch"}
+
+
+def imported(path: Path) -> set[str]:
+    """All modules that a file imports, within functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            whole = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= whole & set(FILES) or {str(node.module)}
+    return found
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    graph = {name: imported(path) & set(FILES) - {name} for name, path in FILES.items()}
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError with the circle
+
+
+def test_rooms_below_do_not_import_experiments() -> None:
+    for name, path in FILES.items():
+        below = name.startswith("benchmarks.peers.") or name in ("benchmarks.harness", "benchmarks.machine")
+        if below:
+            assert not {m for m in imported(path) if m.startswith("benchmarks.experiments")}, name
+
+
+@pytest.mark.parametrize(
+    "name", ["source", "select", "batches", "checkpoint", "memory", "online", "episodes", *LIBRARIES]
+)
+def test_what_runs_beside_another_library_imports_nothing_else(name: str) -> None:
+    found = imported(FOLDER / "peers" / f"{name}.py")
+    allowed = STANDARD | LIBRARIES.get(name, set())
+    other = {m for m in found if not m.startswith("benchmarks.peers.")}
+    assert {module.split(".")[0] for module in other} <= allowed
+    assert not found & {"benchmarks.peers.gear", "benchmarks.peers.plain", "benchmarks.peers.process"}
+
+
+@pytest.mark.parametrize("task", ["select", "batches", "checkpoint", "memory", "online"])
+def test_a_process_of_a_peer_loads_nothing_of_this_project(task: str) -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import importlib; "
+        f"load = ['serve', {task!r}, 'cpprb', 'torchrl', 'reverb']; "
+        "[importlib.import_module('benchmarks.peers.' + name) for name in load]; "
+        "print([n for n in sys.modules if n.split('.')[0] in ('gear_loader', 'torch')])"
+    )
+    command = [sys.executable, "-I", "-c", code, str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
