@@ -46,7 +46,14 @@ if importlib.util.find_spec("hypothesis") is not None:
     hypothesis.settings.register_profile(
         "gear-loader-ci", deadline=None, derandomize=True, database=None, max_examples=50
     )
-    hypothesis.settings.load_profile("gear-loader-ci" if os.environ.get("CI") else "gear-loader")
+    # For runs that leave out what is marked long.
+    hypothesis.settings.register_profile(
+        "gear-loader-short",
+        deadline=None,
+        derandomize=bool(os.environ.get("CI")),
+        max_examples=15,
+        stateful_step_count=30,
+    )
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -55,6 +62,10 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if importlib.util.find_spec("hypothesis") is not None:
+        short = "not long" in config.getoption("markexpr")
+        full = "gear-loader-ci" if os.environ.get("CI") else "gear-loader"
+        hypothesis.settings.load_profile("gear-loader-short" if short else full)
     if not config.pluginmanager.has_plugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): not enforced, pytest-timeout is not installed")
 

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from cases import points
 from checkpoint_common import SIZES, contents, draw, dying, files, flip, make
 from table_common import COLUMNS, Died, bits, fresh_name, rows
 
@@ -519,7 +520,8 @@ def calls_of(rank: int) -> Callable[[tuple[Any, ...]], bool]:
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("first", [True, False], ids=["first", "again"])
-def test_dying_at_every_call_of_the_system(tmp_path: Path, victim: int, first: bool) -> None:
+@points(6)
+def test_dying_at_every_call_of_the_system(tmp_path: Path, victim: int, first: bool, every: int) -> None:
     columns = {"x": gear.Column(torch.int32), "y": gear.Column(torch.uint8, (3,))}
     path = tmp_path / "ck"
 
@@ -557,7 +559,7 @@ def test_dying_at_every_call_of_the_system(tmp_path: Path, victim: int, first: b
                 seen.add("before" if now == before else "after")
             if not died or "after" in seen:
                 break
-            deaths += 1
+            deaths += every
         assert seen == {"before", "after"}
         assert deaths > 25
         saved(tables, path)
@@ -869,7 +871,6 @@ def test_a_save_between_looking_and_reading(path: Path, monkeypatch: pytest.Monk
 # Dealing ---------------------------------------------------------------------------------------------
 
 
-@hypothesis.settings(max_examples=200, deadline=None)
 @hypothesis.given(
     st.lists(st.one_of(st.integers(1, 5), st.integers(1, 3000)), max_size=300), st.integers(1, 9)
 )

@@ -299,7 +299,6 @@ class TwinMachine(stateful.RuleBasedStateMachine):
         self.twin.update(data.draw(st.lists(rows, max_size=12)), named=named, error=error)
 
 
-TwinMachine.TestCase.settings = hypothesis.settings(max_examples=100, stateful_step_count=40, deadline=None)
 TwinMachine.TestCase.pytestmark = [  # type: ignore[attr-defined]
     pytest.mark.slow,
     pytest.mark.timeout(900),  # Hypothesis may take minutes to shrink a failing example

@@ -1111,9 +1111,7 @@ st = pytest.importorskip("hypothesis.strategies")
 
 
 @pytest.mark.slow
-@hypothesis.settings(
-    max_examples=60, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
-)
+@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 @hypothesis.given(data=st.data())
 def test_chunks_of_all_sizes(data: Any) -> None:
     """Any sizes, appended in any pieces by several writers, then removed in any order."""
