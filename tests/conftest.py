@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import os
 import shutil
 import tempfile
@@ -68,6 +69,15 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("gear-loader-short" if short else full)
     if not config.pluginmanager.has_plugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): not enforced, pytest-timeout is not installed")
+
+
+# What processes need that tests start with multiprocessing's fork server: loaded once, in the server. A test module
+# that is not collected is not found there, and then not needed.
+PRELOADED = [
+    *("pytest", "gear_loader.dataset", "gear_loader.distributed.collector", "gear_loader.transport.client"),
+    *("distributed_common", "table_common", "test_processes"),
+]
+multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
 
 
 def pytest_unconfigure() -> None:

@@ -78,8 +78,6 @@ def run_ranks(
         method: "spawn" makes them children of this process; the default starts them from one that has loaded torch.
     """
     context = mp.get_context(method)
-    if method == "forkserver":
-        context.set_forkserver_preload(["gear_loader.dataset", "gear_loader.transport.client", __name__])
     end = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world)]

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from cases import points
+from cases import mostly_long, points
 from checkpoint_common import SIZES, contents, draw, dying, files, flip, make
 from table_common import COLUMNS, Died, bits, fresh_name, rows
 
@@ -602,7 +602,7 @@ def _rank_until_killed(pipe: Connection, path: str, fatal: str) -> None:
 
 @pytest.mark.parametrize("fatal", ["index.000001", "manifest.json.part"])
 def test_a_process_that_is_killed(tmp_path: Path, fatal: str) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     pipe, theirs = context.Pipe()
     child = context.Process(target=_rank_until_killed, args=(theirs, str(tmp_path), fatal), daemon=True)
     child.start()
@@ -663,7 +663,7 @@ def refused(path: Path, size: int, **options: Any) -> list[str]:
     return [str(one) for one in found]
 
 
-@pytest.mark.parametrize("size", [3, 2, 7])
+@pytest.mark.parametrize("size", mostly_long([3, 2, 7], 2))
 @pytest.mark.parametrize("chunks", [None, 4096], ids=["whole files", "chunks"])
 @pytest.mark.parametrize(
     "pattern",

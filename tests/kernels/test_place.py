@@ -10,6 +10,7 @@ import aot_common
 import numpy as np
 import pytest
 import torch
+from cases import mostly_long
 from gather_common import FOREIGN, GUARD, POISON, Memory, choose, host_memory, pinned_memory, reserve
 
 from gear_loader import Column, Window
@@ -100,7 +101,7 @@ class Staged:
 
 
 @ALL
-@pytest.mark.parametrize("count", [0, 1, 7])
+@pytest.mark.parametrize("count", mostly_long([0, 1, 7], 0, 7))
 @pytest.mark.parametrize("size", ROW_BYTES)
 def test_one_piece(run: Place, size: int, count: int) -> None:
     for batch in {max(count, 1), 9}:
@@ -109,7 +110,7 @@ def test_one_piece(run: Place, size: int, count: int) -> None:
 
 @ALL
 @pytest.mark.parametrize("programs", [1, 3, 132, None])
-@pytest.mark.parametrize("count", [1, 7, 100])
+@pytest.mark.parametrize("count", mostly_long([1, 7, 100], 7))
 def test_many_pieces(run: Place, count: int, programs: int | None) -> None:
     # Pieces of several tiles and of less than a line, of each word size, in one launch.
     sizes = (384, 1, 63, 16, 500, 3, 20)

@@ -51,7 +51,6 @@ from gear_loader.storage.recovery import FREE, WRITING
 from gear_loader.storage.region import region_path
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["pytest", "test_processes"])
 PATIENCE = 60.0  # seconds for what takes milliseconds
 
 
@@ -139,14 +138,6 @@ def _no_child_outlives_its_test() -> Iterator[None]:
             child.process.kill()
             child.process.join(PATIENCE)
         child.pipe.close()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _fork_server() -> None:
-    """Start it with a path on which it finds what it is to import beforehand."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{Path(__file__).parents[1]}", prepend=os.pathsep)
-        Child(_nothing).result()
 
 
 @contextlib.contextmanager
@@ -611,10 +602,6 @@ def test_a_process_is_known_by_its_start_too(table: gear.Table) -> None:
         index.readers[ticket.row, :2] = pid, start - 1
         table.add(rows(2, 160))
     assert numbers_of(table) == [2]
-
-
-def _nothing(voice: Voice) -> None:
-    pass
 
 
 def test_the_start_of_a_process() -> None:
