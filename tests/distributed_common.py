@@ -67,7 +67,7 @@ def run_ranks(
     world: int,
     work: Callable[..., Any],
     *args: Any,
-    timeout: float = 120.0,
+    timeout: float = 240.0,
     dies: tuple[int, ...] = (),
     method: str = "forkserver",
 ) -> list[Any]:

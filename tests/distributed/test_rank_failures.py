@@ -210,7 +210,7 @@ def breaking_rank(rank: int, world: int, then: str, folder: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("then", ["sleeps", "epoch"])
+@pytest.mark.parametrize("then", mostly_long(["sleeps", "epoch"], "epoch"))
 def test_a_rank_that_leaves_its_loop_alone_is_named(then: str, tmp_path: Path) -> None:
     first, other, third = run_ranks(3, breaking_rank, then, str(tmp_path))
     for message in (first, third):

@@ -103,7 +103,7 @@ def test_a_server_that_was_killed_is_started_again_and_found() -> None:
 
 
 def stopped_server_rank(rank: int, world: int, policy: str) -> Any:
-    with far_shards(rank, transport="socket", timeout=4, on_failure=policy) as shards:
+    with far_shards(rank, transport="socket", timeout=6, on_failure=policy) as shards:
         data = dataset(shards, gear.Prioritized(), batches_per_epoch=10**6, prefetch=0)
         seen, message, counts = [], "", (0, 0)
         try:
@@ -154,7 +154,7 @@ def test_rows_of_a_node_that_is_lost_are_drawn_elsewhere_until_it_is_back() -> N
 
 def cut_off_rank(rank: int, world: int) -> tuple[list[list[int]], int]:
     """From the third batch on no server answers."""
-    with far_shards(rank, transport="socket", timeout=4, on_failure="redraw") as shards:
+    with far_shards(rank, transport="socket", timeout=6, on_failure="redraw") as shards:
         data = dataset(shards, gear.Prioritized(), batches_per_epoch=12, prefetch=0)
         seen = []
         for number, batch in enumerate(data):

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from cases import mostly_long
 from dataset_common import chi_square, chi_square_limit
 from priority_common import (
     CAPACITIES,
@@ -90,7 +91,7 @@ SIZES = (*CAPACITIES, 2, 64, 65, 127, 1023, 2048, 2049, 31 * 1024 + 1, 32 * 1024
 
 
 @needs_numba
-@pytest.mark.parametrize("capacity", SIZES)
+@pytest.mark.parametrize("capacity", mostly_long(SIZES, 1, 33, 1024, 1025, 70_001))
 def test_the_compiled_tree_is_the_twin_to_the_last_bit(capacity: int) -> None:
     random = np.random.default_rng(capacity)
     leaves = priorities(capacity, seed=capacity)
