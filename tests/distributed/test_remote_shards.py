@@ -81,7 +81,7 @@ def test_batches_are_the_same_over_every_carrier(transport: str) -> None:
 
 def killed_server_rank(rank: int, world: int, parent: int) -> list[Any]:
     """The server of node 1 is killed: its first rank starts another one elsewhere, which the others find."""
-    with far_shards(rank, transport="socket") as shards:
+    with far_shards(rank, transport="socket", timeout=60) as shards:  # a busy machine starts a server slowly
         data = dataset(shards, gear.Uniform(), batches_per_epoch=20, prefetch=0)
         addresses = []
         for number, batch in enumerate(data):
@@ -103,7 +103,7 @@ def test_a_server_that_was_killed_is_started_again_and_found() -> None:
 
 
 def stopped_server_rank(rank: int, world: int, policy: str) -> Any:
-    with far_shards(rank, transport="socket", timeout=6, on_failure=policy) as shards:
+    with far_shards(rank, transport="socket", timeout=12, on_failure=policy) as shards:
         data = dataset(shards, gear.Prioritized(), batches_per_epoch=10**6, prefetch=0)
         seen, message, counts = [], "", (0, 0)
         try:
