@@ -81,7 +81,7 @@ def test_batches_are_the_same_over_every_carrier(transport: str) -> None:
 
 def killed_server_rank(rank: int, world: int, parent: int) -> list[Any]:
     """The server of node 1 is killed: its first rank starts another one elsewhere, which the others find."""
-    with far_shards(rank, transport="socket", timeout=60) as shards:  # a busy machine starts a server slowly
+    with far_shards(rank, transport="socket", timeout=30) as shards:  # a busy machine starts a server slowly
         data = dataset(shards, gear.Uniform(), batches_per_epoch=20, prefetch=0)
         addresses = []
         for number, batch in enumerate(data):
