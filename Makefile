@@ -1,6 +1,6 @@
 # Every target sets up what it needs in .venv; a fresh clone needs only python3, make and gcc.
 #   make demo     collect, train and evaluate the example       make lint    ruff and mypy
-#   make test     what a change can break (ARGS="-k table", JOBS=8)  make format  let ruff rewrite the code
+#   make test     what a change can break: of products, deaths and storms a sample (ARGS="-k table", JOBS=8)
 #   make test-all all tests: also benchmark runs, examples, storms and exhaustive loops
 #   make docs     the API reference, into docs/_build            make clean   remove builds and caches, not .venv
 #   make bench    a benchmark (ARGS="run single-server")        make report  a page and plots of what was measured

@@ -1,5 +1,7 @@
 """Kernels compiled by each Triton that they must compile with: the installed one, and others that pip fetches.
 
+What became of them is kept in a folder below, and read there until a kernel, or how it is compiled, has changed.
+
 A Triton that is not installed goes into `$XDG_CACHE_HOME/gear-loader-tests` (else `~/.cache/gear-loader-tests`; about
 640 MB each) and stays there for the next run. Where it cannot be fetched, its tests are skipped with pip's reason.
 """
@@ -8,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -42,30 +46,41 @@ Reports = dict[str, Report]
 """What tests/aot.py printed for each kernel, by the kernel's name."""
 
 
-def reports(kernels: str, target: Target, session: Path) -> Reports:
-    """Compile kernels, once in a run of pytest, whichever of its processes asks first.
+def reports(kernels: str, target: Target) -> Reports:
+    """Compile kernels, or read what became of them when an earlier run compiled the same sources.
 
     Args:
         kernels: what their names begin with.
         target: see `TARGETS`.
-        session: a folder that all processes of this run of pytest share, see `shared_folder`.
     """
     version, arch = target
-    result = session / f"aot-{kernels}-{version}-{arch}.json"
+    result = _cache() / f"aot-{kernels}-{version}-sm_{arch}-{_sources()}.json"
     with _locked(result.with_suffix(".lock")):
         if not result.exists():
-            result.write_text(json.dumps(_compile(kernels, version, arch)))
+            compiled = _compile(kernels, version, arch)
+            if isinstance(compiled, str):
+                pytest.skip(compiled)
+            part = result.with_suffix(f".{os.getpid()}")
+            part.write_text(json.dumps(compiled))
+            part.rename(result)  # whole, or not at all
     found = json.loads(result.read_text())
-    if isinstance(found, str):
-        pytest.skip(found)
     assert {report["triton"] for report in found} == {version}
     return {report["kernel"].removeprefix(f"{kernels}_"): report for report in found}
 
 
-def shared_folder(factory: pytest.TempPathFactory) -> Path:
-    """The folder that all processes of this run of pytest share."""
-    own = factory.getbasetemp()
-    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+def _cache() -> Path:
+    """The folder of what is kept from run to run."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gear-loader-tests"
+    root.mkdir(parents=True, exist_ok=True)
+    return root
+
+
+@functools.cache
+def _sources() -> str:
+    """A digest of the kernels and of the program that compiles them."""
+    here = Path(__file__).parent
+    files = [here / "aot.py", *sorted((here.parent / "triton_kernels").glob("*.py"))]
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def run(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
@@ -106,11 +121,10 @@ def fetched(version: str) -> Path:
     Raises:
         NotFetchedError: pip could not fetch it.
     """
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gear-loader-tests"
+    root = _cache()
     folder = root / f"triton-{version}-{sys.implementation.cache_tag}-{platform.machine()}"
     if folder.is_dir():  # renamed when it was complete
         return folder
-    root.mkdir(parents=True, exist_ok=True)
     with _locked(root / f"{folder.name}.lock"):
         if not folder.is_dir():
             part = tempfile.mkdtemp(prefix=f".{folder.name}-", dir=root)

@@ -677,8 +677,7 @@ class Nursery:
 
     def __init__(self, module: str) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        here = str(Path(__file__).parent)
-        path = os.pathsep.join((here, str(Path(here).parent), *filter(None, [os.environ.get("PYTHONPATH")])))
+        path = os.pathsep.join(filter(None, sys.path))  # on which the tests' modules are
         code = f"import concurrency_common as c; c.serve({theirs.fileno()}, {os.getpid()}, {module!r})"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import os
 import shutil
 import tempfile
@@ -46,7 +47,14 @@ if importlib.util.find_spec("hypothesis") is not None:
     hypothesis.settings.register_profile(
         "gear-loader-ci", deadline=None, derandomize=True, database=None, max_examples=50
     )
-    hypothesis.settings.load_profile("gear-loader-ci" if os.environ.get("CI") else "gear-loader")
+    # For runs that leave out what is marked long.
+    hypothesis.settings.register_profile(
+        "gear-loader-short",
+        deadline=None,
+        derandomize=bool(os.environ.get("CI")),
+        max_examples=15,
+        stateful_step_count=30,
+    )
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -55,8 +63,21 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if importlib.util.find_spec("hypothesis") is not None:
+        short = "not long" in config.getoption("markexpr")
+        full = "gear-loader-ci" if os.environ.get("CI") else "gear-loader"
+        hypothesis.settings.load_profile("gear-loader-short" if short else full)
     if not config.pluginmanager.has_plugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): not enforced, pytest-timeout is not installed")
+
+
+# What processes need that tests start with multiprocessing's fork server: loaded once, in the server. A test module
+# that is not collected is not found there, and then not needed.
+PRELOADED = [
+    *("pytest", "gear_loader.dataset", "gear_loader.distributed.collector", "gear_loader.transport.client"),
+    *("distributed_common", "table_common", "test_processes"),
+]
+multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
 
 
 def pytest_unconfigure() -> None:

@@ -67,7 +67,7 @@ def run_ranks(
     world: int,
     work: Callable[..., Any],
     *args: Any,
-    timeout: float = 120.0,
+    timeout: float = 240.0,
     dies: tuple[int, ...] = (),
     method: str = "forkserver",
 ) -> list[Any]:
@@ -78,8 +78,6 @@ def run_ranks(
         method: "spawn" makes them children of this process; the default starts them from one that has loaded torch.
     """
     context = mp.get_context(method)
-    if method == "forkserver":
-        context.set_forkserver_preload(["gear_loader.dataset", "gear_loader.transport.client", __name__])
     end = time.monotonic() + timeout
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world)]

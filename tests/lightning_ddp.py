@@ -36,7 +36,7 @@ RUNS: dict[str, dict[str, Any]] = {  # options of the data module
 }
 ENDS = {"endless": {"max_epochs": -1, "max_steps": 6}}
 """Options of the trainer where a run does not end with an epoch."""
-STEPS = {"prioritized": (3, 7), "prioritized steps": (4,), "uniform pass": (2, 4), "endless": (5,)}
+STEPS = {"prioritized": (3,), "prioritized steps": (4,), "uniform pass": (4,), "endless": (5,)}
 """After which steps the runs are resumed: in the middle of an epoch."""
 Rows = list[tuple[int, ...]]
 

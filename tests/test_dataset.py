@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import mostly_long
 from dataset_common import (
     LENGTHS,
     SCHEMA,
@@ -91,7 +92,7 @@ WINDOWS = [
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=lambda w: f"{w.length}@{w.offset}-{w.pad}")
-@pytest.mark.parametrize("anchor", ["uniform", "first", "last"])
+@pytest.mark.parametrize("anchor", mostly_long(["uniform", "first", "last"], "uniform"))
 def test_windows_are_what_the_trajectories_say(table: gear.Table, window: gear.Window, anchor: Any) -> None:
     everything = contents(table)
     data = dataset(table, windows=window, anchor=anchor, batch_size=7)
@@ -487,8 +488,9 @@ def settle(data: gear.ReplayDataset) -> None:
 @pytest.mark.parametrize(
     "windows", [WINDOW, {"reward": WINDOW, "action": gear.Window(2)}], ids=["one", "each"]
 )
-@pytest.mark.parametrize("keep", [1, 2, 3])
-@pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("keep", "prefetch"), mostly_long(itertools.product((1, 2, 3), range(4)), (1, 0), (2, 1), (3, 2))
+)
 def test_a_batch_stays_intact_until_keep_more_are_requested(
     table: gear.Table, prefetch: int, keep: int, windows: Any, way: str
 ) -> None:
@@ -587,7 +589,7 @@ def test_sampling_beside_an_iterator_disturbs_neither(table: gear.Table) -> None
 # ---------------------------------------------------------------- breaking off, errors
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("prefetch", mostly_long([0, 1, 3], 1))
 @pytest.mark.parametrize("how", ["close", "forget", "break", "raise", "loader"])
 def test_abandoning_an_iterator_leaves_nothing_behind(
     table: gear.Table, how: str, prefetch: int, way: str

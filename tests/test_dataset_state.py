@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import mostly_long
 from dataset_common import copies, drawn, equal, make_table, named_table, nothing_left, same_batches, snapshot
 from torch.utils.data import DataLoader, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -188,7 +189,7 @@ def test_resuming_sample(table: gear.Table, selector: gear.Uniform) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-@pytest.mark.parametrize("taken", [0, 2, 3])
+@pytest.mark.parametrize("taken", mostly_long([0, 2, 3], 2))
 def test_a_state_without_workers_goes_on_with_any_number_of_them(
     table: gear.Table, workers: int, taken: int
 ) -> None:
@@ -266,7 +267,8 @@ def test_stateful_dataloader(table: gear.Table, epochs: Any, epoch: int, taken: 
 
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize(
-    ("epoch", "taken"), [(0, 0), (0, 1), (0, 2), (0, 4), (0, 5), (0, 6), (1, 0), (1, 3), (1, 6)]
+    ("epoch", "taken"),
+    mostly_long([(0, 0), (0, 1), (0, 2), (0, 4), (0, 5), (0, 6), (1, 0), (1, 3), (1, 6)], (0, 4), (1, 0)),
 )
 def test_stateful_dataloader_with_workers(
     table: gear.Table, epochs: Any, epoch: int, taken: int, persistent: bool

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import mostly_long
 from dataset_common import (
     SCHEMA,
     append_all,
@@ -214,12 +215,12 @@ def test_batches_from_workers_are_never_recycled(table: gear.Table) -> None:
     assert all(batch["reward"].is_shared() for batch, _ in held)
 
 
-@pytest.mark.slow
-def test_spawned_workers(table: gear.Table) -> None:
+@pytest.mark.parametrize("method", mostly_long(["forkserver", "spawn"], "forkserver"))
+def test_started_workers(table: gear.Table, method: str) -> None:
     alone = dataset(table, selector=gear.Uniform(False), subset=odd)
     epochs = [copies(alone), copies(alone)]
     data = dataset(table, selector=gear.Uniform(False), subset=odd)
-    batches = loader(data, 2, multiprocessing_context="spawn", persistent_workers=True)
+    batches = loader(data, 2, multiprocessing_context=method, persistent_workers=True)
     for epoch in epochs:
         same_batches(epoch, list(batches))
     assert len(epochs[0]) == 3

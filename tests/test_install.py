@@ -19,6 +19,7 @@ from gear_loader.transport import start_server
 from gear_loader.transport.child_process import child_command
 
 ROOT = Path(__file__).resolve().parents[1]
+PIP = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target")
 PARTS = ("gear_loader", "triton_kernels", "benchmarks", "pyproject.toml", "README.md", "LICENSE")
 
 
@@ -40,23 +41,35 @@ def origin(cwd: Path, path: Path) -> Path:
     return Path(run("-c", program, cwd=cwd, path=path))
 
 
-@pytest.mark.slow
-def test_an_installed_copy_imports_from_everywhere(tmp_path: Path) -> None:
-    clone, site, elsewhere = tmp_path / "clone", tmp_path / "site", tmp_path / "elsewhere"
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A copy of what the package is built from."""
+    clone = tmp_path / "clone"
     clone.mkdir()
-    elsewhere.mkdir()
     for name in PARTS:
         if (ROOT / name).is_dir():
             unwanted = shutil.ignore_patterns("__pycache__", "results")
             shutil.copytree(ROOT / name, clone / name, symlinks=True, ignore=unwanted)
         else:
             shutil.copy(ROOT / name, clone / name)
-    pip = ("-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target")
-    run(*pip, site, ".", cwd=clone)
+    return clone
+
+
+def test_an_installed_copy_imports_from_everywhere(clone: Path, tmp_path: Path) -> None:
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    run(*PIP, site, ".", cwd=clone)
     installed = site / "gear_loader" / "kernels" / "gather.py"
     assert origin(elsewhere, site) == installed
     # In a clone its own folder comes first.
     assert origin(clone, site).resolve() == clone / "triton_kernels" / "gather.py"
+
+
+@pytest.mark.long
+def test_an_installed_copy_serves_and_a_source_distribution_installs(clone: Path, tmp_path: Path) -> None:
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    run(*PIP, site, ".", cwd=clone)
     assert "single-server" in run("-m", "benchmarks", "list", cwd=clone, path=site)
     server = child_command("serve", "--help")[2:]
     assert "--secret-file" in run(site / "gear_loader" / "transport" / "child_process.py", *server, cwd=clone)
@@ -68,7 +81,7 @@ def test_an_installed_copy_imports_from_everywhere(tmp_path: Path) -> None:
         files.extractall(tmp_path / "unpacked", filter="data")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     again = tmp_path / "again"
-    run(*pip, again, ".", cwd=unpacked)
+    run(*PIP, again, ".", cwd=unpacked)
     assert origin(elsewhere, again) == again / "gear_loader" / "kernels" / "gather.py"
     assert origin(unpacked, again).is_relative_to(unpacked)
 

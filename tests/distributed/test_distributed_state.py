@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import mostly_long
 from distributed_common import filled, run_ranks
 from test_global_selection import COUNTS, alone, kept, new_priorities, shards_of
 
@@ -61,7 +62,7 @@ SELECTORS = [
 ]
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("prefetch", mostly_long([0, 2], 2))
 @pytest.mark.parametrize("selector", SELECTORS, ids=repr)
 def test_one_process_resumes_bit_for_bit(selector: gear.selectors.Selector, prefetch: int) -> None:
     data = dataset(alone(COUNTS), selector, prefetch)

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from cases import mostly_long
 from distributed_common import check_batch, run_ranks
 from test_distributed_state import dataset, steps
 from test_global_selection import COUNTS, shards_of
@@ -62,23 +64,23 @@ def loading_rank(rank: int, world: int, folder: str) -> Any:
         return found, [restored[name] for name in ("ids", "leaves", "lengths")], int(new[0])
 
 
-def test_four_ranks_save_and_two_or_three_go_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("world", mostly_long([2, 3], 3))
+def test_four_ranks_save_and_two_or_three_go_on(tmp_path: Path, world: int) -> None:
     saved = run_ranks(4, saving_rank, str(tmp_path))
     state = torch.load(tmp_path / "state", weights_only=False)["priorities"]
     order = state["ids"].argsort()
-    for world in (2, 3):
-        loaded = run_ranks(world, loading_rank, str(tmp_path))
-        together: dict[int, Any] = {}
-        for found, priorities, new in loaded:
-            assert not set(found) & set(together)
-            together |= found
-            assert new not in found
-            at = priorities[0].argsort()
-            assert torch.equal(priorities[0][at], state["ids"][order])
-            assert torch.equal(priorities[1][at], state["leaves"][order])
-        fresh = [new for _, _, new in loaded]
-        assert len(set(fresh)) == world
-        assert not set(fresh) & set(together)
-        for found, _ in saved:  # taken after one of each was removed
-            assert all(together[name] == value for name, value in found.items())
-        assert len(together) == sum(COUNTS)
+    loaded = run_ranks(world, loading_rank, str(tmp_path))
+    together: dict[int, Any] = {}
+    for found, priorities, new in loaded:
+        assert not set(found) & set(together)
+        together |= found
+        assert new not in found
+        at = priorities[0].argsort()
+        assert torch.equal(priorities[0][at], state["ids"][order])
+        assert torch.equal(priorities[1][at], state["leaves"][order])
+    fresh = [new for _, _, new in loaded]
+    assert len(set(fresh)) == world
+    assert not set(fresh) & set(together)
+    for found, _ in saved:  # taken after one of each was removed
+        assert all(together[name] == value for name, value in found.items())
+    assert len(together) == sum(COUNTS)

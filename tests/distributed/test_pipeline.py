@@ -22,9 +22,7 @@ WINDOWS: tuple[dict[str, gear.Window], ...] = (
     {"flag": gear.Window(1), "act": gear.Window(3, offset=-1)},
 )
 SELECTORS: dict[str, gear.selectors.Selector] = {
-    "uniform": gear.Uniform(),
     "pass": gear.Uniform(replacement=False, unit="step"),
-    "fifo": gear.Fifo(),
     "fifo pass": gear.Fifo(replacement=False, unit="step"),
     "top": gear.TopK(),
     "prioritized": gear.Prioritized(),

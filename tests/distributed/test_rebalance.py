@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from cases import mostly_long
 from distributed_common import check_batch, filled, run_ranks, trajectory
 
 import gear_loader as gear
@@ -351,7 +352,7 @@ def while_a_writer_adds(rank: int) -> Any:
         table.unlink()
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", mostly_long([2, 4], 2))
 def test_ranks_draw_after_a_move_what_one_process_draws(world: int) -> None:
     ranks = run_ranks(world, moving_rank)
     for name, prefetch in VARIANTS:

@@ -28,9 +28,9 @@ Report = dict[str, Any]
 
 
 @pytest.fixture(params=aot_common.TARGETS)
-def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+def reports(request: pytest.FixtureRequest) -> dict[str, Report]:
     """Variant -> what became of it with one version of Triton on one architecture."""
-    return aot_common.reports("gather", request.param, aot_common.shared_folder(tmp_path_factory))
+    return aot_common.reports("gather", request.param)
 
 
 @pytest.fixture(params=VARIANTS)

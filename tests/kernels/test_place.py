@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
+import aot_common
 import numpy as np
 import pytest
 import torch
+from cases import mostly_long
 from gather_common import FOREIGN, GUARD, POISON, Memory, choose, host_memory, pinned_memory, reserve
 
 from gear_loader import Column, Window
@@ -105,7 +101,7 @@ class Staged:
 
 
 @ALL
-@pytest.mark.parametrize("count", [0, 1, 7])
+@pytest.mark.parametrize("count", mostly_long([0, 1, 7], 0, 7))
 @pytest.mark.parametrize("size", ROW_BYTES)
 def test_one_piece(run: Place, size: int, count: int) -> None:
     for batch in {max(count, 1), 9}:
@@ -114,7 +110,7 @@ def test_one_piece(run: Place, size: int, count: int) -> None:
 
 @ALL
 @pytest.mark.parametrize("programs", [1, 3, 132, None])
-@pytest.mark.parametrize("count", [1, 7, 100])
+@pytest.mark.parametrize("count", mostly_long([1, 7, 100], 7))
 def test_many_pieces(run: Place, count: int, programs: int | None) -> None:
     # Pieces of several tiles and of less than a line, of each word size, in one launch.
     sizes = (384, 1, 63, 16, 500, 3, 20)
@@ -151,7 +147,6 @@ def test_large_rows(size: int, stream: bool) -> None:
         Staged([size, 5], 6, 4, shift=shift).run(compiled, 3 if stream else None)
 
 
-@hypothesis.settings(max_examples=60)
 @hypothesis.given(
     sizes=st.lists(st.integers(1, 70) | st.sampled_from([16, 64, 4000, 5001]), min_size=1, max_size=4),
     count=st.integers(0, 20),
@@ -321,27 +316,11 @@ def test_outputs_that_differ_are_noticed() -> None:
 
 # Compiled ahead of time ------------------------------------------------------------------------------
 
-ARCHITECTURES = (80, 90, 100)
 
-
-@pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """Architecture -> what tests/aot.py printed for it."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    program = Path(__file__).parents[1] / "aot.py"
-    command = [sys.executable, str(program), "place"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
-    assert run.returncode == 0, run.stderr
-    shutil.rmtree(environment["TRITON_CACHE_DIR"])
-    lines = [json.loads(line) for line in run.stdout.splitlines()]
-    return {line["arch"]: line for line in lines}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_machine_code(reports: dict[int, dict[str, Any]], arch: int) -> None:
-    report = reports[arch]
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("target", aot_common.TARGETS)
+def test_machine_code(target: aot_common.Target) -> None:
+    (report,) = aot_common.reports("place", target).values()
     assert report["spills"] == 0
     assert 16 <= report["registers"] <= 128
     assert report["specialised"] == []  # a smaller batch needs no other code

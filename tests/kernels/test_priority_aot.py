@@ -26,9 +26,9 @@ def target(request: pytest.FixtureRequest) -> aot_common.Target:
 
 
 @pytest.fixture
-def reports(target: aot_common.Target, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Report]:
+def reports(target: aot_common.Target) -> dict[str, Report]:
     """Kernel -> what became of it with one version of Triton on one architecture."""
-    return aot_common.reports("priority", target, aot_common.shared_folder(tmp_path_factory))
+    return aot_common.reports("priority", target)
 
 
 @pytest.fixture(params=KERNELS)
@@ -88,10 +88,8 @@ def test_a_draw_loads_children_side_by_side(reports: dict[str, Report]) -> None:
     assert reports["draw"]["instructions"].get("LDG.E.128", 0) >= 2
 
 
-def test_the_kernels_between_items_and_rows(
-    target: aot_common.Target, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    reports = aot_common.reports("items", target, aot_common.shared_folder(tmp_path_factory))
+def test_the_kernels_between_items_and_rows(target: aot_common.Target) -> None:
+    reports = aot_common.reports("items", target)
     assert len(reports) == 8
     for kernel, report in reports.items():
         assert report["spills"] == 0, report

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import mostly_long
 from priority_common import (
     CAPACITIES,
     LARGEST_UNIFORM,
@@ -56,6 +57,7 @@ if torch.cuda.is_available():
 BOTH = pytest.mark.parametrize("run", [priority, reference], ids=["kernel", "twin"])
 DRAWS = pytest.mark.parametrize("distinct", [False, True], ids=["draw", "distinct"])
 LARGEST = torch.finfo(torch.float32).max
+WORDS = (-1, -(2**63), 2**63 - 1, 2**32)
 
 # Update options beside the two that follow from the values.
 WEIGHTS: dict[str, dict[str, float]] = {
@@ -166,7 +168,7 @@ def test_random_numbers_are_philox(
         assert uniform.tolist() == [two_words(*words[2 * half : 2 * half + 2])]
 
 
-@pytest.mark.parametrize("step", [1, -1, 2**32, 2**63 - 1, -(2**63)])
+@pytest.mark.parametrize("step", mostly_long([1, -1, 2**32, 2**63 - 1, -(2**63)], -1, 2**32))
 @pytest.mark.parametrize("key", [0, -1, -(2**63), 0x0123456789ABCDEF])
 def test_random_numbers_of_kernel_and_twin_are_the_same(key: int, step: int) -> None:
     rows = torch.tensor([0, 1, 2, 3, 2**16, 2**31 - 1, 2**31, 2**32 - 1])
@@ -230,7 +232,7 @@ def test_build_sums_in_the_order_that_is_promised() -> None:
 # ---------------------------------------------------------------- update
 
 
-@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("capacity", mostly_long(CAPACITIES, 1, 33, 1025))
 def test_updates(capacity: int) -> None:
     # Several in a row on one tree: each begins with what the last one left.
     tree = tree_of(priorities(capacity, seed=7))
@@ -243,7 +245,7 @@ def test_updates(capacity: int) -> None:
     check_consistent(tree)
 
 
-@pytest.mark.parametrize("count", [256, 257, 513])
+@pytest.mark.parametrize("count", mostly_long([256, 257, 513], 256))
 @pytest.mark.parametrize("options", WEIGHTS.values(), ids=WEIGHTS)
 def test_updates_across_the_edges_of_tiles(count: int, options: dict[str, float]) -> None:
     unset = count % 2 == 0
@@ -336,7 +338,8 @@ def test_a_zero_can_be_the_last() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capacity", "count"), [(33, 65), (33, 1500), (1025, 400), (1025, 1500), (33000, 400)]
+    ("capacity", "count"),
+    mostly_long([(33, 65), (33, 1500), (1025, 400), (1025, 1500), (33000, 400)], (33, 65), (1025, 400)),
 )
 def test_many_programs_do_as_one_does(
     capacity: int, count: int, few_programs: list[int], monkeypatch: pytest.MonkeyPatch
@@ -378,7 +381,7 @@ def test_the_floor_counts_without_rows_that_count(run: Any) -> None:
 def test_random_updates_are_the_same() -> None:
     tree = SumTree(1500)
     random = np.random.default_rng(17)
-    for seed in range(25):
+    for seed in range(10):
         count, unset = int(random.integers(1, 400)), bool(random.integers(2))
         options = list(WEIGHTS.values())[int(random.integers(len(WEIGHTS)))]
         items, values = random_update(1500, count, 100 + seed, unset=unset)
@@ -407,7 +410,7 @@ BAD: dict[str, tuple[float, dict[str, float]]] = {
 
 @BOTH
 @pytest.mark.parametrize(("value", "options"), BAD.values(), ids=BAD)
-@pytest.mark.parametrize("position", [0, 299])
+@pytest.mark.parametrize("position", mostly_long([0, 299], 299))
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, where a GPU makes a NaN
 def test_a_bad_value_refuses_the_update(
     run: Any, value: float, options: dict[str, float], position: int
@@ -563,7 +566,7 @@ def check_draw(tree: SumTree, count: int, key: int, step: int, *, distinct: bool
 
 
 @DRAWS
-@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("capacity", mostly_long(CAPACITIES, 1, 1025))
 def test_draws(capacity: int, distinct: bool) -> None:
     leaves = priorities(capacity, seed=capacity)
     leaves[capacity // 2] = 1  # a tree of one item is not empty
@@ -575,19 +578,18 @@ def test_draws(capacity: int, distinct: bool) -> None:
 
 
 @DRAWS
-@pytest.mark.parametrize("orders", [0, 12, 60])
+@pytest.mark.parametrize("orders", mostly_long([0, 12, 60], 60))
 def test_draws_of_all_sizes_of_priorities(
     orders: float, distinct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(priority.DRAW, "ROWS", 128)  # fewer programs to run in turn
     tree = tree_of(priorities(1025, seed=4, orders=orders, zeros=0.5))
     for step in range(2):
-        check_draw(tree, 70 if distinct else 600, 3, step, distinct=distinct)
+        check_draw(tree, 35 if distinct else 300, 3, step, distinct=distinct)
 
 
 @DRAWS
-@pytest.mark.parametrize("key", [-1, -(2**63), 2**63 - 1, 2**32])
-@pytest.mark.parametrize("step", [-1, -(2**63), 2**63 - 1])
+@pytest.mark.parametrize(("key", "step"), mostly_long(itertools.product(WORDS, WORDS), (-(2**63), -1)))
 def test_counters_at_their_extremes(key: int, step: int, distinct: bool) -> None:
     tree = tree_of(priorities(32, seed=4))
     items = check_draw(tree, 20 - 4 * distinct, key, step, distinct=distinct)
@@ -608,7 +610,7 @@ def test_more_random_words_than_two_are_not_looked_at(run: Any, distinct: bool) 
 
 
 @DRAWS
-@pytest.mark.parametrize("capacity", [1, 33, 1025])
+@pytest.mark.parametrize("capacity", mostly_long([1, 33, 1025], 33))
 def test_an_empty_tree_draws_nothing_and_counts_it(capacity: int, distinct: bool) -> None:
     tree = SumTree(capacity)
     for run, times in itertools.product((priority, reference), (1, 2)):
@@ -634,7 +636,7 @@ def test_a_draw_of_no_rows_does_nothing(run: Any, distinct: bool) -> None:
         same_tree(tree, before)
 
 
-@pytest.mark.parametrize("count", [5, 6, 65, 130])
+@pytest.mark.parametrize("count", mostly_long([5, 6, 65, 130], 6))
 def test_too_few_items_for_a_distinct_draw(count: int) -> None:
     leaves = np.zeros(1000, dtype=np.float32)
     positive = [0, 31, 32, 700, 999]
@@ -648,7 +650,7 @@ def test_too_few_items_for_a_distinct_draw(count: int) -> None:
     assert tree.status.tolist() == [NOWHERE, 0, count - 5, 0]
 
 
-@pytest.mark.parametrize("capacity", [31, 65, 200])
+@pytest.mark.parametrize("capacity", mostly_long([31, 65, 200], 31))
 def test_a_distinct_draw_of_everything_draws_everything(capacity: int) -> None:
     # Many turns: at the end little is left beside much that was drawn.
     tree = tree_of(priorities(capacity, seed=capacity, zeros=0))
@@ -656,7 +658,7 @@ def test_a_distinct_draw_of_everything_draws_everything(capacity: int) -> None:
     assert sorted(items.tolist()) == list(range(capacity))
 
 
-@pytest.mark.parametrize("heavy", [0, 15, 63])
+@pytest.mark.parametrize("heavy", mostly_long([0, 15, 63], 15))
 def test_the_first_of_a_distinct_draw_is_the_first_of_a_draw(heavy: int) -> None:
     leaves = np.ones(64, dtype=np.float32)
     leaves[heavy] = 1e6

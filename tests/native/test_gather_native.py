@@ -139,7 +139,6 @@ def cases(draw: st.DrawFn) -> tuple[Store, list[Spec], int, int, int]:
     return store, specs, count, count + draw(st.integers(0, 3)), draw(st.integers(0, 999))
 
 
-@hypothesis.settings(max_examples=60)
 @hypothesis.given(cases(), st.booleans(), st.integers(1, 4), st.booleans())
 def test_random_shapes(case: tuple[Any, ...], mask: bool, parts: int, chosen: bool) -> None:
     store, specs, count, batch, seed = case
@@ -150,7 +149,6 @@ def test_random_shapes(case: tuple[Any, ...], mask: bool, parts: int, chosen: bo
     check_gather(reference.gather, store, specs, slots, anchors, **options)
 
 
-@hypothesis.settings(max_examples=60)
 @hypothesis.given(cases(), st.sampled_from([1, 1 << 14, 1 << 17, 1 << 20, 1 << 24]), st.booleans())
 def test_random_shapes_by_a_crew(case: tuple[Any, ...], row_bytes: int, chosen: bool) -> None:
     store, specs, count, batch, seed = case
@@ -247,7 +245,6 @@ def test_scatter_beyond_2_31_bytes() -> None:
 # Resolve ---------------------------------------------------------------------------------------------
 
 
-@hypothesis.settings(max_examples=200)
 @hypothesis.given(
     lengths=st.lists(st.integers(1, 100), min_size=1, max_size=5),
     block_steps=st.integers(1, 40),
@@ -278,7 +275,6 @@ def test_resolve(lengths: list[int], block_steps: int, first: int, span: int, co
             assert ids.reshape(-1)[place] == store.block_ids[row + step // block_steps]
 
 
-@hypothesis.settings(max_examples=60)
 @hypothesis.given(cases())
 def test_resolve_without_numba_is_the_same(case: tuple[Any, ...]) -> None:
     store, specs, count, _, seed = case

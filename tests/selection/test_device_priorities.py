@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import mostly_long
 from cuda_common import FakeCuda
 
 import gear_loader as gear
@@ -109,14 +110,23 @@ SELECTORS = {
 }
 
 
-@pytest.mark.parametrize("make", SELECTORS.values(), ids=SELECTORS)
+ITEMS = [("trajectory", "uniform"), ("trajectory", "first"), ("trajectory", "last"), ("step", "uniform")]
+
+
 @pytest.mark.parametrize(
-    ("unit", "anchor"),
-    [("trajectory", "uniform"), ("trajectory", "first"), ("trajectory", "last"), ("step", "uniform")],
+    ("name", "unit", "anchor"),
+    mostly_long(
+        [(name, *items) for name in SELECTORS for items in ITEMS],
+        ("prioritized", "step", "uniform"),
+        ("distinct", "trajectory", "first"),
+        ("top", "trajectory", "last"),
+        ("bottom", "trajectory", "uniform"),
+    ),
 )
 def test_batches_are_those_of_the_cpu_while_the_table_changes(
-    table: gear.Table, make: Any, unit: Any, anchor: Anchor
+    table: gear.Table, name: str, unit: Any, anchor: Anchor
 ) -> None:
+    make = SELECTORS[name]
     device, host = both(table, make(unit), anchor)
     random = np.random.default_rng(1)
     writer = table.writer(chunk_steps=24, overlap_steps=16)  # whose trajectories share blocks

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import mostly_long
 from dataset_common import SCHEMA, episode, open_tickets
 
 import gear_loader as gear
@@ -299,7 +300,6 @@ class TwinMachine(stateful.RuleBasedStateMachine):
         self.twin.update(data.draw(st.lists(rows, max_size=12)), named=named, error=error)
 
 
-TwinMachine.TestCase.settings = hypothesis.settings(max_examples=100, stateful_step_count=40, deadline=None)
 TwinMachine.TestCase.pytestmark = [  # type: ignore[attr-defined]
     pytest.mark.slow,
     pytest.mark.timeout(900),  # Hypothesis may take minutes to shrink a failing example
@@ -308,7 +308,7 @@ TestSelectionBesideItsTwin = TwinMachine.TestCase
 
 
 @pytest.mark.parametrize("unit", ["trajectory", "step"])
-@pytest.mark.parametrize("block_steps", [1, 4, 7])
+@pytest.mark.parametrize("block_steps", mostly_long([1, 4, 7], 4))
 def test_a_long_life(unit: str, block_steps: int) -> None:
     twin = Twin(unit=unit, block_steps=block_steps, max_steps=90, max_trajectories=12)
     rng = np.random.default_rng(block_steps)

@@ -18,6 +18,7 @@ import lightning
 import numpy as np
 import pytest
 import torch
+from cases import mostly_long, points
 from dataset_common import LENGTHS, episode, make_table, nothing_left, same_batches, snapshot
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
@@ -49,7 +50,9 @@ SELECTORS: dict[str, gear.Selector] = {
     "largest": gear.TopK(),
     "smallest steps": gear.TopK(False, unit="step"),
 }
-EVERY = [(name, prefetch) for name in SELECTORS for prefetch in (0, 1, 3)]
+EVERY = mostly_long(
+    [(name, prefetch) for name in SELECTORS for prefetch in (0, 1, 3)], *((name, 1) for name in SELECTORS)
+)
 
 
 @pytest.fixture(scope="module")
@@ -330,7 +333,7 @@ def test_resuming_in_another_process_with_a_table_of_its_own(table: gear.Table) 
         expected.append([[batch[key].tolist() for key in sorted(batch)] for batch in train(data, iterator)])
     file = io.BytesIO()
     torch.save(states, file)
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     pipe, theirs = context.Pipe()
     process = context.Process(target=go_on, args=(list(LENGTHS), file.getvalue(), theirs), daemon=True)
     process.start()
@@ -632,15 +635,16 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@points(5)
 def test_a_trainer_resumed_from_the_checkpoint_of_every_step(
-    table: gear.Table, tmp_path: Path, case: str
+    table: gear.Table, tmp_path: Path, case: str, every: int
 ) -> None:
     unit, options, settings = CASES[case]
     whole = Model(unit)
     full = trainer(tmp_path, **settings)
     full.fit(whole, data_module(table, unit, **options))
     assert len(whole.seen) == full.global_step >= 12
-    for step in range(1, full.global_step, 2 if case != "steps" else 1):
+    for step in range(1, full.global_step, every):
         resumed = Model(unit)
         trainer(**settings).fit(
             resumed, data_module(table, unit, **options), ckpt_path=tmp_path / f"step={step}.ckpt"
@@ -651,7 +655,7 @@ def test_a_trainer_resumed_from_the_checkpoint_of_every_step(
     nothing_left(table)
 
 
-@pytest.mark.parametrize("stop", [3, 5, 7])
+@pytest.mark.parametrize("stop", mostly_long([3, 5, 7], 5))
 def test_a_trainer_that_was_stopped(table: gear.Table, tmp_path: Path, stop: int) -> None:
     whole = Model("step")
     trainer().fit(whole, data_module(table, "step"))

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import mostly_long
 from concurrency_common import (
     COLUMNS,
     PATIENCE,
@@ -55,7 +56,7 @@ from gear_loader.storage.operations import NUM_EVICTED, NUM_REMOVED, READING
 from gear_loader.storage.recovery import FREE, WRITING
 from gear_loader.utils.waiting import Backoff
 
-SECONDS = float(os.environ.get("GEAR_LOADER_STRESS_SECONDS", "8"))
+SECONDS = float(os.environ.get("GEAR_LOADER_STRESS_SECONDS", "3"))
 pytestmark = [
     pytest.mark.skipif(operations.COMPILED is None, reason="numba cannot be imported"),
     pytest.mark.timeout(600 + 3 * SECONDS),
@@ -450,18 +451,17 @@ def _kill_writers(voice: Voice, name: str, seed: int, lives: int) -> list[tuple[
     return left
 
 
-@pytest.mark.slow
-def test_what_killed_writers_had_committed_is_there(nursery: Nursery) -> None:
+@pytest.mark.parametrize("lives", mostly_long([15, 150], 15))
+def test_what_killed_writers_had_committed_is_there(nursery: Nursery, lives: int) -> None:
     """Nothing may go (on_full="error"), and of what was reported nothing has gone."""
     before = nursery.rebuilds()
     with named(max_steps=200_000, max_trajectories=20_000) as table:
-        killers = [Child(_kill_writers, table.name, seed, 150) for seed in (1, 2)]
+        killers = [Child(_kill_writers, table.name, seed, lives) for seed in (1, 2)]
         left = {tuple(name) for killer in killers for name in killer.result(4 * PATIENCE)}
         inside = nursery.rebuilds() - before
-        print({"kills": 300, "inside": inside})
-        assert len(left) > 50
+        assert len(left) > lives / 3
         assert look(table).names() == left
-        assert inside > 20, "hardly any death left the index half changed"
+        assert inside > 20 or lives < 150, "hardly any death left the index half changed"
         nothing_is_left(table)
         table.add(rows(1, 200_000))
         nothing_is_left(table)

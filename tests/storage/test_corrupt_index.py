@@ -66,13 +66,13 @@ def put(array: str, place: Any, value: Any) -> Write:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_wrong_word_of_the_index_ends_no_process() -> None:
-    assert storm(300) == {}
+    assert storm(40) == {}
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_thousands_of_wrong_words_of_the_index_end_no_process() -> None:
-    assert storm(2200, first=300) == {}
+    assert storm(2460, first=40) == {}
 
 
 # Attaching -------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_common import run
 
 import gear_loader as gear
 from gear_loader.distributed.topology import this_node
@@ -63,15 +64,17 @@ def test_without_the_variable_tables_lie_in_shared_memory(value: str | None) -> 
     assert done.stdout == "/dev/shm/gear-loader.x\n"
 
 
-def test_the_variable_says_where_tables_lie(directory: Path) -> None:
+def test_the_variable_says_where_tables_lie(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with gear.Table.create(COLUMNS, **SIZES, name="here") as table:
         table.add({"x": torch.arange(3)})
         assert (directory / "gear-loader.here").exists()
         code = "import gear_loader as gear; print(len(gear.Table.attach('here')))"
         other = program("-c", code, GEAR_LOADER_DIR=str(directory))
         assert other.stdout == "1\n", other.stderr
-        elsewhere = program("-c", code)  # the directory of all tests
-        assert "There is no table named 'here'" in elsewhere.stderr
+        with monkeypatch.context() as patch:
+            patch.setattr(shared_memory, "DIRECTORY", os.environ["GEAR_LOADER_DIR"])
+            with pytest.raises(RegionError, match="no table named 'here'"):
+                gear.Table.attach("here")
         table.unlink()
     assert os.listdir(directory) == []
 
@@ -147,16 +150,11 @@ def test_names_that_are_not_utf8(directory: Path) -> None:
     for file in files:
         with open(file, "wb") as empty:
             empty.write(b"foreign")
-    environment = {"GEAR_LOADER_DIR": str(directory), "PYTHONIOENCODING": "utf-8:strict"}
-    plain = program("-m", "gear_loader", "ls", **environment)
-    assert plain.returncode == 0, plain.stderr
-    assert r"'\udcff\udcfe'" in plain.stdout
-    entries = program("-m", "gear_loader", "ls", "--json", **environment)
-    assert entries.returncode == 0, entries.stderr
-    assert [entry["name"] for entry in json.loads(entries.stdout)] == ["\udcff\udcfe"]
-    everything = program("-m", "gear_loader", "rm", "--all", **environment)
-    assert everything.returncode == 0, everything.stderr
-    assert r"Left '\udcff\udcfe'" in everything.stdout
+    plain, entries, everything = (run(*words.split()) for words in ("ls", "ls --json", "rm --all"))
+    assert plain[0] == entries[0] == everything[0] == 0
+    assert r"'\udcff\udcfe'" in plain[1]
+    assert [entry["name"] for entry in json.loads(entries[1])] == ["\udcff\udcfe"]
+    assert r"Left '\udcff\udcfe'" in everything[1]
     with pytest.raises(RegionError, match="There is no table named 'b'"):
         gear.Table.attach("b")
     for file in files:
@@ -185,7 +183,7 @@ def test_a_leak():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_touches_no_file_of_another_program(tmp_path: Path) -> None:
     """A suite with this repository's conftest, on a directory in place of /dev/shm."""
     pytest.importorskip("xdist")

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import points
 from table_common import COLUMNS, Died, Reading, bury, mortal, number_of, numbers_of, rows, store, write
 
 import gear_loader as gear
@@ -503,7 +504,6 @@ def test_block_tables_move_twice_only_when_nobody_is_left_behind(worn: int, reti
         table.check_valid()
 
 
-TableMachine.TestCase.settings = hypothesis.settings(max_examples=60, stateful_step_count=50, deadline=None)
 TableMachine.TestCase.pytestmark = [  # type: ignore[attr-defined]
     pytest.mark.slow,
     pytest.mark.timeout(900),  # Hypothesis may take minutes to shrink a failing example
@@ -666,22 +666,24 @@ def survive(scene: Scene, stores: int, *, torn: bool, again: int | None = None) 
 
 @pytest.mark.parametrize("torn", [False, True], ids=["between stores", "inside stores"])
 @pytest.mark.parametrize("scene", SCENES)
-def test_death_at_every_point(scene: str, torn: bool) -> None:
-    for stores in itertools.count():
+@points(7)
+def test_death_at_every_point(scene: str, torn: bool, every: int) -> None:
+    for stores in itertools.count(len(scene) % every, every):
         if not survive(SCENES[scene], stores, torn=torn):
             break
     assert stores >= (1 if scene == "read" else 8), "nothing was interrupted"
 
 
 @pytest.mark.parametrize("scene", ["add evicts", "block tables move", "remove three"])
-def test_death_of_the_heir(scene: str) -> None:
+@points(8)
+def test_death_of_the_heir(scene: str, every: int) -> None:
     """Whoever finds the index half changed may die too while it repairs it."""
-    points = 0
-    for stores in itertools.count():
+    deaths = 0
+    for stores in itertools.count(0, every):
         if not survive(SCENES[scene], stores, torn=False):
             break
-        for again in itertools.count(stores % 5, 5):
+        for again in itertools.count(stores % 5, 5 * every):
             if not survive(SCENES[scene], stores, torn=True, again=again):
                 break
-            points += 1
-    assert points > 100
+            deaths += 1
+    assert deaths > (100 if every == 1 else 3)

@@ -469,18 +469,17 @@ def test_json_of_another_kind_or_of_no_limiter_is_refused() -> None:
             RateLimiter.from_json(wrong)
 
 
-@pytest.mark.parametrize("value", [True, 0, -3, 2.0, math.nan, "4", None, [4]])
 @pytest.mark.parametrize(
-    ("name", "make"),
+    ("name", "make", "value"),
     [
-        ("min_size", MinSize),
-        ("size", Queue),
-        ("min_size", lambda value: SampleToInsertRatio(4, value, 50)),
-        ("min_size", lambda value: RateLimiter(1, value, 0, 50)),
-        ("The number of rows of a batch", Queue(3).check_batch),
-        ("The number of trajectories to add", Queue(3).check_insert),
-        ("added", lambda value: Queue(3).check_batch(1, added=value)),
-        ("batch", lambda value: Queue(3).check_insert(1, batch=value)),
+        *(("min_size", MinSize, value) for value in (True, 0, -3, 2.0, math.nan, "4", None, [4])),
+        ("size", Queue, 0),
+        ("min_size", lambda value: SampleToInsertRatio(4, value, 50), 0),
+        ("min_size", lambda value: RateLimiter(1, value, 0, 50), 0),
+        ("The number of rows of a batch", Queue(3).check_batch, 0),
+        ("The number of trajectories to add", Queue(3).check_insert, 0),
+        ("added", lambda value: Queue(3).check_batch(1, added=value), 0),
+        ("batch", lambda value: Queue(3).check_insert(1, batch=value), 0),
     ],
 )
 def test_counts_are_integers_of_at_least_one(name: str, make: Callable[[Any], object], value: Any) -> None:
@@ -510,11 +509,11 @@ def test_counts_are_integers_of_at_least_one(name: str, make: Callable[[Any], ob
         (lambda bad: RateLimiter(1, 10, 0, bad), "max_diff is {}; expected a number, or inf"),
     ],
 )
-@pytest.mark.parametrize("value", [True, math.nan, "4", None, 1j, 10**400, {}])
-def test_what_is_no_number_is_refused(make: Callable[[Any], object], message: str, value: Any) -> None:
-    with pytest.raises(SchemaError) as caught:
-        make(value)
-    assert str(caught.value).startswith(message.format(repr(value)))
+def test_what_is_no_number_is_refused(make: Callable[[Any], object], message: str) -> None:
+    for value in (True, math.nan, "4", None, 1j, 10**400, {}):
+        with pytest.raises(SchemaError) as caught:
+            make(value)
+        assert str(caught.value).startswith(message.format(repr(value)))
 
 
 @pytest.mark.parametrize(

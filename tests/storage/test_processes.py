@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from cases import mostly_long
 from concurrency_common import Voice, answer
 from table_common import (
     COLUMNS,
@@ -50,7 +51,6 @@ from gear_loader.storage.recovery import FREE, WRITING
 from gear_loader.storage.region import region_path
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["pytest", "test_processes"])
 PATIENCE = 60.0  # seconds for what takes milliseconds
 
 
@@ -140,14 +140,6 @@ def _no_child_outlives_its_test() -> Iterator[None]:
         child.pipe.close()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _fork_server() -> None:
-    """Start it with a path on which it finds what it is to import beforehand."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{Path(__file__).parents[1]}", prepend=os.pathsep)
-        Child(_nothing).result()
-
-
 @contextlib.contextmanager
 def waiting(table: gear.Table, seconds: float) -> Iterator[None]:
     """Another deadline of the lock, for a while."""
@@ -187,7 +179,7 @@ def _use_handle(voice: Voice, table: gear.Table) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("method", mostly_long(["forkserver", "spawn"], "forkserver"))
 def test_a_handle_travels_to_another_process(method: str) -> None:
     with named(on_full="evict_oldest") as table:
         table.add(rows(1, 7))
@@ -447,15 +439,15 @@ def _first_of(life: int, added: list[int]) -> list[int]:
     return list(range(1000 * life, added[-1] + 1)) if added else []
 
 
-@pytest.mark.slow
-def test_writers_killed_while_others_go_on() -> None:
+@pytest.mark.parametrize("lives", mostly_long([8, 40], 8))
+def test_writers_killed_while_others_go_on(lives: int) -> None:
     """With eviction, so that a death leaves every kind of mutation half done; the others must not notice."""
     generator = random.Random(6)
     with named(max_steps=90, max_trajectories=9, block_steps=4, on_full="evict_oldest") as table:
         reader = Child(_read_many, table.name)
         assert reader.hear() == "ready"
         victims: list[Child] = []
-        for life in range(40):
+        for life in range(lives):
             victims.append(Child(_write_until_killed, table.name, 10_000 * life, "evict_oldest", False))
             if len(victims) == 3:
                 time.sleep(generator.random() * 0.03)
@@ -489,7 +481,7 @@ def _die_after(voice: Voice, name: str, stores: int, torn: bool, what: str) -> N
 def test_a_process_killed_between_two_stores(what: str, points: int, torn: bool) -> None:
     with named(max_steps=30, max_trajectories=5, block_steps=3, on_full="evict_oldest") as table:
         dead = 0
-        for stores in range(0, points, 4):
+        for stores in range(0, points, 8):
             table.remove(table.indices())
             for number, length in [(1, 4), (2, 7), (3, 1), (4, 9), (5, 9)]:
                 table.add(rows(number, length))
@@ -510,7 +502,7 @@ def test_a_process_killed_between_two_stores(what: str, points: int, torn: bool)
                 )
             else:
                 assert set(before.values()) - {before[1], before[3]} <= set(found) <= set(before.values())
-        assert dead > points // 8
+        assert dead > points // 16
 
 
 def _die_holding(voice: Voice, name: str) -> None:
@@ -610,10 +602,6 @@ def test_a_process_is_known_by_its_start_too(table: gear.Table) -> None:
         index.readers[ticket.row, :2] = pid, start - 1
         table.add(rows(2, 160))
     assert numbers_of(table) == [2]
-
-
-def _nothing(voice: Voice) -> None:
-    pass
 
 
 def test_the_start_of_a_process() -> None:
@@ -732,7 +720,7 @@ def _create_race(voice: Voice, rounds: int, base: str) -> list[str]:
 
 
 def test_of_several_that_create_the_same_name_one_succeeds() -> None:
-    base, rounds = fresh_name(), 15
+    base, rounds = fresh_name(), 5
     children = [Child(_create_race, rounds, base) for _ in range(4)]
     tables = []
     for i in range(rounds):

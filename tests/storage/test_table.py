@@ -288,10 +288,10 @@ def test_a_mapping_may_compute_its_columns_into_one_array(table: gear.Table) -> 
 
 @pytest.mark.parametrize("kind", [Fresh, Refilling])
 def test_many_trajectories_of_an_iterable_that_uses_its_dict_again(kind: Any) -> None:
-    count, length = 5000, 3
+    count, length = 1000, 3
     with gear.Table.create(COLUMNS, max_steps=count * length, max_trajectories=count, block_steps=8) as table:
-        for begin in range(0, count, 1000):
-            table.extend(kind(range(begin, begin + 1000), length))
+        for begin in range(0, count, 200):
+            table.extend(kind(range(begin, begin + 200), length))
             gc.collect()
         assert numbers_of(table) == list(range(count))
 

@@ -1044,7 +1044,7 @@ def test_attach_to_a_table_with_a_flipped_header(file: tuple[str, Path]) -> None
     name, path = file
     data = path.read_bytes()
     json_bytes = struct.unpack("<I", data[12:16])[0]
-    for place in [0, 5, 9, 13, 17, 23, 25, *range(64, 64 + json_bytes, 19)]:
+    for place in [0, 5, 9, 13, 17, 23, 25, *range(64, 64 + json_bytes, 97)]:
         damaged = bytearray(data)
         damaged[place] ^= 0x10
         path.write_bytes(damaged)

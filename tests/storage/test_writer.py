@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import mostly_long
 from table_common import (
     COLUMNS,
     DTYPES,
@@ -325,12 +326,10 @@ _MISFITS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("before", [0, 1, 4, 7])
 @pytest.mark.parametrize("misfit", _MISFITS)
-def test_what_does_not_fit_is_refused_and_the_writer_goes_on(
-    table: gear.Table, misfit: str, before: int
-) -> None:
+def test_what_does_not_fit_is_refused_and_the_writer_goes_on(table: gear.Table, misfit: str) -> None:
     step, message = _MISFITS[misfit]
+    before = (0, 1, 4, 7)[list(_MISFITS).index(misfit) % 4]  # steps appended before it
     writer = table.writer()
     write(writer, 5, before)
     stats, stored = table.stats(), table.stats().blocks_in_use
@@ -983,7 +982,7 @@ def blocks_of(chunks: list[list[int]], chunk: int, overlap: int, block_steps: in
         (1, 0, 4),
     ],
 )
-@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("several", mostly_long([False, True], True))
 def test_chunks(chunk: int, overlap: int, block_steps: int, several: bool) -> None:
     with make(max_steps=600, max_trajectories=80, block_steps=block_steps) as table:
         for steps in (*range(1, 3 * chunk), 60):
@@ -1079,7 +1078,10 @@ def test_a_chunk_that_finds_no_room_for_the_next_one(overlap: int, what: str) ->
 
 
 @pytest.mark.parametrize("on_full", ["evict_oldest", "evict_lowest_priority"])
-@pytest.mark.parametrize(("chunk", "overlap", "block_steps"), [(8, 4, 4), (8, 5, 4), (8, 7, 1), (6, 4, 2)])
+@pytest.mark.parametrize(
+    ("chunk", "overlap", "block_steps"),
+    mostly_long([(8, 4, 4), (8, 5, 4), (8, 7, 1), (6, 4, 2)], (8, 5, 4), (8, 7, 1)),
+)
 def test_a_stream_through_a_full_table(chunk: int, overlap: int, block_steps: int, on_full: Any) -> None:
     """Chunks are evicted beside those that share their blocks; what is left is whole."""
     with make(max_steps=25, max_trajectories=4, block_steps=block_steps, on_full=on_full) as table:
@@ -1111,9 +1113,7 @@ st = pytest.importorskip("hypothesis.strategies")
 
 
 @pytest.mark.slow
-@hypothesis.settings(
-    max_examples=60, deadline=None, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
-)
+@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
 @hypothesis.given(data=st.data())
 def test_chunks_of_all_sizes(data: Any) -> None:
     """Any sizes, appended in any pieces by several writers, then removed in any order."""

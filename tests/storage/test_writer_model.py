@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import points
 from table_common import Died, bury, fresh_name, mortal
 
 import gear_loader as gear
@@ -479,7 +480,6 @@ class WriterMachine(stateful.RuleBasedStateMachine):
             assert values_at(table, int(index.extent[slot, 1]), len(stream.values)) == stream.values
 
 
-WriterMachine.TestCase.settings = hypothesis.settings(max_examples=60, stateful_step_count=50, deadline=None)
 WriterMachine.TestCase.pytestmark = [  # type: ignore[attr-defined]
     pytest.mark.slow,
     pytest.mark.timeout(900),  # Hypothesis may take minutes to shrink a failing example
@@ -832,8 +832,9 @@ def _in_python(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_in_python")
 @pytest.mark.parametrize("torn", [False, True], ids=["between stores", "inside stores"])
 @pytest.mark.parametrize("scene", SCENES)
-def test_death_at_every_point(scene: str, torn: bool) -> None:
-    for stores in itertools.count(0, 2 if torn else 1):
+@points(11)
+def test_death_at_every_point(scene: str, torn: bool, every: int) -> None:
+    for stores in itertools.count(len(scene) % every, every * (2 if torn else 1)):
         if not survive(SCENES[scene], stores, torn=torn):
             break
     assert stores > 5, "nothing was interrupted"
@@ -842,17 +843,18 @@ def test_death_at_every_point(scene: str, torn: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("_in_python")
 @pytest.mark.parametrize("scene", ["two streams move", "grow evicts the lowest", "count samples", "expire"])
-def test_death_of_the_heir(scene: str) -> None:
+@points(9)
+def test_death_of_the_heir(scene: str, every: int) -> None:
     """Whoever finds the index half changed may die too while it repairs it."""
-    points = 0
-    for stores in itertools.count(0, 3):
+    deaths = 0
+    for stores in itertools.count(0, 3 * every):
         if not survive(SCENES[scene], stores, torn=False):
             break
-        for again in itertools.count(stores % 7, 7):
+        for again in itertools.count(stores % 7, 7 * every):
             if not survive(SCENES[scene], stores, torn=True, again=again):
                 break
-            points += 1
-    assert points > 20
+            deaths += 1
+    assert deaths > (20 if every == 1 else 0)
 
 
 # Machine code and Python ------------------------------------------------------------------------------
