@@ -15,33 +15,31 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from gear_loader.collection.buffer_pools import BufferPools
 from gear_loader.collection.collector import Batch, Buffers, Collector
-from gear_loader.collection.prefetch import Pool, Prefetcher
-from gear_loader.collection.windows import check_windows, reach_of, windows_of
+from gear_loader.collection.prefetch import Prefetcher
+from gear_loader.collection.windows import check_windows, windows_of
 from gear_loader.distributed.collector import ShardCollector
 from gear_loader.distributed.collector_cuda import CudaShardCollector
 from gear_loader.distributed.exchange import SingleProcess
 from gear_loader.distributed.global_selection import GlobalSelection
 from gear_loader.distributed.local_selection import (
-    LocalPrioritizedSelection,
     begin_epoch,
     gather_states,
     own_state,
 )
+from gear_loader.distributed.selection_for import selection_for
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import GearError, PrivateTableError, RankError, SchemaError
 from gear_loader.iteration import MAX_WORKERS, Position
 from gear_loader.selection.base import Selection, SelectionContext
 from gear_loader.selection.prioritized import PrioritizedSelection, needs_priorities
-from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
 from gear_loader.selection.random import key
 from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Selector, Uniform
-from gear_loader.selection.snapshot_selection import SnapshotSelection
 from gear_loader.storage.schema import Window
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import at_least, check_device, device_of, integer
-from gear_loader.utils.notices import notice
 
 __all__ = ["ReplayDataset"]
 
@@ -253,11 +251,9 @@ class ReplayDataset(IterableDataset[Batch]):
         self.scope: Literal["global", "local"] = scope
         self._exchange = self._meet()
         self._position = Position()
-        self._sampler: tuple[int, Prefetcher] | None = None
-        self._pools: dict[tuple[int, bool], Pool] = {}
+        self._buffers = BufferPools()
         self._selection: Selection | None = None
         self._selected_for: tuple[Any, ...] = ()  # the options that it was made for
-        self._active: Prefetcher | None = None  # that of the running iteration
         self._forked_from = (
             0  # the process that made the connections to other shards, in a forked child of it
         )
@@ -360,8 +356,13 @@ class ReplayDataset(IterableDataset[Batch]):
         position = self._position
         epoch, before, step = position.begin(self.table.region.lock.run)
         prefetch = 0 if in_worker else self.prefetch
-        self._finish_closed()
-        prefetcher = self._active = self._prefetcher(self.batch_size, prefetch=prefetch, shared=in_worker)
+        prefetcher = self._buffers.open(
+            self.batch_size,
+            self._collector,
+            prefetch=prefetch,
+            shared=in_worker,
+            **self._buffering(in_worker),
+        )
         draws = self._draws(epoch, before + number + workers * step, workers)
         try:
             try:
@@ -375,21 +376,10 @@ class ReplayDataset(IterableDataset[Batch]):
                     # A worker stays at its end, so that it ends again if it is resumed while others have batches left.
                     position.end(epoch)
             finally:
-                self._end(prefetcher)
+                self._buffers.close(prefetcher)
         finally:
             if not prefetcher.closed:  # an exception has arrived on the way there
-                self._end(prefetcher)
-
-    def _end(self, prefetcher: Prefetcher) -> None:
-        """Close the prefetcher of an iteration; as long as its thread is at work it stays the active one."""
-        if prefetcher.close() and self._active is prefetcher:
-            self._active = None
-
-    def _finish_closed(self) -> None:
-        """Wait for the thread of an iterator that was closed where it could not be waited for."""
-        active = self._active
-        if active is not None and active.closed and active.join():
-            self._active = None
+                self._buffers.close(prefetcher)
 
     def _draws(self, epoch: int, number: int, every: int) -> Iterator[tuple[Draw, Any]]:
         """The draws of this rank's batches `number`, number + every, ... of an epoch, and what they draw from if
@@ -448,21 +438,14 @@ class ReplayDataset(IterableDataset[Batch]):
         """
         size = self.batch_size if batch_size is None else at_least("batch_size", batch_size)
         self._check_rate(size)
-        if self._sampler is None or self._sampler[0] != size:
-            if self._sampler is not None:
-                self._sampler[1].close()
-                if self._sampler[0] != self.batch_size:
-                    del self._pools[self._sampler[0], False]
-            self._sampler = (size, self._prefetcher(size, prefetch=0, shared=False))
-        prefetcher = self._sampler[1]
-        self._finish_closed()
-        if self._everywhere and self._active is not None:
+        prefetcher = self._buffers.single(size, self.batch_size, self._collector, **self._buffering(False))
+        if self._everywhere and self._buffers.active is not None:
             raise SchemaError(
                 "sample() was called during an iteration; over Shards all ranks must draw in the same order, so end "
                 "one before the other, or make a second ReplayDataset."
             )
         if needs_priorities(self.selector):
-            self._settle()  # updates that wait for a batch being prefetched come before this one
+            self._buffers.settle()  # updates that wait for a batch being prefetched come before this one
         rank, world = self._rank()
         number = self._position.samples * world + rank
         epoch, turn, first, count, view = SAMPLE_EPOCH, 0, 0, self._drawn_at_once(size), None
@@ -514,41 +497,16 @@ class ReplayDataset(IterableDataset[Batch]):
             a is not b for a, b in zip(options, self._selected_for, strict=True)
         ):
             self._selected_for = options
-            context = SelectionContext(*options)
-            # A state may be taken before batches that were prefetched, and one that a trainer fetched ahead.
-            history = self.prefetch + self.keep + 2
-            if self.shards is not None and self._exchange is not None and self._everywhere:
-                self._selection = GlobalSelection(
-                    context, self.shards, self._exchange, history=history, reach=self._reach(self.shards)
-                )
-            elif not needs_priorities(self.selector):
-                self._selection = SnapshotSelection(context)
-            elif self.shards is not None:
-                self._selection = LocalPrioritizedSelection(context, history=history)
-            elif (
-                self.device.type == "cuda"
-                and self.table.region.pin(self.device)
-                and not self._host_draws(context)
-            ):
-                self._selection = CudaPrioritizedSelection(context, history=history, device=self.device)
-            else:
-                self._selection = PrioritizedSelection(context, history=history)
+            self._selection = selection_for(
+                SelectionContext(*options),
+                # A state may be taken before batches that were prefetched, and one that a trainer fetched ahead.
+                history=self.prefetch + self.keep + 2,
+                device=self.device,
+                windows=self.windows,
+                shards=self.shards,
+                exchange=self._exchange if self._everywhere else None,
+            )
         return self._selection
-
-    def _reach(self, shards: Shards) -> tuple[int, int] | None:
-        """The steps that windows cover, where those who draw must know it."""
-        return reach_of(self.windows) if shards.transport == "nixl" and shards.remote else None
-
-    def _host_draws(self, context: SelectionContext) -> bool:
-        """Whether the host has to know, batch by batch, what was drawn or updated."""
-        if not context.counts and self.table.rules.on_full != "evict_lowest_priority":
-            return False
-        notice(
-            "host-draws",
-            f"{self.selector!r} is drawn on the host, because sample_info, max_times_sampled or "
-            "on_full='evict_lowest_priority' need to know what is drawn or updated: the GPU only gathers.",
-        )
-        return True
 
     # ---------------------------------------------------------------- priorities
 
@@ -598,14 +556,14 @@ class ReplayDataset(IterableDataset[Batch]):
         names = {"generation": generation, "anchor": anchor}
         if isinstance(selection, GlobalSelection):
             selection.update_priority(
-                index, priority, **names, shard=shard, stale=stale, between=self._between
+                index, priority, **names, shard=shard, stale=stale, between=self._buffers.between
             )
             return
         if shard is not None:
             raise SchemaError(
                 "shard was received, but this dataset draws from one table; leave it out. Nothing was changed."
             )
-        selection.update_priority(index, priority, **names, stale=stale, between=self._between)
+        selection.update_priority(index, priority, **names, stale=stale, between=self._buffers.between)
 
     def _names(self, batch: Batch, generation: Any, anchor: Any, shard: Any) -> tuple[Any, Any, Any, Any]:
         """index, generation, anchor and shard of a batch's rows."""
@@ -620,18 +578,6 @@ class ReplayDataset(IterableDataset[Batch]):
             )
         anchor, shard = (batch[name] if name in wanted else None for name in ("anchor", "shard"))
         return batch["index"], batch["generation"], anchor, shard
-
-    def _between(self, call: Callable[[], object]) -> None:
-        active = self._active
-        if active is None:
-            call()
-        else:
-            active.between(call)
-
-    def _settle(self) -> None:
-        active = self._active
-        if active is not None:
-            active.settle()
 
     def rebalance(
         self,
@@ -687,7 +633,7 @@ class ReplayDataset(IterableDataset[Batch]):
             except BaseException as error:
                 answers.put(error)
 
-        self._between(call)
+        self._buffers.between(call)
         answer = answers.get()  # all that it waits for has a deadline
         if isinstance(answer, BaseException):
             raise answer
@@ -728,8 +674,7 @@ class ReplayDataset(IterableDataset[Batch]):
         return sum(c.num_gone for c in self._shard_collectors())
 
     def _shard_collectors(self) -> list[ShardCollector]:
-        collectors = [pool.collector for pool in self._pools.values()]
-        return [collector for collector in collectors if isinstance(collector, ShardCollector)]
+        return [collector for collector in self._buffers.collectors if isinstance(collector, ShardCollector)]
 
     def _by_priority(self, what: str) -> PrioritizedSelection | GlobalSelection:
         selection = self._selected()
@@ -774,18 +719,10 @@ class ReplayDataset(IterableDataset[Batch]):
 
     # ---------------------------------------------------------------- workers
 
-    def _prefetcher(self, size: int, *, prefetch: int, shared: bool) -> Prefetcher:
-        pool = self._pools.get((size, shared))
-        if pool is None:
-            collector = self._collector(size)
-            pool = self._pools[size, shared] = Pool(collector, shared=shared)
-        return Prefetcher(
-            pool,
-            prefetch=prefetch,
-            keep=self.keep,
-            fresh=self.copy or shared,
-            complete=needs_priorities(self.selector) or self._everywhere,
-        )
+    def _buffering(self, in_worker: bool) -> dict[str, Any]:
+        """Options of `Prefetcher` that follow from the dataset's."""
+        complete = needs_priorities(self.selector) or self._everywhere
+        return {"keep": self.keep, "fresh": self.copy or in_worker, "complete": complete}
 
     def _collector(self, size: int) -> Collector:
         options: dict[str, Any] = {
@@ -828,7 +765,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        state.update(_sampler=None, _pools={}, _selection=None, _active=None)
+        state.update(_buffers=BufferPools(), _selection=None)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             state["_shard"] = self._rank()  # a spawned worker is in no process group
         return state
@@ -843,12 +780,16 @@ class ReplayDataset(IterableDataset[Batch]):
             self._forked_from = self._forked_from or os.getppid()
         if self._selection is not None:
             self._selection.after_fork()
-        self._sampler, self._pools, self._active = None, {}, None
+        self._buffers = BufferPools()
 
     @property
     def position(self) -> tuple[int, int, int]:
         """The epoch; its batches delivered before `DataLoader` workers began; and those delivered here since."""
         return self._position.current
+
+    def settle(self) -> None:
+        """Wait until the running iteration has done all that it was asked to do, such as draws ahead and updates."""
+        self._buffers.settle()
 
     def repeat_epoch(self) -> None:
         """Make the next iteration epoch 0, unless it goes on in the middle of one. For a loader that overfits."""
@@ -882,7 +823,7 @@ class ReplayDataset(IterableDataset[Batch]):
         """
         state: dict[str, Any] = {**self._position.state_dict(), "config": self._config()}
         if get_worker_info() is None and needs_priorities(self.selector):
-            self._settle()
+            self._buffers.settle()
             priorities = self._by_priority("state_dict").state_dict()
             if self._exchange is not None and not self._everywhere:
                 priorities = gather_states(self._exchange, priorities)

@@ -556,7 +556,7 @@ def test_sample_sizes_do_not_pile_up(table: gear.Table) -> None:
     list(data)
     for size in range(1, 50):
         data.sample(size)
-    assert sorted(data._pools) == [(4, False), (49, False)]
+    assert sorted(data._buffers.pools) == [(4, False), (49, False)]
 
 
 @pytest.mark.parametrize("keep", [1, 2, 4])

@@ -324,7 +324,7 @@ class ReplayDataModule(LightningDataModule):
             self._restored = self._train_state()
         for dataset in (self.train_dataset, self.val_dataset):
             if dataset is not None and self.shards is not None:
-                dataset._settle()  # an iteration that was broken off may have asked for more, as on the other ranks
+                dataset.settle()  # an iteration that was broken off may have asked for more, as on the other ranks
         self.train_dataset = self.val_dataset = None
         if self.shards is not None:
             self.shards.close()

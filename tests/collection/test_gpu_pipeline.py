@@ -122,7 +122,7 @@ def test_copies_are_made_on_the_gpu_without_waiting(
     assert waits[ring:] == [waits[ring]] * len(waits[ring:])
     assert cuda.host_waits == 0
     # The stream that fills waits for nothing that the consumer does.
-    (pool,) = data._pools.values()
+    (pool,) = data._buffers.pools.values()
     stream: Any = pool.stream
     assert len(pool.free) + len(pool.delivered) <= ring
     assert {event.records for event in stream.waited} == {0}
@@ -159,7 +159,7 @@ def test_without_copies_buffers_are_used_again_behind_the_consumer(
         same(one, other)
         places.append(one["value"].data_ptr())
     assert len(set(places)) == prefetch + data.keep
-    (pool,) = data._pools.values()
+    (pool,) = data._buffers.pools.values()
     stream: Any = pool.stream
     waited = [event for event in stream.waited if event.records]
     assert len(set(waited)) == len(set(places))  # each set's `released`
@@ -202,7 +202,7 @@ def test_threads_that_fill_let_others_capture_graphs(
         gear.collection.collector.Collector, "gather", lambda *_: None
     )  # not in the mode of this thread
     data = dataset(table)
-    pool = data._prefetcher(BATCH, prefetch=0, shared=False)._pool
+    pool = data._buffers.prefetcher(BATCH, data._collector, prefetch=0, **data._buffering(False))._pool
     pool.collector.waits = True
     for buffers in [pool.collector.buffers() for _ in range(data.prefetch + data.keep + 1)]:
         pool.free.append(buffers)
@@ -228,8 +228,8 @@ def test_what_a_kernel_reads_is_kept_until_it_has_read_it(
     data = dataset(table, prefetch=0)
     cuda.hold()
     batch = data.sample()
-    (pool,) = data._pools.values()
-    (buffers,) = pool.delivered or data._sampler[1]._delivered  # type: ignore[index]
+    (pool,) = data._buffers.pools.values()
+    (buffers,) = pool.delivered or data._buffers.sampler[1]._delivered  # type: ignore[index]
     assert buffers.gpu is not None
     alive = weakref.ref(buffers), weakref.ref(buffers.gpu.random)
     assert readers(table) == 1
@@ -258,7 +258,7 @@ def test_a_gpu_that_fails_gives_nothing_back(
     cuda.hold()
     data.sample()
     data.sample()
-    (pool,) = data._pools.values()
+    (pool,) = data._buffers.pools.values()
     pending = cuda.held or []
     for event in pending:
         event.error = RuntimeError("CUDA error: an illegal memory access was encountered")

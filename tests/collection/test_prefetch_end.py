@@ -53,7 +53,7 @@ def _drop_while(
     next(batches)
     (thread,) = prefetch_threads()
     # The thread is done with what it was asked for, so that it asks for the lock when it is asked for more.
-    active = dataset._active
+    active = dataset._buffers.active
     assert active is not None
     active.settle()
     cycle: list[Any] = [batches]
@@ -99,7 +99,7 @@ def test_what_was_drawn_ahead_comes_before_what_follows_a_collected_iterator() -
         dataset = dataset_of(table, selector=gear.Prioritized())
         batches = iter(dataset)
         batch = next(batches)
-        active = dataset._active
+        active = dataset._buffers.active
         assert active is not None
         active.settle()
         cycle: list[Any] = [batches]
@@ -110,10 +110,10 @@ def test_what_was_drawn_ahead_comes_before_what_follows_a_collected_iterator() -
             asker.join()
             del batches, cycle, asker
             gc.collect()
-            assert dataset._active is active
+            assert dataset._buffers.active is active
         dataset.update_priority(batch, torch.full((4,), 9.0))
         dataset.sample()
-        assert dataset._active is None
+        assert dataset._buffers.active is None
         leaves = dataset.state_dict()["priorities"]["leaves"]
         assert (leaves == gear.Prioritized().alpha).sum() == 0
         assert float(leaves.max()) == pytest.approx(9.0 ** gear.Prioritized().alpha, rel=1e-5)
@@ -133,7 +133,7 @@ def _iterated(
         batches = iter(dataset)
         for _ in range(3):
             next(batches)
-        active = dataset._active
+        active = dataset._buffers.active
         assert active is not None
         active.settle()
         yield table, dataset, batches

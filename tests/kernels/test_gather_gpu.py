@@ -651,7 +651,7 @@ def test_graphs_can_be_captured_while_batches_are_prepared(table: Table) -> None
     ours, _ = datasets(table, "one window", prefetch=3, batches_per_epoch=20)
     batches = iter(ours)
     next(batches)
-    (pool,) = ours._pools.values()
+    (pool,) = ours._buffers.pools.values()
     value, side = torch.zeros(8, device=DEVICE), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     for _ in range(5):

@@ -1366,14 +1366,14 @@ def test_updates_at_the_end_of_an_epoch_keep_their_order(
     iterator = iter(data)
     next(iterator)
     assert stands.wait(10)
-    assert data._active is not None
+    assert data._buffers.active is not None
     entered, leave = threading.Event(), threading.Event()
 
     def slow() -> None:  # something that takes the thread a while
         entered.set()
         leave.wait(1)
 
-    data._active.between(slow)
+    data._buffers.active.between(slow)
     data.update_priority([5], [9.0])
     go.set()
     assert entered.wait(10)

@@ -1,0 +1,99 @@
+"""The buffers of a dataset: pools by batch size, and the prefetchers of iterations and of single batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gear_loader.collection.collector import Collector
+from gear_loader.collection.prefetch import Pool, Prefetcher
+
+__all__ = ["BufferPools"]
+
+
+class BufferPools:
+    """Buffers and prefetchers of one dataset in one process.
+
+    It knows nothing of the dataset, which is garbage as soon as it is no longer used: what makes a collector comes
+    with each call.
+
+    Attributes:
+        pools: (rows, shared) -> buffers of that kind.
+        active: the prefetcher of the running iteration.
+        sampler: rows of the single batches that were drawn last, and their prefetcher.
+    """
+
+    def __init__(self) -> None:
+        self.pools: dict[tuple[int, bool], Pool] = {}
+        self.active: Prefetcher | None = None
+        self.sampler: tuple[int, Prefetcher] | None = None
+
+    @property
+    def collectors(self) -> list[Collector]:
+        """The collectors that have been made."""
+        return [pool.collector for pool in self.pools.values()]
+
+    def prefetcher(
+        self, size: int, make: Callable[[int], Collector], *, shared: bool = False, **options: Any
+    ) -> Prefetcher:
+        """A prefetcher of batches of so many rows, out of the pool of this kind.
+
+        Args:
+            make: makes a collector for batches of so many rows. shared: batches are sent to another process.
+            options: of `Prefetcher`.
+        """
+        pool = self.pools.get((size, shared))
+        if pool is None:
+            pool = self.pools[size, shared] = Pool(make(size), shared=shared)
+        return Prefetcher(pool, **options)
+
+    # ---------------------------------------------------------------- one iteration
+
+    def open(self, size: int, make: Callable[[int], Collector], **options: Any) -> Prefetcher:
+        """The prefetcher of a new iteration, which is the active one until `close`; see `prefetcher`."""
+        self.finish_closed()
+        self.active = self.prefetcher(size, make, **options)
+        return self.active
+
+    def close(self, prefetcher: Prefetcher) -> None:
+        """End an iteration; as long as its thread is at work its prefetcher stays the active one."""
+        if prefetcher.close() and self.active is prefetcher:
+            self.active = None
+
+    def finish_closed(self) -> None:
+        """Wait for the thread of an iteration that was closed where it could not be waited for."""
+        active = self.active
+        if active is not None and active.closed and active.join():
+            self.active = None
+
+    def between(self, call: Callable[[], object]) -> None:
+        """Call a function between two batches of the running iteration; see `Prefetcher.between`."""
+        active = self.active
+        if active is None:
+            call()
+        else:
+            active.between(call)
+
+    def settle(self) -> None:
+        """Wait until the running iteration has done all that it was asked to do; see `Prefetcher.settle`."""
+        active = self.active
+        if active is not None:
+            active.settle()
+
+    # ---------------------------------------------------------------- single batches
+
+    def single(self, size: int, usual: int, make: Callable[[int], Collector], **options: Any) -> Prefetcher:
+        """The prefetcher of single batches of so many rows; see `prefetcher`.
+
+        Args:
+            usual: rows of the dataset's batches: buffers of another size are given up with the next size.
+        """
+        if self.sampler is None or self.sampler[0] != size:
+            if self.sampler is not None:
+                self.sampler[1].close()
+                if self.sampler[0] != usual:
+                    del self.pools[self.sampler[0], False]
+            self.sampler = (size, self.prefetcher(size, make, prefetch=0, **options))
+        prefetcher = self.sampler[1]
+        self.finish_closed()
+        return prefetcher

@@ -1,0 +1,65 @@
+"""Which selection draws a dataset's batches: on the host or a GPU, from one table, one shard, or all shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from gear_loader.collection.windows import reach_of
+from gear_loader.distributed.exchange import SingleProcess
+from gear_loader.distributed.global_selection import GlobalSelection
+from gear_loader.distributed.local_selection import LocalPrioritizedSelection
+from gear_loader.distributed.shards import Shards
+from gear_loader.selection.base import Selection, SelectionContext
+from gear_loader.selection.prioritized import PrioritizedSelection, needs_priorities
+from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
+from gear_loader.selection.snapshot_selection import SnapshotSelection
+from gear_loader.storage.schema import Window
+from gear_loader.utils.notices import notice
+
+__all__ = ["selection_for"]
+
+
+def selection_for(
+    context: SelectionContext,
+    *,
+    history: int,
+    device: torch.device,
+    windows: Mapping[str, Window],
+    shards: Shards | None,
+    exchange: SingleProcess | None,
+) -> Selection:
+    """Make the selection of a dataset.
+
+    Args:
+        context: selector, table, and the options that they go with.
+        history: batches whose rows a state keeps, because they may have been drawn ahead of it.
+        device: of the batches.
+        windows: column -> window.
+        shards: None for a single table.
+        exchange: of this dataset, where all shards are drawn from; else None.
+    """
+    if shards is not None and exchange is not None:
+        # Who draws has to know the blocks of the windows where rows are read one-sidedly.
+        reach = reach_of(windows) if shards.transport == "nixl" and shards.remote else None
+        return GlobalSelection(context, shards, exchange, history=history, reach=reach)
+    if not needs_priorities(context.selector):
+        return SnapshotSelection(context)
+    if shards is not None:
+        return LocalPrioritizedSelection(context, history=history)
+    if device.type == "cuda" and context.table.region.pin(device) and not _host_draws(context):
+        return CudaPrioritizedSelection(context, history=history, device=device)
+    return PrioritizedSelection(context, history=history)
+
+
+def _host_draws(context: SelectionContext) -> bool:
+    """Whether the host has to know, batch by batch, what was drawn or updated."""
+    if not context.counts and context.table.rules.on_full != "evict_lowest_priority":
+        return False
+    notice(
+        "host-draws",
+        f"{context.selector!r} is drawn on the host, because sample_info, max_times_sampled or "
+        "on_full='evict_lowest_priority' need to know what is drawn or updated: the GPU only gathers.",
+    )
+    return True
