@@ -29,8 +29,8 @@ import numpy as np
 import torch
 
 import gear_loader as gear
-from gear_loader.storage import lock
 from gear_loader.storage.operations import PID, READING, WRITING
+from gear_loader.utils.mutex import holds_any
 
 FILES = (str(Path(gear.__file__).parent), contextlib.__file__)
 SCHEMA = {"x": gear.Column(torch.float32, (4,))}
@@ -125,7 +125,7 @@ class Subject:
 
     def check(self) -> None:
         """Nothing is held and nothing is taken, but what an open writer is writing."""
-        assert not lock.holds_any(), "this thread holds a lock"
+        assert not holds_any(), "this thread holds a lock"
         self._check_another_thread()
         self.other.check()
         self._check_tickets()

@@ -139,6 +139,7 @@ class Slots:
         self._ops = types.SimpleNamespace(
             **{name: _checked(operation, self.name) for name, operation in vars(self.operations).items()}
         )
+        self.stores_at_once = compiled and self.rules.rate_limiter is None
         self._where: Any = operations.places_of(self._view) if compiled else self._view
 
     @contextlib.contextmanager
@@ -297,8 +298,10 @@ class Slots:
         """
         count = len(begins)
         chain, skipped = np.arange(count), np.zeros((count, 2), dtype=np.int64)
+        if not self.stream[slots].any():
+            return chain, skipped, np.arange(count)
         blocks = self.block_ids[ranges(begins, lengths)]
-        if len(blocks) == 0 or np.bincount(blocks).max() == 1:
+        if np.bincount(blocks).max() == 1:
             return chain, skipped, np.arange(count)
         # In the order of the steps: by sequence number, and what is being written comes last.
         sequence = np.where(self.state[slots] == WRITING, np.int64(2**63 - 1), self.sequence[slots])

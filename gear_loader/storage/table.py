@@ -25,6 +25,7 @@ from gear_loader.storage.ids import check_ids, check_origin, ids_of, origin_of
 from gear_loader.storage.index import (
     EVICT_LOWEST,
     EVICT_OLDEST,
+    INLINE_BYTES,
     REFUSE,
     Changes,
     Claim,
@@ -53,6 +54,7 @@ from gear_loader.utils.waiting import Backoff
 __all__ = ["Steps", "Table", "Ticket"]
 
 Trajectory = Mapping[str, Any]
+_TINY, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 _POLICIES: dict[str, tuple[int, bool]] = {  # what `Index.begin` is told
     "error": (REFUSE, False),
     "evict_oldest": (EVICT_OLDEST, False),
@@ -386,8 +388,18 @@ class Table:
         """
         index = self._live()
         length, addresses, hold = self.schema.locate(trajectory)
+        if priority is None:
+            first = float(UNSET)
+        elif type(priority) is float and _TINY <= priority <= _LARGEST:
+            first = priority
+        else:
+            first = float(_check_priorities(priority, 1)[0])
+        if length * self._step_bytes <= INLINE_BYTES and length <= self.longest:
+            slot = index.store_one(self._columns, length, addresses, first, evict=self.policy[0])
+            if slot is not None:
+                return slot
         steps = Steps(np.array([addresses], dtype=np.int64), np.array([length], dtype=np.int64), hold)
-        return int(self._store(index, steps, _check_priorities(priority, 1))[0])
+        return int(self._store(index, steps, np.array([first], dtype=np.float32))[0])
 
     def writer(self, *, chunk_steps: int | None = None, overlap_steps: int = 0) -> Writer:
         """A writer that adds a trajectory step by step; see `Writer`.
