@@ -952,7 +952,7 @@ if AVAILABLE:
 
     @compiled
     def _store(p, columns, request):  # type: ignore[no-untyped-def]
-        """`begin`, the copying and `commit` in one: for little data, during which others may wait for the lock."""
+        """`begin`, copying and `commit` in one: for little data, as others wait for the lock meanwhile."""
         v = _view(p)
         counters = v.counters
         clean = counters[DIRTY] == 0 and counters[INITIALIZED] != 0 and counters[NUM_WRITING] == 0
