@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import gear_loader as gear
+from gear_loader.storage.incoming import Steps
 from gear_loader.storage.index import Index
-from gear_loader.storage.table import Steps
 
 COLUMNS = {
     "number": gear.Column(torch.int64),

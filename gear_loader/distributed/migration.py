@@ -219,7 +219,7 @@ class Mover:
         if target.table is not None:
             # Nothing may be evicted for what could stay where it is.
             patient = Table(target.table.region, on_full="error")
-            patient._store(patient._live(), patient._listed(trajectories), priorities, ids)
+            patient.store(trajectories, priorities, ids)
         else:
             for future in target.send(trajectories, priorities, ids):
                 future.result()

@@ -107,7 +107,7 @@ class StageTable:
         """
         table = self.table
         assert table is not None
-        return table._store(table._live(), table._listed(list(trajectories)), priorities, ids)
+        return table.store(list(trajectories), priorities, ids)
 
     def send(
         self, trajectories: Sequence[Mapping[str, Any]], priorities: Array, ids: Array | None

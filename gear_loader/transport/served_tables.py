@@ -169,11 +169,8 @@ class AttachedTable:
         return self.table.extend(trajectories, priority=priority)
 
     def _store_mixed(self, trajectories: list[dict[str, Any]], priorities: Array, ids: Array) -> Array:
-        table = self.table
         given = check_ids(ids, len(trajectories))
-        return table._store(
-            table._live(), table._listed(trajectories), priorities, given if (given >= 0).any() else None
-        )
+        return self.table.store(trajectories, priorities, given if (given >= 0).any() else None)
 
 
 def _attach(name: str, path: str, timeout: float) -> tuple[Table, Key]:
