@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from gear_loader.errors import GearError, StaleIndexError, TransportError
-from gear_loader.storage.operations import NEXT_SEQUENCE, READY, UNSET
+from gear_loader.storage.counters import NEXT_SEQUENCE
+from gear_loader.storage.operations import READY, UNSET
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.table import Table
 from gear_loader.transport.capacity import mass_of, read_room, room_of

@@ -17,18 +17,20 @@ import numpy as np
 
 from gear_loader.errors import LockTimeoutError, SchemaError, StaleIndexError
 from gear_loader.storage.allocation import Claim, Room, Ticket
-from gear_loader.storage.ids import check_origin_free, check_unused, first_free, following, origin_of
-from gear_loader.storage.operations import (
-    DONE,
-    EVICT_LOWEST,
-    EVICT_OLDEST,
+from gear_loader.storage.counters import (
     FIRST_SEQUENCE,
-    FLIP,
     NEXT_SEQUENCE,
     NUM_READY,
     NUM_SAMPLED,
     NUM_TOUCHED,
     ORIGIN,
+)
+from gear_loader.storage.ids import check_origin_free, check_unused, first_free, following, origin_of
+from gear_loader.storage.operations import (
+    DONE,
+    EVICT_LOWEST,
+    EVICT_OLDEST,
+    FLIP,
     PID,
     READY,
     REFUSE,

@@ -27,58 +27,52 @@ import numpy as np
 
 from gear_loader.kernels.sum_tree import UNSET as UNSET
 from gear_loader.native.copying import AVAILABLE
+from gear_loader.storage.counters import (
+    COMMITTING,
+    DIGEST,
+    DIRTY,
+    DRAWING,
+    DRAWING_TIMES,
+    DRAWING_TOTAL,
+    EPOCH,
+    FIRST_SEQUENCE,
+    HALF,
+    HEAD,
+    INITIALIZED,
+    LEAVING,
+    LEAVING_COUNT,
+    LEAVING_TOTAL,
+    NEWEST,
+    NEXT_SEQUENCE,
+    NUM_EVICTED,
+    NUM_EXPIRED,
+    NUM_FREE_BLOCKS,
+    NUM_FREE_SLOTS,
+    NUM_READY,
+    NUM_REMOVED,
+    NUM_RETIRED,
+    NUM_SAMPLED,
+    NUM_STEPS,
+    NUM_TOUCHED,
+    NUM_WRITING,
+    OLDEST,
+    RAISING,
+    RAISING_FIRST,
+    REMOVING,
+    RETIRED_BLOCKS,
+    RETIRED_FIRST,
+    RUNS,
+    STREAMS,
+    VERSION,
+    WRITING_BLOCKS,
+    WRITING_STEPS,
+)
 from gear_loader.utils.arrays import Array
 
 FREE, WRITING, READY, RETIRED = range(4)
 assert UNSET == -1  # what is compiled in, and kept on disk
+assert DIGEST == 0x810CC1BA  # of the counters, which are compiled in, too
 
-# Places in `counters`. OLDEST and NEWEST hold slot + 1, 0 for none, so that zeros describe an empty table.
-(
-    EPOCH,
-    VERSION,
-    NUM_READY,
-    NUM_STEPS,
-    NUM_WRITING,
-    WRITING_STEPS,
-    WRITING_BLOCKS,
-    NUM_FREE_SLOTS,
-    NUM_FREE_BLOCKS,
-    NEXT_SEQUENCE,
-    HALF,
-    HEAD,  # two entries, one a half
-    _HEAD_1,
-    FLIP_EPOCH,
-    OLDEST,
-    NEWEST,
-    RETIRED_FIRST,
-    NUM_RETIRED,
-    RETIRED_BLOCKS,  # blocks of which nothing but retired trajectories is left
-    DIRTY,
-    INITIALIZED,
-    NUM_EVICTED,
-    NUM_REMOVED,
-    NUM_EXPIRED,  # removed by age, or because they had been sampled often enough
-    MOVING,  # 1 + the half to which the block tables are being moved, 0 for none
-    NUM_TOUCHED,  # entries ever written to the ring `touched`
-    COMMITTING,
-    REMOVING,
-    DRAWING,
-    DRAWING_TIMES,
-    DRAWING_TOTAL,
-    STREAMS,  # streams of steps ever cut into trajectories that share blocks
-    RUNS,  # how often block tables have been packed: room behind one that was kept for growth is lost then
-    FIRST_SEQUENCE,  # NEXT_SEQUENCE less the trajectories ever committed, as rate limiters count them
-    NUM_SAMPLED,  # rows ever drawn
-    INSERT_WAIT,  # nanoseconds that writers have waited, for room or for the rate limiter
-    SAMPLE_WAIT,  # nanoseconds that readers have waited for the rate limiter
-    ORIGIN,  # 1 + the table's shard number, 0 if it has none
-    RAISING,
-    RAISING_FIRST,
-    LEAVING,
-    LEAVING_COUNT,
-    LEAVING_TOTAL,
-) = range(43)
-BELL = 56  # 8 bytes of `gear_loader.storage.lock`
 PID, START, READING, TICKET = range(4)  # columns of `readers`
 LIVE, ALL = range(2)  # columns of `uses`
 MARKED = -1

@@ -29,9 +29,7 @@ import numpy as np
 
 from gear_loader.errors import CorruptTableError
 from gear_loader.storage import operations
-from gear_loader.storage.ids import LARGEST_ORIGIN, first_free, ids_of, origin_of
-from gear_loader.storage.operations import (
-    ALL,
+from gear_loader.storage.counters import (
     COMMITTING,
     DIRTY,
     DRAWING,
@@ -40,15 +38,12 @@ from gear_loader.storage.operations import (
     EPOCH,
     FIRST_SEQUENCE,
     FLIP_EPOCH,
-    FREE,
     HALF,
     HEAD,
     INITIALIZED,
     LEAVING,
     LEAVING_COUNT,
     LEAVING_TOTAL,
-    LIVE,
-    MARKED,
     MOVING,
     NEWEST,
     NEXT_SEQUENCE,
@@ -65,31 +60,34 @@ from gear_loader.storage.operations import (
     NUM_WRITING,
     OLDEST,
     ORIGIN,
-    PID,
     RAISING,
     RAISING_FIRST,
-    READING,
-    READY,
     REMOVING,
-    RETIRED,
     RETIRED_BLOCKS,
     RETIRED_FIRST,
     RUNS,
-    UNSET,
     VERSION,
-    WRITING,
     WRITING_BLOCKS,
     WRITING_STEPS,
+)
+from gear_loader.storage.ids import LARGEST_ORIGIN, first_free, ids_of, origin_of
+from gear_loader.storage.operations import (
+    ALL,
+    FREE,
+    LIVE,
+    MARKED,
+    PID,
+    READING,
+    READY,
+    RETIRED,
+    UNSET,
+    WRITING,
     View,
 )
 from gear_loader.storage.region import Region
 from gear_loader.utils.arrays import Array
 
-__all__ = ["FREE", "IDENTITY", "READING", "READY", "RETIRED", "UNSET", "WRITING", "Array", "Slots", "ranges"]
-
-IDENTITY = slice(60, 64)
-"""Places in `counters` that belong to checkpoints: a random name for the table; the save that it was loaded from, or 0;
-and for a private table the process that got the name, since a forked child has a table of its own from then on."""
+__all__ = ["FREE", "READING", "READY", "RETIRED", "UNSET", "WRITING", "Array", "Slots", "ranges"]
 
 
 class Slots:

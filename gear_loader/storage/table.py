@@ -21,6 +21,7 @@ from gear_loader.errors import (
     StaleIndexError,
 )
 from gear_loader.native import copying
+from gear_loader.storage.counters import NEXT_SEQUENCE, NUM_FREE_BLOCKS, NUM_STEPS, NUM_TOUCHED, WRITING_STEPS
 from gear_loader.storage.ids import check_ids, check_origin, ids_of, origin_of
 from gear_loader.storage.incoming import Steps, checked_priorities, checked_priority, listed, stacked
 from gear_loader.storage.index import (
@@ -36,13 +37,6 @@ from gear_loader.storage.index import (
 )
 from gear_loader.storage.layout import Layout
 from gear_loader.storage.limiters import RateLimiter
-from gear_loader.storage.operations import (
-    NEXT_SEQUENCE,
-    NUM_FREE_BLOCKS,
-    NUM_STEPS,
-    NUM_TOUCHED,
-    WRITING_STEPS,
-)
 from gear_loader.storage.region import Region
 from gear_loader.storage.rules import OnFull, Rules, check_on_full, check_seconds
 from gear_loader.storage.schema import Column, Schema

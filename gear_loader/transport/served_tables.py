@@ -33,9 +33,10 @@ from gear_loader.kernels.plan import (
     GatherPlan,
 )
 from gear_loader.native import copying
+from gear_loader.storage.counters import DIRTY
 from gear_loader.storage.ids import check_ids
 from gear_loader.storage.index import Index, Ticket
-from gear_loader.storage.operations import DIRTY, READY, UNSET
+from gear_loader.storage.operations import READY, UNSET
 from gear_loader.storage.region import Region
 from gear_loader.storage.schema import NUMPY_DTYPES, Schema
 from gear_loader.storage.shared_memory import Key, region_path

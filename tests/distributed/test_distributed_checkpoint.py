@@ -29,7 +29,7 @@ from gear_loader.checkpoint.resharding import deal, split_counts
 from gear_loader.distributed import checkpoint as module
 from gear_loader.distributed.checkpoint import load, save
 from gear_loader.errors import CheckpointError, RankError, RegionError, SchemaError
-from gear_loader.storage.operations import NEXT_SEQUENCE
+from gear_loader.storage.counters import NEXT_SEQUENCE
 
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")

@@ -28,8 +28,8 @@ from table_common import (
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError, TableFullError
+from gear_loader.storage.counters import NEXT_SEQUENCE
 from gear_loader.storage.limiters import SampleToInsertRatio
-from gear_loader.storage.operations import NEXT_SEQUENCE
 
 LARGEST = 2**62 - 1
 
