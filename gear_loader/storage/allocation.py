@@ -266,7 +266,7 @@ class Room(Slots):
 
         Args:
             needed: slots, blocks and steps.
-            attempt: tries it under the lock; what `index_ops.make_room` returns.
+            attempt: tries it under the lock; what `operations.make_room` returns.
             last: the slot that is to grow.
             inserts: trajectories that `attempt` commits: the rate limiter has to allow it.
         """

@@ -99,7 +99,7 @@ class Index(Room):
         Args:
             lengths: int64 [n].
             evict: what to retire to make room: REFUSE, EVICT_OLDEST or EVICT_LOWEST.
-            wait: for somebody else to make room.
+            wait: until other processes or threads make room.
             ids: int64 [n], the global ids that they bring with them, each once; -1 for those that bring none.
             claim: for n slots: says what was taken also if this call is interrupted, for `abort`.
 
@@ -344,7 +344,7 @@ class Index(Room):
         Args:
             slot: from `begin`.
             length: steps that it must hold, more than it does.
-            run: int64 [2], zeros at first: what `index_ops.grow` keeps.
+            run: int64 [2], zeros at first: what `operations.grow` keeps.
             most: steps that it may hold from now on, if that costs nobody anything.
             evict, wait: as for `begin`.
 

@@ -123,7 +123,7 @@ class View(NamedTuple):
 
 
 def fence() -> None:
-    """Nothing that follows is stored before what came first."""
+    """Order stores: earlier ones are done before later ones."""
 
 
 if AVAILABLE:
@@ -170,14 +170,14 @@ def check_extent(v: Any, start: Any, count: Any) -> None:
 
 @_operation  # type: ignore[untyped-decorator]
 def begin_change(v: Any) -> None:
-    """The index contradicts itself from here on: whoever finds the mark derives everything anew."""
+    """Mark the index dirty: the next lock holder rebuilds the derived state."""
     v.counters[DIRTY] = 1
     fence()
 
 
 @_operation  # type: ignore[untyped-decorator]
 def end_change(v: Any) -> None:
-    """It does so no longer."""
+    """Mark the index clean."""
     fence()
     v.counters[DIRTY] = 0
 
@@ -193,7 +193,7 @@ def blocks_of(v: Any, length: Any) -> Any:
 
 @_operation  # type: ignore[untyped-decorator]
 def touch(v: Any, slot: Any) -> None:
-    """Tell those who follow the table that something has come to or gone from a slot."""
+    """Record in the ring `touched` that a slot's trajectory was committed or retired."""
     v.touched[v.counters[NUM_TOUCHED] % v.num_slots] = slot
     v.counters[NUM_TOUCHED] += 1
 
@@ -315,7 +315,7 @@ def unlink(v: Any, slot: Any) -> None:
 
 @_operation  # type: ignore[untyped-decorator]
 def retire(v: Any, slot: Any, count: Any) -> None:
-    """Nobody finds a trajectory from now on; who has found it may go on reading.
+    """Retire a trajectory: no later read finds it; earlier reads go on.
 
     Args:
         count: the place in `counters` of those that went for the same reason.
@@ -401,7 +401,7 @@ def abort(v: Any, slots: Any) -> None:
 
 @_operation  # type: ignore[untyped-decorator]
 def oldest_reader(v: Any) -> Any:
-    """The earliest epoch that somebody reads."""
+    """The earliest epoch among the active readers."""
     oldest = np.int64(2**63 - 1)
     for i in range(len(v.readers)):
         epoch = v.readers[i, READING]
