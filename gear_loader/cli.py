@@ -113,8 +113,8 @@ def _entry(name: str, info: os.stat_result, pids: list[int]) -> _Entry:
 
 def _describe(entry: _Entry, file: shared_memory.OpenFile) -> None:
     # Imported here because they load torch. A table is called damaged exactly if it cannot be attached.
+    from gear_loader.storage.counters import NUM_READY, NUM_STEPS
     from gear_loader.storage.layout import HEADER_LIMIT, Layout
-    from gear_loader.storage.operations import NUM_READY, NUM_STEPS
 
     layout = Layout.read(os.pread(file.fd, HEADER_LIMIT, 0), file.info.st_size, "It")
     offset, dtype, (count,) = layout.arrays["counters"]

@@ -13,7 +13,7 @@ import pytest
 from table_common import COLUMNS, Died, bits, number_of
 
 import gear_loader as gear
-from gear_loader.storage.operations import NEXT_SEQUENCE
+from gear_loader.storage.counters import NEXT_SEQUENCE
 
 SIZES: dict[str, Any] = {"max_steps": 400, "max_trajectories": 40, "block_steps": 4}
 

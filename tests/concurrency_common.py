@@ -34,8 +34,9 @@ import torch
 import gear_loader as gear
 from gear_loader.errors import StaleIndexError
 from gear_loader.native import copying
+from gear_loader.storage.counters import INITIALIZED
 from gear_loader.storage.index import Index
-from gear_loader.storage.operations import INITIALIZED, READY
+from gear_loader.storage.operations import READY
 from gear_loader.storage.recovery import ranges
 from gear_loader.utils.arrays import Array
 

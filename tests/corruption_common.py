@@ -24,8 +24,8 @@ from table_common import COLUMNS, fresh_name, rows
 import gear_loader as gear
 from gear_loader.errors import GearError
 from gear_loader.storage import shared_memory
+from gear_loader.storage.counters import DIRTY
 from gear_loader.storage.layout import Layout
-from gear_loader.storage.operations import DIRTY
 from gear_loader.storage.region import region_path
 
 PATIENCE = 60.0

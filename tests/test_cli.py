@@ -37,8 +37,8 @@ import gear_loader as gear
 from gear_loader.cli import app
 from gear_loader.errors import RegionError
 from gear_loader.storage import region, shared_memory
+from gear_loader.storage.counters import DIRTY
 from gear_loader.storage.layout import FORMAT_VERSION
-from gear_loader.storage.operations import DIRTY
 from gear_loader.storage.shared_memory import region_path
 
 if sys.version_info >= (3, 11):

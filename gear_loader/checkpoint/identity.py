@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import secrets
 
+from gear_loader.storage.counters import IDENTITY
 from gear_loader.storage.index import Index
 from gear_loader.storage.lock import process_start
-from gear_loader.storage.recovery import IDENTITY
 from gear_loader.storage.table import Table
 
 __all__ = ["identity", "set_parent"]

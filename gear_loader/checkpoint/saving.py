@@ -37,9 +37,9 @@ from gear_loader.checkpoint.names import (
     segment_folder,
 )
 from gear_loader.errors import CheckpointError
+from gear_loader.storage.counters import FIRST_SEQUENCE, NEXT_SEQUENCE, NUM_SAMPLED
 from gear_loader.storage.ids import origin_of
 from gear_loader.storage.index import Index, Ticket
-from gear_loader.storage.operations import FIRST_SEQUENCE, NEXT_SEQUENCE, NUM_SAMPLED
 from gear_loader.storage.recovery import READY
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array

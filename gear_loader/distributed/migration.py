@@ -230,8 +230,7 @@ class Mover:
             return
         if target.table is not None:
             # A full target raises an error: it evicts no trajectory for one that can stay in the source.
-            table = Table(target.table.region, on_full="error")
-            table._store(table._live(), table._listed(trajectories), priorities, ids)
+            Table(target.table.region, on_full="error").store(trajectories, priorities, ids)
         else:
             for future in target.send(trajectories, priorities, ids):
                 future.result()

@@ -20,9 +20,9 @@ from gear_loader.errors import SchemaError, TransportError
 from gear_loader.selection.prioritized import exponent, needs_priorities
 from gear_loader.selection.tree import weigh
 from gear_loader.storage.ids import joined
+from gear_loader.storage.incoming import checked_priorities
 from gear_loader.storage.operations import UNSET
 from gear_loader.storage.schema import Schema, as_mapping, copied, keeps, settled
-from gear_loader.storage.table import _check_priorities
 from gear_loader.utils.arrays import Array
 
 __all__ = ["Placement"]
@@ -158,7 +158,7 @@ class Placement:
             in stage 0 the message says how many.
         """
         given, lengths = self._checked(trajectories)
-        priorities = _check_priorities(priority, len(given))
+        priorities = checked_priorities(priority, len(given))
         if not given:
             return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
         with self._lock:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from gear_loader.errors import GearError, StaleIndexError, TransportError
-from gear_loader.storage.operations import NEXT_SEQUENCE, READY, UNSET
+from gear_loader.storage.counters import NEXT_SEQUENCE
+from gear_loader.storage.operations import READY, UNSET
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.table import Table
 from gear_loader.transport.capacity import free_steps, parse_capacity_report, priority_sum
@@ -116,7 +117,7 @@ class StageTable:
         """
         table = self.table
         assert table is not None
-        return table._store(table._live(), table._listed(list(trajectories)), priorities, ids)
+        return table.store(list(trajectories), priorities, ids)
 
     def send(
         self, trajectories: Sequence[Mapping[str, Any]], priorities: Array, ids: Array | None

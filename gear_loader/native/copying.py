@@ -36,6 +36,7 @@ __all__ = [
     "ROWS",
     "SPINS",
     "STATE",
+    "STREAM_BYTES",
     "append_steps",
     "finish",
     "gather",
@@ -137,6 +138,10 @@ _TICKET, DONE, _JOB, SPINS, _BAD, STATE = 0, 8, 16, 27, 28, 32
 ) = range(_JOB, _JOB + 11)
 _AWAKE, ASLEEP = 0, 1
 
+STREAM_BYTES = 1 << 18
+"""Bytes from which on what is added is written past the caches: the table is larger than these, and nobody reads it
+soon. Copies of 420 KB to 42 MB take 0.66 to 0.92 of memcpy's time on a Xeon of 105 MiB L3."""
+
 if AVAILABLE:
 
     def compiled(function: Any) -> Any:
@@ -181,6 +186,27 @@ if AVAILABLE:
             )
 
         return types.void(types.int64, types.int64, types.int64), codegen
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def _stream_line(_context: Any, _target: Any, _source: Any) -> Any:
+        """Copy 64 bytes to an address that 64 divides, past the caches: a line that is written whole is not read."""
+
+        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            line = ir.VectorType(ir.IntType(64), 8).as_pointer()
+            value = builder.load(builder.inttoptr(args[1], line), align=1)
+            store = builder.store(value, builder.inttoptr(args[0], line), align=64)
+            store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+
+        return types.void(types.int64, types.int64), codegen
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def _order_stores(_context: Any) -> Any:
+        """What was stored before, also past the caches, is seen before what is stored from here on."""
+
+        def codegen(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+            builder.fence("seq_cst")
+
+        return types.void(), codegen
 
     def _word(builder: Any, address: Any) -> Any:
         return builder.inttoptr(address, ir.IntType(64).as_pointer())
@@ -257,17 +283,27 @@ if AVAILABLE:
             addresses: int64 [n, C]: where the steps of each trajectory lie, contiguous.
             lengths: int64 [n], in steps.
         """
-        first = 0
+        first, total = 0, 0
+        for i in range(len(lengths)):
+            total += lengths[i]
+        streams = total * columns[:, 2].sum() >= STREAM_BYTES
         for i in range(len(lengths)):
             blocks = (lengths[i] + block_steps - 1) // block_steps
             for c in range(columns.shape[0]):
                 base, stride, step_bytes = columns[c, 0], columns[c, 1], columns[c, 2]
                 block_bytes = block_steps * step_bytes
                 for j in range(blocks):
-                    steps = min(block_steps, lengths[i] - j * block_steps)
+                    count = min(block_steps, lengths[i] - j * block_steps) * step_bytes
                     target = base + int64(ids[first + j]) * stride
-                    _copy(target, addresses[i, c] + j * block_bytes, steps * step_bytes)
+                    source, done = addresses[i, c] + j * block_bytes, int64(0)
+                    if streams and target % 64 == 0:
+                        while done + 64 <= count:
+                            _stream_line(target + done, source + done)
+                            done += 64
+                    _copy(target + done, source + done, count - done)
             first += blocks
+        if streams:
+            _order_stores()
 
     @compiled
     def append(columns, block_steps, ids, first, addresses, count) -> None:  # type: ignore[no-untyped-def]

@@ -17,15 +17,10 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from gear_loader.errors import GearError, LockTimeoutError, RateLimitError, TableEmptyError, TableFullError
-from gear_loader.storage.lock import process_start
-from gear_loader.storage.operations import (
-    BUSY,
+from gear_loader.storage.counters import (
     DIRTY,
-    DONE,
     FIRST_SEQUENCE,
-    FLIP,
     FLIP_EPOCH,
-    FULL,
     INITIALIZED,
     INSERT_WAIT,
     NEXT_SEQUENCE,
@@ -34,14 +29,10 @@ from gear_loader.storage.operations import (
     NUM_SAMPLED,
     NUM_STEPS,
     NUM_WRITING,
-    PID,
-    READ,
-    READING,
     SAMPLE_WAIT,
-    SHORT,
-    TICKET,
-    WRITING,
 )
+from gear_loader.storage.lock import process_start
+from gear_loader.storage.operations import BUSY, DONE, FLIP, FULL, PID, READ, READING, SHORT, TICKET, WRITING
 from gear_loader.storage.recovery import Slots
 from gear_loader.storage.region import Region
 from gear_loader.utils.arrays import Array
@@ -294,7 +285,7 @@ class Room(Slots):
 
         Args:
             needed: slots, blocks and steps.
-            attempt: tries it under the lock; what `index_ops.make_room` returns.
+            attempt: tries it under the lock; what `operations.make_room` returns.
             last: the slot that is to grow.
             inserts: trajectories that `attempt` commits: the rate limiter has to allow it.
         """

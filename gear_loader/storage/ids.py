@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from gear_loader.errors import SchemaError
-from gear_loader.storage.operations import NEXT_SEQUENCE, ORIGIN, READY, WRITING, View
+from gear_loader.storage.counters import NEXT_SEQUENCE, ORIGIN
+from gear_loader.storage.operations import READY, WRITING, View
 from gear_loader.utils.arrays import Array, as_array
 
 __all__ = [

@@ -8,6 +8,7 @@ something has to be waited for.
 from __future__ import annotations
 
 import dataclasses
+import struct
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -16,23 +17,27 @@ import numpy as np
 
 from gear_loader.errors import LockTimeoutError, SchemaError, StaleIndexError
 from gear_loader.storage.allocation import Claim, Room, Ticket
-from gear_loader.storage.ids import check_origin_free, check_unused, first_free, following, origin_of
-from gear_loader.storage.operations import (
-    DONE,
-    EVICT_LOWEST,
-    EVICT_OLDEST,
+from gear_loader.storage.counters import (
     FIRST_SEQUENCE,
-    FLIP,
     NEXT_SEQUENCE,
     NUM_READY,
     NUM_SAMPLED,
     NUM_TOUCHED,
     ORIGIN,
+    VERSION,
+)
+from gear_loader.storage.ids import check_origin_free, check_unused, first_free, following, origin_of
+from gear_loader.storage.operations import (
+    DONE,
+    EVICT_LOWEST,
+    EVICT_OLDEST,
+    FLIP,
     PID,
     READY,
     REFUSE,
+    REQUEST_HEAD,
+    REQUEST_NOW,
     START,
-    VERSION,
     WRITING,
 )
 from gear_loader.storage.region import Region
@@ -43,7 +48,7 @@ __all__ = ["EVICT_LOWEST", "EVICT_OLDEST", "REFUSE", "Changes", "Claim", "Index"
 
 _T = TypeVar("_T")
 _NO_SLOTS = np.empty(0, dtype=np.int64)
-_INLINE = 256 * 1024
+INLINE_BYTES = 512 * 1024
 """Bytes of data up to which they are copied while the lock is held: that takes less time than taking it twice."""
 
 
@@ -78,6 +83,7 @@ class Index(Room):
         super().__init__(region)
         self._log = Log()
         self._no_changes: Changes | None = None  # what `begin_changes` returned last, if nothing had changed
+        self._request: tuple[Array, memoryview, struct.Struct] | None = None
 
     # ---------------------------------------------------------------- writing
 
@@ -95,7 +101,7 @@ class Index(Room):
         Args:
             lengths: int64 [n].
             evict: what to retire to make room: REFUSE, EVICT_OLDEST or EVICT_LOWEST.
-            wait: for somebody else to make room.
+            wait: until other processes or threads make room.
             ids: int64 [n], the global ids that they bring with them, each once; -1 for those that bring none.
             claim: for n slots: says what was taken also if this call is interrupted, for `abort`.
 
@@ -185,32 +191,59 @@ class Index(Room):
         Raises:
             As `begin`.
         """
-        if not hasattr(self._ops, "store") or self.rules.rate_limiter is not None:
+        if not self.stores_at_once:
             return None
-        steps = int(lengths.sum())
-        if steps * step_bytes > _INLINE:
+        steps, count = int(lengths.sum()), len(lengths)
+        if steps * step_bytes > INLINE_BYTES:
             return None
-        blocks = int(self.blocks_of(lengths).sum())
-        slots, ids = np.empty(len(lengths), dtype=np.int64), np.empty(blocks, dtype=np.int32)
-        here = self._here()
-        self._obtain(
-            (len(lengths), blocks, steps),
-            lambda: self._ops.store(
-                self._where,
-                columns,
-                lengths,
-                addresses,
-                priorities,
-                time.monotonic_ns(),
-                int(evict),
-                *here,
-                slots,
-                ids,
-            ),
-            evict=evict,
-            wait=wait,
-        )
-        return slots
+        request = np.empty(REQUEST_HEAD + count * (3 + len(columns)), dtype=np.int64)
+        request[:REQUEST_HEAD] = (count, False, 0, evict, *self._here())
+        request[REQUEST_HEAD : REQUEST_HEAD + count] = lengths
+        slots = request[REQUEST_HEAD + count : REQUEST_HEAD + 2 * count]
+        request[REQUEST_HEAD + 2 * count : REQUEST_HEAD + 3 * count].view(np.float64)[:] = priorities
+        request[REQUEST_HEAD + 3 * count :] = addresses.reshape(-1)
+
+        def attempt() -> int:
+            request[REQUEST_NOW] = time.monotonic_ns()
+            answer: int = self._ops.store(self._where, columns, request)
+            return answer
+
+        needed = count, int(self.blocks_of(lengths).sum()), steps
+        self._obtain(needed, attempt, evict=evict, wait=wait)
+        return slots.copy()
+
+    def store_one(
+        self, columns: Array, length: int, addresses: list[int], priority: float, *, evict: int
+    ) -> int | None:
+        """`store` of one trajectory, if there is room for it and nothing else to be done first.
+
+        Args:
+            length: in steps; few enough to be copied while others wait for the lock.
+            addresses: where the steps of each column lie. priority: as float32 can hold it.
+
+        Returns:
+            Its slot. None if nothing was done: then `store`, or `begin` and the rest.
+        """
+        if not self.stores_at_once or self._max_age is not None:
+            return None
+        if self._request is None or len(self._request[0]) < REQUEST_HEAD + 3 + len(addresses):
+            memory = np.zeros(REQUEST_HEAD + 3 + len(addresses), dtype=np.int64)
+            self._request = memory, memory.data, struct.Struct(f"={REQUEST_HEAD + 2}qd{len(addresses)}q")
+        request, view, form = self._request
+        operation, where, here = self.operations.store, self._where, self._here()
+
+        def section() -> int | None:
+            # The request is this handle's: only who holds the lock writes into it.
+            form.pack_into(
+                view, 0, 1, True, time.monotonic_ns(), evict, *here, length, -1, priority, *addresses
+            )
+            slot: int = view[REQUEST_HEAD + 1] if operation(where, columns, request) == DONE else -1
+            return None if slot < 0 else slot
+
+        try:
+            return self._lock.run(section)
+        except IndexError as error:
+            raise self.corrupt(str(error)) from error
 
     def commit(self, slots: Array, priorities: Array) -> None:
         """Make written slots visible, in the given order, when the rate limiter allows it.
@@ -313,7 +346,7 @@ class Index(Room):
         Args:
             slot: from `begin`.
             length: steps that it must hold, more than it does.
-            run: int64 [2], zeros at first: what `index_ops.grow` keeps.
+            run: int64 [2], zeros at first: what `operations.grow` keeps.
             most: steps that it may hold from now on, if that costs nobody anything.
             evict, wait: as for `begin`.
 

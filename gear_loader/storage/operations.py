@@ -27,58 +27,52 @@ import numpy as np
 
 from gear_loader.kernels.sum_tree import UNSET as UNSET
 from gear_loader.native.copying import AVAILABLE
+from gear_loader.storage.counters import (
+    COMMITTING,
+    DIGEST,
+    DIRTY,
+    DRAWING,
+    DRAWING_TIMES,
+    DRAWING_TOTAL,
+    EPOCH,
+    FIRST_SEQUENCE,
+    HALF,
+    HEAD,
+    INITIALIZED,
+    LEAVING,
+    LEAVING_COUNT,
+    LEAVING_TOTAL,
+    NEWEST,
+    NEXT_SEQUENCE,
+    NUM_EVICTED,
+    NUM_EXPIRED,
+    NUM_FREE_BLOCKS,
+    NUM_FREE_SLOTS,
+    NUM_READY,
+    NUM_REMOVED,
+    NUM_RETIRED,
+    NUM_SAMPLED,
+    NUM_STEPS,
+    NUM_TOUCHED,
+    NUM_WRITING,
+    OLDEST,
+    RAISING,
+    RAISING_FIRST,
+    REMOVING,
+    RETIRED_BLOCKS,
+    RETIRED_FIRST,
+    RUNS,
+    STREAMS,
+    VERSION,
+    WRITING_BLOCKS,
+    WRITING_STEPS,
+)
 from gear_loader.utils.arrays import Array
 
 FREE, WRITING, READY, RETIRED = range(4)
 assert UNSET == -1  # what is compiled in, and kept on disk
+assert DIGEST == 0x810CC1BA  # of the counters, which are compiled in, too
 
-# Places in `counters`. OLDEST and NEWEST hold slot + 1, 0 for none, so that zeros describe an empty table.
-(
-    EPOCH,
-    VERSION,
-    NUM_READY,
-    NUM_STEPS,
-    NUM_WRITING,
-    WRITING_STEPS,
-    WRITING_BLOCKS,
-    NUM_FREE_SLOTS,
-    NUM_FREE_BLOCKS,
-    NEXT_SEQUENCE,
-    HALF,
-    HEAD,  # two entries, one a half
-    _HEAD_1,
-    FLIP_EPOCH,
-    OLDEST,
-    NEWEST,
-    RETIRED_FIRST,
-    NUM_RETIRED,
-    RETIRED_BLOCKS,  # blocks of which nothing but retired trajectories is left
-    DIRTY,
-    INITIALIZED,
-    NUM_EVICTED,
-    NUM_REMOVED,
-    NUM_EXPIRED,  # removed by age, or because they had been sampled often enough
-    MOVING,  # 1 + the half to which the block tables are being moved, 0 for none
-    NUM_TOUCHED,  # entries ever written to the ring `touched`
-    COMMITTING,
-    REMOVING,
-    DRAWING,
-    DRAWING_TIMES,
-    DRAWING_TOTAL,
-    STREAMS,  # streams of steps ever cut into trajectories that share blocks
-    RUNS,  # how often block tables have been packed: room behind one that was kept for growth is lost then
-    FIRST_SEQUENCE,  # NEXT_SEQUENCE less the trajectories ever committed, as rate limiters count them
-    NUM_SAMPLED,  # rows ever drawn
-    INSERT_WAIT,  # nanoseconds that writers have waited, for room or for the rate limiter
-    SAMPLE_WAIT,  # nanoseconds that readers have waited for the rate limiter
-    ORIGIN,  # 1 + the table's shard number, 0 if it has none
-    RAISING,
-    RAISING_FIRST,
-    LEAVING,
-    LEAVING_COUNT,
-    LEAVING_TOTAL,
-) = range(43)
-BELL = 56  # 8 bytes of `gear_loader.storage.lock`
 PID, START, READING, TICKET = range(4)  # columns of `readers`
 LIVE, ALL = range(2)  # columns of `uses`
 MARKED = -1
@@ -87,6 +81,13 @@ MARKED = -1
 DONE, SHORT, FULL, BUSY, READ, FLIP = range(6)
 # What to do if there is no room.
 REFUSE, EVICT_OLDEST, EVICT_LOWEST = range(3)
+UNREADY = 6
+"""Beside the answers of `make_room`: `store` was asked to do nothing unless it could do everything at once."""
+# The head of a request to `store`, int64. Behind it: lengths [n], slots [n] (filled), priorities [n] (float64),
+# addresses [n, C].
+REQUEST_COUNT, REQUEST_AT_ONCE, REQUEST_NOW, REQUEST_EVICT, REQUEST_PID, REQUEST_START, REQUEST_HEAD = range(
+    7
+)
 
 
 class View(NamedTuple):
@@ -122,7 +123,7 @@ class View(NamedTuple):
 
 
 def fence() -> None:
-    """Nothing that follows is stored before what came first."""
+    """Order stores: earlier ones are done before later ones."""
 
 
 if AVAILABLE:
@@ -145,7 +146,8 @@ if AVAILABLE:
         return lambda: _barrier()
 
     # An index outside of an array raises IndexError, as it does in Python; negative ones count from the end.
-    _operation = register_jitable(boundscheck=True)
+    # Inlined: as calls, each of which passes the 21 arrays of the view, they take ten times as long.
+    _operation = register_jitable(boundscheck=True, forceinline=True)
 
 else:  # pragma: no cover - depends on the environment
 
@@ -168,14 +170,14 @@ def check_extent(v: Any, start: Any, count: Any) -> None:
 
 @_operation  # type: ignore[untyped-decorator]
 def begin_change(v: Any) -> None:
-    """The index contradicts itself from here on: whoever finds the mark derives everything anew."""
+    """Mark the index dirty: the next lock holder rebuilds the derived state."""
     v.counters[DIRTY] = 1
     fence()
 
 
 @_operation  # type: ignore[untyped-decorator]
 def end_change(v: Any) -> None:
-    """It does so no longer."""
+    """Mark the index clean."""
     fence()
     v.counters[DIRTY] = 0
 
@@ -191,7 +193,7 @@ def blocks_of(v: Any, length: Any) -> Any:
 
 @_operation  # type: ignore[untyped-decorator]
 def touch(v: Any, slot: Any) -> None:
-    """Tell those who follow the table that something has come to or gone from a slot."""
+    """Record in the ring `touched` that a slot's trajectory was committed or retired."""
     v.touched[v.counters[NUM_TOUCHED] % v.num_slots] = slot
     v.counters[NUM_TOUCHED] += 1
 
@@ -313,7 +315,7 @@ def unlink(v: Any, slot: Any) -> None:
 
 @_operation  # type: ignore[untyped-decorator]
 def retire(v: Any, slot: Any, count: Any) -> None:
-    """Nobody finds a trajectory from now on; who has found it may go on reading.
+    """Retire a trajectory: no later read finds it; earlier reads go on.
 
     Args:
         count: the place in `counters` of those that went for the same reason.
@@ -399,7 +401,7 @@ def abort(v: Any, slots: Any) -> None:
 
 @_operation  # type: ignore[untyped-decorator]
 def oldest_reader(v: Any) -> Any:
-    """The earliest epoch that somebody reads."""
+    """The earliest epoch among the active readers."""
     oldest = np.int64(2**63 - 1)
     for i in range(len(v.readers)):
         epoch = v.readers[i, READING]
@@ -975,15 +977,28 @@ if AVAILABLE:
         walk(_view(p), newest, slots)
 
     @compiled
-    def _store(  # type: ignore[no-untyped-def]
-        p, columns, lengths, addresses, priorities, now, evict, pid, process_start, slots, ids
-    ):
-        """`begin`, the copying and `commit` in one: for little data, during which others may wait for the lock."""
+    def _store(p, columns, request):  # type: ignore[no-untyped-def]
+        """`begin`, copying and `commit` in one: for little data, as others wait for the lock meanwhile."""
         v = _view(p)
-        answer = begin(v, lengths, evict, pid, process_start, slots, ids)
+        counters = v.counters
+        clean = counters[DIRTY] == 0 and counters[INITIALIZED] != 0 and counters[NUM_WRITING] == 0
+        if request[REQUEST_AT_ONCE] != 0 and not clean:
+            return UNREADY
+        count, width = request[REQUEST_COUNT], columns.shape[0]
+        priorities = REQUEST_HEAD + 2 * count
+        places = priorities + count
+        lengths = request[REQUEST_HEAD : REQUEST_HEAD + count]
+        slots = request[REQUEST_HEAD + count : priorities]
+        addresses = request[places : places + count * width].reshape((count, width))
+        blocks = 0
+        for i in range(count):
+            blocks += blocks_of(v, lengths[i])
+        ids = np.empty(blocks, dtype=np.int32)
+        pid, process_start = request[REQUEST_PID], request[REQUEST_START]
+        answer = begin(v, lengths, request[REQUEST_EVICT], pid, process_start, slots, ids)
         if answer == DONE:
             scatter(columns, v.block_steps, ids, addresses, lengths)
-            commit(v, slots, priorities, now)
+            commit(v, slots, request[priorities:places].view(np.float64), request[REQUEST_NOW])
         return answer
 
     COMPILED = types_module.SimpleNamespace(

@@ -29,9 +29,7 @@ import numpy as np
 
 from gear_loader.errors import CorruptTableError
 from gear_loader.storage import operations
-from gear_loader.storage.ids import LARGEST_ORIGIN, first_free, ids_of, origin_of
-from gear_loader.storage.operations import (
-    ALL,
+from gear_loader.storage.counters import (
     COMMITTING,
     DIRTY,
     DRAWING,
@@ -40,15 +38,12 @@ from gear_loader.storage.operations import (
     EPOCH,
     FIRST_SEQUENCE,
     FLIP_EPOCH,
-    FREE,
     HALF,
     HEAD,
     INITIALIZED,
     LEAVING,
     LEAVING_COUNT,
     LEAVING_TOTAL,
-    LIVE,
-    MARKED,
     MOVING,
     NEWEST,
     NEXT_SEQUENCE,
@@ -65,31 +60,34 @@ from gear_loader.storage.operations import (
     NUM_WRITING,
     OLDEST,
     ORIGIN,
-    PID,
     RAISING,
     RAISING_FIRST,
-    READING,
-    READY,
     REMOVING,
-    RETIRED,
     RETIRED_BLOCKS,
     RETIRED_FIRST,
     RUNS,
-    UNSET,
     VERSION,
-    WRITING,
     WRITING_BLOCKS,
     WRITING_STEPS,
+)
+from gear_loader.storage.ids import LARGEST_ORIGIN, first_free, ids_of, origin_of
+from gear_loader.storage.operations import (
+    ALL,
+    FREE,
+    LIVE,
+    MARKED,
+    PID,
+    READING,
+    READY,
+    RETIRED,
+    UNSET,
+    WRITING,
     View,
 )
 from gear_loader.storage.region import Region
 from gear_loader.utils.arrays import Array
 
-__all__ = ["FREE", "IDENTITY", "READING", "READY", "RETIRED", "UNSET", "WRITING", "Array", "Slots", "ranges"]
-
-IDENTITY = slice(60, 64)
-"""Places in `counters` that belong to checkpoints: a random name for the table; the save that it was loaded from, or 0;
-and for a private table the process that got the name, since a forked child has a table of its own from then on."""
+__all__ = ["FREE", "READING", "READY", "RETIRED", "UNSET", "WRITING", "Array", "Slots", "ranges"]
 
 
 class Slots:
@@ -139,6 +137,7 @@ class Slots:
         self._ops = types.SimpleNamespace(
             **{name: _checked(operation, self.name) for name, operation in vars(self.operations).items()}
         )
+        self.stores_at_once = compiled and self.rules.rate_limiter is None
         self._where: Any = operations.places_of(self._view) if compiled else self._view
 
     @contextlib.contextmanager
@@ -297,8 +296,10 @@ class Slots:
         """
         count = len(begins)
         chain, skipped = np.arange(count), np.zeros((count, 2), dtype=np.int64)
+        if not self.stream[slots].any():
+            return chain, skipped, np.arange(count)
         blocks = self.block_ids[ranges(begins, lengths)]
-        if len(blocks) == 0 or np.bincount(blocks).max() == 1:
+        if np.bincount(blocks).max() == 1:
             return chain, skipped, np.arange(count)
         # In the order of the steps: by sequence number, and what is being written comes last.
         sequence = np.where(self.state[slots] == WRITING, np.int64(2**63 - 1), self.sequence[slots])

@@ -19,9 +19,9 @@ import torch
 
 from gear_loader.errors import PrivateTableError, RegionError, TableClosedError
 from gear_loader.storage import shared_memory
+from gear_loader.storage.counters import BELL
 from gear_loader.storage.layout import HEADER_LIMIT, Layout, round_up
 from gear_loader.storage.lock import IndexLock
-from gear_loader.storage.operations import BELL
 from gear_loader.storage.shared_memory import guarded, region_path
 from gear_loader.utils.notices import notice
 

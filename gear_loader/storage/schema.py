@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from gear_loader.errors import SchemaError
-from gear_loader.utils.arrays import address_of, unreadable
+from gear_loader.utils.arrays import address_of, data_address, unreadable
 
 __all__ = ["BATCH_KEYS", "DTYPES", "Column", "Schema", "Window", "as_mapping", "copied", "keeps", "settled"]
 
@@ -240,20 +240,24 @@ class Schema(Mapping[str, Column]):
             for name, (dtype, array_dtype, shape) in self._expected.items():
                 value = rows.get(name)
                 if type(value) is np.ndarray:
-                    fits = value.dtype == array_dtype and array_dtype is not None and value.flags.c_contiguous
-                    address = value.__array_interface__["data"][0]
+                    whole = value.shape
+                    if array_dtype is None or value.dtype != array_dtype or not value.flags.c_contiguous:
+                        break
+                    address = data_address(value)
                 elif type(value) is torch.Tensor:
-                    fits = value.dtype is dtype and value.layout is torch.strided and value.is_cpu
-                    fits = fits and not value.is_nested and value.is_contiguous() and not value.is_neg()
-                    address = address_of(value) if fits else 0
-                    fits = fits and address != 0
+                    if value.is_nested or value.layout is not torch.strided:
+                        break
+                    whole = value.shape
+                    if value.dtype is not dtype or not value.is_cpu:
+                        break
+                    if not value.is_contiguous() or value.is_neg():
+                        break
+                    address = address_of(value)
                 else:
                     break
-                if not fits or value.ndim == 0 or value.shape[1:] != shape:
-                    break
-                if length == 0:
-                    length = len(value)
-                if length == 0 or len(value) != length:
+                if not length:
+                    length = whole[0] if whole else 0
+                if not address or not length or whole != (length, *shape):
                     break
                 addresses.append(address)
                 values.append(value)
@@ -289,9 +293,7 @@ class Schema(Mapping[str, Column]):
             padded = value.shape[1] if padded < 0 else padded
             if value.shape[:2] != (count, padded):
                 return None
-            address = (
-                address_of(value) if isinstance(value, torch.Tensor) else value.__array_interface__["data"][0]
-            )
+            address = address_of(value) if isinstance(value, torch.Tensor) else data_address(value)
             if not address:
                 return None
             addresses.append(address)

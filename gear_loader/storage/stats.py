@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from gear_loader.storage.index import Index
-from gear_loader.storage.layout import Layout
-from gear_loader.storage.operations import (
+from gear_loader.storage.counters import (
     FIRST_SEQUENCE,
     INSERT_WAIT,
     NEXT_SEQUENCE,
@@ -19,6 +17,8 @@ from gear_loader.storage.operations import (
     NUM_WRITING,
     SAMPLE_WAIT,
 )
+from gear_loader.storage.index import Index
+from gear_loader.storage.layout import Layout
 
 __all__ = ["TableStats", "stats_of"]
 

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -21,10 +21,13 @@ from gear_loader.errors import (
     StaleIndexError,
 )
 from gear_loader.native import copying
+from gear_loader.storage.counters import NEXT_SEQUENCE, NUM_FREE_BLOCKS, NUM_STEPS, NUM_TOUCHED, WRITING_STEPS
 from gear_loader.storage.ids import check_ids, check_origin, ids_of, origin_of
+from gear_loader.storage.incoming import Steps, checked_priorities, checked_priority, listed, stacked
 from gear_loader.storage.index import (
     EVICT_LOWEST,
     EVICT_OLDEST,
+    INLINE_BYTES,
     REFUSE,
     Changes,
     Claim,
@@ -34,23 +37,15 @@ from gear_loader.storage.index import (
 )
 from gear_loader.storage.layout import Layout
 from gear_loader.storage.limiters import RateLimiter
-from gear_loader.storage.operations import (
-    NEXT_SEQUENCE,
-    NUM_FREE_BLOCKS,
-    NUM_STEPS,
-    NUM_TOUCHED,
-    UNSET,
-    WRITING_STEPS,
-)
 from gear_loader.storage.region import Region
 from gear_loader.storage.rules import OnFull, Rules, check_on_full, check_seconds
-from gear_loader.storage.schema import Column, Schema, as_mapping, keeps, settled
+from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.stats import TableStats, stats_of
 from gear_loader.storage.writer import Writer
-from gear_loader.utils.arrays import Array, as_array, narrowed, shown, unreadable
+from gear_loader.utils.arrays import Array
 from gear_loader.utils.waiting import Backoff
 
-__all__ = ["Steps", "Table", "Ticket"]
+__all__ = ["Table", "Ticket"]
 
 Trajectory = Mapping[str, Any]
 _POLICIES: dict[str, tuple[int, bool]] = {  # what `Index.begin` is told
@@ -59,20 +54,6 @@ _POLICIES: dict[str, tuple[int, bool]] = {  # what `Index.begin` is told
     "evict_lowest_priority": (EVICT_LOWEST, False),
     "wait": (REFUSE, True),
 }
-
-
-class Steps(NamedTuple):
-    """Steps to be stored.
-
-    Attributes:
-        addresses: int64 [n, C]: where each trajectory's steps of each column lie, contiguous.
-        lengths: int64 [n].
-        hold: what owns that memory.
-    """
-
-    addresses: Array
-    lengths: Array
-    hold: object
 
 
 class Table:
@@ -387,8 +368,13 @@ class Table:
         """
         index = self._live()
         length, addresses, hold = self.schema.locate(trajectory)
+        first = checked_priority(priority)
+        if length * self._step_bytes <= INLINE_BYTES and length <= self.longest:
+            slot = index.store_one(self._columns, length, addresses, first, evict=self.policy[0])
+            if slot is not None:
+                return slot
         steps = Steps(np.array([addresses], dtype=np.int64), np.array([length], dtype=np.int64), hold)
-        return int(self._store(index, steps, _check_priorities(priority, 1))[0])
+        return int(self._store(index, steps, np.array([first], dtype=np.float32))[0])
 
     def writer(self, *, chunk_steps: int | None = None, overlap_steps: int = 0) -> Writer:
         """A writer that adds a trajectory step by step; see `Writer`.
@@ -426,8 +412,8 @@ class Table:
             As `add`; the message names the first trajectory that does not fit. Nothing was changed.
         """
         index = self._live()
-        steps = self._stacked(trajectories, lengths) if lengths is not None else self._listed(trajectories)
-        priorities = _check_priorities(priority, len(steps.lengths))
+        steps = self._checked(trajectories, lengths)
+        priorities = checked_priorities(priority, len(steps.lengths))
         return self._store(index, steps, priorities) if len(steps.lengths) else np.empty(0, dtype=np.int64)
 
     def extend_as(
@@ -455,98 +441,35 @@ class Table:
         Raises the other errors of `extend` too. After an error nothing was changed.
         """
         index = self._live()
-        steps = self._stacked(trajectories, lengths) if lengths is not None else self._listed(trajectories)
-        priorities = _check_priorities(priority, len(steps.lengths))
+        steps = self._checked(trajectories, lengths)
+        priorities = checked_priorities(priority, len(steps.lengths))
         given = check_ids(ids, len(steps.lengths))
         if not len(given):
             return np.empty(0, dtype=np.int64)
         return self._store(index, steps, priorities, given if (given >= 0).any() else None)
 
-    def _listed(self, trajectories: Any) -> Steps:
-        if isinstance(as_mapping(trajectories), Mapping):
-            raise SchemaError(
-                "One mapping was received without lengths; expected an iterable of trajectories, or stacked arrays "
-                "[n, T, ...] with lengths=[n]. For a single trajectory use add()."
-            )
-        try:
-            each = iter(trajectories)
-        except TypeError:
-            raise SchemaError(
-                f"A {type(trajectories).__name__} was received; expected an iterable of trajectories."
-            ) from None
-        lengths, addresses, holds = [], [], []
-        kept = keeps(trajectories)
-        for i, trajectory in enumerate(each):
-            what = f"trajectory {i}"
-            if kept:
-                length, places, hold = self.schema.locate(trajectory, what=what)
-            else:
-                length, arrays = self.schema.validate(trajectory, what=what)
-                hold = [array.copy() for array in arrays.values()]
-                places = [array.ctypes.data for array in hold]
-            lengths.append(length)
-            addresses.append(places)
-            holds.append(hold)
-        return Steps(np.array(addresses, dtype=np.int64), np.array(lengths, dtype=np.int64), holds)
+    def store(self, trajectories: Sequence[Trajectory], priorities: Array, ids: Array | None = None) -> Array:
+        """`extend_as` with priorities and ids that have been checked: for transports.
 
-    def _stacked(self, stacked: Any, lengths: Any) -> Steps:
-        stacked = as_mapping(stacked)
-        if not isinstance(stacked, Mapping):
-            raise SchemaError(
-                f"With lengths a {type(stacked).__name__} was received; expected one mapping of stacked arrays "
-                "[n, T, ...]."
-            )
-        try:
-            counts = np.asarray(as_array(lengths, "lengths"))
-        except SchemaError:
-            raise
-        except ValueError:
-            raise SchemaError(f"lengths is {lengths!r}; expected integers [n].") from None
-        if counts.ndim != 1 or (counts.dtype.kind not in "iu" and counts.size):
-            raise SchemaError(
-                f"lengths has dtype {counts.dtype} and shape {list(counts.shape)}; expected integers [n]."
-            )
-        if len(counts) == 0:
-            self.schema.validate_names(stacked, what="the stacked trajectories")
-            return Steps(np.empty((0, len(self.schema)), dtype=np.int64), np.empty(0, dtype=np.int64), None)
-        located = self.schema.locate_stacked(stacked, len(counts))
-        padded, places, apart, hold = (
-            (*located, tuple(stacked.values())) if located else self._looked_at(stacked, len(counts))
-        )
-        if counts.min() < 1 or counts.max() > padded:
-            bad = int(np.flatnonzero((counts < 1) | (counts > padded))[0])
-            raise SchemaError(
-                f"lengths[{bad}] is {counts[bad]}; expected 1 to {padded}, the stacked arrays' T."
-            )
-        addresses = np.array(places, dtype=np.int64) + np.arange(len(counts))[:, None] * np.array(apart)
-        return Steps(addresses, counts.astype(np.int64), hold)
+        Args:
+            trajectories: mappings as for `add`.
+            priorities: float32 [n], `UNSET` for a trajectory without one.
+            ids: int64 [n], -1 where the table gives an id; None if it gives them all.
 
-    def _looked_at(self, stacked: Mapping[str, Any], count: int) -> tuple[int, list[int], list[int], object]:
-        """As `Schema.locate_stacked`, of whatever can be stored; and what has to be kept as long as it is used.
+        Returns:
+            Their indices, int64 [n].
 
         Raises:
-            SchemaError: it cannot be.
+            As `extend_as`.
         """
-        flat: dict[str, Any] = {}
-        padded = None
-        for name, value in settled(stacked).items():
-            kind = unreadable(value) if isinstance(value, torch.Tensor) else None
-            if not isinstance(value, (np.ndarray, torch.Tensor)) or kind is not None:
-                raise SchemaError(
-                    f"Column {name!r} of the stacked trajectories is a {kind or type(value).__name__}; expected a "
-                    "numpy array or a strided torch tensor [n, T, ...] with its data."
-                )
-            shape = list(value.shape)
-            if len(shape) < 2 or shape[0] != count or shape[1] != (padded := padded or shape[1]):
-                raise SchemaError(
-                    f"Column {name!r} of the stacked trajectories has shape {shape}; expected [{count}, "
-                    f"{padded or 'T'}, ...] as lengths has {count} entries."
-                )
-            flat[name] = value.reshape(shape[0] * shape[1], *shape[2:])
-        _, arrays = self.schema.validate(flat, what="the stacked trajectories")
-        assert padded is not None
-        places = [array.ctypes.data for array in arrays.values()]
-        return padded, places, [padded * array.shape[1] for array in arrays.values()], arrays
+        return self._store(self._live(), listed(self.schema, trajectories), priorities, ids)
+
+    def _checked(self, trajectories: Any, lengths: Any) -> Steps:
+        return (
+            listed(self.schema, trajectories)
+            if lengths is None
+            else stacked(self.schema, trajectories, lengths)
+        )
 
     def _store(self, index: Index, steps: Steps, priorities: Array, given: Array | None = None) -> Array:
         self._check_lengths(steps.lengths)
@@ -853,26 +776,3 @@ def _checked_path(path: str | os.PathLike[str]) -> str:
         f"The path {path!r} was received; expected the path of a directory, a string without NUL that the file "
         "system can encode."
     )
-
-
-def _check_priorities(priority: Any, count: int) -> Array:
-    if priority is None:
-        return np.full(count, UNSET, dtype=np.float32)
-    priority = as_array(priority, "priority")
-    try:
-        values = np.asarray(priority)
-        fits = values.dtype.kind in "biuf" or not values.size
-    except (TypeError, ValueError, RuntimeError):
-        fits = False
-    if not fits:
-        raise SchemaError(f"priority is {shown(priority)}; expected a number or {count} of them.")
-    values = values.astype(np.float64)
-    if values.ndim and values.shape != (count,):
-        raise SchemaError(f"priority has shape {list(values.shape)}; expected one number or [{count}].")
-    values = np.broadcast_to(values, (count,))
-    narrow, bad = narrowed(values)
-    if bad >= 0:
-        raise SchemaError(
-            f"priority {values[bad]} of trajectory {bad}; expected a finite number (as float32) that is not negative."
-        )
-    return narrow

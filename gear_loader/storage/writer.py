@@ -16,10 +16,10 @@ import torch
 
 from gear_loader.errors import GearError, SchemaError
 from gear_loader.native import copying
+from gear_loader.storage.incoming import single_priority
 from gear_loader.storage.index import Claim
-from gear_loader.storage.operations import UNSET
 from gear_loader.storage.schema import NUMPY_DTYPES, Column, as_mapping, settled
-from gear_loader.utils.arrays import Array, address_of, as_array, narrowed, shown, unreadable
+from gear_loader.utils.arrays import Array, address_of, unreadable
 from gear_loader.utils.checks import at_least
 
 if TYPE_CHECKING:
@@ -346,7 +346,7 @@ class Writer:
                 discard it.
         """
         self._check_usable()
-        checked = self._checked(priority)
+        checked = single_priority(priority)
         if not self._fresh:
             if self._last_chunk is not None:
                 index = self._last_chunk
@@ -362,7 +362,7 @@ class Writer:
     def _cut(self) -> tuple[int, ...]:
         """Commit a chunk, and begin the next one with the steps that they have in common."""
         slot, evict, wait = self._slot, *self._table.policy
-        priority = self._checked(self.priority)
+        priority = single_priority(self.priority)
         stride = self._chunk - self._overlap
         with self._all_or_nothing():
             if self._shares:
@@ -423,24 +423,6 @@ class Writer:
             data = column.data[ids[:, None], inside[:, None] * size + np.arange(size)]
             rows.append(np.ascontiguousarray(data))
         return rows
-
-    def _checked(self, priority: float | None) -> float:
-        if priority is None:
-            return float(UNSET)
-        try:
-            values = np.asarray(as_array(priority, "priority"))
-        except SchemaError:
-            raise
-        except (TypeError, ValueError, RuntimeError):
-            values = np.empty(0)
-        if values.shape != () or values.dtype.kind not in "biuf":
-            raise SchemaError(f"priority is {shown(priority)}; expected a number.")
-        narrow, bad = narrowed(values.astype(np.float64).reshape(1))
-        if bad >= 0:
-            raise SchemaError(
-                f"priority is {priority!r}; expected a finite number (as float32) that is not negative."
-            )
-        return float(narrow[0])
 
     def discard(self) -> None:
         """Drop what has been appended since the last commit; chunks that were completed stay."""

@@ -14,9 +14,13 @@ import numpy as np
 import torch
 
 from gear_loader.errors import RegionError, SchemaError
+from gear_loader.storage.counters import DIRTY
 from gear_loader.storage.ids import check_ids
 from gear_loader.storage.index import Index, Ticket
-from gear_loader.storage.operations import DIRTY, READY, UNSET
+from gear_loader.storage.operations import (
+    READY,
+    UNSET,
+)
 from gear_loader.storage.region import Region
 from gear_loader.storage.schema import NUMPY_DTYPES, Schema
 from gear_loader.storage.shared_memory import Key, region_path
@@ -152,9 +156,7 @@ class AttachedTable:
     def _store_mixed(self, trajectories: list[dict[str, Any]], priorities: Array, ids: Array) -> Array:
         table = self.table
         given = check_ids(ids, len(trajectories))
-        return table._store(
-            table._live(), table._listed(trajectories), priorities, given if (given >= 0).any() else None
-        )
+        return table.store(trajectories, priorities, given if (given >= 0).any() else None)
 
 
 def _attach(name: str, path: str, timeout: float) -> tuple[Table, Key]:

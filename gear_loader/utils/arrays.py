@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,29 @@ import torch
 
 from gear_loader.errors import SchemaError
 
-__all__ = ["Array", "address_of", "as_array", "narrowed", "outside_inference", "shown", "unreadable"]
+__all__ = [
+    "Array",
+    "address_of",
+    "as_array",
+    "data_address",
+    "narrowed",
+    "outside_inference",
+    "shown",
+    "unreadable",
+]
 
 Array = np.ndarray[Any, Any]
+_word_at = ctypes.c_size_t.from_address
+
+
+_DATA = object.__basicsize__
+"""Bytes from an array's address to the pointer to its elements, the first field of numpy's `PyArrayObject`."""
+
+
+def data_address(array: Array) -> int:
+    """The address of an array's elements, in a fifth of the time that `array.ctypes.data` takes."""
+    address: int = _word_at(id(array) + _DATA).value
+    return address
 
 
 def address_of(tensor: torch.Tensor) -> int:

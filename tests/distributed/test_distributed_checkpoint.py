@@ -31,7 +31,7 @@ from gear_loader.distributed import checkpoint_loading, checkpoint_saving
 from gear_loader.distributed.checkpoint_loading import load
 from gear_loader.distributed.checkpoint_saving import save
 from gear_loader.errors import CheckpointError, RankError, RegionError, SchemaError
-from gear_loader.storage.operations import NEXT_SEQUENCE
+from gear_loader.storage.counters import NEXT_SEQUENCE
 
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")

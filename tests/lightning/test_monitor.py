@@ -20,7 +20,7 @@ import gear_loader as gear
 from gear_loader.errors import SchemaError
 from gear_loader.lightning import monitor
 from gear_loader.lightning.monitor import ReplayMonitor
-from gear_loader.storage.operations import INSERT_WAIT, SAMPLE_WAIT
+from gear_loader.storage.counters import INSERT_WAIT, SAMPLE_WAIT
 
 pytestmark = [
     # Lightning imports and calls what torch has deprecated meanwhile.

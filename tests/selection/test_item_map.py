@@ -15,7 +15,7 @@ from dataset_common import SCHEMA, episode, open_tickets
 
 import gear_loader as gear
 from gear_loader.errors import PriorityError, StaleIndexError, TableEmptyError, TableFullError
-from gear_loader.storage.operations import DIRTY
+from gear_loader.storage.counters import DIRTY
 
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")

@@ -15,7 +15,7 @@ from table_common import COLUMNS, rows
 
 import gear_loader as gear
 from gear_loader.errors import PriorityError, RateLimitError, SchemaError, TableEmptyError
-from gear_loader.storage.operations import NUM_SAMPLED
+from gear_loader.storage.counters import NUM_SAMPLED
 
 SIZES: dict[str, Any] = {"max_steps": 400, "max_trajectories": 60, "block_steps": 4}
 WINDOW = gear.Window(length=3, offset=-1)

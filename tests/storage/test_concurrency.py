@@ -52,7 +52,8 @@ from gear_loader.errors import (
     TableFullError,
 )
 from gear_loader.storage import operations
-from gear_loader.storage.operations import NUM_EVICTED, NUM_REMOVED, READING
+from gear_loader.storage.counters import NUM_EVICTED, NUM_REMOVED
+from gear_loader.storage.operations import READING
 from gear_loader.storage.recovery import FREE, WRITING
 from gear_loader.utils.waiting import Backoff
 

@@ -15,7 +15,7 @@ from table_common import COLUMNS, fresh_name, named, numbers_of, rows
 import gear_loader as gear
 from gear_loader.errors import CorruptTableError, RegionError
 from gear_loader.native import copying
-from gear_loader.storage.operations import (
+from gear_loader.storage.counters import (
     COMMITTING,
     DIRTY,
     DRAWING,
@@ -33,9 +33,9 @@ from gear_loader.storage.operations import (
     NUM_STEPS,
     OLDEST,
     ORIGIN,
-    READING,
     RETIRED_FIRST,
 )
+from gear_loader.storage.operations import READING
 from gear_loader.storage.region import region_path
 
 SIZES: dict[str, Any] = {"max_steps": 100, "max_trajectories": 8, "block_steps": 4}

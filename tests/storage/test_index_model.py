@@ -15,8 +15,9 @@ from table_common import COLUMNS, Died, Reading, bury, mortal, number_of, number
 
 import gear_loader as gear
 from gear_loader.errors import LockTimeoutError, StaleIndexError, TableFullError
+from gear_loader.storage.counters import DIRTY, HALF, HEAD, NUM_REMOVED, NUM_TOUCHED
 from gear_loader.storage.index import Changes, Index, Ticket
-from gear_loader.storage.operations import DIRTY, FREE, HALF, HEAD, NUM_REMOVED, NUM_TOUCHED, READY
+from gear_loader.storage.operations import FREE, READY
 
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")

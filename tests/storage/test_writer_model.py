@@ -18,18 +18,9 @@ import gear_loader as gear
 from gear_loader.errors import GearError, LockTimeoutError, TableFullError
 from gear_loader.storage import index as index_module
 from gear_loader.storage import operations
+from gear_loader.storage.counters import DIRTY, HALF, HEAD, INSERT_WAIT
 from gear_loader.storage.index import Index, Ticket
-from gear_loader.storage.operations import (
-    COMPILED,
-    DIRTY,
-    FREE,
-    HALF,
-    HEAD,
-    INSERT_WAIT,
-    READY,
-    UNSET,
-    WRITING,
-)
+from gear_loader.storage.operations import COMPILED, FREE, READY, UNSET, WRITING
 from gear_loader.storage.snapshot import Log
 
 hypothesis = pytest.importorskip("hypothesis")

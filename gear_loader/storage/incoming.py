@@ -1,0 +1,213 @@
+"""Validation of what is added to a table: trajectories one by one or stacked, and their priorities.
+
+Nothing here changes the table. What fits is described by the addresses of its steps, without a copy where that is
+possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from gear_loader.errors import SchemaError
+from gear_loader.storage.operations import UNSET
+from gear_loader.storage.schema import Schema, as_mapping, keeps, settled
+from gear_loader.utils.arrays import Array, as_array, narrowed, shown, unreadable
+
+__all__ = ["Steps", "checked_priorities", "checked_priority", "listed", "single_priority", "stacked"]
+
+_TINY, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
+
+class Steps(NamedTuple):
+    """Steps to be stored.
+
+    Attributes:
+        addresses: int64 [n, C]: where each trajectory's steps of each column lie, contiguous.
+        lengths: int64 [n].
+        hold: what owns that memory.
+    """
+
+    addresses: Array
+    lengths: Array
+    hold: object
+
+
+def listed(schema: Schema, trajectories: Any) -> Steps:
+    """Check an iterable of trajectories.
+
+    Args:
+        schema: the table's columns.
+        trajectories: mappings as for `Table.add`. Those of a list or a tuple are read where they are; what any other
+            iterable yields is copied before the next one is asked for.
+
+    Raises:
+        SchemaError: a trajectory does not fit; the message names the first one.
+    """
+    if isinstance(as_mapping(trajectories), Mapping):
+        raise SchemaError(
+            "One mapping was received without lengths; expected an iterable of trajectories, or stacked arrays "
+            "[n, T, ...] with lengths=[n]. For a single trajectory use add()."
+        )
+    try:
+        each = iter(trajectories)
+    except TypeError:
+        raise SchemaError(
+            f"A {type(trajectories).__name__} was received; expected an iterable of trajectories."
+        ) from None
+    lengths, addresses, holds = [], [], []
+    kept = keeps(trajectories)
+    for i, trajectory in enumerate(each):
+        what = f"trajectory {i}"
+        if kept:
+            length, places, hold = schema.locate(trajectory, what=what)
+        else:
+            length, arrays = schema.validate(trajectory, what=what)
+            hold = [array.copy() for array in arrays.values()]
+            places = [array.ctypes.data for array in hold]
+        lengths.append(length)
+        addresses.append(places)
+        holds.append(hold)
+    return Steps(np.array(addresses, dtype=np.int64), np.array(lengths, dtype=np.int64), holds)
+
+
+def stacked(schema: Schema, columns: Any, lengths: Any) -> Steps:
+    """Check stacked trajectories.
+
+    Args:
+        schema: the table's columns.
+        columns: column name -> ``[n, T, *shape]``, of which trajectory i has the first ``lengths[i]`` steps.
+        lengths: int [n].
+
+    Raises:
+        SchemaError: the columns or the lengths do not fit.
+    """
+    columns = as_mapping(columns)
+    if not isinstance(columns, Mapping):
+        raise SchemaError(
+            f"With lengths a {type(columns).__name__} was received; expected one mapping of stacked arrays "
+            "[n, T, ...]."
+        )
+    try:
+        counts = np.asarray(as_array(lengths, "lengths"))
+    except SchemaError:
+        raise
+    except ValueError:
+        raise SchemaError(f"lengths is {lengths!r}; expected integers [n].") from None
+    if counts.ndim != 1 or (counts.dtype.kind not in "iu" and counts.size):
+        raise SchemaError(
+            f"lengths has dtype {counts.dtype} and shape {list(counts.shape)}; expected integers [n]."
+        )
+    if len(counts) == 0:
+        schema.validate_names(columns, what="the stacked trajectories")
+        return Steps(np.empty((0, len(schema)), dtype=np.int64), np.empty(0, dtype=np.int64), None)
+    located = schema.locate_stacked(columns, len(counts))
+    padded, places, apart, hold = (
+        (*located, tuple(columns.values())) if located else _look_at(schema, columns, len(counts))
+    )
+    if counts.min() < 1 or counts.max() > padded:
+        bad = int(np.flatnonzero((counts < 1) | (counts > padded))[0])
+        raise SchemaError(f"lengths[{bad}] is {counts[bad]}; expected 1 to {padded}, the stacked arrays' T.")
+    addresses = np.array(places, dtype=np.int64) + np.arange(len(counts))[:, None] * np.array(apart)
+    return Steps(addresses, counts.astype(np.int64), hold)
+
+
+def _look_at(
+    schema: Schema, stacked: Mapping[str, Any], count: int
+) -> tuple[int, list[int], list[int], object]:
+    """As `Schema.locate_stacked`, of whatever can be stored; also returns the owners of the memory.
+
+    Raises:
+        SchemaError: it cannot be.
+    """
+    flat: dict[str, Any] = {}
+    padded = None
+    for name, value in settled(stacked).items():
+        kind = unreadable(value) if isinstance(value, torch.Tensor) else None
+        if not isinstance(value, (np.ndarray, torch.Tensor)) or kind is not None:
+            raise SchemaError(
+                f"Column {name!r} of the stacked trajectories is a {kind or type(value).__name__}; expected a "
+                "numpy array or a strided torch tensor [n, T, ...] with its data."
+            )
+        shape = list(value.shape)
+        if len(shape) < 2 or shape[0] != count or shape[1] != (padded := padded or shape[1]):
+            raise SchemaError(
+                f"Column {name!r} of the stacked trajectories has shape {shape}; expected [{count}, "
+                f"{padded or 'T'}, ...] as lengths has {count} entries."
+            )
+        flat[name] = value.reshape(shape[0] * shape[1], *shape[2:])
+    _, arrays = schema.validate(flat, what="the stacked trajectories")
+    assert padded is not None
+    places = [array.ctypes.data for array in arrays.values()]
+    return padded, places, [padded * array.shape[1] for array in arrays.values()], arrays
+
+
+def checked_priority(priority: Any) -> float:
+    """The priority of one trajectory, as float32 holds it; `UNSET` for None.
+
+    Raises:
+        SchemaError: `priority` is not a finite number of at least 0.
+    """
+    if priority is None:
+        return float(UNSET)
+    if type(priority) is float and _TINY <= priority <= _LARGEST:
+        return priority
+    return float(checked_priorities(priority, 1)[0])
+
+
+def single_priority(priority: Any) -> float:
+    """As `checked_priority`, of a number alone: an array [1] is refused.
+
+    Raises:
+        SchemaError: `priority` is not a finite number of at least 0.
+    """
+    if priority is None:
+        return float(UNSET)
+    try:
+        values = np.asarray(as_array(priority, "priority"))
+    except SchemaError:
+        raise
+    except (TypeError, ValueError, RuntimeError):
+        values = np.empty(0)
+    if values.shape != () or values.dtype.kind not in "biuf":
+        raise SchemaError(f"priority is {shown(priority)}; expected a number.")
+    narrow, bad = narrowed(values.astype(np.float64).reshape(1))
+    if bad >= 0:
+        raise SchemaError(
+            f"priority is {priority!r}; expected a finite number (as float32) that is not negative."
+        )
+    return float(narrow[0])
+
+
+def checked_priorities(priority: Any, count: int) -> Array:
+    """Priorities of `count` trajectories, float32 [count].
+
+    Args:
+        priority: a number, [count] numbers, or None: `UNSET`.
+
+    Raises:
+        SchemaError: a value that is not a finite number of at least 0.
+    """
+    if priority is None:
+        return np.full(count, UNSET, dtype=np.float32)
+    priority = as_array(priority, "priority")
+    try:
+        values = np.asarray(priority)
+        fits = values.dtype.kind in "biuf" or not values.size
+    except (TypeError, ValueError, RuntimeError):
+        fits = False
+    if not fits:
+        raise SchemaError(f"priority is {shown(priority)}; expected a number or {count} of them.")
+    values = values.astype(np.float64)
+    if values.ndim and values.shape != (count,):
+        raise SchemaError(f"priority has shape {list(values.shape)}; expected one number or [{count}].")
+    values = np.broadcast_to(values, (count,))
+    narrow, bad = narrowed(values)
+    if bad >= 0:
+        raise SchemaError(
+            f"priority {values[bad]} of trajectory {bad}; expected a finite number (as float32) that is not negative."
+        )
+    return narrow
