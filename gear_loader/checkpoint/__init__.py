@@ -1,4 +1,4 @@
-"""Checkpoints of tables: directories that other tools can read, saved incrementally and atomically.
+"""Checkpoints of tables: directories that other tools can read, saved incrementally and atomically::
 
     manifest.json                  version, schema, sizes, rules, counts, and bytes and checksum of every file; see
                                    `.manifest`

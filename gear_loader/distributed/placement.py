@@ -153,9 +153,10 @@ class Placement:
             SchemaError: a trajectory or a priority does not fit. Nothing was changed.
             TableFullError, LockTimeoutError: a table was full; the message names it, its shard and its stage.
             TransportError: another node did not confirm trajectories; it may have stored them all the same.
-            After these errors, trajectories stored in tables of this node have been removed again. Trajectories stored
-            on other nodes stay: in a stage other than 0 they are not drawn, and `ReplayDataset.rebalance` removes them;
-            in stage 0 the message says how many.
+
+        After these errors, trajectories stored in tables of this node have been removed again. Trajectories stored on
+        other nodes stay: in a stage other than 0 they are not drawn, and `ReplayDataset.rebalance` removes them; in
+        stage 0 the message says how many.
         """
         given, lengths = self._checked(trajectories)
         priorities = checked_priorities(priority, len(given))

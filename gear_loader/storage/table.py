@@ -453,7 +453,7 @@ class Table:
 
         Args:
             trajectories: mappings as for `add`.
-            priorities: float32 [n], `UNSET` for a trajectory without one.
+            priorities: float32 [n], -1 for a trajectory without one.
             ids: int64 [n], -1 where the table gives an id; None if it gives them all.
 
         Returns:
@@ -670,7 +670,7 @@ class Table:
         return index.state, index.generation, index.sequence
 
     def priorities(self) -> Array:
-        """`priority` of the index, as a view: what trajectories were added with, `UNSET` for none."""
+        """`priority` of the index, as a view: what trajectories were added with, -1 for none."""
         return self._live().priority
 
     @property

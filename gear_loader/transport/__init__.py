@@ -1,9 +1,9 @@
-"""Windows of tables on other nodes: a request-reply protocol over TCP sockets, UCX or one-sided NIXL reads.
+"""Windows of tables on other nodes: a request-reply protocol over TCP sockets, UCX or one-sided NIXL reads::
 
-with start_server(["replay-0"], secret=secret) as server:                      # on the node of the table
-    ...
-peer = Peer("socket://10.0.0.2:5555", secret=secret, timeout=30.0, name="node b")   # on another
-status = peer.fetch(spec, slots, anchors, generations, out).result()
+    with start_server(["replay-0"], secret=secret) as server:                      # on the node of the table
+        ...
+    peer = Peer("socket://10.0.0.2:5555", secret=secret, timeout=30.0, name="node b")   # on another
+    status = peer.fetch(spec, slots, anchors, generations, out).result()
 """
 
 from gear_loader.transport.channel import Address, Carrier, Channel, Listener, carrier

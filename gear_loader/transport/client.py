@@ -146,8 +146,8 @@ class Peer:
 
         Args:
             table: name of the table. schema: its columns.
-            trajectories: column name -> array or tensor [T, *shape].
-            priorities: float32 [n]; `gear_loader.storage.operations.UNSET` for a trajectory without one.
+            trajectories: column name -> array or tensor ``[T, *shape]``.
+            priorities: float32 [n], -1 for a trajectory without one.
             ids: int64 [n], global ids; -1 lets the table assign one.
 
         Returns:
