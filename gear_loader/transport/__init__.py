@@ -1,4 +1,6 @@
-"""Windows of tables on other nodes: a request-reply protocol over TCP sockets, UCX or one-sided NIXL reads::
+"""Windows of tables on other nodes: a request-reply protocol over TCP sockets, UCX or one-sided NIXL reads.
+
+A server, and a client on another node::
 
     with start_server(["replay-0"], secret=secret) as server:                      # on the node of the table
         ...
