@@ -293,7 +293,7 @@ def test_a_worker_refuses_the_state_of_one_among_others(
 ) -> None:
     state = {**dataset(table).state_dict(), "workers": 2}
     monkeypatch.setattr(
-        "gear_loader.dataset.get_worker_info", lambda: types.SimpleNamespace(id=1, num_workers=3)
+        "gear_loader.iteration.get_worker_info", lambda: types.SimpleNamespace(id=1, num_workers=3)
     )
     with pytest.raises(
         SchemaError, match=r"one of 2 DataLoader workers .* here are 3\. Make .* num_workers=2"

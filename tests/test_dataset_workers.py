@@ -379,7 +379,7 @@ def test_an_error_in_a_worker_reaches_the_consumer(table: gear.Table) -> None:
 
 
 def test_the_limit_of_workers(table: gear.Table, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gear_loader.dataset._MAX_WORKERS", 1)
+    monkeypatch.setattr("gear_loader.dataset.MAX_WORKERS", 1)
     message = r"(?s)more than 1 DataLoader workers; use fewer"
     with iterating(loader(dataset(table), 2)) as iterator, pytest.raises(SchemaError, match=message):
         list(iterator)

@@ -54,6 +54,13 @@ class Meeting:
     def wait(self) -> None:
         self._barrier.wait(PATIENCE)
 
+    def barrier(self) -> None:
+        """Wait for the others, as `Exchange.barrier` does."""
+        try:
+            self.wait()
+        except threading.BrokenBarrierError as error:
+            raise RankError("This rank lost the other ranks in the step 'barrier'.") from error
+
     def leave(self) -> None:
         self._barrier.abort()
 
@@ -92,7 +99,7 @@ def save_all(tables: list[Table], path: Path) -> list[Any]:
     """What each rank's `save` returns or raises."""
 
     def act(rank: int, meeting: Meeting) -> None:
-        options: dict[str, Any] = {"barrier": meeting.wait, "agree": meeting.agree}
+        options: dict[str, Any] = {"barrier": meeting.barrier, "agree": meeting.agree}
         save(tables[rank], path, rank=rank, world_size=len(tables), **options)
 
     return together(len(tables), act)
