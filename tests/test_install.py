@@ -55,6 +55,7 @@ def clone(tmp_path: Path) -> Path:
     return clone
 
 
+@pytest.mark.long
 def test_an_installed_copy_imports_from_everywhere(clone: Path, tmp_path: Path) -> None:
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()

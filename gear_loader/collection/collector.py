@@ -358,20 +358,9 @@ def resolve(
     """
     lengths, block_ids = table.index_arrays()
     block_steps = table.region.layout.block_steps
-    if copying.require():
-        num_blocks = table.region.layout.num_blocks
-        bad = copying.resolve(
-            slots, anchors, lengths, block_ids, block_steps, *reach, extent, ids, num_blocks
-        )
-        table.check_gathered(bad)
-        return
-    steps, row = lengths[slots, 0], lengths[slots, 1]
-    low = np.clip(anchors + reach[0], 0, steps - 1) // block_steps
-    high = np.clip(anchors + reach[1], 0, steps - 1) // block_steps
-    width = ids.shape[1]
-    extent[:, 0] = steps
-    extent[:, 1] = np.arange(len(slots)) * width - low
-    ids[: len(slots)] = block_ids[row[:, None] + np.minimum(low[:, None] + np.arange(width), high[:, None])]
+    num_blocks = table.region.layout.num_blocks
+    bad = copying.resolve(slots, anchors, lengths, block_ids, block_steps, *reach, extent, ids, num_blocks)
+    table.check_gathered(bad)
 
 
 def _named(counts: torch.Tensor, numbers: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -21,7 +21,6 @@ from gear_loader.errors import (
     TableEmptyError,
     TransportError,
 )
-from gear_loader.kernels import reference
 from gear_loader.kernels.plan import GatherPlan, PlacePlan
 from gear_loader.native import copying, threads
 from gear_loader.native.sum_tree import READY
@@ -248,24 +247,17 @@ class ShardCollector(Collector):
             table, plan = self._table(shard), self._plan(buffers, shard)
             slots, anchors = (np.ascontiguousarray(records[name]) for name in ("slot", "step"))
             extent, block_ids = table.index_arrays()
-            if copying.require():
-                bad = threads.gather(
-                    plan.table.numpy(),
-                    slots,
-                    anchors,
-                    extent,
-                    block_ids,
-                    plan.block_steps,
-                    self._row_bytes,
-                    rows=shard_rows,
-                )
-                table.check_gathered(bad)
-            else:
-                reference.gather(
-                    plan,
-                    *(torch.from_numpy(part) for part in (slots, anchors, extent, block_ids)),
-                    rows=torch.from_numpy(shard_rows),
-                )
+            bad = threads.gather(
+                plan.table.numpy(),
+                slots,
+                anchors,
+                extent,
+                block_ids,
+                plan.block_steps,
+                self._row_bytes,
+                rows=shard_rows,
+            )
+            table.check_gathered(bad)
 
     def _plan(self, buffers: ShardBuffers, shard: int) -> GatherPlan:
         plan = buffers.plans.get(shard)
@@ -303,10 +295,7 @@ class ShardCollector(Collector):
     def _place_part(self, buffers: ShardBuffers, part: Part) -> None:
         """Place a part into the batch, and give its memory back."""
         plan = self._place_plan(buffers)
-        if copying.require():
-            copying.place(plan.pieces(part.memory, len(part.rows)).numpy(), part.rows)
-        else:
-            reference.place(plan, part.memory, torch.from_numpy(part.rows))
+        copying.place(plan.pieces(part.memory, len(part.rows)).numpy(), part.rows)
         self._staging.give(part.memory)
 
     def _place_plan(self, buffers: ShardBuffers) -> PlacePlan:

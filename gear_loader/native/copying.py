@@ -6,7 +6,6 @@ threads copy at once. Where numba cannot be imported, `AVAILABLE` is False and t
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 from typing import Any
@@ -37,7 +36,7 @@ __all__ = [
     "SPINS",
     "STATE",
     "STREAM_BYTES",
-    "append_steps",
+    "append",
     "finish",
     "gather",
     "gather_batch",
@@ -82,32 +81,7 @@ def require() -> bool:
     return AVAILABLE
 
 
-def append_steps(
-    columns: Array, block_steps: int, ids: Array, first: int, addresses: Array, count: int
-) -> None:
-    """Copy steps into blocks of one trajectory, from step `first` on: `append`, or the same in Python.
-
-    Args:
-        columns: int64 [C, 3]: address of the column, bytes from block to block, bytes of a step.
-        block_steps: steps of a block.
-        ids: int32, the trajectory's blocks.
-        addresses: int64 [C]: where the steps of each column lie, contiguous.
-        count: of steps.
-    """
-    if require():
-        append(columns, block_steps, ids, first, addresses, count)
-        return
-    for (base, stride, size), address in zip(columns.tolist(), addresses.tolist(), strict=True):
-        done = 0
-        while done < count:
-            block, inside = divmod(first + done, block_steps)
-            take = min(block_steps - inside, count - done)
-            target = base + int(ids[block]) * stride + inside * size
-            ctypes.memmove(target, address + done * size, take * size)
-            done += take
-
-
-# The mailbox of a crew (`gear_loader.native.threads`), int64:
+# The mailbox of a thread pool (`gear_loader.native.threads`), int64:
 #
 #     TICKET        job number << 32 | number of its chunks << 16 | next chunk that nobody has taken
 #     DONE          chunks finished
@@ -307,7 +281,15 @@ if AVAILABLE:
 
     @compiled
     def append(columns, block_steps, ids, first, addresses, count) -> None:  # type: ignore[no-untyped-def]
-        """Copy steps into blocks of one trajectory; see `append_steps`."""
+        """Copy steps into blocks of one trajectory, from step `first` on.
+
+        Args:
+            columns: int64 [C, 3]: address of the column, bytes from block to block, bytes of a step.
+            block_steps: steps of a block.
+            ids: int32, the trajectory's blocks.
+            addresses: int64 [C]: where the steps of each column lie, contiguous.
+            count: of steps.
+        """
         for c in range(columns.shape[0]):
             base, stride, step_bytes = columns[c, 0], columns[c, 1], columns[c, 2]
             done = 0

@@ -533,17 +533,7 @@ class Table:
     def _write(self, ids: Array, steps: Steps) -> None:
         layout = self._region.layout
         self._live()
-        columns = self.column_addresses()
-        if copying.require():
-            copying.scatter(columns, layout.block_steps, ids, steps.addresses, steps.lengths)
-            return
-        first = 0
-        for length, addresses in zip(steps.lengths.tolist(), steps.addresses, strict=True):
-            blocks = -(-length // layout.block_steps)
-            copying.append_steps(
-                columns, layout.block_steps, ids[first : first + blocks], 0, addresses, length
-            )
-            first += blocks
+        copying.scatter(self.column_addresses(), layout.block_steps, ids, steps.addresses, steps.lengths)
 
     # ---------------------------------------------------------------- reading and removing
 

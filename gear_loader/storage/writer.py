@@ -237,7 +237,7 @@ class Writer:
 
     def _copy_in(self, addresses: list[int], blocks: list[int], first: int, count: int) -> None:
         """Copy steps, contiguous in each column, into blocks of one trajectory, from its step `first` on."""
-        copying.append_steps(
+        copying.append(
             self._table.column_addresses(),
             self._block_steps,
             np.array(blocks, dtype=np.int32),

@@ -27,6 +27,7 @@ workloads = importlib.import_module("benchmarks.workloads")
 # The command line ------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_quick_appends_rows_and_never_overwrites(tmp_path: Path) -> None:
     out = tmp_path / "new" / "rows.jsonl"
     options = ("collect", "--quick", "--repeats", "2", "--trajectories", "130", "--out", str(out))

@@ -40,6 +40,7 @@ def one_thread() -> Iterator[None]:
 # The command line ------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_single_server_measures_what_is_there_and_names_what_is_not(
     interpreter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -79,6 +80,7 @@ def test_single_server_measures_what_is_there_and_names_what_is_not(
     assert f"left out: TorchRL, W1: {left['TorchRL, W1']}" in " ".join(done.stdout.split())
 
 
+@pytest.mark.long
 def test_batch_size_measures_each_size_and_a_peer_that_fails_is_left_out(
     interpreter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,7 @@ def measured(path: Path, kinds: list[Any], *settings: Any) -> tuple[list[dict[st
 # What is measured ------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_rows_have_what_was_measured_and_others_that_fail_are_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

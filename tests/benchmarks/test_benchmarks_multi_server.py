@@ -152,6 +152,7 @@ def test_parts_are_those_of_the_transport(rank: Any) -> None:
 # Bare exchanges --------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("carrier", bare.CARRIERS)
 def test_bare_exchanges_move_the_right_bytes(carrier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if (why := bare.missing(carrier)) is not None:

@@ -134,6 +134,7 @@ def test_loads_are_counted_in_parts(ends: list[float], seconds: float, loads: fl
     assert overlap_cuda.moved(ends, seconds) == pytest.approx(loads)
 
 
+@pytest.mark.long
 @needs_no_gpu
 def test_the_gpu_side_measures_work_beside_every_load(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -267,6 +267,7 @@ def test_variants_that_fail_are_left_out_but_ours_end_the_run(
 # Peers -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_peer_draws_in_its_own_interpreter(interpreter: Path, tmp_path: Path) -> None:
     made = session(tmp_path / "rows.jsonl", pythons=[interpreter])
     with contextlib.ExitStack() as stack:

@@ -207,6 +207,7 @@ def test_a_chunk_starts_without_batches_made_before(setting: Any, monkeypatch: p
     assert len(taken) == 5 + 1 + 2
 
 
+@pytest.mark.long
 def test_loaders_that_fail_are_left_out_but_ours_end_the_run(setting: Any, tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     made = session(out, 2, "train")
@@ -232,6 +233,7 @@ def test_loaders_that_fail_are_left_out_but_ours_end_the_run(setting: Any, tmp_p
         trainee.process.close()
 
 
+@pytest.mark.long
 def test_training_goes_on_until_the_return_or_the_limit(
     setting: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,6 +133,7 @@ def stopped_server_rank(rank: int, world: int, policy: str) -> Any:
         return seen, message, counts
 
 
+@pytest.mark.long
 def test_a_server_that_is_stopped_is_an_error_that_names_it() -> None:
     (seen, message, _), (_, other, _) = run_ranks(2, stopped_server_rank, "raise")
     assert len(seen) in (2, 3)  # rank 0 may still have read the batch at which rank 1 stops its server
@@ -201,6 +202,7 @@ def by_hand_rank(rank: int, world: int, folder: str) -> int:
     return rows
 
 
+@pytest.mark.long
 def test_servers_that_were_started_by_hand(tmp_path: Path) -> None:
     assert run_ranks(2, by_hand_rank, str(tmp_path)) == [ROWS // 2 * BATCHES] * 2
     with pytest.raises(gear.errors.SchemaError, match="servers were given without their secret"):

@@ -208,6 +208,7 @@ def test_saving_in_any_hook(table: gear.Table, tmp_path: Path, hook: str, step: 
     assert resumed.seen == whole.seen[step:]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("stop", "workers"), [(3, 0), (3, 2), (5, 0), (5, 2), (8, 0), (10, 0)])
 def test_saving_after_a_run_was_stopped(table: gear.Table, tmp_path: Path, stop: int, workers: int) -> None:
     options = {"batches_per_epoch": 5, "num_workers": workers}

@@ -100,6 +100,7 @@ def test_validation_passes_once_over_what_was_set_aside(
 RESUMED = [(run, step) for run, steps in STEPS.items() for step in steps]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("run", "step"), RESUMED)
 def test_resuming_in_the_middle_of_an_epoch_goes_on_bit_for_bit(
     ranks: list[dict[Any, Any]], one: dict[Any, Any], run: str, step: int

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -16,7 +13,6 @@ from gather_common import (
     PADS,
     POISON,
     STEP_BYTES,
-    Array,
     HugeStore,
     Outputs,
     Spec,
@@ -27,12 +23,10 @@ from gather_common import (
     host_memory,
 )
 
-from gear_loader import Column, ReplayDataset, Table, Window
 from gear_loader.kernels import reference
 from gear_loader.kernels.plan import LINE, GatherPlan
 from gear_loader.native import copying
 from gear_loader.native import threads as crew
-from gear_loader.utils import notices
 
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")
@@ -273,120 +267,6 @@ def test_resolve(lengths: list[int], block_steps: int, first: int, span: int, co
             place = extent[b, 1] + step // block_steps
             assert b * width <= place < (b + 1) * width
             assert ids.reshape(-1)[place] == store.block_ids[row + step // block_steps]
-
-
-@hypothesis.given(cases())
-def test_resolve_without_numba_is_the_same(case: tuple[Any, ...]) -> None:
-    store, specs, count, _, seed = case
-    slots, anchors = store.draw(count, seed)
-    compiled = store.compact(specs, slots, anchors, count)
-    with pytest.MonkeyPatch.context() as patch:
-        without_numba(patch)
-        plain = store.compact(specs, slots, anchors, count)
-    last = max(spec.offset + spec.length - 1 for spec in specs)
-    first = min(spec.offset for spec in specs)
-    assert torch.equal(compiled[1], plain[1])
-    width = (last - first) // store.block_steps + 2
-    for b in range(count):
-        steps, start = compiled[1][b].tolist()
-        low, high = (
-            min(max(int(anchors[b]) + edge, 0), steps - 1) // store.block_steps for edge in (first, last)
-        )
-        assert start + low == b * width
-        part = slice(start + low, start + high + 1)
-        assert torch.equal(compiled[2][part], plain[2][part])
-
-
-# Without numba ---------------------------------------------------------------------------------------
-
-
-def without_numba(patch: pytest.MonkeyPatch) -> None:
-    def compiled(*_: Any) -> None:
-        raise AssertionError("a compiled loop was called")
-
-    patch.setattr(copying, "AVAILABLE", False)
-    patch.setattr(copying, "REASON", "a test says so")
-    for name in ("gather", "place", "scatter", "resolve"):
-        patch.setattr(copying, name, compiled)
-    patch.setattr(notices, "_seen", {})
-
-
-def use_a_table() -> tuple[list[dict[str, Array]], list[dict[str, Array]]]:
-    """Write and read a table in every way that has a compiled loop: trajectories read back, and batches."""
-    random = np.random.default_rng(5)
-    schema = {"a": Column(torch.float32, (3,)), "b": Column(torch.bool), "c": Column(torch.int16, (2, 2))}
-    with Table.create(
-        schema, max_steps=900, max_trajectories=40, block_steps=7, on_full="evict_oldest"
-    ) as table:
-        for length in [1, 7, 8, 60, *random.integers(1, 50, 30).tolist()]:
-            table.add(
-                {
-                    "a": random.random((length, 3), dtype=np.float32),
-                    "b": random.random(length) < 0.5,
-                    "c": random.integers(-99, 99, (length, 2, 2), dtype=np.int16),
-                }
-            )
-        stored = [{name: part.numpy() for name, part in table[i].items()} for i in table.indices().tolist()]
-        batches = []
-        for windows in (Window(9, -5), {"a": Window(3, -1, "head"), "c": Window(20, -19, "tail")}):
-            dataset = ReplayDataset(
-                table, batch_size=16, windows=windows, seed=3, device="cpu", batches_per_epoch=3, copy=True
-            )
-            batches += [flat(batch) for batch in dataset]
-            batches.append(flat(dataset.sample(5)))
-    return stored, batches
-
-
-def flat(batch: dict[str, Any], prefix: str = "") -> dict[str, Array]:
-    parts: dict[str, Array] = {}
-    for name, value in batch.items():
-        parts.update(flat(value, f"{name}.") if isinstance(value, dict) else {prefix + name: value.numpy()})
-    return parts
-
-
-def test_the_path_without_numba(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    expected = use_a_table()
-    without_numba(monkeypatch)
-    with caplog.at_level(logging.WARNING, "gear_loader"):
-        found = use_a_table()
-    for ours, theirs in zip((*found[0], *found[1]), (*expected[0], *expected[1]), strict=True):
-        assert ours.keys() == theirs.keys()
-        for name, values in ours.items():
-            assert values.dtype == theirs[name].dtype
-            assert values.tobytes() == theirs[name].tobytes(), name
-    messages = [record.message for record in caplog.records if "numba" in record.message]
-    assert messages == [
-        "numba cannot be imported (a test says so): the CPU path runs on plain torch, which is slower."
-    ]
-    assert notices.notices()["numba"] == messages[0]
-
-
-PROGRAM = """
-import sys
-sys.modules["numba"] = None  # what an import then finds: nothing
-import numpy as np, torch
-import gear_loader as gear
-from gear_loader.native import copying
-assert not copying.AVAILABLE and "numba" in copying.REASON, copying.REASON
-table = gear.Table.create({"x": gear.Column(torch.int64)}, max_steps=100, max_trajectories=10, block_steps=8)
-table.add({"x": np.arange(20)})
-assert table[0]["x"].tolist() == list(range(20))
-dataset = gear.ReplayDataset(
-    table, batch_size=2, windows=gear.Window(5, -4), anchor="last", device="cpu", batches_per_epoch=2
-)
-for batch in dataset:
-    assert batch["x"].tolist() == [[15, 16, 17, 18, 19]] * 2
-print("done")
-"""
-
-
-def test_a_process_without_numba() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout == "done\n"
-    assert run.stderr.count("numba cannot be imported") == 1
 
 
 def test_outputs_that_differ_are_noticed() -> None:

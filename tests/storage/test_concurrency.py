@@ -507,6 +507,7 @@ def _evict(table: gear.Table, journal: Journal, on_full: Any, seed: int, first: 
         journal.head[6] += 1
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_writers_are_killed_while_others_go_on(nursery: Nursery) -> None:
     """With eviction every kind of change is left half done; those who are left must not notice."""
@@ -588,6 +589,7 @@ def _kill_readers(voice: Voice, name: str, lives: int) -> int:
     return readers
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_what_killed_readers_read_is_room_again() -> None:
     with named(on_full="evict_lowest_priority", max_steps=800, max_blocks=200, max_trajectories=60) as table:

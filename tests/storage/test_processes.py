@@ -44,7 +44,6 @@ from table_common import (
 
 import gear_loader as gear
 from gear_loader.errors import LockTimeoutError, RegionError, StaleIndexError, TableFullError
-from gear_loader.native import copying
 from gear_loader.storage import shared_memory
 from gear_loader.storage.lock import process_start
 from gear_loader.storage.recovery import FREE, WRITING
@@ -58,17 +57,14 @@ class Child:
     """`target(pipe, *args)` in another process; what it returns, or its traceback, comes back.
 
     Args:
-        compiled: write with the compiled loop, which takes a moment to load.
         context: how the process comes about.
     """
 
     started: ClassVar[list[Child]] = []
 
-    def __init__(
-        self, target: Callable[..., Any], *args: Any, compiled: bool = False, context: Any = CONTEXT
-    ) -> None:
+    def __init__(self, target: Callable[..., Any], *args: Any, context: Any = CONTEXT) -> None:
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_run, args=(theirs, target, args, compiled), daemon=True)
+        self.process = context.Process(target=_run, args=(theirs, target, args), daemon=True)
         self.process.start()
         theirs.close()
         self.started.append(self)
@@ -116,9 +112,7 @@ class Child:
         return heard
 
 
-def _run(pipe: Connection, target: Callable[..., Any], args: tuple[Any, ...], compiled: bool) -> None:
-    if not compiled:
-        copying.AVAILABLE = False
+def _run(pipe: Connection, target: Callable[..., Any], args: tuple[Any, ...]) -> None:
     answer(pipe, target, args)
 
 
@@ -183,7 +177,7 @@ def _use_handle(voice: Voice, table: gear.Table) -> list[int]:
 def test_a_handle_travels_to_another_process(method: str) -> None:
     with named(on_full="evict_oldest") as table:
         table.add(rows(1, 7))
-        child = Child(_use_handle, table, compiled=True, context=multiprocessing.get_context(method))
+        child = Child(_use_handle, table, context=multiprocessing.get_context(method))
         assert child.result() == [1]
         assert numbers_of(table) == [1, 2]
         table.check_valid()
@@ -322,10 +316,7 @@ def test_several_writers_and_readers_at_once() -> None:
     with named(max_steps=90, max_trajectories=9, block_steps=4, on_full="evict_oldest") as table:
         readers = [Child(_read_many, table.name) for _ in range(2)]
         assert [reader.hear() for reader in readers] == ["ready", "ready"]
-        writers = [
-            Child(_add_many, table.name, "evict_oldest", 1000 * i, 400, 20, compiled=i == 0)
-            for i in range(1, 4)
-        ]
+        writers = [Child(_add_many, table.name, "evict_oldest", 1000 * i, 400, 20) for i in range(1, 4)]
         for writer in writers:
             writer.say()
         added = [writer.result() for writer in writers]
@@ -408,6 +399,7 @@ def _write_until_killed(voice: Voice, name: str, first: int, on_full: Any, loud:
             number += count
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_writers_killed_at_random_points() -> None:
     generator = random.Random(5)

@@ -31,7 +31,6 @@ from table_common import (
 
 import gear_loader as gear
 from gear_loader.errors import StaleIndexError, TableFullError
-from gear_loader.native import copying
 from gear_loader.storage import table as table_module
 from gear_loader.storage.recovery import FREE, READY, RETIRED
 from gear_loader.storage.region import _Mapping, region_path
@@ -44,14 +43,6 @@ def steps(number: int, length: int) -> dict[str, np.ndarray]:
     return {"x": np.arange(length, dtype=np.int64) + number * 1000}
 
 
-@pytest.fixture(params=["numba", "numpy"])
-def writer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways to write: the compiled loop, and numpy where numba cannot be imported."""
-    if request.param == "numpy":
-        monkeypatch.setattr(copying, "AVAILABLE", False)
-    return str(request.param)
-
-
 @pytest.fixture
 def table() -> Iterator[gear.Table]:
     with gear.Table.create(COLUMNS, max_steps=200, max_trajectories=16, block_steps=4) as table:
@@ -62,7 +53,6 @@ def table() -> Iterator[gear.Table]:
 # Contents --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("writer")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (1,), (3, 5)], ids=str)
 def test_every_dtype_and_shape_comes_back_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -88,7 +78,6 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(dtype: torch.dtype, shape:
             assert bits(found) == bits(values)
 
 
-@pytest.mark.usefixtures("writer")
 @pytest.mark.parametrize("block_steps", [1, 2, 3, 64, 1000])
 def test_block_sizes(block_steps: int) -> None:
     with gear.Table.create(COLUMNS, max_steps=300, max_trajectories=20, block_steps=block_steps) as table:

@@ -39,7 +39,6 @@ from gear_loader.errors import (
     TableClosedError,
     TableFullError,
 )
-from gear_loader.native import copying
 from gear_loader.storage import operations
 from gear_loader.storage.operations import FREE, WRITING
 from gear_loader.utils.waiting import Backoff
@@ -49,9 +48,8 @@ SCALAR = {"x": gear.Column(torch.int64)}
 
 @pytest.fixture(autouse=True, params=["compiled", "python"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With numba, and as it is where that cannot be imported."""
+    """With the compiled operations, and with the same in Python."""
     if request.param == "python":
-        monkeypatch.setattr(copying, "AVAILABLE", False)
         monkeypatch.setattr(operations, "COMPILED", None)
     return str(request.param)
 

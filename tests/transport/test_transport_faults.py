@@ -78,6 +78,7 @@ def ask_much(peer: Peer, table: gear.Table) -> tuple[Any, np.ndarray[Any, Any]]:
     return peer.fetch(spec, zeros, zeros, generations_of(table, zeros), out), out
 
 
+@pytest.mark.long
 def test_a_stopped_server_is_given_up_at_the_deadline(table: gear.Table, process: ServerProcess) -> None:
     peer, spec = peer_of(process.addresses["socket"], timeout=1.0), spec_of(table)
     check_fetch(peer, table, spec, [3, 1], [1, 2])
@@ -352,6 +353,7 @@ def test_a_secret_file_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pytes
         assert "belongs to user 23456; expected user 12345" in serve_with(path)
 
 
+@pytest.mark.long
 def test_a_server_started_by_hand_ends_at_once_with_a_store_that_waits(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(SECRET + b"\n")

@@ -428,6 +428,7 @@ def test_without_nixl_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch)
 # ---------------------------------------------------------------- an owner that stops
 
 
+@pytest.mark.long
 def test_an_owner_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")  # shared memory can be read without it
     owner = Owner("nixl-own")
