@@ -282,7 +282,7 @@ def test_rows_are_compared_with_the_trajectories_that_they_are_of(window: int | 
 class InMemory(peers.Subject):  # type: ignore[misc, name-defined]
     """A peer that is none, in two settings, of which one is slow."""
 
-    settings = ({"pause": 0.01}, {"pause": 0.0})
+    settings = ({"pause": 0.1}, {"pause": 0.0})
     fault = ""
 
     def batches(self) -> Iterator[Any]:
