@@ -226,16 +226,16 @@ if AVAILABLE:
         Returns:
             As `draw`.
         """
-        if not sums[offsets[len(offsets) - 1]] > 0:
+        items = names[0]
+        if not draw(
+            leaves, sums, offsets, wide_depth, key, step, items, values, us, words, nodes, rest, partial
+        ):
             return False
-        count = names.shape[1]
-        _uniforms(key, step, (wide_depth + 2) // 2, 0, us[:, :count], words)
-        _descend(leaves, sums, offsets, us, nodes[:count], rest, partial)
+        count = len(items)
         if block_steps == 0 and anchor == 0:
             _uniforms(anchor_key, step, 1, 0, us[:, :count], words)
         for i in range(count):
-            item = int64(nodes[i])
-            values[i] = leaves[nodes[i]]
+            item = items[i]
             if block_steps > 0:
                 block = item // block_steps
                 slot = int64(owner[block])
