@@ -137,7 +137,7 @@ def row_copies(rows: QueueRows, i: int) -> Copy:
     """
     assert rows.whole
     slots, anchors = rows.slots[i].cpu().numpy(), rows.anchors[i].cpu().numpy()
-    extent, block_ids = rows.table.index_arrays()
+    extent, block_ids = rows.table.reader().index_arrays()
     blocks, steps = block_ids.reshape(-1), rows.table.region.layout.block_steps
     parts: list[list[Array]] = [[], [], []]
     for name, window in rows.windows.items():

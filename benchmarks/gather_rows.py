@@ -190,5 +190,5 @@ def _collector(engine: Engine, table: gear.Table, windows: dict[str, gear.Window
 
 
 def _index(engine: Engine, table: gear.Table) -> tuple[torch.Tensor, torch.Tensor]:
-    extent, block_ids = (torch.from_numpy(array).to(engine.device) for array in table.index_arrays())
+    extent, block_ids = (torch.from_numpy(array).to(engine.device) for array in table.reader().index_arrays())
     return extent, block_ids.reshape(-1)

@@ -342,7 +342,7 @@ class ReplayDataset(IterableDataset[Batch]):
         """Wait until the rate limiter lets the first batch be drawn; afterwards this returns at once."""
         limiter = self.table.rules.rate_limiter
         if self.rate_limited and limiter is not None and len(self.table) < limiter.min_size:
-            self.table.await_samplable(self.batch_size)
+            self.table.reader().await_samplable(self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
         info = get_worker_info()
@@ -386,7 +386,7 @@ class ReplayDataset(IterableDataset[Batch]):
         that is not what is there at the time."""
         rank, world = self._rank()
         if self.rate_limited and self.table.rules.rate_limiter is not None:
-            self.table.await_samplable(self.batch_size)  # before that there may be nothing
+            self.table.reader().await_samplable(self.batch_size)  # before that there may be nothing
         view = self._selected().look()
         count = self._epoch_batches(view, world)
         if self._exchange is not None and not self._everywhere:

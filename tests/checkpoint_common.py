@@ -44,8 +44,8 @@ def contents(table: gear.Table) -> dict[str, Any]:
 
 def draw(table: gear.Table, count: int) -> None:
     """Draw the oldest `count` trajectories, as the selector `Fifo` does."""
-    ticket, _, times = table.take_ends(count, newest=False, samples=count)
-    table.end_read(ticket)
+    ticket, _, times = table.reader().take_ends(count, newest=False, samples=count)
+    ticket.end()
     assert (times > 0).all()
 
 

@@ -35,9 +35,9 @@ import gear_loader as gear
 from gear_loader.errors import StaleIndexError
 from gear_loader.native import copying
 from gear_loader.storage.counters import INITIALIZED
-from gear_loader.storage.index import Index
+from gear_loader.storage.index_arrays import ranges
 from gear_loader.storage.operations import READY
-from gear_loader.storage.recovery import ranges
+from gear_loader.storage.recovery import Recovery
 from gear_loader.utils.arrays import Array
 
 PATIENCE = 120.0  # seconds for what takes milliseconds: the machine may be busy with other things
@@ -166,7 +166,7 @@ class Look:
 
     def __init__(self, table: gear.Table) -> None:
         self._table = table
-        self.ticket, snapshot = table.begin_snapshot()
+        self.ticket, snapshot = table.reader().begin_snapshot()
         try:
             self.slots, self.generations = snapshot.slots, snapshot.generations
             self._sequences, self._lengths = snapshot.sequences, snapshot.lengths
@@ -177,12 +177,12 @@ class Look:
             raise
 
     def close(self) -> None:
-        self._table.end_read(self.ticket)
+        self.ticket.end()
 
     def _steps(self) -> dict[str, Array]:
         """All steps of all trajectories, one after another."""
         table, block_steps = self._table, self._table.region.layout.block_steps
-        extent, block_ids = table.index_arrays()
+        extent, block_ids = table.reader().index_arrays()
         starts = extent[self.slots, 1]
         assert (extent[self.slots, 0] == self._lengths).all(), "a trajectory's length has changed"
         steps = ranges(np.zeros_like(self._lengths), self._lengths)
@@ -196,7 +196,7 @@ class Look:
         return found
 
     def _check(self) -> None:
-        _, generation, _ = self._table.slot_states()
+        _, generation, _ = self._table.reader().slot_states()
         assert (generation[self.slots] == self.generations).all(), "a slot was given away while it was read"
         assert (np.diff(self._sequences) > 0).all()
         found, lengths = self._read, self._lengths
@@ -277,20 +277,20 @@ def check_named(table: gear.Table, batch: Mapping[str, Any], numbers: Array) -> 
         How many rows are.
     """
     slots, generations = batch["index"].numpy().copy(), batch["generation"].numpy().copy()
-    ticket = table._live().begin_read()
+    ticket = table.index.reader.begin_read()
     try:
-        state, generation, _ = table.slot_states()
+        state, generation, _ = table.reader().slot_states()
         there = (state[slots] == READY) & (generation[slots] == generations)
         slots, numbers = slots[there], numbers[there]
-        extent, block_ids = table.index_arrays()
+        extent, block_ids = table.reader().index_arrays()
         starts = extent[slots, 1].copy()
         found = table.region.column("number")[block_ids[starts], :8].copy().view(np.int64).reshape(-1)
         # Retired and given out again before the ticket was had: then the generation tells.
-        still = table.slot_states()[1][slots] == generations[there]
+        still = table.reader().slot_states()[1][slots] == generations[there]
         assert still.all(), "a slot was given away while it was read"
         assert (found == numbers).all(), "index and generation name another trajectory than the rows"
     finally:
-        table.end_read(ticket)
+        ticket.end()
     return int(there.sum())
 
 
@@ -604,13 +604,13 @@ def serve(fd: int, parent: int, module: str) -> NoReturn:
 def _count_rebuilds() -> Array:
     """Let all processes that are forked from here count how often they derive an index anew; int64, shared."""
     counts = np.frombuffer(mmap.mmap(-1, 8 * 4096), dtype=np.int64)
-    genuine = Index._rebuild
+    genuine = Recovery.rebuild
 
-    def rebuild(index: Index) -> None:
-        counts[os.getpid() % len(counts)] += bool(index.counters[INITIALIZED])
-        genuine(index)
+    def rebuild(recovery: Recovery) -> None:
+        counts[os.getpid() % len(counts)] += bool(recovery.arrays.counters[INITIALIZED])
+        genuine(recovery)
 
-    Index._rebuild = rebuild  # type: ignore[method-assign]
+    Recovery.rebuild = rebuild  # type: ignore[method-assign]
     return counts
 
 
@@ -777,11 +777,11 @@ class Child:
 
 def drop_the_dead(table: gear.Table) -> None:
     """What whoever needs room does: repair the index, take back what dead processes had."""
-    index = table._live()
+    index = table.index
 
     def work() -> None:
-        index._reclaim_writers(every=float("-inf"))
-        index._drop_dead_readers()
-        index._reclaim()
+        index.allocator.reclaim_writers(every=float("-inf"))
+        index.readers.drop_dead()
+        index.arrays.ops.reclaim(index.arrays.where)
 
-    index._locked(work)
+    index.recovery.locked(work)

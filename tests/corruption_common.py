@@ -58,13 +58,13 @@ def image(seed: int, *, dirty: bool = False) -> bytes:
             for value in range(22):
                 stream.append({name: column[0] for name, column in rows(100 + value, 1).items()})
             other.append(rows(99, 7))
-            ticket = table.begin_read()
+            ticket = table.reader().begin_read()
             table.remove(table.indices()[[1, 3]])
             if dirty:
                 table.region.array("counters")[DIRTY] = 1
             data = Path(region_path(table.name or "")).read_bytes()
             table.region.array("counters")[DIRTY] = 0
-            table.end_read(ticket)
+            ticket.end()
             return data
         finally:
             table.unlink()

@@ -76,7 +76,7 @@ class Subject:
             "extend_in_three_steps": self.extend_in_three_steps,
             "read": lambda: self.table[int(self.table.indices()[0])],
             "remove": lambda: self.table.remove(self.table.indices()[:1]),
-            "stats": lambda: (self.table.stats(), self.table.snapshot(), self.table.lengths()),
+            "stats": lambda: (self.table.stats(), self.table.reader().snapshot(), self.table.lengths()),
             "write": self.write,
             "write_chunks": lambda: self.write(chunk_steps=8, overlap_steps=4),
             "write_overlapping_chunks": lambda: self.write(chunk_steps=7, overlap_steps=3),
@@ -129,11 +129,11 @@ class Subject:
         self._check_another_thread()
         self.other.check()
         self._check_tickets()
-        index = self.table._live()
+        index = self.table.index
         for writer in self.writers:
             writer.discard()
         self.writers.clear()
-        own = (index.state == WRITING) & (index.owner[:, PID] == os.getpid())
+        own = (index.arrays.state == WRITING) & (index.arrays.owner[:, PID] == os.getpid())
         assert not own.any(), f"slots {np.flatnonzero(own).tolist()} are being written by nobody"
         self.table.check_valid()
 
@@ -142,9 +142,9 @@ class Subject:
 
         def work() -> None:
             try:
-                index = self.table._live()
-                index._lock.timeout = PATIENCE
-                index._locked(int)
+                index = self.table.index
+                index.recovery.lock.timeout = PATIENCE
+                index.recovery.locked(int)
                 for dataset in (self.prioritized, self.prioritized_ahead):
                     mutex = dataset._selected()._mutex
                     assert mutex.acquire(timeout=PATIENCE), "a selection's mutex is held"

@@ -215,13 +215,13 @@ def mortal(
     """
     index = Index(table.region)
     for name in _ARRAYS:
-        setattr(index, name, getattr(index, name).view(Fragile))
-    index.state.whole = True  # type: ignore[attr-defined]
-    index.operate(compiled=False)
+        setattr(index.arrays, name, getattr(index.arrays, name).view(Fragile))
+    index.arrays.state.whole = True  # type: ignore[attr-defined]
+    index.arrays.operate(compiled=False)
     Fragile.stores_left, Fragile.torn = stores, torn
     identity = (next(_dead), 1)
     if disguised:
-        index._here = lambda: identity  # type: ignore[method-assign]
+        index.readers.here = lambda: identity  # type: ignore[method-assign]
     try:
         yield index
     finally:
@@ -230,8 +230,8 @@ def mortal(
 
 def bury(table: gear.Table) -> None:
     """What the next one in need of room does: repair the index, take back the slots of dead writers."""
-    index = table._live()
-    index._locked(lambda: index._reclaim_writers(every=float("-inf")))
+    index = table.index
+    index.recovery.locked(lambda: index.allocator.reclaim_writers(every=float("-inf")))
 
 
 def write(table: gear.Table, ids: np.ndarray, number: int, length: int) -> None:
@@ -242,13 +242,13 @@ def write(table: gear.Table, ids: np.ndarray, number: int, length: int) -> None:
 
 def in_three_steps(table: gear.Table) -> None:
     """From now on what is added takes slots, copies and commits one after another, however small it is."""
-    table._live().stores_at_once = False
+    table.index.arrays.stores_at_once = False
 
 
 def store(table: gear.Table, index: Index, numbers: list[int], lengths: list[int], *, evict: bool) -> None:
     """`Table.extend` through another index."""
     slots, ids = index.begin(np.array(lengths), evict=evict)
-    blocks = np.cumsum([0, *index.blocks_of(np.array(lengths))])
+    blocks = np.cumsum([0, *index.arrays.blocks_of(np.array(lengths))])
     for i, (number, length) in enumerate(zip(numbers, lengths, strict=True)):
         write(table, ids[blocks[i] : blocks[i + 1]], number, length)
     index.commit(np.array(slots), np.ones(len(slots), dtype=np.float32))

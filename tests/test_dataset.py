@@ -194,7 +194,7 @@ def test_a_table_of_one_step() -> None:
 
 
 def test_generation_tells_who_has_the_index(table: gear.Table) -> None:
-    _, generation, _ = table.slot_states()
+    _, generation, _ = table.reader().slot_states()
     batch = dataset(table, batch_size=50).sample()
     assert batch["generation"].tolist() == generation[batch["index"].numpy()].tolist()
     reused = int(table.indices()[0])
@@ -395,7 +395,7 @@ def test_a_subset_of_trajectories(table: gear.Table) -> None:
     members = {int(index) for index in table.indices()[::2]}
     for selector in SELECTORS.values():
         data = dataset(table, subset=even, selector=selector)
-        items = selector.num_items(table.snapshot().take(np.arange(len(LENGTHS)) % 2 == 0))
+        items = selector.num_items(table.reader().snapshot().take(np.arange(len(LENGTHS)) % 2 == 0))
         assert len(data) == -(-items // 4)
         batches = copies(data)
         assert {row[0] for row in drawn(batches)} <= members
@@ -778,7 +778,7 @@ def test_no_row_is_torn_while_another_thread_evicts_at_full_speed(
 ) -> None:
     with make_table([], max_steps=200, max_trajectories=24, on_full="evict_oldest") as table:
         written: dict[tuple[int, int], int] = {}
-        _, generation, _ = table.slot_states()
+        _, generation, _ = table.reader().slot_states()
         stop = threading.Event()
         failures: list[BaseException] = []
 
@@ -832,7 +832,7 @@ def test_evicted_items_of_an_epoch_are_replaced_by_live_ones(prefetch: int, anch
         live = contents(table)
         batches = list(iterator)
         assert len(batches) == 7
-        _, generation, _ = table.slot_states()
+        _, generation, _ = table.reader().slot_states()
         fresh = []
         for batch in batches[prefetch + 1 :]:
             check_batch(batch, live, dict.fromkeys(SCHEMA, WINDOW))
@@ -955,14 +955,14 @@ def test_sample_while_the_table_shrinks(
     table: gear.Table, unit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = dataset(table, selector=gear.Uniform(False, unit), batch_size=8)
-    look = table.snapshot
+    look = table.reader().snapshot
 
     def shrinks_afterwards() -> Any:
         before = look()
-        table.remove(table.indices()[:2])
+        table.remove(before.slots[:2])
         return before
 
-    monkeypatch.setattr(table, "snapshot", shrinks_afterwards)
+    monkeypatch.setattr(table.reader(), "snapshot", shrinks_afterwards)
     for _ in range(4):
         batch = data.sample()
         check_batch(batch, contents(table), dict.fromkeys(SCHEMA, WINDOW))

@@ -272,7 +272,7 @@ def test_no_row_is_torn_while_the_main_process_evicts() -> None:
     options = {"max_steps": 60, "max_trajectories": 16, "on_full": "evict_oldest"}
     with named_table("test-dataset-workers-evict", (3,) * 16, **options) as table:
         written = {(int(index), 1): i for i, index in enumerate(table.indices())}
-        _, generation, _ = table.slot_states()
+        _, generation, _ = table.reader().slot_states()
         iterator = iter(loader(dataset(table, batches_per_epoch=math.inf, batch_size=8), 2))
         rows = []
         deadline = time.monotonic() + 1.0

@@ -158,7 +158,7 @@ def _collector(
     windows = dict.fromkeys(data.workload.schema, data.workload.window)
     collector = Collector(table, windows, batch_size=batch, device=torch.device("cpu"))
     buffers, slots = collector.buffers(), table.indices()
-    generations = table.slot_states()[1][slots]
+    generations = table.reader().slot_states()[1][slots]
 
     def request(rows: Rows) -> tuple[Any, Any, Any]:
         positions = rows.positions.numpy()

@@ -256,7 +256,7 @@ class DatasetSubject(Subject):
         self._least = weighed(truth.priorities.min(), ALPHA)
         self._truth: Truth | None = truth
         self._index = torch.from_numpy(self._table.indices()).to(self._device)
-        generations = self._table.slot_states()[1][self._table.indices()]
+        generations = self._table.reader().slot_states()[1][self._table.indices()]
         self._generations = torch.from_numpy(generations).to(self._device)
         self._check_weights()
 

@@ -18,10 +18,10 @@ def identity(table: Table, index: Index) -> tuple[str, str]:
     here = _process(table)
 
     def look() -> tuple[str, str]:
-        name, parent, pid, start = index.counters[IDENTITY].tolist()
+        name, parent, pid, start = index.arrays.counters[IDENTITY].tolist()
         if name == 0 or (pid, start) not in ((0, 0), here):
             name, parent = 1 + secrets.randbelow(2**63 - 1), 0
-            index.counters[IDENTITY] = name, parent, *here
+            index.arrays.counters[IDENTITY] = name, parent, *here
         return f"{name:016x}", f"{parent:016x}"
 
     return table.region.lock.run(look)
@@ -35,6 +35,6 @@ def set_parent(table: Table, index: Index, save: str) -> None:
     """Record that a table was loaded from the save named `save`."""
 
     def note() -> None:
-        index.counters[IDENTITY] = 1 + secrets.randbelow(2**63 - 1), int(save, 16), *_process(table)
+        index.arrays.counters[IDENTITY] = 1 + secrets.randbelow(2**63 - 1), int(save, 16), *_process(table)
 
     table.region.lock.run(note)

@@ -16,7 +16,7 @@ from gear_loader.checkpoint.manifest import LARGEST_COUNT, Manifest
 from gear_loader.checkpoint.names import MANIFEST_NAME, index_file
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.ids import LARGEST_ID, following, joined
-from gear_loader.storage.recovery import UNSET
+from gear_loader.storage.operations import UNSET
 from gear_loader.utils.arrays import Array
 
 __all__ = ["Entries", "read_entries"]

@@ -18,7 +18,7 @@ from gear_loader.checkpoint.manifest import Manifest, Segment, open_checkpoint, 
 from gear_loader.checkpoint.names import MANIFEST_NAME, column_file, npy_header, segment_folder
 from gear_loader.checkpoint.partial_reads import read_ranges
 from gear_loader.errors import CheckpointError
-from gear_loader.storage.index import Claim
+from gear_loader.storage.allocation import Claim
 from gear_loader.storage.layout import ColumnLayout
 from gear_loader.storage.rules import OnFull
 from gear_loader.storage.schema import Column, Schema
@@ -148,7 +148,7 @@ def _load(
     try:
         part = Part("", manifest, entries, np.arange(len(entries.length)))
         fill(table, directory, [part], contents_of(manifest, entries), progress=progress)
-        set_parent(table, table._live(), manifest.save)
+        set_parent(table, table.index, manifest.save)
     except BaseException:
         table.close()
         if name is not None:
@@ -231,8 +231,8 @@ def fill(
     Raises:
         CheckpointError: a file is damaged, or another process added to the table during the load.
     """
-    index, where = table._live(), directory.path
-    blocks = index.blocks_of(contents.length)
+    index, where = table.index, directory.path
+    blocks = index.arrays.blocks_of(contents.length)
     _check_sizes(table, where, contents.length, int(blocks.sum()))
     claim = Claim(len(contents.length))
     try:

@@ -39,8 +39,9 @@ from gear_loader.checkpoint.names import (
 from gear_loader.errors import CheckpointError
 from gear_loader.storage.counters import FIRST_SEQUENCE, NEXT_SEQUENCE, NUM_SAMPLED
 from gear_loader.storage.ids import origin_of
-from gear_loader.storage.index import Index, Ticket
-from gear_loader.storage.recovery import READY
+from gear_loader.storage.index import Index
+from gear_loader.storage.operations import READY
+from gear_loader.storage.readers import Ticket
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.notices import notice
@@ -63,7 +64,7 @@ MAX_SEGMENTS = 16
 
 def save(table: Table, path: str | os.PathLike[str], *, progress: bool = False) -> None:
     """Bring the checkpoint in directory `path` up to date with a table. See `Table.save`."""
-    table._live()
+    table.check_open()
     where = os.path.abspath(os.fspath(path))
     with convert_errors(where), Directory.make(where) as directory:
         save_into(table, directory, progress=progress)
@@ -75,7 +76,7 @@ def save_into(table: Table, directory: Directory, *, progress: bool = False) -> 
     Raises:
         CheckpointError, OSError: the checkpoint could not be written. The previous one is unchanged.
     """
-    index = table._live()
+    index = table.index
     check_owned(directory, MANIFEST_NAME, is_unfinished_save, what="checkpoint")
     refuse_links(directory)
     with locked(directory):
@@ -119,28 +120,30 @@ class _Snapshot:
 def _take_snapshot(index: Index, ticket: Ticket) -> _Snapshot:
     """Begin `ticket` and take a snapshot, both at the same moment."""
 
+    arrays = index.arrays
+
     def take() -> _Snapshot:
         now = time.monotonic_ns()  # before expiry, so that no remaining trajectory exceeds the maximum age
-        index._expire()
-        slots = np.flatnonzero(index.state == READY)
-        next_sequence = int(index.counters[NEXT_SEQUENCE])
+        index.admission.expire()
+        slots = np.flatnonzero(arrays.state == READY)
+        next_sequence = int(arrays.counters[NEXT_SEQUENCE])
         snapshot = _Snapshot(
             slots=slots,
-            sequences=index.sequence[slots],
-            lengths=index.extent[slots, 0],
-            priorities=index.priority[slots],
-            times_sampled=index.sampled[slots].astype(np.int64),
-            ages=np.maximum(now - index.created[slots], 0),
-            idents=index.ident[slots],
-            origin=origin_of(index._view),
+            sequences=arrays.sequence[slots],
+            lengths=arrays.extent[slots, 0],
+            priorities=arrays.priority[slots],
+            times_sampled=arrays.sampled[slots].astype(np.int64),
+            ages=np.maximum(now - arrays.created[slots], 0),
+            idents=arrays.ident[slots],
+            origin=origin_of(arrays.view),
             next_sequence=next_sequence,
-            num_inserted=next_sequence - int(index.counters[FIRST_SEQUENCE]),
-            num_sampled=int(index.counters[NUM_SAMPLED]),
+            num_inserted=next_sequence - int(arrays.counters[FIRST_SEQUENCE]),
+            num_sampled=int(arrays.counters[NUM_SAMPLED]),
         )
-        ticket.begin(index)
+        ticket.begin(index.readers)
         return snapshot
 
-    snapshot = index._locked(take)
+    snapshot = index.recovery.locked(take)
     return snapshot.take(np.argsort(snapshot.sequences, kind="stable"))
 
 
@@ -341,7 +344,8 @@ class _Save:
         self, name: str, unsaved: _Snapshot, rows: Rows, under_ticket: bool
     ) -> Callable[[Array, int, int], None]:
         """Return a function that copies rows of the segment out of the blocks of one column."""
-        index, data = self.index, self.columns[name]
+        reader, data = self.index.reader, self.columns[name]
+        arrays = reader.arrays
         column = self.layout.columns[name]
 
         def fill(buffer: Array, begin: int, end: int) -> None:
@@ -349,18 +353,19 @@ class _Save:
             ticket = Ticket()
             try:
                 if not under_ticket:
-                    index.begin_read(ticket)
+                    reader.begin_read(ticket)
                     here = np.arange(which[0], which[-1] + 1)
                     slots = unsaved.slots[here]
-                    gone = (index.state[slots] != READY) | (index.sequence[slots] != unsaved.sequences[here])
+                    gone = arrays.state[slots] != READY
+                    gone |= arrays.sequence[slots] != unsaved.sequences[here]
                     if gone.any():
                         buffer[:] = 0
                         left = ~gone[which - which[0]]
                         which, block, inside, steps, row = (
                             array[left] for array in (which, block, inside, steps, row)
                         )
-                place = index.extent[unsaved.slots[which], 1] + block
-                ids = index.ids_at(place).astype(np.int64)
+                place = arrays.extent[unsaved.slots[which], 1] + block
+                ids = arrays.ids_at(place).astype(np.int64)
                 sources = data.ctypes.data + ids * column.block_stride + inside * column.step_bytes
                 targets = buffer.ctypes.data + row * column.step_bytes
                 copy_pieces(targets, sources, steps * column.step_bytes)

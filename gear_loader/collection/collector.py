@@ -120,7 +120,7 @@ class Collector:
         self.device = device
         self.programs = programs
         self.zero_copy = device.type == "cuda" and table.region.pin(device)
-        index = table.index_arrays()
+        index = table.reader().index_arrays()
         self._extent, self._block_ids = index
         self._block_steps = table.region.layout.block_steps
         # Copied, which waits: computed there, it might not be ready when another stream reads it.
@@ -290,7 +290,7 @@ class Collector:
                 buffers.names,
             )
             if bad:
-                self.table.check_gathered(bad)
+                self.table.reader().check_gathered(bad)
             return
         for place, values in zip(buffers.names, (slots, anchors, rows.generations), strict=True):
             place[:count] = values
@@ -303,7 +303,7 @@ class Collector:
             self._block_steps,
             self._row_bytes,
         )
-        self.table.check_gathered(bad)
+        self.table.reader().check_gathered(bad)
 
     def _gather_zero_copy(
         self,
@@ -356,11 +356,11 @@ def resolve(
             trajectories would start; `ids` holds the blocks of the windows only, so this may be negative.
         ids: int32 [B, K], filled with the windows' blocks.
     """
-    lengths, block_ids = table.index_arrays()
+    lengths, block_ids = table.reader().index_arrays()
     block_steps = table.region.layout.block_steps
     num_blocks = table.region.layout.num_blocks
     bad = copying.resolve(slots, anchors, lengths, block_ids, block_steps, *reach, extent, ids, num_blocks)
-    table.check_gathered(bad)
+    table.reader().check_gathered(bad)
 
 
 def _named(counts: torch.Tensor, numbers: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -167,7 +167,7 @@ def _load_share(
     )
     try:
         fill(table, directory, share.parts, share.contents, progress=progress)
-        set_parent(table, table._live(), share.parent)
+        set_parent(table, table.index, share.parent)
     except BaseException:
         _discard(table)
         raise

@@ -24,8 +24,9 @@ from gear_loader.errors import (
 from gear_loader.kernels.plan import GatherPlan, PlacePlan
 from gear_loader.native import copying, threads
 from gear_loader.native.sum_tree import READY
+from gear_loader.storage.readers import Ticket
 from gear_loader.storage.schema import Window
-from gear_loader.storage.table import Table, Ticket
+from gear_loader.storage.table import Table
 from gear_loader.transport.spec import Piece, WindowSpec
 from gear_loader.utils.arrays import Array
 
@@ -200,8 +201,8 @@ class ShardCollector(Collector):
         table = self._table(shard)
         if shard not in tickets:
             tickets[shard] = Ticket()
-            table.begin_read(tickets[shard])
-        state, generation, _ = table.slot_states()
+            table.reader().begin_read(tickets[shard])
+        state, generation, _ = table.reader().slot_states()
         slots = records["slot"]
         alive: Array = (state[slots] == READY) & (generation[slots] == records["generation"])
         return alive
@@ -246,7 +247,7 @@ class ShardCollector(Collector):
             records = rows.records[shard_rows]
             table, plan = self._table(shard), self._plan(buffers, shard)
             slots, anchors = (np.ascontiguousarray(records[name]) for name in ("slot", "step"))
-            extent, block_ids = table.index_arrays()
+            extent, block_ids = table.reader().index_arrays()
             bad = threads.gather(
                 plan.table.numpy(),
                 slots,
@@ -257,7 +258,7 @@ class ShardCollector(Collector):
                 self._row_bytes,
                 rows=shard_rows,
             )
-            table.check_gathered(bad)
+            table.reader().check_gathered(bad)
 
     def _plan(self, buffers: ShardBuffers, shard: int) -> GatherPlan:
         plan = buffers.plans.get(shard)

@@ -20,8 +20,8 @@ SlotsOf = Callable[[int, Array], Array]
 
 def migrated_ids(table: Table) -> Array:
     """Return the ids, int64 [n], of a table's trajectories that came from other shards."""
-    view = table.snapshot()
-    ids: Array = table.ids(view.slots)[table._live().ident[view.slots] >= 0]
+    view = table.reader().snapshot()
+    ids: Array = table.ids(view.slots)[table.index.arrays.ident[view.slots] >= 0]
     return ids
 
 
@@ -75,13 +75,13 @@ class DuplicateSearch:
         """Return the ids of migrated trajectories in this rank's shards of stage 0, by shard."""
         found = {}
         for shard, stage, table in self._tables:
-            view = table.snapshot()
+            view = table.reader().snapshot()
             ids = table.ids(view.slots)
-            migrated = ids[table._live().ident[view.slots] >= 0]
+            migrated = ids[table.index.arrays.ident[view.slots] >= 0]
             if stage == 0:
                 found[f"{shard}"] = migrated
             else:
-                _, age = table.ages(view.slots, view.sequences)
+                _, age = table.reader().ages(view.slots, view.sequences)
                 old = np.isin(migrated, ids[age > self._grace * 1e9])
                 self._old[shard, stage], self._young[shard, stage] = migrated[old], migrated[~old]
         return found

@@ -26,7 +26,7 @@ from gear_loader.errors import PriorityError, SchemaError, TableEmptyError
 from gear_loader.selection.base import Selection, SelectionContext
 from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Fifo, Prioritized
 from gear_loader.selection.weights import importance_weights
-from gear_loader.storage.index import Snapshot
+from gear_loader.storage.reader import Snapshot
 from gear_loader.utils.arrays import Array
 
 __all__ = ["GlobalSelection"]
@@ -207,7 +207,7 @@ class GlobalSelection(Selection):
         ids, steps = batch.rows["id"], batch.rows["step"]
         slots = {shard: self.samplers.slots_of(shard, ids) for shard in self.samplers.own}
         for shard, places in list(slots.items()):
-            lengths = self.shards.own[shard].index_arrays()[0][places, 0]
+            lengths = self.shards.own[shard].reader().index_arrays()[0][places, 0]
             slots[shard] = np.where((places >= 0) & (steps < lengths), places, -1)
         present = np.stack(self._batches.share_arrays(list(slots.values()))) >= 0
         if not present.any(axis=0).all():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from gear_loader.storage.table import Table, Ticket
+from gear_loader.storage.readers import Ticket
+from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
 __all__ = ["IdMap"]
@@ -31,7 +32,7 @@ class IdMap:
         """
         ticket = Ticket()
         try:
-            _, changes = self._table.begin_changes(self._position, ticket=ticket)
+            _, changes = self._table.reader().begin_changes(self._position, ticket=ticket)
             changed_ids = self._table.ids(changes.slots)
             ticket.end()
         finally:

@@ -10,7 +10,7 @@ from gear_loader.errors import PriorityError, TableEmptyError
 from gear_loader.selection.prioritized import draw_key
 from gear_loader.selection.selectors import Draw, Fifo, Lifo, Prioritized, Selector, SnapshotSelector, TopK
 from gear_loader.selection.tree import uniforms
-from gear_loader.storage.index import Snapshot
+from gear_loader.storage.reader import Snapshot
 from gear_loader.utils.arrays import Array
 
 __all__ = [

@@ -13,10 +13,11 @@ import torch
 from gear_loader.distributed.shard_sampler import PrioritizedShardSampler
 from gear_loader.distributed.stage_tables import StageTable
 from gear_loader.errors import TableFullError, TransportError
-from gear_loader.storage.index import Snapshot
+from gear_loader.storage.index_arrays import ranges
 from gear_loader.storage.operations import READY
-from gear_loader.storage.recovery import ranges
-from gear_loader.storage.table import Table, Ticket
+from gear_loader.storage.reader import Snapshot
+from gear_loader.storage.readers import Ticket
+from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
 __all__ = ["Budget", "MigrationSet", "Mover", "choose_migration"]
@@ -97,7 +98,7 @@ def choose_migration(sampler: Any, budget: Budget, *, by_mass: bool, excluded: A
     table = sampler.table
     ticket = Ticket()  # slots are not reused meanwhile
     try:
-        table.begin_read(ticket)
+        table.reader().begin_read(ticket)
         chosen = _choose(sampler, table, budget, by_mass, excluded)
         ticket.end()
         return chosen
@@ -107,7 +108,7 @@ def choose_migration(sampler: Any, budget: Budget, *, by_mass: bool, excluded: A
 
 def _choose(sampler: Any, table: Table, budget: Budget, by_mass: bool, excluded: Array) -> MigrationSet:
     by_priority = isinstance(sampler, PrioritizedShardSampler)
-    view = sampler.known() if by_priority else table.snapshot()
+    view = sampler.known() if by_priority else table.reader().snapshot()
     view = view.take(~_shares_blocks(table, view.slots))
     ids = table.ids(view.slots)
     if len(excluded):
@@ -170,7 +171,7 @@ def _fitting(loads: Array, lengths: Array, budget: Budget) -> Array:
 
 def _shares_blocks(table: Table, slots: Array) -> Array:
     """Return which trajectories share a block with another one, bool [n]."""
-    extent, block_ids = table.index_arrays()
+    extent, block_ids = table.reader().index_arrays()
     counts = -(-extent[slots, 0] // table.region.layout.block_steps)
     blocks = block_ids[ranges(extent[slots, 1], counts)]
     times = np.bincount(blocks, minlength=1)[blocks] > 1
@@ -204,7 +205,7 @@ class Mover:
         most = max(1, _PART_BYTES // source.schema.step_bytes)
         slots = self._slots_of(shard, ids)
         ids, slots = ids[slots >= 0], slots[slots >= 0]
-        lengths = source.index_arrays()[0][slots, 0]
+        lengths = source.reader().index_arrays()[0][slots, 0]
         parts = np.cumsum(lengths) // most
         for part in np.unique(parts).tolist():
             which = parts == part
@@ -217,12 +218,12 @@ class Mover:
     def _copy(self, source: Table, ids: Array, slots: Array, target: StageTable) -> None:
         ticket = Ticket()
         try:
-            source.begin_read(ticket)
-            state, _, _ = source.slot_states()
+            source.reader().begin_read(ticket)
+            state, _, _ = source.reader().slot_states()
             alive = (state[slots] == READY) & (source.ids(slots) == ids)
             ids, slots = ids[alive], slots[alive]
             trajectories = [_read(source, slot) for slot in slots.tolist()]
-            priorities = source.priorities()[slots].copy()
+            priorities = source.reader().arrays.priority[slots].copy()
             ticket.end()
         finally:
             ticket.end()  # again: an exception may arrive anywhere
@@ -238,6 +239,6 @@ class Mover:
 
 def _read(table: Table, slot: int) -> dict[str, torch.Tensor]:
     """Return a copy of a trajectory; the caller holds a read ticket."""
-    index = table._live()
-    ids, length = index.row(slot), int(index.extent[slot, 0])
+    index = table.index
+    ids, length = index.arrays.row(slot), int(index.arrays.extent[slot, 0])
     return {name: table._read_column(name, ids, length) for name in table.schema}

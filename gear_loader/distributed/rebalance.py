@@ -302,7 +302,7 @@ class Rebalance:
                     arrived = slots >= 0
                     found[f"{number}/{stage}/ids"] = chosen.ids[arrived]
                     found[f"{number}/{stage}/slots"] = slots[arrived]
-                    found[f"{number}/{stage}/generations"] = table.slot_states()[1][slots[arrived]]
+                    found[f"{number}/{stage}/generations"] = table.reader().slot_states()[1][slots[arrived]]
         return found
 
     def _drop_copies(self, keep: list[Array]) -> None:

@@ -15,7 +15,8 @@ from gear_loader.selection.selectors import Draw, Fifo, Prioritized, TopK, ancho
 from gear_loader.selection.snapshot_selection import SnapshotSelection
 from gear_loader.selection.tree import uniforms
 from gear_loader.selection.updates import PriorityUpdates
-from gear_loader.storage.index import Changes, Snapshot, Ticket
+from gear_loader.storage.reader import Changes, Snapshot
+from gear_loader.storage.readers import Ticket
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
@@ -107,7 +108,7 @@ def records_of(
         times: simulated times of the draws; see `PrioritizedShardSampler`.
     """
     records: Array = np.zeros(len(slots), dtype=record_dtype(0))
-    _, generation, _ = table.slot_states()
+    _, generation, _ = table.reader().slot_states()
     records["slot"], records["step"], records["generation"] = slots, steps, generation[slots]
     records["id"], records["leaf"], records["time"] = table.ids(slots), leaves, times
     return records
@@ -160,7 +161,7 @@ class SnapshotShardSampler(ShardSampler):
             highs = np.ones(draw.count, dtype=np.int64)
             highs[rows] = lengths
             steps = anchors(self.context.anchor, highs, draw)[rows]
-        state, generation, _ = self.table.slot_states()
+        state, generation, _ = self.table.reader().slot_states()
         gone = np.flatnonzero((state[slots] != READY) | (generation[slots] != generations))
         for turn in range(_TURNS):
             if len(gone) == 0:
@@ -222,7 +223,7 @@ class SnapshotShardSampler(ShardSampler):
 
     def _gone(self, records: Array) -> Array:
         """Return the positions of records whose trajectories are gone."""
-        state, generation, _ = self.table.slot_states()
+        state, generation, _ = self.table.reader().slot_states()
         slots = records["slot"]
         return np.flatnonzero((state[slots] != READY) | (generation[slots] != records["generation"]))
 
@@ -298,12 +299,12 @@ class PrioritizedShardSampler(PrioritizedSelection, ShardSampler):
         table = self.table
         slots, steps = self._map.locate(items)
         if self.context.selector.unit == "trajectory":
-            steps = self._anchors(table.index_arrays()[0][slots, 0], draw, stream)
+            steps = self._anchors(table.reader().index_arrays()[0][slots, 0], draw, stream)
         return records_of(table, slots, steps, leaves)
 
     def _gone(self, records: Array) -> Array:
         """Return the positions of records whose trajectories are not the ones that the tree has taken in."""
-        state, _, sequence = self.table.slot_states()
+        state, _, sequence = self.table.reader().slot_states()
         slots = records["slot"]
         return np.flatnonzero((state[slots] != READY) | (sequence[slots] != self._sequence_of[slots]))
 
@@ -361,7 +362,7 @@ class PrioritizedShardSampler(PrioritizedSelection, ShardSampler):
     def leaves_of(self, slots: Array) -> Array:
         """Return the leaves of trajectories that `known` returned and a read ticket keeps, concatenated."""
         with self._mutex:
-            items = self._map.all_items(slots, *self.table.index_arrays())
+            items = self._map.all_items(slots, *self.table.reader().index_arrays())
             return np.where(items >= 0, self._read(items), np.float32(0))
 
     def take_leaves(self, slots: Array, generations: Array, leaves: Array, counts: Array) -> None:
@@ -377,9 +378,9 @@ class PrioritizedShardSampler(PrioritizedSelection, ShardSampler):
             ticket = Ticket()
             try:
                 self._follow(ticket)
-                state, generation, _ = table.slot_states()
+                state, generation, _ = table.reader().slot_states()
                 present = (state[slots] == READY) & (generation[slots] == generations)
-                items = self._map.all_items(slots[present], *table.index_arrays())
+                items = self._map.all_items(slots[present], *table.reader().index_arrays())
                 self._tree.update(items, np.ascontiguousarray(leaves[np.repeat(present, counts)]))
                 ticket.end()
             finally:
@@ -390,7 +391,7 @@ class PrioritizedShardSampler(PrioritizedSelection, ShardSampler):
         with self._mutex:
             view = self._known()
             view = view.take(self._sequence_of[view.slots] == view.sequences)
-            leaves = self._read(self._map.all_items(view.slots, *self.table.index_arrays()))
+            leaves = self._read(self._map.all_items(view.slots, *self.table.reader().index_arrays()))
             return {
                 "ids": self.table.ids(view.slots),
                 "lengths": view.lengths,

@@ -100,7 +100,7 @@ class StageTable:
     @property
     def next_sequence(self) -> int:
         """First sequence number above all numbers in the table's ids; 0 for a table on another node."""
-        return 0 if self.table is None else int(self.table._live().counters[NEXT_SEQUENCE])
+        return 0 if self.table is None else int(self.table.index.arrays.counters[NEXT_SEQUENCE])
 
     # ---------------------------------------------------------------- storing
 
@@ -163,7 +163,7 @@ def remove_stored(table: Table, slots: Array, generations: Array) -> None:
         table: the table.
         slots, generations: int64 [n].
     """
-    state, generation, _ = table.slot_states()
+    state, generation, _ = table.reader().slot_states()
     for slot, wanted in zip(slots.tolist(), generations.tolist(), strict=True):
         if state[slot] == READY and generation[slot] == wanted:
             with contextlib.suppress(StaleIndexError):  # evicted a moment ago

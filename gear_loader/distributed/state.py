@@ -14,7 +14,7 @@ from gear_loader.distributed.records import UPDATE
 from gear_loader.errors import SchemaError
 from gear_loader.native.sum_tree import READY
 from gear_loader.selection.selectors import Selector
-from gear_loader.storage.recovery import ranges
+from gear_loader.storage.index_arrays import ranges
 from gear_loader.utils.arrays import Array
 
 __all__ = ["BatchRecord", "RestoredState", "join_states", "parse_state", "save_samplers", "share_bundle"]
@@ -78,7 +78,7 @@ def save_samplers(samplers: Mapping[int, Any], received: Sequence[Array], draws:
         updates = np.concatenate([np.empty(0, dtype=UPDATE), *received])
         updates = updates[updates["shard"] == shard]
         updates = updates[np.argsort(updates["order"], kind="stable")]
-        state, generation, _ = sampler.table.slot_states()
+        state, generation, _ = sampler.table.reader().slot_states()
         slots = updates["slot"]
         inside = (slots >= 0) & (slots < len(state))
         slots = np.where(inside, slots, 0)
@@ -208,7 +208,7 @@ class RestoredState:
         known = slots >= 0
         updates: Array = np.zeros(int(known.sum()), dtype=UPDATE)
         updates["shard"], updates["slot"], updates["step"] = shard, slots[known], steps[known]
-        updates["generation"] = sampler.table.slot_states()[1][slots[known]]
+        updates["generation"] = sampler.table.reader().slot_states()[1][slots[known]]
         updates["priority"], updates["draw"] = priorities[known], delays[known]
         return updates
 

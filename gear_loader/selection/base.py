@@ -15,9 +15,10 @@ from gear_loader.selection.selectors import (
     Selector,
 )
 from gear_loader.storage.ids import sequences_of
-from gear_loader.storage.index import Snapshot
+from gear_loader.storage.reader import Snapshot
+from gear_loader.storage.readers import Ticket
 from gear_loader.storage.rows import SelectedRows
-from gear_loader.storage.table import Table, Ticket
+from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
 __all__ = ["ANCHOR_KINDS", "REDRAWN", "Anchor", "Selection", "SelectionContext"]
@@ -96,7 +97,7 @@ class Selection:
 
     def view(self, snapshot: Snapshot | None = None) -> Snapshot:
         """The trajectories that count, now or in `snapshot`."""
-        snapshot = self.context.table.snapshot() if snapshot is None else snapshot
+        snapshot = self.context.table.reader().snapshot() if snapshot is None else snapshot
         if self.context.subset is None:
             return snapshot
         if self._seen is None or self._seen[0] is not snapshot:
@@ -135,7 +136,7 @@ class Selection:
         """A batch that was drawn under `ticket` has failed: it does not count. Idempotent."""
         ticket.end()
         count, ticket.counted = ticket.counted, 0
-        self.context.table.uncount_samples(count)
+        self.context.table.reader().uncount_samples(count)
 
     def count_samples(
         self, slots: Array, generations: Array, redraw: Callable[[Array, int], bool]
@@ -156,13 +157,13 @@ class Selection:
         if not self.context.counts:
             return None
         table = self.context.table
-        times = table.count_samples(slots, generations)
+        times = table.reader().count_samples(slots, generations)
         if table.rules.max_times_sampled is None:
             return times
-        patience, turn = table.patience, 0
+        patience, turn = table.reader().backoff(), 0
         while len(refused := np.flatnonzero(times == 0)):
             if redraw(refused, turn):
-                times[refused] = table.count_samples(slots[refused], generations[refused])
+                times[refused] = table.reader().count_samples(slots[refused], generations[refused])
                 turn += 1
             elif not patience.sleep():
                 raise TableEmptyError(
@@ -184,7 +185,9 @@ class Selection:
         """What the collector needs to know of a batch."""
         if not self.context.informs or times is None:
             return SelectedRows(slots, steps, generations, weights)
-        ages, nanoseconds = self.context.table.ages(slots, self.context.table.slot_states()[2][slots])
+        ages, nanoseconds = self.context.table.reader().ages(
+            slots, self.context.table.reader().slot_states()[2][slots]
+        )
         numbers = np.empty((2, len(slots)), dtype=np.float32)
         numbers[0], numbers[1] = probabilities, nanoseconds / 1e9
         return SelectedRows(slots, steps, generations, weights, np.stack((times, ages)), numbers)

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from gear_loader.kernels.sum_tree import GONE
-from gear_loader.storage.index import Changes
-from gear_loader.storage.recovery import ranges
+from gear_loader.storage.index_arrays import ranges
+from gear_loader.storage.reader import Changes
 from gear_loader.utils.arrays import Array
 
 __all__ = ["ItemMap", "Leaves"]

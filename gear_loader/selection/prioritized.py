@@ -21,8 +21,10 @@ from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Prioritized, Sel
 from gear_loader.selection.tree import PriorityTree, uniforms, weigh
 from gear_loader.selection.updates import PriorityUpdates, request
 from gear_loader.selection.weights import importance_weights
-from gear_loader.storage.index import Changes, Snapshot, Ticket
-from gear_loader.storage.recovery import READY, UNSET, ranges
+from gear_loader.storage.index_arrays import ranges
+from gear_loader.storage.operations import READY, UNSET
+from gear_loader.storage.reader import Changes, Snapshot
+from gear_loader.storage.readers import Ticket
 from gear_loader.storage.rows import CudaRows, SelectedRows
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import new_mutex, uninterrupted
@@ -139,7 +141,7 @@ class PrioritizedSelection(Selection):
     def draw(self, draw: Draw, ticket: Ticket, frozen: Snapshot | None = None) -> SelectedRows | CudaRows:
         """See `Selection.draw`."""
         if self.context.limited and self.context.table.rules.rate_limiter is not None:
-            self.context.table.await_samplable(draw.count)  # without holding up updates
+            self.context.table.reader().await_samplable(draw.count)  # without holding up updates
         with self._mutex:
             self._follow(ticket, self.context.samples(draw.count))
             rows = self._restored(draw) or self._draw_at_once(draw) or self._draw_when_there(draw)
@@ -157,7 +159,7 @@ class PrioritizedSelection(Selection):
         """`_draw`; where trajectories are drawn only so often, too few are waited for."""
         if self.context.table.rules.max_times_sampled is None:
             return self._draw(draw)
-        patience = self.context.table.patience
+        patience = self.context.table.reader().backoff()
         while True:
             try:
                 return self._draw(draw)
@@ -170,7 +172,7 @@ class PrioritizedSelection(Selection):
         """Keep a batch that may have been drawn ahead when a state is taken."""
         sequences = rows.sequences
         if len(sequences) == 0:
-            sequences = self.context.table.slot_states()[2][rows.slots]
+            sequences = self.context.table.reader().slot_states()[2][rows.slots]
         self._history.append(
             (
                 (draw.epoch, draw.step),
@@ -185,7 +187,7 @@ class PrioritizedSelection(Selection):
             samples: rows that are about to be drawn, for the rate limiter.
         """
         self._set_taken_in()
-        _, changes = self.context.table.begin_changes(self._map.position, samples, ticket)
+        _, changes = self.context.table.reader().begin_changes(self._map.position, samples, ticket)
         known = self._map.position, self._map.next_sequence
         try:
             if len(changes.slots):
@@ -199,7 +201,7 @@ class PrioritizedSelection(Selection):
 
     def _keep_up(self) -> None:
         """Take in what has changed in the table, if anything has."""
-        if self._map.position != self.context.table.position:
+        if self._map.position != self.context.table.reader().position:
             ticket = Ticket()
             try:
                 self._follow(ticket)
@@ -209,7 +211,7 @@ class PrioritizedSelection(Selection):
 
     def _take_in(self, changes: Changes) -> None:
         chosen = self.context.chosen(changes.slots) if self.context.subset is not None else changes.ready
-        arrays = self.context.table.index_arrays()
+        arrays = self.context.table.reader().index_arrays()
 
         def follow() -> None:
             self._unset = self._map.follow(changes, chosen, *arrays)
@@ -259,14 +261,14 @@ class PrioritizedSelection(Selection):
         if context.counts:
             return None
         table = context.table
-        generation, sequence = table.slot_states()[1:]
+        generation, sequence = table.reader().slot_states()[1:]
         names, leaves = np.empty((4, draw.count), dtype=np.int64), np.empty(draw.count, dtype=np.float32)
         map_, steps = self._map, self._map.steps
         rows = (
             map_.block_steps if steps else 0,
             map_.owner if steps else _NO_BLOCKS,
             map_.number if steps else _NO_BLOCKS,
-            table.index_arrays()[0],
+            table.reader().index_arrays()[0],
             generation,
             sequence,
             ANCHOR_KINDS[context.anchor],
@@ -297,9 +299,11 @@ class PrioritizedSelection(Selection):
             raise
         slots, steps = self._map.locate(items)
         if selector.unit == "trajectory":
-            steps = self._anchors(table.index_arrays()[0][slots, 0], draw, streams[1])
+            steps = self._anchors(table.reader().index_arrays()[0][slots, 0], draw, streams[1])
         likely = None if leaves is None or not self.context.informs else leaves / self._tree.total
-        return DrawnItems(slots[:0], slots, steps, table.slot_states()[1][slots], None, leaves, likely)
+        return DrawnItems(
+            slots[:0], slots, steps, table.reader().slot_states()[1][slots], None, leaves, likely
+        )
 
     def _check_range(self) -> None:
         """Refuse to draw where the leaves no longer say what the priorities do.
@@ -330,7 +334,7 @@ class PrioritizedSelection(Selection):
         if rows.likely is not None:
             return rows.likely
         # Drawn before a restart: as it would be now.
-        items = self._map.items(rows.slots, rows.steps, *self.context.table.index_arrays())
+        items = self._map.items(rows.slots, rows.steps, *self.context.table.reader().index_arrays())
         likely: Array = np.where(items >= 0, self._tree.leaves[items], 0) / self._tree.total
         return likely
 
@@ -410,7 +414,7 @@ class PrioritizedSelection(Selection):
                 generations = request.generations
                 if generations is None:
                     generations = np.full(len(request.slots), -1)
-                self.context.table.set_priorities(request.slots, generations, request.priorities)
+                self.context.table.reader().set_priorities(request.slots, generations, request.priorities)
 
     def _known_rows(self, request: PriorityUpdates, weighed: Array) -> tuple[Array, Array, float]:
         """Items and leaves of the rows whose trajectories are there, and the largest of their priorities."""
@@ -425,7 +429,7 @@ class PrioritizedSelection(Selection):
             wanted,
             request.priorities,
             weighed,
-            *self.context.table.slot_states(),
+            *self.context.table.reader().slot_states(),
             self._map.next_sequence,
             items,
             leaves,
@@ -435,7 +439,7 @@ class PrioritizedSelection(Selection):
     def _items(self, request: PriorityUpdates) -> Array:
         """Items of a request, -1 for those that are gone."""
         table, slots = self.context.table, request.slots
-        state, generation, sequence = table.slot_states()
+        state, generation, sequence = table.reader().slot_states()
         inside = (slots >= 0) & (slots < len(state))
         slots = np.where(inside, slots, 0)
         known = inside & (state[slots] == READY)
@@ -445,7 +449,7 @@ class PrioritizedSelection(Selection):
             known &= sequence[slots] < self._map.next_sequence
         if self.context.subset is not None:
             known &= self.context.chosen(slots)
-        items = self._map.items(slots, request.steps, *table.index_arrays())
+        items = self._map.items(slots, request.steps, *table.reader().index_arrays())
         return np.where(known, items, -1)
 
     def quantiles(self, shares: Array) -> Array:
@@ -476,7 +480,9 @@ class PrioritizedSelection(Selection):
             try:
                 self._follow(ticket)
                 view = self._known()
-                leaves = self._read(self._map.all_items(view.slots, *self.context.table.index_arrays()))
+                leaves = self._read(
+                    self._map.all_items(view.slots, *self.context.table.reader().index_arrays())
+                )
                 ticket.end()
             finally:
                 ticket.end()  # again: an exception may arrive anywhere
@@ -534,12 +540,12 @@ class PrioritizedSelection(Selection):
     def _restore(
         self, sequences: Array, lengths: Array, leaves: Array, maximum: float, num_stale: int
     ) -> None:
-        extent, block_ids = self.context.table.index_arrays()
+        extent, block_ids = self.context.table.reader().index_arrays()
         view = self._known()
         places, both = _find(sequences, view.sequences)
         both &= lengths[places] == view.lengths if len(lengths) else False
         # What is new since begins as it would have begun then.
-        new = self.context.table.priorities()[view.slots[~both]]
+        new = self.context.table.reader().arrays.priority[view.slots[~both]]
         maximum = max(maximum, float(new.max(initial=0)))
         first = self._first_leaves(np.where(new == UNSET, np.float32(maximum), new))
         steps = self.context.selector.unit == "step"

@@ -34,7 +34,8 @@ from gear_loader.selection.prioritized import (
 )
 from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Prioritized, TopK
 from gear_loader.selection.updates import check_names, request
-from gear_loader.storage.index import Snapshot, Ticket
+from gear_loader.storage.reader import Snapshot
+from gear_loader.storage.readers import Ticket
 from gear_loader.storage.rows import CudaRows, SelectedRows
 from gear_loader.utils.arrays import Array, outside_inference
 
@@ -73,8 +74,8 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         self._wide = SumTree(capacity, self._device)
         self._cut = torch.zeros(1, dtype=torch.bool, device=self._device)
         table, steps = self.context.table, self._map.steps
-        generation = table.slot_states()[1]
-        extent, block_ids = table.index_arrays()
+        generation = table.reader().slot_states()[1]
+        extent, block_ids = table.reader().index_arrays()
         addresses = [array.ctypes.data for array in (generation, extent, block_ids)]
         layout = table.region.layout
 
@@ -164,7 +165,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
     def draw(self, draw: Draw, ticket: Ticket, frozen: Snapshot | None = None) -> SelectedRows | CudaRows:
         """See `Selection.draw`: the rows of a batch that is drawn once more, or what draws them on the GPU."""
         if self.context.limited and self.context.table.rules.rate_limiter is not None:
-            self.context.table.await_samplable(draw.count)  # without holding up updates
+            self.context.table.reader().await_samplable(draw.count)  # without holding up updates
         with self._mutex:
             self._raise_late()
             if self._cuda:
@@ -254,7 +255,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
 
         self._enter()
         alpha, eps = self._exponent()
-        generations = self.context.table.slot_states()[1][leaves.slots].astype(np.int32)
+        generations = self.context.table.reader().slot_states()[1][leaves.slots].astype(np.int32)
         known = np.where(leaves.added, generations, np.int32(0))
         slots, places = self._upload(leaves.slots), self._upload(leaves.blocks)
         self._index.known[slots] = self._upload(known)
@@ -384,7 +385,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
 
     def _recent(self) -> list[dict[str, Any]]:
         # By sequence number, as long as the slots have not been given to others since.
-        _, generation, sequence = self.context.table.slot_states()
+        _, generation, sequence = self.context.table.reader().slot_states()
         recent = []
         for (epoch, step), rows, weights in self._drawn:
             slots, steps, generations = rows.cpu().numpy()

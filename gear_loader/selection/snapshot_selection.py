@@ -18,10 +18,10 @@ from gear_loader.selection.selectors import (
     anchors,
     replacements,
 )
-from gear_loader.storage.index import Snapshot
 from gear_loader.storage.operations import READY
+from gear_loader.storage.reader import Snapshot
+from gear_loader.storage.readers import Ticket
 from gear_loader.storage.rows import SelectedRows
-from gear_loader.storage.table import Ticket
 from gear_loader.utils.arrays import Array
 
 __all__ = ["SnapshotSelection"]
@@ -36,7 +36,7 @@ class SnapshotSelection(Selection):
         assert isinstance(selector, SnapshotSelector)
         if isinstance(selector, Fifo) and frozen is None and self.context.subset is None:
             return self._draw_from_end(selector, draw, ticket)
-        _, snapshot = self.context.table.begin_snapshot(self.context.samples(draw.count), ticket)
+        _, snapshot = self.context.table.reader().begin_snapshot(self.context.samples(draw.count), ticket)
         view = self.view(snapshot)
         if (
             frozen is None
@@ -86,13 +86,13 @@ class SnapshotSelection(Selection):
         times: Array | None = None
         end: dict[str, Any] = {"newest": selector.newest, "samples": samples, "ticket": ticket}
         if table.rules.max_times_sampled is not None and selector.unit == "trajectory":
-            _, slots, times = table.take_ends(draw.count, **end)
+            _, slots, times = table.reader().take_ends(draw.count, **end)
         else:
-            _, slots = table.begin_ends(draw.count, **end)
+            _, slots = table.reader().begin_ends(draw.count, **end)
         if len(slots) == 0:
             raise self.context.empty()
-        lengths = table.index_arrays()[0][slots, 0]
-        _, generation, sequence = table.slot_states()
+        lengths = table.reader().index_arrays()[0][slots, 0]
+        _, generation, sequence = table.reader().slot_states()
         order = slice(None, None, -1) if selector.newest else slice(None)
         part = Snapshot(-1, *(a[order] for a in (slots, lengths, generation[slots], sequence[slots])))
         positions, steps = selector.select(part, draw)
@@ -123,7 +123,7 @@ class SnapshotSelection(Selection):
     def _replace_gone(
         self, view: Snapshot, draw: Draw, slots: Array, steps: Array, generations: Array
     ) -> None:
-        state, generation, _ = self.context.table.slot_states()
+        state, generation, _ = self.context.table.reader().slot_states()
         gone = np.flatnonzero((state[slots] != READY) | (generation[slots] != generations))
         if len(gone):
             others, at = replacements(self.context.selector.unit, view, draw)

@@ -94,8 +94,8 @@ class TableStats:
 
 def stats_of(index: Index, layout: Layout) -> TableStats:
     """The statistics of a table."""
-    snapshot = index.snapshot()
-    counters = index.counters
+    snapshot = index.reader.snapshot()
+    counters = index.arrays.counters
     slots_in_use = layout.max_trajectories - int(counters[NUM_FREE_SLOTS])
     blocks = layout.num_blocks - int(counters[NUM_FREE_BLOCKS])
     longest = int(snapshot.lengths.max()) if len(snapshot) else 0

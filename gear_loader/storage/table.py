@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
@@ -21,29 +20,20 @@ from gear_loader.errors import (
     StaleIndexError,
 )
 from gear_loader.native import copying
-from gear_loader.storage.counters import NEXT_SEQUENCE, NUM_FREE_BLOCKS, NUM_STEPS, NUM_TOUCHED, WRITING_STEPS
+from gear_loader.storage.counters import NUM_FREE_BLOCKS, NUM_STEPS, WRITING_STEPS
 from gear_loader.storage.ids import check_ids, check_origin, ids_of, origin_of
 from gear_loader.storage.incoming import Steps, checked_priorities, checked_priority, listed, stacked
-from gear_loader.storage.index import (
-    EVICT_LOWEST,
-    EVICT_OLDEST,
-    INLINE_BYTES,
-    REFUSE,
-    Changes,
-    Claim,
-    Index,
-    Snapshot,
-    Ticket,
-)
+from gear_loader.storage.index import EVICT_LOWEST, EVICT_OLDEST, INLINE_BYTES, REFUSE, Claim, Index
 from gear_loader.storage.layout import Layout
 from gear_loader.storage.limiters import RateLimiter
+from gear_loader.storage.reader import TableReader
+from gear_loader.storage.readers import Ticket
 from gear_loader.storage.region import Region
 from gear_loader.storage.rules import OnFull, Rules, check_on_full, check_seconds
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.stats import TableStats, stats_of
 from gear_loader.storage.writer import Writer
 from gear_loader.utils.arrays import Array
-from gear_loader.utils.waiting import Backoff
 
 __all__ = ["Table", "Ticket"]
 
@@ -74,9 +64,9 @@ class Table:
     ) -> None:
         self._region = region
         self._index: Index | None = Index(region)
-        self._index.timeout = timeout
+        self._index.admission.timeout = timeout
         layout = region.layout
-        start = self._index.counters.ctypes.data - layout.arrays["counters"][0]
+        start = self._index.arrays.counters.ctypes.data - layout.arrays["counters"][0]
         self._columns: Array = np.array(
             [(start + c.offset, c.block_stride, c.step_bytes) for c in layout.columns.values()],
             dtype=np.int64,
@@ -197,7 +187,7 @@ class Table:
         timeout = None if timeout is None else check_seconds("timeout", timeout)
         table = cls(Region.attach(name), on_full=on_full, timeout=timeout)
         try:
-            table._live().check_bounds()
+            table.index.recovery.check_bounds()
         except BaseException:
             table.close()
             raise
@@ -321,6 +311,11 @@ class Table:
             raise PrivateTableError("A private table has no name to remove; close() frees its memory.")
         self._region.unlink()
 
+    def check_open(self) -> None:
+        """Raise GearError if the table is closed, or belongs to the parent process."""
+        if self._index is None:
+            raise self._region.absence()
+
     def __enter__(self) -> Table:
         return self
 
@@ -335,7 +330,7 @@ class Table:
                 "A private table cannot be sent to another process. Create it with a name, "
                 "Table.create(..., name='replay'), and it travels as a handle."
             )
-        return _attach, (self.name, self.on_full, self._live().timeout)
+        return _attach, (self.name, self.on_full, self.index.admission.timeout)
 
     def __repr__(self) -> str:
         if self._index is None:
@@ -366,7 +361,7 @@ class Table:
 
         After an error nothing was changed, except for what was evicted before the wait for room timed out.
         """
-        index = self._live()
+        index = self.index
         length, addresses, hold = self.schema.locate(trajectory)
         first = checked_priority(priority)
         if length * self._step_bytes <= INLINE_BYTES and length <= self.longest:
@@ -411,7 +406,7 @@ class Table:
         Raises:
             As `add`; the message names the first trajectory that does not fit. Nothing was changed.
         """
-        index = self._live()
+        index = self.index
         steps = self._checked(trajectories, lengths)
         priorities = checked_priorities(priority, len(steps.lengths))
         return self._store(index, steps, priorities) if len(steps.lengths) else np.empty(0, dtype=np.int64)
@@ -440,7 +435,7 @@ class Table:
 
         Raises the other errors of `extend` too. After an error nothing was changed.
         """
-        index = self._live()
+        index = self.index
         steps = self._checked(trajectories, lengths)
         priorities = checked_priorities(priority, len(steps.lengths))
         given = check_ids(ids, len(steps.lengths))
@@ -462,7 +457,7 @@ class Table:
         Raises:
             As `extend_as`.
         """
-        return self._store(self._live(), listed(self.schema, trajectories), priorities, ids)
+        return self._store(self.index, listed(self.schema, trajectories), priorities, ids)
 
     def _checked(self, trajectories: Any, lengths: Any) -> Steps:
         return (
@@ -518,11 +513,11 @@ class Table:
     def seconds_waited(self) -> float:
         """Seconds that additions through this handle have waited so far, for room or for the rate limiter: the
         backpressure that its writers feel. `stats()` tells it of all processes together."""
-        return self._live().waited / 1e9
+        return self.index.admission.waited / 1e9
 
     def free_steps(self) -> int:
         """Steps for which there is room without evicting anything, roughly. Takes no lock."""
-        counters, layout = self._live().counters, self._region.layout
+        counters, layout = self.index.arrays.counters, self._region.layout
         steps = layout.max_steps - int(counters[NUM_STEPS] + counters[WRITING_STEPS])
         return max(0, min(steps, int(counters[NUM_FREE_BLOCKS]) * layout.block_steps))
 
@@ -531,8 +526,8 @@ class Table:
         return self._columns
 
     def _write(self, ids: Array, steps: Steps) -> None:
+        self.check_open()
         layout = self._region.layout
-        self._live()
         copying.scatter(self.column_addresses(), layout.block_steps, ids, steps.addresses, steps.lengths)
 
     # ---------------------------------------------------------------- reading and removing
@@ -541,12 +536,12 @@ class Table:
     __iter__: ClassVar[None] = None
 
     def __len__(self) -> int:
-        return self._live().num_ready()
+        return self.index.arrays.num_ready()
 
     @property
     def num_steps(self) -> int:
         """Steps of all live trajectories."""
-        return int(self._live().counters[NUM_STEPS])
+        return int(self.index.arrays.counters[NUM_STEPS])
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """A copy of one trajectory: column name -> tensor ``[T, *shape]`` on the CPU.
@@ -554,7 +549,7 @@ class Table:
         Raises:
             StaleIndexError: there is no trajectory at this index.
         """
-        live = self._live()
+        live = self.index
         if isinstance(index, bool) or not isinstance(index, (int, np.integer)):
             if not (isinstance(index, torch.Tensor) and index.ndim == 0 and not index.is_floating_point()):
                 raise TypeError(
@@ -563,9 +558,9 @@ class Table:
             index = int(index)
         ticket = Ticket()
         try:
-            live.begin_read_of(int(index), ticket)
-            length = int(live.extent[index, 0])
-            ids = live.row(int(index))
+            live.reader.begin_read_of(int(index), ticket)
+            length = int(live.arrays.extent[index, 0])
+            ids = live.arrays.row(int(index))
             steps = {name: self._read_column(name, ids, length) for name in self.schema}
             ticket.end()
             return steps
@@ -580,16 +575,16 @@ class Table:
 
     def indices(self) -> Array:
         """The indices of all live trajectories, oldest first, int64 [n]."""
-        return self._live().snapshot().slots.copy()
+        return self.reader().snapshot().slots.copy()
 
     def lengths(self) -> Array:
         """Their lengths in steps, in the same order, int64 [n]."""
-        return self._live().snapshot().lengths.copy()
+        return self.reader().snapshot().lengths.copy()
 
     @property
     def origin(self) -> int | None:
         """The table's shard number, the lower 16 bits of the ids that it gives; None (as 0) where none was set."""
-        return origin_of(self._live()._view)
+        return origin_of(self.index.arrays.view)
 
     def set_origin(self, shard: int) -> None:
         """Make this table shard `shard` of several, once and for all processes, before others know its ids.
@@ -601,7 +596,7 @@ class Table:
             SchemaError: it is no such number, the table has another one, or an id would be that of two trajectories.
                 Nothing was changed.
         """
-        self._live().set_origin(check_origin(shard))
+        self.index.set_origin(check_origin(shard))
 
     def ids(self, slots: Array) -> Array:
         """The global ids of trajectories, ``sequence << 16 | origin`` unless they were stored with one. Takes no lock.
@@ -612,7 +607,7 @@ class Table:
         Returns:
             int64 [n].
         """
-        return ids_of(self._live()._view, slots)
+        return ids_of(self.index.arrays.view, slots)
 
     def remove(self, index: int | Sequence[int] | Array) -> None:
         """Remove one trajectory or several, all or none.
@@ -623,11 +618,11 @@ class Table:
         slots = np.asarray(index, dtype=None).reshape(-1)
         if len(slots) and slots.dtype.kind not in "iu":
             raise StaleIndexError(f"Indices of dtype {slots.dtype} were received; expected integers.")
-        self._live().remove(slots.astype(np.int64))
+        self.index.remove(slots.astype(np.int64))
 
     def stats(self) -> TableStats:
         """Counts, bytes and rates; see `TableStats`."""
-        return stats_of(self._live(), self._region.layout)
+        return stats_of(self.index, self._region.layout)
 
     def check_valid(self) -> None:
         """Check that the index does not contradict itself; for tests and after a crash.
@@ -635,103 +630,26 @@ class Table:
         Raises:
             AssertionError: it does; the message says where.
         """
-        self._live().check_valid()
+        self.index.recovery.check_valid()
 
-    # ---------------------------------------------------------------- for the collector
+    # ---------------------------------------------------------------- for selections, collectors and transports
+
+    def reader(self) -> TableReader:
+        """The calls that read the table under a read ticket; raises as every call of a closed table."""
+        return self.index.reader
 
     @property
     def region(self) -> Region:
         """The memory, for collectors and transports."""
         return self._region
 
-    def index_arrays(self) -> tuple[Array, Array]:
-        """`extent` and `block_ids` of the index, as views; see `gear_loader.storage.layout`."""
-        index = self._live()
-        return index.extent, index.block_ids
-
-    def check_gathered(self, bad: int) -> None:
-        """Raise CorruptTableError if `native.copying.gather` or `resolve` found `bad` windows that cannot be."""
-        if bad:
-            raise self._live().corrupt(f"{bad:,} windows of a batch have slots or blocks that do not exist")
-
-    def slot_states(self) -> tuple[Array, Array, Array]:
-        """`state`, `generation` and `sequence` of the index, as views."""
-        index = self._live()
-        return index.state, index.generation, index.sequence
-
-    def priorities(self) -> Array:
-        """`priority` of the index, as a view: what trajectories were added with, -1 for none."""
-        return self._live().priority
-
     @property
-    def position(self) -> int:
-        """What `begin_changes` would return as the position now. Takes no lock."""
-        return int(self._live().counters[NUM_TOUCHED])
+    def index(self) -> Index:
+        """The index, for writers, checkpoints and tests.
 
-    # Whoever must give a ticket back also if the call that takes it is interrupted makes it before, and hands it in.
-    # It keeps the index mapped when the table is closed.
-
-    def begin_read(self, ticket: Ticket | None = None) -> Ticket:
-        """Start reading: a ticket that keeps all blocks alive that are in use now. See `Index`."""
-        return self._live().begin_read(ticket)
-
-    def begin_snapshot(self, samples: int = 0, ticket: Ticket | None = None) -> tuple[Ticket, Snapshot]:
-        """Start reading: a ticket that keeps all blocks alive, and the trajectories there are. See `Index`."""
-        return self._live().begin_snapshot(samples, ticket)
-
-    def begin_changes(
-        self, since: int, samples: int = 0, ticket: Ticket | None = None
-    ) -> tuple[Ticket, Changes]:
-        """Start reading: a ticket, and what has happened since. See `Index`."""
-        return self._live().begin_changes(since, samples, ticket)
-
-    def begin_ends(
-        self, count: int, *, newest: bool, samples: int = 0, ticket: Ticket | None = None
-    ) -> tuple[Ticket, Array]:
-        """Start reading: a ticket, and the oldest or newest slots. See `Index`."""
-        return self._live().begin_ends(count, newest=newest, samples=samples, ticket=ticket)
-
-    def take_ends(
-        self, count: int, *, newest: bool, samples: int = 0, ticket: Ticket | None = None
-    ) -> tuple[Ticket, Array, Array]:
-        """Start reading: a ticket, the oldest or newest slots, and how often they have been drawn. See `Index`."""
-        return self._live().take_ends(count, newest=newest, samples=samples, ticket=ticket)
-
-    def count_samples(self, slots: Array, generations: Array) -> Array:
-        """Count that rows are drawn: how often each has been by now, 0 for those that are gone. See `Index`."""
-        return self._live().count_samples(slots, generations)
-
-    def uncount_samples(self, count: int) -> None:
-        """Rows for which the rate limiter was asked were not drawn after all. See `Index`."""
-        self._live().uncount_samples(count)
-
-    def await_samplable(self, count: int) -> None:
-        """Wait until the rate limiter would let so many rows be drawn. See `Index`."""
-        self._live().await_samplable(count)
-
-    def set_priorities(self, slots: Array, generations: Array, priorities: Array) -> None:
-        """Write new priorities of trajectories that are still there. See `Index`."""
-        self._live().set_priorities(slots, generations, priorities)
-
-    def ages(self, slots: Array, sequences: Array) -> tuple[Array, Array]:
-        """How old trajectories are, int64 [n] each: trajectories that came after, and nanoseconds."""
-        index = self._live()
-        return index.counters[NEXT_SEQUENCE] - 1 - sequences, time.monotonic_ns() - index.created[slots]
-
-    @property
-    def patience(self) -> Backoff:
-        """A wait of this handle, beginning now."""
-        return self._live()._patience()
-
-    def end_read(self, ticket: Ticket) -> None:
-        """End the read of a ticket of one of these; idempotent. Also after `close`, or others would wait."""
-        ticket.end()
-
-    def snapshot(self) -> Snapshot:
-        """The live trajectories, oldest first."""
-        return self._live().snapshot()
-
-    def _live(self) -> Index:
+        Raises:
+            GearError: the table is closed, or belongs to the parent process.
+        """
         if self._index is None:
             raise self._region.absence()
         return self._index

@@ -49,7 +49,10 @@ class Target(Protocol):
 
     def free_steps(self) -> int: ...
 
-    def _live(self) -> Index: ...
+    @property
+    def index(self) -> Index: ...
+
+    def check_open(self) -> None: ...
 
 
 class Writer:
@@ -81,7 +84,7 @@ class Writer:
 
     def __init__(self, table: Target, *, chunk_steps: int | None = None, overlap_steps: int = 0) -> None:
         self._table = table
-        self._index = table._live()
+        self._index = table.index
         self._block_steps = table.region.layout.block_steps
         self._chunk = table.longest if chunk_steps is None else at_least("chunk_steps", chunk_steps)
         self._overlap = at_least("overlap_steps", overlap_steps, least=0)
@@ -106,7 +109,7 @@ class Writer:
         # The slot that is being written comes last; while chunks are cut, the next one's is here before it is taken.
         self._open: list[Claim] = []
         self._thread = 0  # which began it
-        self._index.writers.add(self)
+        self._index.allocator.writers.add(self)
         self._give_up = weakref.finalize(self, _give_up, self._index, self._open, self._pid)
         self._give_up.atexit = False
         self._ids: list[int] = []  # its blocks
@@ -293,7 +296,10 @@ class Writer:
         if self._slot < 0:
             self._open.clear()
             return
-        self._ids, held = self._index.row(self._slot).tolist(), int(self._index.extent[self._slot, 0])
+        self._ids, held = (
+            self._index.arrays.row(self._slot).tolist(),
+            int(self._index.arrays.extent[self._slot, 0]),
+        )
         self._here, self._held = -1, held
 
     def _abort(self) -> None:
@@ -443,7 +449,7 @@ class Writer:
 
     def _check_usable(self) -> None:
         self._check_process()
-        self._table._live()
+        self._table.check_open()
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

@@ -23,7 +23,7 @@ def priority_sum(table: Table) -> float:
 
     A trajectory added without a priority counts as the largest one, and at least as 1.
     """
-    given = table.priorities()[table.slot_states()[0] == READY].astype(np.float64)
+    given = table.reader().arrays.priority[table.reader().slot_states()[0] == READY].astype(np.float64)
     unset = given == UNSET
     largest = max(1.0, float(given[~unset].max(initial=0)))
     return float(given[~unset].sum() + largest * unset.sum())

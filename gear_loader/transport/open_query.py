@@ -152,7 +152,7 @@ class OpenQuery:
                     len(slots),
                     rows,
                 )
-                attached.table.check_gathered(bad)
+                attached.table.reader().check_gathered(bad)
         status = layout.status
         np.logical_not(served, out=out[status : status + n].view(np.bool_))
         if rows is None:  # do not send old contents of the buffer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -16,12 +15,12 @@ import torch
 from gear_loader.errors import RegionError, SchemaError
 from gear_loader.storage.counters import DIRTY
 from gear_loader.storage.ids import check_ids
-from gear_loader.storage.index import Index, Ticket
+from gear_loader.storage.index import Index
 from gear_loader.storage.operations import (
     READY,
     UNSET,
 )
-from gear_loader.storage.region import Region
+from gear_loader.storage.readers import Ticket
 from gear_loader.storage.schema import NUMPY_DTYPES, Schema
 from gear_loader.storage.shared_memory import Key, region_path
 from gear_loader.storage.table import Table
@@ -32,15 +31,6 @@ __all__ = ["AttachedTable", "TableCache"]
 
 
 _LOCK_TIMEOUT = 10.0  # seconds; a change takes far less than a millisecond
-
-
-class _Reader(Index):
-    """An index for reading, with its own time-out for the lock."""
-
-    def __init__(self, region: Region, timeout: float) -> None:
-        super().__init__(region)
-        self._lock = copy.copy(self._lock)  # the same lock with another time-out
-        self._lock.timeout = timeout
 
 
 class AttachedTable:
@@ -60,10 +50,11 @@ class AttachedTable:
         self._path = region_path(name)
         self.table, self._key = _attach(name, self._path, timeout)
         region = self.table.region
-        self._waiting, self._trying = _Reader(region, _LOCK_TIMEOUT), _Reader(region, 0.0)
+        self._waiting = Index(region, lock_timeout=_LOCK_TIMEOUT).reader
+        self._trying = Index(region, lock_timeout=0.0).reader
         self.block_steps = region.layout.block_steps
-        self.extent, self.block_ids = self.table.index_arrays()
-        self._state, self._generation, _ = self.table.slot_states()
+        self.extent, self.block_ids = self.table.reader().index_arrays()
+        self._state, self._generation, _ = self.table.reader().slot_states()
 
     @property
     def schema(self) -> Schema:
@@ -71,7 +62,7 @@ class AttachedTable:
 
     @property
     def is_dirty(self) -> bool:
-        return bool(self._waiting.counters[DIRTY])
+        return bool(self._waiting.arrays.counters[DIRTY])
 
     @property
     def is_current(self) -> bool:
@@ -88,10 +79,10 @@ class AttachedTable:
         Raises:
             LockTimeoutError: the lock is held.
         """
-        index = self._trying if at_once else self._waiting
+        reader = self._trying if at_once else self._waiting
         ticket = Ticket()
         try:
-            index.begin_read(ticket)
+            reader.begin_read(ticket)
             yield
         finally:
             ticket.end()

@@ -135,13 +135,13 @@ def test_a_rate_limiter_goes_on_where_it_was(tmp_path: Path, drawn: int) -> None
         assert contents(table)["counts"] == (6, drawn)
     with gear.Table.load(tmp_path) as copy:
         assert allowed(copy) == expected
-        copy._live().timeout = 0.02
+        copy.index.admission.timeout = 0.02
         for _ in range(expected[0]):
             draw(copy, 1)
         _waits(lambda: draw(copy, 1))
         assert contents(copy)["counts"] == (6, drawn + expected[0])
     with gear.Table.load(tmp_path) as copy:
-        copy._live().timeout = 0.02
+        copy.index.admission.timeout = 0.02
         for number in range(expected[1]):
             copy.add(rows(10 + number, 5))
         _waits(lambda: copy.add(rows(99, 5)))
@@ -171,7 +171,7 @@ def test_a_full_queue_is_loaded_without_waiting(tmp_path: Path) -> None:
             table.add(rows(number, 5))
         table.save(tmp_path)
     with gear.Table.load(tmp_path) as copy:
-        copy._live().timeout = 0.02
+        copy.index.admission.timeout = 0.02
         _waits(lambda: copy.add(rows(3, 5)))
         draw(copy, 2)
         copy.add(rows(3, 5))
@@ -205,7 +205,7 @@ def test_what_changes_by_itself_is_written_to_the_index_alone(tmp_path: Path) ->
         for _ in range(3):
             draw(table, 4)
             slots = table.indices()[2:4]
-            table.set_priorities(slots, np.full(2, -1), np.array([5.0, 6.0], dtype=np.float32))
+            table.reader().set_priorities(slots, np.full(2, -1), np.array([5.0, 6.0], dtype=np.float32))
             table.save(tmp_path)
         after = files(tmp_path)
         assert {name for name in after if after[name] != before.get(name)} == {
@@ -242,7 +242,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def ages(table: gear.Table) -> list[float]:
     """In seconds, oldest first."""
     slots = table.indices()
-    found = table.ages(slots, table.region.array("sequence")[slots])[1] / SECOND
+    found = table.reader().ages(slots, table.region.array("sequence")[slots])[1] / SECOND
     return [float(age) for age in found]
 
 

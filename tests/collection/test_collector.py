@@ -66,7 +66,7 @@ def draw(table: Table, count: int, seed: int = 0) -> tuple[Array, Array, Array]:
     random = np.random.default_rng(seed)
     chosen = random.integers(0, len(table), count)
     slots, lengths = table.indices()[chosen], table.lengths()[chosen]
-    return slots, random.integers(0, lengths), table.slot_states()[1][slots]
+    return slots, random.integers(0, lengths), table.reader().slot_states()[1][slots]
 
 
 def collector(table: Table, windows: dict[str, Window], batch_size: int) -> Collector:
@@ -339,7 +339,7 @@ def test_a_larger_batch_right_after_a_smaller_one(threads: int, count: int) -> N
     # crew, and a look at the last byte of each row alone: what came late would have arrived in the meantime.
     rows = Rows(1 << 13, 64, count)
     columns = rows.buffers.plan.table.numpy()
-    index = (*rows.table.index_arrays(), 64, rows.collector._row_bytes)
+    index = (*rows.table.reader().index_arrays(), 64, rows.collector._row_bytes)
     ends, expected = rows.view[:, -1], np.arange(count, dtype=np.uint8)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -360,7 +360,7 @@ def test_a_larger_batch_right_after_a_smaller_one(threads: int, count: int) -> N
 def test_a_job_that_has_not_been_posted_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     # What a member would do that looks for work just then, between the writing of a job and its posting.
     rows = Rows(1 << 10, 8, 9)
-    columns, (extent, ids) = rows.buffers.plan.table.numpy(), rows.table.index_arrays()
+    columns, (extent, ids) = rows.buffers.plan.table.numpy(), rows.table.reader().index_arrays()
     alone = crew._ThreadPool(0)
     post, seen = copying.post, []
 

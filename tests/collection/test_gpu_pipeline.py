@@ -276,4 +276,4 @@ def test_a_gpu_that_fails_gives_nothing_back(
     assert len(unfinished) == 2
     assert readers(table) == 2
     for _, ticket in unfinished:
-        table.end_read(ticket)
+        ticket.end()

@@ -179,12 +179,12 @@ def test_a_forked_child_draws_by_itself(selector: Any) -> None:
 @forks
 def test_what_a_forked_child_drops_stays_with_its_parent() -> None:
     with _iterated(gear.Prioritized()) as (table, dataset, batches):
-        ticket = table.begin_read()
+        ticket = table.reader().begin_read()
         held = [dataset, batches]
 
         def work() -> None:
             nonlocal dataset, batches
-            table.end_read(ticket)
+            ticket.end()
             batches.close()  # type: ignore[attr-defined]
             held.clear()
             del dataset, batches
@@ -193,7 +193,7 @@ def test_what_a_forked_child_drops_stays_with_its_parent() -> None:
         forked(work)
         assert open_tickets(table) == 1
         assert len(prefetch_threads()) == 1
-        table.end_read(ticket)
+        ticket.end()
         next(batches)
 
 

@@ -188,13 +188,13 @@ def by_id(tables: list[Table]) -> dict[int, dict[str, Any]]:
         table.check_valid()
         slots = table.indices()
         sequences = table.region.array("sequence")[slots]
-        _, ages = table.ages(slots, sequences)
+        _, ages = table.reader().ages(slots, sequences)
         for i, slot in enumerate(slots.tolist()):
             name = int(table.ids(slots[i : i + 1])[0])
             assert name not in found, f"the trajectory {name} is there twice"
             found[name] = {
                 "contents": {key: bits(value) for key, value in table[slot].items()},
-                "priority": float(table.priorities()[slot]),
+                "priority": float(table.reader().arrays.priority[slot]),
                 "times_sampled": int(table.region.array("sampled")[slot]),
                 "age": round(ages[i] / 1e9 / 500) * 500,
             }
@@ -246,7 +246,7 @@ def _check_tables(tables: list[Table], everything: dict[int, Any]) -> None:
         if len(tables) != 4:
             assert ids_of(table) == sorted(ids_of(table))
             slots = table.indices()
-            came_after, _ = table.ages(slots, table.region.array("sequence")[slots])
+            came_after, _ = table.reader().ages(slots, table.region.array("sequence")[slots])
             assert came_after.tolist() == list(range(len(table)))[::-1]
             assert table.region.array("counters")[NEXT_SEQUENCE] > highest
         layout = table.region.layout

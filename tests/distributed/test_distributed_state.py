@@ -144,12 +144,16 @@ def local_rank(rank: int, world: int, counts: list[int]) -> Any:
             shards, batch_size=64, windows=gear.Window(1), selector=selector, scope="local", copy=True
         )
         batches = list(data)
-        found[normalize] = (len(batches), kept(batches[0]), table.priorities()[batches[0]["index"]].copy())
+        found[normalize] = (
+            len(batches),
+            kept(batches[0]),
+            table.reader().arrays.priority[batches[0]["index"]].copy(),
+        )
     plain = gear.ReplayDataset(
         shards, batch_size=8, windows=gear.Window(1), selector=gear.Uniform(replacement=False), scope="local"
     )
     found["passes"] = len(list(plain))
-    mass = float(table.priorities()[: counts[rank]].sum())
+    mass = float(table.reader().arrays.priority[: counts[rank]].sum())
     shards.close()
     return found, mass
 

@@ -24,7 +24,7 @@ WINDOWS = gear.Window(3)
 def contents(table: gear.Table) -> dict[int, tuple[Any, ...]]:
     slots = table.indices()
     return {
-        int(name): (table[slot]["act"].numpy().tobytes(), float(table.priorities()[slot]))
+        int(name): (table[slot]["act"].numpy().tobytes(), float(table.reader().arrays.priority[slot]))
         for name, slot in zip(table.ids(slots), slots, strict=True)
     }
 

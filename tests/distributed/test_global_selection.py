@@ -153,7 +153,9 @@ def one_table(counts: list[int]) -> gear.Table:
     )
     for shard in range(len(counts)):
         part = filled(None, shard, counts)
-        table.extend([part[index] for index in part.indices()], priority=part.priorities()[: counts[shard]])
+        table.extend(
+            [part[index] for index in part.indices()], priority=part.reader().arrays.priority[: counts[shard]]
+        )
     return table
 
 
@@ -320,7 +322,7 @@ def test_anchors_at_an_end(name: str, anchor: str) -> None:
     shards = alone([9, 12, 20])
     for batch in dataset(shards, name, 1, prefetch=0, anchor=anchor):
         rows = zip(batch["shard"].tolist(), batch["index"].tolist(), strict=True)
-        lengths = [int(shards.own[shard].index_arrays()[0][index, 0]) for shard, index in rows]
+        lengths = [int(shards.own[shard].reader().index_arrays()[0][index, 0]) for shard, index in rows]
         assert batch["anchor"].tolist() == [0 if anchor == "first" else length - 1 for length in lengths]
 
 

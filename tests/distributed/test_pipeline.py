@@ -121,8 +121,8 @@ def leftovers(shards: Shards, table: gear.Table, windows: Any) -> tuple[list[int
         part = {name: values for name, values in trajectory(1, 2).items() if name in COLUMNS[1]}
         table.extend_as([part], ids=[told[2]["ids"][3]])
     removed = [data.rebalance(max_bytes=0)["leftovers"]]
-    live = table._live()
-    live.created[:] -= 31 * 10**9
+    live = table.index
+    live.arrays.created[:] -= 31 * 10**9
     removed.append(data.rebalance(max_bytes=0)["leftovers"])
     table.check_valid()
     return removed, len(table)

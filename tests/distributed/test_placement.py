@@ -75,7 +75,7 @@ def test_priority_mass_evens_out_priorities() -> None:
     for each, priority in zip(some([1] * 30), priorities, strict=False):
         placement.add(each, priority=float(priority))
     placement.extend(some([1] * 30), priority=priorities[30:])
-    masses = [float(table.priorities()[table.indices()].sum()) for table in parts]
+    masses = [float(table.reader().arrays.priority[table.indices()].sum()) for table in parts]
     assert max(masses) - min(masses) <= 4
     assert sum(masses) == pytest.approx(20 + priorities.sum(), rel=1e-5)
     assert len(parts[2]) < len(parts[0])
@@ -218,7 +218,7 @@ def placing_rank(rank: int, world: int) -> dict[str, Any]:
             shards.exchange.barrier()
             found["numbers"] = sorted(numbers_in(table))
             found["ids"] = table.ids(table.indices())
-            found["unset"] = int((table.priorities()[table.indices()] != 2.0).sum())
+            found["unset"] = int((table.reader().arrays.priority[table.indices()] != 2.0).sum())
             shards.exchange.barrier()
             by_space, by_mass = Placement(shards, "free_space"), Placement(shards, "priority_mass")
             if rank == 0:

@@ -118,7 +118,7 @@ def test_shards_become_equal_and_keep_what_was_learnt(name: str, by: Any) -> Non
     before = held(shards.own)
     learnt = leaves_by_id(data) if name in BY_PRIORITY else {}
     table_priorities = {
-        one: float(table.priorities()[slot])
+        one: float(table.reader().arrays.priority[slot])
         for table in shards.own.values()
         for one, slot in zip(table.ids(table.indices()).tolist(), table.indices().tolist(), strict=True)
     }
@@ -139,7 +139,7 @@ def test_shards_become_equal_and_keep_what_was_learnt(name: str, by: Any) -> Non
         assert leaves_by_id(data) == learnt  # bit for bit
     for table in shards.own.values():
         for one, slot in zip(table.ids(table.indices()).tolist(), table.indices().tolist(), strict=True):
-            assert table_priorities[one] == table.priorities()[slot]
+            assert table_priorities[one] == table.reader().arrays.priority[slot]
     assert data.rebalance(by=by, tolerance=0.5)["moved"] == 0
     check_batch(data.sample(), WINDOWS)
 

@@ -227,7 +227,7 @@ def test_more_than_2_31_words() -> None:
                     "y": random.integers(0, 256, (length, 5), dtype=np.uint8),
                 }
             )
-        assert (np.sort(table.index_arrays()[1])[-count:].astype(np.int64) * 64 * 1024 > 2**33).all()
+        assert (np.sort(table.reader().index_arrays()[1])[-count:].astype(np.int64) * 64 * 1024 > 2**33).all()
         options: dict[str, Any] = {
             "batch_size": 64,
             "windows": Window(70, -69),

@@ -414,7 +414,7 @@ def test_shared_steps_are_updated_whichever_trajectory_names_them(table: gear.Ta
             torch.from_numpy(part)
             for part in (
                 slots[chosen],
-                table.slot_states()[1][slots[chosen]],
+                table.reader().slot_states()[1][slots[chosen]],
                 random.integers(0, lengths[chosen]),
             )
         ]

@@ -160,7 +160,7 @@ def test_a_sequence_computed_by_hand(clock: Clock) -> None:
     with make_table(
         (4, 4, 4, 4), max_steps=64, max_trajectories=8, block_steps=4, on_full="evict_oldest"
     ) as table:
-        counters = table._live().counters
+        counters = table.index.arrays.counters
 
         def script(number: int, batch: Any) -> None:
             clock.now += 2.0

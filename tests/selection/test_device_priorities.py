@@ -20,7 +20,7 @@ from gear_loader.selection.base import Anchor, SelectionContext
 from gear_loader.selection.prioritized import ANCHORS, LEAVES, PrioritizedSelection, draw_key
 from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
 from gear_loader.selection.selectors import Draw, Selector
-from gear_loader.storage.index import Ticket
+from gear_loader.storage.readers import Ticket
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="kernels are compiled here, for CUDA tensors only"
@@ -70,7 +70,7 @@ def drawn(selection: CudaPrioritizedSelection, draw: Draw) -> tuple[torch.Tensor
         selection.draw_rows(draw, random, mirror, REACH)
         selection._leave()
     finally:
-        selection.context.table.end_read(ticket)
+        ticket.end()
     return mirror
 
 
@@ -83,7 +83,7 @@ def expected(selection: PrioritizedSelection, draw: Draw) -> Any:
             rows = dataclasses.replace(rows, weights=selection._importance(draw, rows.leaves))
         return rows
     finally:
-        selection.context.table.end_read(ticket)
+        ticket.end()
 
 
 def now(call: Callable[[], object]) -> None:
@@ -130,7 +130,7 @@ def test_batches_are_those_of_the_cpu_while_the_table_changes(
     device, host = both(table, make(unit), anchor)
     random = np.random.default_rng(1)
     writer = table.writer(chunk_steps=24, overlap_steps=16)  # whose trajectories share blocks
-    extent, block_ids = table.index_arrays()
+    extent, block_ids = table.reader().index_arrays()
     for step in range(6):
         draw = Draw(3, 1, step, 0, BATCH, 0, step)
         rows, found = expected(host, draw), drawn(device, draw)
@@ -173,7 +173,7 @@ def shared_steps(table: gear.Table) -> tuple[torch.Tensor, torch.Tensor, torch.T
     slots, lengths = table.indices(), table.lengths()
     rows = np.repeat(slots, lengths)
     steps = np.concatenate([np.arange(length) for length in lengths])
-    return tuple(torch.from_numpy(part) for part in (rows, table.slot_states()[1][rows], steps))  # type: ignore[return-value]
+    return tuple(torch.from_numpy(part) for part in (rows, table.reader().slot_states()[1][rows], steps))  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("stale", ["ignore", "error"])
@@ -342,7 +342,7 @@ def test_only_the_subset_is_drawn(table: gear.Table) -> None:
 
     for unit in ("trajectory", "step"):
         device, host = both(table, gear.Prioritized(unit=unit), subset=even)  # type: ignore[arg-type]
-        sequence = table.slot_states()[2]
+        sequence = table.reader().slot_states()[2]
         for step in range(4):
             draw = Draw(0, 0, step, 0, BATCH)
             found = drawn(device, draw)

@@ -130,7 +130,7 @@ class Twin:
         state = self.data.state_dict()["priorities"]
         self.seen()
         members = self.members()
-        extent, block_ids = self.table.index_arrays()
+        extent, block_ids = self.table.reader().index_arrays()
         size = self.table.region.layout.block_steps
         expected: dict[int, float] = {}
         for t in members:

@@ -68,11 +68,11 @@ def probability_of(
         return [1.0] * len(batch["index"])
     lengths = dict(zip(table.indices().tolist(), table.lengths().tolist(), strict=True))
     weights = {
-        index: float(table.priorities()[index]) ** selector.alpha
+        index: float(table.reader().arrays.priority[index]) ** selector.alpha
         * (lengths[index] if selector.unit == "step" else 1)
         for index in lengths
     }
-    each = {index: float(table.priorities()[index]) ** selector.alpha for index in lengths}
+    each = {index: float(table.reader().arrays.priority[index]) ** selector.alpha for index in lengths}
     return [each[index] / sum(weights.values()) for index in batch["index"].tolist()]
 
 
@@ -324,7 +324,7 @@ def test_validation_is_not_limited() -> None:
         assert module.val_dataset is not None
         for _ in range(3):
             assert sum(len(batch["index"]) for batch in module.val_dataset) > 0
-        assert int(table._live().counters[NUM_SAMPLED]) == 0
+        assert int(table.index.arrays.counters[NUM_SAMPLED]) == 0
 
 
 # Priorities that the table keeps ---------------------------------------------------------------------
@@ -347,11 +347,11 @@ def test_an_update_of_what_is_gone_changes_nothing_of_its_successor() -> None:
         data = dataset_of(table, selector=gear.Prioritized())
         batch = data.sample()
         gone = int(table.indices()[0])
-        generation = batch["generation"].clone().fill_(int(table.slot_states()[1][gone]))
+        generation = batch["generation"].clone().fill_(int(table.reader().slot_states()[1][gone]))
         table.remove(gone)
         assert table.add(rows(9, 3), priority=7) == gone
         data.update_priority(np.full(4, gone), np.full(4, 0.5), generation=generation)
-        assert table.priorities()[gone] == 7
+        assert table.reader().arrays.priority[gone] == 7
         assert data.num_stale == 4
 
 

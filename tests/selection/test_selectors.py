@@ -12,7 +12,7 @@ from dataset_common import chi_square, chi_square_limit
 import gear_loader as gear
 from gear_loader.errors import SchemaError
 from gear_loader.selection.selectors import Draw, anchors, replacements
-from gear_loader.storage.index import Snapshot
+from gear_loader.storage.reader import Snapshot
 
 LENGTHS = (1, 9, 4, 2, 7, 3, 1, 5)  # 32 steps
 

@@ -53,8 +53,7 @@ from gear_loader.errors import (
 )
 from gear_loader.storage import operations
 from gear_loader.storage.counters import NUM_EVICTED, NUM_REMOVED
-from gear_loader.storage.operations import READING
-from gear_loader.storage.recovery import FREE, WRITING
+from gear_loader.storage.operations import FREE, READING, WRITING
 from gear_loader.utils.waiting import Backoff
 
 SECONDS = float(os.environ.get("GEAR_LOADER_STRESS_SECONDS", "3"))
@@ -96,20 +95,20 @@ def named(**options: Any) -> Iterator[gear.Table]:
 @contextlib.contextmanager
 def waiting(table: gear.Table, seconds: float) -> Iterator[None]:
     """Other deadlines, of the lock and of room, for a while; and nothing takes much longer than them."""
-    live = table._live()
-    before = table.region.lock.timeout, live.timeout
-    table.region.lock.timeout = live.timeout = seconds
+    live = table.index
+    before = table.region.lock.timeout, live.admission.timeout
+    table.region.lock.timeout = live.admission.timeout = seconds
     try:
         yield
     finally:
-        table.region.lock.timeout, live.timeout = before
+        table.region.lock.timeout, live.admission.timeout = before
 
 
 def attach(name: str, **options: Any) -> gear.Table:
     """In a child: attached, and with deadlines that a busy machine does not miss."""
     table = gear.Table.attach(name, timeout=PATIENCE, **options)
     table.region.lock.timeout = PATIENCE
-    assert table._live().operations is operations.COMPILED
+    assert table.index.arrays.operations is operations.COMPILED
     return table
 
 
@@ -373,7 +372,7 @@ _NUMBERS = 10**5  # numbers that one life may use
 def _live(table: gear.Table, journal: Journal, kind: int, seed: int, first: int) -> None:
     """Write until killed: in every way (kind 0), or so that the index is half changed for much of the time."""
     author = Author(table, seed, first, journal=journal, longest=40 if kind == 0 else 6)
-    index = table._live()
+    index = table.index
     count = min(600, table.region.layout.max_trajectories // 4)
     ones = np.ones(count, dtype=np.int64)
     bulk = columns_of(first + np.arange(count)[:, None], np.zeros((1, 1)), 1, 0, 0)
@@ -490,7 +489,7 @@ def _evict(table: gear.Table, journal: Journal, on_full: Any, seed: int, first: 
     author = Author(table, seed, first)
     count = 400
     ones = np.ones(count, dtype=np.int64)
-    index = table._live()
+    index = table.index
     evict, _ = table.policy
     while True:
         if seed % 4 == 0:
@@ -666,7 +665,7 @@ def _refused(table: gear.Table, pattern: str, calls: list[Callable[[], Any]]) ->
 
 def _change_all_the_time(voice: Voice, name: str) -> None:
     with attach(name) as table:
-        index = table._live()
+        index = table.index
         many = np.ones(100, dtype=np.int64)
         voice.say()
         while not voice.is_called:
@@ -710,7 +709,7 @@ def test_a_process_stopped_at_work_in_the_lock() -> None:
                 lambda: table.remove(0),
                 lambda: table[0],
                 table.indices,
-                table.begin_snapshot,
+                lambda: table.reader().begin_snapshot(),
                 table.check_valid,
                 dataset.sample,
                 lambda: table.writer().append(rows(9, 3)),
@@ -857,7 +856,7 @@ def _counts(table: gear.Table) -> tuple[int, int]:
         added = int(counters[operations.NEXT_SEQUENCE] - counters[operations.FIRST_SEQUENCE])
         return added, int(counters[operations.NUM_SAMPLED])
 
-    return table._live()._locked(look)
+    return table.index.recovery.locked(look)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -1103,7 +1102,7 @@ def test_a_queue_is_no_smaller_when_a_consumer_has_died() -> None:
             table.extend([rows(number, 3) for number in range(8)])
             try:
                 with mortal(table, stores) as index:
-                    index.take_ends(4, newest=False, samples=4)
+                    index.reader.take_ends(4, newest=False, samples=4)
                     break
             except Died:
                 bury(table)

@@ -15,6 +15,7 @@ from table_common import COLUMNS, fresh_name, named, numbers_of, rows
 import gear_loader as gear
 from gear_loader.errors import CorruptTableError, RegionError
 from gear_loader.native import copying
+from gear_loader.storage import bounds
 from gear_loader.storage.counters import (
     COMMITTING,
     DIRTY,
@@ -164,12 +165,12 @@ def test_recovery_makes_again_what_is_derived(table: gear.Table) -> None:
 
 
 def test_attach_to_a_table_in_the_middle_of_a_change_waits_for_its_end(table: gear.Table) -> None:
-    index = table._live()
+    index = table.index
     with table.region.lock:
         put("counters", COMMITTING, 1)(table)
-        assert index.damage() is not None
+        assert bounds.damage(index.arrays) is not None
         put("counters", COMMITTING, 0)(table)
-    index.check_bounds()
+    index.recovery.check_bounds()
 
 
 # Afterwards ------------------------------------------------------------------------------------------
@@ -211,8 +212,8 @@ def fill(table: gear.Table) -> None:
         (put("counters", NUM_FREE_BLOCKS, 2**40), fill),
         (put("counters", NUM_FREE_SLOTS, -5), fill),
         (put("touched", slice(None), 10**6), draw),
-        (put("links", slice(None), 10**6), lambda table: table.begin_ends(4, newest=True)),
-        (put("counters", NUM_READY, -3), lambda table: table.begin_ends(4, newest=True)),
+        (put("links", slice(None), 10**6), lambda table: table.reader().begin_ends(4, newest=True)),
+        (put("counters", NUM_READY, -3), lambda table: table.reader().begin_ends(4, newest=True)),
     ],
 )
 def test_what_becomes_wrong_later_is_refused_where_it_would_be_followed(write: Write, use: Write) -> None:
@@ -220,8 +221,8 @@ def test_what_becomes_wrong_later_is_refused_where_it_would_be_followed(write: W
         for number in range(5):
             table.add(rows(number, 4 + number), priority=1.0)
         with gear.Table.attach(table.name or "", timeout=0.1) as other:
-            table.snapshot()
-            table.begin_read()
+            table.reader().snapshot()
+            table.reader().begin_read()
             table.remove(4)
             write(other)
             with pytest.raises(CorruptTableError, match=f"Table '{table.name}' has a corrupt index: "):
@@ -261,7 +262,7 @@ def test_operations_refuse_alike_compiled_or_not(compiled: bool) -> None:
     with gear.Table.create(COLUMNS, **SIZES, on_full="evict_oldest") as table:
         fill(table)
         if not compiled:
-            table._live().operate(compiled=False)
+            table.index.arrays.operate(compiled=False)
         table.region.array("links")[:] = 10**6
         with pytest.raises(CorruptTableError, match="corrupt index"):
             fill(table)

@@ -133,7 +133,7 @@ def test_trajectories_bring_their_ids(form: str, stacked: bool) -> None:
         slots = table.extend_as(many, ids=values, **options)
         assert table.ids(slots).tolist() == [1 << 16 | 1 if i == -1 else i for i in given]
         assert numbers_of(table) == [0, 1, 2]
-        assert table.priorities()[slots].tolist() == [0.5, 1.0, 2.0]
+        assert table.reader().arrays.priority[slots].tolist() == [0.5, 1.0, 2.0]
         assert table.extend_as([], ids=[]).tolist() == []
 
 
@@ -246,7 +246,7 @@ def test_a_trajectory_that_does_not_fit_leaves_no_id() -> None:
 
 def test_an_id_that_is_being_written() -> None:
     with make() as table:
-        index = table._live()
+        index = table.index
         slots, _ = index.begin(np.array([4]), ids=np.array([77]))
         with (
             unchanged(table),
@@ -307,7 +307,7 @@ def test_death_at_every_store(torn: bool, heir_dies: bool) -> None:
             if heir_dies and died:
                 try:
                     with mortal(table, stores % 11, torn=torn) as heir:
-                        heir.snapshot()
+                        heir.reader.snapshot()
                 except Died:
                     pass
             bury(table)

@@ -16,8 +16,10 @@ from table_common import COLUMNS, Died, Reading, bury, mortal, number_of, number
 import gear_loader as gear
 from gear_loader.errors import LockTimeoutError, StaleIndexError, TableFullError
 from gear_loader.storage.counters import DIRTY, HALF, HEAD, NUM_REMOVED, NUM_TOUCHED
-from gear_loader.storage.index import Changes, Index, Ticket
+from gear_loader.storage.index import Index
 from gear_loader.storage.operations import FREE, READY
+from gear_loader.storage.reader import Changes
+from gear_loader.storage.readers import Ticket
 
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")
@@ -73,11 +75,11 @@ class Follower:
 
     def look(self) -> Changes:
         """Fails unless every slot that changed is told, and where the twin knows it, no other."""
-        index = self.table._live()
-        ticket, changes = index.begin_changes(self.position)
-        index.end_read(ticket)
+        index = self.table.index
+        ticket, changes = index.reader.begin_changes(self.position)
+        ticket.end()
         slots, state = changes.slots, self.table.region.array("state")
-        now = {slot: int(index.sequence[slot]) for slot in np.flatnonzero(state == READY).tolist()}
+        now = {slot: int(index.arrays.sequence[slot]) for slot in np.flatnonzero(state == READY).tolist()}
         assert len(np.unique(slots)) == len(slots)
         assert changes.ready.tolist() == [slot in now for slot in slots.tolist()]
         told = {
@@ -87,16 +89,16 @@ class Follower:
         }
         assert told == {slot: now[slot] for slot in told}
         ready = slots[changes.ready]
-        assert changes.priorities[changes.ready].tolist() == index.priority[ready].tolist()
+        assert changes.priorities[changes.ready].tolist() == index.arrays.priority[ready].tolist()
         assert changes.num_ready == len(now)
         assert changes.next_sequence > max(now.values(), default=-1)
         # What was seen then and what has been told now make what there is.
         kept = {slot: sequence for slot, sequence in self.seen.items() if slot not in slots.tolist()}
         assert {**kept, **told} == now
         if changes.everything:
-            assert slots.tolist() == list(range(index.num_slots))
+            assert slots.tolist() == list(range(index.arrays.num_slots))
         if not self.repaired:
-            assert changes.everything == (len(self.touched) > index.num_slots)
+            assert changes.everything == (len(self.touched) > index.arrays.num_slots)
             assert changes.everything or set(slots.tolist()) == set(self.touched)
             assert changes.position == self.position + len(self.touched)
         assert changes.position >= self.position
@@ -250,7 +252,7 @@ class TableMachine(stateful.RuleBasedStateMachine):
         entries = self.entries(lengths)
         counts = [entry.length for entry in entries]
         expected = self.make_room(counts)
-        index = self.table._live()
+        index = self.table.index
         begun = self.ends(lambda: index.begin(np.array(counts), evict=self.evict), expected)
         if begun is None:
             return stateful.multiple()
@@ -268,7 +270,7 @@ class TableMachine(stateful.RuleBasedStateMachine):
             count = self.blocks([entry])
             self.write(write.ids[place : place + count], entry)
             place += count
-        self.table._live().commit(
+        self.table.index.commit(
             write.slots, np.array([entry.priority for entry in write.entries], dtype=np.float32)
         )
         write.done = True
@@ -281,7 +283,7 @@ class TableMachine(stateful.RuleBasedStateMachine):
     def abort(self, write: Pending, wait: bool) -> None:
         if write.done:
             return
-        self.table._live().abort(write.slots, wait=wait)
+        self.table.index.abort(write.slots, wait=wait)
         if not wait:
             bury(self.table)
         write.done = True
@@ -290,7 +292,7 @@ class TableMachine(stateful.RuleBasedStateMachine):
     def begin_read(self, dead: bool) -> Any:
         if len(self.readers) > 8:
             return stateful.multiple()
-        ticket, snapshot = (self._dead_read if dead else self.table._live().begin_snapshot)()
+        ticket, snapshot = (self._dead_read if dead else self.table.index.reader.begin_snapshot)()
         assert snapshot.slots.tolist() == list(self.live)
         assert snapshot.lengths.tolist() == [entry.length for entry in self.live.values()]
         if dead:
@@ -301,11 +303,11 @@ class TableMachine(stateful.RuleBasedStateMachine):
 
     def _dead_read(self) -> Any:
         with mortal(self.table, float("inf")) as index:
-            return index.begin_snapshot()
+            return index.reader.begin_snapshot()
 
     @stateful.rule(reader=stateful.consumes(reading))
     def end_read(self, reader: Reader) -> None:
-        self.table._live().end_read(reader.ticket)
+        reader.ticket.end()
         reader.alive = False
         self.readers.remove(reader)
 
@@ -468,7 +470,7 @@ def test_block_tables_move_twice_only_when_nobody_is_left_behind(worn: int, reti
     """A reader that began before a move may still use the half that was left; so the next move waits for it."""
     with gear.Table.create(COLUMNS, max_steps=40, max_trajectories=8, block_steps=4, max_blocks=12) as table:
         table.region.lock.timeout = 0
-        index = table._live()
+        index = table.index
         table.extend([rows(1, 9), rows(2, 13), rows(3, 1)])
 
         def wear() -> None:
@@ -479,17 +481,17 @@ def test_block_tables_move_twice_only_when_nobody_is_left_behind(worn: int, reti
             for _ in range(200):
                 wear()
                 table.check_valid()
-                halves.append(int(index.counters[HALF]))
+                halves.append(int(index.arrays.counters[HALF]))
                 for reading in readings:
                     reading.check(table)
 
         for _ in range(worn):
             wear()
-        ticket = index.begin_read()
+        ticket = index.reader.begin_read()
         readings = [Reading.of(table, slot) for slot in table.indices().tolist()]
         if retiring:
             table.remove(1)
-        halves = [int(index.counters[HALF])]
+        halves = [int(index.arrays.counters[HALF])]
         with pytest.raises(
             LockTimeoutError, match=r"is still being read by the processes \[\d+\] or written by \[\]"
         ):
@@ -498,7 +500,7 @@ def test_block_tables_move_twice_only_when_nobody_is_left_behind(worn: int, reti
         for reading in readings:
             reading.check(table)
         assert numbers_of(table) == ([1, 3] if retiring else [1, 2, 3])
-        index.end_read(ticket)
+        ticket.end()
         for _ in range(60):
             wear()
         assert numbers_of(table) == ([1, 3] if retiring else [1, 2, 3])
@@ -547,7 +549,7 @@ def _full(table: gear.Table) -> None:
 def _worn(table: gear.Table) -> None:
     """So that the block tables have to move with the next addition of three blocks."""
     table.extend([rows(1, 9), rows(2, 7)])
-    layout, counters = table.region.layout, table._live().counters
+    layout, counters = table.region.layout, table.index.arrays.counters
     half = int(counters[HALF])
     while counters[HEAD + half] + 3 <= layout.half:
         table.remove(table.add(rows(99, 7)))
@@ -558,7 +560,7 @@ def _worn_twice(table: gear.Table) -> None:
     """The same in the other half."""
     _worn(table)
     table.remove(table.add(rows(98, 7)))
-    layout, counters = table.region.layout, table._live().counters
+    layout, counters = table.region.layout, table.index.arrays.counters
     assert counters[HALF] == 1
     while counters[HEAD + 1] + 3 <= layout.half:
         table.remove(table.add(rows(99, 7)))
@@ -567,9 +569,9 @@ def _worn_twice(table: gear.Table) -> None:
 def _retired(table: gear.Table) -> None:
     """Two that were removed while somebody read, and wait to be freed."""
     _full(table)
-    ticket = table._live().begin_read()
+    ticket = table.index.reader.begin_read()
     table.remove([0, 2])
-    table._live().end_read(ticket)
+    ticket.end()
 
 
 def _dead_writers(table: gear.Table) -> None:
@@ -604,7 +606,7 @@ SCENES = {
     "remove one": Scene(lambda table, index: index.remove(np.array([1])), _full, may_lose=(2,)),
     "remove three": Scene(lambda table, index: index.remove(np.array([4, 0, 2])), _full, may_lose=(5, 1, 3)),
     "abort": Scene(_abort, _some),
-    "read": Scene(lambda table, index: index.end_read(index.begin_read()), _some),
+    "read": Scene(lambda table, index: index.reader.begin_read().end(), _some),
 }
 
 
@@ -613,14 +615,14 @@ def survive(scene: Scene, stores: int, *, torn: bool, again: int | None = None) 
     with gear.Table.create(COLUMNS, **SIZES, on_full="evict_oldest") as table:
         scene.prepare(table)
         before = numbers_of(table)
-        index = table._live()
+        index = table.index
         readings = [Reading.of(table, slot) for slot in table.indices().tolist()] if scene.reader else []
-        ticket = index.begin_read() if scene.reader else None
+        ticket = index.reader.begin_read() if scene.reader else None
         table.region.lock.timeout = 0
         follower = Follower(table)
         follower.look()
         follower.repaired = True  # what dies on the way is not noted here
-        for count, act in [(stores, scene.act), (again, lambda _, heir: heir.snapshot())]:
+        for count, act in [(stores, scene.act), (again, lambda _, heir: heir.reader.snapshot())]:
             if count is None:
                 continue
             try:
@@ -629,7 +631,7 @@ def survive(scene: Scene, stores: int, *, torn: bool, again: int | None = None) 
             except Died:
                 continue
             if ticket is not None:
-                index.end_read(ticket)
+                ticket.end()
             return False
         bury(table)
         table.check_valid()
@@ -637,7 +639,7 @@ def survive(scene: Scene, stores: int, *, torn: bool, again: int | None = None) 
         after = numbers_of(table)
         kept = [number for number in after if number in before]
         if again is None:
-            counters, stats = table._live().counters, table.stats()
+            counters, stats = table.index.arrays.counters, table.stats()
             gone = stats.num_evicted + stats.num_expired + int(counters[NUM_REMOVED])
             assert stats.num_inserted - gone == len(after), "whoever leaves is counted once"
         assert kept == [number for number in before if number in kept], "the order changed"
@@ -653,7 +655,7 @@ def survive(scene: Scene, stores: int, *, torn: bool, again: int | None = None) 
         for reading in readings:
             reading.check(table)
         if ticket is not None:
-            index.end_read(ticket)
+            ticket.end()
         # No slot and no block has leaked.
         table.remove(table.indices())
         assert table.stats().blocks_in_use == 0

@@ -45,8 +45,9 @@ from table_common import (
 import gear_loader as gear
 from gear_loader.errors import LockTimeoutError, RegionError, StaleIndexError, TableFullError
 from gear_loader.storage import shared_memory
+from gear_loader.storage.counters import DIRTY
 from gear_loader.storage.lock import process_start
-from gear_loader.storage.recovery import FREE, WRITING
+from gear_loader.storage.operations import FREE, WRITING
 from gear_loader.storage.region import region_path
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -148,13 +149,14 @@ def waiting(table: gear.Table, seconds: float) -> Iterator[None]:
 def nothing_leaked(table: gear.Table) -> None:
     """After the dead have been buried, whatever is not live is free."""
     bury(table)
-    index = table._live()
+    index = table.index
 
     def reclaim() -> None:
-        with index._mutation():
-            index._reclaim()
+        index.arrays.counters[DIRTY] = 1
+        index.arrays.ops.reclaim(index.arrays.where)
+        index.arrays.counters[DIRTY] = 0
 
-    index._locked(reclaim)
+    index.recovery.locked(reclaim)
     table.check_valid()
     lengths = table.lengths().tolist()
     block_steps = table.region.layout.block_steps
@@ -286,7 +288,7 @@ def _read_many(voice: Voice, name: str) -> int:
     with gear.Table.attach(name) as table:
         voice.say("ready")
         while not voice._pipe.poll(0):
-            ticket, snapshot = table.begin_snapshot()
+            ticket, snapshot = table.reader().begin_snapshot()
             slots = snapshot.slots.tolist()
             readings = []
             for slot in generator.sample(slots, min(3, len(slots))):
@@ -298,7 +300,7 @@ def _read_many(voice: Voice, name: str) -> int:
                 Reading(number, length, start).check(table)
                 assert table.region.array("generation")[slot] == snapshot.generations[slots.index(slot)]
                 read += 1
-            table.end_read(ticket)
+            ticket.end()
             if slots:
                 with contextlib.suppress(StaleIndexError):
                     number_of(table[generator.choice(slots)])
@@ -517,10 +519,10 @@ def test_the_lock_dies_with_its_holder(table: gear.Table) -> None:
 
 def _begin(voice: Voice, name: str, length: int) -> None:
     table = gear.Table.attach(name)
-    slots, ids = table._live().begin(np.array([length]), evict=False)
+    slots, ids = table.index.begin(np.array([length]), evict=False)
     voice.say((slots.tolist(), ids.tolist()))
     voice.hear()
-    table._live().commit(slots, np.ones(1, dtype=np.float32))
+    table.index.commit(slots, np.ones(1, dtype=np.float32))
 
 
 @pytest.mark.parametrize("on_full", ["error", "evict_oldest"])
@@ -542,7 +544,7 @@ def test_what_a_dead_writer_had_is_taken_back_when_it_is_needed(on_full: Any) ->
 def _read_and_wait(voice: Voice, name: str, tickets: int) -> None:
     table = gear.Table.attach(name)
     for _ in range(tickets):
-        table.begin_snapshot()
+        table.reader().begin_snapshot()
     voice.say("reading")
     voice.hear()
 
@@ -581,17 +583,17 @@ def test_a_process_is_known_by_its_start_too(table: gear.Table) -> None:
     pid, start = os.getpid(), process_start(os.getpid())
     assert start > 0
     table.add(rows(1, 100))
-    index = table._live()
+    index = table.index
     slots, _ = index.begin(np.array([90]), evict=False)
-    ticket = index.begin_read()
+    ticket = index.reader.begin_read()
     table.remove(int(table.indices()[0]))
     with waiting(table, 0.05):
         with pytest.raises(TableFullError):
             table.add(rows(2, 160))
-        index.owner[slots] = pid, start - 1
+        index.arrays.owner[slots] = pid, start - 1
         with pytest.raises(LockTimeoutError):
             table.add(rows(2, 160))
-        index.readers[ticket.row, :2] = pid, start - 1
+        index.arrays.readers[ticket.row, :2] = pid, start - 1
         table.add(rows(2, 160))
     assert numbers_of(table) == [2]
 
@@ -639,7 +641,7 @@ def test_a_process_stopped_inside_the_lock(table: gear.Table) -> None:
         lambda: table.remove(0),
         lambda: table[0],
         table.indices,
-        table.begin_snapshot,
+        lambda: table.reader().begin_snapshot(),
         table.check_valid,
     ]
     with waiting(table, 0.05):
@@ -803,9 +805,9 @@ def test_a_forked_child_shares_a_named_table(table: gear.Table) -> None:
 
     def work() -> None:
         table.add(rows(2, 6))
-        slots, _ = table._live().begin(np.array([4]), evict=False)
-        assert table._live().owner[slots].tolist() == [[os.getpid(), process_start(os.getpid())]]
-        table.begin_snapshot()
+        slots, _ = table.index.begin(np.array([4]), evict=False)
+        assert table.index.arrays.owner[slots].tolist() == [[os.getpid(), process_start(os.getpid())]]
+        table.reader().begin_snapshot()
         with gear.Table.attach(str(table.name)) as other:
             assert numbers_of(other) == [1, 2]
         table.close()
@@ -870,7 +872,7 @@ def test_a_forked_child_that_is_killed_takes_nothing_with_it(table: gear.Table) 
     pid = os.fork()
     if pid == 0:
         with contextlib.suppress(BaseException), table.region.lock:
-            table._live().counters[19] = 1  # half way through a mutation
+            table.index.arrays.counters[19] = 1  # half way through a mutation
             os.kill(os.getpid(), signal.SIGKILL)
         os._exit(1)
     _, status = os.waitpid(pid, 0)

@@ -13,7 +13,7 @@ from table_common import COLUMNS, named, rows
 
 import gear_loader as gear
 from gear_loader.storage.layout import LINE
-from gear_loader.storage.table import TableStats
+from gear_loader.storage.stats import TableStats
 
 STEP = sum(column.step_bytes for column in COLUMNS.values())
 
@@ -86,16 +86,16 @@ def test_removed_and_evicted() -> None:
 def test_what_is_unfinished_or_still_being_read_is_resident() -> None:
     with gear.Table.create(COLUMNS, max_steps=200, max_trajectories=16, block_steps=4) as table:
         table.extend([rows(0, 8), rows(1, 9)])
-        ticket, _ = table.begin_snapshot()
+        ticket, _ = table.reader().begin_snapshot()
         table.remove(0)
         stats = table.stats()
         assert (stats.num_trajectories, stats.payload_bytes, stats.blocks_in_use) == (1, 9 * STEP, 5)
         assert stats.resident_bytes == expected_resident(table, 2, 5)
-        slots, _ = table._live().begin(np.array([1]), evict=False)
+        slots, _ = table.index.begin(np.array([1]), evict=False)
         assert table.stats().blocks_in_use == 6
         assert table.stats().resident_bytes == expected_resident(table, 3, 6)
-        table._live().abort(slots)
-        table.end_read(ticket)
+        table.index.abort(slots)
+        ticket.end()
         table.remove(1)
         assert table.stats().blocks_in_use == 0
 

@@ -32,7 +32,7 @@ from table_common import (
 import gear_loader as gear
 from gear_loader.errors import StaleIndexError, TableFullError
 from gear_loader.storage import table as table_module
-from gear_loader.storage.recovery import FREE, READY, RETIRED
+from gear_loader.storage.operations import FREE, READY, RETIRED
 from gear_loader.storage.region import _Mapping, region_path
 
 SCALAR = {"x": gear.Column(torch.int64)}
@@ -382,7 +382,7 @@ def test_a_write_that_fails_gives_everything_back(
 ) -> None:
     table.extend([rows(0, 3), rows(1, 3)])
     target = "_write" if failing == "write" else "commit"
-    owner = table if failing == "write" else table._live()
+    owner = table if failing == "write" else table.index
     genuine = getattr(owner, target)
 
     def fail(*args: Any) -> None:
@@ -593,19 +593,19 @@ def test_what_a_reader_holds_is_not_evicted_under_it() -> None:
         COLUMNS, max_steps=100, max_trajectories=4, block_steps=4, on_full="evict_oldest"
     ) as table:
         index = table.add(rows(0, 8))
-        ticket = table._live().begin_read_of(index)
-        ids = table._live().row(index)
+        ticket = table.index.reader.begin_read_of(index)
+        ids = table.index.arrays.row(index)
         table.remove(index)
         for number in range(1, 8):
             table.add(rows(number, 8))
             table.check_valid()
             if len(table) < 4:
                 assert table.region.array("state")[index] == RETIRED
-            blocks = {block for one in table.indices() for block in table._live().row(int(one)).tolist()}
+            blocks = {block for one in table.indices() for block in table.index.arrays.row(int(one)).tolist()}
             assert not blocks & set(ids.tolist())
             if number == 3:
                 break
-        table._live().end_read(ticket)
+        ticket.end()
         table.add(rows(9, 8))
         assert table.region.array("state")[index] in (FREE, READY)
 

@@ -46,9 +46,9 @@ from gear_loader.errors import (
 )
 from gear_loader.storage import shared_memory
 from gear_loader.storage.layout import FORMAT_VERSION
-from gear_loader.storage.recovery import WRITING
+from gear_loader.storage.operations import WRITING
+from gear_loader.storage.readers import Ticket
 from gear_loader.storage.region import _Mapping, region_path
-from gear_loader.storage.table import Ticket
 
 SIZES: dict[str, Any] = {"max_steps": 40, "max_trajectories": 4, "block_steps": 4}
 
@@ -550,7 +550,7 @@ def test_room_that_a_reader_holds_is_waited_for_until_the_deadline() -> None:
     with gear.Table.create(COLUMNS, **SIZES) as table:
         table.add(rows(0, 40))
         table.region.lock.timeout = 0.05
-        ticket, _ = table.begin_snapshot()
+        ticket, _ = table.reader().begin_snapshot()
         table.remove(0)
         with unchanged(table), pytest.raises(LockTimeoutError) as caught:
             table.add(rows(1, 40))
@@ -558,7 +558,7 @@ def test_room_that_a_reader_holds_is_waited_for_until_the_deadline() -> None:
             "Room for 1 trajectories was waited for 0.05 s: what is to be reused is still being read by the processes "
             f"[{os.getpid()}] or written by []."
         )
-        timer = threading.Timer(0.05, table.end_read, (ticket,))
+        timer = threading.Timer(0.05, ticket.end)
         table.region.lock.timeout = 30
         timer.start()
         table.add(rows(2, 40))
@@ -570,7 +570,7 @@ def test_room_that_another_write_holds_is_waited_for_when_it_can_be_evicted() ->
     """Several writers of a small table that evicts get in each other's way, but no error."""
     with gear.Table.create(COLUMNS, **SIZES, on_full="evict_oldest") as table:
         table.add(rows(0, 10))
-        index = table._live()
+        index = table.index
         slots, _ = index.begin(np.array([31]), evict=True)
         table.region.lock.timeout = 0.05
         with (
@@ -590,7 +590,7 @@ def test_room_that_another_write_holds_is_waited_for_when_it_can_be_evicted() ->
 
 def test_without_eviction_an_unfinished_write_counts_as_full() -> None:
     with gear.Table.create(COLUMNS, **SIZES) as table:
-        index = table._live()
+        index = table.index
         slots, _ = index.begin(np.array([31]), evict=False)
         with pytest.raises(
             TableFullError,
@@ -623,7 +623,7 @@ def test_another_thread_that_keeps_the_lock(table: gear.Table) -> None:
         table.lengths,
         table.stats,
         table.check_valid,
-        table.begin_snapshot,
+        lambda: table.reader().begin_snapshot(),
     ]
     for call in calls:
         with pytest.raises(
@@ -641,7 +641,7 @@ def test_a_commit_that_cannot_get_the_lock_gives_its_room_back() -> None:
     with gear.Table.create(COLUMNS, **SIZES) as table:
         table.add(rows(0, 20))
         before = state(table)
-        index = table._live()
+        index = table.index
         in_three_steps(table)
         genuine = index.commit
         held, done = threading.Event(), threading.Event()
@@ -675,12 +675,12 @@ def test_a_commit_that_cannot_get_the_lock_gives_its_room_back() -> None:
 
 
 def test_too_many_readers_at_once(table: gear.Table) -> None:
-    tickets = [table.begin_snapshot()[0] for _ in range(256)]
+    tickets = [table.reader().begin_snapshot()[0] for _ in range(256)]
     assert sorted(ticket.row for ticket in tickets) == list(range(256))
     with pytest.raises(GearError, match="256 batches are being read at once, which is the limit"):
-        table.begin_snapshot()
+        table.reader().begin_snapshot()
     for ticket in tickets:
-        table.end_read(ticket)
+        ticket.end()
     assert number_of(table[0]) == 0
 
 
@@ -1123,10 +1123,8 @@ def test_a_closed_table(private: bool) -> None:
         table.lengths,
         table.stats,
         table.check_valid,
-        table.begin_snapshot,
-        table.snapshot,
-        table.index_arrays,
-        table.slot_states,
+        lambda: table.reader().begin_snapshot(),
+        table.reader,
         lambda: table.region.column("number"),
         lambda: table.region.array("extent"),
     ]
@@ -1136,7 +1134,7 @@ def test_a_closed_table(private: bool) -> None:
         name = "(private)" if private else table.name
         assert str(caught.value) == f"The table {name} is closed; attach or create it again."
     table.close()
-    table.end_read(Ticket())
+    Ticket().end()
     assert "closed" in repr(table)
     assert table.schema == COLUMNS
 

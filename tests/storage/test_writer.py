@@ -39,7 +39,7 @@ from gear_loader.errors import (
     TableClosedError,
     TableFullError,
 )
-from gear_loader.storage import operations
+from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.operations import FREE, WRITING
 from gear_loader.utils.waiting import Backoff
 
@@ -50,7 +50,8 @@ SCALAR = {"x": gear.Column(torch.int64)}
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With the compiled operations, and with the same in Python."""
     if request.param == "python":
-        monkeypatch.setattr(operations, "COMPILED", None)
+        operate = IndexArrays.operate
+    monkeypatch.setattr(IndexArrays, "operate", lambda index, **_: operate(index, compiled=False))
     return str(request.param)
 
 
@@ -454,10 +455,10 @@ def test_a_priority_that_does_not_fit_leaves_what_was_appended(table: gear.Table
     assert len(table) == 0
     writer.commit(priority=2.5)
     assert numbers_of(table) == [3]
-    assert table.priorities()[0] == 2.5
+    assert table.reader().arrays.priority[0] == 2.5
     write(writer, 4, 2)
     writer.commit()
-    assert table.priorities()[1] == -1
+    assert table.reader().arrays.priority[1] == -1
 
 
 def test_a_chunk_whose_priority_does_not_fit() -> None:
@@ -471,7 +472,7 @@ def test_a_chunk_whose_priority_does_not_fit() -> None:
             assert (writer.num_steps, len(table)) == (3, 0)
         writer.priority = 2.0
         assert writer.append(x=3) == (0,)
-        assert table.priorities()[0] == 2.0
+        assert table.reader().arrays.priority[0] == 2.0
         with pytest.raises(SchemaError, match=r"^priority is 'x'; expected"):
             writer.commit(priority="x")  # type: ignore[arg-type]
         assert writer.num_steps == 2
@@ -505,7 +506,7 @@ def test_the_context_manager_commits_at_a_clean_end(table: gear.Table) -> None:
         writer.priority = 4.0
         write(writer, 2, 5)
     assert numbers_of(table) == [1, 2]
-    assert table.priorities()[:2].tolist() == [1.5, 4.0]
+    assert table.reader().arrays.priority[:2].tolist() == [1.5, 4.0]
     with table.writer():
         pass
     with table.writer() as writer:
@@ -535,14 +536,14 @@ def test_interrupted_while_it_commits(what: str, moment: str, monkeypatch: pytes
     with make() as table:
         writer = table.writer(chunk_steps=8, overlap_steps=4 if what == "roll" else 0)
         count(writer, 0, 7)
-        genuine = getattr(table._live(), what)
+        genuine = getattr(table.index, what)
 
         def interrupted(*args: Any, **options: Any) -> None:
             if moment == "after":
                 genuine(*args, **options)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(table._live(), what, interrupted)
+        monkeypatch.setattr(table.index, what, interrupted)
         with pytest.raises(KeyboardInterrupt):
             writer.append(x=7)
         monkeypatch.undo()
@@ -700,12 +701,12 @@ def test_room_that_writers_of_several_threads_hold_is_waited_for() -> None:
         thread = threading.Thread(target=work)
         thread.start()
         wrote.wait(30)
-        table._live().timeout = 0.05
+        table.index.admission.timeout = 0.05
         with pytest.raises(
             LockTimeoutError, match=r"hold room: 2 of this process \(\d+\) with 8 steps\. commit"
         ):
             mine.append(x=4)
-        table._live().timeout = 30
+        table.index.admission.timeout = 30
         threading.Timer(0.05, give.set).start()
         mine.append(x=4)
         thread.join()
@@ -776,8 +777,8 @@ def test_the_rate_limiter_is_asked() -> None:
                 committed += 1
         assert 0 < committed < 6
         assert writer.num_steps == 1
-        ticket, _ = table.begin_snapshot(samples=1)
-        table.end_read(ticket)
+        ticket, _ = table.reader().begin_snapshot(samples=1)
+        ticket.end()
         writer.commit()
         assert contents(table) == [[i] for i in range(committed + 1)]
         # A chunk that may not be committed yet is not lost either: its last step was not appended.
@@ -789,8 +790,8 @@ def test_the_rate_limiter_is_asked() -> None:
                     chunked.append(x=value)
                 assert chunked.num_steps == 7
                 assert table.stats().num_writing == 1
-            ticket, _ = table.begin_snapshot(samples=1)
-            table.end_read(ticket)
+            ticket, _ = table.reader().begin_snapshot(samples=1)
+            ticket.end()
             assert len(chunked.append(x=7)) == 1
             chunked.close()
             assert contents(table)[-1] == list(range(8))
@@ -1030,7 +1031,7 @@ def test_one_append_of_many_chunks() -> None:
             indices = writer.append(trajectory)
         assert len(indices) == 11
         assert table.indices().tolist()[:11] == list(indices)
-        assert (table.priorities()[list(indices)] == 2.0).all()
+        assert (table.reader().arrays.priority[list(indices)] == 2.0).all()
         for i, index in enumerate(table.indices().tolist()):
             found = table[index]
             for name, values in trajectory.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +17,12 @@ from table_common import Died, bury, fresh_name, mortal
 
 import gear_loader as gear
 from gear_loader.errors import GearError, LockTimeoutError, TableFullError
-from gear_loader.storage import index as index_module
 from gear_loader.storage import operations
 from gear_loader.storage.counters import DIRTY, HALF, HEAD, INSERT_WAIT
-from gear_loader.storage.index import Index, Ticket
-from gear_loader.storage.operations import COMPILED, FREE, READY, UNSET, WRITING
+from gear_loader.storage.index import Index
+from gear_loader.storage.index_arrays import IndexArrays
+from gear_loader.storage.operations import FREE, READY, UNSET, WRITING
+from gear_loader.storage.readers import Ticket
 from gear_loader.storage.snapshot import Log
 
 hypothesis = pytest.importorskip("hypothesis")
@@ -47,8 +49,8 @@ def values_at(table: gear.Table, start: int, length: int) -> list[int]:
 
 def watch_moves(table: gear.Table) -> None:
     """From now on it fails if the block tables are moved again and again for one operation."""
-    index = table._live()
-    obtain, flip, moves = index._obtain, index._flip, [0]
+    index = table.index
+    obtain, flip, moves = index.allocator.obtain, index.allocator._flip, [0]
 
     def counted(*args: Any) -> bool:
         moves[0] += 1
@@ -59,16 +61,16 @@ def watch_moves(table: gear.Table) -> None:
         moves[0] = 0
         obtain(*args, **options)
 
-    index._flip, index._obtain = counted, fresh  # type: ignore[method-assign]
+    index.allocator._flip, index.allocator.obtain = counted, fresh  # type: ignore[method-assign]
 
 
 def same_snapshot(table: gear.Table) -> None:
     """Fails unless the snapshot that is kept up to date is as one made anew."""
-    index = table._live()
-    kept = index.snapshot()
-    log, index._log = index._log, Log()
-    anew = index.snapshot()
-    index._log = log
+    index = table.index
+    kept = index.reader.snapshot()
+    log, index.reader._log = index.reader._log, Log()
+    anew = index.reader.snapshot()
+    index.reader._log = log
     for field in ("slots", "lengths", "generations", "sequences", "ends"):
         assert getattr(kept, field).tolist() == getattr(anew, field).tolist(), field
     assert (kept.version, kept.num_steps, len(kept)) == (anew.version, anew.num_steps, len(anew))
@@ -154,7 +156,7 @@ class WriterMachine(stateful.RuleBasedStateMachine):
             on_full=on_full,
             max_times_sampled=limit,
         )
-        self.table._live().timeout = self.table.region.lock.timeout = 0
+        self.table.index.admission.timeout = self.table.region.lock.timeout = 0
         watch_moves(self.table)
         self.on_full, self.limit = on_full, limit
         self.live: dict[int, Entry] = {}
@@ -169,10 +171,12 @@ class WriterMachine(stateful.RuleBasedStateMachine):
             for stream in self.streams:
                 stream.writer.close()
             for read in self.reads:
-                self.table.end_read(read.ticket)
+                read.ticket.end()
             self.table.remove(self.table.indices())
             bury(self.table)
-            self.table._live()._locked(self.table._live()._reclaim)
+            self.table.index.recovery.locked(
+                lambda: self.table.index.arrays.ops.reclaim(self.table.index.arrays.where)
+            )
             self.table.check_valid()
             assert self.table.stats().blocks_in_use == 0
             self.table.close()
@@ -180,9 +184,9 @@ class WriterMachine(stateful.RuleBasedStateMachine):
     # What the twin knows.
 
     def now(self) -> list[int]:
-        index = self.table._live()
-        slots = np.flatnonzero(index.state == READY)
-        found: list[int] = slots[np.argsort(index.sequence[slots])].tolist()
+        index = self.table.index
+        slots = np.flatnonzero(index.arrays.state == READY)
+        found: list[int] = slots[np.argsort(index.arrays.sequence[slots])].tolist()
         return found
 
     def settle(self, added: list[Entry], *, may_evict: bool = True) -> None:
@@ -338,9 +342,9 @@ class WriterMachine(stateful.RuleBasedStateMachine):
     def set_priorities(self, data: Any, stale: bool) -> None:
         slots = data.draw(st.lists(st.sampled_from(list(self.live)), min_size=1, max_size=4))
         priorities = data.draw(st.lists(st.integers(0, 9), min_size=len(slots), max_size=len(slots)))
-        index = self.table._live()
-        generations = index.generation[slots] + (1 if stale else 0)
-        index.set_priorities(
+        index = self.table.index
+        generations = index.arrays.generation[slots] + (1 if stale else 0)
+        index.reader.set_priorities(
             np.array([*slots, -3, 99]),
             np.array([*generations, -1, -1]),
             np.array([*priorities, 1, 1], dtype=np.float32),
@@ -353,7 +357,7 @@ class WriterMachine(stateful.RuleBasedStateMachine):
     @stateful.rule(data=st.data())
     def draw(self, data: Any) -> None:
         slots = data.draw(st.lists(st.sampled_from(list(self.live)), min_size=1, max_size=5))
-        index = self.table._live()
+        index = self.table.index
         expected = []
         used = set()
         for slot in slots:
@@ -364,17 +368,17 @@ class WriterMachine(stateful.RuleBasedStateMachine):
             entry.drawn += 1
             expected.append(entry.drawn)
             used |= {slot} if entry.drawn == self.limit else set()
-        generations = index.generation[slots]
-        assert index.count_samples(np.array(slots), generations).tolist() == expected
+        generations = index.arrays.generation[slots]
+        assert index.reader.count_samples(np.array(slots), generations).tolist() == expected
         for slot in used:
             del self.live[slot]
-        assert index.count_samples(np.array(slots), generations + 1).tolist() == [0] * len(slots)
+        assert index.reader.count_samples(np.array(slots), generations + 1).tolist() == [0] * len(slots)
 
     @stateful.rule(target=reading)
     def begin_read(self) -> Any:
         if len(self.reads) >= 3:
             return stateful.multiple()
-        ticket, snapshot = self.table.begin_snapshot()
+        ticket, snapshot = self.table.reader().begin_snapshot()
         assert snapshot.slots.tolist() == list(self.live)
         extent = self.table.region.array("extent")
         read = Read(ticket, [(int(extent[slot, 1]), entry.values) for slot, entry in self.live.items()])
@@ -383,7 +387,7 @@ class WriterMachine(stateful.RuleBasedStateMachine):
 
     @stateful.rule(read=stateful.consumes(reading))
     def end_read(self, read: Read) -> None:
-        self.table.end_read(read.ticket)
+        read.ticket.end()
         self.reads.remove(read)
 
     @stateful.rule()
@@ -394,7 +398,7 @@ class WriterMachine(stateful.RuleBasedStateMachine):
     @stateful.rule(times=st.integers(1, 6), blocks=st.integers(1, 3))
     def wear(self, times: int, blocks: int) -> None:
         """Use up room for block tables, so that they have to move."""
-        index = self.table._live()
+        index = self.table.index
         for _ in range(times):
             with contextlib.suppress(GearError):
                 slots, _ = index.begin(np.array([blocks * self.table.region.layout.block_steps]))
@@ -419,7 +423,7 @@ class WriterMachine(stateful.RuleBasedStateMachine):
         stream = Stream(writer, chunk, overlap)
         chunks = []
         with mortal(self.table, stores, torn=torn) as index, contextlib.suppress(Died, GearError):
-            index.timeout = 0
+            index.admission.timeout = 0
             writer._index = index
             for _ in range(count):
                 value = next(self.numbers)
@@ -450,25 +454,25 @@ class WriterMachine(stateful.RuleBasedStateMachine):
     def valid(self) -> None:
         if not hasattr(self, "table"):
             return
-        table, index = self.table, self.table._live()
+        table, index = self.table, self.table.index
         table.check_valid()
         same_snapshot(table)
         assert self.now() == list(self.live)
         for slot, entry in self.live.items():
             assert values_of(table, slot) == entry.values
-            assert index.priority[slot] == entry.priority
-            assert index.sampled[slot] == entry.drawn
+            assert index.arrays.priority[slot] == entry.priority
+            assert index.arrays.sampled[slot] == entry.drawn
         for read in self.reads:
             for start, values in read.seen:
                 assert values_at(table, start, len(values)) == values
         open_ = [stream for stream in self.streams if stream.writer._open]
-        assert int((index.state == WRITING).sum()) == len(open_)
+        assert int((index.arrays.state == WRITING).sum()) == len(open_)
         for stream in open_:
             (slot,) = (int(claim.slots[0]) for claim in stream.writer._open)
             assert stream.writer.num_steps == len(stream.values)
-            assert index.row(slot).tolist() == stream.writer._ids
-            assert index.extent[slot, 0] == stream.writer._held
-            assert values_at(table, int(index.extent[slot, 1]), len(stream.values)) == stream.values
+            assert index.arrays.row(slot).tolist() == stream.writer._ids
+            assert index.arrays.extent[slot, 0] == stream.writer._held
+            assert values_at(table, int(index.arrays.extent[slot, 1]), len(stream.values)) == stream.values
 
 
 WriterMachine.TestCase.pytestmark = [  # type: ignore[attr-defined]
@@ -498,20 +502,20 @@ def test_block_tables_that_are_longer_than_there_are_blocks(on_full: Any) -> Non
     ) as table:
         watch_moves(table)
         writers = [table.writer(chunk_steps=8, overlap_steps=7) for _ in range(4)]
-        index = table._live()
+        index = table.index
         expected: dict[int, list[int]] = {i: [] for i in range(4)}
         moved = 0
         for step in range(400):
             if step % 4 == 0:
-                index.counters[DIRTY] = 1  # the repair takes the room that was kept for growth
+                index.arrays.counters[DIRTY] = 1  # the repair takes the room that was kept for growth
             which = step * 7 // 3 % 4
-            half = int(index.counters[HALF])
+            half = int(index.arrays.counters[HALF])
             try:
                 slots = writers[which].append(x=1000 * which + len(expected[which]))
             except TableFullError:
                 table.remove(table.indices()[:5])
                 continue
-            moved += half != index.counters[HALF]
+            moved += half != index.arrays.counters[HALF]
             expected[which].append(1000 * which + len(expected[which]))
             for slot in slots:
                 assert values_of(table, slot) == expected[which][-8:]
@@ -571,7 +575,7 @@ def full(table: gear.Table) -> None:
 def bounded(table: gear.Table) -> None:
     """As `full`; somebody has looked for the lowest priority."""
     full(table)
-    assert operations.lowest(table._live()._view) == 3
+    assert operations.lowest(table.index.arrays.view) == 3
 
 
 def worn(left: int) -> Callable[[gear.Table], None]:
@@ -579,7 +583,7 @@ def worn(left: int) -> Callable[[gear.Table], None]:
 
     def prepare(table: gear.Table) -> None:
         some(table)
-        counters, half_size = table._live().counters, table.region.layout.half
+        counters, half_size = table.index.arrays.counters, table.region.layout.half
         while counters[HEAD + counters[HALF]] + 2 + left <= half_size:
             table.remove(table.add(trajectory(9, 4)))
         while counters[HEAD + counters[HALF]] + 1 + left <= half_size:
@@ -594,7 +598,7 @@ def dying(table: gear.Table, index: Index, **options: Any) -> gear.Writer:
     writer = table.writer(**options)
     writer._give_up.detach()
     writer._index = index
-    index.timeout = 0
+    index.admission.timeout = 0
     return writer
 
 
@@ -641,19 +645,19 @@ def _two_streams(table: gear.Table, index: Index) -> None:
 
 def _count(table: gear.Table, index: Index) -> None:
     slots = np.array([1, 0, 1, 3, 1, 0])
-    times = index.count_samples(slots, index.generation[slots])
+    times = index.reader.count_samples(slots, index.arrays.generation[slots])
     assert times.tolist() == [1, 1, 2, 1, 0, 2]
 
 
 def _counted(table: gear.Table) -> None:
-    index = table._live()
-    slots = np.flatnonzero(index.state == READY)
-    assert (index.sampled[slots] < 2).all(), "drawn often enough, and still there"
+    index = table.index
+    slots = np.flatnonzero(index.arrays.state == READY)
+    assert (index.arrays.sampled[slots] < 2).all(), "drawn often enough, and still there"
 
 
 def _expire(table: gear.Table, index: Index) -> None:
-    index._max_age = 10**9
-    index.snapshot()
+    index.admission.max_age = 10**9
+    index.reader.snapshot()
 
 
 def _aged(table: gear.Table) -> None:
@@ -664,7 +668,7 @@ def _aged(table: gear.Table) -> None:
 
 def _set_priorities(table: gear.Table, index: Index) -> None:
     slots = np.array([0, 4, 2, 2, 77])
-    index.set_priorities(
+    index.reader.set_priorities(
         slots, np.array([-1, 1, -1, 1, -1]), np.array([0.5, 7, 9, 0.25, 1], dtype=np.float32)
     )
 
@@ -672,7 +676,7 @@ def _set_priorities(table: gear.Table, index: Index) -> None:
 def _priorities(table: gear.Table) -> None:
     allowed = [(4, 0.5), (3,), (2, 9, 0.25), (1,), (5, 7)]
     for slot, values in enumerate(allowed):
-        assert table.priorities()[slot] in values
+        assert table.reader().arrays.priority[slot] in values
 
 
 def _evicting(policy: int) -> Callable[[gear.Table, Index], None]:
@@ -764,15 +768,15 @@ def survive(scene: Scene, stores: int, *, torn: bool, again: int | None = None) 
     sizes: dict[str, Any] = {"max_steps": 30, "max_trajectories": 6, "block_steps": 3, **scene.options}
     with gear.Table.create(SCALAR, **sizes) as table:
         scene.prepare(table)
-        index = table._live()
+        index = table.index
         watch_moves(table)
-        table.region.lock.timeout = index.timeout = 0
+        table.region.lock.timeout = index.admission.timeout = 0
         before = everything(table)
         extent = table.region.array("extent")
         seen = [(int(extent[slot, 1]), values_of(table, slot)) for slot in table.indices().tolist()]
         seen = seen if scene.reader else []
-        ticket = index.begin_read() if scene.reader else None
-        for count, act in [(stores, scene.act), (again, lambda _, heir: heir.snapshot())]:
+        ticket = index.reader.begin_read() if scene.reader else None
+        for count, act in [(stores, scene.act), (again, lambda _, heir: heir.reader.snapshot())]:
             if count is None:
                 continue
             try:
@@ -796,11 +800,11 @@ def survive(scene: Scene, stores: int, *, torn: bool, again: int | None = None) 
         lost = {values[0] for values in before if values not in kept}
         allowed = scene.may_lose[: len(lost)] if scene.in_order else scene.may_lose
         assert lost <= set(allowed), "a trajectory is missing"
-        assert (index.state != WRITING).all()
+        assert (index.arrays.state != WRITING).all()
         for start, values in seen:
             assert values_at(table, start, len(values)) == values
         if ticket is not None:
-            index.end_read(ticket)
+            ticket.end()
         # No slot and no block has leaked: all that fits into an empty table does.
         table.remove(table.indices())
         assert table.stats().blocks_in_use == 0
@@ -817,7 +821,8 @@ def survive(scene: Scene, stores: int, *, torn: bool, again: int | None = None) 
 @pytest.fixture
 def _in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     # The tables of these tests are small: machine code saves nothing, and is loaded anew for each of them.
-    monkeypatch.setattr(operations, "COMPILED", None)
+    operate = IndexArrays.operate
+    monkeypatch.setattr(IndexArrays, "operate", lambda index, **_: operate(index, compiled=False))
 
 
 @pytest.mark.usefixtures("_in_python")
@@ -851,7 +856,6 @@ def test_death_of_the_heir(scene: str, every: int) -> None:
 # Machine code and Python ------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(COMPILED is None, reason="needs numba")
 def numbered(number: int) -> Ticket:
     """A ticket of a given number: those of two tables leave the same bytes."""
     ticket = Ticket()
@@ -863,7 +867,7 @@ def numbered(number: int) -> Ticket:
 def test_compiled_or_not_makes_no_difference(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same operations leave the same bytes in the index and in the columns."""
     ticks = itertools.count(10**9, 1000)
-    monkeypatch.setattr(index_module.time, "monotonic_ns", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic_ns", lambda: clock[0])
     clock = [0]
     tables = []
     policy = ["error", "evict_oldest", "evict_lowest_priority"][seed % 3]
@@ -879,8 +883,8 @@ def test_compiled_or_not_makes_no_difference(seed: int, monkeypatch: pytest.Monk
             max_age=3e-5,
             timeout=1e-6,
         )
-        table._live().operate(compiled=compiled)
-        table._live().store = lambda *_args, **_options: None  # type: ignore[method-assign]
+        table.index.arrays.operate(compiled=compiled)
+        table.index.store = lambda *_args, **_options: None  # type: ignore[method-assign]
         options = [(None, 0), (6, 3), (6, 4), (9, 6)]
         writers = [table.writer(chunk_steps=chunk, overlap_steps=overlap) for chunk, overlap in options]
         tables.append((table, writers))
@@ -897,7 +901,7 @@ def test_compiled_or_not_makes_no_difference(seed: int, monkeypatch: pytest.Monk
         some_slots = generator.integers(0, 9, size=5)
         outcomes = []
         for table, writers in tables:
-            index = table._live()
+            index = table.index
             ready = table.region.array("state")[some_slots] == READY
             try:
                 outcome: Any = None
@@ -910,20 +914,24 @@ def test_compiled_or_not_makes_no_difference(seed: int, monkeypatch: pytest.Monk
                 elif what == "remove":
                     table.remove(np.unique(some_slots[ready]))
                 elif what == "priorities":
-                    index.set_priorities(some_slots, np.full(5, -1), some_slots.astype(np.float32) + number)
+                    index.reader.set_priorities(
+                        some_slots, np.full(5, -1), some_slots.astype(np.float32) + number
+                    )
                 elif what == "draw":
-                    outcome = index.count_samples(some_slots, index.generation[some_slots]).tolist()
+                    outcome = index.reader.count_samples(
+                        some_slots, index.arrays.generation[some_slots]
+                    ).tolist()
                 elif what == "read":
                     outcome = len(tickets)
                     if outcome < 2:
-                        pair.append(index.begin_read(numbered(turn)))
+                        pair.append(index.reader.begin_read(numbered(turn)))
                 elif what == "unread" and tickets:
-                    index.end_read(tickets[0][len(outcomes)])
+                    tickets[0][len(outcomes)].end()
                 elif what == "add":
                     outcome = table.add(trajectory(number, number), priority=number)
                 elif what == "repair":
-                    index.counters[DIRTY] = 1
-                    outcome = index.snapshot().slots.tolist()
+                    index.arrays.counters[DIRTY] = 1
+                    outcome = index.reader.snapshot().slots.tolist()
             except GearError as error:
                 outcome = str(error)
             outcomes.append(outcome)
@@ -957,7 +965,7 @@ def test_the_lowest_priority_goes_first(seed: int) -> None:
     with gear.Table.create(
         SCALAR, max_steps=10**6, max_trajectories=slots, block_steps=4, on_full="evict_lowest_priority"
     ) as table:
-        index = table._live()
+        index = table.index
         twin: dict[int, tuple[int, float | None]] = {}  # slot -> number, priority
         for number in range(400):
             priority = None if generator.random() < 0.3 else float(generator.integers(0, 6))
@@ -973,7 +981,7 @@ def test_the_lowest_priority_goes_first(seed: int) -> None:
             if number % 3 == 0:
                 chosen = generator.choice(list(twin), size=3)
                 priorities = generator.integers(0, 6, size=3).astype(np.float32)
-                index.set_priorities(chosen, np.full(3, -1), priorities)
+                index.reader.set_priorities(chosen, np.full(3, -1), priorities)
                 for one, value in zip(chosen.tolist(), priorities.tolist(), strict=True):
                     twin[one] = twin[one][0], value
             if number % 17 == 0:
@@ -981,7 +989,7 @@ def test_the_lowest_priority_goes_first(seed: int) -> None:
                 table.remove(victim)
                 del twin[victim]
             if number % 41 == 0:
-                index.counters[DIRTY] = 1
+                index.arrays.counters[DIRTY] = 1
             if number % 10 != 0:
                 continue
             table.check_valid()
@@ -996,7 +1004,7 @@ def test_the_lowest_priority_goes_first(seed: int) -> None:
 
 def test_trajectories_that_are_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [10**12]
-    monkeypatch.setattr(index_module.time, "monotonic_ns", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic_ns", lambda: now[0])
     with gear.Table.create(SCALAR, max_steps=40, max_trajectories=8, block_steps=4, max_age=2.5) as table:
         writer = table.writer(chunk_steps=8, overlap_steps=4)
         steps_of(writer, first=[0], count=8)
@@ -1017,11 +1025,11 @@ def test_trajectories_that_are_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
         assert everything(table)[-1] == span(4, 8)
         # Whoever adds sees to it too.
         now[0] += 10**9
-        ticket = table._live().begin_read()
+        ticket = table.index.reader.begin_read()
         table.extend([trajectory(5, 2), trajectory(6, 2)])
         assert [values[0] for values in everything(table)] == [200, 4, 500, 600][-len(table) :]
-        table.end_read(ticket)
-        table._live().end_read(ticket)
+        ticket.end()
+        ticket.end()
         now[0] += 10**11
         writer.discard()
         assert everything(table) == []

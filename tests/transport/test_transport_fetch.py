@@ -356,7 +356,7 @@ def test_storing(shelf: tuple[gear.Table, Serving, Peer]) -> None:
     assert slots.dtype == np.int64
     assert slots.tolist() == table.indices()[-2:].tolist()
     assert numbers_of(table) == [*range(8), 50, 51]
-    assert (table.priorities()[slots] == UNSET).all()
+    assert (table.reader().arrays.priority[slots] == UNSET).all()
     assert peer.store(*storing(table)).result(PATIENCE).tolist() == []
     table.check_valid()
 
@@ -371,7 +371,7 @@ def test_storing_with_priorities_and_ids(
     table, _, peer = shelf
     trajectories = [rows(50 + i, 3 + i) for i in range(3)]
     slots = peer.store(*storing(table, *trajectories, priorities=priorities, ids=ids)).result(PATIENCE)
-    assert table.priorities()[slots].tolist() == np.float32(priorities).tolist()
+    assert table.reader().arrays.priority[slots].tolist() == np.float32(priorities).tolist()
     for found, given_id in zip(table.ids(slots).tolist(), ids, strict=True):
         assert given_id in (found, -1)
     assert numbers_of(table)[-3:] == [50, 51, 52]

@@ -291,11 +291,11 @@ def test_only_loopback_is_listened_on(shared: World) -> None:
 def test_rows_that_are_gone(world: World) -> None:
     slots = list(world.held)[:6]
     rows, index = world.rows(slots, [0] * 6)
-    ticket = world.table._live().begin_read()  # what is retired now stays
+    ticket = world.table.index.reader.begin_read()  # what is retired now stays
     world.table.remove([slots[1]])
     out = np.full(world.spec.reply_bytes(6), 205, dtype=np.uint8)
     assert not world.peer.fetch(world.spec, *rows, out, **index).result(30).any()
-    world.table._live().end_read(ticket)
+    ticket.end()
     world.table.remove([slots[2], slots[3]])
     again = [world.table.add(steps(3, 99)) for _ in range(12)]  # takes what has been freed
     assert {slots[2], slots[3]} <= set(again)

@@ -1,0 +1,148 @@
+"""Admission: waits until the rate limiter allows a row to be drawn or a trajectory to be added; removal by age."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from gear_loader.errors import RateLimitError, TableEmptyError
+from gear_loader.storage.counters import (
+    FIRST_SEQUENCE,
+    INSERT_WAIT,
+    NEXT_SEQUENCE,
+    NUM_READY,
+    NUM_SAMPLED,
+    SAMPLE_WAIT,
+)
+from gear_loader.storage.index_arrays import IndexArrays
+from gear_loader.storage.readers import Ticket
+from gear_loader.storage.recovery import Recovery
+from gear_loader.utils.waiting import Backoff
+
+__all__ = ["Admission"]
+
+_T = TypeVar("_T")
+
+
+class Admission:
+    """Applies a table's rate limiter and its `max_age`. All waiting is done outside the lock, with a deadline.
+
+    Args:
+        arrays: of the index. recovery: runs sections under the lock.
+
+    Attributes:
+        timeout: seconds that free space, or the rate limiter, is waited for; None for as long as for the lock.
+        waited: nanoseconds that additions have waited through this handle.
+        has_conditions: whether the table has a rate limiter, `max_times_sampled` or `max_age`.
+    """
+
+    def __init__(self, arrays: IndexArrays, recovery: Recovery) -> None:
+        self.arrays = arrays
+        self._recovery = recovery
+        rules = arrays.rules
+        self.has_conditions = (
+            rules.rate_limiter is not None or rules.max_times_sampled is not None or rules.max_age is not None
+        )
+        self.max_age = None if rules.max_age is None else int(rules.max_age * 1e9)
+        self.timeout: float | None = None
+        self.waited = 0
+
+    def backoff(self) -> Backoff:
+        """A new wait with this handle's deadline."""
+        return Backoff(self._recovery.lock.timeout if self.timeout is None else self.timeout)
+
+    def expire(self) -> None:
+        if self.max_age is not None:
+            self.arrays.ops.expire(self.arrays.where, time.monotonic_ns() - self.max_age)
+
+    def _counts(self) -> dict[str, int]:
+        counters = self.arrays.counters
+        return {
+            "size": int(counters[NUM_READY]),
+            "inserted": int(counters[NEXT_SEQUENCE] - counters[FIRST_SEQUENCE]),
+            "sampled": int(counters[NUM_SAMPLED]),
+        }
+
+    def when_samplable(
+        self, count: int, look: Callable[[], _T | None], *, ticket: Ticket | None = None
+    ) -> _T:
+        """What `look` returns under the lock, once `count` rows may be drawn and it does not return None.
+
+        Args:
+            ticket: under which the rows are drawn; None if none are drawn yet, or `look` counts them.
+        """
+        limiter = self.arrays.rules.rate_limiter if count else None
+        counters = self.arrays.counters
+        backoff: Backoff | None = None
+
+        def attempt() -> tuple[_T | None, dict[str, int]]:
+            self.expire()
+            used_up = count and self.arrays.rules.max_times_sampled is not None and not counters[NUM_READY]
+            if not used_up and (limiter is None or limiter.may_sample(count, **self._counts())):
+                found = look()
+                if found is not None:
+                    if ticket is not None:
+                        counters[NUM_SAMPLED] += count
+                        ticket.counted = count
+                    self._note_sample_wait(backoff)
+                    return found, {}
+            return None, self._counts()
+
+        while True:
+            found, counts = self._recovery.locked(attempt)
+            if found is not None:
+                return found
+            backoff = backoff or self.backoff()
+            if not backoff.sleep():
+                self._recovery.locked(functools.partial(self._note_sample_wait, backoff))
+                if limiter is None or limiter.may_sample(count, **counts):
+                    raise TableEmptyError(
+                        f"{count} trajectories were waited for {backoff.timeout:g} s; the table holds "
+                        f"{counts['size']}. Is somebody adding to it?"
+                    )
+                raise RateLimitError(
+                    f"Waited {backoff.timeout:g} s in vain. {limiter.explain('sample', count, **counts)}"
+                )
+
+    def may_insert(self, count: int) -> bool:
+        limiter = self.arrays.rules.rate_limiter
+        return limiter is None or limiter.may_insert(count, **self._counts())
+
+    def refuse_insert(self, count: int, backoff: Backoff) -> RateLimitError:
+        limiter = self.arrays.rules.rate_limiter
+        assert limiter is not None
+        return RateLimitError(
+            f"Waited {backoff.timeout:g} s in vain. {limiter.explain('insert', count, **self._counts())}"
+        )
+
+    def when_insertable(self, count: int, change: Callable[[], object]) -> None:
+        backoff: Backoff | None = None
+
+        def attempt() -> bool:
+            self.expire()
+            if not self.may_insert(count):
+                return False
+            change()
+            self.note_insert_wait(backoff)
+            return True
+
+        def refuse() -> RateLimitError:
+            assert backoff is not None
+            self.note_insert_wait(backoff)
+            return self.refuse_insert(count, backoff)
+
+        while not self._recovery.locked(attempt):
+            backoff = backoff or self.backoff()
+            if not backoff.sleep():
+                raise self._recovery.locked(refuse)
+
+    def note_insert_wait(self, backoff: Backoff | None) -> None:
+        if backoff is not None:
+            self.waited += backoff.waited
+            self.arrays.counters[INSERT_WAIT] += backoff.waited
+
+    def _note_sample_wait(self, backoff: Backoff | None) -> None:
+        if backoff is not None:
+            self.arrays.counters[SAMPLE_WAIT] += backoff.waited

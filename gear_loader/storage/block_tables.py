@@ -1,0 +1,137 @@
+"""Compaction of the block tables.
+
+Block tables grow in one half of `block_ids`; when it is full, the live ones are copied to the other half. The half
+that was left stays as it was until the next such move, so a reader that still uses it is not disturbed. A writer
+gets its block ids when it gets its slots, and reads no block table.
+
+The trajectories that a writer cuts from one stream of steps share the blocks of the steps that they have in common:
+then their block tables are parts of one, and stay so when they are moved. A stream that had to begin a new block table
+in its middle has some entries twice until then.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gear_loader.storage.bounds import bad_marks, bad_slots, require_whole
+from gear_loader.storage.counters import DIRTY, EPOCH, FLIP_EPOCH, HALF, HEAD, MOVING, RUNS
+from gear_loader.storage.index_arrays import IndexArrays, ranges
+from gear_loader.storage.operations import FREE, WRITING
+from gear_loader.utils.arrays import Array
+
+__all__ = ["BlockTables"]
+
+
+class BlockTables:
+    """The block tables of an index. The caller of a method holds the lock.
+
+    Args:
+        arrays: of the index.
+    """
+
+    def __init__(self, arrays: IndexArrays) -> None:
+        self.arrays = arrays
+
+    def _pieces(self, last: int) -> tuple[Array, Array, Array, Array, int]:
+        """What the block tables of the slots in use consist of, when those that overlap are taken together.
+
+        Args:
+            last: the slot whose piece comes last; -1 for any.
+
+        Returns:
+            The slots in use; where their block tables begin when the pieces are packed one after another; where the
+            pieces begin and how long they are; and the length of it all.
+        """
+        index = self.arrays
+        slots = np.flatnonzero(index.state != FREE)
+        slots = slots[np.argsort(index.extent[slots, 1], kind="stable")]
+        starts = index.extent[slots, 1]
+        ends = np.maximum.accumulate(starts + index.blocks_of(index.extent[slots, 0]))
+        new = np.ones(len(slots), dtype=bool)
+        new[1:] = starts[1:] >= ends[:-1]
+        piece = np.cumsum(new) - 1
+        firsts = np.flatnonzero(new)
+        begins = starts[firsts]
+        lengths = ends[np.append(firsts[1:], len(slots)) - 1] - begins if len(slots) else begins
+        chain, skipped, order = self._chains(slots[firsts], begins, lengths)
+        more = lengths - skipped[:, 1]
+        if last >= 0:
+            order = order[np.argsort(chain[order] == chain[piece[slots == last][0]], kind="stable")]
+        offsets = np.empty(len(firsts), dtype=np.int64)
+        offsets[order] = np.cumsum(more[order]) - more[order]
+        # Where a piece begins: where its chain does, and so far into it.
+        heads = offsets[chain]
+        places = (heads + skipped[:, 0] - begins)[piece] + starts if len(slots) else starts
+        return slots, places, (begins + skipped[:, 1])[order], more[order], int(more.sum())
+
+    def _chains(self, slots: Array, begins: Array, lengths: Array) -> tuple[Array, Array, Array]:
+        """Which pieces are parts of one sequence of blocks: a stream that had to begin a new block table in its middle.
+
+        Args:
+            slots: the first slot of each piece.
+
+        Returns:
+            For each piece the first piece of its sequence; int64 [n, 2]: how many of the sequence's blocks come before
+            the piece, and how many of the piece's own come in pieces before; and an order in which the pieces of a
+            sequence are neighbours.
+        """
+        index = self.arrays
+        count = len(begins)
+        chain, skipped = np.arange(count), np.zeros((count, 2), dtype=np.int64)
+        if not index.stream[slots].any():
+            return chain, skipped, np.arange(count)
+        blocks = index.block_ids[ranges(begins, lengths)]
+        if np.bincount(blocks).max() == 1:
+            return chain, skipped, np.arange(count)
+        # In the order of the steps: by sequence number, and what is being written comes last.
+        sequence = np.where(index.state[slots] == WRITING, np.int64(2**63 - 1), index.sequence[slots])
+        order = np.lexsort((sequence, index.stream[slots]))
+        places: dict[int, tuple[int, int]] = {}
+        sizes: dict[int, int] = {}
+        for i in order[index.stream[slots[order]] > 0].tolist():
+            row = index.block_ids[begins[i] : begins[i] + lengths[i]].tolist()
+            head, place = places.get(row[0], (i, 0))
+            before = sizes.get(head, 0)
+            chain[i], skipped[i] = head, (place, max(0, before - place))
+            if before - place > lengths[i]:
+                raise index.corrupt(
+                    f"the block tables of stream {index.stream[slots[i]]} do not follow each other"
+                )
+            for j in range(before - place, len(row)):
+                places[row[j]] = head, place + j
+            sizes[head] = place + len(row)
+        return chain, skipped, order
+
+    def move(self, last: int) -> None:
+        """Move the block tables in use to the other half; the block table of `last` will end where there is room."""
+        index = self.arrays
+        half = 1 - int(index.counters[HALF])
+        require_whole(index, bad_marks(index) or bad_slots(index))
+        counters = index.counters
+        counters[DIRTY] = 1  # stays set if this fails or the process dies: the next lock holder then recovers
+        slots, places, begins, lengths, total = self._pieces(last)
+        target = half * index.half_size
+        index.block_ids[target : target + total] = index.block_ids[ranges(begins, lengths)]
+        index.moved[slots] = places
+        # Readers see the new places one by one. If this process dies in between, both halves are in use; with this
+        # intent record the next lock holder finishes the move.
+        counters[MOVING] = 1 + half
+        self.finish_move()
+        counters[DIRTY] = 0
+
+    def finish_move(self) -> None:
+        index = self.arrays
+        counters = index.counters
+        half = int(counters[MOVING]) - 1
+        slots = np.flatnonzero(index.state != FREE)
+        if (index.moved[slots] + index.blocks_of(index.extent[slots, 0]) > index.half_size).any():
+            raise index.corrupt("a block table is being moved out of its half")
+        index.extent[slots, 1] = half * index.half_size + index.moved[slots].astype(np.int64)
+        ends = index.extent[slots, 1] + index.blocks_of(index.extent[slots, 0])
+        counters[HEAD + half] = int(ends.max(initial=half * index.half_size)) - half * index.half_size
+        counters[HEAD + 1 - half] = 0
+        counters[FLIP_EPOCH] = counters[EPOCH]
+        counters[EPOCH] += 1
+        counters[RUNS] += 1
+        counters[HALF] = half
+        counters[MOVING] = 0

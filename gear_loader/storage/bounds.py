@@ -1,0 +1,126 @@
+"""Finds values in an index that name no existing slot, block or place: what a process has stored by mistake."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gear_loader.storage.counters import (
+    COMMITTING,
+    DIRTY,
+    DRAWING,
+    HALF,
+    HEAD,
+    LEAVING,
+    LEAVING_COUNT,
+    MOVING,
+    NEWEST,
+    NUM_EVICTED,
+    NUM_EXPIRED,
+    NUM_FREE_BLOCKS,
+    NUM_FREE_SLOTS,
+    NUM_READY,
+    NUM_REMOVED,
+    NUM_RETIRED,
+    NUM_STEPS,
+    NUM_WRITING,
+    OLDEST,
+    ORIGIN,
+    RAISING,
+    REMOVING,
+    RETIRED_BLOCKS,
+    RETIRED_FIRST,
+    WRITING_STEPS,
+)
+from gear_loader.storage.ids import LARGEST_ORIGIN
+from gear_loader.storage.index_arrays import IndexArrays
+from gear_loader.storage.operations import FREE, READY, RETIRED, UNSET
+from gear_loader.utils.arrays import Array
+
+__all__ = ["bad_marks", "bad_slots", "damage", "require_whole"]
+
+
+def damage(index: IndexArrays) -> str | None:
+    """The first value in the index that names no existing slot, block or place; None if there is no such value."""
+    marks = (COMMITTING, REMOVING, DRAWING, LEAVING, RAISING, MOVING)
+    if not index.counters[DIRTY] and any(index.counters[mark] for mark in marks):
+        return "a change is marked as unfinished and as finished"
+    return bad_marks(index) or bad_slots(index) or _bad_derived(index)
+
+
+def bad_marks(index: IndexArrays) -> str | None:
+    """What is wrong with the marks of unfinished changes."""
+    counters, slots = index.counters, index.num_slots
+    if not 0 <= counters[MOVING] <= 2 or not 0 <= counters[HALF] <= 1:
+        return f"the half in use is {counters[HALF]}, being moved to {counters[MOVING]}"
+    if not (0 <= counters[DRAWING] <= slots and 0 <= counters[LEAVING] <= slots):
+        return f"slots {counters[DRAWING]} and {counters[LEAVING]} are being counted"
+    if counters[LEAVING] and counters[LEAVING_COUNT] not in (NUM_EVICTED, NUM_REMOVED, NUM_EXPIRED):
+        return f"a slot is being counted at {counters[LEAVING_COUNT]}"
+    return None
+
+
+def bad_slots(index: IndexArrays) -> str | None:
+    """What is wrong with the slots in use, from which everything else is derived."""
+    found = _outside("state", index.state, FREE, RETIRED)
+    found = found or _outside("block_ids", index.block_ids, 0, index.num_blocks - 1)
+    if found is not None:
+        return found
+    used = index.state != FREE
+    lengths, starts = index.extent[:, 0], index.extent[:, 1]
+    left = np.where(starts < index.half_size, index.half_size, 2 * index.half_size) - starts
+    inside = (lengths >= 1) & (lengths <= index.max_steps)
+    inside &= (starts >= 0) & (starts < 2 * index.half_size)
+    inside &= lengths <= left * index.block_steps
+    bad = np.flatnonzero(used & ~inside)
+    if len(bad):
+        length, start = index.extent[bad[0]].tolist()
+        return f"slot {bad[0]} has {length} steps and its block table at {start}"
+    priority = index.priority
+    odd = used & ~(np.isfinite(priority) & ((priority >= 0) | (priority == UNSET)))
+    odd &= index.state == READY
+    if odd.any():
+        slot = np.flatnonzero(odd)[0]
+        return f"slot {slot} has the priority {priority[slot]}"
+    return None
+
+
+def _bad_derived(index: IndexArrays) -> str | None:
+    """What is wrong with what is derived from the slots."""
+    slots, blocks = index.num_slots, index.num_blocks
+    for counts, most in (
+        ((NUM_READY, NUM_WRITING, NUM_RETIRED, NUM_FREE_SLOTS, OLDEST, NEWEST), slots),
+        ((NUM_FREE_BLOCKS, RETIRED_BLOCKS), blocks),
+        ((HEAD, HEAD + 1), index.half_size),
+        ((NUM_STEPS, WRITING_STEPS), index.max_steps),
+        ((RETIRED_FIRST,), slots - 1),
+        ((ORIGIN,), LARGEST_ORIGIN + 1),
+    ):
+        for place in counts:
+            if not 0 <= index.counters[place] <= most:
+                return f"counter {place} is {index.counters[place]}, expected 0 to {most}"
+    for name, least, most in (
+        ("links", -1, slots - 1),
+        ("free_slots", 0, slots - 1),
+        ("retired", 0, slots - 1),
+        ("touched", 0, slots - 1),
+        ("free_blocks", 0, blocks - 1),
+        ("uses", 0, slots),
+    ):
+        found = _outside(name, getattr(index, name), least, most)
+        if found is not None:
+            return found
+    return "a bound of priorities is NaN" if np.isnan(index.lowest).any() else None
+
+
+def require_whole(index: IndexArrays, damage: str | None) -> None:
+    """Raise CorruptTableError if there is damage."""
+    if damage is not None:
+        raise index.corrupt(damage)
+
+
+def _outside(name: str, values: Array, least: int, most: int) -> str | None:
+    """What of an array is not from `least` to `most`."""
+    found = int(values.min()), int(values.max())
+    if least <= found[0] and found[1] <= most:
+        return None
+    return f"{name} holds {found[0]} to {found[1]}, expected {least} to {most}"

@@ -1,0 +1,134 @@
+"""The arrays of a table's index, and the checks of single values that are read from them without the lock."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from gear_loader.errors import CorruptTableError
+from gear_loader.storage import operations
+from gear_loader.storage.counters import NUM_READY
+from gear_loader.storage.operations import View
+from gear_loader.storage.region import Region
+from gear_loader.utils.arrays import Array
+
+__all__ = ["IndexArrays", "ranges"]
+
+
+class IndexArrays:
+    """The arrays of a region's index as views, and the operations on them. Nothing here takes the lock.
+
+    Attributes:
+        name: of the table, or None.
+        view: the arrays as the operations take them in Python.
+        operations: the operations, compiled or in Python. ops: the same, raising CorruptTableError for IndexError.
+        where: what the operations take as their first argument.
+        stores_at_once: whether `operations.store` may be used.
+    """
+
+    def __init__(self, region: Region) -> None:
+        layout = region.layout
+        self.name = region.name
+        self.rules = layout.rules
+        self.block_steps = layout.block_steps
+        self.max_steps = layout.max_steps
+        self.num_slots = layout.max_trajectories
+        self.num_blocks = layout.num_blocks
+        self.half_size = layout.half
+        self.counters: Array = region.array("counters")
+        self.readers: Array = region.array("readers")
+        self.extent: Array = region.array("extent")
+        self.generation: Array = region.array("generation")
+        self.sequence: Array = region.array("sequence")
+        self.ident: Array = region.array("ident")
+        self.epoch: Array = region.array("epoch")
+        self.owner: Array = region.array("owner")
+        self.stream: Array = region.array("stream")
+        self.created: Array = region.array("created")
+        self.moved: Array = region.array("moved")
+        self.priority: Array = region.array("priority")
+        self.sampled: Array = region.array("sampled")
+        self.state: Array = region.array("state")
+        self.links: Array = region.array("links")
+        self.block_ids: Array = region.array("block_ids").reshape(-1)
+        self.free_slots: Array = region.array("free_slots")
+        self.retired: Array = region.array("retired")
+        self.touched: Array = region.array("touched")
+        self.free_blocks: Array = region.array("free_blocks")
+        self.uses: Array = region.array("uses")
+        self.lowest: Array = region.array("lowest")
+        self.group = layout.group
+        self.operate(compiled=True)
+
+    def operate(self, *, compiled: bool) -> None:
+        """Use the compiled operations, or those in Python (on the arrays that are attributes now)."""
+        self.view = View(*(getattr(self, name) for name in View._fields))
+        self.operations: Any = operations.COMPILED if compiled else operations.PLAIN
+        self.ops: Any = types.SimpleNamespace(
+            **{name: _checked(operation, self.name) for name, operation in vars(self.operations).items()}
+        )
+        self.stores_at_once = compiled and self.rules.rate_limiter is None
+        self.where: Any = operations.places_of(self.view) if compiled else self.view
+
+    def blocks_of(self, lengths: Any) -> Any:
+        """Blocks that trajectories of these lengths take."""
+        return -(-lengths // self.block_steps)
+
+    def num_ready(self) -> int:
+        """Live trajectories, as the index counts them. Takes no lock."""
+        count = int(self.counters[NUM_READY])
+        if not 0 <= count <= self.num_slots:
+            raise self.corrupt(f"it counts {count} trajectories, expected 0 to {self.num_slots}")
+        return count
+
+    def row(self, slot: int) -> Array:
+        """The block ids of a slot, int32 [blocks] (a copy). The caller holds the lock, or a ticket for the slot."""
+        length, start = self.extent[slot].tolist()
+        blocks = self.blocks_of(length)
+        if not (0 < length <= self.max_steps and 0 <= start <= len(self.block_ids) - blocks):
+            raise self.corrupt(f"slot {slot} has {length} steps and its block table at {start}")
+        return self.ids_at(np.arange(start, start + blocks))
+
+    def ids_at(self, places: Array) -> Array:
+        """The entries of the block tables at these places, int64 [n]: block ids, int32 [n]. As for `row`."""
+        if len(places) and not 0 <= places.min() <= places.max() < len(self.block_ids):
+            raise self.corrupt(f"block tables have the places {places.min()} to {places.max()}")
+        ids: Array = self.block_ids[places]
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self.num_blocks:
+            raise self.corrupt(f"block tables hold the blocks {ids.min()} to {ids.max()}")
+        return ids
+
+    def corrupt(self, what: str) -> CorruptTableError:
+        """The error for an index with an impossible value; `what` describes it."""
+        return _corrupt(self.name, what)
+
+
+def _corrupt(name: str | None, what: str) -> CorruptTableError:
+    known = "The private table" if name is None else f"Table {name!r}"
+    remedy = "Create it again" if name is None else f"Remove it (`gear-loader rm {name}`)"
+    return CorruptTableError(
+        f"{known} has a corrupt index: {what}. Another process may have written into its memory. {remedy}; "
+        "Table.load restores the last checkpoint."
+    )
+
+
+def _checked(operation: Callable[..., Any], name: str | None) -> Callable[..., Any]:
+    """The operation, raising CorruptTableError where it raises IndexError."""
+
+    def call(*given: Any) -> Any:
+        try:
+            return operation(*given)
+        except IndexError as error:
+            raise _corrupt(name, str(error)) from error
+
+    return call
+
+
+def ranges(starts: Array, counts: Array) -> Array:
+    """starts[0], starts[0] + 1, ... (counts[0] of them), starts[1], ...; all int64 [n]."""
+    before = np.cumsum(counts) - counts
+    places: Array = np.repeat(starts - before, counts) + np.arange(counts.sum())
+    return places
