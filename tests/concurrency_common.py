@@ -33,7 +33,6 @@ import torch
 
 import gear_loader as gear
 from gear_loader.errors import StaleIndexError
-from gear_loader.native import copying
 from gear_loader.storage.counters import INITIALIZED
 from gear_loader.storage.index_arrays import ranges
 from gear_loader.storage.operations import READY
@@ -616,7 +615,6 @@ def _count_rebuilds() -> Array:
 
 def _load_compiled() -> None:
     """Use every compiled loop once, so that children need not load them."""
-    assert copying.require()
     with gear.Table.create(
         COLUMNS, max_steps=400, max_trajectories=40, block_steps=4, on_full="evict_oldest"
     ) as table:

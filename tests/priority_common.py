@@ -15,7 +15,6 @@ from gear_loader.selection.tree import PriorityTree
 
 Array = np.ndarray[Any, Any]
 
-CAPACITIES = (1, 31, 32, 33, 63, 1000, 1024, 1025, 33000)
 LARGEST_UNIFORM = 1 - 2.0**-53
 POISON = -7
 """In fresh outputs: neither an item nor a priority."""
@@ -99,9 +98,9 @@ def same_tree(found: SumTree, expected: SumTree) -> None:
 
 def check_consistent(tree: SumTree) -> None:
     """The nodes are those that follow from the leaves, and nothing was refused or counted as missing."""
-    anew = tree_of(tree.leaves.numpy()[: tree.capacity].copy())
+    built = tree_of(tree.leaves.numpy()[: tree.capacity].copy())
     for name in ("leaves", "sums", "mins", "maxs"):
-        same_bits(getattr(tree, name), getattr(anew, name), name)
+        same_bits(getattr(tree, name), getattr(built, name), name)
     assert tree.status.tolist() == [NOWHERE, 0, 0, 0]
 
 
@@ -183,7 +182,7 @@ def extreme_uniforms(levels: int) -> Array:
 
 
 def rounding_traps() -> dict[str, Array]:
-    """Leaves whose sums round so that the largest uniforms run into zeros beside them, if nobody looks out."""
+    """Leaves whose sums round so that the largest uniforms run into zeros beside them, unless that is prevented."""
     # 1.5 + 1.5 ulp is rounded up to 1.5 + 2 ulp; a rest of 1.5 + 1 ulp less the 1.5 ulp is rounded up to 1.5,
     # all of the right part, whose own right part holds nothing.
     tiny = 1.5 * 2.0**-52

@@ -1,16 +1,19 @@
 """The compiled loops of the CPU path (numba): copying between blocks and rows at memory speed.
 
 Raw addresses in, bytes moved; the callers have checked everything. They release the GIL, so that several
-threads copy at once. Where numba cannot be imported, `AVAILABLE` is False and the torch twins do the work.
+threads copy at once.
 """
 
 from __future__ import annotations
 
-import os
 import platform
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
+from numba import carray, int64, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from gear_loader.kernels.plan import (
     BASE,
@@ -26,12 +29,11 @@ from gear_loader.kernels.plan import (
     STRIDE,
     WIDTH,
 )
+from gear_loader.native.compile import compiled
 from gear_loader.utils.arrays import Array
-from gear_loader.utils.notices import notice
 
 __all__ = [
     "ASLEEP",
-    "AVAILABLE",
     "ROWS",
     "SPINS",
     "STATE",
@@ -43,42 +45,10 @@ __all__ = [
     "look",
     "place",
     "post",
-    "require",
     "resolve",
     "scatter",
     "serve",
 ]
-
-
-try:
-    from llvmlite import ir
-    from numba import carray, int64, njit, types
-    from numba.core import cgutils
-    from numba.core.compiler_lock import global_compiler_lock
-    from numba.extending import intrinsic
-
-    # A fork while another thread compiles, or loads what was compiled before, would leave this lock locked for ever
-    # in the child: it waits until that is done.
-    os.register_at_fork(
-        before=global_compiler_lock.acquire,
-        after_in_parent=global_compiler_lock.release,
-        after_in_child=global_compiler_lock.release,
-    )
-    AVAILABLE = True
-    REASON = ""
-except ImportError as error:  # pragma: no cover - depends on the environment
-    AVAILABLE = False
-    REASON = str(error)
-
-
-def require() -> bool:
-    """Whether the compiled loops are there; if not, say so once."""
-    if not AVAILABLE:
-        notice(
-            "numba",
-            f"numba cannot be imported ({REASON}): the CPU path runs on plain torch, which is slower.",
-        )
-    return AVAILABLE
 
 
 # The mailbox of a thread pool (`gear_loader.native.threads`), int64:
@@ -116,429 +86,427 @@ STREAM_BYTES = 1 << 18
 """Bytes from which on what is added is written past the caches: the table is larger than these, and nobody reads it
 soon. Copies of 420 KB to 42 MB take 0.66 to 0.92 of memcpy's time on a Xeon of 105 MiB L3."""
 
-if AVAILABLE:
 
-    def compiled(function: Any) -> Any:
-        """Compile a loop that runs without the GIL, and keep the machine code on disk for the next process.
+assert (BASE, STRIDE, STEP_BYTES, OUT, LENGTH, OFFSET, PAD, MASK) == (0, 1, 2, 3, 4, 5, 6, 7)
+assert (BLOCKS, WIDTH) == (9, 10)
+assert (PAD_KEEP, PAD_HEAD) == (0, 1)
 
-        What is kept is taken for current until the function's own file changes. So whatever the loops call is in
-        this file, and what they take from another one is written down below.
-        """
-        try:
-            return njit(nogil=True, cache=True)(function)
-        except RuntimeError as error:
-            notice(
-                "numba-cache",
-                f"numba finds no directory to keep compiled loops in ({error}): every process compiles them anew, "
-                "which takes some seconds. Set NUMBA_CACHE_DIR to a directory that can be written to.",
-            )
-            return njit(nogil=True)(function)
 
-    assert (BASE, STRIDE, STEP_BYTES, OUT, LENGTH, OFFSET, PAD, MASK) == (0, 1, 2, 3, 4, 5, 6, 7)
-    assert (BLOCKS, WIDTH) == (9, 10)
-    assert (PAD_KEEP, PAD_HEAD) == (0, 1)
+@intrinsic  # type: ignore[untyped-decorator]
+def _copy(_context: Any, _target: Any, _source: Any, _count: Any) -> Any:
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        target, source, count = args
+        pointer = cgutils.voidptr_t
+        cgutils.raw_memcpy(
+            builder, builder.inttoptr(target, pointer), builder.inttoptr(source, pointer), count, 1
+        )
 
-    @intrinsic  # type: ignore[untyped-decorator]
-    def _copy(_context: Any, _target: Any, _source: Any, _count: Any) -> Any:
-        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            target, source, count = args
-            pointer = cgutils.voidptr_t
-            cgutils.raw_memcpy(
-                builder, builder.inttoptr(target, pointer), builder.inttoptr(source, pointer), count, 1
-            )
+    return types.void(types.int64, types.int64, types.int64), codegen
 
-        return types.void(types.int64, types.int64, types.int64), codegen
 
-    @intrinsic  # type: ignore[untyped-decorator]
-    def _fill(_context: Any, _target: Any, _value: Any, _count: Any) -> Any:
-        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            target, value, count = args
-            byte = builder.trunc(value, cgutils.int8_t)
-            memset = builder.module.declare_intrinsic("llvm.memset", (cgutils.voidptr_t, cgutils.intp_t))
-            builder.call(
-                memset, (builder.inttoptr(target, cgutils.voidptr_t), byte, count, cgutils.false_bit)
-            )
+@intrinsic  # type: ignore[untyped-decorator]
+def _fill(_context: Any, _target: Any, _value: Any, _count: Any) -> Any:
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        target, value, count = args
+        byte = builder.trunc(value, cgutils.int8_t)
+        memset = builder.module.declare_intrinsic("llvm.memset", (cgutils.voidptr_t, cgutils.intp_t))
+        builder.call(memset, (builder.inttoptr(target, cgutils.voidptr_t), byte, count, cgutils.false_bit))
 
-        return types.void(types.int64, types.int64, types.int64), codegen
+    return types.void(types.int64, types.int64, types.int64), codegen
 
-    @intrinsic  # type: ignore[untyped-decorator]
-    def _stream_line(_context: Any, _target: Any, _source: Any) -> Any:
-        """Copy 64 bytes to an address that 64 divides, past the caches: a line that is written whole is not read."""
 
-        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            line = ir.VectorType(ir.IntType(64), 8).as_pointer()
-            value = builder.load(builder.inttoptr(args[1], line), align=1)
-            store = builder.store(value, builder.inttoptr(args[0], line), align=64)
-            store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
+@intrinsic  # type: ignore[untyped-decorator]
+def _stream_line(_context: Any, _target: Any, _source: Any) -> Any:
+    """Copy 64 bytes to an address that 64 divides, past the caches: a line that is written whole is not read."""
 
-        return types.void(types.int64, types.int64), codegen
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        line = ir.VectorType(ir.IntType(64), 8).as_pointer()
+        value = builder.load(builder.inttoptr(args[1], line), align=1)
+        store = builder.store(value, builder.inttoptr(args[0], line), align=64)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)]))
 
-    @intrinsic  # type: ignore[untyped-decorator]
-    def _order_stores(_context: Any) -> Any:
-        """What was stored before, also past the caches, is seen before what is stored from here on."""
+    return types.void(types.int64, types.int64), codegen
 
-        def codegen(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
-            builder.fence("seq_cst")
 
-        return types.void(), codegen
+@intrinsic  # type: ignore[untyped-decorator]
+def _order_stores(_context: Any) -> Any:
+    """What was stored before, also past the caches, is seen before what is stored from here on."""
 
-    def _word(builder: Any, address: Any) -> Any:
-        return builder.inttoptr(address, ir.IntType(64).as_pointer())
+    def codegen(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+        builder.fence("seq_cst")
 
-    @intrinsic  # type: ignore[untyped-decorator]
-    def atomic_load(_context: Any, _address: Any) -> Any:
-        """The int64 at an address."""
+    return types.void(), codegen
 
-        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            return builder.load_atomic(_word(builder, args[0]), "seq_cst", 8)
 
-        return types.int64(types.int64), codegen
+def _word(builder: Any, address: Any) -> Any:
+    return builder.inttoptr(address, ir.IntType(64).as_pointer())
 
-    @intrinsic  # type: ignore[untyped-decorator]
-    def atomic_store(_context: Any, _address: Any, _value: Any) -> Any:
-        """Write the int64 at an address."""
 
-        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            builder.store_atomic(args[1], _word(builder, args[0]), "seq_cst", 8)
+@intrinsic  # type: ignore[untyped-decorator]
+def atomic_load(_context: Any, _address: Any) -> Any:
+    """The int64 at an address."""
 
-        return types.void(types.int64, types.int64), codegen
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.load_atomic(_word(builder, args[0]), "seq_cst", 8)
 
-    @intrinsic  # type: ignore[untyped-decorator]
-    def atomic_add(_context: Any, _address: Any, _value: Any) -> Any:
-        """Add to the int64 at an address; what it was before."""
+    return types.int64(types.int64), codegen
 
-        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            return builder.atomic_rmw("add", _word(builder, args[0]), args[1], "seq_cst")
 
-        return types.int64(types.int64, types.int64), codegen
+@intrinsic  # type: ignore[untyped-decorator]
+def atomic_store(_context: Any, _address: Any, _value: Any) -> Any:
+    """Write the int64 at an address."""
 
-    @intrinsic  # type: ignore[untyped-decorator]
-    def atomic_cas(_context: Any, _address: Any, _expected: Any, _value: Any) -> Any:
-        """Replace the int64 at an address if it is as expected; what it was before."""
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        builder.store_atomic(args[1], _word(builder, args[0]), "seq_cst", 8)
 
-        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            pair = builder.cmpxchg(_word(builder, args[0]), args[1], args[2], "seq_cst", "seq_cst")
-            return builder.extract_value(pair, 0)
+    return types.void(types.int64, types.int64), codegen
 
-        return types.int64(types.int64, types.int64, types.int64), codegen
 
-    @intrinsic  # type: ignore[untyped-decorator]
-    def pause(_context: Any) -> Any:
-        """Tell the processor that this is a waiting loop."""
+@intrinsic  # type: ignore[untyped-decorator]
+def atomic_add(_context: Any, _address: Any, _value: Any) -> Any:
+    """Add to the int64 at an address; what it was before."""
 
-        def codegen(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
-            if platform.machine() in ("x86_64", "AMD64"):
-                kind = ir.FunctionType(ir.VoidType(), [])
-                builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
-            elif platform.machine() == "aarch64":
-                kind = ir.FunctionType(ir.VoidType(), [ir.IntType(32)])
-                function = cgutils.get_or_insert_function(builder.module, kind, "llvm.aarch64.hint")
-                builder.call(function, [ir.Constant(ir.IntType(32), 1)])
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("add", _word(builder, args[0]), args[1], "seq_cst")
 
-        return types.void(), codegen
+    return types.int64(types.int64, types.int64), codegen
 
-    @intrinsic  # type: ignore[untyped-decorator]
-    def pointer(_context: Any, _address: Any) -> Any:
-        """An address as the pointer that `numba.carray` takes."""
 
-        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            return builder.inttoptr(args[0], cgutils.voidptr_t)
+@intrinsic  # type: ignore[untyped-decorator]
+def atomic_cas(_context: Any, _address: Any, _expected: Any, _value: Any) -> Any:
+    """Replace the int64 at an address if it is as expected; what it was before."""
 
-        return types.voidptr(types.int64), codegen
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        pair = builder.cmpxchg(_word(builder, args[0]), args[1], args[2], "seq_cst", "seq_cst")
+        return builder.extract_value(pair, 0)
 
-    @compiled
-    def scatter(columns, block_steps, ids, addresses, lengths) -> None:  # type: ignore[no-untyped-def]
-        """Copy trajectories into their blocks.
+    return types.int64(types.int64, types.int64, types.int64), codegen
 
-        Args:
-            columns: int64 [C, 3]: address of the column, bytes from block to block, bytes of a step.
-            block_steps: steps of a block.
-            ids: int32, the trajectories' blocks, one trajectory after another.
-            addresses: int64 [n, C]: where the steps of each trajectory lie, contiguous.
-            lengths: int64 [n], in steps.
-        """
-        first, total = 0, 0
-        for i in range(len(lengths)):
-            total += lengths[i]
-        streams = total * columns[:, 2].sum() >= STREAM_BYTES
-        for i in range(len(lengths)):
-            blocks = (lengths[i] + block_steps - 1) // block_steps
-            for c in range(columns.shape[0]):
-                base, stride, step_bytes = columns[c, 0], columns[c, 1], columns[c, 2]
-                block_bytes = block_steps * step_bytes
-                for j in range(blocks):
-                    count = min(block_steps, lengths[i] - j * block_steps) * step_bytes
-                    target = base + int64(ids[first + j]) * stride
-                    source, done = addresses[i, c] + j * block_bytes, int64(0)
-                    if streams and target % 64 == 0:
-                        while done + 64 <= count:
-                            _stream_line(target + done, source + done)
-                            done += 64
-                    _copy(target + done, source + done, count - done)
-            first += blocks
-        if streams:
-            _order_stores()
 
-    @compiled
-    def append(columns, block_steps, ids, first, addresses, count) -> None:  # type: ignore[no-untyped-def]
-        """Copy steps into blocks of one trajectory, from step `first` on.
+@intrinsic  # type: ignore[untyped-decorator]
+def pause(_context: Any) -> Any:
+    """Tell the processor that this is a waiting loop."""
 
-        Args:
-            columns: int64 [C, 3]: address of the column, bytes from block to block, bytes of a step.
-            block_steps: steps of a block.
-            ids: int32, the trajectory's blocks.
-            addresses: int64 [C]: where the steps of each column lie, contiguous.
-            count: of steps.
-        """
+    def codegen(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+        if platform.machine() in ("x86_64", "AMD64"):
+            kind = ir.FunctionType(ir.VoidType(), [])
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
+        elif platform.machine() == "aarch64":
+            kind = ir.FunctionType(ir.VoidType(), [ir.IntType(32)])
+            function = cgutils.get_or_insert_function(builder.module, kind, "llvm.aarch64.hint")
+            builder.call(function, [ir.Constant(ir.IntType(32), 1)])
+
+    return types.void(), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def pointer(_context: Any, _address: Any) -> Any:
+    """An address as the pointer that `numba.carray` takes."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), codegen
+
+
+@compiled
+def scatter(columns, block_steps, ids, addresses, lengths) -> None:  # type: ignore[no-untyped-def]
+    """Copy trajectories into their blocks.
+
+    Args:
+        columns: int64 [C, 3]: address of the column, bytes from block to block, bytes of a step.
+        block_steps: steps of a block.
+        ids: int32, the trajectories' blocks, one trajectory after another.
+        addresses: int64 [n, C]: where the steps of each trajectory lie, contiguous.
+        lengths: int64 [n], in steps.
+    """
+    first, total = 0, 0
+    for i in range(len(lengths)):
+        total += lengths[i]
+    streams = total * columns[:, 2].sum() >= STREAM_BYTES
+    for i in range(len(lengths)):
+        blocks = (lengths[i] + block_steps - 1) // block_steps
         for c in range(columns.shape[0]):
             base, stride, step_bytes = columns[c, 0], columns[c, 1], columns[c, 2]
-            done = 0
-            while done < count:
-                block = (first + done) // block_steps
-                inside = first + done - block * block_steps
-                steps = min(block_steps - inside, count - done)
-                target = base + int64(ids[block]) * stride + inside * step_bytes
-                _copy(target, addresses[c] + done * step_bytes, steps * step_bytes)
-                done += steps
+            block_bytes = block_steps * step_bytes
+            for j in range(blocks):
+                count = min(block_steps, lengths[i] - j * block_steps) * step_bytes
+                target = base + int64(ids[first + j]) * stride
+                source, done = addresses[i, c] + j * block_bytes, int64(0)
+                if streams and target % 64 == 0:
+                    while done + 64 <= count:
+                        _stream_line(target + done, source + done)
+                        done += 64
+                _copy(target + done, source + done, count - done)
+        first += blocks
+    if streams:
+        _order_stores()
 
-    @njit(inline="always")
-    def _window(begin, length, steps, pad):  # type: ignore[no-untyped-def]
-        """First step of a window that exists, number of steps that do, and the padding before them."""
-        low = min(max(begin, 0), steps)
-        count = max(min(begin + length, steps), low) - low
-        if pad == PAD_HEAD:
-            return low, count, length - count
-        if pad == PAD_KEEP:
-            return low, count, low - begin if count > 0 else length
-        return low, count, 0
 
-    # Inlined: called as a function, it costs W2 a fifth of its speed.
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def _copy_steps(  # type: ignore[no-untyped-def]
-        target, base, stride, step_bytes, blocks, low, count, block_ids, row, block_steps
-    ) -> bool:
-        """Copy steps `low` to `low + count - 1` of a trajectory out of its blocks of one column.
+@compiled
+def append(columns, block_steps, ids, first, addresses, count) -> None:  # type: ignore[no-untyped-def]
+    """Copy steps into blocks of one trajectory, from step `first` on.
 
-        Returns:
-            False if its block table has a place or a block that is not there; then some steps have been copied.
-        """
-        step, end = low, low + count
-        while step < end:
-            block = step // block_steps
-            inside = step - block * block_steps
-            take = min(block_steps - inside, end - step)
-            place = row + block
-            if place < 0 or place >= len(block_ids):
-                return False
-            number = int64(block_ids[place])
-            if number < 0 or number >= blocks:
-                return False
-            source = base + number * stride + inside * step_bytes
-            _copy(target, source, take * step_bytes)
-            target += take * step_bytes
-            step += take
-        return True
+    Args:
+        columns: int64 [C, 3]: address of the column, bytes from block to block, bytes of a step.
+        block_steps: steps of a block.
+        ids: int32, the trajectory's blocks.
+        addresses: int64 [C]: where the steps of each column lie, contiguous.
+        count: of steps.
+    """
+    for c in range(columns.shape[0]):
+        base, stride, step_bytes = columns[c, 0], columns[c, 1], columns[c, 2]
+        done = 0
+        while done < count:
+            block = (first + done) // block_steps
+            inside = first + done - block * block_steps
+            steps = min(block_steps - inside, count - done)
+            target = base + int64(ids[block]) * stride + inside * step_bytes
+            _copy(target, addresses[c] + done * step_bytes, steps * step_bytes)
+            done += steps
 
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def _gather_rows(  # type: ignore[no-untyped-def]
-        columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
-    ) -> int:
-        bad = 0
-        for b in range(first, last):
-            if slots[b] >= 0 and slots[b] < len(extent):
-                steps, row = extent[slots[b], 0], extent[slots[b], 1]
-            else:
-                steps, row, bad = int64(0), int64(0), bad + 1
-            target = rows[b] if chosen else b
-            for c in range(columns.shape[0]):
-                step_bytes, length = columns[c, STEP_BYTES], columns[c, LENGTH]
-                low, count, head = _window(anchors[b] + columns[c, OFFSET], length, steps, columns[c, PAD])
-                begin = columns[c, OUT] + target * length * step_bytes
-                out = begin
-                if head > 0:
-                    _fill(out, 0, head * step_bytes)
-                out += head * step_bytes
-                base, stride, blocks = columns[c, BASE], columns[c, STRIDE], columns[c, BLOCKS]
-                if not _copy_steps(
-                    out, base, stride, step_bytes, blocks, low, count, block_ids, row, block_steps
-                ):
-                    _fill(begin, 0, length * step_bytes)
-                    bad += 1
-                tail = length - head - count
-                if tail > 0:
-                    _fill(out + count * step_bytes, 0, tail * step_bytes)
-                mask = columns[c, MASK]
-                if mask != 0:
-                    mask += target * length
-                    _fill(mask, 0, head)
-                    _fill(mask + head, 1, count)
-                    _fill(mask + head + count, 0, tail)
-        return bad
 
-    @compiled
-    def gather(  # type: ignore[no-untyped-def]
-        columns, slots, anchors, extent, block_ids, block_steps, first, last, rows=None
-    ):
-        """Fill rows of a batch from entries `first` to `last - 1`: steps, padding and masks of every column.
+@njit(inline="always")
+def _window(begin, length, steps, pad):  # type: ignore[no-untyped-def]
+    """First step of a window that exists, number of steps that do, and the padding before them."""
+    low = min(max(begin, 0), steps)
+    count = max(min(begin + length, steps), low) - low
+    if pad == PAD_HEAD:
+        return low, count, length - count
+    if pad == PAD_KEEP:
+        return low, count, low - begin if count > 0 else length
+    return low, count, 0
 
-        Args:
-            columns: int64 [C, WIDTH], one row a column, as `gear_loader.kernels.plan` lays it out.
-            slots, anchors: int64 [n]. extent: int64 [T, 2]. block_ids: int32 [H]. block_steps: int.
-            rows: int64 [n]: entry b fills row ``rows[b]`` of the batch; None: row b.
 
-        Returns:
-            How many slots, block tables and blocks are not there: 0 unless the index is corrupt. These windows are
-            zeros.
-        """
-        # What is not used is given as an array of the right type.
-        if rows is None:
-            bad = _gather_rows(
-                columns, slots, anchors, extent, block_ids, block_steps, first, last, slots, False
-            )
+# Inlined: called as a function, it costs W2 a fifth of its speed.
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _copy_steps(  # type: ignore[no-untyped-def]
+    target, base, stride, step_bytes, blocks, low, count, block_ids, row, block_steps
+) -> bool:
+    """Copy steps `low` to `low + count - 1` of a trajectory out of its blocks of one column.
+
+    Returns:
+        False if its block table has a place or a block that is not there; then some steps have been copied.
+    """
+    step, end = low, low + count
+    while step < end:
+        block = step // block_steps
+        inside = step - block * block_steps
+        take = min(block_steps - inside, end - step)
+        place = row + block
+        if place < 0 or place >= len(block_ids):
+            return False
+        number = int64(block_ids[place])
+        if number < 0 or number >= blocks:
+            return False
+        source = base + number * stride + inside * step_bytes
+        _copy(target, source, take * step_bytes)
+        target += take * step_bytes
+        step += take
+    return True
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _gather_rows(  # type: ignore[no-untyped-def]
+    columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
+) -> int:
+    bad = 0
+    for b in range(first, last):
+        if slots[b] >= 0 and slots[b] < len(extent):
+            steps, row = extent[slots[b], 0], extent[slots[b], 1]
         else:
-            bad = _gather_rows(
-                columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, True
-            )
-        return int64(bad)
+            steps, row, bad = int64(0), int64(0), bad + 1
+        target = rows[b] if chosen else b
+        for c in range(columns.shape[0]):
+            step_bytes, length = columns[c, STEP_BYTES], columns[c, LENGTH]
+            low, count, head = _window(anchors[b] + columns[c, OFFSET], length, steps, columns[c, PAD])
+            begin = columns[c, OUT] + target * length * step_bytes
+            out = begin
+            if head > 0:
+                _fill(out, 0, head * step_bytes)
+            out += head * step_bytes
+            base, stride, blocks = columns[c, BASE], columns[c, STRIDE], columns[c, BLOCKS]
+            if not _copy_steps(
+                out, base, stride, step_bytes, blocks, low, count, block_ids, row, block_steps
+            ):
+                _fill(begin, 0, length * step_bytes)
+                bad += 1
+            tail = length - head - count
+            if tail > 0:
+                _fill(out + count * step_bytes, 0, tail * step_bytes)
+            mask = columns[c, MASK]
+            if mask != 0:
+                mask += target * length
+                _fill(mask, 0, head)
+                _fill(mask + head, 1, count)
+                _fill(mask + head + count, 0, tail)
+    return bad
 
-    @compiled
-    def gather_batch(  # type: ignore[no-untyped-def]
-        columns, slots, anchors, generations, extent, block_ids, block_steps, names
-    ):
-        """`gather` of all n entries; their slots, anchors and generations go into `names`, int64 [3, at least n]."""
-        for b in range(len(slots)):
-            names[0, b], names[1, b], names[2, b] = slots[b], anchors[b], generations[b]
-        bad = _gather_rows(
-            columns, slots, anchors, extent, block_ids, block_steps, 0, len(slots), slots, False
-        )
-        return int64(bad)
 
-    @compiled
-    def place(pieces, rows) -> None:  # type: ignore[no-untyped-def]
-        """Copy rows that lie one after another to rows of a batch.
+@compiled
+def gather(  # type: ignore[no-untyped-def]
+    columns, slots, anchors, extent, block_ids, block_steps, first, last, rows=None
+):
+    """Fill rows of a batch from entries `first` to `last - 1`: steps, padding and masks of every column.
 
-        Args:
-            pieces: int64 [P, 3]: address of the rows, address of row 0 of the output, bytes of a row.
-            rows: int64 [n]: row b of each piece goes to row ``rows[b]`` of its output.
-        """
-        for p in range(pieces.shape[0]):
-            source, out, row_bytes = pieces[p, 0], pieces[p, 1], pieces[p, 2]
-            for b in range(len(rows)):
-                _copy(out + rows[b] * row_bytes, source + b * row_bytes, row_bytes)
+    Args:
+        columns: int64 [C, WIDTH], one row a column, as `gear_loader.kernels.plan` lays it out.
+        slots, anchors: int64 [n]. extent: int64 [T, 2]. block_ids: int32 [H]. block_steps: int.
+        rows: int64 [n]: entry b fills row ``rows[b]`` of the batch; None: row b.
 
-    @compiled
-    def resolve(  # type: ignore[no-untyped-def]
-        slots, anchors, extent, block_ids, block_steps, first, last, out_extent, out_ids, num_blocks
-    ) -> int:
-        """Copy what the windows of a batch need of the index, so that a GPU need not look it up itself.
+    Returns:
+        How many slots, block tables and blocks are not there: 0 unless the index is corrupt. These windows are
+        zeros.
+    """
+    # What is not used is given as an array of the right type.
+    if rows is None:
+        bad = _gather_rows(columns, slots, anchors, extent, block_ids, block_steps, first, last, slots, False)
+    else:
+        bad = _gather_rows(columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, True)
+    return int64(bad)
 
-        Args:
-            slots, anchors: int64 [B]. extent: int64 [T, 2]. block_ids: int32 [H]. block_steps: int.
-            first, last: the steps before and after the anchor that any column's window covers.
-            out_extent: int64 [B, 2], row b: length in steps, and the place in `out_ids` where the block table of the
-                trajectory would start; it holds the blocks of the windows only, so this may be negative.
-            out_ids: int32 [B, K], the windows' blocks.
-            num_blocks: blocks of the table: a block id is below it.
 
-        Returns:
-            How many slots, block tables and blocks are not there: 0 unless the index is corrupt. Their blocks are 0.
-        """
-        width, bad = out_ids.shape[1], 0
-        for b in range(len(slots)):
-            steps, row = int64(1), int64(-1)
-            if slots[b] >= 0 and slots[b] < len(extent):
-                steps, row = extent[slots[b], 0], extent[slots[b], 1]
-            low = min(max(anchors[b] + first, 0), steps - 1) // block_steps
-            high = min(max(anchors[b] + last, 0), steps - 1) // block_steps
-            out_extent[b, 0] = steps
-            out_extent[b, 1] = b * width - low
-            for i in range(min(high - low + 1, width)):
-                place = row + low + i
-                number = block_ids[place] if place >= 0 and place < len(block_ids) else -1
-                if number < 0 or number >= num_blocks:
-                    number, bad = 0, bad + 1
-                out_ids[b, i] = number
-        return bad
+@compiled
+def gather_batch(  # type: ignore[no-untyped-def]
+    columns, slots, anchors, generations, extent, block_ids, block_steps, names
+):
+    """`gather` of all n entries; their slots, anchors and generations go into `names`, int64 [3, at least n]."""
+    for b in range(len(slots)):
+        names[0, b], names[1, b], names[2, b] = slots[b], anchors[b], generations[b]
+    bad = _gather_rows(columns, slots, anchors, extent, block_ids, block_steps, 0, len(slots), slots, False)
+    return int64(bad)
 
-    # The crew's loops: see `gear_loader.native.threads`.
 
-    @compiled
-    def _work(mailbox: Array, base: int) -> bool:
-        """Take chunks of the current job until none is left; whether there was one."""
-        found = False
-        while True:
-            ticket = atomic_load(base + 8 * _TICKET)
-            chunk, chunks = ticket & _CHUNK_MASK, ticket >> _CHUNK_BITS & _CHUNK_MASK
-            if chunk >= chunks:
-                return found
-            if atomic_cas(base + 8 * _TICKET, ticket, ticket + 1) != ticket:
-                continue
-            found = True
-            rows = mailbox[ROWS]
-            columns = carray(pointer(mailbox[_COLUMNS]), (mailbox[_NUM_COLUMNS], WIDTH), np.int64)
-            slots = carray(pointer(mailbox[_SLOTS]), (rows,), np.int64)
-            anchors = carray(pointer(mailbox[_ANCHORS]), (rows,), np.int64)
-            extent = carray(pointer(mailbox[_EXTENT]), (mailbox[_NUM_SLOTS], 2), np.int64)
-            ids = carray(pointer(mailbox[_IDS]), (mailbox[_NUM_IDS],), np.int32)
-            steps = mailbox[_STEPS]
-            first, last = rows * chunk // chunks, rows * (chunk + 1) // chunks
-            if mailbox[_PLACES] != 0:
-                places = carray(pointer(mailbox[_PLACES]), (rows,), np.int64)
-                bad = gather(columns, slots, anchors, extent, ids, steps, first, last, places)
-            else:
-                bad = gather(columns, slots, anchors, extent, ids, steps, first, last, None)
-            if bad:
-                atomic_add(base + 8 * _BAD, bad)
-            atomic_add(base + 8 * DONE, 1)
+@compiled
+def place(pieces, rows) -> None:  # type: ignore[no-untyped-def]
+    """Copy rows that lie one after another to rows of a batch.
 
-    @compiled
-    def serve(mailbox: Array, base: int, member: int) -> None:
-        """A member's work, until it has found none for a while and is marked asleep."""
-        state = base + 8 * (STATE + member)
-        idle = 0
-        while True:
-            if _work(mailbox, base):
-                idle = 0
-            idle += 1
-            pause()
-            if idle > atomic_load(base + 8 * SPINS):
-                before = atomic_load(base + 8 * _TICKET)
-                atomic_store(state, ASLEEP)
-                # A job posted before the mark was seen would not wake this member: look once more.
-                if atomic_load(base + 8 * _TICKET) == before or atomic_cas(state, ASLEEP, _AWAKE) != ASLEEP:
-                    return
-                idle = 0
+    Args:
+        pieces: int64 [P, 3]: address of the rows, address of row 0 of the output, bytes of a row.
+        rows: int64 [n]: row b of each piece goes to row ``rows[b]`` of its output.
+    """
+    for p in range(pieces.shape[0]):
+        source, out, row_bytes = pieces[p, 0], pieces[p, 1], pieces[p, 2]
+        for b in range(len(rows)):
+            _copy(out + rows[b] * row_bytes, source + b * row_bytes, row_bytes)
 
-    @compiled
-    def look(base: int, spins: int) -> int:
-        """Look for work so many times, as `serve` does, and take none: to find out how long that takes."""
-        found = 0
-        for _ in range(spins):
-            ticket = atomic_load(base + 8 * _TICKET)
-            found += (ticket & _CHUNK_MASK) < (ticket >> _CHUNK_BITS & _CHUNK_MASK)
-            pause()
-        return found
 
-    @compiled
-    def post(base: int, members: int, chunks: int) -> int:
-        """Open the job that has been written into the mailbox; a bit mask of the members to wake."""
-        atomic_store(base + 8 * DONE, 0)
-        atomic_store(base + 8 * _BAD, 0)
-        number = (atomic_load(base + 8 * _TICKET) >> 2 * _CHUNK_BITS) + 1
-        atomic_store(base + 8 * _TICKET, (number << _CHUNK_BITS | chunks) << _CHUNK_BITS)
-        asleep = 0
-        for member in range(members):
-            if atomic_cas(base + 8 * (STATE + member), ASLEEP, _AWAKE) == ASLEEP:
-                asleep |= 1 << member
-        return asleep
+@compiled
+def resolve(  # type: ignore[no-untyped-def]
+    slots, anchors, extent, block_ids, block_steps, first, last, out_extent, out_ids, num_blocks
+) -> int:
+    """Copy what the windows of a batch need of the index, so that a GPU need not look it up itself.
 
-    @compiled
-    def finish(mailbox, base, chunks):  # type: ignore[no-untyped-def]
-        """The caller's share of the work, then wait for the chunks that others have taken; what `gather` returned."""
-        _work(mailbox, base)
-        while atomic_load(base + 8 * DONE) < chunks:
-            pause()
-        return atomic_load(base + 8 * _BAD)
+    Args:
+        slots, anchors: int64 [B]. extent: int64 [T, 2]. block_ids: int32 [H]. block_steps: int.
+        first, last: the steps before and after the anchor that any column's window covers.
+        out_extent: int64 [B, 2], row b: length in steps, and the place in `out_ids` where the block table of the
+            trajectory would start; it holds the blocks of the windows only, so this may be negative.
+        out_ids: int32 [B, K], the windows' blocks.
+        num_blocks: blocks of the table: a block id is below it.
 
-else:  # pragma: no cover - depends on the environment
-    scatter = append = gather = place = resolve = serve = look = post = finish = None
+    Returns:
+        How many slots, block tables and blocks are not there: 0 unless the index is corrupt. Their blocks are 0.
+    """
+    width, bad = out_ids.shape[1], 0
+    for b in range(len(slots)):
+        steps, row = int64(1), int64(-1)
+        if slots[b] >= 0 and slots[b] < len(extent):
+            steps, row = extent[slots[b], 0], extent[slots[b], 1]
+        low = min(max(anchors[b] + first, 0), steps - 1) // block_steps
+        high = min(max(anchors[b] + last, 0), steps - 1) // block_steps
+        out_extent[b, 0] = steps
+        out_extent[b, 1] = b * width - low
+        for i in range(min(high - low + 1, width)):
+            place = row + low + i
+            number = block_ids[place] if place >= 0 and place < len(block_ids) else -1
+            if number < 0 or number >= num_blocks:
+                number, bad = 0, bad + 1
+            out_ids[b, i] = number
+    return bad
+
+
+# The crew's loops: see `gear_loader.native.threads`.
+
+
+@compiled
+def _work(mailbox: Array, base: int) -> bool:
+    """Take chunks of the current job until none is left; whether there was one."""
+    found = False
+    while True:
+        ticket = atomic_load(base + 8 * _TICKET)
+        chunk, chunks = ticket & _CHUNK_MASK, ticket >> _CHUNK_BITS & _CHUNK_MASK
+        if chunk >= chunks:
+            return found
+        if atomic_cas(base + 8 * _TICKET, ticket, ticket + 1) != ticket:
+            continue
+        found = True
+        rows = mailbox[ROWS]
+        columns = carray(pointer(mailbox[_COLUMNS]), (mailbox[_NUM_COLUMNS], WIDTH), np.int64)
+        slots = carray(pointer(mailbox[_SLOTS]), (rows,), np.int64)
+        anchors = carray(pointer(mailbox[_ANCHORS]), (rows,), np.int64)
+        extent = carray(pointer(mailbox[_EXTENT]), (mailbox[_NUM_SLOTS], 2), np.int64)
+        ids = carray(pointer(mailbox[_IDS]), (mailbox[_NUM_IDS],), np.int32)
+        steps = mailbox[_STEPS]
+        first, last = rows * chunk // chunks, rows * (chunk + 1) // chunks
+        if mailbox[_PLACES] != 0:
+            places = carray(pointer(mailbox[_PLACES]), (rows,), np.int64)
+            bad = gather(columns, slots, anchors, extent, ids, steps, first, last, places)
+        else:
+            bad = gather(columns, slots, anchors, extent, ids, steps, first, last, None)
+        if bad:
+            atomic_add(base + 8 * _BAD, bad)
+        atomic_add(base + 8 * DONE, 1)
+
+
+@compiled
+def serve(mailbox: Array, base: int, member: int) -> None:
+    """A member's work, until it has found none for a while and is marked asleep."""
+    state = base + 8 * (STATE + member)
+    idle = 0
+    while True:
+        if _work(mailbox, base):
+            idle = 0
+        idle += 1
+        pause()
+        if idle > atomic_load(base + 8 * SPINS):
+            before = atomic_load(base + 8 * _TICKET)
+            atomic_store(state, ASLEEP)
+            # A job posted before the mark was seen would not wake this member: look once more.
+            if atomic_load(base + 8 * _TICKET) == before or atomic_cas(state, ASLEEP, _AWAKE) != ASLEEP:
+                return
+            idle = 0
+
+
+@compiled
+def look(base: int, spins: int) -> int:
+    """Look for work so many times, as `serve` does, and take none: to find out how long that takes."""
+    found = 0
+    for _ in range(spins):
+        ticket = atomic_load(base + 8 * _TICKET)
+        found += (ticket & _CHUNK_MASK) < (ticket >> _CHUNK_BITS & _CHUNK_MASK)
+        pause()
+    return found
+
+
+@compiled
+def post(base: int, members: int, chunks: int) -> int:
+    """Open the job that has been written into the mailbox; a bit mask of the members to wake."""
+    atomic_store(base + 8 * DONE, 0)
+    atomic_store(base + 8 * _BAD, 0)
+    number = (atomic_load(base + 8 * _TICKET) >> 2 * _CHUNK_BITS) + 1
+    atomic_store(base + 8 * _TICKET, (number << _CHUNK_BITS | chunks) << _CHUNK_BITS)
+    asleep = 0
+    for member in range(members):
+        if atomic_cas(base + 8 * (STATE + member), ASLEEP, _AWAKE) == ASLEEP:
+            asleep |= 1 << member
+    return asleep
+
+
+@compiled
+def finish(mailbox, base, chunks):  # type: ignore[no-untyped-def]
+    """The caller's share of the work, then wait for the chunks that others have taken; what `gather` returned."""
+    _work(mailbox, base)
+    while atomic_load(base + 8 * DONE) < chunks:
+        pause()
+    return atomic_load(base + 8 * _BAD)

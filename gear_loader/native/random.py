@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import float64, int64, njit, types, uint64
 from numba.extending import intrinsic
 
-from gear_loader.native.copying import compiled
+from gear_loader.native.compile import compiled
 
 __all__ = ["FIRST", "LAST", "UNIFORM", "permute", "philox", "uniform_rows"]
 

@@ -20,416 +20,433 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
+from numba import int64, njit, types, uint64
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from gear_loader.kernels.sum_tree import LOWEST_LEAF
-from gear_loader.native.copying import AVAILABLE
+from gear_loader.native.compile import compiled
 
 __all__ = ["build", "draw", "draw_distinct", "draw_rows", "known_rows", "uniforms", "update", "weigh"]
 
 READY = 2  # as in `gear_loader.storage.operations`
 
-if AVAILABLE:
-    from llvmlite import ir
-    from numba import int64, njit, types, uint64
-    from numba.core import cgutils
-    from numba.extending import intrinsic
 
-    from gear_loader.native.copying import compiled
+@intrinsic  # type: ignore[untyped-decorator]
+def _prefetch(_context: Any, _address: Any) -> Any:
+    """Start to bring the cache line at an address."""
 
-    @intrinsic  # type: ignore[untyped-decorator]
-    def _prefetch(_context: Any, _address: Any) -> Any:
-        """Start to bring the cache line at an address."""
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        word = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, word, word, word])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        hints = [ir.Constant(word, hint) for hint in (0, 3, 1)]  # to be read, soon again, data
+        builder.call(function, [builder.inttoptr(args[0], cgutils.voidptr_t), *hints])
 
-        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-            word = ir.IntType(32)
-            kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, word, word, word])
-            function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-            hints = [ir.Constant(word, hint) for hint in (0, 3, 1)]  # to be read, soon again, data
-            builder.call(function, [builder.inttoptr(args[0], cgutils.voidptr_t), *hints])
+    return types.void(types.uint64), codegen
 
-        return types.void(types.uint64), codegen
 
-    assert LOWEST_LEAF == 2.0**-126  # what is compiled in, and kept on disk
-    _BLOCK = uint64(32)
-    _ONE, _TWO = uint64(1), uint64(2)
-    _MASK = uint64(0xFFFFFFFF)
-    _ROWS = 64
+assert LOWEST_LEAF == 2.0**-126  # what is compiled in, and kept on disk
+_BLOCK = uint64(32)
+_ONE, _TWO = uint64(1), uint64(2)
+_MASK = uint64(0xFFFFFFFF)
+_ROWS = 64
 
-    # ------------------------------------------------------------ random numbers
+# ------------------------------------------------------------ random numbers
 
-    @compiled
-    def _words(key, step, call, first, count, words) -> None:  # type: ignore[no-untyped-def]
-        """Philox-4x32-10 (Salmon et al., 2011) for rows `first` and on: uint64 [4, rows], of 32 bits each."""
-        k0, k1 = uint64(key) & _MASK, uint64(key) >> uint64(32)
+
+@compiled
+def _words(key, step, call, first, count, words) -> None:  # type: ignore[no-untyped-def]
+    """Philox-4x32-10 (Salmon et al., 2011) for rows `first` and on: uint64 [4, rows], of 32 bits each."""
+    k0, k1 = uint64(key) & _MASK, uint64(key) >> uint64(32)
+    for i in range(count):
+        words[0, i] = uint64(first + i) & _MASK
+        words[1, i] = uint64(call)
+        words[2, i] = uint64(step) & _MASK
+        words[3, i] = uint64(step) >> uint64(32)
+    for _ in range(10):
         for i in range(count):
-            words[0, i] = uint64(first + i) & _MASK
-            words[1, i] = uint64(call)
-            words[2, i] = uint64(step) & _MASK
-            words[3, i] = uint64(step) >> uint64(32)
-        for _ in range(10):
+            a = uint64(0xD2511F53) * words[0, i]
+            b = uint64(0xCD9E8D57) * words[2, i]
+            words[0, i] = (b >> uint64(32)) ^ words[1, i] ^ k0
+            words[1, i] = b & _MASK
+            words[2, i] = (a >> uint64(32)) ^ words[3, i] ^ k1
+            words[3, i] = a & _MASK
+        k0 = (k0 + uint64(0x9E3779B9)) & _MASK
+        k1 = (k1 + uint64(0xBB67AE85)) & _MASK
+
+
+@compiled
+def _uniforms(key, step, calls, first, us, words) -> None:  # type: ignore[no-untyped-def]
+    """53-bit uniforms in [0, 1): float64 [2 * calls, n], of which pair c comes from call number c."""
+    count = us.shape[1]
+    for call in range(calls):
+        for begin in range(0, count, words.shape[1]):
+            rows = min(words.shape[1], count - begin)
+            _words(key, step, call, first + begin, rows, words)
+            for half in range(2):
+                for i in range(rows):
+                    high, low = words[2 * half, i] >> uint64(5), words[2 * half + 1, i] >> uint64(6)
+                    us[2 * call + half, begin + i] = (
+                        np.float64(high) * 67108864.0 + np.float64(low)
+                    ) * 2.0**-53
+
+
+@compiled
+def uniforms(key, step, us, words) -> None:  # type: ignore[no-untyped-def]
+    """Fill us[0] (float64 [2, n]) with what rows 0 to n - 1 get on level 0; `words` as for `draw`."""
+    _uniforms(key, step, 1, 0, us, words)
+
+
+# ------------------------------------------------------------ drawing
+
+
+@compiled
+def _descend(leaves, sums, offsets, us, nodes, rest, partial) -> None:  # type: ignore[no-untyped-def]
+    """Items for the uniforms us[level], one row a level of the wide tree: into `nodes` (uint64 [n])."""
+    count = len(nodes)
+    top = len(offsets)
+    for i in range(count):
+        nodes[i] = 0
+    for level in range(top, 1, -1):
+        if level == top or level % 5 == 1:  # a level of the wide tree: fresh random bits
+            offset = uint64(offsets[level - 1])
+            row = (level + 3) // 5
             for i in range(count):
-                a = uint64(0xD2511F53) * words[0, i]
-                b = uint64(0xCD9E8D57) * words[2, i]
-                words[0, i] = (b >> uint64(32)) ^ words[1, i] ^ k0
-                words[1, i] = b & _MASK
-                words[2, i] = (a >> uint64(32)) ^ words[3, i] ^ k1
-                words[3, i] = a & _MASK
-            k0 = (k0 + uint64(0x9E3779B9)) & _MASK
-            k1 = (k1 + uint64(0xBB67AE85)) & _MASK
-
-    @compiled
-    def _uniforms(key, step, calls, first, us, words) -> None:  # type: ignore[no-untyped-def]
-        """53-bit uniforms in [0, 1): float64 [2 * calls, n], of which pair c comes from call number c."""
-        count = us.shape[1]
-        for call in range(calls):
-            for begin in range(0, count, words.shape[1]):
-                rows = min(words.shape[1], count - begin)
-                _words(key, step, call, first + begin, rows, words)
-                for half in range(2):
-                    for i in range(rows):
-                        high, low = words[2 * half, i] >> uint64(5), words[2 * half + 1, i] >> uint64(6)
-                        us[2 * call + half, begin + i] = (
-                            np.float64(high) * 67108864.0 + np.float64(low)
-                        ) * 2.0**-53
-
-    @compiled
-    def uniforms(key, step, us, words) -> None:  # type: ignore[no-untyped-def]
-        """Fill us[0] (float64 [2, n]) with what rows 0 to n - 1 get on level 0; `words` as for `draw`."""
-        _uniforms(key, step, 1, 0, us, words)
-
-    # ------------------------------------------------------------ drawing
-
-    @compiled
-    def _descend(leaves, sums, offsets, us, nodes, rest, partial) -> None:  # type: ignore[no-untyped-def]
-        """Items for the uniforms us[level], one row a level of the wide tree: into `nodes` (uint64 [n])."""
-        count = len(nodes)
-        top = len(offsets)
+                rest[i] = us[row, i] * sums[offset + nodes[i]]
+        offset = uint64(offsets[level - 2])
         for i in range(count):
-            nodes[i] = 0
-        for level in range(top, 1, -1):
-            if level == top or level % 5 == 1:  # a level of the wide tree: fresh random bits
-                offset = uint64(offsets[level - 1])
-                row = (level + 3) // 5
-                for i in range(count):
-                    rest[i] = us[row, i] * sums[offset + nodes[i]]
-            offset = uint64(offsets[level - 2])
-            for i in range(count):
-                left = sums[offset + nodes[i] * _TWO]
-                # What is left over may have been rounded up to all of the right part, even where that is nothing.
-                right = (rest[i] >= left) & (sums[offset + nodes[i] * _TWO + _ONE] > 0)
-                rest[i] -= left if right else 0.0
-                nodes[i] = nodes[i] * _TWO + uint64(right)
-        base = uint64(leaves.ctypes.data)
-        for i in range(count):
-            _prefetch(base + nodes[i] * uint64(128))
-            _prefetch(base + nodes[i] * uint64(128) + uint64(64))
-        for begin in range(0, count, _ROWS):  # so many rows' partial sums stay in the nearest cache
-            rows = min(_ROWS, count - begin)
-            for i in range(rows):
-                _partial_sums(leaves, nodes[begin + i], partial, uint64(i) * _BLOCK)
-                rest[begin + i] = us[0, begin + i] * partial[uint64(i) * _BLOCK + _ONE]
-            for i in range(rows):
-                nodes[begin + i] = _in_block(
-                    leaves, nodes[begin + i], rest[begin + i], partial, uint64(i) * _BLOCK
-                )
-
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def _partial_sums(leaves, block, partial, own) -> None:  # type: ignore[no-untyped-def]
-        first = block * _BLOCK
-        for j in range(16):
-            k = uint64(j)
-            partial[own + uint64(16) + k] = np.float64(leaves[first + k]) + np.float64(
-                leaves[first + uint64(16) + k]
+            left = sums[offset + nodes[i] * _TWO]
+            # What is left over may have been rounded up to all of the right part, even where that is nothing.
+            right = (rest[i] >= left) & (sums[offset + nodes[i] * _TWO + _ONE] > 0)
+            rest[i] -= left if right else 0.0
+            nodes[i] = nodes[i] * _TWO + uint64(right)
+    base = uint64(leaves.ctypes.data)
+    for i in range(count):
+        _prefetch(base + nodes[i] * uint64(128))
+        _prefetch(base + nodes[i] * uint64(128) + uint64(64))
+    for begin in range(0, count, _ROWS):  # so many rows' partial sums stay in the nearest cache
+        rows = min(_ROWS, count - begin)
+        for i in range(rows):
+            _partial_sums(leaves, nodes[begin + i], partial, uint64(i) * _BLOCK)
+            rest[begin + i] = us[0, begin + i] * partial[uint64(i) * _BLOCK + _ONE]
+        for i in range(rows):
+            nodes[begin + i] = _in_block(
+                leaves, nodes[begin + i], rest[begin + i], partial, uint64(i) * _BLOCK
             )
-        for width in (8, 4, 2, 1):
-            for j in range(width):
-                k = own + uint64(width + j)
-                partial[k] = partial[k + uint64(width)] + partial[k + uint64(2 * width)]
 
-    @njit(inline="always")
-    def _in_block(leaves, block, rest, partial, own):  # type: ignore[no-untyped-def]
-        place = uint64(0)
-        for bit in range(4):
-            width = _ONE << uint64(bit)
-            left = partial[own + width * _TWO + place]
-            right = (rest >= left) & (partial[own + width * _TWO + place + width] > 0)
-            rest -= left if right else 0.0
-            place += width if right else uint64(0)
-        item = block * _BLOCK + place
-        right = (rest >= np.float64(leaves[item])) & (leaves[item + uint64(16)] > 0)
-        return item + (uint64(16) if right else uint64(0))
 
-    @compiled
-    def draw(  # type: ignore[no-untyped-def]
-        leaves, sums, offsets, wide_depth, key, step, items, values, us, words, nodes, rest, partial
-    ) -> bool:
-        """Draw items in proportion to their leaves, with replacement.
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _partial_sums(leaves, block, partial, own) -> None:  # type: ignore[no-untyped-def]
+    first = block * _BLOCK
+    for j in range(16):
+        k = uint64(j)
+        partial[own + uint64(16) + k] = np.float64(leaves[first + k]) + np.float64(
+            leaves[first + uint64(16) + k]
+        )
+    for width in (8, 4, 2, 1):
+        for j in range(width):
+            k = own + uint64(width + j)
+            partial[k] = partial[k + uint64(width)] + partial[k + uint64(2 * width)]
 
-        Args:
-            leaves: float32. sums: float64. offsets: int64 [levels].
-            wide_depth: levels of the wide tree, which decide how many random numbers a row takes.
-            key, step: the random numbers' key and counter.
-            items: int64 [n], values: float32 [n], filled with the items and their leaves.
-            us, words, nodes, rest, partial: room to work in, of which more than is needed may be given: float64
-                [wide_depth + 2, n], uint64 [4, 64], uint64 [n], float64 [n], float64 [2048].
 
-        Returns:
-            False if all leaves are 0; then nothing was drawn.
-        """
-        if not sums[offsets[len(offsets) - 1]] > 0:
-            return False
-        count = len(items)
-        _uniforms(key, step, (wide_depth + 2) // 2, 0, us[:, :count], words)
-        _descend(leaves, sums, offsets, us, nodes[:count], rest, partial)
-        for i in range(count):
-            items[i] = nodes[i]
-            values[i] = leaves[nodes[i]]
-        return True
+@njit(inline="always")
+def _in_block(leaves, block, rest, partial, own):  # type: ignore[no-untyped-def]
+    place = uint64(0)
+    for bit in range(4):
+        width = _ONE << uint64(bit)
+        left = partial[own + width * _TWO + place]
+        right = (rest >= left) & (partial[own + width * _TWO + place + width] > 0)
+        rest -= left if right else 0.0
+        place += width if right else uint64(0)
+    item = block * _BLOCK + place
+    right = (rest >= np.float64(leaves[item])) & (leaves[item + uint64(16)] > 0)
+    return item + (uint64(16) if right else uint64(0))
 
-    @compiled
-    def draw_rows(  # type: ignore[no-untyped-def]
-        leaves,
-        sums,
-        offsets,
-        wide_depth,
-        key,
-        step,
-        us,
-        words,
-        nodes,
-        rest,
-        partial,
-        block_steps,
-        owner,
-        number,
-        extent,
-        generation,
-        sequence,
-        anchor,
-        anchor_key,
-        names,
-        values,
-    ) -> bool:
-        """`draw`, and the rows that the items are.
 
-        Args:
-            leaves to partial: as for `draw`.
-            block_steps: steps of a block where an item is a step, 0 where it is a trajectory.
-            owner, number: int32 [blocks]: the slot that has a block, and which of its blocks it is; where an item is a
-                step.
-            extent, generation, sequence: of the index.
-            anchor, anchor_key: `UNIFORM`, `FIRST` or `LAST` of `native.random`, and the key of its random numbers;
-                where an item is a trajectory.
-            names: int64 [4, n], filled with slots, anchors, generations and sequence numbers.
-            values: float32 [n], filled with the leaves.
+@compiled
+def draw(  # type: ignore[no-untyped-def]
+    leaves, sums, offsets, wide_depth, key, step, items, values, us, words, nodes, rest, partial
+) -> bool:
+    """Draw items in proportion to their leaves, with replacement.
 
-        Returns:
-            As `draw`.
-        """
-        items = names[0]
-        if not draw(
-            leaves, sums, offsets, wide_depth, key, step, items, values, us, words, nodes, rest, partial
-        ):
-            return False
-        count = len(items)
-        if block_steps == 0 and anchor == 0:
-            _uniforms(anchor_key, step, 1, 0, us[:, :count], words)
-        for i in range(count):
-            item = items[i]
-            if block_steps > 0:
-                block = item // block_steps
-                slot = int64(owner[block])
-                at = int64(number[block]) * block_steps + (item - block * block_steps)
-            else:
-                slot, at, length = item, int64(0), extent[item, 0]
-                if anchor == 0:
-                    at = min(int64(us[0, i] * np.float64(length)), length - 1)
-                elif anchor == 2:
-                    at = length - 1
-            names[0, i], names[1, i] = slot, at
-            names[2, i], names[3, i] = generation[slot], sequence[slot]
-        return True
+    Args:
+        leaves: float32. sums: float64. offsets: int64 [levels].
+        wide_depth: levels of the wide tree, which decide how many random numbers a row takes.
+        key, step: the random numbers' key and counter.
+        items: int64 [n], values: float32 [n], filled with the items and their leaves.
+        us, words, nodes, rest, partial: room to work in, of which more than is needed may be given: float64
+            [wide_depth + 2, n], uint64 [4, 64], uint64 [n], float64 [n], float64 [2048].
 
-    # ------------------------------------------------------------ updating
+    Returns:
+        False if all leaves are 0; then nothing was drawn.
+    """
+    if not sums[offsets[len(offsets) - 1]] > 0:
+        return False
+    count = len(items)
+    _uniforms(key, step, (wide_depth + 2) // 2, 0, us[:, :count], words)
+    _descend(leaves, sums, offsets, us, nodes[:count], rest, partial)
+    for i in range(count):
+        items[i] = nodes[i]
+        values[i] = leaves[nodes[i]]
+    return True
 
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def _block(leaves, sums, mins, maxs, block, partial) -> None:  # type: ignore[no-untyped-def]
-        first = block * _BLOCK
-        for j in range(16):
-            k = first + uint64(j)
-            partial[j] = np.float64(leaves[k]) + np.float64(leaves[k + uint64(16)])
-        for width in (8, 4, 2, 1):
-            for j in range(width):
-                partial[j] += partial[j + width]
-        sums[block] = partial[0]
-        if len(mins) > 0:
-            low, high = np.float32(np.inf), np.float32(0)
-            for j in range(32):
-                a = leaves[first + uint64(j)]
-                high = max(high, a)
-                low = min(low, a if a > 0 else np.float32(np.inf))
-            mins[block] = low
-            maxs[block] = high
 
-    @njit(inline="always")  # type: ignore[untyped-decorator]
-    def _extremes(mins, maxs, to, source, node) -> None:  # type: ignore[no-untyped-def]
+@compiled
+def draw_rows(  # type: ignore[no-untyped-def]
+    leaves,
+    sums,
+    offsets,
+    wide_depth,
+    key,
+    step,
+    us,
+    words,
+    nodes,
+    rest,
+    partial,
+    block_steps,
+    owner,
+    number,
+    extent,
+    generation,
+    sequence,
+    anchor,
+    anchor_key,
+    names,
+    values,
+) -> bool:
+    """`draw`, and the rows that the items are.
+
+    Args:
+        leaves to partial: as for `draw`.
+        block_steps: steps of a block where an item is a step, 0 where it is a trajectory.
+        owner, number: int32 [blocks]: the slot that has a block, and which of its blocks it is; where an item is a
+            step.
+        extent, generation, sequence: of the index.
+        anchor, anchor_key: `UNIFORM`, `FIRST` or `LAST` of `native.random`, and the key of its random numbers;
+            where an item is a trajectory.
+        names: int64 [4, n], filled with slots, anchors, generations and sequence numbers.
+        values: float32 [n], filled with the leaves.
+
+    Returns:
+        As `draw`.
+    """
+    items = names[0]
+    if not draw(leaves, sums, offsets, wide_depth, key, step, items, values, us, words, nodes, rest, partial):
+        return False
+    count = len(items)
+    if block_steps == 0 and anchor == 0:
+        _uniforms(anchor_key, step, 1, 0, us[:, :count], words)
+    for i in range(count):
+        item = items[i]
+        if block_steps > 0:
+            block = item // block_steps
+            slot = int64(owner[block])
+            at = int64(number[block]) * block_steps + (item - block * block_steps)
+        else:
+            slot, at, length = item, int64(0), extent[item, 0]
+            if anchor == 0:
+                at = min(int64(us[0, i] * np.float64(length)), length - 1)
+            elif anchor == 2:
+                at = length - 1
+        names[0, i], names[1, i] = slot, at
+        names[2, i], names[3, i] = generation[slot], sequence[slot]
+    return True
+
+
+# ------------------------------------------------------------ updating
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _block(leaves, sums, mins, maxs, block, partial) -> None:  # type: ignore[no-untyped-def]
+    first = block * _BLOCK
+    for j in range(16):
+        k = first + uint64(j)
+        partial[j] = np.float64(leaves[k]) + np.float64(leaves[k + uint64(16)])
+    for width in (8, 4, 2, 1):
+        for j in range(width):
+            partial[j] += partial[j + width]
+    sums[block] = partial[0]
+    if len(mins) > 0:
         low, high = np.float32(np.inf), np.float32(0)
-        first = source + node * _BLOCK
         for j in range(32):
-            low = min(low, mins[first + uint64(j)])
-            high = max(high, maxs[first + uint64(j)])
-        mins[to + node] = low
-        maxs[to + node] = high
+            a = leaves[first + uint64(j)]
+            high = max(high, a)
+            low = min(low, a if a > 0 else np.float32(np.inf))
+        mins[block] = low
+        maxs[block] = high
 
-    @compiled
-    def _refresh(  # type: ignore[no-untyped-def]
-        leaves, sums, mins, maxs, offsets, wide_offsets, num_blocks, nodes, everything
-    ) -> None:
-        """Compute all nodes above some blocks anew: `nodes` (uint64 [n], used up), or all of them."""
-        partial = np.empty(16)
-        touched = len(nodes)
-        count = num_blocks
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _extremes(mins, maxs, to, source, node) -> None:  # type: ignore[no-untyped-def]
+    low, high = np.float32(np.inf), np.float32(0)
+    first = source + node * _BLOCK
+    for j in range(32):
+        low = min(low, mins[first + uint64(j)])
+        high = max(high, maxs[first + uint64(j)])
+    mins[to + node] = low
+    maxs[to + node] = high
+
+
+@compiled
+def _refresh(  # type: ignore[no-untyped-def]
+    leaves, sums, mins, maxs, offsets, wide_offsets, num_blocks, nodes, everything
+) -> None:
+    """Compute all nodes above some blocks anew: `nodes` (uint64 [n], used up), or all of them."""
+    partial = np.empty(16)
+    touched = len(nodes)
+    count = num_blocks
+    if everything or count <= touched:
+        everything = True
+        for i in range(num_blocks):
+            _block(leaves, sums, mins, maxs, uint64(i), partial)
+    else:
+        for i in range(touched):
+            _block(leaves, sums, mins, maxs, nodes[i], partial)
+    for level in range(2, len(offsets) + 1):
+        below, here = uint64(offsets[level - 2]), uint64(offsets[level - 1])
+        count = (count + 1) // 2
+        wide = len(mins) > 0 and level % 5 == 1 and level // 5 < len(wide_offsets)
         if everything or count <= touched:
             everything = True
-            for i in range(num_blocks):
-                _block(leaves, sums, mins, maxs, uint64(i), partial)
+            for i in range(count):
+                k = below + uint64(i) * _TWO
+                sums[here + uint64(i)] = sums[k] + sums[k + _ONE]
         else:
             for i in range(touched):
-                _block(leaves, sums, mins, maxs, nodes[i], partial)
-        for level in range(2, len(offsets) + 1):
-            below, here = uint64(offsets[level - 2]), uint64(offsets[level - 1])
-            count = (count + 1) // 2
-            wide = len(mins) > 0 and level % 5 == 1 and level // 5 < len(wide_offsets)
-            if everything or count <= touched:
-                everything = True
-                for i in range(count):
-                    k = below + uint64(i) * _TWO
-                    sums[here + uint64(i)] = sums[k] + sums[k + _ONE]
-            else:
-                for i in range(touched):
-                    nodes[i] >>= _ONE
-                    k = below + nodes[i] * _TWO
-                    sums[here + nodes[i]] = sums[k] + sums[k + _ONE]
-            if wide:
-                source, to = uint64(wide_offsets[level // 5 - 1]), uint64(wide_offsets[level // 5])
-                for i in range(count if everything else touched):
-                    _extremes(mins, maxs, to, source, uint64(i) if everything else nodes[i])
+                nodes[i] >>= _ONE
+                k = below + nodes[i] * _TWO
+                sums[here + nodes[i]] = sums[k] + sums[k + _ONE]
+        if wide:
+            source, to = uint64(wide_offsets[level // 5 - 1]), uint64(wide_offsets[level // 5])
+            for i in range(count if everything else touched):
+                _extremes(mins, maxs, to, source, uint64(i) if everything else nodes[i])
 
-    @compiled
-    def update(  # type: ignore[no-untyped-def]
-        leaves, sums, mins, maxs, offsets, wide_offsets, num_blocks, items, values
-    ) -> None:
-        """Set the leaves of `items` (int64 [n]) to `values` (float32 [n]), the last of equal items, and all above."""
-        count = len(items)
-        nodes = np.empty(count, dtype=np.uint64)
-        base = uint64(leaves.ctypes.data)
-        for i in range(count):
-            nodes[i] = uint64(items[i]) >> uint64(5)
-            _prefetch(base + nodes[i] * uint64(128))
-            _prefetch(base + nodes[i] * uint64(128) + uint64(64))
-        for i in range(count):
-            leaves[uint64(items[i])] = values[i]
-        _refresh(leaves, sums, mins, maxs, offsets, wide_offsets, num_blocks, nodes, False)
 
-    @compiled
-    def build(leaves, sums, mins, maxs, offsets, wide_offsets, num_blocks) -> None:  # type: ignore[no-untyped-def]
-        """Compute all nodes from the leaves."""
-        nodes = np.empty(0, dtype=np.uint64)
-        _refresh(leaves, sums, mins, maxs, offsets, wide_offsets, num_blocks, nodes, True)
+@compiled
+def update(  # type: ignore[no-untyped-def]
+    leaves, sums, mins, maxs, offsets, wide_offsets, num_blocks, items, values
+) -> None:
+    """Set the leaves of `items` (int64 [n]) to `values` (float32 [n]), the last of equal items, and all above."""
+    count = len(items)
+    nodes = np.empty(count, dtype=np.uint64)
+    base = uint64(leaves.ctypes.data)
+    for i in range(count):
+        nodes[i] = uint64(items[i]) >> uint64(5)
+        _prefetch(base + nodes[i] * uint64(128))
+        _prefetch(base + nodes[i] * uint64(128) + uint64(64))
+    for i in range(count):
+        leaves[uint64(items[i])] = values[i]
+    _refresh(leaves, sums, mins, maxs, offsets, wide_offsets, num_blocks, nodes, False)
 
-    # ------------------------------------------------------------ without replacement
 
-    @compiled
-    def draw_distinct(  # type: ignore[no-untyped-def]
-        leaves,
-        sums,
-        mins,
-        maxs,
-        offsets,
-        wide_offsets,
-        num_blocks,
-        wide_depth,
-        key,
-        step,
-        items,
-        values,
-        us,
-        words,
-        nodes,
-        rest,
-        partial,
-    ) -> int:
-        """Draw different items, one after another, each in proportion to the leaves of those that are left.
+@compiled
+def build(leaves, sums, mins, maxs, offsets, wide_offsets, num_blocks) -> None:  # type: ignore[no-untyped-def]
+    """Compute all nodes from the leaves."""
+    nodes = np.empty(0, dtype=np.uint64)
+    _refresh(leaves, sums, mins, maxs, offsets, wide_offsets, num_blocks, nodes, True)
 
-        See `gear_loader.kernels.priority.draw_distinct` for how and why. The leaves are the same afterwards.
 
-        Args:
-            items: int64 [n], values: float32 [n], filled with the items and their leaves.
-            us, words, nodes, rest, partial: as for `draw`.
+# ------------------------------------------------------------ without replacement
 
-        Returns:
-            How many were drawn: fewer than n if no more leaves are positive.
-        """
-        count = len(items)
-        filled, turn = 0, 0
-        root = offsets[len(offsets) - 1]
-        nothing = np.zeros(count, dtype=np.float32)
-        while filled < count and sums[root] > 0:
-            rows = count - filled
-            _uniforms(key, step, (wide_depth + 2) // 2, turn * count, us[:, :rows], words)
-            _descend(leaves, sums, offsets, us, nodes[:rows], rest, partial)
-            begin = filled
-            for i in range(rows):
-                if leaves[nodes[i]] > 0:
-                    items[filled] = nodes[i]
-                    values[filled] = leaves[nodes[i]]
-                    leaves[nodes[i]] = 0
-                    filled += 1
-            update(leaves, sums, mins, maxs, offsets, wide_offsets, num_blocks, items[begin:filled], nothing)
-            turn += 1
-        update(leaves, sums, mins, maxs, offsets, wide_offsets, num_blocks, items[:filled], values[:filled])
-        return filled
 
-    # ------------------------------------------------------------ rows
+@compiled
+def draw_distinct(  # type: ignore[no-untyped-def]
+    leaves,
+    sums,
+    mins,
+    maxs,
+    offsets,
+    wide_offsets,
+    num_blocks,
+    wide_depth,
+    key,
+    step,
+    items,
+    values,
+    us,
+    words,
+    nodes,
+    rest,
+    partial,
+) -> int:
+    """Draw different items, one after another, each in proportion to the leaves of those that are left.
 
-    @compiled
-    def known_rows(  # type: ignore[no-untyped-def]
-        slots, wanted, priorities, weights, state, generation, sequence, next_sequence, items, leaves
-    ):
-        """The rows of an update whose trajectories are there.
+    See `gear_loader.kernels.priority.draw_distinct` for how and why. The leaves are the same afterwards.
 
-        Args:
-            slots: int64 [n]. wanted: int64 [n], their generations, or int64 [0] for any.
-            priorities, weights: float32 [n].
-            state, generation, sequence: of the index. next_sequence: trajectories with lower numbers are known.
-            items: int64 [n], and leaves: float32 [n]: the first ones are filled.
+    Args:
+        items: int64 [n], values: float32 [n], filled with the items and their leaves.
+        us, words, nodes, rest, partial: as for `draw`.
 
-        Returns:
-            How many there are; the largest of their priorities, or 0.
-        """
-        count, largest = 0, np.float32(0)
-        for i in range(len(slots)):
-            slot = slots[i]
-            if slot < 0 or slot >= len(state) or state[slot] != READY:
+    Returns:
+        How many were drawn: fewer than n if no more leaves are positive.
+    """
+    count = len(items)
+    filled, turn = 0, 0
+    root = offsets[len(offsets) - 1]
+    nothing = np.zeros(count, dtype=np.float32)
+    while filled < count and sums[root] > 0:
+        rows = count - filled
+        _uniforms(key, step, (wide_depth + 2) // 2, turn * count, us[:, :rows], words)
+        _descend(leaves, sums, offsets, us, nodes[:rows], rest, partial)
+        begin = filled
+        for i in range(rows):
+            if leaves[nodes[i]] > 0:
+                items[filled] = nodes[i]
+                values[filled] = leaves[nodes[i]]
+                leaves[nodes[i]] = 0
+                filled += 1
+        update(leaves, sums, mins, maxs, offsets, wide_offsets, num_blocks, items[begin:filled], nothing)
+        turn += 1
+    update(leaves, sums, mins, maxs, offsets, wide_offsets, num_blocks, items[:filled], values[:filled])
+    return filled
+
+
+# ------------------------------------------------------------ rows
+
+
+@compiled
+def known_rows(  # type: ignore[no-untyped-def]
+    slots, wanted, priorities, weights, state, generation, sequence, next_sequence, items, leaves
+):
+    """The rows of an update whose trajectories are there.
+
+    Args:
+        slots: int64 [n]. wanted: int64 [n], their generations, or int64 [0] for any.
+        priorities, weights: float32 [n].
+        state, generation, sequence: of the index. next_sequence: trajectories with lower numbers are known.
+        items: int64 [n], and leaves: float32 [n]: the first ones are filled.
+
+    Returns:
+        How many there are; the largest of their priorities, or 0.
+    """
+    count, largest = 0, np.float32(0)
+    for i in range(len(slots)):
+        slot = slots[i]
+        if slot < 0 or slot >= len(state) or state[slot] != READY:
+            continue
+        if len(wanted):
+            if generation[slot] != wanted[i]:
                 continue
-            if len(wanted):
-                if generation[slot] != wanted[i]:
-                    continue
-            elif sequence[slot] >= next_sequence:
-                continue
-            items[count], leaves[count] = slot, weights[i]
-            largest = max(largest, priorities[i])
-            count += 1
-        return count, largest
+        elif sequence[slot] >= next_sequence:
+            continue
+        items[count], leaves[count] = slot, weights[i]
+        largest = max(largest, priorities[i])
+        count += 1
+    return count, largest
 
-    # ------------------------------------------------------------ values
 
-    @compiled
-    def weigh(values, alpha, eps, out) -> None:  # type: ignore[no-untyped-def]
-        """``(values + eps) ** alpha`` of float32 [n] into float64 [n], 0 only for 0."""
-        for i in range(len(values)):
-            value = np.float64(values[i]) + eps
-            if value > 0:
-                out[i] = max(value if alpha == 1.0 else value**alpha, LOWEST_LEAF)
-            else:
-                out[i] = value
+# ------------------------------------------------------------ values
+
+
+@compiled
+def weigh(values, alpha, eps, out) -> None:  # type: ignore[no-untyped-def]
+    """``(values + eps) ** alpha`` of float32 [n] into float64 [n], 0 only for 0."""
+    for i in range(len(values)):
+        value = np.float64(values[i]) + eps
+        if value > 0:
+            out[i] = max(value if alpha == 1.0 else value**alpha, LOWEST_LEAF)
+        else:
+            out[i] = value

@@ -13,7 +13,7 @@ import torch
 
 from gear_loader.errors import GearError, PriorityError, SchemaError, StaleIndexError, TableEmptyError
 from gear_loader.kernels.sum_tree import GONE, LOWEST_LEAF
-from gear_loader.native import copying, sum_tree
+from gear_loader.native import sum_tree
 from gear_loader.selection.base import ANCHOR_KINDS, REDRAWN, Selection, SelectionContext
 from gear_loader.selection.item_map import ItemMap, Leaves
 from gear_loader.selection.random import key
@@ -418,7 +418,7 @@ class PrioritizedSelection(Selection):
 
     def _known_rows(self, request: PriorityUpdates, weighed: Array) -> tuple[Array, Array, float]:
         """Items and leaves of the rows whose trajectories are there, and the largest of their priorities."""
-        if self._map.steps or self.context.subset is not None or not copying.require():
+        if self._map.steps or self.context.subset is not None:
             items = self._items(request)
             known = items >= 0
             return items[known], weighed[known], float(request.priorities[known].max(initial=0))

@@ -1,4 +1,4 @@
-"""The sum tree on the CPU: numba's binary levels, or where numba is missing the twin of the GPU's tree."""
+"""The sum tree on the CPU: compiled, with binary levels under the wide levels of the GPU's tree."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import numpy as np
 import torch
 
 from gear_loader.errors import PriorityError
-from gear_loader.kernels import priority_reference as reference
-from gear_loader.kernels.sum_tree import FANOUT, SumTree, best, wide_levels
-from gear_loader.native import copying, sum_tree
+from gear_loader.kernels.sum_tree import FANOUT, best, wide_levels
+from gear_loader.native import sum_tree
 from gear_loader.utils.arrays import Array
 
 __all__ = ["PriorityTree", "uniforms", "weigh"]
@@ -30,14 +29,9 @@ class PriorityTree:
     def __init__(self, capacity: int, *, extremes: bool = True) -> None:
         self.capacity = capacity
         self.extremes = extremes
-        self._twin: SumTree | None = None
         self._scratch: tuple[Array, ...] | None = None
-        if not copying.require():
-            self._twin = SumTree(capacity)
-            self.leaves: Array = self._twin.leaves.numpy()
-            return
         self._blocks = -(-capacity // FANOUT)
-        self.leaves = np.zeros(self._blocks * FANOUT, dtype=np.float32)
+        self.leaves: Array = np.zeros(self._blocks * FANOUT, dtype=np.float32)
         offsets, count, place = [], self._blocks, 0
         while True:
             offsets.append(place)
@@ -57,23 +51,17 @@ class PriorityTree:
     @property
     def node_bytes(self) -> int:
         """Bytes beyond the leaves."""
-        if self._twin is not None:
-            return int(self._twin.node_bytes)
         return sum(part.nbytes for part in self._nodes if isinstance(part, np.ndarray))
 
     @property
     def total(self) -> float:
         """Sum of all leaves."""
-        if self._twin is not None:
-            return float(self._twin.total())
         return float(self._sums[self._offsets[-1]])
 
     @property
     def minimum(self) -> float:
         """The smallest leaf that is not 0; infinite if there is none. Needs `extremes`."""
         assert self.extremes
-        if self._twin is not None:
-            return float(self._twin.minimum())
         return float(self._mins[self._wide_offsets[-1] :].min())
 
     def update(self, items: Array, leaves: Array) -> None:
@@ -82,17 +70,12 @@ class PriorityTree:
         Args:
             items: int64 [n], 0 to capacity - 1. leaves: float32 [n], finite, not negative; all checked by the caller.
         """
-        if self._twin is not None:
-            reference.update(self._twin, torch.from_numpy(items), torch.from_numpy(leaves))
-        elif len(items):
+        if len(items):
             sum_tree.update(self.leaves, *self._nodes, items, leaves)
 
     def build(self) -> None:
         """Compute everything from the leaves."""
-        if self._twin is not None:
-            reference.build(self._twin)
-        else:
-            sum_tree.build(self.leaves, *self._nodes)
+        sum_tree.build(self.leaves, *self._nodes)
 
     def draw(self, count: int, *, key: int, step: int, distinct: bool = False) -> tuple[Array, Array]:
         """Draw items in proportion to their leaves.
@@ -144,15 +127,12 @@ class PriorityTree:
 
     def _drawn(self, count: int, key: int, step: int, distinct: bool) -> tuple[Array, Array, int]:
         items, leaves = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.float32)
-        if self._twin is not None:
-            found = self._draw_twin(self._twin, items, leaves, key, step, distinct)
+        rest = (len(self._wide_offsets), key, step, items, leaves, *self._room(count))
+        if distinct:
+            found = sum_tree.draw_distinct(self.leaves, *self._nodes, *rest)
         else:
-            rest = (len(self._wide_offsets), key, step, items, leaves, *self._room(count))
-            if distinct:
-                found = sum_tree.draw_distinct(self.leaves, *self._nodes, *rest)
-            else:
-                drawn = sum_tree.draw(self.leaves, self._sums, self._offsets, *rest)
-                found = count if drawn else 0
+            drawn = sum_tree.draw(self.leaves, self._sums, self._offsets, *rest)
+            found = count if drawn else 0
         return items, leaves, int(found)
 
     def _room(self, count: int) -> tuple[Array, ...]:
@@ -167,48 +147,30 @@ class PriorityTree:
             )
         return self._scratch
 
-    @staticmethod
-    def _draw_twin(tree: SumTree, items: Array, leaves: Array, key: int, step: int, distinct: bool) -> int:
-        draw = reference.draw_distinct if distinct else reference.draw
-        random = torch.tensor([key, step], dtype=torch.int64, device="cpu")
-        draw(tree, random, torch.from_numpy(items), torch.from_numpy(leaves))
-        return int(np.count_nonzero(items >= 0))
-
     def top(self, count: int, *, largest: bool = True) -> tuple[Array, Array]:
         """The items with the largest (or smallest positive) leaves, the best first; see `SumTree.top`.
 
         Needs `extremes`.
         """
         assert self.extremes
-        if self._twin is not None:
-            items, leaves = self._twin.top(count, largest=largest)
-        else:
-            extremes = self._maxs if largest else self._mins
-            ends = [*self._wide_offsets[1:].tolist(), len(extremes)]
-            parts = [extremes[a:b] for a, b in zip(self._wide_offsets.tolist(), ends, strict=True)]
-            levels = [torch.from_numpy(part) for part in (self.leaves, *parts)]
-            items, leaves = best(levels, count, largest=largest)
+        extremes = self._maxs if largest else self._mins
+        ends = [*self._wide_offsets[1:].tolist(), len(extremes)]
+        parts = [extremes[a:b] for a, b in zip(self._wide_offsets.tolist(), ends, strict=True)]
+        levels = [torch.from_numpy(part) for part in (self.leaves, *parts)]
+        items, leaves = best(levels, count, largest=largest)
         return items.numpy(), leaves.numpy()
 
 
 def uniforms(count: int, *, key: int, step: int) -> Array:
     """float64 [count] in [0, 1) with 53 random bits, the same that kernels draw with these."""
-    if not copying.require():
-        drawn: Array = reference.uniforms(
-            torch.tensor([key, step], device="cpu"), torch.arange(count, device="cpu"), 0
-        ).numpy()
-        return drawn
     us: Array = np.empty((2, count))
     sum_tree.uniforms(key, step, us, np.empty((4, 64), dtype=np.uint64))
-    drawn = us[0]
+    drawn: Array = us[0]
     return drawn
 
 
 def weigh(values: Array, alpha: float, eps: float) -> Array:
     """What priorities (float32 [n]) weigh: ``(values + eps) ** alpha``, float64 [n], 0 only for 0."""
-    if not copying.require():
-        weighed: Array = reference.weigh(torch.from_numpy(values), alpha, eps).numpy()
-        return weighed
-    weighed = np.empty(len(values))
+    weighed: Array = np.empty(len(values))
     sum_tree.weigh(values, alpha, eps, weighed)
     return weighed

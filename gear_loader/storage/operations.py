@@ -1,15 +1,15 @@
-"""The changes that a table's index is made of: each function works on the raw arrays, under the lock.
+"""The operations on a table's index: each function works on the raw arrays, under the lock.
 
-There is one implementation. Where numba can be imported it is compiled (`COMPILED`); elsewhere, and in the tests that
-let a process die at every single store, it runs as the Python that it is (`PLAIN`). So it is written as loops over
-plain arrays, and every store counts: a process may be killed after any of them.
+There is one implementation, compiled by numba (`COMPILED`). The tests that let a process die at every single store
+run it as Python (`PLAIN`). So it is written as loops over plain arrays, and every store counts: a process may be
+killed after any of them.
 
-Another process may have written anything into the index, by mistake. So whatever is read from it and used as an index
-is checked, no loop relies on it to end, and IndexError is raised where it cannot be right (`recovery`
-makes that an error that names the table). A change that ends so leaves the index marked dirty.
+Another process may have written anything into the index, by mistake. So every value that is read from it and used as
+an index is checked, no loop relies on it to end, and an impossible value raises IndexError, which `index_arrays` turns
+into an error that names the table. An operation that ends so leaves the index marked dirty.
 
-The slots are the truth (see `recovery`). What makes a change of several slots one change is a mark in
-`counters` that is set when everything that it needs has been written, and by which a repair finishes it:
+The slots are the truth (see `recovery`). An operation on several slots writes an intent record into `counters` as soon
+as everything that it needs has been written; recovery replays it:
 
     COMMITTING    1 + the first sequence number of the slots that are becoming READY
     REMOVING      the slots whose owner is `MARKED` are being retired
@@ -24,9 +24,13 @@ import types as types_module
 from typing import Any, NamedTuple
 
 import numpy as np
+from llvmlite import ir
+from numba import carray, types
+from numba.extending import intrinsic, overload, register_jitable
 
 from gear_loader.kernels.sum_tree import UNSET as UNSET
-from gear_loader.native.copying import AVAILABLE
+from gear_loader.native.compile import compiled
+from gear_loader.native.copying import pointer, scatter
 from gear_loader.storage.counters import (
     COMMITTING,
     DIGEST,
@@ -126,33 +130,23 @@ def fence() -> None:
     """Order stores: earlier ones are done before later ones."""
 
 
-if AVAILABLE:
-    from llvmlite import ir
-    from numba import carray, types
-    from numba.extending import intrinsic, overload, register_jitable
+@intrinsic  # type: ignore[untyped-decorator]
+def _barrier(_context: Any) -> Any:
+    # For the compiler alone: what a killed process has stored is what came before, whatever the processor.
+    def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, _args: Any) -> Any:
+        builder.fence("seq_cst", "singlethread")
 
-    from gear_loader.native.copying import compiled, pointer, scatter
+    return types.void(), codegen
 
-    @intrinsic  # type: ignore[untyped-decorator]
-    def _barrier(_context: Any) -> Any:
-        # For the compiler alone: what a killed process has stored is what came before, whatever the processor.
-        def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, _args: Any) -> Any:
-            builder.fence("seq_cst", "singlethread")
 
-        return types.void(), codegen
+@overload(fence)  # type: ignore[untyped-decorator]
+def _fence() -> Any:
+    return lambda: _barrier()
 
-    @overload(fence)  # type: ignore[untyped-decorator]
-    def _fence() -> Any:
-        return lambda: _barrier()
 
-    # An index outside of an array raises IndexError, as it does in Python; negative ones count from the end.
-    # Inlined: as calls, each of which passes the 21 arrays of the view, they take ten times as long.
-    _operation = register_jitable(boundscheck=True, forceinline=True)
-
-else:  # pragma: no cover - depends on the environment
-
-    def _operation(function: Any) -> Any:
-        return function
+# An index outside of an array raises IndexError, as it does in Python; negative ones count from the end.
+# Inlined: as calls, each of which passes the 21 arrays of the view, they take ten times as long.
+_operation = register_jitable(boundscheck=True, forceinline=True)
 
 
 @_operation  # type: ignore[untyped-decorator]
@@ -860,8 +854,6 @@ _OPERATIONS = (
 )
 PLAIN = types_module.SimpleNamespace(**{operation.__name__: operation for operation in _OPERATIONS})
 """The operations as Python: each takes a `View`."""
-COMPILED: Any = None
-"""The operations as machine code: each takes what `places_of` made of a `View`; and `store`. None without numba."""
 
 
 def places_of(view: View) -> Array:
@@ -872,135 +864,155 @@ def places_of(view: View) -> Array:
     return np.array(addresses + sizes, dtype=np.int64)
 
 
-if AVAILABLE:
-    # Together in this file: what numba keeps on disk is taken for current until its file changes.
+# Together in this file: what numba keeps on disk is taken for current until its file changes.
 
-    @register_jitable  # type: ignore[untyped-decorator]
-    def _view(p: Any) -> Any:
-        slots, blocks = p[23], p[24]
-        return View(
-            carray(pointer(p[0]), (64,), np.int64),
-            carray(pointer(p[1]), (p[27], 4), np.int64),
-            carray(pointer(p[2]), (slots, 2), np.int64),
-            carray(pointer(p[3]), (slots,), np.int64),
-            carray(pointer(p[4]), (slots,), np.int64),
-            carray(pointer(p[5]), (slots,), np.int64),
-            carray(pointer(p[6]), (slots, 2), np.int64),
-            carray(pointer(p[7]), (slots,), np.int32),
-            carray(pointer(p[8]), (slots,), np.int64),
-            carray(pointer(p[9]), (slots,), np.float32),
-            carray(pointer(p[10]), (slots,), np.int32),
-            carray(pointer(p[11]), (slots,), np.int32),
-            carray(pointer(p[12]), (slots, 2), np.int32),
-            carray(pointer(p[13]), (p[28],), np.int32),
-            carray(pointer(p[14]), (slots,), np.int32),
-            carray(pointer(p[15]), (slots,), np.int32),
-            carray(pointer(p[16]), (slots,), np.int32),
-            carray(pointer(p[17]), (blocks,), np.int32),
-            carray(pointer(p[18]), (blocks, 2), np.int32),
-            carray(pointer(p[19]), (p[29],), np.float32),
-            carray(pointer(p[20]), (slots,), np.int64),
-            p[21],
-            p[22],
-            slots,
-            blocks,
-            p[25],
-            p[26],
-        )
 
-    @compiled
-    def _commit(p, slots, priorities, now):  # type: ignore[no-untyped-def]
-        commit(_view(p), slots, priorities, now)
-
-    @compiled
-    def _commit_as(p, slots, sequences, priorities, created, times):  # type: ignore[no-untyped-def]
-        commit_as(_view(p), slots, sequences, priorities, created, times)
-
-    @compiled
-    def _raise_numbering(p, following):  # type: ignore[no-untyped-def]
-        raise_numbering(_view(p), following)
-
-    @compiled
-    def _abort(p, slots):  # type: ignore[no-untyped-def]
-        abort(_view(p), slots)
-
-    @compiled
-    def _reclaim(p):  # type: ignore[no-untyped-def]
-        reclaim(_view(p))
-
-    @compiled
-    def _remove(p, slots):  # type: ignore[no-untyped-def]
-        remove(_view(p), slots)
-
-    @compiled
-    def _expire(p, before):  # type: ignore[no-untyped-def]
-        expire(_view(p), before)
-
-    @compiled
-    def _begin(p, lengths, evict, pid, process_start, slots, ids):  # type: ignore[no-untyped-def]
-        return begin(_view(p), lengths, evict, pid, process_start, slots, ids)
-
-    @compiled
-    def _grow(p, slot, length, evict, run, ids):  # type: ignore[no-untyped-def]
-        return grow(_view(p), slot, length, evict, run, ids)
-
-    @compiled
-    def _finish(p, slots, length, priorities, now):  # type: ignore[no-untyped-def]
-        finish(_view(p), slots, length, priorities, now)
-
-    @compiled
-    def _roll(p, slots, length, shared, priorities, now, evict, pid, start):  # type: ignore[no-untyped-def]
-        return roll(_view(p), slots, length, shared, priorities, now, evict, pid, start)
-
-    @compiled
-    def _begin_read(p, pid, process_start, number):  # type: ignore[no-untyped-def]
-        return begin_read(_view(p), pid, process_start, number)
-
-    @compiled
-    def _end_read(p, row, number):  # type: ignore[no-untyped-def]
-        end_read(_view(p), row, number)
-
-    @compiled
-    def _begin_unchanged(p, pid, process_start, number, counter, value, samples):  # type: ignore[no-untyped-def]
-        return begin_unchanged(_view(p), pid, process_start, number, counter, value, samples)
-
-    @compiled
-    def _count_samples(p, slots, generations, limit, total, times):  # type: ignore[no-untyped-def]
-        return count_samples(_view(p), slots, generations, limit, total, times)
-
-    @compiled
-    def _set_priorities(p, slots, generations, priorities):  # type: ignore[no-untyped-def]
-        set_priorities(_view(p), slots, generations, priorities)
-
-    @compiled
-    def _walk(p, newest, slots):  # type: ignore[no-untyped-def]
-        walk(_view(p), newest, slots)
-
-    @compiled
-    def _store(p, columns, request):  # type: ignore[no-untyped-def]
-        """`begin`, copying and `commit` in one: for little data, as others wait for the lock meanwhile."""
-        v = _view(p)
-        counters = v.counters
-        clean = counters[DIRTY] == 0 and counters[INITIALIZED] != 0 and counters[NUM_WRITING] == 0
-        if request[REQUEST_AT_ONCE] != 0 and not clean:
-            return UNREADY
-        count, width = request[REQUEST_COUNT], columns.shape[0]
-        priorities = REQUEST_HEAD + 2 * count
-        places = priorities + count
-        lengths = request[REQUEST_HEAD : REQUEST_HEAD + count]
-        slots = request[REQUEST_HEAD + count : priorities]
-        addresses = request[places : places + count * width].reshape((count, width))
-        blocks = 0
-        for i in range(count):
-            blocks += blocks_of(v, lengths[i])
-        ids = np.empty(blocks, dtype=np.int32)
-        pid, process_start = request[REQUEST_PID], request[REQUEST_START]
-        answer = begin(v, lengths, request[REQUEST_EVICT], pid, process_start, slots, ids)
-        if answer == DONE:
-            scatter(columns, v.block_steps, ids, addresses, lengths)
-            commit(v, slots, request[priorities:places].view(np.float64), request[REQUEST_NOW])
-        return answer
-
-    COMPILED = types_module.SimpleNamespace(
-        store=_store, **{operation.__name__: globals()[f"_{operation.__name__}"] for operation in _OPERATIONS}
+@register_jitable  # type: ignore[untyped-decorator]
+def _view(p: Any) -> Any:
+    slots, blocks = p[23], p[24]
+    return View(
+        carray(pointer(p[0]), (64,), np.int64),
+        carray(pointer(p[1]), (p[27], 4), np.int64),
+        carray(pointer(p[2]), (slots, 2), np.int64),
+        carray(pointer(p[3]), (slots,), np.int64),
+        carray(pointer(p[4]), (slots,), np.int64),
+        carray(pointer(p[5]), (slots,), np.int64),
+        carray(pointer(p[6]), (slots, 2), np.int64),
+        carray(pointer(p[7]), (slots,), np.int32),
+        carray(pointer(p[8]), (slots,), np.int64),
+        carray(pointer(p[9]), (slots,), np.float32),
+        carray(pointer(p[10]), (slots,), np.int32),
+        carray(pointer(p[11]), (slots,), np.int32),
+        carray(pointer(p[12]), (slots, 2), np.int32),
+        carray(pointer(p[13]), (p[28],), np.int32),
+        carray(pointer(p[14]), (slots,), np.int32),
+        carray(pointer(p[15]), (slots,), np.int32),
+        carray(pointer(p[16]), (slots,), np.int32),
+        carray(pointer(p[17]), (blocks,), np.int32),
+        carray(pointer(p[18]), (blocks, 2), np.int32),
+        carray(pointer(p[19]), (p[29],), np.float32),
+        carray(pointer(p[20]), (slots,), np.int64),
+        p[21],
+        p[22],
+        slots,
+        blocks,
+        p[25],
+        p[26],
     )
+
+
+@compiled
+def _commit(p, slots, priorities, now):  # type: ignore[no-untyped-def]
+    commit(_view(p), slots, priorities, now)
+
+
+@compiled
+def _commit_as(p, slots, sequences, priorities, created, times):  # type: ignore[no-untyped-def]
+    commit_as(_view(p), slots, sequences, priorities, created, times)
+
+
+@compiled
+def _raise_numbering(p, following):  # type: ignore[no-untyped-def]
+    raise_numbering(_view(p), following)
+
+
+@compiled
+def _abort(p, slots):  # type: ignore[no-untyped-def]
+    abort(_view(p), slots)
+
+
+@compiled
+def _reclaim(p):  # type: ignore[no-untyped-def]
+    reclaim(_view(p))
+
+
+@compiled
+def _remove(p, slots):  # type: ignore[no-untyped-def]
+    remove(_view(p), slots)
+
+
+@compiled
+def _expire(p, before):  # type: ignore[no-untyped-def]
+    expire(_view(p), before)
+
+
+@compiled
+def _begin(p, lengths, evict, pid, process_start, slots, ids):  # type: ignore[no-untyped-def]
+    return begin(_view(p), lengths, evict, pid, process_start, slots, ids)
+
+
+@compiled
+def _grow(p, slot, length, evict, run, ids):  # type: ignore[no-untyped-def]
+    return grow(_view(p), slot, length, evict, run, ids)
+
+
+@compiled
+def _finish(p, slots, length, priorities, now):  # type: ignore[no-untyped-def]
+    finish(_view(p), slots, length, priorities, now)
+
+
+@compiled
+def _roll(p, slots, length, shared, priorities, now, evict, pid, start):  # type: ignore[no-untyped-def]
+    return roll(_view(p), slots, length, shared, priorities, now, evict, pid, start)
+
+
+@compiled
+def _begin_read(p, pid, process_start, number):  # type: ignore[no-untyped-def]
+    return begin_read(_view(p), pid, process_start, number)
+
+
+@compiled
+def _end_read(p, row, number):  # type: ignore[no-untyped-def]
+    end_read(_view(p), row, number)
+
+
+@compiled
+def _begin_unchanged(p, pid, process_start, number, counter, value, samples):  # type: ignore[no-untyped-def]
+    return begin_unchanged(_view(p), pid, process_start, number, counter, value, samples)
+
+
+@compiled
+def _count_samples(p, slots, generations, limit, total, times):  # type: ignore[no-untyped-def]
+    return count_samples(_view(p), slots, generations, limit, total, times)
+
+
+@compiled
+def _set_priorities(p, slots, generations, priorities):  # type: ignore[no-untyped-def]
+    set_priorities(_view(p), slots, generations, priorities)
+
+
+@compiled
+def _walk(p, newest, slots):  # type: ignore[no-untyped-def]
+    walk(_view(p), newest, slots)
+
+
+@compiled
+def _store(p, columns, request):  # type: ignore[no-untyped-def]
+    """`begin`, copying and `commit` in one: for little data, as others wait for the lock meanwhile."""
+    v = _view(p)
+    counters = v.counters
+    clean = counters[DIRTY] == 0 and counters[INITIALIZED] != 0 and counters[NUM_WRITING] == 0
+    if request[REQUEST_AT_ONCE] != 0 and not clean:
+        return UNREADY
+    count, width = request[REQUEST_COUNT], columns.shape[0]
+    priorities = REQUEST_HEAD + 2 * count
+    places = priorities + count
+    lengths = request[REQUEST_HEAD : REQUEST_HEAD + count]
+    slots = request[REQUEST_HEAD + count : priorities]
+    addresses = request[places : places + count * width].reshape((count, width))
+    blocks = 0
+    for i in range(count):
+        blocks += blocks_of(v, lengths[i])
+    ids = np.empty(blocks, dtype=np.int32)
+    pid, process_start = request[REQUEST_PID], request[REQUEST_START]
+    answer = begin(v, lengths, request[REQUEST_EVICT], pid, process_start, slots, ids)
+    if answer == DONE:
+        scatter(columns, v.block_steps, ids, addresses, lengths)
+        commit(v, slots, request[priorities:places].view(np.float64), request[REQUEST_NOW])
+    return answer
+
+
+COMPILED = types_module.SimpleNamespace(
+    store=_store, **{operation.__name__: globals()[f"_{operation.__name__}"] for operation in _OPERATIONS}
+)
+"""The operations as machine code: each takes what `places_of` made of a `View`; and `store`."""

@@ -6,7 +6,7 @@ import numpy as np
 
 from gear_loader.errors import SchemaError, TransportError
 from gear_loader.kernels.plan import PAD_HEAD, PAD_KEEP, PAD_TAIL
-from gear_loader.native import copying
+from gear_loader.native.compile import compiled
 from gear_loader.transport.nixl_agent import Description
 from gear_loader.transport.spec import WindowSpec
 from gear_loader.utils.arrays import Array
@@ -21,7 +21,7 @@ OFFSET, STRIDE, STEP_BYTES, OUT, LENGTH, FIRST, PAD = range(7)
 steps, offset and padding of the window. Of a mask the first three are 0, 0, 1."""
 
 
-@copying.compiled
+@compiled
 def _walk(  # type: ignore[no-untyped-def]
     columns, anchors, extent, ids, block_steps, num_blocks, base, out, out_base, remote, local
 ) -> int:

@@ -279,10 +279,7 @@ def test_columns_that_are_not_asked_for_are_not_read() -> None:
 
 # Threads ---------------------------------------------------------------------------------------------
 
-needs_numba = pytest.mark.skipif(not copying.AVAILABLE, reason="numba cannot be imported")
 
-
-@needs_numba
 @pytest.mark.usefixtures("three_threads")
 @pytest.mark.parametrize("count", [1, 2, 3, 64, 500])
 def test_a_crew_gathers_the_same(table: Table, count: int) -> None:
@@ -332,7 +329,6 @@ class Rows:
         return bool((self.view[: last - first, [0, -1]] == self.slots[first:last, None]).all())
 
 
-@needs_numba
 @pytest.mark.parametrize(("threads", "count"), [(2, 9), (3, 9), (2, 20)])
 def test_a_larger_batch_right_after_a_smaller_one(threads: int, count: int) -> None:
     # The threads are still looking for work of the first batch while the second is being prepared. Straight to the
@@ -356,7 +352,6 @@ def test_a_larger_batch_right_after_a_smaller_one(threads: int, count: int) -> N
     assert late == 0, f"of {rounds} batches {late} were not finished"
 
 
-@needs_numba
 def test_a_job_that_has_not_been_posted_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     # What a member would do that looks for work just then, between the writing of a job and its posting.
     rows = Rows(1 << 10, 8, 9)
@@ -378,7 +373,6 @@ def test_a_job_that_has_not_been_posted_is_not_begun(monkeypatch: pytest.MonkeyP
     assert seen == [False] * 4
 
 
-@needs_numba
 @pytest.mark.usefixtures("three_threads")
 def test_two_threads_collect_at_once() -> None:
     begin = time.monotonic()
@@ -412,7 +406,6 @@ def test_two_threads_collect_at_once() -> None:
     assert all(count > 5 for count in rounds), rounds
 
 
-@needs_numba
 @pytest.mark.usefixtures("three_threads")
 def test_an_interrupted_gather_leaves_nobody_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
     # An exception while the crew is woken (Ctrl-C, say) comes out only when every chunk is finished, and the next
@@ -446,7 +439,6 @@ def test_an_interrupted_gather_leaves_nobody_at_work(monkeypatch: pytest.MonkeyP
         assert rows.complete(0, 8)
 
 
-@needs_numba
 @pytest.mark.usefixtures("three_threads")
 def test_a_forked_process_has_a_crew_of_its_own() -> None:
     rows = Rows(1 << 12, 64, 8)

@@ -31,7 +31,6 @@ SLEEP = 20_000_000  # cycles: some ten milliseconds
 Place = Callable[..., None]
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is compiled here")
-needs_numba = pytest.mark.skipif(not copying.AVAILABLE, reason=f"numba cannot be imported: {copying.REASON}")
 
 
 def compiled(
@@ -42,7 +41,7 @@ def compiled(
     copying.place(plan.pieces(staging, count).numpy(), rows.numpy())
 
 
-RUNS = {"kernel": [interpreted], "twin": [], "compiled": [needs_numba]}
+RUNS = {"kernel": [interpreted], "twin": [], "compiled": []}
 FUNCTIONS: dict[str, Place] = {"kernel": place, "twin": reference.place, "compiled": compiled}
 ALL = pytest.mark.parametrize(
     "run", [pytest.param(FUNCTIONS[name], marks=marks, id=name) for name, marks in RUNS.items()]
@@ -138,7 +137,6 @@ def test_more_staging_memory_than_needed(run: Place) -> None:
     staged.run(run)
 
 
-@needs_numba
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("size", [4095, 4096, 4097, 70_001])
 def test_large_rows(size: int, stream: bool) -> None:
@@ -159,7 +157,7 @@ def test_random_shapes(
     sizes: list[int], count: int, spare: int, shift: int, programs: int, seed: int
 ) -> None:
     for name, function in FUNCTIONS.items():
-        if (name == "kernel" and torch.cuda.is_available()) or (name == "compiled" and not copying.AVAILABLE):
+        if name == "kernel" and torch.cuda.is_available():
             continue
         Staged(sizes, count + spare or 1, count, shift=shift, seed=seed).run(function, programs)
 

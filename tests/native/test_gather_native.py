@@ -31,9 +31,6 @@ from gear_loader.native import threads as crew
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")
 
-needs_numba = pytest.mark.skipif(not copying.AVAILABLE, reason=f"numba cannot be imported: {copying.REASON}")
-pytestmark = needs_numba
-
 
 def gather(
     plan: GatherPlan,

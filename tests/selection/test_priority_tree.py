@@ -8,14 +8,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from cases import mostly_long
 from dataset_common import chi_square, chi_square_limit
 from priority_common import (
-    CAPACITIES,
     LARGEST_UNIFORM,
     PHILOX,
     Array,
-    copy_of,
     counters,
     descend,
     extreme_uniforms,
@@ -34,40 +31,20 @@ from priority_common import (
 from gear_loader.errors import PriorityError
 from gear_loader.kernels import priority_reference as reference
 from gear_loader.kernels.sum_tree import FANOUT, SumTree
-from gear_loader.native import copying, sum_tree
+from gear_loader.native import sum_tree
 from gear_loader.selection.tree import PriorityTree
 
 hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")
 stateful = pytest.importorskip("hypothesis.stateful")
 
-needs_numba = pytest.mark.skipif(not copying.AVAILABLE, reason=f"numba cannot be imported: {copying.REASON}")
 
-
-@pytest.fixture(params=["numba", "twin"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Trees of the test are made on the compiled path, or on the one without numba."""
-    if request.param == "twin":
-        monkeypatch.setattr(copying, "AVAILABLE", False)
-        monkeypatch.setattr("gear_loader.native.copying.notice", lambda *_: None)
-    elif not copying.AVAILABLE:
-        pytest.skip(f"numba cannot be imported: {copying.REASON}")
-    return str(request.param)
-
-
-def nodes_of(tree: PriorityTree) -> list[Array]:
-    """All sums, minima and maxima."""
-    if tree._twin is not None:
-        return [part.numpy() for part in (tree._twin.sums, tree._twin.mins, tree._twin.maxs)]
-    return [tree._sums, tree._mins, tree._maxs]
-
-
-def same_as_anew(tree: PriorityTree) -> None:
+def same_as_built(tree: PriorityTree) -> None:
     """Every node has the very bits that a tree built from the leaves has: nothing drifts."""
-    anew = host_of(tree.leaves[: tree.capacity].copy())
+    built = host_of(tree.leaves[: tree.capacity].copy())
     assert not tree.leaves[tree.capacity :].any()
-    for found, expected in zip(nodes_of(tree), nodes_of(anew), strict=True):
-        assert found.tobytes() == expected.tobytes()
+    for name in ("_sums", "_mins", "_maxs"):
+        assert getattr(tree, name).tobytes() == getattr(built, name).tobytes()
 
 
 def same_nodes(tree: PriorityTree, twin: SumTree) -> None:
@@ -87,56 +64,38 @@ def same_nodes(tree: PriorityTree, twin: SumTree) -> None:
 # ---------------------------------------------------------------- the twin
 
 
-SIZES = (*CAPACITIES, 2, 64, 65, 127, 1023, 2048, 2049, 31 * 1024 + 1, 32 * 1024, 32 * 1024 + 1, 70_001)
-
-
-@needs_numba
-@pytest.mark.parametrize("capacity", mostly_long(SIZES, 1, 33, 1024, 1025, 70_001))
+@pytest.mark.parametrize("capacity", [1, 33, 1024, 1025, 70_001])
 def test_the_compiled_tree_is_the_twin_to_the_last_bit(capacity: int) -> None:
     random = np.random.default_rng(capacity)
     leaves = priorities(capacity, seed=capacity)
     leaves[capacity // 2] = 1
     tree, twin = host_of(leaves), tree_of(leaves)
     same_nodes(tree, twin)
-    for step, count in enumerate((1, 5, 63, 64, 65, 1000)):
+    ends = (0, -1, 2**63 - 1, -(2**63))
+    keys, steps = (*ends, 77, -5), (-1, *ends[2:], 0, -5, 3)
+    for count, key, step in zip((1, 5, 63, 64, 65, 1000), keys, steps, strict=True):
         items = random.integers(0, capacity, count)
-        values = priorities(count, seed=step)
+        values = priorities(count, seed=count)
         tree.update(items, values)
         reference.update(twin, torch.from_numpy(items), torch.from_numpy(values))
         tree.update(np.array([capacity // 3]), np.ones(1, dtype=np.float32))
         reference.update(twin, torch.tensor([capacity // 3]), torch.ones(1))
         same_nodes(tree, twin)
-        key = int(random.integers(-(2**63), 2**63 - 1))
         for distinct in (False, True):
             rows = min(count, int((tree.leaves > 0).sum())) if distinct else count
-            found = tree.draw(rows, key=key, step=-step, distinct=distinct)
+            found = tree.draw(rows, key=key, step=step, distinct=distinct)
             expected = outputs(rows)
             draw = reference.draw_distinct if distinct else reference.draw
-            draw(twin, counters(key, -step), *expected)
+            draw(twin, counters(key, step), *expected)
             for one, other in zip(found, expected, strict=True):
                 same_bits(torch.from_numpy(one), other)
             same_nodes(tree, twin)
     for largest in (False, True):
-        found, expected = (
-            tree.top(min(capacity, 50), largest=largest),
-            twin.top(min(capacity, 50), largest=largest),
-        )
-        for one, other in zip(found, expected, strict=True):
+        best = (each.top(min(capacity, 50), largest=largest) for each in (tree, twin))
+        for one, other in zip(*best, strict=True):
             same_bits(torch.from_numpy(one), other)
 
 
-@needs_numba
-@pytest.mark.parametrize("key", [0, -1, 2**63 - 1, -(2**63)])
-@pytest.mark.parametrize("step", [0, -1, 2**63 - 1, -(2**63)])
-def test_counters_at_their_extremes(key: int, step: int) -> None:
-    leaves = priorities(1025, seed=1)
-    tree, twin = host_of(leaves), tree_of(leaves)
-    found, expected = tree.draw(200, key=key, step=step), outputs(200)
-    reference.draw(twin, counters(key, step), *expected)
-    assert found[0].tolist() == expected[0].tolist()
-
-
-@needs_numba
 @pytest.mark.parametrize(("counter", "key", "words"), PHILOX)
 def test_random_numbers_are_philox(
     counter: tuple[int, ...], key: tuple[int, ...], words: tuple[int, ...]
@@ -147,7 +106,6 @@ def test_random_numbers_are_philox(
     assert not out[:, 1:].any()
 
 
-@needs_numba
 def test_uniforms_are_made_of_53_bits() -> None:
     # Rows across the room of 64 for words, all pairs of levels.
     us = np.full((6, 200), np.nan)
@@ -169,19 +127,12 @@ def test_uniforms_are_made_of_53_bits() -> None:
 class TreeMachine(stateful.RuleBasedStateMachine):
     """A tree and a plain array, through any sequence of changes and questions."""
 
-    numba = True
-
     @stateful.initialize(
         capacity=st.sampled_from([1, 2, 31, 32, 33, 64, 97, 1000, 1024, 1025, 2500]),
         seed=st.integers(0, 2**32 - 1),
     )
     def begin(self, capacity: int, seed: int) -> None:
-        available = copying.AVAILABLE
-        copying.AVAILABLE = available and self.numba
-        try:
-            self.tree = PriorityTree(capacity)
-        finally:
-            copying.AVAILABLE = available
+        self.tree = PriorityTree(capacity)
         self.random = np.random.default_rng(seed)
         self.leaves = np.zeros(capacity, dtype=np.float32)
         self.step = 0
@@ -264,43 +215,27 @@ class TreeMachine(stateful.RuleBasedStateMachine):
     @stateful.invariant()
     def nothing_drifts(self) -> None:
         if hasattr(self, "tree"):
-            available = copying.AVAILABLE
-            copying.AVAILABLE = available and self.numba
-            try:
-                same_as_anew(self.tree)
-            finally:
-                copying.AVAILABLE = available
+            same_as_built(self.tree)
 
 
-class TwinMachine(TreeMachine):
-    numba = False
-
-
-@needs_numba
 def test_the_compiled_tree_beside_a_naive_one() -> None:
     stateful.run_state_machine_as_test(TreeMachine)
 
 
-def test_the_path_without_numba_beside_a_naive_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gear_loader.native.copying.notice", lambda *_: None)
-    settings = hypothesis.settings(max_examples=15, stateful_step_count=20)
-    stateful.run_state_machine_as_test(TwinMachine, settings=settings)
-
-
-def test_ten_thousand_updates_leave_no_trace(path: str) -> None:
-    # Large values come and go beside small ones: whoever adds differences loses the small ones.
+def test_many_updates_leave_no_trace() -> None:
+    # Large values come and go beside small ones, which adding differences would lose.
     leaves = np.full(1025, 1e-6, dtype=np.float32)
     tree, random = host_of(leaves), np.random.default_rng(0)
-    for _ in range(1000 if path == "twin" else 10_000):
+    for _ in range(2000):
         items = random.integers(0, 1025, 4)
         tree.update(items, np.full(4, 1e12, dtype=np.float32))
         tree.update(items, leaves[items])
-    same_as_anew(tree)
+    same_as_built(tree)
     assert tree.total == host_of(leaves).total
     assert tree.total == pytest.approx(1025e-6, rel=1e-6)
 
 
-def test_tops_of_equal_leaves_come_in_order(path: str) -> None:
+def test_tops_of_equal_leaves_come_in_order() -> None:
     leaves = np.zeros(3000, dtype=np.float32)
     leaves[::7] = 2
     leaves[1000:1100] = 5
@@ -314,25 +249,10 @@ def test_tops_of_equal_leaves_come_in_order(path: str) -> None:
     assert (items[int((leaves > 0).sum()) :] == -1).all()
 
 
-def test_an_update_of_nothing(path: str) -> None:
-    tree = host_of(priorities(100))
-    before = [part.copy() for part in (tree.leaves, *nodes_of(tree))]
-    tree.update(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32))
-    for part, was in zip((tree.leaves, *nodes_of(tree)), before, strict=True):
-        assert part.tobytes() == was.tobytes()
-
-
-def test_a_draw_of_nothing(path: str) -> None:
-    for distinct in (False, True):
-        items, values = host_of(priorities(100)).draw(0, key=0, step=0, distinct=distinct)
-        assert len(items) == len(values) == 0
-
-
 # ---------------------------------------------------------------- frequencies
 
 
-@pytest.mark.parametrize("path", ["numba"], indirect=True)
-def test_draws_are_in_proportion(path: str) -> None:
+def test_draws_are_in_proportion() -> None:
     random = np.random.default_rng(3)
     leaves = random.uniform(0.2, 5, 1200).astype(np.float32)
     leaves[random.random(1200) < 0.2] = 0
@@ -342,21 +262,6 @@ def test_draws_are_in_proportion(path: str) -> None:
     assert not observed[~positive].any()
     expected = len(items) * leaves[positive].astype(float) / leaves.astype(float).sum()
     assert chi_square(observed[positive], expected) < chi_square_limit(int(positive.sum()) - 1)
-
-
-@pytest.mark.parametrize("path", ["numba"], indirect=True)
-def test_draws_are_in_proportion_over_six_orders_of_magnitude(path: str) -> None:
-    # One item of each size in each of 40 blocks: sizes together are as likely as their sums say.
-    sizes = 10.0 ** np.arange(-3, 3)
-    leaves = np.zeros(40 * 32, dtype=np.float32)
-    for block in range(40):
-        leaves[block * 32 + np.arange(6) * 5] = sizes
-    tree = host_of(leaves)
-    steps = 80
-    items = np.concatenate([tree.draw(25_000, key=5, step=step)[0] for step in range(steps)])
-    observed = np.bincount(items % 32 // 5, minlength=6)[1:]  # of the smallest, one in a million: too few
-    expected = len(items) * sizes / sizes.sum()
-    assert chi_square(observed, expected[1:]) < chi_square_limit(5)
 
 
 FIVE = np.array([1.0, 2.5, 2.0, 4.0, 1.5], dtype=np.float32)
@@ -375,16 +280,12 @@ def triple_probabilities(weights: Array) -> dict[tuple[int, ...], float]:
     return chances
 
 
-@pytest.mark.parametrize(
-    ("path", "places"),
-    [("numba", (0, 1, 2, 3, 4)), ("numba", (3, 31, 32, 700, 1500))],
-    indirect=["path"],
-)
-def test_distinct_draws_are_successive_sampling(path: str, places: tuple[int, ...]) -> None:
+def test_distinct_draws_are_successive_sampling() -> None:
+    places = (3, 31, 32, 700, 1500)
     leaves = np.zeros(places[-1] + 1, dtype=np.float32)
     leaves[list(places)] = FIVE
     tree, chances = host_of(leaves), triple_probabilities(FIVE.astype(float))
-    trials = 40_000
+    trials = 20_000
     observed = dict.fromkeys(chances, 0)
     number = {place: i for i, place in enumerate(places)}
     for step in range(trials):
@@ -394,25 +295,7 @@ def test_distinct_draws_are_successive_sampling(path: str, places: tuple[int, ..
     assert chi_square(list(observed.values()), expected) < chi_square_limit(len(chances) - 1)
 
 
-@pytest.mark.parametrize("path", ["numba"], indirect=True)
-def test_successive_rows_and_steps_are_independent(path: str) -> None:
-    tree = host_of(np.array([1, 2, 0, 3, 2], dtype=np.float32))
-    probability = np.array([1, 2, 3, 2]) / 8
-    cells = np.array([0, 1, -1, 2, 3])
-    draws = np.stack([cells[tree.draw(64, key=1, step=step)[0]] for step in range(1000)])
-    pairs = {
-        "rows": (draws[:, 0::2], draws[:, 1::2]),
-        "steps": (draws[0::2], draws[1::2]),
-        "keys": (draws[:500], np.stack([cells[tree.draw(64, key=2, step=i)[0]] for i in range(500)])),
-    }
-    for one, other in pairs.values():
-        observed = np.bincount((one * 4 + other).reshape(-1), minlength=16)
-        expected = one.size * np.outer(probability, probability).reshape(-1)
-        assert chi_square(observed, expected) < chi_square_limit(15)
-
-
-@pytest.mark.parametrize("path", ["numba"], indirect=True)
-def test_levels_are_independent(path: str) -> None:
+def test_levels_are_independent() -> None:
     # The choice among roots, among nodes below and among leaves: of 4 each, all equally likely.
     leaves = np.zeros(4 * 1024, dtype=np.float32)
     for root, node, leaf in itertools.product(range(4), repeat=3):
@@ -423,56 +306,41 @@ def test_levels_are_independent(path: str) -> None:
     assert chi_square(np.bincount(cells, minlength=64), np.full(64, 500)) < chi_square_limit(63)
 
 
-def test_different_keys_and_steps_draw_differently(path: str) -> None:
-    tree = host_of(np.ones(5000, dtype=np.float32))
-    words = (0, 1, 2, 2**32, 2**63 - 1, -1, -(2**63))
-    draws = {tuple(tree.draw(20, key=key, step=step)[0].tolist()) for key in words for step in words}
-    assert len(draws) == len(words) ** 2
-
-
-def test_a_smaller_draw_is_the_start_of_a_larger_one(path: str) -> None:
-    tree = host_of(priorities(3000, seed=1))
-    large = tree.draw(1000, key=4, step=4)[0]
-    for count in (1, 7, 64, 65, 999):
-        assert np.array_equal(tree.draw(count, key=4, step=4)[0], large[:count])
-
-
 # ---------------------------------------------------------------- ways through the tree
 
 
-@needs_numba
-@pytest.mark.parametrize("capacity", [1, 32, 33, 96, 1024, 1025, 2049])
-def test_zero_is_never_drawn(capacity: int) -> None:
+@pytest.mark.parametrize(("capacity", "value"), [(1, 1.0), (33, 2.0**-126), (96, 1.0), (2049, 3.4e38)])
+def test_zero_is_never_drawn(capacity: int, value: float) -> None:
     # One positive item among zeros, at the edges of blocks and nodes; uniforms at their extremes.
+    us = extreme_uniforms(SumTree(capacity).depth + 1)
     edges = {0, 15, 16, 30, 31, 32, 33, 63, 64, 1023, 1024, capacity // 2, capacity - 1}
     for place in sorted(place for place in edges if place < capacity):
-        for value in (2.0**-126, 1.0, 3.4e38):
-            leaves = np.zeros(capacity, dtype=np.float32)
-            leaves[place] = value
-            tree = host_of(leaves)
-            us = extreme_uniforms(SumTree(capacity).depth + 1)
-            assert set(descend(tree, us).tolist()) == {place}
-            assert tree.draw(50, key=0, step=0)[0].tolist() == [place] * 50
+        leaves = np.zeros(capacity, dtype=np.float32)
+        leaves[place] = value
+        tree = host_of(leaves)
+        assert set(descend(tree, us).tolist()) == {place}
+        assert tree.draw(50, key=0, step=0)[0].tolist() == [place] * 50
 
 
-@needs_numba
 @pytest.mark.parametrize("leaves", rounding_traps().values(), ids=rounding_traps())
 def test_rounding_never_leads_to_zero(leaves: Array) -> None:
     items = descend(host_of(leaves), extreme_uniforms(SumTree(len(leaves)).depth + 1))
     assert set(items.tolist()) <= set(np.flatnonzero(leaves).tolist())
 
 
-@needs_numba
 def test_extreme_uniforms_draw_positive_items() -> None:
-    for seed in range(200):
+    for seed in range(40):
         leaves = priorities(1100, seed=seed, orders=30 if seed % 2 else 12, zeros=0.9)
         items = descend(host_of(leaves), extreme_uniforms(3))
         assert (leaves[items] > 0).all()
 
 
-def check_reachable(leaves: Array) -> None:
-    tree, levels = host_of(leaves), levels_of(leaves)
-    positive = np.flatnonzero(leaves)
+@pytest.mark.parametrize(
+    "capacity", [1, 33, 1025, 32 * 1024 + 1, pytest.param(10_000_000, marks=pytest.mark.long)]
+)
+def test_every_positive_item_can_be_drawn(capacity: int) -> None:
+    leaves = priorities(capacity, seed=6, zeros=0 if capacity == 33 else 0.5)
+    tree, levels, positive = host_of(leaves), levels_of(leaves), np.flatnonzero(leaves)
     for begin in range(0, len(positive), 500_000):
         items = positive[begin : begin + 500_000]
         us = uniforms_to(levels, items)
@@ -482,44 +350,17 @@ def check_reachable(leaves: Array) -> None:
         assert np.array_equal(descend(tree, us), items)
 
 
-@needs_numba
-@pytest.mark.parametrize("capacity", [1, 33, 1025, 32 * 1024 + 1])
-def test_every_positive_item_can_be_drawn(capacity: int) -> None:
-    for zeros in (0, 0.5):
-        check_reachable(priorities(capacity, seed=6, zeros=zeros))
-
-
-@needs_numba
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["uniform", "wide"])
-def test_every_one_of_ten_million_items_can_be_drawn(kind: str) -> None:
-    if kind == "uniform":
-        leaves = np.random.default_rng(0).random(10_000_000, dtype=np.float32)
-        assert (leaves == 0).sum() < 10
-    else:
-        leaves = priorities(10_000_000, seed=1, zeros=0)
-    check_reachable(leaves)
-
-
 # ---------------------------------------------------------------- memory
 
 
-@pytest.mark.parametrize(
-    "capacity", [10_000, 16_384, 16_385, 32_769, 65_537, 2**20 + 1, 10_000_000, 2**24 + 1]
-)
-def test_nodes_take_less_than_a_byte_an_item(path: str, capacity: int) -> None:
-    tree = PriorityTree(capacity)
-    assert tree.node_bytes <= capacity
-    assert tree.node_bytes >= 0.5 * capacity
-    assert tree.leaves.nbytes < 4 * (capacity + 1024)
+def test_nodes_take_as_much_memory_as_documented() -> None:
+    for extremes, expected in ((True, 0.76), (False, 0.5)):
+        tree = PriorityTree(10_000_000, extremes=extremes)
+        assert tree.node_bytes / 10_000_000 == pytest.approx(expected, abs=0.005)
+        assert tree.leaves.nbytes < 4 * (10_000_000 + 1024)
 
 
-def test_nodes_take_0_76_bytes_an_item_as_documented(path: str) -> None:
-    expected = 0.76 if path == "numba" else 0.52
-    assert PriorityTree(10_000_000).node_bytes / 10_000_000 == pytest.approx(expected, abs=0.005)
-
-
-@pytest.mark.parametrize("capacity", [1, 1024, 1025, 10**6, 32**5, 32**5 + 1, 10**9, 2**31 - 1])
+@pytest.mark.parametrize("capacity", [1, 1024, 1025, 32**5, 32**5 + 1, 2**31 - 1])
 def test_the_geometry_of_trees_of_all_sizes(capacity: int) -> None:
     tree = SumTree(capacity, device="meta")  # no memory behind it
     below, end = capacity, 0
@@ -536,29 +377,30 @@ def test_the_geometry_of_trees_of_all_sizes(capacity: int) -> None:
         assert tree.node_bytes < 0.6 * capacity
 
 
-@pytest.mark.parametrize("capacity", [0, -1, 2**31])
-def test_other_capacities_are_no_trees(capacity: int) -> None:
-    with pytest.raises(ValueError, match=f"capacity is {capacity}; expected 1 to 2147483647"):
-        SumTree(capacity, device="meta")
+def test_other_capacities_are_no_trees() -> None:
+    for capacity in (0, -1, 2**31):
+        with pytest.raises(ValueError, match=f"capacity is {capacity}; expected 1 to 2147483647"):
+            SumTree(capacity, device="meta")
 
 
 # ---------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize("capacity", [1, 33, 1025])
-def test_nothing_to_draw_is_an_error(path: str, capacity: int) -> None:
+@pytest.mark.parametrize("capacity", [1, 1025])
+def test_nothing_to_draw_is_an_error(capacity: int) -> None:
     tree = PriorityTree(capacity)
     for distinct in (False, True):
         with pytest.raises(PriorityError, match=r"^Every priority is zero: there is nothing to draw\. .*eps"):
             tree.draw(3, key=0, step=0, distinct=distinct)
     tree.update(np.array([capacity - 1]), np.ones(1, dtype=np.float32))
     assert tree.draw(3, key=0, step=0)[0].tolist() == [capacity - 1] * 3
+    assert all(len(part) == 0 for part in tree.draw(0, key=0, step=0, distinct=True))
     tree.update(np.array([capacity - 1]), np.zeros(1, dtype=np.float32))
     with pytest.raises(PriorityError, match="Every priority is zero"):
         tree.draw(3, key=0, step=0)
 
 
-def test_too_few_items_for_a_distinct_draw_are_an_error(path: str) -> None:
+def test_too_few_items_for_a_distinct_draw_are_an_error() -> None:
     leaves = np.zeros(1025, dtype=np.float32)
     leaves[[3, 31, 32, 1024]] = [1e-6, 1, 1e6, 2]
     tree = host_of(leaves)
@@ -566,15 +408,6 @@ def test_too_few_items_for_a_distinct_draw_are_an_error(path: str) -> None:
         PriorityError, match=r"^37 items were to be drawn, but only 4 have a positive priority"
     ):
         tree.draw(37, key=0, step=0, distinct=True)
-    same_as_anew(tree)  # and the tree is as it was
+    same_as_built(tree)  # and the tree is as it was
     assert np.array_equal(tree.leaves[:1025], leaves)
     assert sorted(tree.draw(4, key=0, step=0, distinct=True)[0].tolist()) == [3, 31, 32, 1024]
-
-
-def test_a_twin_tree_is_not_changed_by_a_draw() -> None:
-    tree = tree_of(priorities(500))
-    before = copy_of(tree)
-    reference.draw(tree, counters(1, 2), *outputs(50))
-    reference.draw_distinct(tree, counters(1, 2), *outputs(50))
-    for name in ("leaves", "sums", "mins", "maxs", "maximum", "status"):
-        same_bits(getattr(tree, name), getattr(before, name), name)

@@ -231,8 +231,6 @@ def test_what_becomes_wrong_later_is_refused_where_it_would_be_followed(write: W
 
 
 def test_a_gather_of_wrong_blocks_fills_with_zeros_and_says_how_many() -> None:
-    if not copying.AVAILABLE:
-        pytest.skip("numba cannot be imported")
     columns = np.zeros((1, 10), dtype=np.int64)
     blocks, out = np.ones((3, 128), dtype=np.uint8), np.full((4, 6), 7, dtype=np.uint8)
     columns[0, :5] = blocks.ctypes.data, 128, 1, out.ctypes.data, 6
