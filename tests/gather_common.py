@@ -128,8 +128,9 @@ class Store:
 
         stub: Any = types.SimpleNamespace(
             region=types.SimpleNamespace(layout=layout),
-            index_arrays=lambda: (self.extent.numpy(), self.block_ids.numpy()),
-            check_gathered=check,
+            reader=lambda: types.SimpleNamespace(
+                index_arrays=lambda: (self.extent.numpy(), self.block_ids.numpy()), check_gathered=check
+            ),
         )
         extent = torch.full((len(slots), 2), -(2**40), dtype=torch.int64)
         ids = torch.full(

@@ -63,7 +63,7 @@ class LocalPrioritizedSelection(PrioritizedSelection):
         beta = selector.beta_at(draw.number)
         if selector.normalize == "table" and self.least > 0:
             return importance_weights(leaves, self.least * self._tree.total, beta)
-        return importance_weights(leaves, leaves.min(), beta, scale=self.correction)
+        return importance_weights(leaves, None, beta, scale=self.correction)
 
 
 def begin_epoch(exchange: SingleProcess, selection: Selection, batches: float, *, fresh: bool) -> float:

@@ -28,7 +28,17 @@ from numba.extending import intrinsic
 from gear_loader.kernels.sum_tree import LOWEST_LEAF
 from gear_loader.native.compile import compiled
 
-__all__ = ["build", "draw", "draw_distinct", "draw_rows", "known_rows", "uniforms", "update", "weigh"]
+__all__ = [
+    "build",
+    "draw",
+    "draw_distinct",
+    "draw_rows",
+    "importance",
+    "known_rows",
+    "uniforms",
+    "update",
+    "weigh",
+]
 
 READY = 2  # as in `gear_loader.storage.operations`
 
@@ -450,3 +460,19 @@ def weigh(values, alpha, eps, out) -> None:  # type: ignore[no-untyped-def]
             out[i] = max(value if alpha == 1.0 else value**alpha, LOWEST_LEAF)
         else:
             out[i] = value
+
+
+@compiled
+def importance(leaves, least, beta, scale, out) -> None:  # type: ignore[no-untyped-def]
+    """``(scale * min(least / leaf, 1)) ** beta`` of float [n] into float32 [n], computed in float64.
+
+    Args:
+        least: the leaf that is compared with; below 0: the smallest of `leaves`.
+    """
+    if least < 0:
+        least = np.inf
+        for i in range(len(leaves)):
+            least = min(least, np.float64(leaves[i]))
+    for i in range(len(leaves)):
+        leaf = np.float64(leaves[i])
+        out[i] = (scale if leaf <= least else least / leaf * scale) ** beta

@@ -324,7 +324,7 @@ class PrioritizedSelection(Selection):
         """Importance weights of drawn leaves, float32 [n]."""
         selector = self.context.selector
         assert isinstance(selector, Prioritized)
-        least = self._tree.minimum if selector.normalize == "table" else leaves.min()
+        least = self._tree.minimum if selector.normalize == "table" else None
         return importance_weights(leaves, least, selector.beta_at(draw.number))
 
     def _likely(self, rows: DrawnItems) -> Array | float:

@@ -244,7 +244,7 @@ def test_weights_are_those_of_the_probability_over_all_shards() -> None:
     batch = data.sample()
     priorities = np.array(
         [
-            tables[shard].priorities()[index]
+            tables[shard].reader().arrays.priority[index]
             for shard, index in zip(batch["shard"].tolist(), batch["index"].tolist(), strict=True)
         ]
     )

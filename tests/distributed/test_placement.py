@@ -45,7 +45,7 @@ def test_round_robin_takes_shards_in_turn() -> None:
     for number, (shard, index) in enumerate(zip(shards.tolist(), indices.tolist(), strict=True)):
         stored = parts[shard][index]
         assert all(torch.equal(stored[n], torch.as_tensor(v)) for n, v in trajectory(number, 2).items())
-        assert parts[shard].priorities()[index] == number
+        assert parts[shard].reader().arrays.priority[index] == number
 
 
 def test_free_space_evens_out_uneven_lengths() -> None:
