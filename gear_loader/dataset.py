@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import operator
 import os
 import queue
 import weakref
@@ -493,9 +494,7 @@ class ReplayDataset(IterableDataset[Batch]):
                 "start it with spawn."
             )
         options = (self.table, self.selector, self.anchor, self.subset, self.rate_limited, self.sample_info)
-        if self._selection is None or any(
-            a is not b for a, b in zip(options, self._selected_for, strict=True)
-        ):
+        if self._selection is None or not all(map(operator.is_, options, self._selected_for)):
             self._selected_for = options
             self._selection = selection_for(
                 SelectionContext(*options),

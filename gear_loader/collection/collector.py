@@ -69,6 +69,7 @@ class Buffers:
         gpu: on a GPU, what that needs.
         names: on the CPU, int64 [3, B]: the memory of index, anchor and generation.
         columns: on the CPU, int64 [C, WIDTH]: the table of `plan`.
+        weights: on the CPU, float32 [B]: the memory of priority_weight, if batches carry it.
     """
 
     batch: Batch
@@ -76,6 +77,7 @@ class Buffers:
     gpu: GpuSide | None = None
     names: Array = dataclasses.field(default_factory=lambda: np.empty((3, 0), dtype=np.int64))
     columns: Array = dataclasses.field(default_factory=lambda: np.empty((0, WIDTH), dtype=np.int64))
+    weights: Array = dataclasses.field(default_factory=lambda: np.empty(0, dtype=np.float32))
 
     def rows(self, count: int) -> Batch:
         """The batch's first `count` rows: all of it, or views for a last batch that is smaller."""
@@ -220,6 +222,8 @@ class Collector:
         made = Buffers(batch, GatherPlan(columns, self._block_steps))
         if device.type == "cpu":
             made.names, made.columns = names.numpy(), made.plan.table.numpy()
+            if "priority_weight" in batch:
+                made.weights = batch["priority_weight"].numpy()
         return made
 
     # ---------------------------------------------------------------- collecting
@@ -273,7 +277,7 @@ class Collector:
     def _gather_cpu(self, buffers: Buffers, rows: SelectedRows) -> None:
         count, slots, anchors = len(rows), rows.slots, rows.anchors
         if rows.weights is not None:
-            buffers.batch["priority_weight"].numpy()[:count] = rows.weights
+            buffers.weights[:count] = rows.weights
         if rows.counts is not None and rows.numbers is not None:
             info = buffers.batch["sample_info"]
             for key, values in zip(_COUNTS + _NUMBERS, (*rows.counts, *rows.numbers), strict=True):

@@ -170,15 +170,10 @@ class PrioritizedSelection(Selection):
 
     def _keep_rows(self, draw: Draw, rows: DrawnItems) -> None:
         """Keep a batch that may have been drawn ahead when a state is taken."""
-        sequences = rows.sequences
-        if len(sequences) == 0:
+        if len(rows.sequences) == 0:
             sequences = self.context.table.reader().slot_states()[2][rows.slots]
-        self._history.append(
-            (
-                (draw.epoch, draw.step),
-                DrawnItems(sequences, rows.slots, rows.steps, rows.generations, rows.weights),
-            )
-        )
+            rows = DrawnItems(sequences, rows.slots, rows.steps, rows.generations, rows.weights)
+        self._history.append(((draw.epoch, draw.step), rows))
 
     def _follow(self, ticket: Ticket, samples: int = 0) -> None:
         """Take in what has changed in the table; it stays until the caller ends the ticket, also if this fails.
@@ -189,11 +184,11 @@ class PrioritizedSelection(Selection):
         self._set_taken_in()
         _, changes = self.context.table.reader().begin_changes(self._map.position, samples, ticket)
         known = self._map.position, self._map.next_sequence
+        if len(changes.slots) == 0:
+            self._map.position, self._map.next_sequence = changes.position, changes.next_sequence
+            return
         try:
-            if len(changes.slots):
-                self._take_in(changes)
-            else:
-                self._map.position, self._map.next_sequence = changes.position, changes.next_sequence
+            self._take_in(changes)
         except BaseException:
             if self._unset is None:  # else only the tree is behind
                 self._map.position, self._map.next_sequence = known  # interrupted: to be taken in once more
