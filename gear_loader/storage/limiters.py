@@ -10,10 +10,8 @@ a row may be drawn while ``size >= min_size`` and the balance after it is at lea
 added while the balance after it is at most `max_diff`, and always while ``size < min_size``. Several at once are
 allowed if they would be allowed one after another with nothing in between.
 
-**Exact.** A balance is a multiple of 1 / q, where p / q is `samples_per_insert` as a fraction in lowest terms, and is
-compared in whole numbers of these units: nothing is rounded, however large the counts are, and nothing accumulates. A
-number stands for the fraction of a denominator up to a million that has the same float (0.1 is 1/10, 1 / 3 is 1/3),
-otherwise for the decimal that it prints as.
+Balances are fractions, so nothing is rounded: a number stands for the fraction with a denominator up to a million that
+has the same float (0.1 is 1/10, 1 / 3 is 1/3), otherwise for the decimal that it prints as.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ class RateLimiter:
         min_diff, max_diff: bounds of the balance ``inserted * samples_per_insert - sampled``; they may be infinite.
 
     Raises:
-        SchemaError: a value that is none, or bounds between which even single rows and trajectories could block each
+        SchemaError: an invalid value, or bounds between which even single rows and trajectories could block each
             other for ever.
     """
 
@@ -52,11 +50,9 @@ class RateLimiter:
     min_size: int
     min_diff: float
     max_diff: float
-    # In units of 1 / _row: what a row takes from the balance, what a trajectory gives, the bounds (None: infinite).
-    _row: int = dataclasses.field(init=False, repr=False, compare=False)
-    _trajectory: int = dataclasses.field(init=False, repr=False, compare=False)
-    _least: int | None = dataclasses.field(init=False, repr=False, compare=False)
-    _most: int | None = dataclasses.field(init=False, repr=False, compare=False)
+    _gain: Fraction = dataclasses.field(init=False, repr=False, compare=False)  # samples_per_insert
+    _apart: Fraction | None = dataclasses.field(init=False, repr=False, compare=False)
+    """How far the bounds are apart, and the smallest step of a balance; None if a bound is infinite."""
 
     _loosen: ClassVar[str] = "set min_diff and max_diff further apart"
 
@@ -64,17 +60,19 @@ class RateLimiter:
         ratio = _ratio("samples_per_insert", self.samples_per_insert)
         low = _bound("min_diff", self.min_diff, never=math.inf)
         high = _bound("max_diff", self.max_diff, never=-math.inf)
-        gain = _fraction(ratio)
-        unit = gain.denominator
+        gain, apart = _fraction(ratio), None
+        if math.isfinite(low) and math.isfinite(high):
+            unit = (
+                gain.denominator
+            )  # balances are multiples of 1 / unit: the bounds are rounded inwards to these
+            apart = Fraction(math.floor(_fraction(high) * unit) - math.ceil(_fraction(low) * unit) + 1, unit)
         settled: dict[str, Any] = {
             "samples_per_insert": ratio,
             "min_size": _count("min_size", self.min_size),
             "min_diff": low,
             "max_diff": high,
-            "_row": unit,
-            "_trajectory": gain.numerator,
-            "_least": None if math.isinf(low) else math.ceil(_fraction(low) * unit),
-            "_most": None if math.isinf(high) else math.floor(_fraction(high) * unit),
+            "_gain": gain,
+            "_apart": apart,
         }
         for name, value in settled.items():
             object.__setattr__(self, name, value)
@@ -90,34 +88,32 @@ class RateLimiter:
 
     def may_insert(self, count: int, *, size: int, inserted: int, sampled: int) -> bool:
         """Whether `count` (at least 1) more trajectories may be added at once."""
-        if size + count <= self.min_size or self._most is None:
-            return True
-        # int(): a counter may be a numpy integer, whose products overflow.
-        return int(inserted + count) * self._trajectory - int(sampled) * self._row <= self._most
+        return size + count <= self.min_size or self._balance(inserted + count, sampled) <= _limit(
+            self.max_diff
+        )
 
     def may_sample(self, count: int, *, size: int, inserted: int, sampled: int) -> bool:
         """Whether a batch of `count` (at least 1) rows may be drawn at once."""
-        if size < self.min_size:
-            return False
-        if self._least is None:
-            return True
-        return int(inserted) * self._trajectory - int(sampled + count) * self._row >= self._least
+        return size >= self.min_size and self._balance(inserted, sampled + count) >= _limit(self.min_diff)
+
+    def _balance(self, inserted: int, sampled: int) -> Fraction:
+        # int(): a counter may be a numpy integer, whose products overflow.
+        return int(inserted) * self._gain - int(sampled)
 
     def explain(
         self, what: Literal["insert", "sample"], count: int, *, size: int, inserted: int, sampled: int
     ) -> str:
-        """Why `count` trajectories or rows were waited for in vain, with all counts, and what to do: for an error."""
+        """For an error: why `count` trajectories or rows were not allowed until the deadline, and what to do."""
         size, inserted, sampled = int(size), int(inserted), int(sampled)
         counts = {"size": size, "inserted": inserted, "sampled": sampled}
-        balance = inserted * self._trajectory - sampled * self._row
+        balance = self._balance(inserted, sampled)
         if what == "insert":
             asked = _many(count, "trajectory", "trajectories") + " be added"
             if self.may_insert(count, **counts):
                 reason = "it would let it now. Try again, with a longer timeout"
             else:
-                assert self._most is not None
-                excess = balance + count * self._trajectory - self._most
-                rows = _many(-(-excess // self._row), "more row", "more rows")
+                excess = balance + count * self._gain - _limit(self.max_diff)
+                rows = _many(math.ceil(excess), "more row", "more rows")
                 reason = f"it waits for {rows} to be sampled"
                 if size < self.min_size:
                     free = self.min_size - size
@@ -136,9 +132,8 @@ class RateLimiter:
                 reason = "it would let it now. Try again, with a longer timeout"
             else:
                 missing = max(self.min_size - size, 0)
-                if self._least is not None:
-                    short = self._least + count * self._row - balance
-                    missing = max(missing, -(-short // self._trajectory))
+                if math.isfinite(self.min_diff):
+                    missing = max(missing, math.ceil((_limit(self.min_diff) + count - balance) / self._gain))
                 more = _many(missing, "more trajectory", "more trajectories")
                 reason = f"it waits for {more} to be added. Add them (are the actors still there?)"
                 if size < self.min_size:
@@ -148,31 +143,16 @@ class RateLimiter:
         return (
             f"{self!r} did not let {asked}: {reason}. Counts: size {size} (min_size {self.min_size}), "
             f"inserted {inserted}, sampled {sampled}, inserted * {_show(self.samples_per_insert)} - sampled = "
-            f"{_show(Fraction(balance, self._row))}, allowed from {_show(self.min_diff)} to {_show(self.max_diff)}."
+            f"{_show(balance)}, allowed from {_show(self.min_diff)} to {_show(self.max_diff)}."
         )
 
-    # ---------------------------------------------------------------- who could block whom for ever
+    # ---------------------------------------------------------------- deadlocks
 
     def check_batch(self, count: int, *, added: int = 1) -> None:
         """Refuse a batch of `count` rows if sampler and inserter could block each other for ever.
 
-        `added` is how many trajectories are added at once.
-
-        Below min_size a single trajectory may always be added. From min_size on, neither side can move exactly if
-
-            max_diff - added * samples_per_insert  <  balance  <  min_diff + count
-
-        Balances are multiples of 1 / q, and if rows and trajectories also come singly, each multiple from min_diff to
-        max_diff does come up. Let the inserter add one whenever it may, and the sampler draw a row only where the
-        inserter has to wait: from then on the balance after each trajectory is in (max_diff - 1, max_diff]. It goes
-        through all remainders modulo 1, and from each of them single rows lead to all lower balances of that remainder,
-        down to min_diff. (Or both get stuck on the way, which is such a balance too.) So the batch is safe if and only
-        if no multiple of 1 / q lies in that interval: in units of 1 / q, with the bounds rounded inwards, if
-
-            min_diff + count  <=  max_diff - added * samples_per_insert + 1
-
-        With ``added=1`` it is safe whatever is removed meanwhile; `check_insert` has the rest. A batch that can never
-        be drawn, because no balance gets as high as ``min_diff + count``, is a case of one that is not safe.
+        `added` is how many trajectories are added at once. Neither side can move where ``max_diff - added *
+        samples_per_insert < balance < min_diff + count``; a batch is safe if no balance lies between.
 
         Raises:
             SchemaError: the batch is not safe, or `count` or `added` is no integer of at least 1.
@@ -196,13 +176,9 @@ class RateLimiter:
 
         `batch` is how many rows are drawn at once.
 
-        The condition of `check_batch`, and one more for ``count > 1``: trajectories that go beyond min_size are not
-        free, and as long as they are not there nothing is sampled. When one is missing, that is a standstill exactly if
-        ``(min_size - 1 + count) * samples_per_insert > max_diff``.
-
-        That is about the way up to min_size. If trajectories are removed later, so that the size falls below min_size
-        with a balance near max_diff, no ``count > 1`` is safe unless max_diff is infinite: then trajectories have to be
-        added up to min_size and no further, which is always allowed; `explain` says so.
+        The condition of `check_batch`, and for ``count > 1`` that they can be added when one is missing at `min_size`.
+        If trajectories are removed later, so that the size falls below `min_size` with a balance near `max_diff`, add
+        trajectories up to `min_size` and no further, which is always allowed; `explain` says so.
 
         Raises:
             SchemaError: it is not safe, or `count` or `batch` is no integer of at least 1.
@@ -225,23 +201,19 @@ class RateLimiter:
 
     def _safe_batch(self, added: int) -> int | None:
         """The largest batch that is safe; None if all are."""
-        if self._least is None or self._most is None:
-            return None
-        return (self._most - self._least + 1 - added * self._trajectory) // self._row
+        return None if self._apart is None else math.floor(self._apart - added * self._gain)
 
     def _safe_insert(self, batch: int) -> int | None:
         """How many trajectories may safely be added at once; None if any number."""
-        if self._most is None:
+        if math.isinf(self.max_diff):
             return None
-        safe = max(self._most // self._trajectory - self.min_size + 1, 1)
-        if self._least is None:
-            return safe
-        return min(safe, (self._most - self._least + 1 - batch * self._row) // self._trajectory)
+        safe = max(math.floor(_limit(self.max_diff) / self._gain) - self.min_size + 1, 1)
+        return safe if self._apart is None else min(safe, math.floor((self._apart - batch) / self._gain))
 
     def _bounds_for(self, count: int, batch: int) -> tuple[Fraction, Fraction]:
         """How far apart the bounds must be, and how high the upper one, for what is asked for to be safe."""
-        ratio = Fraction(self._trajectory, self._row)
-        return batch + count * ratio, (self.min_size - 1 + count) * ratio if count > 1 else Fraction(0)
+        needed = (self.min_size - 1 + count) * self._gain if count > 1 else Fraction(0)
+        return batch + count * self._gain, needed
 
     def _looser(self, count: int, batch: int) -> str:
         """What to change in the limiter so that there is less waiting."""
@@ -395,7 +367,7 @@ class SampleToInsertRatio(RateLimiter):
 
     def _enough(self, count: int, batch: int) -> str:
         apart, high = self._bounds_for(count, batch)
-        start = self.min_size * Fraction(self._trajectory, self._row)
+        start = self.min_size * self._gain
         return f"give it an error_buffer of at least {_show(max(apart / 2, high - start))}"
 
     @classmethod
@@ -433,7 +405,7 @@ class Queue(RateLimiter):
 
 
 def _number(name: str, value: Any, expected: str) -> float:
-    """`value` as a float, infinite ones too; SchemaError if it is none."""
+    """`value` as a float, infinite ones too; SchemaError if it is not a number."""
     if isinstance(value, Real) and not isinstance(value, bool):
         try:
             number = float(value)
@@ -470,6 +442,11 @@ def _fraction(value: float) -> Fraction:
     """The fraction that a finite float stands for; it rounds to the same float."""
     near = Fraction(value).limit_denominator()
     return near if float(near) == value else Fraction(repr(value))
+
+
+def _limit(bound: float) -> float | Fraction:
+    """A bound as it is compared with balances."""
+    return bound if math.isinf(bound) else _fraction(bound)
 
 
 def _show(value: float | Fraction) -> str:
