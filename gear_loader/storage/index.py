@@ -400,7 +400,7 @@ class Index:
         wait: bool = False,
         claim: Claim | None = None,
     ) -> int:
-        """Commit `length` steps of a slot that is being written, and continue in another slot that shares its last blocks.
+        """Commit `length` steps of a slot that is being written; continue in a new slot that shares its last blocks.
 
         Args:
             slot: from `begin`. length: steps to commit. priority: of the trajectory.
