@@ -25,7 +25,7 @@ __all__ = ["TableStats", "stats_of"]
 
 @dataclasses.dataclass(frozen=True)
 class TableStats:
-    """Statistics of a table; `str()` formats a summary. Counters cover all processes since the table was created.
+    """Statistics of a table; `str()` formats a summary. Counters cover all processes.
 
     Attributes:
         num_trajectories, num_steps: live trajectories and their steps.
