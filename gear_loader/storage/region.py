@@ -66,7 +66,7 @@ class _Mapping:
 
     @classmethod
     def make(cls, path: str, name: str, layout: Layout) -> _Mapping:
-        """Create a file of zeros with its header. It is linked to its name when complete, so no partial file remains."""
+        """Create a file of zeros with its header, and link it to its name when complete: no partial file remains."""
         memory = None
         fd = os.open(shared_memory.DIRECTORY, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
         try:
