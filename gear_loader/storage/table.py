@@ -110,7 +110,7 @@ class Table:
             max_trajectories: largest number of trajectories.
             block_steps: steps of a block, the unit of allocation. A trajectory takes ceil(length / block_steps)
                 blocks: small blocks waste less at its end, large ones are read in longer pieces. Blocks of a column
-                are padded to 128 bytes; from 32 steps on, columns of 4 bytes a step need no padding.
+                are padded to 128 bytes; 32 steps are the fewest without padding for columns of 4 bytes a step.
             max_blocks: number of blocks. By default enough for `max_steps` steps in `max_trajectories` trajectories
                 of any lengths. For known lengths, `required_blocks` gives the exact number and reserves less memory.
             name: name by which other processes attach. The table then outlives this process, until `unlink`. Its file

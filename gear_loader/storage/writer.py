@@ -311,7 +311,7 @@ class Writer:
                 self._index.abort(claim.slots, generations=claim.generations)
 
     def _begin(self, needed: int) -> tuple[list[int], int]:
-        """Allocate a slot for `needed` steps, or for a full block if that needs no eviction; return blocks and steps."""
+        """Allocate a slot for `needed` steps, or a full block if that needs no eviction; return blocks and steps."""
         evict, wait = self._table.policy
         first = min(max(needed, self._block_steps), self._chunk)
         if first > self._table.free_steps():
