@@ -60,8 +60,7 @@ __all__ = [
 #     ROWS, ...     the job: valid for a thread that has taken a chunk, until all chunks are finished
 #     STATE + i     member i: AWAKE or ASLEEP
 #
-# The ticket contains the number of chunks left, so no thread takes a chunk while the next job is being written into the
-# mailbox.
+# The ticket itself shows whether a chunk is left, so no thread takes one while the next job is being written.
 _CHUNK_BITS = 16
 _CHUNK_MASK = (1 << _CHUNK_BITS) - 1
 

@@ -338,7 +338,7 @@ def _refresh(  # type: ignore[no-untyped-def]
 def update(  # type: ignore[no-untyped-def]
     leaves, sums, mins, maxs, offsets, wide_offsets, num_blocks, items, values
 ) -> None:
-    """Set the leaves of `items` (int64 [n]) to `values` (float32 [n]; the last of equal items counts) and update nodes."""
+    """Set the leaves of `items` (int64 [n]) to `values` (float32 [n], the last of equal items) and update all nodes."""
     count = len(items)
     nodes = np.empty(count, dtype=np.uint64)
     base = uint64(leaves.ctypes.data)

@@ -57,7 +57,7 @@ class _ThreadPool:
             copying.serve(self._mailbox, self._base, member)
 
     def _count_spins(self, seconds: float) -> int:
-        """Number of polls in a time, measured: the duration of a pause differs by a factor of ten between processors."""
+        """Measure the number of polls in a time: a pause takes up to ten times longer on some processors."""
         count = 1000
         copying.look(self._base, 1)  # compiles it
         each = []

@@ -355,9 +355,7 @@ class Index:
         if not 0 < before < length:
             raise self.arrays.corrupt(f"slot {slot}, which is to hold {length} steps, has {before}")
         have = int(self.arrays.blocks_of(before))
-        full = (
-            -(-length // self.arrays.block_steps) * self.arrays.block_steps
-        )  # to the end of the last block
+        full = -(-length // self.arrays.block_steps) * self.arrays.block_steps  # to the end of the last block
         most = max(most, full)
         ids = np.empty(int(self.arrays.blocks_of(most)) - have, dtype=np.int32)
         held = length

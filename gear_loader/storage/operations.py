@@ -132,7 +132,7 @@ def fence() -> None:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _barrier(_context: Any) -> Any:
-    # Only the compiler must be stopped: a killed process leaves a prefix of its stores on every processor.
+    # Only the compiler must not reorder: on every processor a killed process leaves a prefix of its stores.
     def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, _args: Any) -> Any:
         builder.fence("seq_cst", "singlethread")
 

@@ -275,7 +275,7 @@ class Recovery:
         assert not counters[DRAWING], "a draw was left half counted"
         assert not counters[LEAVING], "a trajectory was left half retired"
         assert not counters[RAISING], "the numbering was left half raised"
-        assert (index.readers[:, READING] <= counters[EPOCH]).all(), "a reader announced an epoch to come"
+        assert (index.readers[:, READING] <= counters[EPOCH]).all(), "a reader has a future epoch"
 
     def _check_sharing(self, blocks: Array, streams: Array) -> None:
         """Check that only trajectories of one stream share blocks.
@@ -308,12 +308,12 @@ class Recovery:
         assert int(counters[NEWEST]) - 1 == (order[-1] if order else -1), "the newest trajectory is wrong"
         sequences = index.sequence[ready]
         assert len(np.unique(sequences)) == len(order), "a sequence number is used twice"
-        assert counters[NEXT_SEQUENCE] > sequences.max(initial=-1), "a sequence number comes again"
+        assert counters[NEXT_SEQUENCE] > sequences.max(initial=-1), "a sequence number is reused"
         ids = ids_of(index.view, ready)
         assert (index.ident[ready] >= -1).all(), "an id is negative"
         assert len(np.unique(ids)) == len(ids), "an id is used twice"
         assert counters[NEXT_SEQUENCE] >= first_free(index.view, origin_of(index.view) or 0), (
-            "an id comes again"
+            "an id is reused"
         )
         priorities = index.priority[ready]
         given = priorities[priorities != UNSET]
