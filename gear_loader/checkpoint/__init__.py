@@ -18,7 +18,7 @@ not have yet, a new index and a new manifest. It writes them under names that no
 replaces the manifest: this makes the new checkpoint valid. Then it removes the files that the new manifest does not
 name. A save that is killed earlier leaves the previous checkpoint and files that the next save removes.
 
-`.sharded` describes checkpoints of several tables, one a rank.
+`.sharded` describes checkpoints of several tables, one per rank.
 """
 
 from __future__ import annotations

@@ -290,7 +290,7 @@ class Directory:
             target = "?"
         return CheckpointError(
             f"{self.at(name)} is a symbolic link to {target}; a checkpoint's own directories are never links, and a "
-            "save replaces no linked file. Nothing was changed. Put what it points to in its place (`cp -rL` copies a "
+            "save replaces no linked file. Nothing was changed. Put its target in its place (`cp -rL` copies a "
             "directory with everything its links point to), or use another directory. The path of the checkpoint "
             "itself may be a link."
         )

@@ -135,7 +135,7 @@ def no_manifest(directory: str, *, several: bool = False) -> str:
         )
     return (
         f"{directory} is no checkpoint: it has no {MANIFEST_NAME}. Give the directory that Table.save() wrote; "
-        "a first save that was killed leaves none."
+        "a first save that was killed leaves no manifest."
     )
 
 

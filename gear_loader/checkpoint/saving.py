@@ -1,4 +1,4 @@
-"""Saving a table into a checkpoint: which trajectories are written, in how many rounds, and in what order."""
+"""Saving a table into a checkpoint, incrementally and in rounds."""
 
 from __future__ import annotations
 
@@ -356,13 +356,13 @@ class _Save:
                     reader.begin_read(ticket)
                     here = np.arange(which[0], which[-1] + 1)
                     slots = unsaved.slots[here]
-                    gone = arrays.state[slots] != READY
-                    gone |= arrays.sequence[slots] != unsaved.sequences[here]
-                    if gone.any():
+                    stale = arrays.state[slots] != READY
+                    stale |= arrays.sequence[slots] != unsaved.sequences[here]
+                    if stale.any():
                         buffer[:] = 0
-                        left = ~gone[which - which[0]]
+                        kept = ~stale[which - which[0]]
                         which, block, inside, steps, row = (
-                            array[left] for array in (which, block, inside, steps, row)
+                            array[kept] for array in (which, block, inside, steps, row)
                         )
                 place = arrays.extent[unsaved.slots[which], 1] + block
                 ids = arrays.ids_at(place).astype(np.int64)

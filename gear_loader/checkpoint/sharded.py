@@ -1,8 +1,8 @@
-"""Checkpoints of several tables, one a rank: a directory with a checkpoint of each, and a common manifest.
+"""Checkpoints of several tables, one per rank: a directory with a checkpoint of each, and a common manifest.
 
     shards.json                    version, schema, and for each rank: path of its checkpoint, size and checksum of the
                                    checkpoint's manifest, shard number and counters
-    saves/<number>/<rank>/         a checkpoint as `gear_loader.checkpoint` describes it, one a rank
+    saves/<number>/<rank>/         a checkpoint of one rank, see `gear_loader.checkpoint`
     .gear-loader.lock              locked by rank 0 during a save
 
 A save creates a new directory in ``saves`` and hard-links the files of the previous save that are still valid.
@@ -133,8 +133,8 @@ class ShardsManifest:
 def _no_shards(directory: str) -> str:
     return (
         f"{directory} is no checkpoint of several tables: it has no {SHARDS_NAME}. Give the directory that "
-        "gear_loader.distributed.save() wrote; a first save that was killed leaves none. What Table.save() wrote is "
-        "loaded with Table.load()."
+        "gear_loader.distributed.save() wrote; a first save that was killed leaves no manifest. Load a checkpoint of "
+        "Table.save() with Table.load()."
     )
 
 
@@ -213,10 +213,12 @@ def _manifest(directory: Directory, folder: Directory, shards: ShardsManifest, r
             f"{other} the checksum {found.xxh128}, expected {shard.xxh128}. It is damaged, or of another save. {REMEDY}"
         )
     manifest = read_manifest(folder)
-    said = (shard.save, shard.table, shard.origin, shard.num_trajectories, shard.num_steps)
-    has = (manifest.save, manifest.table, manifest.origin, manifest.num_trajectories, manifest.num_steps)
-    if has != said or manifest.schema.to_json() != shards.schema.to_json():
-        raise CheckpointError(f"{path} contradicts {directory.at(SHARDS_NAME)}: {has} and {said}. {REMEDY}")
+    expected = (shard.save, shard.table, shard.origin, shard.num_trajectories, shard.num_steps)
+    actual = (manifest.save, manifest.table, manifest.origin, manifest.num_trajectories, manifest.num_steps)
+    if actual != expected or manifest.schema.to_json() != shards.schema.to_json():
+        raise CheckpointError(
+            f"{path} contradicts {directory.at(SHARDS_NAME)}: {actual} and {expected}. {REMEDY}"
+        )
     return manifest
 
 

@@ -1,4 +1,4 @@
-"""How the loops of the CPU path are compiled (numba), and what keeps a fork from meeting the compiler's lock."""
+"""Compilation of the loops of the CPU path (numba), safe against forks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from gear_loader.utils.notices import notice
 
 __all__ = ["compiled"]
 
-# A fork while another thread compiles, or loads what was compiled before, would leave this lock locked for ever in the
-# child: the fork waits until that is done.
+# A fork while another thread compiles, or loads cached code, would leave this lock held forever in the child. So a fork
+# waits for the lock.
 os.register_at_fork(
     before=global_compiler_lock.acquire,
     after_in_parent=global_compiler_lock.release,
@@ -24,8 +24,8 @@ os.register_at_fork(
 def compiled(function: Any) -> Any:
     """Compile a loop that runs without the GIL, and cache the machine code on disk for the next process.
 
-    Cached code counts as current until the function's own file changes. So the loops that it calls are in the same
-    file, and constants that it takes from another file are asserted there.
+    Cached code stays valid until the function's own file changes. So the loops that it calls are in the same file, and
+    constants from other files are asserted there.
     """
     try:
         return njit(nogil=True, cache=True)(function)

@@ -1,7 +1,7 @@
 """The compiled loops of the CPU path (numba): copying between blocks and rows at memory speed.
 
-Raw addresses in, bytes moved; the callers have checked everything. They release the GIL, so that several
-threads copy at once.
+The arguments are raw addresses, which the callers have checked. The loops release the GIL, so that several threads can
+copy at once.
 """
 
 from __future__ import annotations
@@ -53,15 +53,14 @@ __all__ = [
 
 # The mailbox of a thread pool (`gear_loader.native.threads`), int64:
 #
-#     TICKET        job number << 32 | number of its chunks << 16 | next chunk that nobody has taken
+#     TICKET        job number << 32 | number of its chunks << 16 | next free chunk
 #     DONE          chunks finished
-#     BAD           what `gather` has returned for the job's chunks, together
-#     SPINS         how often a member that has run out of work looks for more before it sleeps
-#     ROWS, ...     the job: valid for whoever has taken a chunk of it, until all its chunks are finished
+#     BAD           sum of the results of `gather` for the job's chunks
+#     SPINS         polls of an idle member before it sleeps
+#     ROWS, ...     the job: valid for a thread that has taken a chunk, until all chunks are finished
 #     STATE + i     member i: AWAKE or ASLEEP
 #
-# The ticket says itself whether a chunk is left, so one that has none can never be taken from, however far the
-# writing of the next job into the mailbox has come meanwhile.
+# The ticket itself shows whether a chunk is left, so no thread takes one while the next job is being written.
 _CHUNK_BITS = 16
 _CHUNK_MASK = (1 << _CHUNK_BITS) - 1
 
@@ -83,8 +82,8 @@ _TICKET, DONE, _JOB, SPINS, _BAD, STATE = 0, 8, 16, 27, 28, 32
 _AWAKE, ASLEEP = 0, 1
 
 STREAM_BYTES = 1 << 18
-"""Bytes from which on what is added is written past the caches: the table is larger than these, and nobody reads it
-soon. Copies of 420 KB to 42 MB take 0.66 to 0.92 of memcpy's time on a Xeon of 105 MiB L3."""
+"""Smallest copy in bytes that bypasses the caches, because new data are not read soon. Copies of 420 KB to 42 MB take
+0.66 to 0.92 of memcpy's time on a Xeon with 105 MiB L3."""
 
 STREAM_BATCH_BYTES = 1 << 22
 """Bytes of a batch from which on its rows are written past the caches: by the time that the batch is read, others have
@@ -122,7 +121,7 @@ def _fill(_context: Any, _target: Any, _value: Any, _count: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _stream_line(_context: Any, _target: Any, _source: Any) -> Any:
-    """Copy 64 bytes to an address that 64 divides, past the caches: a line that is written whole is not read."""
+    """Copy 64 bytes to an address aligned to 64 with non-temporal stores, which do not read the line first."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         line = ir.VectorType(ir.IntType(64), 8).as_pointer()
@@ -135,7 +134,7 @@ def _stream_line(_context: Any, _target: Any, _source: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _order_stores(_context: Any) -> Any:
-    """What was stored before, also past the caches, is seen before what is stored from here on."""
+    """Make earlier stores, including non-temporal ones, visible before later stores."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
         builder.fence("seq_cst")
@@ -149,7 +148,7 @@ def _word(builder: Any, address: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def atomic_load(_context: Any, _address: Any) -> Any:
-    """The int64 at an address."""
+    """Load the int64 at an address."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.load_atomic(_word(builder, args[0]), "seq_cst", 8)
@@ -159,7 +158,7 @@ def atomic_load(_context: Any, _address: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def atomic_store(_context: Any, _address: Any, _value: Any) -> Any:
-    """Write the int64 at an address."""
+    """Store an int64 at an address."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         builder.store_atomic(args[1], _word(builder, args[0]), "seq_cst", 8)
@@ -169,7 +168,7 @@ def atomic_store(_context: Any, _address: Any, _value: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def atomic_add(_context: Any, _address: Any, _value: Any) -> Any:
-    """Add to the int64 at an address; what it was before."""
+    """Add to the int64 at an address; return its old value."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.atomic_rmw("add", _word(builder, args[0]), args[1], "seq_cst")
@@ -179,7 +178,7 @@ def atomic_add(_context: Any, _address: Any, _value: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def atomic_cas(_context: Any, _address: Any, _expected: Any, _value: Any) -> Any:
-    """Replace the int64 at an address if it is as expected; what it was before."""
+    """Replace the int64 at an address if it has the expected value; return its old value."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         pair = builder.cmpxchg(_word(builder, args[0]), args[1], args[2], "seq_cst", "seq_cst")
@@ -190,7 +189,7 @@ def atomic_cas(_context: Any, _address: Any, _expected: Any, _value: Any) -> Any
 
 @intrinsic  # type: ignore[untyped-decorator]
 def pause(_context: Any) -> Any:
-    """Tell the processor that this is a waiting loop."""
+    """Hint to the processor that this is a spin loop."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
         if platform.machine() in ("x86_64", "AMD64"):
@@ -206,7 +205,7 @@ def pause(_context: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def pointer(_context: Any, _address: Any) -> Any:
-    """An address as the pointer that `numba.carray` takes."""
+    """Convert an address to a pointer for `numba.carray`."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], cgutils.voidptr_t)
@@ -219,10 +218,10 @@ def scatter(columns, block_steps, ids, addresses, lengths) -> None:  # type: ign
     """Copy trajectories into their blocks.
 
     Args:
-        columns: int64 [C, 3]: address of the column, bytes from block to block, bytes of a step.
+        columns: int64 [C, 3], address of the column, bytes from block to block, bytes of a step.
         block_steps: steps of a block.
-        ids: int32, the trajectories' blocks, one trajectory after another.
-        addresses: int64 [n, C]: where the steps of each trajectory lie, contiguous.
+        ids: int32 [blocks], blocks of the trajectories, one trajectory after another.
+        addresses: int64 [n, C], address of the contiguous steps of each trajectory in each column.
         lengths: int64 [n], in steps.
     """
     first, total = 0, 0
@@ -253,11 +252,12 @@ def append(columns, block_steps, ids, first, addresses, count) -> None:  # type:
     """Copy steps into blocks of one trajectory, from step `first` on.
 
     Args:
-        columns: int64 [C, 3]: address of the column, bytes from block to block, bytes of a step.
+        columns: int64 [C, 3], address of the column, bytes from block to block, bytes of a step.
         block_steps: steps of a block.
-        ids: int32, the trajectory's blocks.
-        addresses: int64 [C]: where the steps of each column lie, contiguous.
-        count: of steps.
+        ids: int32 [blocks], blocks of the trajectory.
+        first: first step to write.
+        addresses: int64 [C], address of the contiguous steps of each column.
+        count: number of steps.
     """
     for c in range(columns.shape[0]):
         base, stride, step_bytes = columns[c, 0], columns[c, 1], columns[c, 2]
@@ -273,7 +273,7 @@ def append(columns, block_steps, ids, first, addresses, count) -> None:  # type:
 
 @njit(inline="always")
 def _window(begin, length, steps, pad):  # type: ignore[no-untyped-def]
-    """First step of a window that exists, number of steps that do, and the padding before them."""
+    """First existing step of a window, number of existing steps, and padding before them."""
     low = min(max(begin, 0), steps)
     count = max(min(begin + length, steps), low) - low
     if pad == PAD_HEAD:
@@ -283,7 +283,7 @@ def _window(begin, length, steps, pad):  # type: ignore[no-untyped-def]
     return low, count, 0
 
 
-# Inlined: called as a function, it costs W2 a fifth of its speed.
+# Inlined: as a function call, it costs benchmark W2 a fifth of its speed.
 @njit(inline="always")  # type: ignore[untyped-decorator]
 def _copy_steps(  # type: ignore[no-untyped-def]
     target, base, stride, step_bytes, blocks, low, count, block_ids, row, block_steps, streams
@@ -294,7 +294,7 @@ def _copy_steps(  # type: ignore[no-untyped-def]
         streams: write past the caches.
 
     Returns:
-        False if its block table has a place or a block that is not there; then some steps have been copied.
+        False if its block table has an invalid place or block; then some steps may have been copied.
     """
     step, end = low, low + count
     while step < end:
@@ -368,15 +368,14 @@ def gather(  # type: ignore[no-untyped-def]
     """Fill rows of a batch from entries `first` to `last - 1`: steps, padding and masks of every column.
 
     Args:
-        columns: int64 [C, WIDTH], one row a column, as `gear_loader.kernels.plan` lays it out.
+        columns: int64 [C, WIDTH], one row a column, as defined in `gear_loader.kernels.plan`.
         slots, anchors: int64 [n]. extent: int64 [T, 2]. block_ids: int32 [H]. block_steps: int.
-        rows: int64 [n]: entry b fills row ``rows[b]`` of the batch; None: row b.
+        rows: int64 [n], entry b fills row ``rows[b]`` of the batch; None: row b.
 
     Returns:
-        How many slots, block tables and blocks are not there: 0 unless the index is corrupt. These windows are
-        zeros.
+        Number of invalid slots, block tables and blocks, 0 unless the index is corrupt. Their windows are zeros.
     """
-    # What is not used is given as an array of the right type.
+    # An unused argument is an array of the right type.
     if rows is None:
         bad = _gather_rows(columns, slots, anchors, extent, block_ids, block_steps, first, last, slots, False)
     else:
@@ -388,7 +387,7 @@ def gather(  # type: ignore[no-untyped-def]
 def gather_batch(  # type: ignore[no-untyped-def]
     columns, slots, anchors, generations, extent, block_ids, block_steps, names
 ):
-    """`gather` of all n entries; their slots, anchors and generations go into `names`, int64 [3, at least n]."""
+    """`gather` all n entries; write their slots, anchors and generations to `names`, int64 [3, at least n]."""
     for b in range(len(slots)):
         names[0, b], names[1, b], names[2, b] = slots[b], anchors[b], generations[b]
     bad = _gather_rows(columns, slots, anchors, extent, block_ids, block_steps, 0, len(slots), slots, False)
@@ -397,11 +396,11 @@ def gather_batch(  # type: ignore[no-untyped-def]
 
 @compiled
 def place(pieces, rows) -> None:  # type: ignore[no-untyped-def]
-    """Copy rows that lie one after another to rows of a batch.
+    """Copy contiguous rows to rows of a batch.
 
     Args:
-        pieces: int64 [P, 3]: address of the rows, address of row 0 of the output, bytes of a row.
-        rows: int64 [n]: row b of each piece goes to row ``rows[b]`` of its output.
+        pieces: int64 [P, 3], address of the rows, address of row 0 of the output, bytes of a row.
+        rows: int64 [n], output row of row b of each piece.
     """
     for p in range(pieces.shape[0]):
         source, out, row_bytes = pieces[p, 0], pieces[p, 1], pieces[p, 2]
@@ -413,18 +412,18 @@ def place(pieces, rows) -> None:  # type: ignore[no-untyped-def]
 def resolve(  # type: ignore[no-untyped-def]
     slots, anchors, extent, block_ids, block_steps, first, last, out_extent, out_ids, num_blocks
 ) -> int:
-    """Copy what the windows of a batch need of the index, so that a GPU need not look it up itself.
+    """Copy the index entries of a batch's windows, so that a GPU does not read the index.
 
     Args:
         slots, anchors: int64 [B]. extent: int64 [T, 2]. block_ids: int32 [H]. block_steps: int.
-        first, last: the steps before and after the anchor that any column's window covers.
-        out_extent: int64 [B, 2], row b: length in steps, and the place in `out_ids` where the block table of the
-            trajectory would start; it holds the blocks of the windows only, so this may be negative.
-        out_ids: int32 [B, K], the windows' blocks.
-        num_blocks: blocks of the table: a block id is below it.
+        first, last: first and last step of all windows, relative to the anchor.
+        out_extent: int64 [B, 2], output: length in steps, and position in `out_ids` of the trajectory's first block;
+            negative if that block is before the windows, which alone are copied.
+        out_ids: int32 [B, K], output: blocks of the windows.
+        num_blocks: number of blocks of the table.
 
     Returns:
-        How many slots, block tables and blocks are not there: 0 unless the index is corrupt. Their blocks are 0.
+        Number of invalid slots, block tables and blocks, 0 unless the index is corrupt. Their blocks are 0.
     """
     width, bad = out_ids.shape[1], 0
     for b in range(len(slots)):
@@ -444,12 +443,12 @@ def resolve(  # type: ignore[no-untyped-def]
     return bad
 
 
-# The crew's loops: see `gear_loader.native.threads`.
+# The loops of the thread pool, see `gear_loader.native.threads`.
 
 
 @compiled
 def _work(mailbox: Array, base: int) -> bool:
-    """Take chunks of the current job until none is left; whether there was one."""
+    """Process chunks of the current job until all are taken; return whether any was left."""
     found = False
     while True:
         ticket = atomic_load(base + 8 * _TICKET)
@@ -479,7 +478,7 @@ def _work(mailbox: Array, base: int) -> bool:
 
 @compiled
 def serve(mailbox: Array, base: int, member: int) -> None:
-    """A member's work, until it has found none for a while and is marked asleep."""
+    """Process jobs as a member until it is idle for SPINS polls and marked asleep."""
     state = base + 8 * (STATE + member)
     idle = 0
     while True:
@@ -490,7 +489,7 @@ def serve(mailbox: Array, base: int, member: int) -> None:
         if idle > atomic_load(base + 8 * SPINS):
             before = atomic_load(base + 8 * _TICKET)
             atomic_store(state, ASLEEP)
-            # A job posted before the mark was seen would not wake this member: look once more.
+            # A job posted before the mark was visible does not wake this member, so check once more.
             if atomic_load(base + 8 * _TICKET) == before or atomic_cas(state, ASLEEP, _AWAKE) != ASLEEP:
                 return
             idle = 0
@@ -498,7 +497,7 @@ def serve(mailbox: Array, base: int, member: int) -> None:
 
 @compiled
 def look(base: int, spins: int) -> int:
-    """Look for work so many times, as `serve` does, and take none: to find out how long that takes."""
+    """Poll for work `spins` times, as `serve` does, without taking any; for timing."""
     found = 0
     for _ in range(spins):
         ticket = atomic_load(base + 8 * _TICKET)
@@ -509,7 +508,7 @@ def look(base: int, spins: int) -> int:
 
 @compiled
 def post(base: int, members: int, chunks: int) -> int:
-    """Open the job that has been written into the mailbox; a bit mask of the members to wake."""
+    """Publish the job in the mailbox; return a bit mask of the members to wake."""
     atomic_store(base + 8 * DONE, 0)
     atomic_store(base + 8 * _BAD, 0)
     number = (atomic_load(base + 8 * _TICKET) >> 2 * _CHUNK_BITS) + 1
@@ -523,7 +522,7 @@ def post(base: int, members: int, chunks: int) -> int:
 
 @compiled
 def finish(mailbox, base, chunks):  # type: ignore[no-untyped-def]
-    """The caller's share of the work, then wait for the chunks that others have taken; what `gather` returned."""
+    """Process chunks as the caller, then wait for the chunks of the members; return the sum of `gather`'s results."""
     _work(mailbox, base)
     while atomic_load(base + 8 * DONE) < chunks:
         pause()

@@ -1,7 +1,7 @@
-"""Compiled random numbers and the rows that follow from them: uniform draws from a list of trajectories (numba).
+"""Compiled random numbers and uniform draws of rows from a list of trajectories (numba).
 
-Philox-4x64-10 (Salmon et al., 2011) with numpy's order of counters: `philox` fills what
-``np.random.Philox(key=[seed, stream], counter=[0, 0, step, epoch]).random_raw(n)`` returns.
+Philox-4x64-10 (Salmon et al., 2011) with numpy's order of counters: `philox` equals
+``np.random.Philox(key=[seed, stream], counter=[0, 0, step, epoch]).random_raw(n)``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gear_loader.native.compile import compiled
 __all__ = ["FIRST", "LAST", "UNIFORM", "permute", "philox", "uniform_rows"]
 
 UNIFORM, FIRST, LAST = range(3)
-"""Which step of a trajectory is the anchor of its window."""
+"""Anchor of a window: a uniformly drawn step, or the first or last step of the trajectory."""
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -48,7 +48,7 @@ def _block(seed, stream, step, epoch, number):  # type: ignore[no-untyped-def]
 
 @compiled
 def philox(seed, stream, step, epoch, out) -> None:  # type: ignore[no-untyped-def]
-    """Fill `out`, uint64 [n], from four int64 that are taken modulo 2**64."""
+    """Fill `out`, uint64 [n]; the other arguments are int64, modulo 2**64."""
     for i in range(0, len(out), 4):
         words = _block(seed, stream, step, epoch, i // 4)
         out[i] = words[0]
@@ -62,7 +62,7 @@ def philox(seed, stream, step, epoch, out) -> None:  # type: ignore[no-untyped-d
 
 @njit(inline="always")
 def _below(word, high):  # type: ignore[no-untyped-def]
-    """A random integer from 0 to high - 1, of a random uint64."""
+    """Map a random uint64 to an integer from 0 to high - 1."""
     return min(int64(float64(word >> uint64(11)) * 2.0**-53 * float64(high)), high - 1)
 
 
@@ -73,12 +73,12 @@ def uniform_rows(  # type: ignore[no-untyped-def]
     """Draw rows uniformly, with replacement.
 
     Args:
-        slots, lengths, generations: int64 [T], of the trajectories. sums: int64 [T], the running sum of the lengths
-            plus a number.
-        steps: whether a step of all trajectories is drawn, which then is the anchor; else a trajectory.
-        anchor: `UNIFORM`, `FIRST` or `LAST`, where trajectories are drawn.
-        seed, step, epoch: int64, of the random numbers: stream 0 for items, 1 for anchors.
-        names: int64 [3, n], filled with slots, anchors and generations.
+        slots, lengths, generations: int64 [T], of the trajectories. sums: int64 [T], running sum of the lengths plus a
+            constant.
+        steps: whether to draw a step of the table, which becomes the anchor, instead of a trajectory.
+        anchor: `UNIFORM`, `FIRST` or `LAST`, for drawn trajectories.
+        seed, step, epoch: int64, key and counter of the random numbers: stream 0 for items, 1 for anchors.
+        names: int64 [3, n], output: slots, anchors and generations.
     """
     count = names.shape[1]
     size = int64(len(slots))
@@ -128,11 +128,12 @@ def _mix(value):  # type: ignore[no-untyped-def]
 
 @compiled
 def permute(keys, half_bits, size, positions, items) -> None:  # type: ignore[no-untyped-def]
-    """Items at some positions of a keyed bijection of 0 to size - 1.
+    """Apply a keyed bijection of 0 to size - 1 (a Feistel network) to positions.
 
     Args:
-        keys: uint64 [rounds]. half_bits: bits of half a number; a number is applied again while it is not below `size`.
-        positions: int64 [n]. items: int64 [n], filled.
+        keys: uint64 [rounds]. half_bits: bits of half a number; the network is repeated until the result is below
+            `size`.
+        positions: int64 [n]. items: int64 [n], output.
     """
     bits = uint64(half_bits)
     mask = (uint64(1) << bits) - uint64(1)

@@ -1,18 +1,18 @@
 """The compiled loops of the sum tree on the CPU (numba).
 
-The same tree as `gear_loader.kernels.sum_tree`, to the last bit, but with every binary level above the blocks of 32
-leaves instead of every fifth: then all draws of a batch go down a level together, eight to a vector instruction.
+The results equal those of `gear_loader.kernels.sum_tree` bit for bit, but every binary level above the blocks of 32
+leaves is stored instead of every fifth. So all draws of a batch descend level by level, eight per vector instruction.
 
-    level 1   sums float64, one a block of 32 leaves        n nodes
+    level 1   sums float64, one per block of 32 leaves      n nodes
     level 2   one for each two nodes of level 1             ceil(n / 2)
-    ...       down to one node, the root
+    ...       up to one node, the root
 
-All sums lie in one array; `offsets[i]` is where level i + 1 begins, levels are padded to an even number of nodes.
-Minima and maxima, where they are kept, lie as in the wide tree: only every fifth level has them. Together that takes
-0.76 bytes an item, 0.5 without them.
+All sums are in one array; level i + 1 begins at `offsets[i]` and is padded to an even number of nodes. Minima and
+maxima, if stored, exist at every fifth level only, as in the wide tree. Together the nodes take 0.76 bytes an item, 0.5
+without minima and maxima.
 
-Arrays in, arrays changed; the callers have checked everything. Indices are unsigned, or else numba would look for
-negative ones, and mixing both would make them floating-point numbers.
+The loops change arrays in place; the callers have checked the arguments. Indices are unsigned, because numba handles
+negative signed indices, and mixing both types gives floating-point numbers.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ READY = 2  # as in `gear_loader.storage.operations`
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _prefetch(_context: Any, _address: Any) -> Any:
-    """Start to bring the cache line at an address."""
+    """Prefetch the cache line at an address."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         word = ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, word, word, word])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        hints = [ir.Constant(word, hint) for hint in (0, 3, 1)]  # to be read, soon again, data
+        hints = [ir.Constant(word, hint) for hint in (0, 3, 1)]  # read, high locality, data
         builder.call(function, [builder.inttoptr(args[0], cgutils.voidptr_t), *hints])
 
     return types.void(types.uint64), codegen
 
 
-assert LOWEST_LEAF == 2.0**-126  # what is compiled in, and kept on disk
+assert LOWEST_LEAF == 2.0**-126  # compiled into the cached machine code
 _BLOCK = uint64(32)
 _ONE, _TWO = uint64(1), uint64(2)
 _MASK = uint64(0xFFFFFFFF)
@@ -68,7 +68,7 @@ _ROWS = 64
 
 @compiled
 def _words(key, step, call, first, count, words) -> None:  # type: ignore[no-untyped-def]
-    """Philox-4x32-10 (Salmon et al., 2011) for rows `first` and on: uint64 [4, rows], of 32 bits each."""
+    """Philox-4x32-10 (Salmon et al., 2011) for `count` rows from `first` on: 32-bit values in uint64 [4, rows]."""
     k0, k1 = uint64(key) & _MASK, uint64(key) >> uint64(32)
     for i in range(count):
         words[0, i] = uint64(first + i) & _MASK
@@ -89,7 +89,7 @@ def _words(key, step, call, first, count, words) -> None:  # type: ignore[no-unt
 
 @compiled
 def _uniforms(key, step, calls, first, us, words) -> None:  # type: ignore[no-untyped-def]
-    """53-bit uniforms in [0, 1): float64 [2 * calls, n], of which pair c comes from call number c."""
+    """53-bit uniforms in [0, 1): float64 [2 * calls, n], rows 2 c and 2 c + 1 from call c."""
     count = us.shape[1]
     for call in range(calls):
         for begin in range(0, count, words.shape[1]):
@@ -105,7 +105,7 @@ def _uniforms(key, step, calls, first, us, words) -> None:  # type: ignore[no-un
 
 @compiled
 def uniforms(key, step, us, words) -> None:  # type: ignore[no-untyped-def]
-    """Fill us[0] (float64 [2, n]) with what rows 0 to n - 1 get on level 0; `words` as for `draw`."""
+    """Fill us[0] (float64 [2, n]) with the level-0 uniforms of rows 0 to n - 1; `words` as for `draw`."""
     _uniforms(key, step, 1, 0, us, words)
 
 
@@ -114,7 +114,7 @@ def uniforms(key, step, us, words) -> None:  # type: ignore[no-untyped-def]
 
 @compiled
 def _descend(leaves, sums, offsets, us, nodes, rest, partial) -> None:  # type: ignore[no-untyped-def]
-    """Items for the uniforms us[level], one row a level of the wide tree: into `nodes` (uint64 [n])."""
+    """Write the items for the uniforms us[level], one row per level of the wide tree, to `nodes` (uint64 [n])."""
     count = len(nodes)
     top = len(offsets)
     for i in range(count):
@@ -128,7 +128,7 @@ def _descend(leaves, sums, offsets, us, nodes, rest, partial) -> None:  # type: 
         offset = uint64(offsets[level - 2])
         for i in range(count):
             left = sums[offset + nodes[i] * _TWO]
-            # What is left over may have been rounded up to all of the right part, even where that is nothing.
+            # Rounding may leave a rest as large as the right sum, even if that is 0.
             right = (rest[i] >= left) & (sums[offset + nodes[i] * _TWO + _ONE] > 0)
             rest[i] -= left if right else 0.0
             nodes[i] = nodes[i] * _TWO + uint64(right)
@@ -136,7 +136,7 @@ def _descend(leaves, sums, offsets, us, nodes, rest, partial) -> None:  # type: 
     for i in range(count):
         _prefetch(base + nodes[i] * uint64(128))
         _prefetch(base + nodes[i] * uint64(128) + uint64(64))
-    for begin in range(0, count, _ROWS):  # so many rows' partial sums stay in the nearest cache
+    for begin in range(0, count, _ROWS):  # the partial sums of this many rows fit into the L1 cache
         rows = min(_ROWS, count - begin)
         for i in range(rows):
             _partial_sums(leaves, nodes[begin + i], partial, uint64(i) * _BLOCK)
@@ -183,14 +183,14 @@ def draw(  # type: ignore[no-untyped-def]
 
     Args:
         leaves: float32. sums: float64. offsets: int64 [levels].
-        wide_depth: levels of the wide tree, which decide how many random numbers a row takes.
-        key, step: the random numbers' key and counter.
-        items: int64 [n], values: float32 [n], filled with the items and their leaves.
-        us, words, nodes, rest, partial: room to work in, of which more than is needed may be given: float64
-            [wide_depth + 2, n], uint64 [4, 64], uint64 [n], float64 [n], float64 [2048].
+        wide_depth: levels of the wide tree, which determine the random numbers per row.
+        key, step: key and counter of the random numbers.
+        items: int64 [n], values: float32 [n], output: the items and their leaves.
+        us, words, nodes, rest, partial: work space of at least float64 [wide_depth + 2, n], uint64 [4, 64],
+            uint64 [n], float64 [n], float64 [2048].
 
     Returns:
-        False if all leaves are 0; then nothing was drawn.
+        False, having drawn nothing, if all leaves are 0.
     """
     if not sums[offsets[len(offsets) - 1]] > 0:
         return False
@@ -227,18 +227,17 @@ def draw_rows(  # type: ignore[no-untyped-def]
     names,
     values,
 ) -> bool:
-    """`draw`, and the rows that the items are.
+    """`draw`, and convert the items to rows.
 
     Args:
         leaves to partial: as for `draw`.
-        block_steps: steps of a block where an item is a step, 0 where it is a trajectory.
-        owner, number: int32 [blocks]: the slot that has a block, and which of its blocks it is; where an item is a
-            step.
-        extent, generation, sequence: of the index.
-        anchor, anchor_key: `UNIFORM`, `FIRST` or `LAST` of `native.random`, and the key of its random numbers;
-            where an item is a trajectory.
-        names: int64 [4, n], filled with slots, anchors, generations and sequence numbers.
-        values: float32 [n], filled with the leaves.
+        block_steps: steps of a block if items are steps, 0 if they are trajectories.
+        owner, number: int32 [blocks], slot of each block, and its position in the slot's block table; for steps.
+        extent, generation, sequence: index arrays.
+        anchor, anchor_key: `UNIFORM`, `FIRST` or `LAST` of `native.random`, and key of its random numbers; for
+            trajectories.
+        names: int64 [4, n], output: slots, anchors, generations and sequence numbers.
+        values: float32 [n], output: leaves.
 
     Returns:
         As `draw`.
@@ -304,7 +303,7 @@ def _extremes(mins, maxs, to, source, node) -> None:  # type: ignore[no-untyped-
 def _refresh(  # type: ignore[no-untyped-def]
     leaves, sums, mins, maxs, offsets, wide_offsets, num_blocks, nodes, everything
 ) -> None:
-    """Compute all nodes above some blocks anew: `nodes` (uint64 [n], used up), or all of them."""
+    """Recompute all nodes above the blocks `nodes` (uint64 [n], overwritten), or all nodes."""
     partial = np.empty(16)
     touched = len(nodes)
     count = num_blocks
@@ -339,7 +338,7 @@ def _refresh(  # type: ignore[no-untyped-def]
 def update(  # type: ignore[no-untyped-def]
     leaves, sums, mins, maxs, offsets, wide_offsets, num_blocks, items, values
 ) -> None:
-    """Set the leaves of `items` (int64 [n]) to `values` (float32 [n]), the last of equal items, and all above."""
+    """Set the leaves of `items` (int64 [n]) to `values` (float32 [n], the last of equal items) and update all nodes."""
     count = len(items)
     nodes = np.empty(count, dtype=np.uint64)
     base = uint64(leaves.ctypes.data)
@@ -382,16 +381,16 @@ def draw_distinct(  # type: ignore[no-untyped-def]
     rest,
     partial,
 ) -> int:
-    """Draw different items, one after another, each in proportion to the leaves of those that are left.
+    """Draw without replacement, each item in proportion to the remaining leaves.
 
-    See `gear_loader.kernels.priority.draw_distinct` for how and why. The leaves are the same afterwards.
+    See `gear_loader.kernels.priority.draw_distinct` for the algorithm. The leaves are restored.
 
     Args:
-        items: int64 [n], values: float32 [n], filled with the items and their leaves.
+        items: int64 [n], values: float32 [n], output: the items and their leaves.
         us, words, nodes, rest, partial: as for `draw`.
 
     Returns:
-        How many were drawn: fewer than n if no more leaves are positive.
+        Number of items drawn: fewer than n if fewer leaves are positive.
     """
     count = len(items)
     filled, turn = 0, 0
@@ -421,16 +420,17 @@ def draw_distinct(  # type: ignore[no-untyped-def]
 def known_rows(  # type: ignore[no-untyped-def]
     slots, wanted, priorities, weights, state, generation, sequence, next_sequence, items, leaves
 ):
-    """The rows of an update whose trajectories are there.
+    """Select the rows of a priority update whose trajectories are live.
 
     Args:
-        slots: int64 [n]. wanted: int64 [n], their generations, or int64 [0] for any.
+        slots: int64 [n]. wanted: int64 [n], expected generations, or int64 [0] for any.
         priorities, weights: float32 [n].
-        state, generation, sequence: of the index. next_sequence: trajectories with lower numbers are known.
-        items: int64 [n], and leaves: float32 [n]: the first ones are filled.
+        state, generation, sequence: index arrays. next_sequence: bound of the known sequence numbers, for any
+            generation.
+        items: int64 [n], leaves: float32 [n], output: the first entries are filled.
 
     Returns:
-        How many there are; the largest of their priorities, or 0.
+        Number of selected rows; the largest of their priorities, or 0.
     """
     count, largest = 0, np.float32(0)
     for i in range(len(slots)):
@@ -467,7 +467,7 @@ def importance(leaves, least, beta, scale, out) -> None:  # type: ignore[no-unty
     """``(scale * min(least / leaf, 1)) ** beta`` of float [n] into float32 [n], computed in float64.
 
     Args:
-        least: the leaf that is compared with; below 0: the smallest of `leaves`.
+        least: reference leaf; if negative, the smallest of `leaves`.
     """
     if least < 0:
         least = np.inf

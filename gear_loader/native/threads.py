@@ -1,14 +1,14 @@
-"""A crew of threads that gather one batch together.
+"""A thread pool that gathers one batch in parallel.
 
-Handing a job to a sleeping thread takes some 80 us on a virtual machine, which is as long as gathering a small batch
-takes. So the rows are cut into chunks that every member takes from one counter: the caller starts at once, and who
-wakes up late finds fewer chunks left, or none. Where batches are asked for one right after another (some 0.1 ms of
-drawing and bookkeeping lie between them), a member that has run out of work looks for more for 0.3 ms before it sleeps,
-so that the next batch finds it awake. A consumer that works on its batch for longer needs the cores itself: there
-members sleep at once, and a batch that a core copies in less than it takes to wake another is left to the caller.
+Waking a sleeping thread takes about 80 us on a virtual machine, as long as gathering a small batch. So the rows are cut
+into chunks, which all members take from one counter: the caller starts at once, and members that wake up late find
+fewer chunks. If batches follow each other closely (about 0.1 ms of drawing and bookkeeping between them), an idle
+member polls for 0.3 ms before it sleeps, so that it is awake for the next batch. A consumer that works on its batch for
+longer needs the cores, so members sleep at once. The caller gathers small batches alone, if waking a thread would take
+longer than the copy.
 
-All of it, but for the sleeping, happens in compiled code without the GIL (`gear_loader.native.post`, `serve`,
-`finish`), through a mailbox that is drawn there.
+All of this except sleeping runs in compiled code without the GIL (`gear_loader.native.copying`: `post`, `serve`,
+`finish`), through the mailbox defined there.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class _ThreadPool:
     def __init__(self, members: int) -> None:
         self._members = members
         memory = np.zeros(256, dtype=np.int64)
-        self._mailbox = memory[-memory.ctypes.data // 8 % 8 :][:128]  # on a cache line
+        self._mailbox = memory[-memory.ctypes.data // 8 % 8 :][:128]  # aligned to a cache line
         self._base = self._mailbox.ctypes.data
         self._mailbox[copying.STATE : copying.STATE + members] = copying.ASLEEP
-        self._spins = self._looks(_AWAKE_SECONDS)
-        self._ended = -1.0  # when the last job was, on the clock of `time.perf_counter`
+        self._spins = self._count_spins(_AWAKE_SECONDS)
+        self._ended = -1.0  # end of the last job, by `time.perf_counter`
         self._wake = [threading.Semaphore(0) for _ in range(members)]
         self._turn = new_mutex()
         for member in range(members):
@@ -56,12 +56,12 @@ class _ThreadPool:
             self._wake[member].acquire()
             copying.serve(self._mailbox, self._base, member)
 
-    def _looks(self, seconds: float) -> int:
-        """How often a member looks for work in so much time: processors differ by the factor of ten in a pause."""
+    def _count_spins(self, seconds: float) -> int:
+        """Measure the number of polls in a time: a pause takes up to ten times longer on some processors."""
         count = 1000
         copying.look(self._base, 1)  # compiles it
         each = []
-        for _ in range(3):  # one may have been interrupted
+        for _ in range(3):  # a measurement may be interrupted
             begin = time.perf_counter()
             copying.look(self._base, count)
             each.append((time.perf_counter() - begin) / count)
@@ -78,7 +78,7 @@ class _ThreadPool:
         steps: int,
         rows: Array | None = None,
     ) -> int | None:
-        """Gather all entries in so many chunks; None, and nothing done, while another thread has the crew at work."""
+        """Gather all entries in `chunks` chunks; return None, having done nothing, if another thread uses the pool."""
         job: tuple[int, ...] = (
             len(slots),
             columns.ctypes.data,
@@ -103,8 +103,8 @@ class _ThreadPool:
                     self._wake[member].release()
             bad: int = copying.finish(mailbox, base, chunks)
         except BaseException:
-            # Interrupted: `post` has marked members as awake, and those that have taken a chunk write into the
-            # caller's memory. One that is woken without need finds nothing to do.
+            # Interrupted: `post` may have marked members as awake, and members with a chunk write to the caller's
+            # memory. A member woken without need finds no work.
             try:
                 for wake in self._wake:
                     wake.release()
@@ -121,7 +121,7 @@ def _crew(pid: int, members: int) -> _ThreadPool:
 
 
 def alone(count: int, row_bytes: int) -> bool:
-    """Whether a batch of so many rows is left to the caller, whatever the number of threads."""
+    """Whether the caller gathers a batch of `count` rows alone, for any number of threads."""
     return count == 1 or count * row_bytes <= _ALONE_BYTES
 
 
@@ -138,9 +138,9 @@ def gather(
     """`gear_loader.native.copying.gather` of all entries, by as many threads as torch uses (at most `MAX_THREADS`).
 
     Args:
-        columns, slots, anchors, extent, ids, block_steps: see there; all contiguous.
-        row_bytes: bytes of one row of the batch, to decide how many chunks are worth it.
-        rows: int64 [n], contiguous, distinct: the row of the batch that each entry fills; None: one after another.
+        columns, slots, anchors, extent, ids, block_steps: as there; all contiguous.
+        row_bytes: bytes of one row of the batch, which determine the number of chunks.
+        rows: int64 [n], contiguous, distinct: row of the batch for each entry; None: row b for entry b.
 
     Returns:
         As `gear_loader.native.copying.gather`.
@@ -149,8 +149,8 @@ def gather(
     threads = min(torch.get_num_threads(), MAX_THREADS)
     chunks = min(count, count * row_bytes // _CHUNK_BYTES, 16 * threads)
     if threads > 1 and chunks > 1 and count * row_bytes > _ALONE_BYTES:
-        crew = _crew(os.getpid(), threads - 1)
-        bad = crew.gather(chunks, columns, slots, anchors, extent, ids, block_steps, rows)
+        pool = _crew(os.getpid(), threads - 1)
+        bad = pool.gather(chunks, columns, slots, anchors, extent, ids, block_steps, rows)
         if bad is not None:
             return bad
     alone: int = copying.gather(columns, slots, anchors, extent, ids, block_steps, 0, count, rows)

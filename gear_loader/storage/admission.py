@@ -1,4 +1,4 @@
-"""Admission: waits until the rate limiter allows a row to be drawn or a trajectory to be added; removal by age."""
+"""Admission: waiting for the rate limiter before rows are drawn or trajectories added, and expiry by age."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _T = TypeVar("_T")
 
 
 class Admission:
-    """Applies a table's rate limiter and its `max_age`. All waiting is done outside the lock, with a deadline.
+    """Applies a table's rate limiter and its `max_age`. Waits outside the lock, with back-off and a deadline.
 
     Args:
-        arrays: of the index. recovery: runs sections under the lock.
+        arrays: index arrays. recovery: runs critical sections under the lock.
 
     Attributes:
-        timeout: seconds that free space, or the rate limiter, is waited for; None for as long as for the lock.
-        waited: nanoseconds that additions have waited through this handle.
+        timeout: seconds until a wait for free space or the rate limiter times out; None for the lock's timeout.
+        waited: nanoseconds that additions through this handle have waited.
         has_conditions: whether the table has a rate limiter, `max_times_sampled` or `max_age`.
     """
 
@@ -50,7 +50,7 @@ class Admission:
         self.waited = 0
 
     def backoff(self) -> Backoff:
-        """A new wait with this handle's deadline."""
+        """Start a wait with this handle's timeout."""
         return Backoff(self._recovery.lock.timeout if self.timeout is None else self.timeout)
 
     def expire(self) -> None:
@@ -68,10 +68,15 @@ class Admission:
     def when_samplable(
         self, count: int, look: Callable[[], _T | None], *, ticket: Ticket | None = None
     ) -> _T:
-        """What `look` returns under the lock, once `count` rows may be drawn and it does not return None.
+        """Wait until `count` rows may be drawn and `look`, called under the lock, returns a value; return that value.
 
         Args:
-            ticket: under which the rows are drawn; None if none are drawn yet, or `look` counts them.
+            count: rows to draw; 0 bypasses the rate limiter.
+            look: callback that returns None if the table cannot serve the draw yet.
+            ticket: read ticket that counts the drawn rows; None if `look` counts them, or nothing is drawn yet.
+
+        Raises:
+            TableEmptyError, RateLimitError: timed out.
         """
         limiter = self.arrays.rules.rate_limiter if count else None
         counters = self.arrays.counters
@@ -99,11 +104,11 @@ class Admission:
                 self._recovery.locked(functools.partial(self._note_sample_wait, backoff))
                 if limiter is None or limiter.may_sample(count, **counts):
                     raise TableEmptyError(
-                        f"{count} trajectories were waited for {backoff.timeout:g} s; the table holds "
-                        f"{counts['size']}. Is somebody adding to it?"
+                        f"{count} trajectories were not available after {backoff.timeout:g} s; the table holds "
+                        f"{counts['size']}. Check that a writer is running."
                     )
                 raise RateLimitError(
-                    f"Waited {backoff.timeout:g} s in vain. {limiter.explain('sample', count, **counts)}"
+                    f"Waited {backoff.timeout:g} s, then timed out. {limiter.explain('sample', count, **counts)}"
                 )
 
     def may_insert(self, count: int) -> bool:
@@ -114,7 +119,7 @@ class Admission:
         limiter = self.arrays.rules.rate_limiter
         assert limiter is not None
         return RateLimitError(
-            f"Waited {backoff.timeout:g} s in vain. {limiter.explain('insert', count, **self._counts())}"
+            f"Waited {backoff.timeout:g} s, then timed out. {limiter.explain('insert', count, **self._counts())}"
         )
 
     def when_insertable(self, count: int, change: Callable[[], object]) -> None:

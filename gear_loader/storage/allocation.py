@@ -1,4 +1,4 @@
-"""Allocation of slots and blocks: eviction, reclaiming from dead processes, and back-pressure."""
+"""Allocation of slots and blocks: eviction, reclaiming from dead writers, and back-pressure."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from gear_loader.utils.waiting import Backoff
 
 __all__ = ["Allocator", "Claim"]
 
-_LIMITED = -1  # beside the answers of `make_room`
+_LIMITED = -1  # in addition to the results of `make_room`: the rate limiter refused
 
 
 class Claim:
-    """Slots that a caller is about to take, and to write. It is made before they are taken.
+    """Slots that a caller allocates for writing. Created before the allocation, so an interrupted call can abort.
 
     Attributes:
-        slots: int64 [n], -1 where not taken.
-        generations: int64 [n], of the slots when they were taken; None until known. What has another generation was
-            committed, and then given to another trajectory.
+        slots: int64 [n], -1 where not allocated.
+        generations: int64 [n], generations of the slots at allocation; None until known. A slot with another
+            generation has been committed and reused since.
     """
 
     __slots__ = ("generations", "slots")
@@ -45,21 +45,21 @@ class Claim:
 
 
 class OpenWriter(Protocol):
-    """What the allocator asks a `gear_loader.storage.writer.Writer`."""
+    """The interface of a `gear_loader.storage.writer.Writer` that the allocator uses."""
 
     @property
     def open_slots(self) -> tuple[int, list[int]]: ...
 
 
 class Allocator:
-    """Finds slots and blocks for what is added: evicts, reuses what no reader holds, and waits.
+    """Allocates slots and blocks for new trajectories: evicts, reclaims memory that no reader holds, and waits.
 
     Args:
-        arrays: of the index. recovery: runs sections under the lock.
-        block_tables, readers, admission: of the index.
+        arrays: index arrays. recovery: runs critical sections under the lock.
+        block_tables, readers, admission: parts of the same index.
 
     Attributes:
-        writers: those that write through this handle.
+        writers: open writers of this handle.
     """
 
     def __init__(
@@ -88,13 +88,17 @@ class Allocator:
         last: int = -1,
         inserts: int = 0,
     ) -> None:
-        """Try to get room until it is there, doing what helps.
+        """Call `attempt` under the lock until it succeeds; reclaim memory and back off in between.
 
         Args:
-            needed: slots, blocks and steps.
-            attempt: tries it under the lock; what `operations.make_room` returns.
-            last: the slot that is to grow.
-            inserts: trajectories that `attempt` commits: the rate limiter has to allow it.
+            needed: slots, blocks and steps, for errors.
+            attempt: performs the allocation and returns a result of `operations.make_room`.
+            evict: eviction policy, for errors. wait: whether to wait for space.
+            last: slot to grow, or -1.
+            inserts: trajectories that `attempt` commits, subject to the rate limiter.
+
+        Raises:
+            TableFullError, RateLimitError, LockTimeoutError: see `Index.begin`.
         """
         backoff: Backoff | None = None
 
@@ -122,15 +126,15 @@ class Allocator:
                 self._recovery.locked(functools.partial(self._admission.note_insert_wait, backoff))
                 waited = f"{backoff.timeout:g} s"
                 if answer == SHORT:
-                    raise TableFullError(f"Waited {waited} in vain. {message}")
+                    raise TableFullError(f"Waited {waited}, then timed out. {message}")
                 if answer == _LIMITED:
                     raise self._admission.refuse_insert(inserts, backoff)
                 raise LockTimeoutError(
-                    f"Room for {needed[0]} trajectories was waited for {waited}: {message}"
+                    f"Room for {needed[0]} trajectories was not available within {waited}: {message}"
                 )
 
     def _help(self, answer: int, last: int) -> bool:
-        """Do what may bring room; whether anything was done."""
+        """React to a result of `make_room`; return whether a retry may succeed."""
         if answer == FLIP:
             return self._flip(last)
         if answer == READ:
@@ -138,7 +142,7 @@ class Allocator:
         return answer in (SHORT, FULL, BUSY) and self.reclaim_writers(every=0.0)
 
     def _flip(self, last: int) -> bool:
-        """Move the live block tables to the other half; False while a reader may still use that half."""
+        """Compact the live block tables into the other half; return False while a reader may still use that half."""
         counters = self.arrays.counters
         if self._readers.oldest() <= counters[FLIP_EPOCH]:
             self._readers.drop_dead()
@@ -170,12 +174,12 @@ class Allocator:
         busy = sorted({pid for pid, _ in self._readers.active()})
         writing = sorted({int(pid) for pid in self.arrays.owner[self.arrays.state == WRITING, PID]})
         return (
-            f"what is to be reused is still being read by the processes {busy} or written by {writing}. They may be "
+            f"the memory to reuse is still being read by the processes {busy} or written by {writing}. They may be "
             f"stopped, or hold a batch too long. {self._writing_message()}"
         ).rstrip()
 
     def _writing_message(self) -> str:
-        """Which processes hold how many steps by trajectories that they have not committed; "" if there are none."""
+        """Uncommitted trajectories and steps of each process, for errors; "" without any."""
         slots = np.flatnonzero(self.arrays.state == WRITING)
         pids, lengths = self.arrays.owner[slots, PID], self.arrays.extent[slots, 0]
         here = os.getpid()
@@ -190,10 +194,7 @@ class Allocator:
         return f"Unfinished trajectories of open writers hold room: {', '.join(held)}.{remedy}"
 
     def _is_own_doing(self, answer: int) -> bool:
-        """Whether there is no room because of writers of this very thread: then waiting for it cannot help.
-
-        A writer is for one thread, so nobody else commits or discards what these hold.
-        """
+        """Whether open writers of the calling thread hold all the space, so that a wait would deadlock."""
         if answer not in (SHORT, BUSY) or (answer == SHORT and self.arrays.counters[NUM_READY]):
             return False
         try:
@@ -208,7 +209,7 @@ class Allocator:
         return bool(mine) and mine.issuperset(np.flatnonzero(self.arrays.state == WRITING).tolist())
 
     def reclaim_writers(self, *, every: float) -> bool:
-        """Take back what dead writers had, if that was not looked for in the last `every` seconds."""
+        """Abort the slots of dead writers, checking at most once in `every` seconds; return whether any were found."""
         index = self.arrays
         if index.counters[NUM_WRITING] == 0:
             return False

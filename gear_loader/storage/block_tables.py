@@ -1,12 +1,11 @@
 """Compaction of the block tables.
 
-Block tables grow in one half of `block_ids`; when it is full, the live ones are copied to the other half. The half
-that was left stays as it was until the next such move, so a reader that still uses it is not disturbed. A writer
-gets its block ids when it gets its slots, and reads no block table.
+Block tables grow in one half of `block_ids`. When it is full, the live ones are copied to the other half. The old half
+is not changed until the next compaction, so readers may still use it. A writer receives its block ids with its slots
+and reads no block table.
 
-The trajectories that a writer cuts from one stream of steps share the blocks of the steps that they have in common:
-then their block tables are parts of one, and stay so when they are moved. A stream that had to begin a new block table
-in its middle has some entries twice until then.
+Trajectories cut from one stream share the blocks of their common steps. Their block tables overlap, and compaction
+preserves the overlap. A stream whose block table was restarted in its middle has duplicate entries until then.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ __all__ = ["BlockTables"]
 
 
 class BlockTables:
-    """The block tables of an index. The caller of a method holds the lock.
+    """The block tables of an index. The caller holds the lock.
 
     Args:
-        arrays: of the index.
+        arrays: index arrays.
     """
 
     def __init__(self, arrays: IndexArrays) -> None:
         self.arrays = arrays
 
     def _pieces(self, last: int) -> tuple[Array, Array, Array, Array, int]:
-        """What the block tables of the slots in use consist of, when those that overlap are taken together.
+        """Plan the compaction: merge overlapping block tables into pieces and pack the pieces.
 
         Args:
-            last: the slot whose piece comes last; -1 for any.
+            last: slot whose piece is placed last; -1 for any.
 
         Returns:
-            The slots in use; where their block tables begin when the pieces are packed one after another; where the
-            pieces begin and how long they are; and the length of it all.
+            Slots in use, int64 [n]; packed start of their block tables, int64 [n]; start and length of each piece,
+            int64 [pieces]; total length.
         """
         index = self.arrays
         slots = np.flatnonzero(index.state != FREE)
@@ -59,21 +58,21 @@ class BlockTables:
             order = order[np.argsort(chain[order] == chain[piece[slots == last][0]], kind="stable")]
         offsets = np.empty(len(firsts), dtype=np.int64)
         offsets[order] = np.cumsum(more[order]) - more[order]
-        # Where a piece begins: where its chain does, and so far into it.
+        # A piece starts at its offset within its chain.
         heads = offsets[chain]
         places = (heads + skipped[:, 0] - begins)[piece] + starts if len(slots) else starts
         return slots, places, (begins + skipped[:, 1])[order], more[order], int(more.sum())
 
     def _chains(self, slots: Array, begins: Array, lengths: Array) -> tuple[Array, Array, Array]:
-        """Which pieces are parts of one sequence of blocks: a stream that had to begin a new block table in its middle.
+        """Group the pieces of each stream whose block table was restarted into a chain.
 
         Args:
-            slots: the first slot of each piece.
+            slots: int64 [n], first slot of each piece.
+            begins, lengths: int64 [n], start and length of each piece.
 
         Returns:
-            For each piece the first piece of its sequence; int64 [n, 2]: how many of the sequence's blocks come before
-            the piece, and how many of the piece's own come in pieces before; and an order in which the pieces of a
-            sequence are neighbours.
+            int64 [n]: first piece of each piece's chain. int64 [n, 2]: blocks of the chain before the piece, and
+            leading blocks that the piece shares with earlier pieces. int64 [n]: order with chains contiguous.
         """
         index = self.arrays
         count = len(begins)
@@ -83,7 +82,7 @@ class BlockTables:
         blocks = index.block_ids[ranges(begins, lengths)]
         if np.bincount(blocks).max() == 1:
             return chain, skipped, np.arange(count)
-        # In the order of the steps: by sequence number, and what is being written comes last.
+        # In step order: by sequence number, the slot being written last.
         sequence = np.where(index.state[slots] == WRITING, np.int64(2**63 - 1), index.sequence[slots])
         order = np.lexsort((sequence, index.stream[slots]))
         places: dict[int, tuple[int, int]] = {}
@@ -103,7 +102,7 @@ class BlockTables:
         return chain, skipped, order
 
     def move(self, last: int) -> None:
-        """Move the block tables in use to the other half; the block table of `last` will end where there is room."""
+        """Compact the block tables into the other half, that of slot `last` at the end, so that it can grow."""
         index = self.arrays
         half = 1 - int(index.counters[HALF])
         require_whole(index, bad_marks(index) or bad_slots(index))
@@ -113,13 +112,14 @@ class BlockTables:
         target = half * index.half_size
         index.block_ids[target : target + total] = index.block_ids[ranges(begins, lengths)]
         index.moved[slots] = places
-        # Readers see the new places one by one. If this process dies in between, both halves are in use; with this
-        # intent record the next lock holder finishes the move.
+        # Readers see the new places one by one. If this process dies in between, both halves are in use; recovery
+        # finishes the move from this intent record.
         counters[MOVING] = 1 + half
         self.finish_move()
         counters[DIRTY] = 0
 
     def finish_move(self) -> None:
+        """Apply the intent record `MOVING`; idempotent."""
         index = self.arrays
         counters = index.counters
         half = int(counters[MOVING]) - 1

@@ -1,4 +1,4 @@
-"""Finds values in an index that name no existing slot, block or place: what a process has stored by mistake."""
+"""Range checks of an index: finds values that another process wrote by mistake."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = ["bad_marks", "bad_slots", "damage", "require_whole"]
 
 
 def damage(index: IndexArrays) -> str | None:
-    """The first value in the index that names no existing slot, block or place; None if there is no such value."""
+    """Description of the first out-of-range value in the index, or None."""
     marks = (COMMITTING, REMOVING, DRAWING, LEAVING, RAISING, MOVING)
     if not index.counters[DIRTY] and any(index.counters[mark] for mark in marks):
         return "a change is marked as unfinished and as finished"
@@ -48,7 +48,7 @@ def damage(index: IndexArrays) -> str | None:
 
 
 def bad_marks(index: IndexArrays) -> str | None:
-    """What is wrong with the marks of unfinished changes."""
+    """Description of the first invalid intent record, or None."""
     counters, slots = index.counters, index.num_slots
     if not 0 <= counters[MOVING] <= 2 or not 0 <= counters[HALF] <= 1:
         return f"the half in use is {counters[HALF]}, being moved to {counters[MOVING]}"
@@ -60,7 +60,7 @@ def bad_marks(index: IndexArrays) -> str | None:
 
 
 def bad_slots(index: IndexArrays) -> str | None:
-    """What is wrong with the slots in use, from which everything else is derived."""
+    """Description of the first invalid slot, or None."""
     found = _outside("state", index.state, FREE, RETIRED)
     found = found or _outside("block_ids", index.block_ids, 0, index.num_blocks - 1)
     if found is not None:
@@ -85,7 +85,7 @@ def bad_slots(index: IndexArrays) -> str | None:
 
 
 def _bad_derived(index: IndexArrays) -> str | None:
-    """What is wrong with what is derived from the slots."""
+    """Description of the first invalid value in the derived state, or None."""
     slots, blocks = index.num_slots, index.num_blocks
     for counts, most in (
         ((NUM_READY, NUM_WRITING, NUM_RETIRED, NUM_FREE_SLOTS, OLDEST, NEWEST), slots),
@@ -113,13 +113,13 @@ def _bad_derived(index: IndexArrays) -> str | None:
 
 
 def require_whole(index: IndexArrays, damage: str | None) -> None:
-    """Raise CorruptTableError if there is damage."""
+    """Raise CorruptTableError with the description `damage`, unless it is None."""
     if damage is not None:
         raise index.corrupt(damage)
 
 
 def _outside(name: str, values: Array, least: int, most: int) -> str | None:
-    """What of an array is not from `least` to `most`."""
+    """Description of the range of an array that exceeds `least` to `most`, or None."""
     found = int(values.min()), int(values.max())
     if least <= found[0] and found[1] <= most:
         return None

@@ -1,8 +1,8 @@
-"""Places in `counters`, the int64 array at the head of an index.
+"""Positions in `counters`, the int64 array at the head of an index.
 
-OLDEST and NEWEST hold slot + 1, 0 for no slot, so that zeros describe an empty table. The compiled operations have
-these numbers in their code: `operations` checks `DIGEST`, and has to be edited when one of them changes, as numba takes
-machine code on disk for current until the file of its functions changes.
+OLDEST and NEWEST hold slot + 1, or 0 for no slot, so that zeros describe an empty table. These numbers are compiled
+into the operations, and numba's cache stays valid until the file of a function changes. So `operations` asserts
+`DIGEST` and must be edited when a number changes.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ import zlib
     NUM_FREE_BLOCKS,
     NEXT_SEQUENCE,
     HALF,
-    HEAD,  # two entries, one a half
+    HEAD,  # two entries, one per half: used entries of `block_ids`
     _HEAD_1,
     FLIP_EPOCH,
     OLDEST,
     NEWEST,
     RETIRED_FIRST,
     NUM_RETIRED,
-    RETIRED_BLOCKS,  # blocks of which nothing but retired trajectories is left
+    RETIRED_BLOCKS,  # blocks used by retired trajectories only
     DIRTY,
     INITIALIZED,
     NUM_EVICTED,
     NUM_REMOVED,
-    NUM_EXPIRED,  # removed by age, or because they had been sampled often enough
-    MOVING,  # 1 + the half to which the block tables are being moved, 0 for none
-    NUM_TOUCHED,  # entries ever written to the ring `touched`
+    NUM_EXPIRED,  # removed by `max_age` or `max_times_sampled`
+    MOVING,  # 1 + the half that block tables are being moved to, or 0
+    NUM_TOUCHED,  # entries written to the ring `touched` so far
     COMMITTING,
     REMOVING,
     DRAWING,
     DRAWING_TIMES,
     DRAWING_TOTAL,
-    STREAMS,  # streams of steps ever cut into trajectories that share blocks
-    RUNS,  # how often block tables have been packed: room behind one that was kept for growth is lost then
-    FIRST_SEQUENCE,  # NEXT_SEQUENCE less the trajectories ever committed, as rate limiters count them
-    NUM_SAMPLED,  # rows ever drawn
-    INSERT_WAIT,  # nanoseconds that writers have waited, for room or for the rate limiter
+    STREAMS,  # streams cut into trajectories with shared blocks so far
+    RUNS,  # compactions of the block tables; each drops the reserve of growing block tables
+    FIRST_SEQUENCE,  # NEXT_SEQUENCE minus the trajectories committed so far, as rate limiters count them
+    NUM_SAMPLED,  # rows drawn so far
+    INSERT_WAIT,  # nanoseconds that writers have waited for space or the rate limiter
     SAMPLE_WAIT,  # nanoseconds that readers have waited for the rate limiter
-    ORIGIN,  # 1 + the table's shard number, 0 if it has none
+    ORIGIN,  # 1 + the table's shard number, or 0
     RAISING,
     RAISING_FIRST,
     LEAVING,
@@ -55,11 +55,11 @@ import zlib
     LEAVING_TOTAL,
 ) = range(43)
 BELL = 56
-"""8 bytes of `gear_loader.storage.lock`."""
+"""The futex of `gear_loader.storage.lock`, 8 bytes."""
 IDENTITY = slice(60, 64)
-"""Places that belong to checkpoints: a random name for the table; the save that it was loaded from, or 0; and for a
-private table the process that got the name, since a forked child has a table of its own from then on."""
+"""Used by checkpoints: random name of the table; save that it was loaded from, or 0; pid and start time of the process
+that named a private table, because a forked child has its own copy."""
 DIGEST = zlib.crc32(
     repr(sorted((name, value) for name, value in globals().items() if type(value) is int)).encode()
 )
-"""Of all names and numbers above."""
+"""CRC-32 of all names and numbers above."""

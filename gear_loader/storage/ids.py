@@ -1,8 +1,8 @@
-"""Global ids: names of trajectories that stay the same wherever they are moved.
+"""Global ids: names of trajectories that do not change in a migration.
 
-An id is an int64, ``sequence << 16 | origin``: the number that a trajectory got when it was stored, and the shard
-number of the table that stored it, 0 where none was set. Most ids are computed from these two; one that a trajectory
-brought with it is kept in `ident`, which is -1 for all others.
+An id is an int64, ``sequence << 16 | origin``: the sequence number of the trajectory in the table that first stored it,
+and that table's shard number (0 if not set). Ids are computed from these two, except for trajectories that were added
+with an id: `ident` holds it, and -1 for all others.
 """
 
 from __future__ import annotations
@@ -34,37 +34,37 @@ __all__ = [
 _BITS = 16
 LARGEST_ORIGIN = (1 << _BITS) - 1
 LARGEST_ID = 2**62 - 1
-"""So that the numbering of a table that holds it can go on above it."""
+"""Leaves sequence numbers above it for the table that holds it."""
 _SIEVE = 4096
-_AT_ONCE = 1 << 14  # so many stay in the cache
+_AT_ONCE = 1 << 14  # ids per pass, so that they stay in the cache
 
 
 def joined(sequences: Array, origin: int) -> Array:
-    """The ids that a table of this origin gives to these sequence numbers; int64 [n] both."""
+    """The ids that a table of this origin assigns to sequence numbers; both int64 [n]."""
     ids: Array = sequences << _BITS | origin
     return ids
 
 
 def sequences_of(ids: Array) -> Array:
-    """The sequence numbers in ids, int64 [n]: in which place each was stored in the table that stored it first."""
+    """The sequence numbers of ids, int64 [n], in the tables that first stored the trajectories."""
     sequences: Array = ids >> _BITS
     return sequences
 
 
 def following(ids: Array, origin: int | None = None) -> int:
-    """The first sequence number above those of some ids (int64 [n], -1 is none; of those of one origin, if given)."""
+    """The first sequence number above those of `ids` (int64 [n], -1 is skipped), optionally of one origin only."""
     if origin is not None:
         ids = ids[(ids >= 0) & ((ids & LARGEST_ORIGIN) == origin)]
     return int(ids.max(initial=-1) >> _BITS) + 1
 
 
 def origin_of(v: View) -> int | None:
-    """The table's shard number, or None."""
+    """The shard number of the table, or None."""
     return int(v.counters[ORIGIN]) - 1 if v.counters[ORIGIN] else None
 
 
 def ids_of(v: View, slots: Array) -> Array:
-    """The ids of trajectories, int64 [n], by their slots, int64 [n]."""
+    """The ids of the trajectories in slots, int64 [n]."""
     ids: Array = v.ident[slots]
     own = ids < 0
     if own.any():
@@ -73,10 +73,10 @@ def ids_of(v: View, slots: Array) -> Array:
 
 
 def check_origin(shard: Any) -> int:
-    """A shard number as an int.
+    """Return a shard number as an int.
 
     Raises:
-        SchemaError: it is none.
+        SchemaError: not an integer from 0 to `LARGEST_ORIGIN`.
     """
     if isinstance(shard, bool) or not isinstance(shard, (int, np.integer)):
         raise SchemaError(f"shard is {shard!r}; expected an integer from 0 to {LARGEST_ORIGIN}.")
@@ -88,17 +88,17 @@ def check_origin(shard: Any) -> int:
 
 
 def check_ids(ids: Any, count: int) -> Array:
-    """Ids that trajectories are to be stored with, as int64 [count].
+    """Return the ids for new trajectories as int64 [count].
 
     Raises:
-        SchemaError: they are none, or one is given twice.
+        SchemaError: an id is invalid or given twice.
     """
     values = np.asarray(as_array(ids, "ids"))
     if values.dtype.kind not in "iu" and values.size:
-        raise SchemaError(f"ids has dtype {values.dtype}; expected int64 [{count}], -1 where there is none.")
+        raise SchemaError(f"ids has dtype {values.dtype}; expected int64 [{count}], -1 for a new id.")
     if values.shape != (count,):
         raise SchemaError(
-            f"ids has shape {list(values.shape)}; expected [{count}], one for each trajectory, -1 where there is none."
+            f"ids has shape {list(values.shape)}; expected [{count}], one for each trajectory, -1 for a new id."
         )
     bad = np.flatnonzero((values < -1) | (values > LARGEST_ID))
     if len(bad):
@@ -118,13 +118,13 @@ def check_ids(ids: Any, count: int) -> Array:
 
 
 def check_unused(v: View, given: Array) -> Array:
-    """Check that no live trajectory has one of some ids, int64 [n].
+    """Check that no live trajectory has one of the ids `given`, int64 [n].
 
     Returns:
-        The slots that are being written under one of them, int64 [m].
+        The slots that are being written under one of these ids, int64 [m].
 
     Raises:
-        SchemaError: there is one.
+        SchemaError: a live trajectory has one.
     """
     sieve = np.zeros(_SIEVE, dtype=bool)
     sieve[_sifted(given)] = True
@@ -146,10 +146,10 @@ def check_unused(v: View, given: Array) -> Array:
 
 
 def check_origin_free(v: View, shard: int) -> None:
-    """Check that a table without origin can become shard `shard`: that no ids would be the same then.
+    """Check that a table without an origin can become shard `shard` without duplicate ids.
 
     Raises:
-        SchemaError: the id of one of its own trajectories would be one that another one was stored with.
+        SchemaError: a computed id would equal an id that another trajectory was added with.
     """
     own = np.flatnonzero((v.state == READY) & (v.ident < 0))
     brought = v.ident[(v.state == READY) & (v.ident >= 0)]
@@ -162,7 +162,7 @@ def check_origin_free(v: View, shard: int) -> None:
 
 
 def first_free(v: View, shard: int) -> int:
-    """The first sequence number that a table may give to a trajectory of its own if it is shard `shard`."""
+    """The first sequence number that a table may assign as shard `shard`."""
     brought = v.ident[((v.state == READY) | (v.state == WRITING)) & (v.ident >= 0)]
     return max(int(v.counters[NEXT_SEQUENCE]), following(brought, shard))
 

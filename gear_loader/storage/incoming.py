@@ -1,7 +1,6 @@
-"""Validation of what is added to a table: trajectories one by one or stacked, and their priorities.
+"""Validation of new trajectories, given one by one or stacked, and of their priorities.
 
-Nothing here changes the table. What fits is described by the addresses of its steps, without a copy where that is
-possible.
+The table is not changed. Valid steps are described by their addresses, without a copy where possible.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ _TINY, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).m
 
 
 class Steps(NamedTuple):
-    """Steps to be stored.
+    """Steps to store.
 
     Attributes:
-        addresses: int64 [n, C]: where each trajectory's steps of each column lie, contiguous.
-        lengths: int64 [n].
-        hold: what owns that memory.
+        addresses: int64 [n, C], address of each trajectory's contiguous steps in each column.
+        lengths: int64 [n], in steps.
+        hold: owner of that memory.
     """
 
     addresses: Array
@@ -41,8 +40,8 @@ def listed(schema: Schema, trajectories: Any) -> Steps:
 
     Args:
         schema: the table's columns.
-        trajectories: mappings as for `Table.add`. Those of a list or a tuple are read where they are; what any other
-            iterable yields is copied before the next one is asked for.
+        trajectories: mappings as for `Table.add`. Items of a list or a tuple are read in place; an item of any other
+            iterable is copied before the next one is requested.
 
     Raises:
         SchemaError: a trajectory does not fit; the message names the first one.
@@ -79,7 +78,7 @@ def stacked(schema: Schema, columns: Any, lengths: Any) -> Steps:
 
     Args:
         schema: the table's columns.
-        columns: column name -> ``[n, T, *shape]``, of which trajectory i has the first ``lengths[i]`` steps.
+        columns: column name -> ``[n, T, *shape]``; trajectory i is the first ``lengths[i]`` steps of row i.
         lengths: int [n].
 
     Raises:
@@ -106,7 +105,7 @@ def stacked(schema: Schema, columns: Any, lengths: Any) -> Steps:
         return Steps(np.empty((0, len(schema)), dtype=np.int64), np.empty(0, dtype=np.int64), None)
     located = schema.locate_stacked(columns, len(counts))
     padded, places, apart, hold = (
-        (*located, tuple(columns.values())) if located else _look_at(schema, columns, len(counts))
+        (*located, tuple(columns.values())) if located else _locate_any(schema, columns, len(counts))
     )
     if counts.min() < 1 or counts.max() > padded:
         bad = int(np.flatnonzero((counts < 1) | (counts > padded))[0])
@@ -115,13 +114,13 @@ def stacked(schema: Schema, columns: Any, lengths: Any) -> Steps:
     return Steps(addresses, counts.astype(np.int64), hold)
 
 
-def _look_at(
+def _locate_any(
     schema: Schema, stacked: Mapping[str, Any], count: int
 ) -> tuple[int, list[int], list[int], object]:
-    """As `Schema.locate_stacked`, of whatever can be stored; also returns the owners of the memory.
+    """As `Schema.locate_stacked`, for any valid input; also returns the owner of the memory.
 
     Raises:
-        SchemaError: it cannot be.
+        SchemaError: the columns do not fit.
     """
     flat: dict[str, Any] = {}
     padded = None
@@ -146,7 +145,7 @@ def _look_at(
 
 
 def checked_priority(priority: Any) -> float:
-    """The priority of one trajectory, as float32 holds it; `UNSET` for None.
+    """The priority of one trajectory, rounded to float32; `UNSET` for None.
 
     Raises:
         SchemaError: `priority` is not a finite number of at least 0.
@@ -159,7 +158,7 @@ def checked_priority(priority: Any) -> float:
 
 
 def single_priority(priority: Any) -> float:
-    """As `checked_priority`, of a number alone: an array [1] is refused.
+    """As `checked_priority`, for a scalar only: an array [1] is refused.
 
     Raises:
         SchemaError: `priority` is not a finite number of at least 0.
@@ -186,7 +185,7 @@ def checked_priorities(priority: Any, count: int) -> Array:
     """Priorities of `count` trajectories, float32 [count].
 
     Args:
-        priority: a number, [count] numbers, or None: `UNSET`.
+        priority: a number, [count] numbers, or None for `UNSET`.
 
     Raises:
         SchemaError: a value that is not a finite number of at least 0.

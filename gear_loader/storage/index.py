@@ -1,4 +1,4 @@
-"""The index of a table: takes slots and blocks for trajectories, makes them visible, and retires them.
+"""The index of a table: allocates slots and blocks for trajectories, commits them, and retires them.
 
 It consists of its arrays (`IndexArrays`), their recovery after a crash (`Recovery`), the block tables (`BlockTables`),
 the read tickets (`Readers`), admission by rate limiter and age (`Admission`), and allocation (`Allocator`). Reading is
@@ -42,19 +42,19 @@ from gear_loader.utils.arrays import Array
 __all__ = ["EVICT_LOWEST", "EVICT_OLDEST", "REFUSE", "Claim", "Index"]
 
 INLINE_BYTES = 512 * 1024
-"""Bytes of data up to which they are copied while the lock is held: that takes less time than taking it twice."""
+"""Largest data that is copied under the lock, in bytes: a copy of this size is cheaper than locking twice."""
 
 
 class Index:
-    """Writes a region's index. Every public method takes the lock itself.
+    """Writes a region's index. Every public method takes the lock.
 
     Args:
-        region: the table's memory.
-        lock_timeout: seconds that the lock is waited for; by default those of the region's lock.
+        region: memory of the table.
+        lock_timeout: seconds until a wait for the lock times out; by default the timeout of the region's lock.
 
     Attributes:
         arrays, recovery, block_tables, readers, admission, allocator: the parts, see the module.
-        reader: the calls that read.
+        reader: the read interface.
     """
 
     def __init__(self, region: Region, *, lock_timeout: float | None = None) -> None:
@@ -84,24 +84,24 @@ class Index:
         ids: Array | None = None,
         claim: Claim | None = None,
     ) -> tuple[Array, Array]:
-        """Take slots and blocks for trajectories of these lengths; they stay invisible until `commit`.
+        """Allocate slots and blocks for trajectories, which stay invisible until `commit`.
 
         Args:
-            lengths: int64 [n].
-            evict: what to retire to make room: REFUSE, EVICT_OLDEST or EVICT_LOWEST.
-            wait: until other processes or threads make room.
-            ids: int64 [n], the global ids that they bring with them, each once; -1 for those that bring none.
-            claim: for n slots: says what was taken also if this call is interrupted, for `abort`.
+            lengths: int64 [n], in steps.
+            evict: eviction policy: REFUSE, EVICT_OLDEST or EVICT_LOWEST.
+            wait: whether to wait until other processes or threads free space.
+            ids: int64 [n], distinct global ids to add the trajectories with; -1 for a new id.
+            claim: for n slots: records the allocation even if this call is interrupted, for `abort`.
 
         Returns:
-            The slots, int64 [n], and the blocks of all of them, one trajectory after another, int32 [blocks].
+            The slots, int64 [n], and their blocks, one trajectory after another, int32 [blocks].
 
         Raises:
-            SchemaError: a trajectory that is here already has one of `ids`. Nothing was changed.
-            TableFullError: no room, and neither `evict` nor `wait`, or waited for in vain; or there can never be so
-                much. Nothing was changed.
-            LockTimeoutError: readers, or with `evict` unfinished writes, kept the room busy until the deadline.
-                What was evicted for it stays so.
+            SchemaError: a trajectory in the table has one of `ids`. Nothing was changed.
+            TableFullError: no space without `evict` or `wait`, timed out, or larger than the table. Nothing was
+                changed.
+            LockTimeoutError: readers, or with `evict` unfinished writes, held the space until the deadline.
+                Evictions are not undone.
         """
         lengths = np.ascontiguousarray(lengths, dtype=np.int64)
         blocks = int(self.arrays.blocks_of(lengths).sum())
@@ -129,7 +129,7 @@ class Index:
         given = ids[ids >= 0]
         writing = check_unused(self.arrays.view, given)
         if len(writing):
-            self.allocator.reclaim_writers(every=0.0)  # perhaps they are only what a dead process left
+            self.allocator.reclaim_writers(every=0.0)  # their writers may be dead
             writing = check_unused(self.arrays.view, given)
         if len(writing):
             raise SchemaError(
@@ -138,10 +138,11 @@ class Index:
             )
 
     def set_origin(self, shard: int) -> None:
-        """Become shard `shard`, for good.
+        """Set the shard number permanently.
 
         Raises:
-            SchemaError: it is another one already, or an id would be that of two trajectories. Nothing was changed.
+            SchemaError: the table has another shard number, or two trajectories would have the same id. Nothing was
+                changed.
         """
         self.recovery.locked(lambda: self._set_origin(shard))
 
@@ -169,14 +170,15 @@ class Index:
         wait: bool,
         step_bytes: int,
     ) -> Array | None:
-        """`begin`, copying and `commit` at once, where that is the faster way.
+        """`begin`, copy and `commit` under one lock, for small data.
 
         Args:
-            columns, lengths, addresses: as for `gear_loader.native.copying.scatter`; priorities: float32 [n].
+            columns, lengths, addresses: as for `gear_loader.native.copying.scatter`. priorities: float32 [n].
+            evict, wait: as for `begin`.
             step_bytes: bytes of a step over all columns.
 
         Returns:
-            The slots, int64 [n]; None if it has to be done in three steps.
+            The slots, int64 [n]; None, having done nothing, if the caller must use the separate calls.
 
         Raises:
             As `begin`.
@@ -205,14 +207,15 @@ class Index:
     def store_one(
         self, columns: Array, length: int, addresses: list[int], priority: float, *, evict: int
     ) -> int | None:
-        """`store` of one trajectory, if there is room for it and nothing else to be done first.
+        """`store` of one trajectory, if it needs no wait and no recovery.
 
         Args:
-            length: in steps; few enough to be copied while others wait for the lock.
-            addresses: where the steps of each column lie. priority: as float32 can hold it.
+            columns: int64 [C, 3], as for `store`.
+            length: steps, at most `INLINE_BYTES` of data.
+            addresses: address of the steps of each column. priority: representable as float32.
 
         Returns:
-            Its slot. None if nothing was done: then `store`, or `begin` and the rest.
+            Its slot; None, having done nothing, if the caller must use `store` or the separate calls.
         """
         if not self.arrays.stores_at_once or self.admission.max_age is not None:
             return None
@@ -223,7 +226,7 @@ class Index:
         operation, where, here = self.arrays.operations.store, self.arrays.where, self.readers.here()
 
         def section() -> int | None:
-            # The request is this handle's: only who holds the lock writes into it.
+            # The request belongs to this handle; only the lock holder writes to it.
             form.pack_into(
                 view, 0, 1, True, time.monotonic_ns(), evict, *here, length, -1, priority, *addresses
             )
@@ -243,7 +246,7 @@ class Index:
             priorities: float32 [n].
 
         Raises:
-            RateLimitError: it did not allow it until the deadline. The slots are still there, and invisible.
+            RateLimitError: timed out. The slots remain allocated and invisible.
         """
         if len(slots) == 0:
             return
@@ -268,24 +271,24 @@ class Index:
         num_inserted: int,
         num_sampled: int,
     ) -> bool:
-        """Make written slots visible in an empty table, as they were in another one: its numbers, ages and counts.
+        """Restore a saved table: make written slots visible in an empty table, with their saved metadata.
 
         Args:
             slots: int64 [n] from `begin`. priorities: float32 [n].
-            sequences: int64 [n], ascending, none below the table's next one.
+            sequences: int64 [n], ascending, below `next_sequence`.
             ages: int64 [n], nanoseconds, descending. times_sampled: int64 [n].
-            ids: int64 [n], what they were stored with, -1 for none.
-            origin, next_sequence, num_inserted, num_sampled: of the table as a whole.
+            ids: int64 [n], ids that the trajectories were added with, or -1.
+            origin, next_sequence, num_inserted, num_sampled: counters of the saved table.
 
         Returns:
-            False, having done nothing, if somebody has added to the table already.
+            False, having done nothing, if the table is not empty.
         """
 
         def commit() -> bool:
             counters = self.arrays.counters
             if counters[NEXT_SEQUENCE]:
                 return False
-            # The newest trajectories may have been removed before; their numbers do not come again.
+            # Sequence numbers of removed trajectories are not reused.
             counters[NEXT_SEQUENCE] = next_sequence
             counters[FIRST_SEQUENCE] = next_sequence - num_inserted
             counters[NUM_SAMPLED] = num_sampled
@@ -301,14 +304,13 @@ class Index:
         return self.recovery.locked(commit)
 
     def abort(self, slots: Array, *, wait: bool = True, generations: Array | None = None) -> None:
-        """Give back slots from `begin` that will not be committed; what was committed stays.
+        """Free slots from `begin` that will not be committed; committed slots stay.
 
         Args:
-            slots: int64 [n]; -1 for a slot that was not taken.
-            wait: for the lock. Without it, and where it cannot be had in time, they are only given up, and taken back
-                by whoever needs room next, as if this process had died.
-            generations: int64 [n], of the slots when they were taken; None if none of them can have been committed,
-                and given to another trajectory, since.
+            slots: int64 [n]; -1 for a slot that was not allocated.
+            wait: whether to wait for the lock. Otherwise, or if the wait times out, the slots are marked as those of
+                a dead writer, and the next allocation reclaims them.
+            generations: int64 [n], generations at allocation; None if no slot can have been committed and reused.
         """
         slots = np.ascontiguousarray(slots, dtype=np.int64)
 
@@ -334,17 +336,17 @@ class Index:
     def grow(
         self, slot: int, length: int, run: Array, *, most: int, evict: int = REFUSE, wait: bool = False
     ) -> tuple[int, Array]:
-        """More room for a slot that is being written.
+        """Allocate more blocks for a slot that is being written.
 
         Args:
             slot: from `begin`.
-            length: steps that it must hold, more than it does.
-            run: int64 [2], zeros at first: what `operations.grow` keeps.
-            most: steps that it may hold from now on, if that costs nobody anything.
+            length: steps that it must hold, more than before.
+            run: int64 [2], initially zeros: state of `operations.grow`.
+            most: steps to allocate if no eviction and no wait is needed.
             evict, wait: as for `begin`.
 
         Returns:
-            The steps that it holds now, and the new blocks, int32 [n].
+            The new capacity in steps, and the new blocks, int32 [n].
 
         Raises:
             As `begin`.
@@ -353,9 +355,7 @@ class Index:
         if not 0 < before < length:
             raise self.arrays.corrupt(f"slot {slot}, which is to hold {length} steps, has {before}")
         have = int(self.arrays.blocks_of(before))
-        full = (
-            -(-length // self.arrays.block_steps) * self.arrays.block_steps
-        )  # the last block is taken anyway
+        full = -(-length // self.arrays.block_steps) * self.arrays.block_steps  # to the end of the last block
         most = max(most, full)
         ids = np.empty(int(self.arrays.blocks_of(most)) - have, dtype=np.int32)
         held = length
@@ -373,7 +373,10 @@ class Index:
         return held, ids[: int(self.arrays.blocks_of(held)) - have]
 
     def finish(self, slot: int, length: int, priority: float) -> None:
-        """Commit a slot that was given room for more than the `length` steps that it has.
+        """Commit a slot that holds `length` steps and free its unused blocks.
+
+        Args:
+            slot: from `begin`. length: steps. priority: of the trajectory.
 
         Raises:
             RateLimitError: as `commit`.
@@ -395,14 +398,16 @@ class Index:
         wait: bool = False,
         claim: Claim | None = None,
     ) -> int:
-        """Commit `length` steps of a slot that is being written, and go on in another one with its last blocks.
+        """Commit `length` steps of a slot that is being written; continue in a new slot that shares its last blocks.
 
         Args:
-            shared: the first of its blocks that the next one has too.
-            claim: for the slot to go on in; as for `begin`.
+            slot: from `begin`. length: steps to commit. priority: of the trajectory.
+            shared: position of the first shared block.
+            evict, wait: as for `begin`.
+            claim: for the next slot; as for `begin`.
 
         Returns:
-            The slot to go on in.
+            The next slot.
 
         Raises:
             As `begin` and `commit`; then nothing was committed.
@@ -430,10 +435,13 @@ class Index:
         return int(slots[1])
 
     def remove(self, slots: Array) -> None:
-        """Retire trajectories; all or none.
+        """Retire all the given trajectories, or raise.
+
+        Args:
+            slots: int64 [n], distinct.
 
         Raises:
-            StaleIndexError: a slot that holds no live trajectory, or the same slot twice.
+            StaleIndexError: a slot without a live trajectory, or given twice. Nothing was changed.
         """
         slots = np.ascontiguousarray(slots, dtype=np.int64)
 

@@ -1,4 +1,4 @@
-"""The arrays of a table's index, and the checks of single values that are read from them without the lock."""
+"""The arrays of a table's index, with checks of values that are read without the lock."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["IndexArrays", "ranges"]
 
 
 class IndexArrays:
-    """The arrays of a region's index as views, and the operations on them. Nothing here takes the lock.
+    """Views of a region's index arrays, and the operations on them. Takes no lock.
 
     Attributes:
-        name: of the table, or None.
-        view: the arrays as the operations take them in Python.
-        operations: the operations, compiled or in Python. ops: the same, raising CorruptTableError for IndexError.
-        where: what the operations take as their first argument.
+        name: name of the table, or None.
+        view: the arrays as a `View`, for operations in Python.
+        operations: the operations, compiled or in Python. ops: the same, with IndexError as CorruptTableError.
+        where: first argument of the operations.
         stores_at_once: whether `operations.store` may be used.
     """
 
@@ -64,7 +64,7 @@ class IndexArrays:
         self.operate(compiled=True)
 
     def operate(self, *, compiled: bool) -> None:
-        """Use the compiled operations, or those in Python (on the arrays that are attributes now)."""
+        """Select the compiled or the Python operations, on the current array attributes."""
         self.view = View(*(getattr(self, name) for name in View._fields))
         self.operations: Any = operations.COMPILED if compiled else operations.PLAIN
         self.ops: Any = types.SimpleNamespace(
@@ -74,18 +74,18 @@ class IndexArrays:
         self.where: Any = operations.places_of(self.view) if compiled else self.view
 
     def blocks_of(self, lengths: Any) -> Any:
-        """Blocks that trajectories of these lengths take."""
+        """Number of blocks of trajectories with these lengths."""
         return -(-lengths // self.block_steps)
 
     def num_ready(self) -> int:
-        """Live trajectories, as the index counts them. Takes no lock."""
+        """Number of live trajectories. Takes no lock."""
         count = int(self.counters[NUM_READY])
         if not 0 <= count <= self.num_slots:
             raise self.corrupt(f"it counts {count} trajectories, expected 0 to {self.num_slots}")
         return count
 
     def row(self, slot: int) -> Array:
-        """The block ids of a slot, int32 [blocks] (a copy). The caller holds the lock, or a ticket for the slot."""
+        """The block ids of a slot, int32 [blocks] (a copy). The caller holds the lock or a read ticket."""
         length, start = self.extent[slot].tolist()
         blocks = self.blocks_of(length)
         if not (0 < length <= self.max_steps and 0 <= start <= len(self.block_ids) - blocks):
@@ -93,7 +93,7 @@ class IndexArrays:
         return self.ids_at(np.arange(start, start + blocks))
 
     def ids_at(self, places: Array) -> Array:
-        """The entries of the block tables at these places, int64 [n]: block ids, int32 [n]. As for `row`."""
+        """Block ids, int32 [n], at `places` in `block_ids`, int64 [n]. The caller holds the lock or a read ticket."""
         if len(places) and not 0 <= places.min() <= places.max() < len(self.block_ids):
             raise self.corrupt(f"block tables have the places {places.min()} to {places.max()}")
         ids: Array = self.block_ids[places]
@@ -102,7 +102,7 @@ class IndexArrays:
         return ids
 
     def corrupt(self, what: str) -> CorruptTableError:
-        """The error for an index with an impossible value; `what` describes it."""
+        """The error for an index with the invalid value that `what` describes."""
         return _corrupt(self.name, what)
 
 
@@ -116,7 +116,7 @@ def _corrupt(name: str | None, what: str) -> CorruptTableError:
 
 
 def _checked(operation: Callable[..., Any], name: str | None) -> Callable[..., Any]:
-    """The operation, raising CorruptTableError where it raises IndexError."""
+    """Wrap an operation to raise CorruptTableError instead of IndexError."""
 
     def call(*given: Any) -> Any:
         try:
@@ -128,7 +128,7 @@ def _checked(operation: Callable[..., Any], name: str | None) -> Callable[..., A
 
 
 def ranges(starts: Array, counts: Array) -> Array:
-    """starts[0], starts[0] + 1, ... (counts[0] of them), starts[1], ...; all int64 [n]."""
+    """Concatenate the ranges ``starts[i]`` to ``starts[i] + counts[i] - 1``; all int64 [n]."""
     before = np.cumsum(counts) - counts
     places: Array = np.repeat(starts - before, counts) + np.arange(counts.sum())
     return places

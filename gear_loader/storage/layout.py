@@ -1,37 +1,36 @@
-"""Where everything lies inside a region: computed once from the schema and the sizes.
+"""The layout of a region, computed from the schema and the sizes.
 
     offset 0        preamble   64 B: magic, format version, JSON bytes, region bytes, CRC-32 of these and the JSON
                     JSON       schema and sizes (everything needed to compute the rest again)
                     counters   int64 [64]
-                    readers    int64 [256, 4]             one row a batch that is being read: process id, start of
-                                                          the process, epoch (0: free), number of the ticket
+                    readers    int64 [256, 4]             read tickets: process id, start of the process, epoch
+                                                          (0: free), number of the ticket
                     extent     int64 [T, 2]               slot -> length in steps, first entry in block_ids
-                    generation int64 [T]                  how often the slot has been given out
+                    generation int64 [T]                  number of allocations of the slot
                     sequence   int64 [T]                  number of the trajectory in order of commitment
-                    ident      int64 [T]                  global id that it was stored with, -1 for none
-                    epoch      int64 [T]                  when the slot was retired
+                    ident      int64 [T]                  global id that it was added with, or -1
+                    epoch      int64 [T]                  epoch of the retirement
                     owner      int64 [T, 2]               pid and start time of the slot's writer
-                    stream     int32 [T]                  which stream of steps it was cut from, 0 for none
-                    created    int64 [T]                  when it was committed, in nanoseconds of the machine's clock
-                    moved      uint32 [T]                 where in the other half the block table is being moved to
-                    priority   float32 [T]                as given last, -1 if none was
-                    sampled    int32 [T]                  how often it has been drawn, where that is counted
+                    stream     int32 [T]                  stream of steps that it was cut from, or 0
+                    created    int64 [T]                  time of the commit, nanoseconds of the monotonic clock
+                    moved      uint32 [T]                 new place of the block table during a compaction
+                    priority   float32 [T]                latest priority, or -1
+                    sampled    int32 [T]                  number of draws, if counted
                     state      int32 [T]                  FREE, WRITING, READY, RETIRED
                     links      int32 [T, 2]               older and newer neighbour in order of commitment
                     block_ids  int32 [2, H]               block tables: a trajectory's blocks, one after another
                     free_slots, retired  int32 [T]        stack; ring in order of retirement
-                    touched    int32 [T]                  ring of the slots that were committed or retired last
+                    touched    int32 [T]                  ring of the latest committed and retired slots
                     free_blocks          int32 [N]        stack
                     uses                 int32 [N, 2]     trajectories that use a block: live ones, all
-                    lowest               float32 [G]      a bound for the priorities of each group of slots
+                    lowest               float32 [G]      lower bound of the priorities of each group of slots
     next page       column 0   [N blocks, block_stride B] block_steps steps, then padding to a multiple of 128 B
                     column 1   ...
                     tail       128 B, then up to a whole page
 
-T is `max_trajectories`, N the number of blocks, G the number of groups of slots, about the root of T. Every array
-starts on a multiple of 128 B. Because a column's base and its block stride are such multiples, a 128-byte line never
-holds bytes of two blocks, and reading whole lines around a step never leaves the region: that is what lets the GPU
-kernel read nothing but whole lines.
+T is `max_trajectories`, N the number of blocks, H = ceil(1.5 N), G the number of groups of slots, about sqrt(T). Every
+array starts on a multiple of 128 B. Because a column's base and block stride are such multiples, a 128-byte line never
+holds bytes of two blocks, and whole lines around a step lie inside the region: the GPU kernel reads only whole lines.
 """
 
 from __future__ import annotations
@@ -64,16 +63,16 @@ __all__ = [
 ]
 
 LINE = 128
-"""Bytes of one line: the unit in which a GPU reads host memory, and the alignment of everything."""
+"""Bytes of one line: the unit in which a GPU reads host memory, and the alignment of all arrays."""
 
 FORMAT_VERSION = 4
 HEADER_LIMIT = 1 << 20
-"""Most bytes of preamble and JSON."""
+"""Largest size of preamble and JSON, in bytes."""
 MAX_READERS = 256
 LARGEST_SIZE = 2**37 - 1
-"""Of `max_steps` and `block_steps`."""
+"""Limit of `max_steps` and `block_steps`."""
 LARGEST_COUNT = 2**31 - 1
-"""Of `max_trajectories` and `num_blocks`: indices are 32 bits long."""
+"""Limit of `max_trajectories` and `num_blocks`: indices are 32 bits long."""
 _PREAMBLE = struct.Struct("<8sIIQ")
 _CHECKSUM = struct.Struct("<I")
 
@@ -85,7 +84,7 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ColumnLayout:
-    """Where one column lies: bytes from the region's start, bytes of a step, bytes from block to block."""
+    """Place of one column, in bytes: offset from the region's start, size of a step, stride between blocks."""
 
     offset: int
     step_bytes: int
@@ -93,13 +92,13 @@ class ColumnLayout:
 
 
 class Layout:
-    """Offsets of all arrays and columns of a table, and the header that lets another process compute them.
+    """Offsets of all arrays and columns of a table, and the header from which other processes compute them.
 
     Attributes:
         arrays: name -> (offset, dtype, shape) of the index.
         columns: name -> `ColumnLayout`.
         group: slots of a group.
-        rules: what else is stored with the table.
+        rules: eviction, expiry and rate limits of the table.
         region_bytes: size of the whole region, a multiple of the page size.
         index_bytes: bytes before the first column.
     """
@@ -203,10 +202,10 @@ class Layout:
         Args:
             head: the first bytes of the file, at least 64.
             file_bytes: the file's size.
-            name: how an error calls the file.
+            name: name of the file in errors.
 
         Raises:
-            RegionError: it is no table, one of another format version, or damaged.
+            RegionError: not a table, of another format version, or damaged.
         """
         if len(head) < 64 or head[:8] != MAGIC:
             raise RegionError(
@@ -217,7 +216,7 @@ class Layout:
         if version != FORMAT_VERSION:
             raise RegionError(
                 f"{name} has table format {version}; this version of Gear Loader reads format {FORMAT_VERSION}. "
-                "Use the version that wrote it, or create the table anew."
+                "Use the version that wrote it, or create the table again."
             )
         body = head[64 : 64 + json_bytes]
         (expected,) = _CHECKSUM.unpack_from(head, _PREAMBLE.size)
@@ -225,18 +224,18 @@ class Layout:
         if found != expected:
             raise RegionError(
                 f"{name} has a damaged header: its checksum is {found:#010x}, expected {expected:#010x}. "
-                "Remove it and create the table anew."
+                "Remove it and create the table again."
             )
         try:
             layout = cls._of_header(json.loads(body))
         except Exception as error:
             raise RegionError(
-                f"{name} has a damaged header ({error}). Remove it and create the table anew."
+                f"{name} has a damaged header ({error}). Remove it and create the table again."
             ) from error
         if layout.region_bytes != region_bytes or file_bytes < region_bytes:
             raise RegionError(
                 f"{name} is damaged: it has {file_bytes} bytes, its header says {region_bytes}, its schema needs "
-                f"{layout.region_bytes}. Remove it and create the table anew."
+                f"{layout.region_bytes}. Remove it and create the table again."
             )
         return layout
 
@@ -245,8 +244,8 @@ class Layout:
         """The layout that a header's JSON describes.
 
         Raises:
-            SchemaError: a field is missing, unknown, or of a type or size that `Table.create` never gives it.
-            Whatever `Rules.from_json` raises.
+            SchemaError: a field is missing, unknown, or of a type or size that `Table.create` never writes.
+            Any error of `Rules.from_json`.
         """
         sizes = {
             "max_steps": LARGEST_SIZE,

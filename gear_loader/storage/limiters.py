@@ -1,17 +1,17 @@
-"""Rate limiters: when trajectories may be added and batches be drawn, so that actors and learner keep in step.
+"""Rate limiters: back-pressure between actors, which add trajectories, and the learner, which draws rows.
 
 The semantics are those of Reverb's rate limiters (Cassirer et al., 2021, https://arxiv.org/abs/2102.04736). A limiter
-is arithmetic on three counts, which the table keeps: `size`, trajectories that are there; `inserted` and `sampled`,
-trajectories added and rows drawn since the table was made. With
+uses three counts of the table: `size`, live trajectories; `inserted` and `sampled`, trajectories added and rows drawn
+since the table was created. With
 
     balance = inserted * samples_per_insert - sampled
 
 a row may be drawn while ``size >= min_size`` and the balance after it is at least `min_diff`; a trajectory may be
 added while the balance after it is at most `max_diff`, and always while ``size < min_size``. Several at once are
-allowed if they would be allowed one after another with nothing in between.
+allowed if they would be allowed one after another.
 
-Balances are fractions, so nothing is rounded: a number stands for the fraction with a denominator up to a million that
-has the same float (0.1 is 1/10, 1 / 3 is 1/3), otherwise for the decimal that it prints as.
+Balances are fractions, without rounding: a float stands for the fraction with a denominator up to a million that rounds
+to it (0.1 is 1/10, 1 / 3 is 1/3), otherwise for the decimal that it prints as.
 """
 
 from __future__ import annotations
@@ -32,18 +32,15 @@ _FIELDS = ("samples_per_insert", "min_size", "min_diff", "max_diff")
 
 @dataclasses.dataclass(frozen=True)
 class RateLimiter:
-    """Bounds on how far adding may run ahead of sampling, and sampling ahead of adding.
-
-    `MinSize`, `SampleToInsertRatio` and `Queue` are what users choose from; this is what they have in common.
+    """Bounds of the balance between adding and sampling. Base class of `MinSize`, `SampleToInsertRatio` and `Queue`.
 
     Attributes:
-        samples_per_insert: rows that are drawn for each trajectory that is added.
-        min_size: trajectories that must be there before anything is drawn.
-        min_diff, max_diff: bounds of the balance ``inserted * samples_per_insert - sampled``; they may be infinite.
+        samples_per_insert: rows drawn for each trajectory added.
+        min_size: live trajectories required for sampling.
+        min_diff, max_diff: bounds of the balance ``inserted * samples_per_insert - sampled``; may be infinite.
 
     Raises:
-        SchemaError: an invalid value, or bounds between which even single rows and trajectories could block each
-            other for ever.
+        SchemaError: an invalid value, or bounds so close that single rows and trajectories can deadlock.
     """
 
     samples_per_insert: float
@@ -52,7 +49,7 @@ class RateLimiter:
     max_diff: float
     _gain: Fraction = dataclasses.field(init=False, repr=False, compare=False)  # samples_per_insert
     _apart: Fraction | None = dataclasses.field(init=False, repr=False, compare=False)
-    """How far the bounds are apart, and the smallest step of a balance; None if a bound is infinite."""
+    """Distance of the bounds plus the smallest step of a balance; None if a bound is infinite."""
 
     _loosen: ClassVar[str] = "set min_diff and max_diff further apart"
 
@@ -64,7 +61,7 @@ class RateLimiter:
         if math.isfinite(low) and math.isfinite(high):
             unit = (
                 gain.denominator
-            )  # balances are multiples of 1 / unit: the bounds are rounded inwards to these
+            )  # balances are multiples of 1 / unit, so the bounds are rounded inwards to such
             apart = Fraction(math.floor(_fraction(high) * unit) - math.ceil(_fraction(low) * unit) + 1, unit)
         settled: dict[str, Any] = {
             "samples_per_insert": ratio,
@@ -80,11 +77,11 @@ class RateLimiter:
         if safe is not None and safe < 1:
             raise SchemaError(
                 f"min_diff is {low!r} and max_diff is {high!r}; between them there is no room for a row and a "
-                "trajectory, so that both could wait for ever. "
+                "trajectory, so that both could wait forever. "
                 f"Set them at least {_show(1 + gain)} (1 + samples_per_insert) apart."
             )
 
-    # ---------------------------------------------------------------- what a table asks
+    # ---------------------------------------------------------------- admission
 
     def may_insert(self, count: int, *, size: int, inserted: int, sampled: int) -> bool:
         """Whether `count` (at least 1) more trajectories may be added at once."""
@@ -103,7 +100,7 @@ class RateLimiter:
     def explain(
         self, what: Literal["insert", "sample"], count: int, *, size: int, inserted: int, sampled: int
     ) -> str:
-        """For an error: why `count` trajectories or rows were not allowed until the deadline, and what to do."""
+        """Error text after a time-out: reason that `count` trajectories or rows were not allowed, and remedy."""
         size, inserted, sampled = int(size), int(inserted), int(sampled)
         counts = {"size": size, "inserted": inserted, "sampled": sampled}
         balance = self._balance(inserted, sampled)
@@ -149,13 +146,16 @@ class RateLimiter:
     # ---------------------------------------------------------------- deadlocks
 
     def check_batch(self, count: int, *, added: int = 1) -> None:
-        """Refuse a batch of `count` rows if sampler and inserter could block each other for ever.
+        """Refuse a batch of `count` rows if sampler and inserter could deadlock.
 
-        `added` is how many trajectories are added at once. Neither side can move where ``max_diff - added *
-        samples_per_insert < balance < min_diff + count``; a batch is safe if no balance lies between.
+        Both are blocked while ``max_diff - added * samples_per_insert < balance < min_diff + count``; a batch is safe
+        if no balance lies in this interval.
+
+        Args:
+            count: rows per batch. added: trajectories added at once.
 
         Raises:
-            SchemaError: the batch is not safe, or `count` or `added` is no integer of at least 1.
+            SchemaError: the batch is not safe, or `count` or `added` is not an integer of at least 1.
         """
         count, added = _count("The number of rows of a batch", count), _count("added", added)
         safe = self._safe_batch(added)
@@ -167,21 +167,22 @@ class RateLimiter:
             at_most = f"Draw at most {_many(safe, 'row', 'rows')} at once"
         raise SchemaError(
             f"A batch of {_many(count, 'row', 'rows')} does not fit {self!r}: sampling and adding "
-            f"{_trajectories(added)} at once could wait for each other for ever. {at_most}, or "
+            f"{_trajectories(added)} at once could wait for each other forever. {at_most}, or "
             f"{self._enough(added, count)}."
         )
 
     def check_insert(self, count: int, *, batch: int = 1) -> None:
-        """Refuse to add `count` trajectories at once if inserter and sampler could block each other for ever.
+        """Refuse to add `count` trajectories at once if inserter and sampler could deadlock.
 
-        `batch` is how many rows are drawn at once.
+        Requires the condition of `check_batch`, and for ``count > 1`` that they can be added when one trajectory is
+        missing to `min_size`. If later removals lower the size below `min_size` while the balance is near `max_diff`,
+        add trajectories up to `min_size` only, which is always allowed; `explain` says so.
 
-        The condition of `check_batch`, and for ``count > 1`` that they can be added when one is missing at `min_size`.
-        If trajectories are removed later, so that the size falls below `min_size` with a balance near `max_diff`, add
-        trajectories up to `min_size` and no further, which is always allowed; `explain` says so.
+        Args:
+            count: trajectories added at once. batch: rows per batch.
 
         Raises:
-            SchemaError: it is not safe, or `count` or `batch` is no integer of at least 1.
+            SchemaError: not safe, or `count` or `batch` is not an integer of at least 1.
         """
         count, batch = _count("The number of trajectories to add", count), _count("batch", batch)
         safe = self._safe_insert(batch)
@@ -195,33 +196,33 @@ class RateLimiter:
             at_most = f"Add at most {safe} at once"
         raise SchemaError(
             f"{_trajectories(count)} at once do not fit {self!r}: adding them and sampling "
-            f"{_many(batch, 'row', 'rows')} at once could wait for each other for ever. {at_most}, or "
+            f"{_many(batch, 'row', 'rows')} at once could wait for each other forever. {at_most}, or "
             f"{self._enough(count, batch)}."
         )
 
     def _safe_batch(self, added: int) -> int | None:
-        """The largest batch that is safe; None if all are."""
+        """The largest safe batch; None without a limit."""
         return None if self._apart is None else math.floor(self._apart - added * self._gain)
 
     def _safe_insert(self, batch: int) -> int | None:
-        """How many trajectories may safely be added at once; None if any number."""
+        """Largest number of trajectories that may safely be added at once; None without a limit."""
         if math.isinf(self.max_diff):
             return None
         safe = max(math.floor(_limit(self.max_diff) / self._gain) - self.min_size + 1, 1)
         return safe if self._apart is None else min(safe, math.floor((self._apart - batch) / self._gain))
 
     def _bounds_for(self, count: int, batch: int) -> tuple[Fraction, Fraction]:
-        """How far apart the bounds must be, and how high the upper one, for what is asked for to be safe."""
+        """Smallest safe distance of the bounds, and smallest safe upper bound."""
         needed = (self.min_size - 1 + count) * self._gain if count > 1 else Fraction(0)
         return batch + count * self._gain, needed
 
     def _looser(self, count: int, batch: int) -> str:
-        """What to change in the limiter so that there is less waiting."""
+        """Remedy for errors: the change of the limiter that shortens waits."""
         safe = self._safe_insert(batch)
         return self._loosen if safe is None or count <= safe else self._enough(count, batch)
 
     def _enough(self, count: int, batch: int) -> str:
-        """What to change in the limiter so that this is safe."""
+        """Remedy for errors: the change of the limiter that makes these counts safe."""
         apart, high = self._bounds_for(count, batch)
         at_least = f" and max_diff at least {_show(high)}" if high > self.max_diff else ""
         return f"set min_diff and max_diff at least {_show(apart)} apart{at_least}"
@@ -229,7 +230,7 @@ class RateLimiter:
     # ---------------------------------------------------------------- stored in a table's header
 
     def to_json(self) -> dict[str, Any]:
-        """Its class and fields as plain JSON; None for a bound that is infinite."""
+        """Class and fields as plain JSON; None for an infinite bound."""
         fields: dict[str, Any] = {name: getattr(self, name) for name in _FIELDS}
         for name in ("min_diff", "max_diff"):
             if math.isinf(fields[name]):
@@ -238,10 +239,10 @@ class RateLimiter:
 
     @classmethod
     def from_json(cls, fields: Any) -> RateLimiter:
-        """The limiter that `to_json` described, of the same class.
+        """Restore a limiter from `to_json`, with its class.
 
         Raises:
-            SchemaError: fields that `to_json` cannot have written, or of a limiter that is no `cls`.
+            SchemaError: fields that `to_json` cannot have written, or of a limiter that is not a `cls`.
         """
         if not isinstance(fields, Mapping) or set(fields) != {"kind", *_FIELDS}:
             raise SchemaError(
@@ -270,15 +271,15 @@ class RateLimiter:
 
     @classmethod
     def _of(cls, plain: RateLimiter) -> RateLimiter:
-        """The limiter of this class that comes nearest to these fields."""
+        """The limiter of this class with the fields of `plain`, as far as the class can have them."""
         return plain
 
 
 class MinSize(RateLimiter):
-    """Nothing is sampled before `min_size` trajectories are there; nothing else is limited.
+    """Blocks sampling while the table has fewer than `min_size` trajectories; limits nothing else.
 
     Raises:
-        SchemaError: `min_size` is no integer of at least 1.
+        SchemaError: `min_size` is not an integer of at least 1.
     """
 
     def __init__(self, min_size: int) -> None:
@@ -293,22 +294,22 @@ class MinSize(RateLimiter):
 
 
 class SampleToInsertRatio(RateLimiter):
-    """About `ratio` rows are sampled for each trajectory that is added, once `min_size` are there.
+    """Keeps the number of rows sampled near `ratio` for each trajectory added, once the size is `min_size`.
 
     Args:
         ratio: rows drawn for each trajectory added, above 0. With batches of 256 rows and ratio 4, the learner draws a
             batch for every 64 trajectories.
-        min_size: below it everything may be added and nothing be sampled, also when trajectories were removed since.
-        error_buffer: how far ``inserted * ratio - sampled`` may be from the ``min_size * ratio`` at which sampling
-            begins, either way, before adding or sampling has to wait; or its two bounds, ``(min_diff, max_diff)``. The
-            bounds are at least ``2 * max(1, ratio)`` apart, that is, one number is at least ``max(1, ratio)``; a batch
-            of B rows needs about ``(B + ratio) / 2`` (`check_batch`).
+        min_size: below this size adding is never blocked and sampling always is, even after removals.
+        error_buffer: largest difference of ``inserted * ratio - sampled`` from ``min_size * ratio``, its value when
+            sampling begins, before adding or sampling waits; or the two bounds ``(min_diff, max_diff)``. The bounds are
+            at least ``2 * max(1, ratio)`` apart, so a single number is at least ``max(1, ratio)``; a batch of B rows
+            needs about ``(B + ratio) / 2`` (`check_batch`).
 
-    Where one thread both adds and samples, it must not wait for itself: `max_diff` below ``min_size * ratio``, for one,
-    has the adding wait for a batch as soon as `min_size` trajectories are there.
+    A thread that both adds and samples must not wait for itself. For example, with `max_diff` below ``min_size *
+    ratio``, adding waits for a batch as soon as the size is `min_size`.
 
     Raises:
-        SchemaError: another value, bounds too close to each other, or a lower bound that holds sampling up beyond
+        SchemaError: an invalid value, bounds too close to each other, or a lower bound that blocks sampling at
             `min_size`.
     """
 
@@ -376,13 +377,13 @@ class SampleToInsertRatio(RateLimiter):
 
 
 class Queue(RateLimiter):
-    """Each trajectory is sampled once, in order; `size` of them wait at most.
+    """A queue of at most `size` trajectories, each sampled once, in order.
 
-    For a table that samples each trajectory at most once, with the selector `Fifo`. Adding waits while `size`
-    trajectories are there, sampling while there are fewer than the batch has rows: batches of up to `size` rows.
+    For a table that samples each trajectory at most once, with the selector `Fifo`. Adding waits while the table has
+    `size` trajectories, sampling while it has fewer than the rows of a batch; a batch has at most `size` rows.
 
     Raises:
-        SchemaError: `size` is no integer of at least 1.
+        SchemaError: `size` is not an integer of at least 1.
     """
 
     _loosen = "give the queue a larger size"
@@ -405,7 +406,7 @@ class Queue(RateLimiter):
 
 
 def _number(name: str, value: Any, expected: str) -> float:
-    """`value` as a float, infinite ones too; SchemaError if it is not a number."""
+    """Return `value` as a float, which may be infinite; SchemaError if it is not a number."""
     if isinstance(value, Real) and not isinstance(value, bool):
         try:
             number = float(value)
@@ -440,12 +441,12 @@ def _count(name: str, value: Any) -> int:
 
 def _fraction(value: float) -> Fraction:
     """The fraction that a finite float stands for; it rounds to the same float."""
-    near = Fraction(value).limit_denominator()
-    return near if float(near) == value else Fraction(repr(value))
+    simple = Fraction(value).limit_denominator()
+    return simple if float(simple) == value else Fraction(repr(value))
 
 
 def _limit(bound: float) -> float | Fraction:
-    """A bound as it is compared with balances."""
+    """A bound as a fraction, for comparison with balances; infinite bounds unchanged."""
     return bound if math.isinf(bound) else _fraction(bound)
 
 

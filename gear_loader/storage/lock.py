@@ -1,9 +1,8 @@
-"""The lock around a table's index: dies with its holder, has a deadline, works between threads too.
+"""The lock of a table's index: exclusive between threads and processes, released on death, with a deadline.
 
-Between processes it is a POSIX record lock (`fcntl.lockf`), which the kernel releases when its holder dies in
-whatever way. Such locks belong to the process, so threads of one process are kept apart by a mutex, and
-closing any descriptor of the file would drop them: `gear_loader.storage.region` sees to it that a process opens a
-region's file once and closes it with the last user.
+Between processes it is a POSIX record lock (`fcntl.lockf`), which the kernel releases when the lock holder dies. Record
+locks belong to the process, so a mutex excludes its threads. Closing any descriptor of the file would release the lock:
+`gear_loader.storage.region` opens the file of a region once per process and closes it with the last user.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ __all__ = ["LOCK_TIMEOUT", "IndexLock", "process_start"]
 
 _T = TypeVar("_T")
 
-_PAUSE = 1e-3  # seconds after which who waits looks again, whatever happens
+_PAUSE = 1e-3  # longest sleep of a waiter between two attempts, in seconds
 _PAUSE_SPEC = ctypes.byref((ctypes.c_long * 2)(0, int(_PAUSE * 1e9)))  # as a timespec
-_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())  # its number as a system call
+_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())  # system call number
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _syscall = ctypes.CDLL(None).syscall
 _syscall.argtypes = (
@@ -36,13 +35,13 @@ _syscall.argtypes = (
     *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32),
 )
 LOCK_TIMEOUT = 60.0
-"""Seconds after which waiting for the lock is given up: a mutation takes far less than a millisecond."""
+"""Seconds until a wait for the lock times out; a mutation takes far less than a millisecond."""
 
 
 def process_start(pid: int) -> int:
-    """When process `pid` started, in clock ticks since boot; 0 if there is no such process (or a zombie).
+    """Start time of process `pid` in clock ticks since boot; 0 if it does not exist or is a zombie.
 
-    Together with the pid this names a process for good, also after the pid has been given to another.
+    Together with the pid it identifies a process, even after the pid is reused.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
@@ -63,10 +62,9 @@ def _try(fd: int) -> bool:
 
 
 class _Bell:
-    """Wakes one of those who wait for a lock when it has been released: a futex.
+    """A futex that wakes one waiter when the lock is released.
 
-    Nothing depends on it but how long they sleep: who is not woken looks again after a while. So nobody minds that the
-    count of those who wait is not exact.
+    It only shortens sleeps: every waiter retries after `_PAUSE`. So the count of waiters need not be exact.
     """
 
     def __init__(self, address: int) -> None:
@@ -75,7 +73,7 @@ class _Bell:
         self.waiting = ctypes.c_int32.from_address(address + 4)
 
     def wait(self, rung: int) -> None:
-        """Sleep until it is rung once more than `rung` times, or for a while."""
+        """Sleep until `rung` changes, at most `_PAUSE`."""
         _syscall(_FUTEX, self._address, _FUTEX_WAIT, rung, _PAUSE_SPEC, None, 0)
 
     def ring(self) -> None:
@@ -84,19 +82,18 @@ class _Bell:
 
 
 class IndexLock:
-    """The exclusive right to change a table's index. Not reentrant.
+    """The exclusive lock of a table's index. Not reentrant.
 
-    `run` calls a function under the lock. It leaves the lock free whatever happens, also if an exception (Ctrl-C, a
-    signal handler that raises) arrives at any bytecode: the mutex records its owner when it is taken, and what is
-    released depends on that record alone, in two nested `finally`: an interrupted release is repeated.
+    `run` calls a function under the lock and always releases it, even if an exception (Ctrl-C, a signal handler that
+    raises) arrives at any bytecode: the mutex records its owner on acquisition, and the release depends on that record
+    alone, in two nested `finally` blocks, which repeat an interrupted release.
 
-    As a context manager it holds the lock from one statement to another. An exception that arrives between the
-    statements leaves it held; so this is for programs that need no such guarantee.
+    As a context manager it lacks this guarantee: an exception between two statements can leave the lock held.
 
     Args:
-        name: how an error calls the table.
+        name: name of the table in errors.
         fd: descriptor of the region's file, or None for a private region (threads of this process only).
-        timeout: seconds to wait before `LockTimeoutError`.
+        timeout: seconds until a wait for the lock times out.
     """
 
     def __init__(self, name: str, fd: int | None = None, *, timeout: float = LOCK_TIMEOUT) -> None:
@@ -111,14 +108,13 @@ class IndexLock:
         """Call `section` while holding the lock.
 
         Args:
-            section: takes nothing. It must not ask for the same lock.
+            section: a function without arguments that does not acquire the same lock.
 
         Returns:
-            What `section` returns.
+            The result of `section`.
 
         Raises:
-            LockTimeoutError: another process or thread has held the lock until the deadline, or this thread holds it
-                already.
+            LockTimeoutError: timed out waiting for another process or thread, or this thread is the lock holder.
         """
         mutex = self._mutex
         owned = mutex._is_owned
@@ -153,7 +149,7 @@ class IndexLock:
         self._drop(self._mutex)
 
     def hear(self, address: int | None) -> None:
-        """Use a bell: 8 bytes of the region at this address, zeros at first. None before they are unmapped."""
+        """Use the futex at `address`: 8 bytes of the region, initially zero. None stops using it before an unmap."""
         self._bell = None if address is None or _FUTEX is None else _Bell(address)
 
     def _take(self, mutex: Any) -> None:
@@ -166,7 +162,7 @@ class IndexLock:
             self._lock_file(self._fd)
 
     def _drop(self, mutex: Any) -> None:
-        """Release whatever is held; the caller owns the mutex. Repeating it after an interruption is right."""
+        """Release the record lock and the mutex, which the caller owns. May be repeated after an interruption."""
         try:
             if self._fd is not None:
                 fcntl.lockf(self._fd, fcntl.LOCK_UN)
@@ -214,7 +210,7 @@ _locks: weakref.WeakSet[IndexLock] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    # In a forked child: record locks are not inherited, and no thread is left that could hold a mutex.
+    # In a forked child: record locks are not inherited, and the threads that held mutexes do not exist.
     for lock in list(_locks):
         lock._reset()
 

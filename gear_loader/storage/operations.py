@@ -1,21 +1,21 @@
-"""The operations on a table's index: each function works on the raw arrays, under the lock.
+"""The operations on a table's index, on raw arrays. The caller holds the lock.
 
-There is one implementation, compiled by numba (`COMPILED`). The tests that let a process die at every single store
-run it as Python (`PLAIN`). So it is written as loops over plain arrays, and every store counts: a process may be
-killed after any of them.
+There is one implementation, compiled by numba (`COMPILED`); tests that kill a process at every store run it as Python
+(`PLAIN`). It consists of loops over plain arrays in which the order of stores matters: a process may be killed after
+any of them.
 
-Another process may have written anything into the index, by mistake. So every value that is read from it and used as
-an index is checked, no loop relies on it to end, and an impossible value raises IndexError, which `index_arrays` turns
-into an error that names the table. An operation that ends so leaves the index marked dirty.
+Another process may have written invalid values into the index by mistake. So every value that is used as an index is
+checked, loops end for any contents, and an invalid value raises IndexError, which `index_arrays` converts to an error
+that names the table. The index then stays marked dirty.
 
-The slots are the truth (see `recovery`). An operation on several slots writes an intent record into `counters` as soon
-as everything that it needs has been written; recovery replays it:
+The slots are authoritative (see `recovery`). An operation on several slots writes an intent record into `counters` when
+the data of the record are complete; recovery replays it:
 
-    COMMITTING    1 + the first sequence number of the slots that are becoming READY
-    REMOVING      the slots whose owner is `MARKED` are being retired
-    DRAWING       1 + the slot that is being counted as drawn; what its count and the count of all become then
-    LEAVING       1 + the slot that is being retired; where that is counted, and what the count becomes then
-    RAISING       what `NEXT_SEQUENCE` is being raised to; what `FIRST_SEQUENCE` becomes then
+    COMMITTING    1 + first sequence number of the slots that become READY
+    REMOVING      1 while the slots with owner `MARKED` are retired
+    DRAWING       1 + slot counted as drawn; DRAWING_TIMES, DRAWING_TOTAL: its new count and the new total
+    LEAVING       1 + slot being retired; LEAVING_COUNT, LEAVING_TOTAL: position and new value of its counter
+    RAISING       new NEXT_SEQUENCE; RAISING_FIRST: new FIRST_SEQUENCE
 """
 
 from __future__ import annotations
@@ -74,20 +74,20 @@ from gear_loader.storage.counters import (
 from gear_loader.utils.arrays import Array
 
 FREE, WRITING, READY, RETIRED = range(4)
-assert UNSET == -1  # what is compiled in, and kept on disk
-assert DIGEST == 0x810CC1BA  # of the counters, which are compiled in, too
+assert UNSET == -1  # compiled into the cached machine code
+assert DIGEST == 0x810CC1BA  # of the positions in `counters`, compiled in too
 
 PID, START, READING, TICKET = range(4)  # columns of `readers`
 LIVE, ALL = range(2)  # columns of `uses`
 MARKED = -1
 
-# What `make_room` and `grow` may answer.
+# Results of `make_room` and `grow`.
 DONE, SHORT, FULL, BUSY, READ, FLIP = range(6)
-# What to do if there is no room.
+# Eviction policies.
 REFUSE, EVICT_OLDEST, EVICT_LOWEST = range(3)
 UNREADY = 6
-"""Beside the answers of `make_room`: `store` was asked to do nothing unless it could do everything at once."""
-# The head of a request to `store`, int64. Behind it: lengths [n], slots [n] (filled), priorities [n] (float64),
+"""Additional result of `store` with REQUEST_AT_ONCE: the index needs recovery or has unfinished writes."""
+# Head of a request to `store`, int64; followed by lengths [n], slots [n] (output), priorities [n] (float64) and
 # addresses [n, C].
 REQUEST_COUNT, REQUEST_AT_ONCE, REQUEST_NOW, REQUEST_EVICT, REQUEST_PID, REQUEST_START, REQUEST_HEAD = range(
     7
@@ -95,7 +95,7 @@ REQUEST_COUNT, REQUEST_AT_ONCE, REQUEST_NOW, REQUEST_EVICT, REQUEST_PID, REQUEST
 
 
 class View(NamedTuple):
-    """The arrays of an index and its sizes; see `gear_loader.storage.layout`."""
+    """Arrays and sizes of an index; see `gear_loader.storage.layout`."""
 
     counters: Any
     readers: Any
@@ -127,12 +127,12 @@ class View(NamedTuple):
 
 
 def fence() -> None:
-    """Order stores: earlier ones are done before later ones."""
+    """Order stores: earlier stores precede later ones."""
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _barrier(_context: Any) -> Any:
-    # For the compiler alone: what a killed process has stored is what came before, whatever the processor.
+    # Only the compiler must not reorder: on every processor a killed process leaves a prefix of its stores.
     def codegen(_context: Any, builder: ir.IRBuilder, _signature: Any, _args: Any) -> Any:
         builder.fence("seq_cst", "singlethread")
 
@@ -144,21 +144,21 @@ def _fence() -> Any:
     return lambda: _barrier()
 
 
-# An index outside of an array raises IndexError, as it does in Python; negative ones count from the end.
-# Inlined: as calls, each of which passes the 21 arrays of the view, they take ten times as long.
+# An index outside an array raises IndexError, as in Python; negative ones count from the end.
+# Inlined: calls, each of which passes the 21 arrays of the view, take ten times as long.
 _operation = register_jitable(boundscheck=True, forceinline=True)
 
 
 @_operation  # type: ignore[untyped-decorator]
 def require(holds: Any) -> None:
-    """Raise IndexError unless `holds`: what the index says cannot be, and would be used as an address."""
+    """Raise IndexError unless `holds`: an inconsistent value would be used as an address."""
     if not holds:
         raise IndexError("the index contradicts itself")
 
 
 @_operation  # type: ignore[untyped-decorator]
 def check_extent(v: Any, start: Any, count: Any) -> None:
-    """Raise IndexError unless so many entries of `block_ids` are there."""
+    """Raise IndexError unless `start` to `start + count - 1` are valid positions in `block_ids`."""
     require(start >= 0 and count >= 0 and start <= 2 * v.half_size - count)
 
 
@@ -178,7 +178,7 @@ def end_change(v: Any) -> None:
 
 @_operation  # type: ignore[untyped-decorator]
 def blocks_of(v: Any, length: Any) -> Any:
-    """Blocks that a trajectory of this length takes."""
+    """Number of blocks of a trajectory with this length."""
     return (length + v.block_steps - 1) // v.block_steps
 
 
@@ -194,7 +194,7 @@ def touch(v: Any, slot: Any) -> None:
 
 @_operation  # type: ignore[untyped-decorator]
 def append(v: Any, slot: Any) -> None:
-    """Make a slot the newest."""
+    """Link a slot as the newest."""
     counters = v.counters
     newest = counters[NEWEST] - 1
     v.links[slot, 0] = newest
@@ -208,14 +208,14 @@ def append(v: Any, slot: Any) -> None:
 
 @_operation  # type: ignore[untyped-decorator]
 def bound(v: Any, slot: Any, priority: Any) -> None:
-    """Keep the bound of a slot's group below its priority."""
+    """Lower the bound of a slot's group to its priority, if the bound is above it."""
     if priority >= 0 and priority < v.lowest[slot // v.group]:
         v.lowest[slot // v.group] = priority
 
 
 @_operation  # type: ignore[untyped-decorator]
 def describe(v: Any, slot: Any, sequence: Any, priority: Any, created: Any, times: Any) -> None:
-    """Write what is known of a trajectory before it becomes visible."""
+    """Write the metadata of a trajectory before it becomes visible."""
     v.sequence[slot] = sequence
     v.priority[slot] = priority
     v.created[slot] = created
@@ -225,7 +225,7 @@ def describe(v: Any, slot: Any, sequence: Any, priority: Any, created: Any, time
 
 @_operation  # type: ignore[untyped-decorator]
 def publish(v: Any, slots: Any) -> None:
-    """Make slots visible, which have been described with ascending sequence numbers."""
+    """Make slots visible after `describe` with ascending sequence numbers."""
     counters, count = v.counters, len(slots)
     fence()
     counters[COMMITTING] = 1 + v.sequence[slots[0]]
@@ -250,7 +250,7 @@ def publish(v: Any, slots: Any) -> None:
 
 @_operation  # type: ignore[untyped-decorator]
 def commit(v: Any, slots: Any, priorities: Any, now: Any) -> None:
-    """Make written slots visible, under the next sequence numbers."""
+    """Make written slots visible, with the next sequence numbers."""
     begin_change(v)
     for i in range(len(slots)):
         describe(v, slots[i], v.counters[NEXT_SEQUENCE] + i, priorities[i], now, 0)
@@ -260,10 +260,11 @@ def commit(v: Any, slots: Any, priorities: Any, now: Any) -> None:
 
 @_operation  # type: ignore[untyped-decorator]
 def commit_as(v: Any, slots: Any, sequences: Any, priorities: Any, created: Any, times: Any) -> None:
-    """Make written slots visible, under sequence numbers of their own, ascending and none used before.
+    """Make written slots visible, with given metadata.
 
     Args:
-        created, times: int64 [n]: when they were created, ascending, and how often they have been drawn.
+        sequences: int64 [n], ascending and unused. priorities: float32 [n].
+        created, times: int64 [n], time of the commit (ascending) and number of draws.
     """
     begin_change(v)
     for i in range(len(slots)):
@@ -274,7 +275,7 @@ def commit_as(v: Any, slots: Any, sequences: Any, priorities: Any, created: Any,
 
 @_operation  # type: ignore[untyped-decorator]
 def raise_numbering(v: Any, following: Any) -> None:
-    """The next trajectory gets this number or a higher one; as many count as added as before."""
+    """Raise NEXT_SEQUENCE to at least `following`; the number of trajectories added stays the same."""
     counters = v.counters
     if following <= counters[NEXT_SEQUENCE]:
         return
@@ -292,7 +293,7 @@ def raise_numbering(v: Any, following: Any) -> None:
 
 @_operation  # type: ignore[untyped-decorator]
 def unlink(v: Any, slot: Any) -> None:
-    """Take a slot out of the order of age."""
+    """Unlink a slot from the order of commitment."""
     counters = v.counters
     older, newer = v.links[slot, 0], v.links[slot, 1]
     require((v.links[older, 1] if older >= 0 else counters[OLDEST] - 1) == slot)
@@ -309,10 +310,10 @@ def unlink(v: Any, slot: Any) -> None:
 
 @_operation  # type: ignore[untyped-decorator]
 def retire(v: Any, slot: Any, count: Any) -> None:
-    """Retire a trajectory: no later read finds it; earlier reads go on.
+    """Retire a trajectory: later reads do not find it, earlier reads continue.
 
     Args:
-        count: the place in `counters` of those that went for the same reason.
+        count: position in `counters` of the count for the reason: NUM_EVICTED, NUM_REMOVED or NUM_EXPIRED.
     """
     counters = v.counters
     require(slot >= 0 and v.state[slot] == READY)
@@ -348,7 +349,7 @@ def retire(v: Any, slot: Any, count: Any) -> None:
 
 @_operation  # type: ignore[untyped-decorator]
 def let_go(v: Any, start: Any, count: Any, live: Any) -> None:
-    """Part of a block table is given up, last block first; `live` if the slot was not retired."""
+    """Release a part of a block table, last block first; `live`: the slot was not retired."""
     counters = v.counters
     check_extent(v, start, count)
     for i in range(start + count - 1, start - 1, -1):
@@ -368,7 +369,7 @@ def let_go(v: Any, start: Any, count: Any, live: Any) -> None:
 
 @_operation  # type: ignore[untyped-decorator]
 def free(v: Any, slot: Any, live: Any) -> None:
-    """Give back a slot and its blocks."""
+    """Free a slot and its blocks."""
     length, start = v.extent[slot, 0], v.extent[slot, 1]
     require(v.counters[NUM_FREE_SLOTS] >= 0)
     v.state[slot] = FREE
@@ -379,7 +380,7 @@ def free(v: Any, slot: Any, live: Any) -> None:
 
 @_operation  # type: ignore[untyped-decorator]
 def abort(v: Any, slots: Any) -> None:
-    """Give back those of some slots that are still WRITING."""
+    """Free the slots that are still WRITING."""
     begin_change(v)
     counters = v.counters
     for i in range(len(slots)):
@@ -395,7 +396,7 @@ def abort(v: Any, slots: Any) -> None:
 
 @_operation  # type: ignore[untyped-decorator]
 def oldest_reader(v: Any) -> Any:
-    """The earliest epoch among the active readers."""
+    """The earliest epoch of the active readers."""
     oldest = np.int64(2**63 - 1)
     for i in range(len(v.readers)):
         epoch = v.readers[i, READING]
@@ -427,7 +428,7 @@ def reclaim(v: Any) -> None:
 
 @_operation  # type: ignore[untyped-decorator]
 def remove(v: Any, slots: Any) -> None:
-    """Retire READY slots, each given once: all or, if the process dies before the mark, none."""
+    """Retire distinct READY slots atomically, through the intent record REMOVING."""
     begin_change(v)
     for i in range(len(slots)):
         v.owner[slots[i], PID] = MARKED
@@ -445,7 +446,7 @@ def remove(v: Any, slots: Any) -> None:
 
 @_operation  # type: ignore[untyped-decorator]
 def expire(v: Any, before: Any) -> None:
-    """Retire what was committed before a time."""
+    """Retire trajectories committed before a time (monotonic, nanoseconds)."""
     counters = v.counters
     if counters[OLDEST] == 0 or v.created[counters[OLDEST] - 1] >= before:
         return
@@ -455,12 +456,12 @@ def expire(v: Any, before: Any) -> None:
     end_change(v)
 
 
-# ---------------------------------------------------------------- room
+# ---------------------------------------------------------------- allocation
 
 
 @_operation  # type: ignore[untyped-decorator]
 def missing(v: Any, slots: Any, blocks: Any, steps: Any) -> Any:
-    """Whether there is no room, even if nobody were reading."""
+    """Whether the space is insufficient even after all retired slots are reclaimed."""
     counters = v.counters
     return (
         counters[NUM_FREE_SLOTS] + counters[NUM_RETIRED] < slots
@@ -471,12 +472,12 @@ def missing(v: Any, slots: Any, blocks: Any, steps: Any) -> Any:
 
 @_operation  # type: ignore[untyped-decorator]
 def lowest(v: Any) -> Any:
-    """The READY slot with the lowest priority; the oldest if none has been given one; -1 if there is none.
+    """The READY slot with the lowest priority; the oldest if no slot has a priority; -1 if no slot is READY.
 
-    Each group of slots has a bound that is never above its lowest priority. The group with the lowest bound is looked
-    through; if the bound was too low it is corrected, and the search goes on.
+    Each group of slots has a lower bound of its priorities. The group with the lowest bound is searched; if the bound
+    was too low it is corrected, and the search continues.
     """
-    for _ in range(len(v.lowest) + 1):  # a bound is corrected once at most
+    for _ in range(len(v.lowest) + 1):  # each bound is corrected at most once
         first, best = 0, np.float32(np.inf)
         for i in range(len(v.lowest)):
             if v.lowest[i] < best:
@@ -498,11 +499,11 @@ def lowest(v: Any) -> Any:
 
 @_operation  # type: ignore[untyped-decorator]
 def make_room(v: Any, slots: Any, blocks: Any, steps: Any, evict: Any) -> Any:
-    """Room for so many slots, blocks and steps, evicting if that is the policy.
+    """Free space for a number of slots, blocks and steps, with eviction according to the policy.
 
     Returns:
-        DONE; SHORT if there is none and nothing may be evicted for it; FULL if there can never be so much; BUSY if
-        unfinished writes hold it; READ if readers do; FLIP if the block tables have to be moved.
+        DONE; SHORT if eviction is needed and refused; FULL if the table is too small; BUSY if unfinished writes hold
+        the space; READ if readers hold it; FLIP if the block tables must be compacted first.
     """
     counters = v.counters
     require(counters[HALF] >= 0 and counters[HALF] <= 1 and counters[HEAD + counters[HALF]] >= 0)
@@ -531,7 +532,7 @@ def make_room(v: Any, slots: Any, blocks: Any, steps: Any, evict: Any) -> Any:
 
 @_operation  # type: ignore[untyped-decorator]
 def take_slot(v: Any, length: Any, start: Any, pid: Any, process_start: Any, stream: Any) -> Any:
-    """A free slot becomes WRITING, with this extent; the caller sees to the blocks."""
+    """Allocate a slot in state WRITING with an extent; the caller allocates the blocks."""
     counters = v.counters
     require(counters[NUM_FREE_SLOTS] > 0)
     slot = v.free_slots[counters[NUM_FREE_SLOTS] - 1]
@@ -555,7 +556,7 @@ def take_slot(v: Any, length: Any, start: Any, pid: Any, process_start: Any, str
 
 @_operation  # type: ignore[untyped-decorator]
 def take_block(v: Any, place: Any) -> Any:
-    """A free block goes to a place in `block_ids`."""
+    """Allocate a block and write it to a position in `block_ids`."""
     counters = v.counters
     require(counters[NUM_FREE_BLOCKS] > 0)
     block = v.free_blocks[counters[NUM_FREE_BLOCKS] - 1]
@@ -569,7 +570,7 @@ def take_block(v: Any, place: Any) -> Any:
 
 @_operation  # type: ignore[untyped-decorator]
 def allocate(v: Any, lengths: Any, pid: Any, process_start: Any, slots: Any, ids: Any) -> None:
-    """Slots and blocks for trajectories of these lengths; there is room."""
+    """Allocate slots and blocks for trajectories of these lengths, after `make_room`."""
     counters = v.counters
     begin_change(v)
     half = counters[HALF]
@@ -588,10 +589,11 @@ def allocate(v: Any, lengths: Any, pid: Any, process_start: Any, slots: Any, ids
 
 @_operation  # type: ignore[untyped-decorator]
 def begin(v: Any, lengths: Any, evict: Any, pid: Any, process_start: Any, slots: Any, ids: Any) -> Any:
-    """`make_room` and `allocate`: slots and blocks for trajectories of these lengths (int64 [n]).
+    """`make_room` and `allocate`.
 
     Args:
-        slots: int64 [n], and ids: int32 [blocks of them all]: are filled.
+        lengths: int64 [n], in steps.
+        slots: int64 [n], output. ids: int32 [blocks of all trajectories], output.
     """
     blocks, steps = 0, 0
     for i in range(len(lengths)):
@@ -608,12 +610,12 @@ def begin(v: Any, lengths: Any, evict: Any, pid: Any, process_start: Any, slots:
 
 @_operation  # type: ignore[untyped-decorator]
 def grow(v: Any, slot: Any, length: Any, evict: Any, run: Any, ids: Any) -> Any:
-    """More room for a slot that is being written.
+    """Allocate more blocks for a slot that is being written.
 
     Args:
-        length: steps to hold from now on, more than before.
-        run: int64 [2]: entries of `block_ids` that are kept for its block table, and what `RUNS` was when they were.
-        ids: int32: is filled with the new blocks.
+        length: new capacity in steps, larger than before.
+        run: int64 [2], entries of `block_ids` reserved for its block table, and `RUNS` at the reservation.
+        ids: int32 [new blocks], output.
 
     Returns:
         As `make_room`.
@@ -660,7 +662,7 @@ def grow(v: Any, slot: Any, length: Any, evict: Any, run: Any, ids: Any) -> Any:
 
 @_operation  # type: ignore[untyped-decorator]
 def shorten(v: Any, slot: Any, length: Any) -> None:
-    """Give back what a slot that is being written has beyond `length` steps."""
+    """Free the blocks of a slot being written that lie beyond `length` steps."""
     before, start = v.extent[slot, 0], v.extent[slot, 1]
     had, count = blocks_of(v, before), blocks_of(v, length)
     require(length <= before)
@@ -674,7 +676,7 @@ def shorten(v: Any, slot: Any, length: Any) -> None:
 
 @_operation  # type: ignore[untyped-decorator]
 def finish(v: Any, slots: Any, length: Any, priorities: Any, now: Any) -> None:
-    """`shorten` and `commit` of the one slot in `slots`."""
+    """`shorten` and `commit` the single slot in `slots`."""
     begin_change(v)
     if v.extent[slots[0], 0] != length:
         shorten(v, slots[0], length)
@@ -687,13 +689,12 @@ def finish(v: Any, slots: Any, length: Any, priorities: Any, now: Any) -> None:
 def roll(
     v: Any, slots: Any, length: Any, shared: Any, priorities: Any, now: Any, evict: Any, pid: Any, start: Any
 ) -> Any:
-    """Commit a slot that is being written, and go on in another one with its last blocks.
+    """Commit a slot that is being written, and continue in a new slot that shares its last blocks.
 
     Args:
-        slots: int64 [2]: the slot; the second is filled with the one to go on in.
+        slots: int64 [2], the slot; output: the new slot.
         length: steps of the trajectory.
-        shared: the first of its blocks that belongs to the next one as well. Blocks beyond the trajectory's go over to
-            the next one.
+        shared: position of the first block that both slots share. Blocks beyond the trajectory pass to the new slot.
 
     Returns:
         As `make_room`.
@@ -728,7 +729,7 @@ def roll(
 
 @_operation  # type: ignore[untyped-decorator]
 def begin_read(v: Any, pid: Any, process_start: Any, number: Any) -> Any:
-    """A row of `readers` for the ticket `number`; -1 if all are taken.
+    """Register the read ticket `number` and return its row in `readers`; -1 if all rows are in use.
 
     No block retired from now on is reused before its `READING` is 0 again.
     """
@@ -745,7 +746,7 @@ def begin_read(v: Any, pid: Any, process_start: Any, number: Any) -> Any:
 
 @_operation  # type: ignore[untyped-decorator]
 def end_read(v: Any, row: Any, number: Any) -> None:
-    """Give back the row of `readers` that a ticket has; nothing, if another ticket has it by now. Takes no lock."""
+    """Release the row of a read ticket, unless another ticket uses the row now. Takes no lock."""
     if v.readers[row, TICKET] == number:
         v.readers[row, READING] = 0
 
@@ -754,9 +755,10 @@ def end_read(v: Any, row: Any, number: Any) -> None:
 def begin_unchanged(
     v: Any, pid: Any, process_start: Any, number: Any, counter: Any, value: Any, samples: Any
 ) -> Any:
-    """`begin_read`, and `samples` rows counted as drawn, if a counter still has a value; else -2, and nothing is done.
+    """`begin_read`, and count `samples` rows as drawn, if a counter still has a value.
 
-    Also -2 where the index has to be rebuilt first.
+    Returns:
+        As `begin_read`; -2, having done nothing, if the counter has changed or the index needs recovery.
     """
     counters = v.counters
     if counters[DIRTY] != 0 or counters[INITIALIZED] == 0 or counters[counter] != value:
@@ -769,16 +771,16 @@ def begin_unchanged(
 
 @_operation  # type: ignore[untyped-decorator]
 def count_samples(v: Any, slots: Any, generations: Any, limit: Any, total: Any, times: Any) -> Any:
-    """Count that rows are drawn.
+    """Count rows as drawn.
 
     Args:
-        slots, generations: int64 [n]: the rows.
-        limit: how often a trajectory may be drawn: with the last time it is retired. 0 for any number of times.
+        slots, generations: int64 [n], the rows.
+        limit: draws after which a trajectory is retired; 0 for no limit.
         total: whether `NUM_SAMPLED` counts them too.
-        times: int64 [n]: is filled with how often each has been drawn now, 0 for those that are gone or used up.
+        times: int64 [n], output: number of draws of each trajectory; 0 if it is stale or had reached the limit.
 
     Returns:
-        How many were.
+        Number of rows counted.
     """
     counted, used_up = 0, 0
     counters = v.counters
@@ -820,10 +822,10 @@ def count_samples(v: Any, slots: Any, generations: Any, limit: Any, total: Any, 
 
 @_operation  # type: ignore[untyped-decorator]
 def set_priorities(v: Any, slots: Any, generations: Any, priorities: Any) -> None:
-    """Write new priorities of trajectories that are still there; of equal ones the last counts.
+    """Write new priorities; stale rows are skipped, the last of equal slots counts.
 
     Args:
-        slots, generations: int64 [n]; a generation of -1 stands for any. priorities: float32 [n].
+        slots, generations: int64 [n]; generation -1 matches any. priorities: float32 [n].
     """
     for i in range(len(slots)):
         slot = slots[i]
@@ -838,7 +840,7 @@ def set_priorities(v: Any, slots: Any, generations: Any, priorities: Any) -> Non
 
 @_operation  # type: ignore[untyped-decorator]
 def walk(v: Any, newest: Any, slots: Any) -> None:
-    """Fill `slots` (int64 [n], no more than there are) with the oldest slots, or the newest, in order."""
+    """Fill `slots` (int64 [n], n at most NUM_READY) with the oldest or newest slots in order."""
     slot = v.counters[NEWEST if newest else OLDEST] - 1
     for i in range(len(slots)):
         require(slot >= 0)
@@ -846,25 +848,25 @@ def walk(v: Any, newest: Any, slots: Any) -> None:
         slot = v.links[slot, 0 if newest else 1]
 
 
-# ---------------------------------------------------------------- both ways to call them
+# ---------------------------------------------------------------- Python and compiled entry points
 
 _OPERATIONS = (
     *(commit, commit_as, raise_numbering, abort, reclaim, remove, expire, begin, grow, finish, roll),
     *(begin_read, begin_unchanged, end_read, count_samples, set_priorities, walk),
 )
 PLAIN = types_module.SimpleNamespace(**{operation.__name__: operation for operation in _OPERATIONS})
-"""The operations as Python: each takes a `View`."""
+"""The operations in Python; the first argument is a `View`."""
 
 
 def places_of(view: View) -> Array:
-    """int64 [n]: where the arrays lie, and the sizes, for compiled operations. They have to be kept alive."""
+    """Addresses and sizes of the arrays, int64 [n], for compiled operations. The caller keeps the arrays alive."""
     arrays: tuple[Any, ...] = view[: View._fields.index("block_steps")]
     addresses = [array.ctypes.data for array in arrays]
     sizes = [*view[len(addresses) :], len(view.readers), len(view.block_ids), len(view.lowest)]
     return np.array(addresses + sizes, dtype=np.int64)
 
 
-# Together in this file: what numba keeps on disk is taken for current until its file changes.
+# In this file, because numba's cache stays valid until the file of the function changes.
 
 
 @register_jitable  # type: ignore[untyped-decorator]
@@ -988,7 +990,7 @@ def _walk(p, newest, slots):  # type: ignore[no-untyped-def]
 
 @compiled
 def _store(p, columns, request):  # type: ignore[no-untyped-def]
-    """`begin`, copying and `commit` in one: for little data, as others wait for the lock meanwhile."""
+    """`begin`, copy and `commit`; for small data, because the lock is held during the copy."""
     v = _view(p)
     counters = v.counters
     clean = counters[DIRTY] == 0 and counters[INITIALIZED] != 0 and counters[NUM_WRITING] == 0
@@ -1015,4 +1017,4 @@ def _store(p, columns, request):  # type: ignore[no-untyped-def]
 COMPILED = types_module.SimpleNamespace(
     store=_store, **{operation.__name__: globals()[f"_{operation.__name__}"] for operation in _OPERATIONS}
 )
-"""The operations as machine code: each takes what `places_of` made of a `View`; and `store`."""
+"""The compiled operations, and `store`; the first argument is the result of `places_of`."""

@@ -1,4 +1,4 @@
-"""Reading a table: what it holds now, or what has changed, under a read ticket."""
+"""Reading a table under a read ticket: snapshots, changes, and counts of draws."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _NO_SLOTS = np.empty(0, dtype=np.int64)
 
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """What has happened to the trajectories since an earlier look.
+    """Trajectories committed or retired since an earlier position.
 
     Attributes:
-        position: what to ask the next time.
-        next_sequence: every trajectory there is has a lower sequence number.
-        num_ready: live trajectories.
-        everything: `slots` are all slots, because too much has happened.
-        slots: int64 [n], each once: slots in which a trajectory was committed or retired.
-        ready: bool [n]: whether a live trajectory is there now.
-        sequences: int64 [n] and priorities: float32 [n]: of that trajectory; a priority is `UNSET` if none was given.
+        position: argument `since` of the next call.
+        next_sequence: sequence number above those of all trajectories.
+        num_ready: number of live trajectories.
+        everything: whether `slots` are all slots, because the ring of changes has overflowed.
+        slots: int64 [n], distinct: slots in which a trajectory was committed or retired.
+        ready: bool [n], whether the slot has a live trajectory now.
+        sequences: int64 [n]. priorities: float32 [n], `UNSET` for a trajectory without one.
     """
 
     position: int
@@ -51,14 +51,15 @@ class Changes:
 
 
 class TableReader:
-    """What selections, collectors, transports and checkpoints read of a table; see `Table.reader`.
+    """The read interface of a table for selections, collectors, transports and checkpoints; see `Table.reader`.
 
     Args:
-        arrays: of the index. recovery: runs sections under the lock. readers, admission: of the index.
+        arrays: index arrays. recovery: runs critical sections under the lock.
+        readers, admission: parts of the same index.
 
     Attributes:
-        arrays: the index as views: `extent` (length in steps and place of the block table), `block_ids`, `state`,
-            `generation`, `sequence`, `priority` (-1 where none was given) and more; see `gear_loader.storage.layout`.
+        arrays: views of the index: `extent` (length in steps and place of the block table), `block_ids`, `state`,
+            `generation`, `sequence`, `priority` (-1 if not given) and more; see `gear_loader.storage.layout`.
     """
 
     def __init__(
@@ -69,11 +70,11 @@ class TableReader:
         self._readers = readers
         self._admission = admission
         self._log = Log()
-        self._no_changes: Changes | None = None  # what `begin_changes` returned last, if nothing had changed
+        self._no_changes: Changes | None = None  # latest result of `begin_changes`, if it was empty
 
     @property
     def position(self) -> int:
-        """What `begin_changes` would return as the position now. Takes no lock."""
+        """The current position for `begin_changes`. Takes no lock."""
         return int(self.arrays.counters[NUM_TOUCHED])
 
     def index_arrays(self) -> tuple[Array, Array]:
@@ -85,44 +86,43 @@ class TableReader:
         return self.arrays.state, self.arrays.generation, self.arrays.sequence
 
     def ages(self, slots: Array, sequences: Array) -> tuple[Array, Array]:
-        """How old trajectories are, int64 [n] each: trajectories that came after, and nanoseconds."""
+        """Ages of trajectories, int64 [n] each: number of trajectories committed since, and nanoseconds."""
         arrays = self.arrays
         return arrays.counters[NEXT_SEQUENCE] - 1 - sequences, time.monotonic_ns() - arrays.created[slots]
 
     def backoff(self) -> Backoff:
-        """A new wait with the deadline of this handle."""
+        """Start a wait with this handle's timeout."""
         return self._admission.backoff()
 
     def check_gathered(self, bad: int) -> None:
-        """Raise CorruptTableError if `native.copying.gather` or `resolve` found `bad` windows that cannot be."""
+        """Raise CorruptTableError if `native.copying.gather` or `resolve` found `bad` invalid windows."""
         if bad:
             raise self.arrays.corrupt(f"{bad:,} windows of a batch have slots or blocks that do not exist")
 
-    # Each of these takes a ticket that the caller has made before, so that the caller can give it back also if the
-    # call is interrupted; without one it makes one.
+    # The caller may create the ticket before the call, so that it can end the ticket even if the call is interrupted.
 
     def begin_read(self, ticket: Ticket | None = None) -> Ticket:
-        """Announce that this process reads: no block retired from now on is reused before `Ticket.end`.
+        """Begin a read: no block retired from now on is reused before `Ticket.end`.
 
         Args:
-            ticket: a new one, or None.
+            ticket: a new read ticket, or None to create one.
 
         Returns:
-            The ticket, to be ended by its `end`.
+            The ticket; the caller ends it.
         """
         ticket = ticket or Ticket()
         self._recovery.locked(lambda: ticket.begin(self._readers))
         return ticket
 
     def begin_snapshot(self, samples: int = 0, ticket: Ticket | None = None) -> tuple[Ticket, Snapshot]:
-        """`begin_read` and a snapshot that belongs to it.
+        """`begin_read`, and a snapshot at the same moment.
 
         Args:
-            samples: rows that are about to be drawn: the rate limiter is asked, and waited for.
+            samples: rows to be drawn; waits until the rate limiter allows them.
             ticket: as for `begin_read`.
 
         Raises:
-            RateLimitError: it did not allow it until the deadline.
+            RateLimitError: timed out.
         """
         ticket = ticket or Ticket()
         known = self._log.known
@@ -133,7 +133,7 @@ class TableReader:
     def begin_changes(
         self, since: int, samples: int = 0, ticket: Ticket | None = None
     ) -> tuple[Ticket, Changes]:
-        """`begin_read` and what has happened since an earlier call.
+        """`begin_read`, and the changes since an earlier call.
 
         Args:
             since: `position` of the earlier call's changes; -1 for everything.
@@ -153,10 +153,10 @@ class TableReader:
         return ticket, changes
 
     def _begin_unchanged(self, ticket: Ticket, counter: int, value: int, samples: int) -> bool:
-        """Begin a read in one compiled call, if nothing has changed since a counter had a value; else do nothing.
+        """Begin a read in one compiled call if a counter still has a value; otherwise do nothing and return False.
 
         Args:
-            samples: rows that are about to be drawn.
+            counter: position in `counters`. value: expected value. samples: rows to be drawn.
         """
         if self._admission.has_conditions:
             return False
@@ -190,7 +190,7 @@ class TableReader:
         )
 
     def _touched_since(self, since: int) -> Array | None:
-        """The slots that were touched since a position, each once; None if that is not known any more."""
+        """Distinct slots touched since a position, int64 [n]; None if the ring has overflowed since."""
         position = int(self.arrays.counters[NUM_TOUCHED])
         count = position - since
         if since < 0 or not 0 <= count <= self.arrays.num_slots:
@@ -209,7 +209,7 @@ class TableReader:
     def begin_ends(
         self, count: int, *, newest: bool, samples: int = 0, ticket: Ticket | None = None
     ) -> tuple[Ticket, Array]:
-        """`begin_read`, and the oldest (or newest) `count` slots in order, or all if there are fewer.
+        """`begin_read`, and the oldest (or newest) slots in order, int64 [at most `count`].
 
         Args:
             samples, ticket: as for `begin_snapshot`.
@@ -219,13 +219,16 @@ class TableReader:
     def take_ends(
         self, count: int, *, newest: bool, samples: int = 0, ticket: Ticket | None = None
     ) -> tuple[Ticket, Array, Array]:
-        """`begin_ends` and `count_samples` at once, so that nobody else takes the same; waits until there are so many.
+        """`begin_ends` and `count_samples` under one lock; waits until the table has `count` trajectories.
 
         Args:
             samples, ticket: as for `begin_snapshot`.
 
+        Returns:
+            The ticket; slots, int64 [count]; number of draws of each, int64 [count].
+
         Raises:
-            TableEmptyError: there were fewer until the deadline.
+            TableEmptyError, RateLimitError: timed out.
         """
         ticket = ticket or Ticket()
 
@@ -244,13 +247,13 @@ class TableReader:
         return slots
 
     def begin_read_of(self, slot: int, ticket: Ticket | None = None) -> Ticket:
-        """`begin_read`, having checked that `slot` is live.
+        """`begin_read`, after a check that `slot` is live.
 
         Args:
-            ticket: as for `begin_read`.
+            slot: index of the trajectory. ticket: as for `begin_read`.
 
         Raises:
-            StaleIndexError: it is not.
+            StaleIndexError: the slot has no live trajectory.
         """
         ticket = ticket or Ticket()
 
@@ -263,7 +266,7 @@ class TableReader:
         return ticket
 
     def snapshot(self) -> Snapshot:
-        """The live trajectories now, oldest first."""
+        """A snapshot of the live trajectories, oldest first."""
 
         def look() -> Snapshot:
             self._admission.expire()
@@ -272,13 +275,13 @@ class TableReader:
         return self._recovery.locked(look)
 
     def count_samples(self, slots: Array, generations: Array) -> Array:
-        """Count that these rows are drawn, and retire trajectories that have been drawn often enough.
+        """Count rows as drawn, and retire trajectories that reach `max_times_sampled`.
 
         Args:
-            slots, generations: int64 [n].
+            slots, generations: int64 [n], the rows.
 
         Returns:
-            int64 [n]: how often each has been drawn by now; 0 for rows whose trajectory is gone or used up.
+            int64 [n], number of draws of each trajectory; 0 if it is stale or had reached the limit before.
         """
         rows = [np.ascontiguousarray(part, dtype=np.int64) for part in (slots, generations)]
         return self._recovery.locked(lambda: self._count_samples(*rows))
@@ -290,7 +293,7 @@ class TableReader:
         return times
 
     def uncount_samples(self, count: int) -> None:
-        """Rows for which the rate limiter was asked were not drawn after all."""
+        """Subtract rows that were counted for the rate limiter but not drawn."""
 
         def uncount() -> None:
             self.arrays.counters[NUM_SAMPLED] -= count
@@ -299,10 +302,10 @@ class TableReader:
             self._recovery.locked(uncount)
 
     def await_samplable(self, count: int) -> None:
-        """Wait until the rate limiter would let `count` rows be drawn.
+        """Wait until the rate limiter allows `count` rows to be drawn.
 
         Raises:
-            RateLimitError: it would not until the deadline.
+            RateLimitError: timed out.
         """
         self._admission.when_samplable(count, lambda: True)
 
@@ -310,10 +313,10 @@ class TableReader:
         return self._log.snapshot(self.arrays.view, self._touched_since)
 
     def set_priorities(self, slots: Array, generations: Array, priorities: Array) -> None:
-        """Write new priorities of trajectories that are still there.
+        """Write new priorities; rows with stale generations are skipped.
 
         Args:
-            slots, generations: int64 [n]; a generation of -1 stands for any. priorities: float32 [n].
+            slots, generations: int64 [n]; generation -1 matches any. priorities: float32 [n].
         """
         rows = [np.ascontiguousarray(part, dtype=np.int64) for part in (slots, generations)]
         priorities = np.ascontiguousarray(priorities, dtype=np.float32)

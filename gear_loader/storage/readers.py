@@ -1,4 +1,4 @@
-"""Read tickets: what a process reads is not reused until it gives its ticket back, or dies."""
+"""Read tickets: blocks are not reused until the processes that may read them end their tickets, or die."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _numbers = itertools.count(1)
 
 
 class Ticket:
-    """The right to read what a table holds now, until `end`. It is made before it is taken.
+    """Keeps the current contents of a table readable from `begin` to `end`. Used for one read.
 
-    Process and number find its row among the readers whenever the call that takes it is interrupted, so that `end`
-    in an exception handler gives back whatever was taken. A ticket is for one read; in a forked child it is void.
+    Its number identifies its row in `readers` even if `begin` was interrupted, so `end` in an exception handler always
+    releases it. In a forked child it has no effect.
 
     Attributes:
         number: unique in this process.
-        row: of `readers`; -1 until it is known.
-        counted: rows that were counted as drawn under it.
+        row: row in `readers`; -1 until known.
+        counted: rows counted as drawn under the ticket.
     """
 
     __slots__ = ("_pid", "_readers", "counted", "number", "row")
@@ -40,12 +40,12 @@ class Ticket:
         self._readers: Readers | None = None
 
     def begin(self, readers: Readers) -> None:
-        """Take it: the caller holds the lock. Raises `GearError` if too many are taken."""
-        self._readers = readers  # before it is taken: from here on `end` looks for its row
+        """Register the ticket; the caller holds the lock. Raises `GearError` if all rows of `readers` are in use."""
+        self._readers = readers  # before the registration: from here on `end` searches for the row
         self.row = readers.take(self.number)
 
     def begin_unchanged(self, readers: Readers, counter: int, value: int, samples: int) -> bool:
-        """Take it, and count rows as drawn, if nothing has changed; see `operations.begin_unchanged`."""
+        """Register the ticket and count rows as drawn, if nothing has changed; see `operations.begin_unchanged`."""
         pid, start = _process(self._pid)
         self._readers = readers
         row: int = readers.arrays.operations.begin_unchanged(
@@ -58,17 +58,17 @@ class Ticket:
         return True
 
     def end(self) -> None:
-        """Give it back; idempotent. Takes no lock."""
+        """Release the ticket; idempotent. Takes no lock."""
         readers = self._readers
         if readers is None or self._pid != os.getpid():
-            return  # in a forked child the region may not even be mapped, see `Region.pin`
+            return  # in a forked child the region may not be mapped, see `Region.pin`
         if self.row >= 0:
             readers.arrays.operations.end_read(readers.arrays.where, self.row, self.number)
             self._readers = None
             return
         for row in np.flatnonzero(readers.arrays.readers[:, TICKET] == self.number).tolist():
             pid, _, reading, number = readers.arrays.readers[row].tolist()
-            # Read in this order by `tolist`: a row that another reader has taken since has another number.
+            # `tolist` reads in this order, so a row reused by another ticket shows another number.
             if number == self.number and pid == self._pid and reading:
                 readers.arrays.readers[row, READING] = 0
         self._readers = None
@@ -83,10 +83,10 @@ os.register_at_fork(after_in_child=_process.cache_clear)
 
 
 class Readers:
-    """The read tickets taken on an index by all processes.
+    """The active read tickets of all processes.
 
     Args:
-        arrays: of the index.
+        arrays: index arrays.
     """
 
     def __init__(self, arrays: IndexArrays) -> None:
@@ -94,19 +94,19 @@ class Readers:
 
     @staticmethod
     def here() -> tuple[int, int]:
-        """This process: its id, and when it started."""
+        """Pid and start time of this process."""
         return _process(os.getpid())
 
     def alive(self, pid: int, start: int) -> bool:
-        """Whether the process with this id that started then is running."""
-        # With the start time even for the own pid: in a container a restarted process often has its predecessor's.
+        """Whether the process with this pid and start time is running."""
+        # The start time matters even for the own pid: in a container a restarted process often reuses it.
         return (pid, start) == self.here() or (start != 0 and process_start(pid) == start)
 
     def take(self, number: int) -> int:
-        """The row of `readers` that the ticket of this number gets.
+        """Register a ticket and return its row in `readers`.
 
         Raises:
-            GearError: all are taken.
+            GearError: all rows are in use.
         """
         here = self.here()
         row = int(self.arrays.ops.begin_read(self.arrays.where, *here, number))
@@ -121,18 +121,18 @@ class Readers:
         return row
 
     def active(self) -> list[tuple[int, int]]:
-        """The processes that read: id and start time, one for each ticket."""
+        """Pid and start time of the process of each active ticket."""
         active = np.flatnonzero(self.arrays.readers[:, READING])
         return [(int(pid), int(start)) for pid, start in self.arrays.readers[active, :READING]]
 
     def oldest(self) -> int:
-        """The epoch of the oldest ticket; the largest int64 if there is no ticket."""
+        """The epoch of the oldest active ticket; the largest int64 without one."""
         epochs = self.arrays.readers[:, READING]
         epochs = epochs[epochs > 0]
         return int(epochs.min()) if len(epochs) else int(np.iinfo(np.int64).max)
 
     def drop_dead(self) -> bool:
-        """Forget the readers that have died; whether there were any."""
+        """Release the tickets of dead processes; return whether there were any."""
         tickets = np.flatnonzero(self.arrays.readers[:, READING]).tolist()
         dead = [
             ticket for ticket in tickets if not self.alive(*self.arrays.readers[ticket, :READING].tolist())

@@ -1,14 +1,13 @@
 """Recovery of an index after a process was killed in the middle of a change.
 
-The slots are the truth: state, extent (length and place in `block_ids`), generation, sequence, id, epoch, owner,
-priority, and when and how often they were added and drawn. Everything else (free lists, links, ring, counts, uses of
-blocks) is derived from them. A mutation marks the index dirty while it works; the next process that takes the lock and
-finds it dirty rebuilds the derived state. That is why a slot's state is always written last, and why operations on
-several slots write an intent record, which recovery replays. The mutations are in `gear_loader.storage.operations`.
+The slots are authoritative: state, extent (length and place in `block_ids`), generation, sequence, id, epoch, owner,
+priority, time of commit and number of draws. All other state (free lists, links, ring, counts, uses of blocks) is
+derived from them. A mutation marks the index dirty while it runs; the next lock holder that finds the mark rebuilds the
+derived state. Therefore a slot's state is always written last, and operations on several slots write an intent record,
+which recovery replays. The mutations are in `gear_loader.storage.operations`.
 
-A value that a process stored by mistake is not recovered from: `gear_loader.storage.bounds` finds those that name no
-existing slot, block or place when a process attaches, operations find them where they would follow them, and the table
-is refused.
+Values that another process wrote by mistake are not recovered: `gear_loader.storage.bounds` finds out-of-range values
+when a process attaches, and operations check them before use. The table is then refused.
 """
 
 from __future__ import annotations
@@ -81,10 +80,10 @@ _T = TypeVar("_T")
 
 
 class Recovery:
-    """Runs critical sections on a whole index: what a killed process left is repaired first.
+    """Runs critical sections under the lock; rebuilds a dirty index first.
 
     Args:
-        arrays: of the index. lock: of the table. block_tables: of the index.
+        arrays: index arrays. lock: lock of the table. block_tables: part of the same index.
     """
 
     def __init__(self, arrays: IndexArrays, lock: IndexLock, block_tables: BlockTables) -> None:
@@ -93,21 +92,21 @@ class Recovery:
         self._block_tables = block_tables
 
     def locked(self, section: Callable[[], _T]) -> _T:
-        """Call `section` while the lock is held and the index is whole; see `IndexLock.run`."""
+        """Call `section` under the lock, after recovery if the index is dirty; see `IndexLock.run`."""
 
-        def whole() -> _T:
+        def recovered() -> _T:
             counters = self.arrays.counters
             if counters[DIRTY] or not counters[INITIALIZED]:
                 self.rebuild()
             return section()
 
-        return self.lock.run(whole)
+        return self.lock.run(recovered)
 
     def check_bounds(self) -> None:
-        """Check that all values of the index name existing slots, blocks and places. Takes the lock only in doubt.
+        """Check that all values of the index are in range. Takes the lock only if a check without it fails.
 
         Raises:
-            CorruptTableError: a value does not.
+            CorruptTableError: a value is out of range.
         """
         if damage(self.arrays) is None:
             return
@@ -115,7 +114,7 @@ class Recovery:
         self.locked(lambda: require_whole(self.arrays, damage(self.arrays)))
 
     def derive(self) -> dict[str, Any]:
-        """Everything derived from the slots, as `rebuild` writes it and `check_valid` expects it."""
+        """Compute the derived state from the slots, for `rebuild` and `check_valid`."""
         index = self.arrays
         lengths, starts = index.extent[:, 0], index.extent[:, 1]
         used = np.flatnonzero(index.state != FREE)
@@ -216,7 +215,7 @@ class Recovery:
         index.free_blocks[: len(derived["free_blocks"])] = derived["free_blocks"][::-1]
         index.retired[: len(derived["retired"])] = derived["retired"]
         index.uses[:] = derived["uses"]
-        index.lowest[:] = -np.inf  # no bound: looked up when it is needed
+        index.lowest[:] = -np.inf  # no bound yet: computed at the next search
         counters[RETIRED_FIRST] = 0
         ready = derived["ready"]
         counters[OLDEST] = ready[0] + 1 if len(ready) else 0
@@ -231,15 +230,15 @@ class Recovery:
         counters[EPOCH] = max(counters[EPOCH], last, 0) + 1
         counters[VERSION] += 1
         counters[RUNS] += 1
-        counters[NUM_TOUCHED] += index.num_slots + 1  # readers that follow the ring look at every slot
+        counters[NUM_TOUCHED] += index.num_slots + 1  # readers that follow the ring reread every slot
         counters[INITIALIZED] = 1
         counters[DIRTY] = 0
 
     def check_valid(self) -> None:
-        """Compare everything derived with the slots. Takes the lock.
+        """Compare the derived state with the slots. Takes the lock.
 
         Raises:
-            AssertionError: the index contradicts itself; the message says where.
+            AssertionError: the index is inconsistent; the message says where.
         """
         self.locked(self._check)
 
@@ -276,10 +275,14 @@ class Recovery:
         assert not counters[DRAWING], "a draw was left half counted"
         assert not counters[LEAVING], "a trajectory was left half retired"
         assert not counters[RAISING], "the numbering was left half raised"
-        assert (index.readers[:, READING] <= counters[EPOCH]).all(), "a reader announced an epoch to come"
+        assert (index.readers[:, READING] <= counters[EPOCH]).all(), "a reader has a future epoch"
 
     def _check_sharing(self, blocks: Array, streams: Array) -> None:
-        """Only trajectories that are cut from one stream share blocks (int [n], of trajectories of these streams)."""
+        """Check that only trajectories of one stream share blocks.
+
+        Args:
+            blocks: int [n], block ids. streams: int [n], stream of the trajectory that uses each.
+        """
         shared = np.bincount(blocks, minlength=self.arrays.num_blocks)[blocks] > 1
         blocks, streams = blocks[shared], streams[shared]
         least, largest = (
@@ -305,12 +308,12 @@ class Recovery:
         assert int(counters[NEWEST]) - 1 == (order[-1] if order else -1), "the newest trajectory is wrong"
         sequences = index.sequence[ready]
         assert len(np.unique(sequences)) == len(order), "a sequence number is used twice"
-        assert counters[NEXT_SEQUENCE] > sequences.max(initial=-1), "a sequence number comes again"
+        assert counters[NEXT_SEQUENCE] > sequences.max(initial=-1), "a sequence number is reused"
         ids = ids_of(index.view, ready)
         assert (index.ident[ready] >= -1).all(), "an id is negative"
         assert len(np.unique(ids)) == len(ids), "an id is used twice"
         assert counters[NEXT_SEQUENCE] >= first_free(index.view, origin_of(index.view) or 0), (
-            "an id comes again"
+            "an id is reused"
         )
         priorities = index.priority[ready]
         given = priorities[priorities != UNSET]

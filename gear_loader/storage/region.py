@@ -1,4 +1,4 @@
-"""The one mapped memory range that holds a table: private, or shared under a name; pinned for a GPU on request."""
+"""The mapped memory of a table: private, or shared under a name; pinned for a GPU on request."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from gear_loader.utils.notices import notice
 
 __all__ = ["Region", "region_path"]
 
-_WIPE_ON_FORK, _KEEP_ON_FORK = 18, 19  # MADV_WIPEONFORK and MADV_KEEPONFORK, which `mmap` does not name
-_REGISTER_CHUNK = 1 << 36  # one cudaHostRegister call of 512 GiB fails, 64 GiB at a time works
+_WIPE_ON_FORK, _KEEP_ON_FORK = 18, 19  # MADV_WIPEONFORK and MADV_KEEPONFORK, missing in `mmap`
+_REGISTER_CHUNK = 1 << 36  # one cudaHostRegister call of 512 GiB fails, calls of 64 GiB work
 _MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
-_ATTACH_TIMEOUT = 10.0  # seconds; who removes or looks at a region needs milliseconds
+_ATTACH_TIMEOUT = 10.0  # seconds; removing or inspecting a region takes milliseconds
 
 
 def _size(count: int) -> str:
@@ -38,9 +38,10 @@ def _size(count: int) -> str:
 
 
 class _Mapping:
-    """The memory of one region in this process, however many tables of this process use it.
+    """The memory of one region in this process, shared by all tables of this process that use it.
 
-    One descriptor and one mapping a file: see `gear_loader.storage.lock` for why closing a second one would be wrong.
+    One descriptor and one mapping per file, because closing a second descriptor would release the record lock; see
+    `gear_loader.storage.lock`.
     """
 
     registry: ClassVar[dict[tuple[int, int], _Mapping]] = {}
@@ -53,31 +54,31 @@ class _Mapping:
         self.key = key
         self.users = 1
         self.left: weakref.ref[mmap.mmap] | None = (
-            None  # the memory after its last user, while somebody has a view
+            None  # the memory after its last user, while views of it exist
         )
         self.lock = IndexLock(name, fd)
         self.pinned: bool | None = None
         self.registered: list[int] = []
         self.devices: set[int] = set()  # GPUs whose kernels read it
-        self.is_parents = False  # private memory of which forked children get nothing
-        self.is_lost = False  # such memory of this process's parent
+        self.is_parents = False  # private memory that forked children do not receive
+        self.is_lost = False  # such memory of the parent process
         self.every.add(self)
 
     @classmethod
     def make(cls, path: str, name: str, layout: Layout) -> _Mapping:
-        """A new file of zeros with its header. It has no name, and goes with this process, until it is complete."""
+        """Create a file of zeros with its header, and link it to its name when complete: no partial file remains."""
         memory = None
         fd = os.open(shared_memory.DIRECTORY, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, layout.region_bytes)
             os.pwrite(fd, layout.preamble().ljust(64, b"\0") + layout.header[64:], 0)
             memory = mmap.mmap(fd, layout.region_bytes, flags=mmap.MAP_SHARED)
-            fcntl.flock(fd, fcntl.LOCK_SH)  # in use: see `gear_loader.storage.shared_memory`
+            fcntl.flock(fd, fcntl.LOCK_SH)  # marks it as used, see `gear_loader.storage.shared_memory`
             info = os.fstat(fd)
             mapping = cls(memory, name, fd, (info.st_dev, info.st_ino))
             with guarded():
-                # What /proc/self/fd shows is a symbolic link; only with a directory does os.link() follow it. An
-                # absolute path makes no use of the directory.
+                # /proc/self/fd holds symbolic links, which os.link() follows only if a directory is given. An absolute
+                # path does not use the directory.
                 os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
                 mapping.remember()
             return mapping
@@ -89,7 +90,7 @@ class _Mapping:
 
     @classmethod
     def open(cls, path: str, name: str) -> tuple[_Mapping, Layout] | None:
-        """The mapping of the file at `path`, which this process may have already; None: try again in a moment."""
+        """Map the file at `path`, or reuse this process's mapping of it; None if the caller must back off and retry."""
         with guarded():
             info = os.stat(path, follow_symlinks=False)
             if not stat.S_ISREG(info.st_mode):
@@ -116,14 +117,14 @@ class _Mapping:
             except BaseException:
                 os.close(fd)
                 raise
-            # Another file may have taken the place since os.stat(), but none that this process has: those that it
-            # made are linked under the guard.
+            # Another file may have replaced it since os.stat(), but not one that this process has mapped: this process
+            # links its files under the guard.
             mapping = cls(memory, name, fd, (info.st_dev, info.st_ino))
             mapping.remember()
             return mapping, layout
 
     def remember(self) -> None:
-        """Enter the file's mapping; the caller holds the guard."""
+        """Register the mapping; the caller holds the guard."""
         assert self.key is not None
         assert self.key not in self.registry
         assert self.fd is not None
@@ -131,13 +132,13 @@ class _Mapping:
         shared_memory.descriptors[self.key] = self.fd
 
     def release(self) -> None:
-        """One user less. May come from the garbage collector, in the middle of anything: waits for nothing."""
+        """Drop one user. The garbage collector may call it at any point, so it never waits."""
         self.released.append(self)
         self.sweep()
 
     @classmethod
     def sweep(cls) -> None:
-        # If the guard is taken, its holder comes here after letting it go.
+        """Unmap memory without users, unless the guard is held: its holder then sweeps after releasing it."""
         while cls.released and shared_memory.guard.acquire(blocking=False):
             try:
                 while cls.released:
@@ -153,7 +154,7 @@ class _Mapping:
                 shared_memory.guard.release()
 
     def unmap(self) -> None:
-        """Unregister and unmap, the last user having gone; the caller holds the guard."""
+        """Unregister and unmap memory without users; the caller holds the guard."""
         if self.devices:
             for device in sorted(self.devices):
                 torch.cuda.synchronize(device)  # kernels may still be reading
@@ -164,29 +165,29 @@ class _Mapping:
         memory, self.memory = self.memory, None
         assert memory is not None
         if self.is_lost:
-            _lost.append(memory)  # its addresses may belong to others here: not to be unmapped
+            _lost.append(memory)  # not unmapped: its addresses may be in use for other memory here
             return
         try:
             memory.close()
-        except BufferError:  # somebody holds a view, with which it goes
-            # The map has a descriptor of its own, whose closing drops this process's locks on the file. So the file
-            # must not be mapped a second time until then, and stays known.
+        except BufferError:  # a view exists; the memory is unmapped with the last view
+            # `mmap` has a descriptor of its own, and closing it releases this process's locks on the file. So the file
+            # stays registered and is not mapped a second time until then.
             if self.key is not None:
-                self.left = weakref.ref(memory, self.left_is_gone)
+                self.left = weakref.ref(memory, self.on_unmapped)
             return
         self.forget()
 
     def mapped(self) -> mmap.mmap | None:
-        """The memory while anybody has it: users, or views that they left."""
+        """The memory while users or views of it exist, else None."""
         return self.left() if self.left is not None else self.memory
 
     @classmethod
-    def left_is_gone(cls, _: weakref.ref[mmap.mmap]) -> None:
+    def on_unmapped(cls, _: weakref.ref[mmap.mmap]) -> None:
         cls.released.append(None)
         cls.sweep()
 
     def forget(self) -> None:
-        """Drop the file of a mapping that is no more; the caller holds the guard."""
+        """Unregister an unmapped file and close its descriptor; the caller holds the guard."""
         self.left = None
         if self.key is not None:
             self.registry.pop(self.key, None)
@@ -196,7 +197,7 @@ class _Mapping:
             self.fd = None
 
     def register(self, base: int, total: int) -> bool:
-        """Register the memory with CUDA; the device that is to read it is the current one."""
+        """Register the memory with CUDA for the current device; return False with a notice if CUDA refuses."""
         torch.cuda.init()
         self.keep_from_children()
         for start in range(0, total, _REGISTER_CHUNK):
@@ -217,18 +218,18 @@ class _Mapping:
         return True
 
     def keep_from_children(self, *, undo: bool = False) -> None:
-        """Let forked processes have none of a private memory's pages.
+        """Exclude private memory from forks, or include it again.
 
-        The kernel copies pinned private pages into each child at once, and a parent that wrote to a page that it
-        shares with a child would write to a copy that the GPU does not read.
+        Otherwise the kernel copies pinned private pages into each child, or a parent that writes to a page shared with
+        a child writes to a copy that the GPU does not read.
         """
-        if self.fd is not None or self.memory is None:  # shared memory is not copied
+        if self.fd is not None or self.memory is None:  # a fork does not copy shared memory
             return
         self.is_parents = not undo
         wipe, drop = (_KEEP_ON_FORK, mmap.MADV_DOFORK) if undo else (_WIPE_ON_FORK, mmap.MADV_DONTFORK)
         try:
             self.memory.madvise(wipe)
-        except OSError:  # not known to this kernel
+        except OSError:  # an older kernel
             with contextlib.suppress(OSError):
                 self.memory.madvise(drop)
 
@@ -243,7 +244,7 @@ class _Mapping:
     def after_fork(cls) -> None:
         for mapping in list(cls.every):
             mapping.is_lost |= mapping.is_parents and mapping.memory is not None
-            # CUDA's registrations stay with the parent.
+            # A child does not inherit registrations with CUDA.
             mapping.pinned, mapping.registered, mapping.devices = None, [], set()
 
 
@@ -255,7 +256,10 @@ shared_memory.afterwards.append(_Mapping.sweep)
 class Region:
     """A mapping of a layout's bytes, with the lock of its index.
 
-    Made by `create` or `attach`. `bytes` is the uint8 view of it all; it is None after `close`.
+    Created by `create` or `attach`.
+
+    Attributes:
+        bytes: uint8 [region bytes], view of the whole region; None after `close`.
     """
 
     def __init__(self, mapping: _Mapping, layout: Layout, name: str | None) -> None:
@@ -276,8 +280,8 @@ class Region:
     def create(cls, layout: Layout, name: str | None) -> Region:
         """Map a new region of zeros and write its header.
 
-        A named region appears under its name only when it is complete. Its memory is reserved at once, so that
-        a full `/dev/shm` is an error here and not a crash later.
+        A named region gets its name when it is complete. Its memory is reserved at once, so that a full `/dev/shm` is
+        an error here and not a crash later.
 
         Raises:
             RegionError: the name is taken, there is not enough memory, or $GEAR_LOADER_DIR cannot hold tables.
@@ -290,7 +294,7 @@ class Region:
                     f"A table of {_size(layout.region_bytes)} cannot be mapped ({error}). "
                     "Lower max_steps, max_trajectories or max_blocks."
                 ) from error
-            with contextlib.suppress(OSError):  # a kernel without huge pages is slower, not wrong
+            with contextlib.suppress(OSError):  # huge pages only affect speed
                 memory.madvise(mmap.MADV_HUGEPAGE)
             memory[: len(layout.header)] = layout.preamble().ljust(64, b"\0") + layout.header[64:]
             return cls(_Mapping(memory, "a private table", None, None), layout, None)
@@ -324,8 +328,8 @@ class Region:
         """Map an existing region.
 
         Raises:
-            RegionError: there is none of that name, the file is no table of this version, it belongs to another user
-                or others may write to it, or somebody keeps it locked.
+            RegionError: no region has that name, the file is not a table of this version, it belongs to another user
+                or others may write to it, or another process keeps it locked.
         """
         path = region_path(name)
         deadline = time.monotonic() + _ATTACH_TIMEOUT
@@ -333,7 +337,7 @@ class Region:
             while (opened := _Mapping.open(path, f"Table {name!r} ({path})")) is None:
                 if time.monotonic() > deadline:
                     raise RegionError(
-                        f"Table {name!r} has been locked for over {_ATTACH_TIMEOUT:g} s, as by somebody who is "
+                        f"Table {name!r} has been locked for over {_ATTACH_TIMEOUT:g} s, perhaps by a process that is "
                         f"removing it. That process may be stopped; `fuser {path}` names it."
                     )
                 time.sleep(1e-3)
@@ -349,10 +353,10 @@ class Region:
         return cls(*opened, name)
 
     def unlink(self) -> None:
-        """Remove a region's name. Who has it mapped keeps it; the memory goes with the last of them.
+        """Remove a region's name. Its memory is freed when the last process unmaps it.
 
         Raises:
-            RegionError: there is no region of that name any more, or another one.
+            RegionError: the region has been removed already; another one may have its name.
         """
         assert self.name is not None
         path = region_path(self.name)
@@ -382,18 +386,18 @@ class Region:
         return self._view()[column.offset : column.offset + count].reshape(-1, column.block_stride)
 
     def _view(self) -> np.ndarray[Any, Any]:
-        view = self.bytes  # once: another thread may close the region
+        view = self.bytes  # read once: another thread may close the region
         if view is None or self._mapping.is_lost:
             raise self.absence()
         return view
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is the parent's: a private region that was pinned there before this process was forked."""
+        """Whether it is a private region that the parent process had pinned before the fork."""
         return self._mapping.is_lost
 
     def absence(self) -> TableClosedError | PrivateTableError:
-        """The error for a region that is closed, or not this process's."""
+        """The error for a region that is closed or lost in a fork."""
         if self.is_lost:
             return PrivateTableError(
                 f"This process ({os.getpid()}) was forked from one that had pinned this private table for a GPU, and "
@@ -412,14 +416,14 @@ class Region:
     def pin(self, device: torch.device | None = None) -> bool:
         """Register the region with CUDA in this process, so that kernels can read it; idempotent.
 
-        Waits for nothing on the GPU, but touches and locks every page. A private region that is pinned is not copied
-        into forked processes: there every use of it raises PrivateTableError.
+        Does not wait for the GPU, but touches and locks every page. Forked processes do not receive a pinned private
+        region: there every use of it raises PrivateTableError.
 
         Args:
-            device: whose kernels are to read it: the current GPU by default. Nothing is done on any other.
+            device: GPU whose kernels read the region; by default the current one.
 
         Returns:
-            False where there is no GPU, or where CUDA refused: then a notice says why.
+            False without a GPU, or if CUDA refuses; a notice gives the reason.
         """
         mapping = self._mapping
         if mapping.pinned is False:
@@ -446,14 +450,14 @@ class Region:
 
     @property
     def pinned_bounds(self) -> list[int]:
-        """Addresses where one registration with CUDA ends and the next begins; none if there is only one.
+        """Addresses at which one registration with CUDA ends and the next begins, ascending.
 
-        Kernels read across them; a copy by the driver must not span two registrations.
+        Kernels may read across them; a copy by the driver must not span two registrations.
         """
         return sorted(self._mapping.registered)[1:]
 
     def close(self) -> None:
-        """Unregister and unmap, with the last user in this process; idempotent."""
+        """Release the region; its last user in this process unregisters and unmaps it. Idempotent."""
         self.bytes = None
         self._release()
 
@@ -477,6 +481,6 @@ def _too_large(count: int) -> str:
 
 
 def _clear_cuda_error() -> None:
-    # A failed runtime call leaves its code for the next launch check to find: let a tiny launch find it.
+    # A failed runtime call leaves an error code for the next launch check; a tiny launch consumes it.
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())).add_(1)

@@ -1,4 +1,4 @@
-"""Rows of a batch: what a selection draws, and a collector gathers."""
+"""Rows of a batch, drawn by a selection and gathered by a collector."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["CudaRows", "SelectedRows"]
 
 @dataclasses.dataclass(slots=True)
 class SelectedRows:
-    """Rows of one table, drawn by the host. They stay readable until the read ticket is released.
+    """Rows of one table, drawn on the host; readable until the read ticket ends.
 
     Attributes:
         slots, anchors, generations: int64 [n].
-        weights: float32 [n], if batches carry them.
-        counts, numbers: int64 [2, n] and float32 [2, n], if batches carry ``sample_info``: its values, in the order
-            times sampled, age; probability, age in seconds.
+        weights: float32 [n], importance weights; None for batches without them.
+        counts: int64 [2, n], times sampled and age; numbers: float32 [2, n], probability and age in seconds; None for
+            batches without ``sample_info``.
     """
 
     slots: Array
@@ -36,13 +36,13 @@ class SelectedRows:
 
 @dataclasses.dataclass(frozen=True)
 class CudaRows:
-    """Rows of one table that the GPU draws when they are gathered.
+    """Rows of one table that the GPU draws when the batch is gathered.
 
     Attributes:
-        count: rows.
-        write: queues the draw on the current stream: ``write(random, out, reach)``. It may write int64 [3] into the
-            pinned tensor `random`; it writes the rows into `out`, as `gear_loader.kernels.items.resolve` does;
-            `reach` is the first and last step, relative to the anchor, that any window covers.
+        count: number of rows.
+        write: ``write(random, out, reach)`` queues the draw on the current stream. It may write int64 [3] into the
+            pinned tensor `random`, and writes the rows into `out`, as `gear_loader.kernels.items.resolve` does;
+            `reach` is the first and last step of all windows, relative to the anchor.
     """
 
     count: int

@@ -1,4 +1,4 @@
-"""What a table does when it is full, what it removes by itself, and how fast it may be written and read."""
+"""The rules of a table: eviction, expiry and rate limit."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from gear_loader.storage.limiters import RateLimiter
 __all__ = ["OnFull", "Rules", "check_on_full", "check_seconds"]
 
 OnFull = Literal["error", "evict_oldest", "evict_lowest_priority", "wait"]
-_LONGEST = 9e9  # of which the nanoseconds fit into 64 bits
+_LONGEST = 9e9  # seconds, whose nanoseconds fit into 64 bits
 _POLICIES = ("error", "evict_oldest", "evict_lowest_priority", "wait")
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """The rules of a table, for whoever uses it; they are stored in its region.
+    """The rules of a table, stored in its region and valid for all processes.
 
     Attributes:
-        on_full: what those who add do when there is no room, unless they say otherwise.
-        rate_limiter: None for none.
-        max_times_sampled: a trajectory is removed when it has been drawn so often; None for any number of times.
-        max_age: seconds after which a trajectory is removed; None for any time.
+        on_full: default policy of additions to a full table.
+        rate_limiter: rate limiter, or None.
+        max_times_sampled: number of draws after which a trajectory is removed; None for no limit.
+        max_age: seconds after which a trajectory is removed; None for no limit.
 
     Raises:
-        SchemaError: another value.
+        SchemaError: an invalid value.
     """
 
     on_full: OnFull = "error"
@@ -53,7 +53,7 @@ class Rules:
             object.__setattr__(self, "max_age", check_seconds("max_age", self.max_age))
 
     def to_json(self) -> dict[str, Any]:
-        """What is stored with a table."""
+        """The rules as plain JSON, stored with the table."""
         limiter = None if self.rate_limiter is None else self.rate_limiter.to_json()
         return {
             "on_full": self.on_full,
@@ -71,14 +71,14 @@ class Rules:
 
 
 def check_on_full(on_full: Any) -> None:
-    """Raise SchemaError unless it is a policy."""
+    """Raise SchemaError unless `on_full` is a policy."""
     if on_full not in _POLICIES:
         expected = ", ".join(map(repr, _POLICIES[:-1]))
         raise SchemaError(f"on_full is {on_full!r}; expected {expected} or {_POLICIES[-1]!r}.")
 
 
 def check_seconds(name: str, value: Any) -> float:
-    """`value` as a float; SchemaError unless it is a positive number of seconds, of less than 290 years."""
+    """Return `value` as a float; SchemaError unless it is a positive number of seconds below 9e9."""
     fits = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     if not fits or not 0 < value < _LONGEST:
         raise SchemaError(

@@ -1,4 +1,4 @@
-"""What a table holds (`Column`, `Schema`) and which part of it a batch wants (`Window`)."""
+"""Columns of a table (`Column`, `Schema`) and the part of a trajectory in a batch (`Window`)."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
-"""The dtypes a column can have, by the name that is stored with a table."""
+"""The dtypes of columns, by the names stored with a table."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _UNPRINTABLE = frozenset({"Cc", "Zl", "Zp"})
-"""Unicode's control characters and line breaks: no column name has them, so that it fits on a line of any output."""
+"""Unicode categories of control characters and line breaks, which column names must not contain."""
 _MOST_DIMENSIONS = 64
 _LARGEST_EXTENT = 2**37 - 1
 
 BATCH_KEYS = ("anchor", "generation", "index", "mask", "priority_weight", "sample_info", "shard")
-"""Keys that batches use themselves, all of them or some; a column cannot be called so."""
+"""Reserved keys of batches, invalid as column names."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """One value of every step: a dtype and the shape of a single step.
+    """One value per step: a dtype and the shape of a single step.
 
     Args:
         dtype: one of bool, uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64.
         shape: shape of one step; `()` is a scalar. Every extent is at least 1.
 
     Raises:
-        SchemaError: another dtype, or a shape that is not a sequence of positive integers.
+        SchemaError: an unsupported dtype, or a shape that is not a sequence of positive integers.
     """
 
     dtype: torch.dtype
@@ -68,10 +68,10 @@ class Column:
             shape = (shape,)
         try:
             extents = tuple(operator.index(extent) for extent in shape)
-            whole = not any(isinstance(extent, bool) for extent in shape)
+            integers = not any(isinstance(extent, bool) for extent in shape)
         except TypeError:
-            whole, extents = False, ()
-        if not whole or any(extent < 1 for extent in extents):
+            integers, extents = False, ()
+        if not integers or any(extent < 1 for extent in extents):
             raise SchemaError(
                 f"Column shape {self.shape!r} is not a sequence of positive integers; expected the shape of one "
                 "step, for example (11,) or () for a scalar."
@@ -85,13 +85,13 @@ class Column:
 
     @property
     def dtype_name(self) -> str:
-        """The dtype's name as it is stored, for example ``"float32"``."""
+        """The stored name of the dtype, for example ``"float32"``."""
         return _NAMES[self.dtype]
 
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """Which steps of a trajectory a batch takes, relative to an anchor step.
+    """The steps of a trajectory in a batch, relative to an anchor step.
 
     The window covers the steps ``anchor + offset`` to ``anchor + offset + length - 1``. Steps outside the
     trajectory are padding: zeros in the column, False in the mask.
@@ -99,14 +99,14 @@ class Window:
     Args:
         length: number of steps, at least 1.
         offset: first step relative to the anchor; may be negative.
-        pad: where padding goes. ``"keep"`` leaves it where it falls, ``"head"`` collects it at the head
-            (the steps that exist end at the last position), ``"tail"`` at the tail (they start at the first).
+        pad: position of the padding. ``"keep"`` leaves it in place, ``"head"`` collects it at the head (the existing
+            steps end at the last position), ``"tail"`` at the tail (they start at the first).
 
     Example: a trajectory of 3 steps a b c, anchor 0, ``Window(length=4, offset=-1)``, is ``. a b c``; with
     anchor 1 and ``offset=-3`` it is ``. . a b``, which ``pad="tail"`` turns into ``a b . .``.
 
     Raises:
-        SchemaError: a length below 1, something that is no integer, or another pad.
+        SchemaError: a length below 1, a value that is not an integer, or an unknown pad.
     """
 
     length: int
@@ -128,11 +128,11 @@ class Window:
 
 
 class Schema(Mapping[str, Column]):
-    """The columns of a table, by name, in the order in which they were given.
+    """The columns of a table by name, in the given order.
 
     Raises:
-        SchemaError: no column, a name that is no non-empty string, that has control characters or line breaks or that
-            a batch uses itself, a value that is no `Column`.
+        SchemaError: no column; a name that is not a non-empty string, has control characters or line breaks, or is in
+            `BATCH_KEYS`; a value that is not a `Column`.
     """
 
     def __init__(self, columns: Mapping[str, Column]) -> None:
@@ -182,15 +182,15 @@ class Schema(Mapping[str, Column]):
         return sum(column.step_bytes for column in self.values())
 
     def to_json(self) -> list[list[Any]]:
-        """``[[name, dtype name, shape], ...]``: what is stored with a table."""
+        """``[[name, dtype name, shape], ...]``, as stored with a table."""
         return [[name, column.dtype_name, list(column.shape)] for name, column in self.items()]
 
     @classmethod
     def from_json(cls, rows: Any) -> Schema:
-        """The inverse of `to_json`; every value is checked, as what is read may come from anywhere.
+        """The inverse of `to_json`. Checks every value, because the source may be untrusted.
 
         Raises:
-            SchemaError: `rows` is something else.
+            SchemaError: `rows` is not a valid schema.
         """
         if not isinstance(rows, list):
             raise SchemaError(f"Columns {reprlib.repr(rows)} were received; expected a list of columns.")
@@ -221,33 +221,33 @@ class Schema(Mapping[str, Column]):
     def locate(
         self, rows: Mapping[str, Any], *, what: str = "the trajectory"
     ) -> tuple[int, list[int], object]:
-        """Check one trajectory and return where its columns lie.
+        """Check one trajectory and return the addresses of its columns.
 
         Args:
             rows, what: as for `validate`.
 
         Returns:
-            T; the address of each column's steps, contiguous bytes; and what has to be kept as long as these are used.
+            T; address of each column's contiguous steps; object that owns this memory.
 
         Raises:
             SchemaError: as `validate`.
         """
         if type(rows) is not dict:
             rows = as_mapping(rows)
-        # What is as it should be is seen at a glance; everything else is looked at closely.
+        # Fast path for contiguous CPU data of the exact dtypes; `validate` handles all other input.
         if type(rows) is dict and len(rows) == len(self._columns):
             length, addresses, values = 0, [], []
             for name, (dtype, array_dtype, shape) in self._expected.items():
                 value = rows.get(name)
                 if type(value) is np.ndarray:
-                    whole = value.shape
+                    given = value.shape
                     if array_dtype is None or value.dtype != array_dtype or not value.flags.c_contiguous:
                         break
                     address = data_address(value)
                 elif type(value) is torch.Tensor:
                     if value.is_nested or value.layout is not torch.strided:
                         break
-                    whole = value.shape
+                    given = value.shape
                     if value.dtype is not dtype or not value.is_cpu:
                         break
                     if not value.is_contiguous() or value.is_neg():
@@ -256,8 +256,8 @@ class Schema(Mapping[str, Column]):
                 else:
                     break
                 if not length:
-                    length = whole[0] if whole else 0
-                if not address or not length or whole != (length, *shape):
+                    length = given[0] if given else 0
+                if not address or not length or given != (length, *shape):
                     break
                 addresses.append(address)
                 values.append(value)
@@ -267,14 +267,14 @@ class Schema(Mapping[str, Column]):
         return length, [array.ctypes.data for array in arrays.values()], arrays
 
     def locate_stacked(self, rows: Mapping[str, Any], count: int) -> tuple[int, list[int], list[int]] | None:
-        """Where stacked trajectories lie, if that is seen at a glance.
+        """Fast path for the addresses of stacked trajectories.
 
         Args:
             rows: column name -> ``[count, T, *shape]``, contiguous, on the CPU, of exactly the column's dtype.
+            count: number of trajectories.
 
         Returns:
-            T; the address of each column; the bytes from one trajectory to the next. None if it has to be looked at
-            closely.
+            T; address of each column; bytes from one trajectory to the next. None if a full validation is needed.
         """
         if type(rows) is not dict or len(rows) != len(self._columns):
             return None
@@ -307,14 +307,14 @@ class Schema(Mapping[str, Column]):
 
         Args:
             rows: column name -> numpy array or torch tensor ``[T, *shape]`` of exactly the column's dtype.
-            what: how an error calls it.
+            what: name of the trajectory in errors.
 
         Returns:
-            T, and for each column a C-contiguous uint8 array ``[T, step_bytes]``. No copy is made of
-            contiguous CPU data in a dict; a CUDA tensor is copied to the host, which waits for its stream.
+            T, and for each column a C-contiguous uint8 array ``[T, step_bytes]``. Contiguous CPU data in a dict is not
+            copied; a CUDA tensor is copied to the host, which waits for its stream.
 
         Raises:
-            SchemaError: a missing or unknown column, a wrong type, dtype or shape, uneven lengths, no steps.
+            SchemaError: a missing or unknown column, a wrong type, dtype or shape, uneven lengths, or no steps.
         """
         rows = as_mapping(rows)
         if not isinstance(rows, Mapping):
@@ -339,7 +339,7 @@ class Schema(Mapping[str, Column]):
         """Check that `rows` has exactly the schema's columns.
 
         Raises:
-            SchemaError: it has not.
+            SchemaError: a column is missing or unknown.
         """
         missing = [name for name in self if name not in rows]
         unknown = [name for name in rows if name not in self._columns]
@@ -361,7 +361,7 @@ class Schema(Mapping[str, Column]):
         dtype = value.dtype
         if isinstance(value, torch.Tensor):
             fits = dtype == column.dtype
-        else:  # compared with None, some versions of numpy find float64 equal
+        else:  # some versions of numpy compare float64 equal to None
             fits = column.dtype in NUMPY_DTYPES and dtype == NUMPY_DTYPES[column.dtype]
         if not fits:
             raise SchemaError(
@@ -380,11 +380,11 @@ class Schema(Mapping[str, Column]):
 
 
 def as_mapping(rows: Any) -> Any:
-    """`rows` as a dict of its columns, if it is a TensorDict; everything else as it is.
+    """Convert a TensorDict to a dict of its columns; return other values unchanged.
 
-    A TensorDict (or tensorclass) of the package tensordict is a mapping whose iteration does not give its keys but its
-    steps. It is recognised by its interface: `keys`, `items` and `batch_size`. One inside another gives a column for
-    each leaf, with the keys joined by dots: ``next.observation``. No data are copied.
+    A TensorDict (or tensorclass) of the package tensordict is a mapping that iterates over its steps instead of its
+    keys. It is recognised by its interface: `keys`, `items` and `batch_size`. A nested one gives a column for each
+    leaf, with the keys joined by dots: ``next.observation``. No data are copied.
     """
     if isinstance(rows, dict) or not all(hasattr(rows, name) for name in ("batch_size", "items", "keys")):
         return rows
@@ -401,33 +401,34 @@ def as_mapping(rows: Any) -> Any:
 NUMPY_DTYPES: dict[torch.dtype, np.dtype[Any]] = {
     dtype: np.dtype(name) for name, dtype in DTYPES.items() if dtype is not torch.bfloat16
 }
-"""The numpy dtype of each torch dtype that has one (bfloat16 has none: give tensors)."""
+"""The numpy dtype of each torch dtype except bfloat16, which numpy lacks."""
 
 
 def keeps(iterable: Any) -> bool:
-    """Whether an iterable yields objects that it holds itself: a list or a tuple.
+    """Whether an iterable holds all its items at once: a list or a tuple.
 
-    Any other one may refill the same arrays for each item: what it yields has to be copied before it is asked for more.
+    Any other iterable may refill the same arrays for each item, so each item must be copied before the next is
+    requested.
     """
     return type(iterable) in (list, tuple)
 
 
 def settled(rows: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The rows with values that stay as they are: a mapping that is no dict may compute them into one array."""
+    """Copy the values of a mapping that is not a dict, because it may compute all values into one array."""
     if type(rows).__getitem__ is dict.__getitem__:
         return rows
     return {name: copied(rows[name]) for name in rows}
 
 
 def copied(value: Any) -> Any:
-    """A copy of an array or of a tensor that can be read; anything else as it is."""
+    """Copy an array or a readable tensor; return other values unchanged."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone() if unreadable(value) is None else value
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
 def _unsupported(value: Any) -> str | None:
-    """What `value` is, if it is no array that can be copied byte by byte."""
+    """Description of a value that cannot be copied byte by byte, for errors; None if it can."""
     if isinstance(value, torch.Tensor):
         return unreadable(value)
     plain = isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray)

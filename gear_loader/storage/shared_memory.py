@@ -1,12 +1,12 @@
-"""Named regions as files: where they lie, which processes use them, how left-over ones are removed.
+"""Files of named regions: location, the processes that use them, and removal of left-over ones.
 
-What is in them is no concern of this module, which needs neither torch nor numpy: the command line is quick.
+This module does not interpret their contents and imports neither torch nor numpy, so that the command line starts fast.
 
-Whoever has a named region mapped holds a shared `flock` on the open file, from before its name appears or before it
-is read, to when the last descriptor and the last mapping of that opening are gone, those of forked children
-included. Whoever removes a left-over region holds an exclusive one meanwhile, so that nobody can attach in between.
-The record locks of `storage.lock` are another kind and do not meet these. But closing any descriptor of a file drops
-this process's record locks on it; so a file that this process has mapped is never opened here a second time.
+A process that has a named region mapped holds a shared `flock` on the open file, from before the name appears or the
+file is read until the last descriptor and mapping of that opening are closed, in forked children too. Removal of a
+left-over region holds an exclusive `flock`, so that no process can attach in between. The record locks of
+`storage.lock` are independent of `flock`. But closing any descriptor of a file releases this process's record locks on
+it, so a file that this process has mapped is never opened a second time.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ __all__ = [
 
 _SHARED_MEMORY = "/dev/shm"
 DIRECTORY = os.environ.get("GEAR_LOADER_DIR") or _SHARED_MEMORY
-"""Where named tables lie: $GEAR_LOADER_DIR as it was when this module was imported, else /dev/shm."""
+"""Directory of named tables: $GEAR_LOADER_DIR at the import of this module, else /dev/shm."""
 PREFIX = "gear-loader."
 MAGIC = b"GEARLDR\0"
-"""What every region begins with, of whatever format version."""
+"""First bytes of every region, in all format versions."""
 Key = tuple[int, int]
 """A file's device and inode."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
-_PATIENCE = 0.02  # seconds: somebody who only looks holds a lock for microseconds
+_LOCK_TIMEOUT = 0.02  # seconds; an inspection holds a lock for microseconds
 
 guard = threading.Lock()
-"""AttachedTable while this process opens, closes or looks at region files."""
+"""Held while this process opens, closes or inspects region files."""
 descriptors: dict[Key, int] = {}
-"""The regions that this process has mapped, and their descriptors. `gear_loader.storage.region` keeps it."""
+"""Descriptors of the regions that this process has mapped, maintained by `gear_loader.storage.region`."""
 afterwards: list[Callable[[], None]] = []
-"""What is called whenever the guard has been let go."""
+"""Callbacks after each release of the guard."""
 
 
 def _after_fork() -> None:
@@ -75,7 +75,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """Hold the guard; afterwards do what others had to leave undone meanwhile."""
+    """Hold the guard; then run the callbacks in `afterwards`."""
     try:
         with guard:
             yield
@@ -85,10 +85,10 @@ def guarded() -> Iterator[None]:
 
 
 def region_path(name: str) -> str:
-    """The file of the region called `name`.
+    """Path of the file of the region called `name`.
 
     Raises:
-        RegionError: a name that cannot be one, or a directory that cannot hold tables.
+        RegionError: an invalid name, or a directory that cannot hold tables.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise RegionError(
@@ -103,8 +103,8 @@ def check_directory() -> None:
     """Check that $GEAR_LOADER_DIR is a directory in which no other user can replace this user's tables.
 
     Raises:
-        RegionError: it is not an absolute path of a directory, it belongs to another user than this one or root, or
-            others may write to it and it is not sticky.
+        RegionError: not an absolute path of a directory, owned by a user other than this one or root, or writable by
+            others without the sticky bit.
     """
     if DIRECTORY == _SHARED_MEMORY:
         return
@@ -130,7 +130,7 @@ def check_directory() -> None:
 
 
 def filesystem() -> str:
-    """The type of file system on which named tables lie, as the kernel calls it; "unknown" if that cannot be told."""
+    """The kernel's name of the file system type of named tables, or "unknown"."""
     device = os.stat(DIRECTORY).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     with (
@@ -144,9 +144,9 @@ def filesystem() -> str:
 
 
 def region_names() -> list[str]:
-    """What follows the prefix of every file that has it, sorted; not all of them need be regions.
+    """Sorted names of the files with the prefix of regions, without the prefix; not all need be regions.
 
-    Bytes that are not UTF-8 are surrogates, see `os.fsdecode`.
+    Bytes that are not UTF-8 become surrogates, see `os.fsdecode`.
 
     Raises:
         OSError: the directory cannot be read.
@@ -155,11 +155,11 @@ def region_names() -> list[str]:
 
 
 def check_own(info: os.stat_result, name: str) -> None:
-    """Check that no other user can have written a region: what is in it is followed as it stands.
+    """Check that no other user can have written a region, because its contents are trusted.
 
     Args:
-        info: of the open file.
-        name: how an error calls it.
+        info: `stat` result of the open file.
+        name: name of the region in errors.
 
     Raises:
         RegionError: it belongs to another user, or others may write to it.
@@ -173,7 +173,7 @@ def check_own(info: os.stat_result, name: str) -> None:
     if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise RegionError(
             f"{name} has mode {stat.S_IMODE(info.st_mode):#o}, so that other users may write to it; expected 0o600. "
-            "If nobody else has written to it, `chmod 600` makes it usable."
+            "If no other user has written to it, `chmod 600` makes it usable."
         )
 
 
@@ -181,14 +181,14 @@ def check_own(info: os.stat_result, name: str) -> None:
 
 
 def hold(fd: int, path: str) -> bool:
-    """Mark the region behind a fresh descriptor as used, for as long as it or a mapping of it is open.
+    """Mark the region of a new descriptor as used, until the descriptor and all its mappings are closed.
 
     Returns:
-        False if somebody is removing it, or looking whether it is used, or if `path` names another file by now:
-        close the descriptor and begin again.
+        False if another process is removing or inspecting it, or if `path` names another file now: the caller closes
+        the descriptor and retries.
 
     Raises:
-        FileNotFoundError: it has been removed.
+        FileNotFoundError: the region has been removed.
     """
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -198,7 +198,7 @@ def hold(fd: int, path: str) -> bool:
 
 
 class OpenFile(NamedTuple):
-    """A region's file to look at. `ours`: this process has it mapped."""
+    """An open file of a region. `ours`: whether this process has it mapped."""
 
     fd: int
     info: os.stat_result
@@ -210,10 +210,10 @@ class OpenFile(NamedTuple):
         return self.info.st_dev, self.info.st_ino
 
     def lock(self) -> bool:
-        """Lock everybody else out until the file is closed; False if somebody uses it."""
+        """Lock the file exclusively until it is closed; False if the region is in use."""
         if self.ours:
             return False
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + _LOCK_TIMEOUT
         while True:
             try:
                 fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -226,11 +226,11 @@ class OpenFile(NamedTuple):
 
 @contextlib.contextmanager
 def opened(path: str) -> Iterator[OpenFile]:
-    """Open a region's file to read from; holds the guard, so be quick.
+    """Open a region's file for reading; holds the guard, so the block must be short.
 
     Raises:
-        RegionError: it is no regular file.
-        OSError: it is not there, or may not be read.
+        RegionError: not a regular file.
+        OSError: the file does not exist or is not readable.
     """
     with guarded():
         info = os.stat(path, follow_symlinks=False)
@@ -242,14 +242,14 @@ def opened(path: str) -> Iterator[OpenFile]:
             return
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
-            # Another file may have taken the place by now, but none of ours: those appear under the guard.
+            # Another file may have replaced it, but not one of this process, which links its files under the guard.
             yield OpenFile(fd, os.fstat(fd), False)
         finally:
             os.close(fd)
 
 
 def in_use(path: str) -> bool:
-    """Whether any process has the region at `path` mapped, this one included.
+    """Whether any process, including this one, has the region at `path` mapped.
 
     Raises:
         As `opened`.
@@ -259,11 +259,11 @@ def in_use(path: str) -> bool:
 
 
 def users(keys: Collection[Key]) -> dict[Key, list[int]]:
-    """The processes that have these files mapped, as far as this one may look into others (root: all of them)."""
+    """Pids of the processes that have these files mapped, among the processes that this one may inspect."""
     found: dict[Key, list[int]] = {key: [] for key in keys}
     if not found:
         return found
-    # By number: in the process that made it, the mapping does not bear the file's name.
+    # By device and inode: in the process that created a region, its mapping does not show the file's name.
     wanted = {
         (f"{os.major(device):02x}:{os.minor(device):02x}".encode(), str(inode).encode()): (device, inode)
         for device, inode in found
@@ -272,7 +272,7 @@ def users(keys: Collection[Key]) -> dict[Key, list[int]]:
         try:
             with open(f"/proc/{pid}/maps", "rb") as file:
                 mapped = {(words[3], words[4]) for words in (line.split(None, 5) for line in file)}
-        except OSError:  # gone in the meantime, or not ours to read
+        except OSError:  # the process has ended, or may not be inspected
             continue
         for place in mapped & wanted.keys():
             found[wanted[place]].append(pid)
@@ -280,7 +280,7 @@ def users(keys: Collection[Key]) -> dict[Key, list[int]]:
 
 
 def processes(pids: Collection[int]) -> str:
-    """Processes with what they run, for an error."""
+    """Pids and commands of processes, for errors."""
     if not pids:
         return "a process that cannot be seen from here (another user's, or in another container)"
     listed = ", ".join(f"{pid} ({_command(pid)})" for pid in pids)
@@ -301,26 +301,26 @@ def _command(pid: int) -> str:
 
 
 def remove(name: str, *, anything: bool) -> int:
-    """Remove a region that nobody uses, damaged or of another version as it may be.
+    """Remove an unused region, even if it is damaged or of another version.
 
     Args:
         name: as given to `Table.create`.
-        anything: also a file that does not even begin as a region does.
+        anything: whether to remove a file without the magic of a region too.
 
     Returns:
-        The bytes that are free now.
+        Freed bytes.
 
     Raises:
-        FileNotFoundError: there is no region of that name.
-        RegionError: somebody uses it (the message names the processes), it is no region, or not ours to remove. It is
-            still there.
+        FileNotFoundError: no region has that name.
+        RegionError: the region is in use (the message names the processes), not a region, or may not be removed.
+            Nothing was removed.
     """
     path = region_path(name)
     while True:
         try:
             with opened(path) as file:
                 free = file.lock()
-                # Locked or not, regions of versions that did not lock are recognised by who has them mapped.
+                # Versions that did not lock regions are recognised by their mappings.
                 pids = users([file.key])[file.key]
                 if not free or pids:
                     raise RegionError(
@@ -330,8 +330,8 @@ def remove(name: str, *, anything: bool) -> int:
                 start = os.pread(file.fd, len(MAGIC), 0)
                 if start != MAGIC and not anything:
                     raise RegionError(
-                        f"{path} does not begin as a table does: {start!r} was found, expected {MAGIC!r}. If nobody "
-                        f"needs it, remove it by its name: gear-loader rm {name}"
+                        f"{path} does not begin as a table does: {start!r} was found, expected {MAGIC!r}. If it is "
+                        f"not needed, remove it by its name: gear-loader rm {name}"
                     )
                 if os.path.samestat(file.info, os.stat(path, follow_symlinks=False)):
                     os.unlink(path)

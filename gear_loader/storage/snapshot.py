@@ -1,4 +1,4 @@
-"""What there is in a table at a moment, and how it is kept up to date as the table changes."""
+"""Snapshots of the live trajectories of a table, updated incrementally as the table changes."""
 
 from __future__ import annotations
 
@@ -27,47 +27,47 @@ class Snapshot:
     generations: Array
     sequences: Array
     running: Array | None = None
-    """Running sum of the lengths, which may have begun earlier than here."""
+    """Running sum of the lengths plus a constant, int64 [n]; None if not computed."""
 
     def __len__(self) -> int:
         return len(self.slots)
 
     @functools.cached_property
     def sums(self) -> tuple[int, Array]:
-        """A number, and the running sum of the lengths plus this number."""
+        """A constant, and the running sum of the lengths plus this constant."""
         if self.running is None:
             return 0, np.cumsum(self.lengths)
         return (int(self.running[0] - self.lengths[0]), self.running) if len(self) else (0, self.running)
 
     @property
     def ends(self) -> Array:
-        """Running sum of the lengths: step number i of the whole table lies in the first trajectory with end > i."""
+        """Running sum of the lengths, int64 [n]: step i of the table lies in the first trajectory with end > i."""
         before, sums = self.sums
         return sums - before
 
     @property
     def num_steps(self) -> int:
-        """Steps of all trajectories together."""
+        """Total number of steps."""
         before, sums = self.sums
         return int(sums[-1]) - before if len(self.slots) else 0
 
     def locate(self, steps: Array) -> tuple[Array, Array]:
-        """Steps of the whole table, int64 [m], by number: the positions of their trajectories, the steps in these."""
+        """Positions of the trajectories that hold `steps` of the table, int64 [m], and the steps within them."""
         before, sums = self.sums
         positions = np.searchsorted(sums, steps + before, side="right")
         return positions, steps + before - (sums[positions] - self.lengths[positions])
 
     def take(self, chosen: Array) -> Snapshot:
-        """The snapshot of the trajectories where the boolean array `chosen` is True."""
+        """The snapshot restricted to the trajectories where `chosen`, bool [n], is True."""
         arrays = (self.slots, self.lengths, self.generations, self.sequences)
         return Snapshot(self.version, *(array[chosen] for array in arrays))
 
 
 class Log:
-    """Makes the snapshots of an index. What has changed since the last one is read from the ring of touched slots.
+    """Creates snapshots of an index; reads the changes since the previous one from the ring of touched slots.
 
-    Trajectories come at the end of a buffer and go, most of them, at its beginning. What a snapshot shows is never
-    written again. Whoever calls a method holds the lock.
+    Trajectories are appended at the end of a buffer and mostly removed from its beginning. The part that a snapshot
+    shows is never written again. The caller of a method holds the lock.
     """
 
     def __init__(self) -> None:
@@ -78,58 +78,59 @@ class Log:
 
     @property
     def known(self) -> Snapshot | None:
-        """The snapshot that was made last."""
+        """The latest snapshot, or None."""
         return self._snapshot
 
     def snapshot(self, index: View, touched_since: Callable[[int], Array | None]) -> Snapshot:
         """The live trajectories now.
 
         Args:
-            touched_since: the slots that were touched since a position, each once; None if that is not known any more.
+            index: index arrays.
+            touched_since: returns the distinct slots touched since a position, or None if the ring has overflowed.
         """
         version = int(index.counters[VERSION])
         if self._snapshot is None or self._snapshot.version != version:
             touched = touched_since(self._position)
             many = touched is None or 4 * len(touched) > self._end - self._begin
             if touched is None or many or not self._follow(index, touched):
-                self._begin_anew(index)
+                self._rebuild(index)
             self._position = int(index.counters[NUM_TOUCHED])
             self._snapshot = Snapshot(version, *self._buffer[:, self._begin : self._end])
         return self._snapshot
 
-    def _begin_anew(self, index: View) -> None:
+    def _rebuild(self, index: View) -> None:
         slots = np.flatnonzero(index.state == READY)
         slots = slots[np.argsort(index.sequence[slots], kind="stable")]
         self._make(np.empty((5, 0), dtype=np.int64), len(slots))
         self._append(index, slots)
 
     def _follow(self, index: View, touched: Array) -> bool:
-        """Take in what has happened to some slots; False if it would take as long as to begin anew."""
+        """Apply the changes of some slots, int64 [n]; return False if a rebuild is as fast."""
         rows = self._buffer[:, self._begin : self._end]
         last = rows[_SEQUENCE, -1] if rows.shape[1] else -1
         fresh = touched[(index.state[touched] == READY) & (index.sequence[touched] > last)]
         fresh = fresh[np.argsort(index.sequence[fresh], kind="stable")]
-        gone = rows.shape[1] + len(fresh) - int(index.counters[NUM_READY])
-        if not 0 <= gone <= rows.shape[1]:
+        removed = rows.shape[1] + len(fresh) - int(index.counters[NUM_READY])
+        if not 0 <= removed <= rows.shape[1]:
             return False
-        if gone:
-            kept = _still_there(index, rows[:, :gone])
+        if removed:
+            kept = _is_live(index, rows[:, :removed])
             if kept.any():
-                kept = _still_there(index, rows)
+                kept = _is_live(index, rows)
                 rows = rows[:, kept]
                 if rows.shape[1] + len(fresh) != index.counters[NUM_READY]:
                     return False
                 self._make(rows, len(fresh))
             else:
-                self._begin += gone
-                rows = rows[:, gone:]
+                self._begin += removed
+                rows = rows[:, removed:]
         if self._end + len(fresh) > self._buffer.shape[1]:
             self._make(rows, len(fresh))
         self._append(index, fresh)
         return True
 
     def _make(self, rows: Array, more: int) -> None:
-        """A new buffer that begins with `rows` and has room for twice as many, and `more`."""
+        """Allocate a buffer that begins with `rows`, with capacity for twice as many and twice `more`."""
         count = rows.shape[1]
         self._buffer = np.empty((5, 2 * count + 2 * more + 64), dtype=np.int64)
         self._buffer[:_END, :count] = rows[:_END]
@@ -149,7 +150,7 @@ class Log:
         self._end = end
 
 
-def _still_there(index: View, rows: Array) -> Array:
+def _is_live(index: View, rows: Array) -> Array:
     slots = rows[_SLOT]
     kept: Array = (index.state[slots] == READY) & (index.generation[slots] == rows[_GENERATION])
     return kept

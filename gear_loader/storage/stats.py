@@ -1,4 +1,4 @@
-"""What a table holds and what it costs."""
+"""Statistics of a table: contents, memory, and waits."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ __all__ = ["TableStats", "stats_of"]
 
 @dataclasses.dataclass(frozen=True)
 class TableStats:
-    """What a table holds and what it costs; `str()` of it is a readable summary.
+    """Statistics of a table; `str()` formats a summary. Counters cover all processes.
 
     Attributes:
         num_trajectories, num_steps: live trajectories and their steps.
-        payload_bytes: bytes of the live steps themselves.
-        resident_bytes: bytes of all blocks in use (padding, unfinished and not yet reusable ones included) and of
-            the index entries that belong to them.
-        reserved_bytes: bytes of the whole region.
-        fixed_row_bytes: what the same trajectories take where each has a row as long as the longest of them.
-        blocks_in_use, num_blocks, block_steps: blocks taken, blocks in all, steps of a block.
-        num_evicted: trajectories evicted so far, because there was no room.
-        num_expired: trajectories removed so far by age, or because they had been drawn often enough.
-        num_inserted, num_sampled: trajectories added and rows drawn so far, by all processes together.
-        num_writing: trajectories that are being written.
-        insert_wait, sample_wait: seconds that all processes together have waited so far before they could add (for
-            room or the rate limiter), or draw (for the rate limiter).
+        payload_bytes: bytes of the live steps.
+        resident_bytes: bytes of all blocks in use (including padding, unfinished and retired trajectories) and of
+            their index entries.
+        reserved_bytes: bytes of the region.
+        fixed_row_bytes: bytes of the same trajectories in rows as long as the longest of them.
+        blocks_in_use, num_blocks, block_steps: allocated blocks, total blocks, steps of a block.
+        num_evicted: trajectories evicted from a full table.
+        num_expired: trajectories removed by `max_age` or `max_times_sampled`.
+        num_inserted, num_sampled: trajectories added and rows drawn.
+        num_writing: trajectories being written.
+        insert_wait, sample_wait: seconds that additions waited for space or the rate limiter, and draws for the rate
+            limiter.
     """
 
     num_trajectories: int
@@ -62,7 +62,7 @@ class TableStats:
 
     @property
     def overhead(self) -> float:
-        """resident_bytes / payload_bytes; 1 is no waste, NaN for an empty table."""
+        """resident_bytes / payload_bytes; 1 without overhead, NaN for an empty table."""
         return self.resident_bytes / self.payload_bytes if self.payload_bytes else math.nan
 
     @property
@@ -99,7 +99,7 @@ def stats_of(index: Index, layout: Layout) -> TableStats:
     slots_in_use = layout.max_trajectories - int(counters[NUM_FREE_SLOTS])
     blocks = layout.num_blocks - int(counters[NUM_FREE_BLOCKS])
     longest = int(snapshot.lengths.max()) if len(snapshot) else 0
-    # Its data, its entry in a block table, its place in the free stack, the count of its uses.
+    # Data, entry in a block table, entry in the free stack, and use counts.
     per_block = layout.block_bytes + 4 * 4
     first = layout.arrays["extent"][0]
     step_bytes = layout.schema.step_bytes

@@ -38,7 +38,7 @@ from gear_loader.utils.arrays import Array
 __all__ = ["Table", "Ticket"]
 
 Trajectory = Mapping[str, Any]
-_POLICIES: dict[str, tuple[int, bool]] = {  # what `Index.begin` is told
+_POLICIES: dict[str, tuple[int, bool]] = {  # `evict` and `wait` of `Index.begin`
     "error": (REFUSE, False),
     "evict_oldest": (EVICT_OLDEST, False),
     "evict_lowest_priority": (EVICT_LOWEST, False),
@@ -49,14 +49,14 @@ _POLICIES: dict[str, tuple[int, bool]] = {  # what `Index.begin` is told
 class Table:
     """Trajectories of uneven length, stored column by column in blocks of one memory region.
 
-    Make one with `Table.create` or `Table.attach`. A table can be written and read by several threads and, if it
-    has a name, by several processes of one user on one machine (which must see each other's process ids). It is a
-    context manager: leaving it closes it. A named table pickles as a handle: whoever unpickles it attaches by name.
+    Created by `Table.create` or `Table.attach`. Several threads can write and read a table and, if it has a name,
+    several processes of one user on one machine (which must see each other's process ids). As a context manager it
+    closes itself. A named table pickles as a handle: unpickling attaches by name.
 
-    A forked process shares a named table, and has a copy of a private one, as it was at the fork; of a private table
-    that was pinned for a GPU by then it has nothing: every use of it there raises PrivateTableError.
+    A forked process shares a named table and has a copy of a private one as of the fork. It has no copy of a private
+    table that was pinned for a GPU before: every use of that raises PrivateTableError.
 
-    Nothing here waits for a GPU, but for `add` and `extend` of CUDA tensors, which copies them to the host.
+    Only `add` and `extend` of CUDA tensors wait for a GPU, because they copy them to the host.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class Table:
         self.name: str | None = region.name
         """The name that other processes attach by, or None."""
         self.rules: Rules = region.layout.rules
-        """What was given to `create`: the policy, the rate limiter, and what is removed by itself."""
+        """Rules given to `create`: policy, rate limiter and expiry."""
         self.on_full: OnFull = on_full or self.rules.on_full
-        """What those who add through this handle do when there is no room."""
+        """Policy of additions through this handle to a full table."""
 
     # ---------------------------------------------------------------- create, attach, close
 
@@ -106,32 +106,30 @@ class Table:
 
         Args:
             schema: column name -> `Column`.
-            max_steps: most steps that it holds at a time, and so the longest possible trajectory.
-            max_trajectories: most trajectories that it holds at a time.
+            max_steps: largest number of steps, and so the longest possible trajectory.
+            max_trajectories: largest number of trajectories.
             block_steps: steps of a block, the unit of allocation. A trajectory takes ceil(length / block_steps)
                 blocks: small blocks waste less at its end, large ones are read in longer pieces. Blocks of a column
-                are padded to 128 bytes: 32 steps are the least that pads no column of 4 bytes a step.
-            max_blocks: most blocks. By default as many as `max_steps` steps in `max_trajectories` trajectories can
-                need, whatever their lengths. Where the lengths are known, `required_blocks` gives the exact number
-                and less memory is reserved.
-            name: under which other processes attach. The table then outlives this process, until `unlink`. It lies
-                in `/dev/shm`, or in the directory that the environment variable ``GEAR_LOADER_DIR`` named when
-                `gear_loader` was imported: an absolute path on a tmpfs, the same in all processes. Without a name it
-                is private memory, of which the system gives pages only as they are written.
-            on_full: what those who add do when there is no room, unless they say otherwise: ``"error"`` raises
-                `TableFullError`; ``"evict_oldest"`` drops the oldest trajectories; ``"evict_lowest_priority"`` those
-                with the lowest priority (as given last, to `add` or to `ReplayDataset.update_priority`; of equal ones
-                any, and those that have none yet go last); ``"wait"`` waits for others to make room.
-            rate_limiter: how fast it may be written and sampled in relation to each other: `MinSize`,
-                `SampleToInsertRatio` or `Queue`. By default as fast as anybody likes.
-            max_times_sampled: a trajectory is removed when it has been drawn so often. By default never.
-            max_age: seconds after which a trajectory is removed. By default never.
-            timeout: seconds that calls through this handle wait, for room and for the rate limiter, until they raise
-                an error; 60 by default.
+                are padded to 128 bytes; 32 steps are the fewest without padding for columns of 4 bytes a step.
+            max_blocks: number of blocks. By default enough for `max_steps` steps in `max_trajectories` trajectories
+                of any lengths. For known lengths, `required_blocks` gives the exact number and reserves less memory.
+            name: name by which other processes attach. The table then outlives this process, until `unlink`. Its file
+                is in `/dev/shm`, or in the directory of the environment variable ``GEAR_LOADER_DIR`` at the import of
+                `gear_loader`: an absolute path on a tmpfs, the same in all processes. Without a name the table is
+                private memory, whose pages are allocated as they are written.
+            on_full: default policy of additions to a full table: ``"error"`` raises `TableFullError`;
+                ``"evict_oldest"`` evicts the oldest trajectories; ``"evict_lowest_priority"`` evicts those with the
+                lowest latest priority (from `add` or `ReplayDataset.update_priority`; ties in any order, those without
+                a priority last); ``"wait"`` waits until others free space.
+            rate_limiter: bounds sampling relative to adding: `MinSize`, `SampleToInsertRatio` or `Queue`. By default
+                no limit.
+            max_times_sampled: number of draws after which a trajectory is removed. By default no limit.
+            max_age: seconds after which a trajectory is removed. By default no limit.
+            timeout: seconds until a wait for space or the rate limiter through this handle times out; 60 by default.
 
         Raises:
-            SchemaError: sizes or columns that make no sense.
-            RegionError: the name is taken or cannot be one, there is not enough memory, or ``GEAR_LOADER_DIR`` is no
+            SchemaError: invalid sizes or columns.
+            RegionError: the name is taken or invalid, there is not enough memory, or ``GEAR_LOADER_DIR`` is not a
                 directory in which only this user and root can replace tables.
         """
         schema = Schema(schema)
@@ -173,14 +171,13 @@ class Table:
 
         Args:
             name: as given to `create`.
-            on_full: what those who add through this handle do when there is no room; by default what was given to
-                `create`.
+            on_full: policy of additions through this handle; by default that of `create`.
             timeout: as for `create`.
 
         Raises:
-            RegionError: there is none, or the file is no table, one of another format version or of another user, or
-                other users may write to it.
-            CorruptTableError: its index names slots, blocks or places that are not there.
+            RegionError: no table has that name, or the file is not a table, of another format version or user, or
+                writable by other users.
+            CorruptTableError: the index holds out-of-range values.
         """
         if on_full is not None:
             check_on_full(on_full)
@@ -195,10 +192,13 @@ class Table:
 
     @staticmethod
     def required_blocks(lengths: Iterable[int] | Array, block_steps: int) -> int:
-        """Blocks that trajectories of these lengths take: what to give as `max_blocks`.
+        """Number of blocks of trajectories with these lengths, for `max_blocks`.
+
+        Args:
+            lengths: int [n], in steps. block_steps: steps of a block.
 
         Raises:
-            SchemaError: a length or `block_steps` that is no positive integer.
+            SchemaError: a length or `block_steps` is not a positive integer.
         """
         values = np.asarray(lengths if isinstance(lengths, np.ndarray) else list(lengths))
         if len(values) and (values.ndim != 1 or values.dtype.kind not in "iu" or values.min() < 1):
@@ -210,34 +210,31 @@ class Table:
     # ---------------------------------------------------------------- checkpoints
 
     def save(self, path: str | os.PathLike[str], *, progress: bool = False) -> None:
-        """Save all trajectories into a directory that any tool can read; others may go on writing and sampling.
+        """Save all trajectories into a directory of standard file formats, while other processes write and sample.
 
-        What is saved is what the table held at one moment during the call: the trajectories with their ids and
-        priorities, how often each has been drawn and how old it is, the rules that were given to `create`, and the
-        counts by which a rate limiter goes. What a writer has not committed is not in it. The directory holds one
-        checkpoint: saving again writes the trajectories that are new (and those of old files of which less than half
-        is in use), and replaces the index. Trajectories that share blocks are written whole, each for itself. The
-        previous checkpoint counts until the new one is complete and on the disk, whatever happens in between. A
-        checkpoint of the same schema but of another table is replaced as a whole; a table that was loaded from the
-        directory goes on with it.
+        The checkpoint is a snapshot of the table at one moment during the call: committed trajectories with ids,
+        priorities, times sampled and ages; the rules given to `create`; and the counts of the rate limiter. The
+        directory holds one checkpoint. Another save writes only new trajectories (and those of old files of which less
+        than half is in use) and replaces the index. Trajectories that share blocks are written separately. The
+        previous checkpoint stays valid until the new one is complete on disk. A checkpoint of the same schema but of
+        another table is replaced; a table loaded from the directory continues its checkpoint.
 
-        Writers of a full table wait for the last part of the save, 128 MiB or less unless they are as fast as the
+        Writers of a full table wait for the last part of the save, at most 128 MiB unless they are as fast as the
         disk.
 
         The columns are ``.npy`` files of whole trajectories one after another, the index is a safetensors file with
-        the sequence numbers, lengths, priorities, times sampled, ages, ids and places, and ``manifest.json`` has the
-        rules and counts, and names every file with its size and checksum (XXH128). `gear_loader.checkpoint` describes
-        them.
+        sequence numbers, lengths, priorities, times sampled, ages, ids and places, and ``manifest.json`` holds rules,
+        counts, and size and checksum (XXH128) of every file. See `gear_loader.checkpoint`.
 
         Args:
-            path: a directory with a checkpoint, an empty one, or one that is made here. It may be a symbolic link; in
-                the checkpoint no link is followed, and nothing but the files of earlier saves is removed.
+            path: directory with a checkpoint, an empty one, or one to create. It may be a symbolic link; links inside
+                the checkpoint are not followed, and only files of earlier saves are removed.
             progress: show a progress bar if standard error is a terminal and `rich` is installed.
 
         Raises:
-            CheckpointError: the disk is full or fails, the directory holds something else or a checkpoint of another
-                schema or version, one of its own directories or files is a symbolic link, or another save into it is
-                going on. The previous checkpoint is as it was.
+            CheckpointError: the disk is full or fails; the directory holds other files or a checkpoint of another
+                schema or version; one of its own directories or files is a symbolic link; or another save into it is
+                running. The previous checkpoint is unchanged.
         """
         importlib.import_module("gear_loader.checkpoint").save(self, _checked_path(path), progress=progress)
 
@@ -255,27 +252,26 @@ class Table:
         on_full: OnFull | None = None,
         progress: bool = False,
     ) -> Table:
-        """Create a table that goes on where the one that was saved stood.
+        """Create a table from a checkpoint.
 
-        It has the trajectories in their order, with ids, sequence numbers, priorities, times sampled and ages; the
-        shard number; the rules; and the counts of the rate limiter, which lets as many rows be sampled and as many
-        trajectories be added as it did then. Time between the save and the end of this call makes nothing older.
-        Indices and generations may differ, and trajectories share no blocks until writers cut new ones. Every byte
-        that is used is checked while it is read.
+        Restores the trajectories in order, with ids, sequence numbers, priorities, times sampled and ages; the shard
+        number; the rules; and the counts of the rate limiter. The time between the save and the end of this call does
+        not count as age. Indices and generations may differ, and loaded trajectories share no blocks. Every byte read
+        is verified.
 
         Args:
-            path: the directory that `save` wrote.
+            path: directory written by `save`.
             schema: if given, the columns that the checkpoint must have.
-            name: the name of the table, as for `create`; None makes a private one.
-            max_steps, max_trajectories, block_steps, max_blocks: as for `create`; by default those of the table that
-                was saved, and as many blocks more as it takes where trajectories shared some. If one of the first
-                three is given, `max_blocks` is computed as in `create`.
-            on_full: as for `create`; by default that of the table that was saved. The rate limiter, `max_times_sampled`
-                and `max_age` are those of the table that was saved.
+            name: name of the table, as for `create`; None for a private table.
+            max_steps, max_trajectories, block_steps, max_blocks: as for `create`; by default those of the saved table,
+                with additional blocks where trajectories shared some. If one of the first three is given, `max_blocks`
+                is computed as in `create`.
+            on_full: as for `create`; by default that of the saved table. The rate limiter, `max_times_sampled` and
+                `max_age` are always those of the saved table.
             progress: show a progress bar if standard error is a terminal and `rich` is installed.
 
         Raises:
-            CheckpointError: there is no checkpoint; it is damaged, of another version or schema; or it does not fit
+            CheckpointError: there is no checkpoint; it is damaged or of another version or schema; or it does not fit
                 into the given sizes. The message names the file. No table is left.
             SchemaError, RegionError: as `create`.
         """
@@ -301,18 +297,18 @@ class Table:
         self._region.close()
 
     def unlink(self) -> None:
-        """Remove the table's name: nobody can attach any more; who is attached may go on.
+        """Remove the table's name: no process can attach any more, but attached processes may continue.
 
         Raises:
-            PrivateTableError: it has none.
-            RegionError: somebody has removed it already (and perhaps made another of that name, which stays).
+            PrivateTableError: the table has no name.
+            RegionError: the name has been removed already. Another table that has it now stays.
         """
         if self.name is None:
             raise PrivateTableError("A private table has no name to remove; close() frees its memory.")
         self._region.unlink()
 
     def check_open(self) -> None:
-        """Raise GearError if the table is closed, or belongs to the parent process."""
+        """Raise GearError if the table is closed or lost in a fork."""
         if self._index is None:
             raise self._region.absence()
 
@@ -345,21 +341,20 @@ class Table:
 
         Args:
             trajectory: column name -> numpy array or torch tensor ``[T, *shape]`` of exactly the column's dtype,
-                the same T >= 1 in all of them. A TensorDict is one, too; one inside another has the columns
-                ``outer.inner``.
-            priority: what a selector of priorities begins with: finite and not negative. By default the largest
-                priority that it has seen by then (1 if none), so that everything new is drawn soon.
+                with the same T >= 1. It may be a TensorDict; a nested one has the columns ``outer.inner``.
+            priority: initial priority for prioritized selectors, finite and not negative. By default the largest
+                priority that the selector has seen (initially 1), so that new trajectories are drawn soon.
 
         Returns:
-            Its index: valid until it is removed or evicted, then given to another trajectory.
+            Index of the trajectory: valid until its removal or eviction, then reused.
 
         Raises:
             SchemaError: the trajectory or the priority does not fit.
-            TableFullError: there is no room and `on_full` is ``"error"``, or it was waited for too long.
-            RateLimitError: the rate limiter was waited for too long.
-            LockTimeoutError: the lock, or room in use by readers or unfinished writes, was waited for too long.
+            TableFullError: the table is full and `on_full` is ``"error"``, or the wait for space timed out.
+            RateLimitError: the wait for the rate limiter timed out.
+            LockTimeoutError: the wait for the lock, or for space held by readers or unfinished writes, timed out.
 
-        After an error nothing was changed, except for what was evicted before the wait for room timed out.
+        After an error nothing was changed, except for evictions before the wait for space timed out.
         """
         index = self.index
         length, addresses, hold = self.schema.locate(trajectory)
@@ -372,14 +367,14 @@ class Table:
         return int(self._store(index, steps, np.array([first], dtype=np.float32))[0])
 
     def writer(self, *, chunk_steps: int | None = None, overlap_steps: int = 0) -> Writer:
-        """A writer that adds a trajectory step by step; see `Writer`.
+        """Create a writer that adds trajectories step by step; see `Writer`.
 
         Args:
-            chunk_steps: cut what is written into trajectories of so many steps.
-            overlap_steps: steps that such a trajectory has in common with the one before.
+            chunk_steps: steps of each trajectory that the stream is cut into; None for no cuts.
+            overlap_steps: common steps of consecutive trajectories.
 
         Raises:
-            SchemaError: sizes that make no sense.
+            SchemaError: invalid sizes.
         """
         return Writer(self, chunk_steps=chunk_steps, overlap_steps=overlap_steps)
 
@@ -390,18 +385,18 @@ class Table:
         lengths: Sequence[int] | Array | torch.Tensor | None = None,
         priority: float | Sequence[float] | Array | torch.Tensor | None = None,
     ) -> Array:
-        """Store many trajectories, all or none, taking the lock once to begin and once to commit.
+        """Store many trajectories atomically, taking the lock once to begin and once to commit.
 
         Args:
-            trajectories: an iterable of mappings as for `add`; or, with `lengths`, one mapping of stacked arrays
-                ``[n, T, *shape]`` of which trajectory i has the first ``lengths[i]`` steps. A list or a tuple is read
-                where it is. Any other iterable (a generator, say) may refill the same arrays for each trajectory:
-                what it yields is copied before the next one is asked for.
+            trajectories: iterable of mappings as for `add`; or, with `lengths`, one mapping of stacked arrays
+                ``[n, T, *shape]``, where trajectory i is the first ``lengths[i]`` steps of row i. A list or a tuple is
+                read in place. Any other iterable may refill the same arrays: each item is copied before the next one
+                is requested.
             lengths: int [n], with stacked arrays.
-            priority: as for `add`: one for all, or [n].
+            priority: as for `add`; one number, or [n].
 
         Returns:
-            Their indices, int64 [n].
+            Indices of the trajectories, int64 [n].
 
         Raises:
             As `add`; the message names the first trajectory that does not fit. Nothing was changed.
@@ -419,19 +414,19 @@ class Table:
         priority: float | Sequence[float] | Array | torch.Tensor | None = None,
         lengths: Sequence[int] | Array | torch.Tensor | None = None,
     ) -> Array:
-        """As `extend`, of trajectories that bring global ids with them: moved from another table, or copies.
+        """As `extend`, for trajectories with given global ids: after a migration, or copies.
 
-        The table's own numbering goes on above the ids of its own origin.
+        New ids of the table stay above the given ids of its own origin.
 
         Args:
             trajectories, priority, lengths: as for `extend`.
-            ids: int64 [n], from 0 to 2**62 - 1, or -1 where the table gives an id.
+            ids: int64 [n], from 0 to 2**62 - 1, or -1 for a new id.
 
         Returns:
-            Their indices, int64 [n].
+            Indices of the trajectories, int64 [n].
 
         Raises:
-            SchemaError: an id is invalid, is given twice, or belongs to a trajectory of the table already.
+            SchemaError: an id is invalid, given twice, or in use in the table.
 
         Raises the other errors of `extend` too. After an error nothing was changed.
         """
@@ -444,15 +439,15 @@ class Table:
         return self._store(index, steps, priorities, given if (given >= 0).any() else None)
 
     def store(self, trajectories: Sequence[Trajectory], priorities: Array, ids: Array | None = None) -> Array:
-        """`extend_as` with priorities and ids that have been checked: for transports.
+        """`extend_as` with validated priorities and ids, for transports.
 
         Args:
             trajectories: mappings as for `add`.
             priorities: float32 [n], -1 for a trajectory without one.
-            ids: int64 [n], -1 where the table gives an id; None if it gives them all.
+            ids: int64 [n], -1 for a new id; None for new ids only.
 
         Returns:
-            Their indices, int64 [n].
+            Indices of the trajectories, int64 [n].
 
         Raises:
             As `extend_as`.
@@ -491,14 +486,14 @@ class Table:
             index.commit(slots, priorities)
         except BaseException as error:
             if (claim.slots >= 0).any():
-                patient = not isinstance(error, LockTimeoutError)
-                index.abort(claim.slots, wait=patient, generations=claim.generations)
+                may_wait = not isinstance(error, LockTimeoutError)
+                index.abort(claim.slots, wait=may_wait, generations=claim.generations)
             raise
         return slots
 
     @property
     def policy(self) -> tuple[int, bool]:
-        """`on_full`, as `Index.begin` is told."""
+        """`on_full` as the arguments `evict` and `wait` of `Index.begin`."""
         return _POLICIES[self.on_full]
 
     def _check_lengths(self, lengths: Array) -> None:
@@ -511,18 +506,18 @@ class Table:
 
     @property
     def seconds_waited(self) -> float:
-        """Seconds that additions through this handle have waited so far, for room or for the rate limiter: the
-        backpressure that its writers feel. `stats()` tells it of all processes together."""
+        """Back-pressure: seconds that additions through this handle have waited for space or the rate limiter.
+        `stats()` has the sum over all processes."""
         return self.index.admission.waited / 1e9
 
     def free_steps(self) -> int:
-        """Steps for which there is room without evicting anything, roughly. Takes no lock."""
+        """Approximate number of steps that fit without eviction. Takes no lock."""
         counters, layout = self.index.arrays.counters, self._region.layout
         steps = layout.max_steps - int(counters[NUM_STEPS] + counters[WRITING_STEPS])
         return max(0, min(steps, int(counters[NUM_FREE_BLOCKS]) * layout.block_steps))
 
     def column_addresses(self) -> Array:
-        """int64 [C, 3]: address of the column, bytes from block to block, bytes of a step."""
+        """int64 [C, 3]: address of each column, bytes from block to block, bytes of a step."""
         return self._columns
 
     def _write(self, ids: Array, steps: Steps) -> None:
@@ -532,7 +527,7 @@ class Table:
 
     # ---------------------------------------------------------------- reading and removing
 
-    # Without it Python would count indices upwards until the first that was removed, and stop there.
+    # Otherwise Python would iterate over indices from 0 to the first invalid one.
     __iter__: ClassVar[None] = None
 
     def __len__(self) -> int:
@@ -547,7 +542,7 @@ class Table:
         """A copy of one trajectory: column name -> tensor ``[T, *shape]`` on the CPU.
 
         Raises:
-            StaleIndexError: there is no trajectory at this index.
+            StaleIndexError: the index has no live trajectory.
         """
         live = self.index
         if isinstance(index, bool) or not isinstance(index, (int, np.integer)):
@@ -565,7 +560,7 @@ class Table:
             ticket.end()
             return steps
         finally:
-            ticket.end()  # again: an exception may arrive anywhere
+            ticket.end()  # idempotent; an exception may arrive anywhere above
 
     def _read_column(self, name: str, ids: Array, length: int) -> torch.Tensor:
         column = self.schema[name]
@@ -574,35 +569,35 @@ class Table:
         return torch.from_numpy(data.copy()).view(column.dtype).reshape(length, *column.shape)
 
     def indices(self) -> Array:
-        """The indices of all live trajectories, oldest first, int64 [n]."""
+        """Indices of all live trajectories, oldest first, int64 [n]."""
         return self.reader().snapshot().slots.copy()
 
     def lengths(self) -> Array:
-        """Their lengths in steps, in the same order, int64 [n]."""
+        """Lengths of all live trajectories in steps, oldest first, int64 [n]."""
         return self.reader().snapshot().lengths.copy()
 
     @property
     def origin(self) -> int | None:
-        """The table's shard number, the lower 16 bits of the ids that it gives; None (as 0) where none was set."""
+        """Shard number of the table, the lower 16 bits of its new ids; None if not set (0 in ids)."""
         return origin_of(self.index.arrays.view)
 
     def set_origin(self, shard: int) -> None:
-        """Make this table shard `shard` of several, once and for all processes, before others know its ids.
+        """Set the shard number permanently and for all processes, before other processes use its ids.
 
         Args:
-            shard: 0 to 65,535; no other table has the same. Again with the same number it does nothing.
+            shard: 0 to 65,535, distinct between tables. Repeating it has no effect.
 
         Raises:
-            SchemaError: it is no such number, the table has another one, or an id would be that of two trajectories.
+            SchemaError: invalid, the table has another shard number, or two trajectories would have the same id.
                 Nothing was changed.
         """
         self.index.set_origin(check_origin(shard))
 
     def ids(self, slots: Array) -> Array:
-        """The global ids of trajectories, ``sequence << 16 | origin`` unless they were stored with one. Takes no lock.
+        """Global ids of trajectories, ``sequence << 16 | origin`` unless added with an id. Takes no lock.
 
         Args:
-            slots: int64 [n], indices of live trajectories (of others the answer means nothing).
+            slots: int64 [n], indices of live trajectories; ids of other slots are undefined.
 
         Returns:
             int64 [n].
@@ -610,10 +605,13 @@ class Table:
         return ids_of(self.index.arrays.view, slots)
 
     def remove(self, index: int | Sequence[int] | Array) -> None:
-        """Remove one trajectory or several, all or none.
+        """Remove one trajectory, or several atomically.
+
+        Args:
+            index: int, or int [n].
 
         Raises:
-            StaleIndexError: an index without a live trajectory, or one given twice.
+            StaleIndexError: an index without a live trajectory, or given twice. Nothing was changed.
         """
         slots = np.asarray(index, dtype=None).reshape(-1)
         if len(slots) and slots.dtype.kind not in "iu":
@@ -625,22 +623,22 @@ class Table:
         return stats_of(self.index, self._region.layout)
 
     def check_valid(self) -> None:
-        """Check that the index does not contradict itself; for tests and after a crash.
+        """Check the consistency of the index, for tests and after a crash.
 
         Raises:
-            AssertionError: it does; the message says where.
+            AssertionError: the index is inconsistent; the message says where.
         """
         self.index.recovery.check_valid()
 
     # ---------------------------------------------------------------- for selections, collectors and transports
 
     def reader(self) -> TableReader:
-        """The calls that read the table under a read ticket; raises as every call of a closed table."""
+        """The read interface, for reads under a read ticket; raises GearError if the table is closed."""
         return self.index.reader
 
     @property
     def region(self) -> Region:
-        """The memory, for collectors and transports."""
+        """Memory of the table, for collectors and transports."""
         return self._region
 
     @property
@@ -648,7 +646,7 @@ class Table:
         """The index, for writers, checkpoints and tests.
 
         Raises:
-            GearError: the table is closed, or belongs to the parent process.
+            GearError: the table is closed or lost in a fork.
         """
         if self._index is None:
             raise self._region.absence()
@@ -659,7 +657,7 @@ _tables: weakref.WeakSet[Table] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    # In a forked child: what the parent pinned is not here, see `Region.pin`.
+    # A forked child does not receive pinned private regions, see `Region.pin`.
     for table in list(_tables):
         if table._region.is_lost:
             table._index = None
@@ -673,7 +671,7 @@ def _attach(name: str, on_full: OnFull, timeout: float | None) -> Table:
 
 
 def _checked_path(path: str | os.PathLike[str]) -> str:
-    """A checkpoint's path as a string that the system can take."""
+    """Return the path of a checkpoint as a string that the file system can encode."""
     try:
         text = os.fspath(path)
         if isinstance(text, str) and b"\0" not in os.fsencode(text):

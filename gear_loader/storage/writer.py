@@ -1,4 +1,4 @@
-"""The writer: adds a trajectory step by step, straight into its blocks."""
+"""The writer: adds a trajectory step by step, directly into its blocks."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 __all__ = ["Writer"]
 
 _GENEROUS = 8
-"""A trajectory gets room ahead of its steps while that leaves seven eighths of what is free to others."""
+"""A writer allocates at most one eighth of the free steps in advance."""
 
 
 class Target(Protocol):
-    """What a writer needs of a `gear_loader.Table`."""
+    """The interface of a `gear_loader.Table` that a writer uses."""
 
     schema: Schema
     longest: int
@@ -56,14 +56,13 @@ class Target(Protocol):
 
 
 class Writer:
-    """Adds trajectories to a table while they are being made: `append` steps, then `commit`.
+    """Adds trajectories to a table step by step: `append` steps, then `commit`.
 
-    Made by `Table.writer`. Steps are written straight into the table's blocks, where nobody sees them before `commit`.
-    A writer is for one thread; a table may have any number of them, in any number of processes. If the process dies,
-    what it had not committed is given back by whoever needs room next.
+    Created by `Table.writer`. Steps are written directly into the table's blocks and are invisible until `commit`.
+    A writer is for one thread; a table may have any number of writers in any number of processes. If the process dies,
+    the next allocation that needs space reclaims its uncommitted steps.
 
-    As a context manager it commits at the end what has been appended since the last `commit`, and discards it if the
-    block raised an exception::
+    As a context manager it commits the steps appended since the last `commit`, or discards them if the block raises::
 
         with table.writer() as writer:
             while not done:
@@ -71,15 +70,14 @@ class Writer:
                 writer.append(observation=observation, action=action, reward=reward)
             writer.commit(priority=1.0)
 
-    **Chunks.** With `chunk_steps` what is appended is one stream, of which every `chunk_steps` steps become a
-    trajectory as soon as they are there, each beginning `overlap_steps` before the end of the last one, as R2D2 stores
-    its sequences with their burn-in (Kapturowski et al., 2019). `commit` ends the stream: the steps that are in no
-    chunk yet become a last, shorter one, beginning `overlap_steps` earlier too. If ``chunk_steps - overlap_steps`` is a
-    multiple of the table's `block_steps`, the steps that two chunks have in common are stored once; else they are
-    copied.
+    **Chunks.** With `chunk_steps`, the appended steps form a stream that is cut into trajectories of `chunk_steps`
+    steps. Each begins `overlap_steps` before the end of the previous one, as R2D2 stores its sequences with their
+    burn-in (Kapturowski et al., 2019). `commit` ends the stream: the remaining steps become a shorter chunk with the
+    same overlap. If ``chunk_steps - overlap_steps`` is a multiple of the table's `block_steps`, the common steps of two
+    chunks are stored once; otherwise they are copied.
 
     Attributes:
-        priority: what a chunk begins with that is cut while appending; None for the table's running maximum.
+        priority: initial priority of chunks cut by `append`; None for the selector's running maximum.
     """
 
     def __init__(self, table: Target, *, chunk_steps: int | None = None, overlap_steps: int = 0) -> None:
@@ -106,21 +104,21 @@ class Writer:
             for name, column in table.schema.items()
         ]
         self._pid = os.getpid()
-        # The slot that is being written comes last; while chunks are cut, the next one's is here before it is taken.
+        # The slot being written comes last; while a chunk is cut, the next slot's claim is added before its allocation.
         self._open: list[Claim] = []
-        self._thread = 0  # which began it
+        self._thread = 0  # the thread that began the trajectory
         self._index.allocator.writers.add(self)
         self._give_up = weakref.finalize(self, _give_up, self._index, self._open, self._pid)
         self._give_up.atexit = False
-        self._ids: list[int] = []  # its blocks
+        self._ids: list[int] = []  # blocks of the open slot
         self._run = np.zeros(2, dtype=np.int64)
-        self._held = 0  # steps that it has room for; 0 with an open slot: an interrupted call left it unknown
+        self._held = 0  # its capacity in steps; 0 with an open slot: unknown after an interrupted call
         self._steps = 0
-        self._fresh = 0  # steps of it that no committed chunk has
-        self._here = -1  # the block that the columns' views show
+        self._fresh = 0  # steps that are in no committed chunk
+        self._here = -1  # position of the block that the columns' views show
 
     def _check_two_chunks(self) -> None:
-        """When a chunk is committed, the steps that it has in common with the next one count twice."""
+        """Check that a chunk and its overlap fit into the table: both count when the chunk is committed."""
         layout = self._table.region.layout
         chunk, overlap = self._chunk, self._overlap
         blocks = -(-chunk // self._block_steps) + (0 if self._shares else -(-overlap // self._block_steps))
@@ -135,27 +133,27 @@ class Writer:
 
     @property
     def num_steps(self) -> int:
-        """Steps appended since the last `commit` (with chunks: of the chunk that is being written)."""
+        """Steps appended since the last `commit`; with chunks, steps of the current chunk."""
         return self._steps
 
     def append(self, steps: Mapping[str, Any] | None = None, /, **columns: Any) -> tuple[int, ...]:
         """Append one step, or several.
 
         Args:
-            steps, columns: for every column its value: for one step ``[*shape]``, a numpy array or torch tensor of
-                exactly the column's dtype, or for a column of shape ``()`` a Python or numpy number; for k steps
-                ``[k, *shape]`` in all columns. Given as keywords, or as one mapping.
+            steps, columns: a value for every column, as one mapping or as keywords: for one step ``[*shape]``, for k
+                steps ``[k, *shape]``; a numpy array or torch tensor of exactly the column's dtype. One step of a column
+                of shape ``()`` may be a Python or numpy number.
 
         Returns:
-            Indices of the chunks that were completed by it; () without chunks.
+            Indices of the chunks completed by this call; () without chunks.
 
         Raises:
-            SchemaError: a value does not fit, or the trajectory would become longer than the table can hold.
-            TableFullError, RateLimitError, LockTimeoutError: as `Table.add`. Where the open writers of this very thread
-                hold the room, TableFullError comes at once: nobody else can end them.
+            SchemaError: a value does not fit, or the trajectory would be longer than the table can hold.
+            TableFullError, RateLimitError, LockTimeoutError: as `Table.add`. If open writers of this thread hold the
+                space, TableFullError is raised without a wait, which would deadlock.
 
-        After an error nothing was appended, except for the steps of chunks that were complete before. After a timeout
-        the call can be repeated with the same step.
+        After an error nothing was appended, except for the steps of completed chunks. After a time-out the call can be
+        repeated with the same step.
         """
         rows = columns if steps is None else self._joined(steps, columns)
         if len(rows) != len(self._columns):
@@ -166,7 +164,7 @@ class Writer:
             if self._is_single(rows):
                 self._check_step(rows)
                 self._make_room(1)
-                self._look_at(self._steps // self._block_steps)
+                self._show_block(self._steps // self._block_steps)
             else:
                 return self._append_many(rows)
         inside = self._steps - self._here * self._block_steps
@@ -192,7 +190,7 @@ class Writer:
         return {**settled(steps), **columns}
 
     def _appended(self, count: int) -> tuple[int, ...]:
-        """So many steps more have been written; cut them off if they complete a chunk."""
+        """Count written steps, and cut a chunk if they complete one; return its index."""
         self._steps += count
         self._fresh += count
         if self._steps < self._chunk or not self._cuts:
@@ -205,14 +203,14 @@ class Writer:
             raise
 
     def _check_step(self, rows: Mapping[str, Any]) -> None:
-        """Refuse a step that does not fit, before room is made for it."""
+        """Raise SchemaError for a step that does not fit, before blocks are allocated for it."""
         self._table.schema.validate_names(rows, what="the step")
         for column in self._columns:
             if not column.fits(rows[column.name]):
                 raise column.misfit(rows[column.name])
 
     def _is_single(self, rows: Mapping[str, Any]) -> bool:
-        """Whether this is one step; several steps have one dimension more in every column."""
+        """Whether the rows are one step; several steps have an additional dimension in every column."""
         for column in self._columns:
             if column.name not in rows:
                 self._table.schema.validate_names(rows, what="the step")
@@ -239,7 +237,11 @@ class Writer:
         return indices
 
     def _copy_in(self, addresses: list[int], blocks: list[int], first: int, count: int) -> None:
-        """Copy steps, contiguous in each column, into blocks of one trajectory, from its step `first` on."""
+        """Copy `count` steps into the blocks of one trajectory, from step `first` on.
+
+        Args:
+            addresses: address of the contiguous steps of each column. blocks: block ids of the trajectory.
+        """
         copying.append(
             self._table.column_addresses(),
             self._block_steps,
@@ -249,18 +251,18 @@ class Writer:
             count,
         )
 
-    # ---------------------------------------------------------------- room
+    # ---------------------------------------------------------------- allocation
 
     @property
     def open_slots(self) -> tuple[int, list[int]]:
-        """The thread that this writer is used in, and the slots that it is writing; of a forked child's copy none."""
+        """Thread of the writer, and the slots that it is writing (empty in a forked child)."""
         claims = list(self._open) if os.getpid() == self._pid else []
         return self._thread, [int(claim.slots[0]) for claim in claims if claim.slots[0] >= 0]
 
     def _make_room(self, count: int) -> None:
-        """Room for `count` more steps."""
+        """Allocate blocks for `count` more steps."""
         if self._cuts and self._steps == self._chunk:
-            self._cut()  # what an interrupted call has left to do
+            self._cut()  # left undone by an interrupted call
         needed = self._steps + count
         if needed > self._chunk:
             raise self._too_long(needed)
@@ -275,7 +277,7 @@ class Writer:
         free = self._table.free_steps() // _GENEROUS
         before = self._held
         most = min(max(2 * before, needed), before + free, self._chunk)
-        self._held = 0  # until it is known what an interrupted call has done
+        self._held = 0  # unknown if the call below is interrupted
         try:
             held, more = self._index.grow(
                 self._slot, needed, self._run, most=max(most, needed), evict=evict, wait=wait
@@ -288,11 +290,11 @@ class Writer:
 
     @property
     def _slot(self) -> int:
-        """The slot that is being written."""
+        """The slot being written."""
         return int(self._open[-1].slots[0])
 
     def _look_up(self) -> None:
-        """Find out what the open slot has, after a call that was interrupted."""
+        """Read the open slot's blocks and capacity from the index, after an interrupted call."""
         if self._slot < 0:
             self._open.clear()
             return
@@ -303,20 +305,20 @@ class Writer:
         self._here, self._held = -1, held
 
     def _abort(self) -> None:
-        """Give back the slots that are open; what was committed stays."""
+        """Free the open slots; committed slots stay."""
         for claim in self._open:
             if claim.slots[0] >= 0:
                 self._index.abort(claim.slots, generations=claim.generations)
 
     def _begin(self, needed: int) -> tuple[list[int], int]:
-        """A slot with room for `needed` steps or, if nobody has to give way for it, a whole block."""
+        """Allocate a slot for `needed` steps, or a full block if that needs no eviction; return blocks and steps."""
         evict, wait = self._table.policy
         first = min(max(needed, self._block_steps), self._chunk)
         if first > self._table.free_steps():
             first = needed
         claim = Claim(1)
         self._thread = threading.get_ident()
-        self._open.append(claim)  # before it is taken: who interrupts this finds it there
+        self._open.append(claim)  # before the allocation, so that an interrupted call can be undone
         try:
             _, ids = self._index.begin(np.array([first]), evict=evict, wait=wait, claim=claim)
         except GearError:
@@ -324,9 +326,9 @@ class Writer:
             raise
         return ids.tolist(), first
 
-    def _look_at(self, block: int) -> None:
+    def _show_block(self, block: int) -> None:
         for column in self._columns:
-            column.look_at(self._ids[block], self._block_steps)
+            column.show_block(self._ids[block], self._block_steps)
         self._here = block
 
     def _too_long(self, steps: int) -> SchemaError:
@@ -338,18 +340,17 @@ class Writer:
     # ---------------------------------------------------------------- committing
 
     def commit(self, priority: float | None = None) -> int:
-        """Make what has been appended a trajectory of the table; the next step begins another one.
+        """Commit the appended steps as a trajectory; the next step begins another one.
 
         Args:
             priority: as for `Table.add`.
 
         Returns:
-            Its index; with chunks that of the last one, which may have been there already.
+            Index of the trajectory; with chunks, of the last one, which an `append` may have committed.
 
         Raises:
-            SchemaError: nothing has been appended, or the priority does not fit.
-            RateLimitError, LockTimeoutError: waited for too long. What was appended is still there: try again, or
-                discard it.
+            SchemaError: no step has been appended, or the priority does not fit.
+            RateLimitError, LockTimeoutError: timed out. The appended steps are kept: retry or discard.
         """
         self._check_usable()
         checked = single_priority(priority)
@@ -366,7 +367,7 @@ class Writer:
         return slot
 
     def _cut(self) -> tuple[int, ...]:
-        """Commit a chunk, and begin the next one with the steps that they have in common."""
+        """Commit a chunk, and begin the next one with their common steps."""
         slot, evict, wait = self._slot, *self._table.policy
         priority = single_priority(self.priority)
         stride = self._chunk - self._overlap
@@ -406,7 +407,7 @@ class Writer:
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """If it is interrupted, nobody knows how far it came: then what has not been committed is dropped."""
+        """Discard uncommitted steps if the block is interrupted, because its progress is then unknown."""
         try:
             yield
         except GearError:
@@ -419,7 +420,7 @@ class Writer:
     _last_chunk: int | None = None
 
     def _copy_out(self, first: int, count: int) -> list[Array]:
-        """Steps of the trajectory that is being written, uint8 [count * step_bytes] a column."""
+        """Copy steps of the open trajectory: one array uint8 [count, step_bytes] per column."""
         blocks = np.arange(first, first + count) // self._block_steps
         inside = np.arange(first, first + count) % self._block_steps
         ids = np.array(self._ids, dtype=np.int64)[blocks]
@@ -431,7 +432,7 @@ class Writer:
         return rows
 
     def discard(self) -> None:
-        """Drop what has been appended since the last commit; chunks that were completed stay."""
+        """Discard the steps appended since the last commit; completed chunks stay."""
         self._check_process()
         self._abort()
         self._forget()
@@ -471,7 +472,7 @@ class Writer:
 
 
 class _StepColumn:
-    """How single steps get into one column: through a view of the current block."""
+    """Writes single steps into one column, through a view of the current block."""
 
     def __init__(self, name: str, column: Column, data: Array, step_bytes: int) -> None:
         self.name = name
@@ -489,11 +490,11 @@ class _StepColumn:
         dtype = np.dtype(np.int16) if self._dtype is None else self._dtype
         return rows.view(dtype).reshape(count, *self.shape)
 
-    def look_at(self, block: int, block_steps: int) -> None:
+    def show_block(self, block: int, block_steps: int) -> None:
         self._view = self._as_steps(self.data[block, : block_steps * self.step_bytes], block_steps)
 
     def fits(self, value: Any) -> bool:
-        """Whether `put` would take a step's value."""
+        """Whether `put` would accept a value of one step."""
         view, self._view = self._view, self._spare
         try:
             return self.put(0, value)
@@ -501,7 +502,7 @@ class _StepColumn:
             self._view = view
 
     def put(self, place: int, value: Any) -> bool:
-        """Write a step's value; False, having written nothing, if it does not fit."""
+        """Write the value of one step; return False, having written nothing, if it does not fit."""
         if isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
             if value.dtype == self._dtype and value.shape == self.shape and self._dtype is not None:
                 self._view[place] = value
@@ -565,7 +566,7 @@ class _StepColumn:
 
 
 def _give_up(index: Index, claims: list[Claim], pid: int) -> None:
-    # The writer was dropped without a word: whoever needs room next takes its slot back.
+    # The writer was garbage-collected; the next allocation that needs space reclaims its slots.
     if os.getpid() == pid:
         for claim in claims:
             index.abort(claim.slots, wait=False, generations=claim.generations)

@@ -13,7 +13,7 @@ __all__ = ["holds_any", "new_mutex", "run_alone", "uninterrupted"]
 
 _T = TypeVar("_T")
 
-_LOOK = 0.1  # seconds between checks while waiting for a thread
+_CHECK_INTERVAL = 0.1  # seconds between checks while waiting for a thread
 _mutexes: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
@@ -80,12 +80,12 @@ def uninterrupted(section: Callable[[], object]) -> None:
     try:
         _thread.start_new_thread(work, ())
         while not finished:
-            ended.acquire(timeout=_LOOK)
+            ended.acquire(timeout=_CHECK_INTERVAL)
     except BaseException:
         if not _takes(turn):  # the section has begun
             while not finished:
                 with contextlib.suppress(BaseException):  # an exception is already propagating
-                    ended.acquire(timeout=_LOOK)
+                    ended.acquire(timeout=_CHECK_INTERVAL)
         raise
     if failures:
         raise failures[0]
