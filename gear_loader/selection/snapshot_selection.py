@@ -1,4 +1,4 @@
-"""Selection from a list of the live trajectories: uniform, oldest or newest first."""
+"""Selection from a snapshot of the table: uniform, oldest or newest first."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["SnapshotSelection"]
 
 
 class SnapshotSelection(Selection):
-    """Works from a list of what there is: for uniform selection and for order of age."""
+    """Draws rows from a snapshot, or from either end of the insertion order."""
 
     def draw(self, draw: Draw, ticket: Ticket, frozen: Snapshot | None = None) -> SelectedRows:
         """See `Selection.draw`."""
@@ -63,7 +63,7 @@ class SnapshotSelection(Selection):
         return self.rows(*rows, times, likely)
 
     def _draw_uniform(self, selector: Uniform, view: Snapshot, draw: Draw) -> SelectedRows:
-        """What `Uniform.select` and `anchors` draw, in one compiled call."""
+        """`Uniform.select` and `anchors` in one compiled call."""
         names = np.empty((3, draw.count), dtype=np.int64)
         uniform_rows(
             view.slots,
@@ -80,8 +80,8 @@ class SnapshotSelection(Selection):
         return SelectedRows(*names)
 
     def _draw_from_end(self, selector: Fifo, draw: Draw, ticket: Ticket) -> SelectedRows:
-        # Nothing is sorted: the oldest and the newest trajectories are linked. If this fails, what `take_ends` has
-        # taken is gone, and counts.
+        # Trajectories are linked in insertion order, so nothing is sorted. If this fails, the draws that `take_ends`
+        # has counted stay counted.
         table, samples = self.context.table, self.context.samples(draw.count)
         times: Array | None = None
         end: dict[str, Any] = {"newest": selector.newest, "samples": samples, "ticket": ticket}
@@ -106,7 +106,7 @@ class SnapshotSelection(Selection):
         return self.rows(*rows, times, 1.0)
 
     def _redraw(self, draw: Draw, rows: tuple[Array, Array, Array], which: Array, turn: int) -> bool:
-        """Random rows, out of what is there now, instead of the rows of these numbers; see `count_samples`."""
+        """Replace rows `which` by random rows of a new snapshot; see `count_samples`."""
         view = self.view()
         if len(view) == 0:
             return False
