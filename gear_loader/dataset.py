@@ -835,9 +835,7 @@ class ReplayDataset(IterableDataset[Batch]):
                 drop_last, or of a worker with another number of workers.
         """
         if not isinstance(state, Mapping) or not isinstance(state.get("config"), Mapping):
-            raise SchemaError(
-                f"The state is {state!r}; expected a state_dict() of a ReplayDataset."
-            )
+            raise SchemaError(f"The state is {state!r}; expected a state_dict() of a ReplayDataset.")
         values = Position.check_state(state)
         mine = self._config()
         different = {

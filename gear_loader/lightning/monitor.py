@@ -97,7 +97,7 @@ class ReplayMonitor(Callback):
         self._every = at_least("every_n_steps", every_n_steps)
         self._shares = shares
         self._prefix = prefix
-        self._dataset: ReplayDataset | None = None  # while training, in a process that logs or takes part in logs
+        self._dataset: ReplayDataset | None = None  # while training, on ranks that take part in logs
         self._rows = 0  # rows of this rank's batches
 
     # ---------------------------------------------------------------- Lightning's hooks

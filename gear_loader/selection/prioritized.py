@@ -142,7 +142,7 @@ class PrioritizedSelection(Selection):
     def draw(self, draw: Draw, ticket: Ticket, frozen: Snapshot | None = None) -> SelectedRows | CudaRows:
         """See `Selection.draw`."""
         if self.context.limited and self.context.table.rules.rate_limiter is not None:
-            self.context.table.reader().await_samplable(draw.count)  # before the mutex, which would delay updates
+            self.context.table.reader().await_samplable(draw.count)  # outside the mutex
         with self._mutex:
             self._follow(ticket, self.context.samples(draw.count))
             rows = self._restored(draw) or self._draw_compiled(draw) or self._draw_or_wait(draw)

@@ -169,7 +169,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
     def draw(self, draw: Draw, ticket: Ticket, frozen: Snapshot | None = None) -> SelectedRows | CudaRows:
         """See `Selection.draw`: `SelectedRows` for a repeated batch, else `CudaRows`, which draw on the GPU."""
         if self.context.limited and self.context.table.rules.rate_limiter is not None:
-            self.context.table.reader().await_samplable(draw.count)  # before the mutex, which would delay updates
+            self.context.table.reader().await_samplable(draw.count)  # outside the mutex
         with self._mutex:
             self._raise_late()
             if self._cuda:

@@ -261,7 +261,7 @@ class Prioritized(Selector):
 
     def __repr__(self) -> str:
         beta: Any = self.beta
-        if callable(beta) and not isinstance(beta, LinearSchedule):  # no address, which differs between processes
+        if callable(beta) and not isinstance(beta, LinearSchedule):  # without its address
             beta = getattr(beta, "__qualname__", type(beta).__qualname__)
         return (
             f"Prioritized(alpha={self.alpha}, beta={beta}, eps={self.eps}, replacement={self.replacement}, "
