@@ -670,13 +670,13 @@ class ReplayDataset(IterableDataset[Batch]):
     def _shard_collectors(self) -> list[ShardCollector]:
         return [collector for collector in self._buffers.collectors if isinstance(collector, ShardCollector)]
 
-    def _by_priority(self, what: str) -> PrioritizedSelection | GlobalSelection:
+    def _by_priority(self, method: str) -> PrioritizedSelection | GlobalSelection:
         selection = self._selected()
         if not isinstance(selection, (PrioritizedSelection, GlobalSelection)) or not needs_priorities(
             self.selector
         ):
             raise SchemaError(
-                f"{what} was called, but {self.selector!r} does not go by priorities; use gear_loader.Prioritized "
+                f"{method} was called, but {self.selector!r} does not draw by priority; use gear_loader.Prioritized "
                 "or gear_loader.TopK."
             )
         return selection

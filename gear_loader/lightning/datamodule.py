@@ -105,7 +105,7 @@ class ReplayDataLoader(DataLoader[Batch]):
         if self.num_workers:
             self.dataset.start_workers()
         iterator = super().__iter__()
-        self._module._note_start()
+        self._module._record_start()
         return iterator
 
     def state_dict(self) -> dict[str, Any]:
@@ -252,7 +252,7 @@ class ReplayDataModule(LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Open the table and make the datasets; idempotent."""
         if self.table is None:
-            self._take(self._open())
+            self._use_table(self._open())
         if self.train_dataset is None:
             self.train_dataset = self._dataset(second=False)
             self.val_dataset = self._dataset(second=True) if self._val_fraction else None
@@ -346,7 +346,7 @@ class ReplayDataModule(LightningDataModule):
             return sources.load(self._source, **self._load_options)
         return Table.attach(self._source, **self._load_options)
 
-    def _take(self, opened: Table | Shards) -> None:
+    def _use_table(self, opened: Table | Shards) -> None:
         """Validate and keep the result of `_open`."""
         if isinstance(opened, Shards):
             self._check_shards(opened)
@@ -399,7 +399,7 @@ class ReplayDataModule(LightningDataModule):
         """Whether the trainer repeats the same batches in every epoch."""
         return bool(getattr(self.trainer, "overfit_batches", 0) > 0)
 
-    def _note_start(self) -> None:
+    def _record_start(self) -> None:
         """Record the position and the trainer's count at the start of the training loader's iteration."""
         assert self.train_dataset is not None
         epoch, _, step = self.train_dataset.position

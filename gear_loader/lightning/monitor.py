@@ -107,10 +107,10 @@ class ReplayMonitor(Callback):
         tried_out = getattr(trainer, "fast_dev_run", False)
         if not trainer.loggers or tried_out:
             return
-        found = self._find(trainer) if trainer.is_global_zero else self._found(trainer)
+        found = self._dataset_to_log(trainer) if trainer.is_global_zero else self._candidate(trainer)
         if trainer.is_global_zero or (isinstance(found, ReplayDataset) and found.shards is not None):
             self._dataset, self._rows = found, 0
-            self._begin(monotonic(), self._look(self._dataset))
+            self._begin(monotonic(), self._totals(self._dataset))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -139,13 +139,13 @@ class ReplayMonitor(Callback):
 
     # ---------------------------------------------------------------- parts
 
-    def _found(self, trainer: Trainer) -> Any:
+    def _candidate(self, trainer: Trainer) -> Any:
         if self._given is not None:
             return self._given
         return getattr(getattr(trainer, "datamodule", None), "train_dataset", None)
 
-    def _find(self, trainer: Trainer) -> ReplayDataset:
-        found = self._found(trainer)
+    def _dataset_to_log(self, trainer: Trainer) -> ReplayDataset:
+        found = self._candidate(trainer)
         if not isinstance(found, ReplayDataset):
             raise SchemaError(
                 "ReplayMonitor found no dataset: the trainer has no data module whose train_dataset is a "
@@ -158,7 +158,7 @@ class ReplayMonitor(Callback):
         self._batches = 0
         self._drawn = _Drawn()
 
-    def _look(self, dataset: ReplayDataset) -> dict[str, float]:
+    def _totals(self, dataset: ReplayDataset) -> dict[str, float]:
         """Current sizes and counters, summed over all tables."""
         shards = dataset.shards
         mine = dict.fromkeys((*_COUNTS, *_LIMITS, "num_stale"), 0.0)
@@ -179,7 +179,7 @@ class ReplayMonitor(Callback):
 
     def _metrics(self, dataset: ReplayDataset) -> dict[str, float]:
         """The metrics by name; starts the interval of the next log."""
-        now, totals = monotonic(), self._look(dataset)
+        now, totals = monotonic(), self._totals(dataset)
         seconds, before = max(now - self._since, 1e-9), self._before
         since = {name: totals[name] - before[name] for name in _COUNTS}
         inserted, sampled = since["num_inserted"], since["num_sampled"]

@@ -108,14 +108,16 @@ class ItemMap:
             The leaves to set.
         """
         fresh = changes.ready & (changes.sequences >= self.next_sequence)
-        gone = ~changes.ready | fresh  # slots whose previous trajectory was removed
+        removed = ~changes.ready | fresh  # slots whose previous trajectory was removed
         added = fresh & chosen
         self.position, self.next_sequence = changes.position, changes.next_sequence
         if not self.steps:
-            items = changes.slots[gone]
-            none = np.empty(0, dtype=np.int64)
-            return Leaves(items, np.where(added, changes.priorities, _GONE)[gone], items, added[gone], none)
-        blocks, kept = self._release(changes.slots[gone])
+            items = changes.slots[removed]
+            no_blocks = np.empty(0, dtype=np.int64)
+            return Leaves(
+                items, np.where(added, changes.priorities, _GONE)[removed], items, added[removed], no_blocks
+            )
+        blocks, kept = self._remove(changes.slots[removed])
         pieces = [(self._all(blocks), np.full(len(blocks) * self.block_steps, _GONE))]
         for block, steps in kept:  # steps of the last owner beyond those of the new one
             items = np.arange(block * self.block_steps + steps, (block + 1) * self.block_steps)
@@ -124,16 +126,20 @@ class ItemMap:
         order = order[np.argsort(changes.sequences[order], kind="stable")]
         slots, priorities = changes.slots[order], changes.priorities[order]
         changed = [blocks, np.array([block for block, _ in kept], dtype=np.int64)]
-        for part in self._apart(slots, extent, block_ids):
-            taken, *piece = self._take(slots[part], priorities[part], extent, block_ids)
-            changed.append(taken)
+        for part in self._disjoint_parts(slots, extent, block_ids):
+            new_blocks, *piece = self._add(slots[part], priorities[part], extent, block_ids)
+            changed.append(new_blocks)
             pieces.append((piece[0], piece[1]))
         items = np.concatenate([piece[0] for piece in pieces])
         values = np.concatenate([piece[1] for piece in pieces])
         # An item that is both freed and added gets its last value.
         items, last = np.unique(items[::-1], return_index=True)
         return Leaves(
-            items, values[::-1][last], changes.slots[gone], added[gone], np.unique(np.concatenate(changed))
+            items,
+            values[::-1][last],
+            changes.slots[removed],
+            added[removed],
+            np.unique(np.concatenate(changed)),
         )
 
     def _all(self, blocks: Array) -> Array:
@@ -141,7 +147,7 @@ class ItemMap:
         items: Array = (blocks[:, None] * self.block_steps + np.arange(self.block_steps)).reshape(-1)
         return items
 
-    def _apart(self, slots: Array, extent: Array, block_ids: Array) -> list[slice]:
+    def _disjoint_parts(self, slots: Array, extent: Array, block_ids: Array) -> list[slice]:
         """Parts of `slots` to add in order; no two slots of a part share blocks."""
         if len(slots) == 0:
             return []
@@ -151,7 +157,7 @@ class ItemMap:
             return [slice(None)]
         return [slice(i, i + 1) for i in range(len(slots))]
 
-    def _release(self, slots: Array) -> tuple[Array, list[tuple[int, int]]]:
+    def _remove(self, slots: Array) -> tuple[Array, list[tuple[int, int]]]:
         """Remove trajectories; returns the freed blocks, and the (block, steps) that another trajectory owns now."""
         freed, kept = [], []
         for slot in slots[self._first[slots] >= 0].tolist():
@@ -174,7 +180,7 @@ class ItemMap:
             self._first[slot] = -1
         return np.array(freed, dtype=np.int64), [(b, steps) for b, steps in kept if self.owner[b] >= 0]
 
-    def _take(
+    def _add(
         self, slots: Array, priorities: Array, extent: Array, block_ids: Array
     ) -> tuple[Array, Array, Array]:
         """Add trajectories, no two of which share blocks; returns their blocks, the new items and their priorities."""

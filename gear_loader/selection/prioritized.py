@@ -227,10 +227,10 @@ class PrioritizedSelection(Selection):
     def _set(self, leaves: Leaves) -> None:
         self._maximum = max(self._maximum, float(leaves.priorities.max(initial=0)))
         priorities = np.where(leaves.priorities == UNSET, np.float32(self._maximum), leaves.priorities)
-        gone = leaves.priorities == GONE
-        priorities[gone] = 0
+        removed = leaves.priorities == GONE
+        priorities[removed] = 0
         weighed = self._first_leaves(priorities)
-        weighed[gone] = 0
+        weighed[removed] = 0
         if len(leaves.items) > self._map.capacity // 8:
             self._tree.leaves[leaves.items] = weighed
             self._tree.build()

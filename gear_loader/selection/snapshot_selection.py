@@ -56,7 +56,7 @@ class SnapshotSelection(Selection):
         if steps is None:
             steps = anchors(self.context.anchor, lengths, draw)
         if items.version != view.version:
-            self._replace_gone(view, draw, slots, steps, generations)
+            self._replace_removed(view, draw, slots, steps, generations)
         rows = (slots, steps, generations)
         times = self.count_samples(slots, generations, lambda *which: self._redraw(draw, rows, *which))
         likely = 1 / selector.num_items(items) if isinstance(selector, Uniform) else 1.0
@@ -120,14 +120,18 @@ class SnapshotSelection(Selection):
             part[which] = values
         return True
 
-    def _replace_gone(
+    def _replace_removed(
         self, view: Snapshot, draw: Draw, slots: Array, steps: Array, generations: Array
     ) -> None:
         state, generation, _ = self.context.table.reader().slot_states()
-        gone = np.flatnonzero((state[slots] != READY) | (generation[slots] != generations))
-        if len(gone):
+        removed = np.flatnonzero((state[slots] != READY) | (generation[slots] != generations))
+        if len(removed):
             others, at = replacements(self.context.selector.unit, view, draw)
             if at is None:
                 at = anchors(self.context.anchor, view.lengths[others], draw)
-            others, at = others[gone], at[gone]
-            slots[gone], steps[gone], generations[gone] = view.slots[others], at, view.generations[others]
+            others, at = others[removed], at[removed]
+            slots[removed], steps[removed], generations[removed] = (
+                view.slots[others],
+                at,
+                view.generations[others],
+            )

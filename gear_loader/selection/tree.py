@@ -114,7 +114,7 @@ class PriorityTree:
         Returns:
             Whether any leaf is positive.
         """
-        scratch = self._room(names.shape[1])
+        scratch = self._scratch_for(names.shape[1])
         depth = len(self._wide_offsets)
         drawn: bool = sum_tree.draw_rows(
             self.leaves, self._sums, self._offsets, depth, key, step, *scratch, *rows, names, leaves
@@ -128,7 +128,7 @@ class PriorityTree:
 
     def _drawn(self, count: int, key: int, step: int, distinct: bool) -> tuple[Array, Array, int]:
         items, leaves = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.float32)
-        rest = (len(self._wide_offsets), key, step, items, leaves, *self._room(count))
+        rest = (len(self._wide_offsets), key, step, items, leaves, *self._scratch_for(count))
         if distinct:
             found = sum_tree.draw_distinct(self.leaves, *self._nodes, *rest)
         else:
@@ -136,7 +136,7 @@ class PriorityTree:
             found = count if drawn else 0
         return items, leaves, int(found)
 
-    def _room(self, count: int) -> tuple[Array, ...]:
+    def _scratch_for(self, count: int) -> tuple[Array, ...]:
         # Kept, because allocating it costs as much as the draw.
         if self._scratch is None or len(self._scratch[2]) < count:
             self._scratch = (
