@@ -108,16 +108,16 @@ class ItemMap:
             The leaves to set.
         """
         fresh = changes.ready & (changes.sequences >= self.next_sequence)
-        removed = ~changes.ready | fresh  # slots whose previous trajectory was removed
+        stale = ~changes.ready | fresh  # slots whose known trajectory was removed
         added = fresh & chosen
         self.position, self.next_sequence = changes.position, changes.next_sequence
         if not self.steps:
-            items = changes.slots[removed]
-            no_blocks = np.empty(0, dtype=np.int64)
+            items = changes.slots[stale]
+            empty = np.empty(0, dtype=np.int64)
             return Leaves(
-                items, np.where(added, changes.priorities, _GONE)[removed], items, added[removed], no_blocks
+                items, np.where(added, changes.priorities, _GONE)[stale], items, added[stale], empty
             )
-        blocks, kept = self._remove(changes.slots[removed])
+        blocks, kept = self._remove(changes.slots[stale])
         pieces = [(self._all(blocks), np.full(len(blocks) * self.block_steps, _GONE))]
         for block, steps in kept:  # steps of the last owner beyond those of the new one
             items = np.arange(block * self.block_steps + steps, (block + 1) * self.block_steps)
@@ -135,11 +135,7 @@ class ItemMap:
         # An item that is both freed and added gets its last value.
         items, last = np.unique(items[::-1], return_index=True)
         return Leaves(
-            items,
-            values[::-1][last],
-            changes.slots[removed],
-            added[removed],
-            np.unique(np.concatenate(changed)),
+            items, values[::-1][last], changes.slots[stale], added[stale], np.unique(np.concatenate(changed))
         )
 
     def _all(self, blocks: Array) -> Array:

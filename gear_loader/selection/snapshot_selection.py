@@ -56,7 +56,7 @@ class SnapshotSelection(Selection):
         if steps is None:
             steps = anchors(self.context.anchor, lengths, draw)
         if items.version != view.version:
-            self._replace_removed(view, draw, slots, steps, generations)
+            self._replace_stale(view, draw, slots, steps, generations)
         rows = (slots, steps, generations)
         times = self.count_samples(slots, generations, lambda *which: self._redraw(draw, rows, *which))
         likely = 1 / selector.num_items(items) if isinstance(selector, Uniform) else 1.0
@@ -120,18 +120,14 @@ class SnapshotSelection(Selection):
             part[which] = values
         return True
 
-    def _replace_removed(
+    def _replace_stale(
         self, view: Snapshot, draw: Draw, slots: Array, steps: Array, generations: Array
     ) -> None:
         state, generation, _ = self.context.table.reader().slot_states()
-        removed = np.flatnonzero((state[slots] != READY) | (generation[slots] != generations))
-        if len(removed):
+        stale = np.flatnonzero((state[slots] != READY) | (generation[slots] != generations))
+        if len(stale):
             others, at = replacements(self.context.selector.unit, view, draw)
             if at is None:
                 at = anchors(self.context.anchor, view.lengths[others], draw)
-            others, at = others[removed], at[removed]
-            slots[removed], steps[removed], generations[removed] = (
-                view.slots[others],
-                at,
-                view.generations[others],
-            )
+            others, at = others[stale], at[stale]
+            slots[stale], steps[stale], generations[stale] = view.slots[others], at, view.generations[others]
