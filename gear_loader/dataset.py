@@ -46,7 +46,7 @@ __all__ = ["ReplayDataset"]
 
 _logger = logging.getLogger("gear_loader")
 
-_LOCAL = 0x6C6F6361  # stream of random numbers
+_LOCAL = 0x6C6F6361  # random number stream of the seeds of local draws
 
 
 def _check_options(
@@ -68,7 +68,7 @@ def _check_options(
     world_size: Any,
     **_: Any,
 ) -> None:
-    """SchemaError if an option of `ReplayDataset` makes no sense, whatever the table."""
+    """Raise SchemaError for an option of `ReplayDataset` that is invalid with any table."""
     at_least("batch_size", batch_size)
     check_windows(windows, columns)
     if anchor not in ("uniform", "first", "last"):
@@ -100,85 +100,85 @@ def _check_options(
 
 
 class ReplayDataset(IterableDataset[Batch]):
-    """Endless or epoch-wise batches of windows, drawn from a table that may be written meanwhile.
+    """Endless or epoch-wise batches of windows, drawn from a table that may be written concurrently.
 
     Iterate it directly or through ``DataLoader(dataset, batch_size=None)``; or call `sample`. A batch is a dict:
 
     ============== ==================================================================================
     column         ``[B, L, *shape]`` in the column's dtype; steps that do not exist are zeros
     ``mask``       bool ``[B, L]``, True where the step exists; with differing windows a dict of them by column
-    ``index``      int64 ``[B]``: which trajectory (as `Table.add` returned it)
+    ``index``      int64 ``[B]``: the trajectory's index, as `Table.add` returned it
     ``anchor``     int64 ``[B]``: the step that the windows are relative to
-    ``generation`` int64 ``[B]``: tells whether the index has been given to another trajectory since
+    ``generation`` int64 ``[B]``: generation of the index, which changes when another trajectory reuses it
     ============== ==================================================================================
 
-    Drawn over `Shards`, also ``shard``, int64 ``[B]``: whose index that is. With a selector that weighs, also
-    ``priority_weight``; with `sample_info`, a dict ``sample_info`` of
+    Drawn over `Shards`, also ``shard``, int64 ``[B]``: the shard of the index. With a selector that weighs, also
+    ``priority_weight``, float32 ``[B]``; with `sample_info`, a dict ``sample_info`` of
 
     ================= ===============================================================================
-    ``times_sampled`` int64 ``[B]``: how often the trajectory has been drawn, this time included
-    ``age``           int64 ``[B]``: how many trajectories were added after it
-    ``age_seconds``   float32 ``[B]``: how long it has been there
-    ``probability``   float32 ``[B]``: with which the item was drawn
+    ``times_sampled`` int64 ``[B]``: draws of the trajectory so far, including this one
+    ``age``           int64 ``[B]``: number of trajectories added after it
+    ``age_seconds``   float32 ``[B]``: seconds since it was added
+    ``probability``   float32 ``[B]``: probability with which the item was drawn
     ================= ===============================================================================
 
-    **How long a batch stays valid:** batches lie in a ring of recycled buffers. A batch is valid until `keep`
-    more batches have been requested, from the same iterator or from the one after it (2 by default: the batch in
-    use and one that a trainer fetched ahead). ``copy=True`` gives each batch memory of its own: on a GPU a copy that
-    the GPU makes, without the host waiting. In `DataLoader` workers it always has.
+    **Validity of a batch:** batches lie in a ring of recycled buffers. A batch is valid until `keep` more batches have
+    been requested from the same iterator or the next one (2 by default: the batch in use and one that a trainer fetched
+    ahead). ``copy=True`` delivers each batch in new memory: on a GPU a copy that the GPU makes without the host
+    waiting. `DataLoader` workers always do.
 
-    **Order:** batch number and seed decide every draw, so `prefetch` and `num_workers` do not change the order.
+    **Order:** batch number and seed determine every draw, so `prefetch` and `num_workers` do not change the order.
     Rank r of w ranks gets the batches number r, r + w, r + 2 w, ...
 
-    Over `Shards` a batch has rows for every rank: if the last batch of a pass has fewer rows than there are ranks, some
-    of its rows come on several of them (`drop_last` leaves that batch out), and an epoch ends when all ranks have
-    collected their last batch. All ranks give the same options.
+    Over `Shards` every rank gets rows of each batch. If the last batch of a pass has fewer rows than there are ranks,
+    some of its rows repeat on several ranks (`drop_last` skips that batch). An epoch ends when all ranks have collected
+    their last batch. All ranks pass the same options.
 
-    Workers and ranks look at the table each for itself when they start an epoch. If it is written at that moment, they
-    may find different trajectories: then an epoch without replacement is not exact, and its length may differ between
-    ranks. `batches_per_epoch` makes it the same.
+    Workers and ranks take a snapshot of the table independently when they start an epoch. If the table is written at
+    that moment, the snapshots may differ: then an epoch without replacement is not exact, and its length may differ
+    between ranks. `batches_per_epoch` makes the length equal.
 
     Args:
-        table: where from: a `Table`, to which `DataLoader` workers attach by name, so that it needs one for them; or
-            `Shards`, the tables of all ranks as one.
-        batch_size: rows of a batch, on each rank.
-        windows: one `Window` for all columns, or a mapping of column name to window; columns that the mapping does
-            not name are not read.
+        table: a `Table`, or `Shards`, the tables of all ranks as one. `DataLoader` workers attach to a table by name,
+            so it needs one for them.
+        batch_size: rows of a batch on each rank.
+        windows: one `Window` for all columns, or a mapping of column name to window; columns without a window are not
+            read.
         columns: with one window: the columns to read (all by default).
         anchor: ``"uniform"`` over the trajectory's steps, ``"first"`` or ``"last"``. A selector with
-            ``unit="step"`` brings its own anchors.
+            ``unit="step"`` chooses the anchors itself.
         selector: `Uniform()` by default.
-        seed: decides all draws.
+        seed: seed of all draws.
         device: ``"auto"`` (the current GPU if there is one, else the CPU) or a torch device.
-        prefetch: batches that are prepared ahead: by a thread on the CPU, on a side stream on a GPU. 0 for none.
-        copy: give each batch memory of its own. Costs a copy within the GPU's memory; on the CPU new memory a batch.
-        keep: see above; at least 1.
-        batches_per_epoch: length of an epoch on each rank; by default one pass's worth, ceil(items / batch_size)
-            over all ranks. ``math.inf`` never ends.
-        drop_last: without replacement: leave out a last batch that is not full (over `Shards`: on all ranks).
-        subset: a function of the sequence numbers (int64 [n], the order of addition to the table that stored them
-            first) to a boolean array: which trajectories belong to this dataset. `ReplayDataModule` splits train and
-            validation so.
-        sample_info: let batches carry ``sample_info``. Times are counted by datasets that do, and by all if the table
+        prefetch: batches prepared ahead: by a thread on the CPU, on a side stream on a GPU. 0 disables prefetching.
+        copy: deliver each batch in new memory. Costs a copy within GPU memory; on the CPU an allocation per batch.
+        keep: validity of a batch, see above; at least 1.
+        batches_per_epoch: length of an epoch on each rank; by default that of one pass, ceil(items / batch_size) over
+            all ranks. ``math.inf`` never ends.
+        drop_last: without replacement: skip a last batch that is not full (over `Shards`: on all ranks).
+        subset: function of sequence numbers (int64 [n], the order of insertion into the table that stored the
+            trajectories first) that returns bool [n]: whether they belong to this dataset. `ReplayDataModule` uses it
+            to split training and validation.
+        sample_info: whether batches carry ``sample_info``. Draws are counted by such datasets, and by all if the table
             has `max_times_sampled`; then, on a GPU, the host draws by priority.
-        rate_limited: wait for the table's rate limiter, and count for it. False for validation.
-        programs: programs of the gather kernel's grid on a GPU; by default one a multiprocessor.
-        scope: of `Shards`: ``"global"`` draws each batch over all shards, the same on every rank, of which each gets
-            its slice (those of a `world_size` times larger batch in one process); ``"local"`` draws from this rank's
-            shard alone, without a word to the others but at the start of an iteration, and corrects importance weights
-            for the shard's share of all priorities as it was then.
-        rank, world_size: by default those of `torch.distributed` where it is initialised, else 0 of 1.
+        rate_limited: wait for the table's rate limiter and count for it. False for validation.
+        programs: programs of the gather kernel's grid on a GPU; by default one per multiprocessor.
+        scope: of `Shards`: ``"global"`` draws the same batch over all shards on every rank, `world_size` times as large
+            as in one process, and each rank gets its slice; ``"local"`` draws from this rank's shard alone,
+            communicates only at the start of an iteration, and corrects importance weights for the shard's share of all
+            priorities at that time.
+        rank, world_size: by default those of `torch.distributed` if it is initialised, else 0 of 1.
 
-    **Forked children:** an iterator belongs to the process that made it; in a forked child it raises `GearError`, while
-    `sample` and new iterators work there, but for a dataset over `Shards`, and for priorities that the parent was
-    changing at that moment, which raise `GearError` too. Processes that are spawned get a dataset of their own.
+    **Forked children:** an iterator belongs to the process that made it and raises `GearError` in a forked child.
+    `sample` and new iterators work there, except over `Shards`, and for priorities that the parent was changing during
+    the fork; both raise `GearError`. Spawned processes get their own dataset.
 
-    On a GPU nothing waits for the host from the draw to the batch; the consumer's stream waits for the side stream
-    by an event. If the GPU fails while it gathers, the next batch raises GpuError, and what the GPU may still read
-    stays reserved until the process ends. Works with torchdata's `StatefulDataLoader`.
+    On a GPU the host does not wait from the draw to the batch; the consumer's stream waits for the side stream by an
+    event. If the GPU fails during a gather, the next batch raises GpuError, and its read tickets and buffers stay
+    reserved until the process ends. Works with torchdata's `StatefulDataLoader`.
 
     Raises:
-        SchemaError: options that make no sense for this table.
+        SchemaError: options that are invalid for this table.
     """
 
     def __init__(
@@ -250,26 +250,24 @@ class ReplayDataset(IterableDataset[Batch]):
         self.programs = None if programs is None else int(programs)
         self._shard = None if rank is None or world_size is None else (rank, world_size)
         self.scope: Literal["global", "local"] = scope
-        self._exchange = self._meet()
+        self._exchange = self._new_exchange()
         self._position = Position()
         self._buffers = BufferPools()
         self._selection: Selection | None = None
-        self._selected_for: tuple[Any, ...] = ()  # the options that it was made for
-        self._forked_from = (
-            0  # the process that made the connections to other shards, in a forked child of it
-        )
+        self._selected_for: tuple[Any, ...] = ()  # options of `_selection`
+        self._forked_from = 0  # in a forked child with Shards: id of the process that made the connections
         _datasets.add(self)
 
     @classmethod
     def check_options(cls, **options: Any) -> None:
-        """Check options of the constructor as far as no table is needed for it. Asks nothing of CUDA.
+        """Validate the constructor's options without a table. Does not use CUDA.
 
         Args:
-            options: all but `table`; those that are left out have their defaults.
+            options: options of the constructor except `table`; omitted ones have their defaults.
 
         Raises:
-            TypeError: an option that there is not, or `batch_size` or `windows` is missing.
-            SchemaError: a value that makes no sense for any table.
+            TypeError: an unknown option, or `batch_size` or `windows` is missing.
+            SchemaError: a value that is invalid with any table.
         """
         given = inspect.signature(cls).bind(None, **options)
         given.apply_defaults()
@@ -277,13 +275,13 @@ class ReplayDataset(IterableDataset[Batch]):
 
     # ---------------------------------------------------------------- shards
 
-    def _meet(self) -> SingleProcess | None:
-        """What this dataset tells those of other ranks through."""
+    def _new_exchange(self) -> SingleProcess | None:
+        """The process-group exchange, with options compared between ranks; None for a plain table."""
         if self.shards is None:
             return None
         if self._shard is not None or self.sample_info:
             raise SchemaError(
-                "rank, world_size or sample_info was given with Shards, which know their ranks, and do not tell "
+                "rank, world_size or sample_info was given with Shards, which know their ranks and do not support "
                 "sample_info. Leave them out."
             )
         exchange = self.shards.new_exchange()
@@ -295,7 +293,7 @@ class ReplayDataset(IterableDataset[Batch]):
         return exchange
 
     def _options(self, shards: Shards) -> dict[str, Any]:
-        """What all ranks have to agree on; windows within a pipeline stage."""
+        """Options that must be equal on all ranks; windows within a pipeline stage."""
         subset = self.subset
         return {
             **self._config(),
@@ -311,26 +309,26 @@ class ReplayDataset(IterableDataset[Batch]):
         }
 
     @property
-    def _everywhere(self) -> bool:
+    def _is_global(self) -> bool:
         """Whether batches are drawn over all shards."""
         return self.shards is not None and self.scope == "global"
 
-    def _drawn_at_once(self, size: int) -> int:
-        """Rows that are drawn for a batch of `size`: those of all slices."""
-        return size * self.shards.num_slices if self.shards is not None and self._everywhere else size
+    def _global_size(self, size: int) -> int:
+        """Rows of all slices of a batch with `size` rows on this rank."""
+        return size * self.shards.num_slices if self.shards is not None and self._is_global else size
 
     # ---------------------------------------------------------------- iteration
 
     def __len__(self) -> int:
         """Batches of an epoch on this rank, for the trajectories that are in the table now.
 
-        While the table holds fewer trajectories than its rate limiter's `min_size`, this waits for them, as drawing the
-        first batch does; not if `batches_per_epoch` is given.
+        Without `batches_per_epoch` it waits, as the first batch does, until the table holds its rate limiter's
+        `min_size` trajectories.
 
         Raises:
             TypeError: the dataset is endless.
             TableEmptyError: there is nothing to draw from.
-            RateLimitError: the rate limiter was waited for until the table's deadline.
+            RateLimitError: timed out waiting for the rate limiter.
         """
         if self.batches_per_epoch is None:
             self._await_first()
@@ -340,7 +338,7 @@ class ReplayDataset(IterableDataset[Batch]):
         return int(count)
 
     def _await_first(self) -> None:
-        """Wait until the rate limiter lets the first batch be drawn; afterwards this returns at once."""
+        """Wait until the rate limiter permits the first batch; later calls return at once."""
         limiter = self.table.rules.rate_limiter
         if self.rate_limited and limiter is not None and len(self.table) < limiter.min_size:
             self.table.reader().await_samplable(self.batch_size)
@@ -353,7 +351,7 @@ class ReplayDataset(IterableDataset[Batch]):
         return self._iterate(number, workers, in_worker=info is not None)
 
     def _iterate(self, number: int, workers: int, *, in_worker: bool) -> Iterator[Batch]:
-        # Runs from the first request on: an iterator that is made and dropped does not use up an epoch.
+        # A generator: an iterator dropped before its first request does not use up an epoch.
         position = self._position
         epoch, before, step = position.begin(self.table.region.lock.run)
         prefetch = 0 if in_worker else self.prefetch
@@ -374,65 +372,65 @@ class ReplayDataset(IterableDataset[Batch]):
                     position.delivered(epoch, before, step)
                     yield batch
                 if not in_worker:
-                    # A worker stays at its end, so that it ends again if it is resumed while others have batches left.
+                    # A worker keeps its end position, so that it ends again if resumed while others have batches left.
                     position.end(epoch)
             finally:
                 self._buffers.close(prefetcher)
         finally:
-            if not prefetcher.closed:  # an exception has arrived on the way there
+            if not prefetcher.closed:  # an exception arrived before the call above
                 self._buffers.close(prefetcher)
 
     def _draws(self, epoch: int, number: int, every: int) -> Iterator[tuple[Draw, Any]]:
-        """The draws of this rank's batches `number`, number + every, ... of an epoch, and what they draw from if
-        that is not what is there at the time."""
+        """Yield the draws of this rank's batches `number`, number + every, ... of an epoch, with the items to draw
+        from, or None for the items present at the draw."""
         rank, world = self._rank()
         if self.rate_limited and self.table.rules.rate_limiter is not None:
-            self.table.reader().await_samplable(self.batch_size)  # before that there may be nothing
+            self.table.reader().await_samplable(self.batch_size)  # the table may be empty until then
         view = self._selected().look()
         count = self._epoch_batches(view, world)
-        if self._exchange is not None and not self._everywhere:
+        if self._exchange is not None and not self._is_global:
             count = begin_epoch(self._exchange, self._selected(), count, fresh=number == 0)
-        seed, size = self._draw_seed(), self._drawn_at_once(self.batch_size)
+        seed, size = self._draw_seed(), self._global_size(self.batch_size)
         turn, past = 0, self._position.past
         while number < count:
-            batch = number * world + rank  # its number over all ranks
+            batch = number * world + rank  # number over all ranks
             if not self.selector.passes:
                 yield Draw(seed, epoch, batch, 0, size, number=past + number), None
             else:
-                if batch // self._pass_batches(view) != turn:  # one more pass, over what is there by now
+                if batch // self._pass_batches(view) != turn:  # a new pass, over the current items
                     view = self._selected().look()
                 turn, place = divmod(batch, self._pass_batches(view))
                 first = place * size
                 rows = min(size, self.selector.num_items(view) - first)
                 yield Draw(seed, epoch, batch, first, rows, turn, past + number), view
             number += every
-        if self._exchange is not None and self._everywhere:
+        if self._exchange is not None and self._is_global:
             self._end_together(self._exchange)
 
     @staticmethod
     def _end_together(exchange: SingleProcess) -> None:
-        """Wait until all ranks have collected their last batch: none leaves before, and takes its rows along."""
+        """Wait until all ranks have collected their last batch, which may read rows of this rank's shard."""
         try:
             exchange.barrier()
-        except RankError as error:  # all batches of this rank have been drawn: they are right
+        except RankError as error:  # all batches of this rank are complete
             _logger.warning("The epoch has ended here, but not on all ranks: %s", error)
 
     def _draw_seed(self) -> int:
-        """Shards that are drawn from each for itself have different random numbers."""
-        shard = 0 if self.shards is None or self._everywhere else self.shards.place.data
+        """The seed of the draws; differs between shards with local scope."""
+        shard = 0 if self.shards is None or self._is_global else self.shards.place.data
         return self.seed if shard == 0 else key(seed=self.seed, stream=_LOCAL, epoch=shard)
 
     def sample(self, batch_size: int | None = None) -> Batch:
-        """One batch, for loops of one's own. Prepared when asked for; on a GPU without waiting for it.
+        """Draw one batch, without prefetching. Does not wait for the GPU.
 
-        Without replacement, calls go through the items in order of a permutation, one pass after another; the last
-        batch of a pass may be smaller. A pass is exact while the table does not change.
+        Without replacement, calls follow a permutation of the items, one pass after another; the last batch of a pass
+        may be smaller. A pass is exact while the table does not change.
 
         Args:
-            batch_size: rows, if not the dataset's. Changing it makes new buffers.
+            batch_size: rows; by default the dataset's. Changing it allocates new buffers.
 
         Returns:
-            A batch that stays valid until `sample` has been called `keep` more times (or for good with `copy`).
+            A batch that is valid until `sample` has been called `keep` more times (forever with `copy`).
 
         Raises:
             TableEmptyError: there is nothing to draw from.
@@ -440,16 +438,16 @@ class ReplayDataset(IterableDataset[Batch]):
         size = self.batch_size if batch_size is None else at_least("batch_size", batch_size)
         self._check_rate(size)
         prefetcher = self._buffers.single(size, self.batch_size, self._collector, **self._buffering(False))
-        if self._everywhere and self._buffers.active is not None:
+        if self._is_global and self._buffers.active is not None:
             raise SchemaError(
                 "sample() was called during an iteration; over Shards all ranks must draw in the same order, so end "
-                "one before the other, or make a second ReplayDataset."
+                "the iteration first, or make a second ReplayDataset."
             )
         if needs_priorities(self.selector):
-            self._buffers.settle()  # updates that wait for a batch being prefetched come before this one
+            self._buffers.settle()  # updates queued behind prefetched batches precede this batch
         rank, world = self._rank()
         number = self._position.samples * world + rank
-        epoch, turn, first, count, view = SAMPLE_EPOCH, 0, 0, self._drawn_at_once(size), None
+        epoch, turn, first, count, view = SAMPLE_EPOCH, 0, 0, self._global_size(size), None
         if self.selector.passes:
             view = self._selected().look()
             items = self.selector.num_items(view)
@@ -469,23 +467,23 @@ class ReplayDataset(IterableDataset[Batch]):
     # ---------------------------------------------------------------- one batch
 
     def _fill(self, prefetcher: Prefetcher, buffers: Buffers, draw: Draw, frozen: Any) -> int:
-        """One batch into `buffers`: its rows; `frozen` are the items of an epoch that is a pass over them."""
+        """Draw and gather a batch into `buffers`; return its number of rows. `frozen`: see `Selection.draw`."""
         selection = self._selected()
         ticket = selection.new_ticket()
         try:
-            rows = selection.draw(draw, ticket, frozen)  # which rows, under the read ticket
+            rows = selection.draw(draw, ticket, frozen)  # under the read ticket
             prefetcher.collector.gather(buffers, rows)  # their windows
-            prefetcher.release(buffers, ticket)  # when the gather has finished, on a GPU
+            prefetcher.release(buffers, ticket)  # on a GPU when the gather has finished
             return len(rows)
         except BaseException:
             prefetcher.abandon(buffers, lambda: selection.undo(ticket), ticket)
             raise
 
     def _selected(self) -> Selection:
-        """The selector at work, in this process.
+        """The selection of this process; made if the options have changed.
 
         Raises:
-            GearError: it draws over shards, and the process was forked.
+            GearError: the dataset draws over shards, and the process was forked.
         """
         if self._forked_from:
             raise GearError(
@@ -498,12 +496,12 @@ class ReplayDataset(IterableDataset[Batch]):
             self._selected_for = options
             self._selection = selection_for(
                 SelectionContext(*options),
-                # A state may be taken before batches that were prefetched, and one that a trainer fetched ahead.
+                # A state may precede the prefetched batches and one that a trainer fetched ahead.
                 history=self.prefetch + self.keep + 2,
                 device=self.device,
                 windows=self.windows,
                 shards=self.shards,
-                exchange=self._exchange if self._everywhere else None,
+                exchange=self._exchange if self._is_global else None,
             )
         return self._selection
 
@@ -519,33 +517,32 @@ class ReplayDataset(IterableDataset[Batch]):
         shard: torch.Tensor | Array | None = None,
         stale: Literal["ignore", "error"] = "ignore",
     ) -> None:
-        """Give trajectories, or with ``unit="step"`` steps, new priorities, as their errors after training suggest.
+        """Set the priorities of trajectories, or of steps with ``unit="step"``, for example to their TD errors.
 
         ``dataset.update_priority(batch, td_error.abs())``, or with its parts
         ``dataset.update_priority(batch["index"], td_error.abs(), generation=batch["generation"])``.
 
         Args:
-            index: a batch: then its generations, and with ``unit="step"`` its anchors, are taken from it too; or
-                int [n], which trajectories. Of equal items the last one counts.
-            priority: [n] numbers, finite as float32 and not negative; `Prioritized` raises them to its alpha.
-            generation: int [n], ``batch["generation"]``: then a row whose trajectory is gone is not taken for its
-                successor in the same place.
-            anchor: int [n], ``batch["anchor"]``: which steps; with ``unit="step"`` only.
-            shard: int [n], ``batch["shard"]``: whose rows they are, where batches are drawn over all `Shards`. Owners
-                learn of them with the next batch, and draw by them from the second after that on.
-            stale: what to do if a trajectory is gone: ``"ignore"`` leaves the row out and counts it (`num_stale`),
+            index: int [n], indices of trajectories; or a whole batch, which also supplies generations, and with
+                ``unit="step"`` anchors. Of duplicate items the last one counts.
+            priority: numbers [n], finite as float32 and not negative; `Prioritized` raises them to its alpha.
+            generation: int [n], ``batch["generation"]``; detects stale rows, whose index was reused.
+            anchor: int [n], ``batch["anchor"]``, steps; with ``unit="step"`` only.
+            shard: int [n], ``batch["shard"]``, shards of the rows, if batches are drawn over all `Shards`. Owners
+                receive them with the next batch and use them from the second batch after that on.
+            stale: how to treat rows of removed trajectories: ``"ignore"`` skips and counts them (`num_stale`),
                 ``"error"`` changes nothing and raises.
 
-        A table that was created with ``on_full="evict_lowest_priority"`` gets them too, if items are trajectories.
+        If items are trajectories, a table with ``on_full="evict_lowest_priority"`` gets the priorities too.
 
-        Batches that have been drawn ahead (`prefetch`) do not know of it; every batch that is asked for later does.
-        Where the GPU draws, CUDA tensors stay there and nothing waits; then a bad value in them is found by the GPU,
-        which changes nothing, and raised by one of the calls that follow. Elsewhere they are copied to the host.
+        The update affects all batches requested later, but not those already prefetched. If the GPU draws, CUDA tensors
+        stay there and nothing waits; the GPU then detects an invalid value, ignores the update, and a later call raises
+        the error. Otherwise tensors are copied to the host.
 
         Raises:
             PriorityError: a priority is NaN, infinite or negative; the message names the first. Nothing was changed.
-            StaleIndexError: with ``stale="error"``: a trajectory is gone. Nothing was changed.
-            SchemaError: other shapes or dtypes, or a selector that does not go by priorities. Nothing was changed.
+            StaleIndexError: with ``stale="error"``: a trajectory was removed. Nothing was changed.
+            SchemaError: other shapes or dtypes, or a selector that does not draw by priority. Nothing was changed.
         """
         selection = self._by_priority("update_priority")
         if stale not in ("ignore", "error"):
@@ -567,7 +564,7 @@ class ReplayDataset(IterableDataset[Batch]):
     def _names(self, batch: Batch, generation: Any, anchor: Any, shard: Any) -> tuple[Any, Any, Any, Any]:
         """index, generation, anchor and shard of a batch's rows."""
         wanted = ("index", "generation") + (("anchor",) if self.selector.unit == "step" else ())
-        wanted += ("shard",) if self._everywhere else ()
+        wanted += ("shard",) if self._is_global else ()
         missing = [name for name in wanted if name not in batch]
         if missing or not generation is anchor is shard is None:
             raise SchemaError(
@@ -585,31 +582,29 @@ class ReplayDataset(IterableDataset[Batch]):
         max_bytes: int = 64 << 20,
         tolerance: float = 0.05,
     ) -> dict[str, Any]:
-        """Move trajectories between the `Shards` until these are about equal. All ranks call it at the same point.
+        """Migrate trajectories between the `Shards` until they are about equal. All ranks call it at the same point.
 
-        The newest trajectories of the fullest shards are copied to the emptiest, as far as there is room, and removed
-        from where they were when they are there: in a pipeline in all stages. They keep their ids, their priorities
-        and what `update_priority` has taught of them; new priorities for batches from before follow them. Trajectories
-        that share steps with others stay. A rank that is killed meanwhile leaves a trajectory in two shards at worst;
-        the next call, or the next dataset that is made over these tables, before it draws, removes one of them (the
-        logger `gear_loader` tells how many). To a table's own policy, such as eviction of the oldest, those that came
-        are new. A pass without replacement that is under way draws others in place of those that moved.
+        The newest trajectories of the fullest shards are copied to the emptiest with free space, in all stages of a
+        pipeline, and then removed from their source. They keep their ids and updated priorities; priority updates for
+        earlier batches follow them. Trajectories that share steps with others are not migrated. If a rank is killed
+        meanwhile, a trajectory may be left in two shards; the next call, or the next dataset over these tables, removes
+        the duplicate before it draws (the logger `gear_loader` reports the number). Eviction and other policies of a
+        table treat migrated trajectories as new. A running pass without replacement replaces migrated items by others.
 
         Args:
-            by: what is to be equal: ``"steps"``, or ``"mass"``: what is drawn from, the sum of priorities (or how many
-                items there are, if the selector does not go by priorities).
-            max_bytes: most that is moved by this call, over all shards; call it again for more. 0 moves nothing, but
-                removes what others left.
-            tolerance: nothing moves while no shard is further from the mean than this fraction of it.
+            by: quantity to equalise: ``"steps"``, or ``"mass"``, the sum of priorities (the number of items if the
+                selector does not draw by priority).
+            max_bytes: most bytes that this call migrates, over all shards; call it again for more. 0 only removes
+                duplicates.
+            tolerance: nothing moves if every shard is within this fraction of the mean.
 
         Returns:
-            "moved": how many trajectories; "steps", "bytes": of them; "before", "after": float64 [S], the shards'
-            steps or masses; "leftovers": removed copies that an interrupted call had left. The same on every
-            rank.
+            "moved": number of trajectories; "steps", "bytes": their steps and bytes; "before", "after": float64 [S],
+            the shards' steps or masses; "leftovers": removed duplicates of an interrupted call. The same on every rank.
 
         Raises:
-            SchemaError: other options, or a dataset that does not draw over all Shards, or has a `subset` (which goes
-                by the order in which each table was written).
+            SchemaError: invalid options, a dataset that does not draw over all Shards, or one with a `subset`, which
+                depends on each table's order of insertion.
             RankError: another rank has failed; nothing was lost.
         """
         if by not in ("steps", "mass"):
@@ -617,7 +612,7 @@ class ReplayDataset(IterableDataset[Batch]):
         max_bytes = at_least("max_bytes", max_bytes, least=0)
         if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 <= tolerance < 1:
             raise SchemaError(f"tolerance is {tolerance!r}; expected a number from 0 to below 1.")
-        if not self._everywhere or self.subset is not None:
+        if not self._is_global or self.subset is not None:
             raise SchemaError(
                 "rebalance was called, but this dataset has a subset, or does not draw over all Shards; make one with "
                 "Shards, scope='global' and without subset."
@@ -633,22 +628,22 @@ class ReplayDataset(IterableDataset[Batch]):
                 answers.put(error)
 
         self._buffers.between(call)
-        answer = answers.get()  # all that it waits for has a deadline
+        answer = answers.get()  # all its waits have deadlines
         if isinstance(answer, BaseException):
             raise answer
         return answer
 
     def priority_quantiles(self, shares: Sequence[float]) -> list[float]:
-        """Quantiles of the positive priorities that are drawn by now, estimated from a part of them if they are many.
+        """Quantiles of the positive priorities, estimated from a sample if they are many. Waits for the GPU, if used.
 
         Args:
-            shares: from 0 (the smallest) to 1 (the largest).
+            shares: numbers [n] from 0 (the smallest) to 1 (the largest).
 
         Returns:
-            One number each, NaN if no priority is positive. On a GPU this waits for it.
+            n quantiles, NaN if no priority is positive.
 
         Raises:
-            SchemaError: the selector does not go by priorities, or a share is none.
+            SchemaError: the selector does not draw by priority, or a share is invalid.
         """
         selection = self._by_priority("priority_quantiles")
         values = np.asarray(shares, dtype=np.float64)
@@ -659,29 +654,29 @@ class ReplayDataset(IterableDataset[Batch]):
 
     @property
     def num_stale(self) -> int:
-        """Rows that `update_priority` has left out so far, because their trajectory was gone."""
+        """Number of stale rows that `update_priority` has skipped so far. Waits for the GPU, if used."""
         return self._by_priority("num_stale").num_stale
 
     @property
     def num_lost(self) -> int:
-        """Rows of `Shards` that were drawn anew so far because their node did not answer (``on_failure="redraw"``)."""
+        """Rows of `Shards` redrawn so far because their node did not answer (``on_failure="redraw"``)."""
         return sum(c.num_lost for c in self._shard_collectors())
 
     @property
     def num_gone(self) -> int:
-        """Rows of `Shards` that were drawn anew so far because they were evicted between their draw and their read."""
+        """Rows of `Shards` redrawn so far because they were evicted between draw and read."""
         return sum(c.num_gone for c in self._shard_collectors())
 
     def _shard_collectors(self) -> list[ShardCollector]:
         return [collector for collector in self._buffers.collectors if isinstance(collector, ShardCollector)]
 
-    def _by_priority(self, what: str) -> PrioritizedSelection | GlobalSelection:
+    def _by_priority(self, method: str) -> PrioritizedSelection | GlobalSelection:
         selection = self._selected()
         if not isinstance(selection, (PrioritizedSelection, GlobalSelection)) or not needs_priorities(
             self.selector
         ):
             raise SchemaError(
-                f"{what} was called, but {self.selector!r} does not go by priorities; use gear_loader.Prioritized "
+                f"{method} was called, but {self.selector!r} does not draw by priority; use gear_loader.Prioritized "
                 "or gear_loader.TopK."
             )
         return selection
@@ -690,7 +685,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
     def _pass_batches(self, view: Any) -> int:
         """Batches of one pass over all items, on all ranks together."""
-        items, size = self.selector.num_items(view), self._drawn_at_once(self.batch_size)
+        items, size = self.selector.num_items(view), self._global_size(self.batch_size)
         if items == 0:
             raise self._selected().context.empty()
         if self.drop_last and self.selector.passes:
@@ -708,7 +703,7 @@ class ReplayDataset(IterableDataset[Batch]):
         return -(-self._pass_batches(view) // world)
 
     def _rank(self) -> tuple[int, int]:
-        if self.shards is not None:  # a batch is drawn by all ranks together, or each has its own shard
+        if self.shards is not None:  # all ranks draw each batch together, or each draws from its own shard
             return 0, 1
         if self._shard is not None:
             return self._shard
@@ -719,8 +714,8 @@ class ReplayDataset(IterableDataset[Batch]):
     # ---------------------------------------------------------------- workers
 
     def _buffering(self, in_worker: bool) -> dict[str, Any]:
-        """Options of `Prefetcher` that follow from the dataset's."""
-        complete = needs_priorities(self.selector) or self._everywhere
+        """Options of `Prefetcher`, from those of the dataset."""
+        complete = needs_priorities(self.selector) or self._is_global
         return {"keep": self.keep, "fresh": self.copy or in_worker, "complete": complete}
 
     def _collector(self, size: int) -> Collector:
@@ -730,7 +725,7 @@ class ReplayDataset(IterableDataset[Batch]):
             "programs": self.programs,
             "weighs": self.selector.weighs,
         }
-        if self.shards is not None and self._everywhere:
+        if self.shards is not None and self._is_global:
             zero_copy = self.device.type == "cuda" and self.shards.pin(self.device)
             kind = CudaShardCollector if zero_copy else ShardCollector
             return kind(self.shards, self.windows, **options)
@@ -741,8 +736,8 @@ class ReplayDataset(IterableDataset[Batch]):
             return
         if self.shards is not None:
             raise SchemaError(
-                "A DataLoader worker cannot draw from Shards: it is no rank. Use num_workers=0 (batches are prefetched "
-                "in the background anyway)."
+                "A DataLoader worker cannot draw from Shards: it is not a rank. Use num_workers=0 (batches are "
+                "prefetched in the background anyway)."
             )
         if needs_priorities(self.selector):
             raise SchemaError(
@@ -766,7 +761,7 @@ class ReplayDataset(IterableDataset[Batch]):
         state = dict(self.__dict__)
         state.update(_buffers=BufferPools(), _selection=None)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
-            state["_shard"] = self._rank()  # a spawned worker is in no process group
+            state["_shard"] = self._rank()  # a spawned worker has no process group
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -774,7 +769,7 @@ class ReplayDataset(IterableDataset[Batch]):
         _datasets.add(self)
 
     def _after_fork(self) -> None:
-        """In a forked child: forget what the parent's threads work on. Its iterators cannot be continued here."""
+        """Replace the parent's buffers and locks in a forked child, which cannot continue its iterators."""
         if self.shards is not None:
             self._forked_from = self._forked_from or os.getppid()
         if self._selection is not None:
@@ -783,66 +778,64 @@ class ReplayDataset(IterableDataset[Batch]):
 
     @property
     def position(self) -> tuple[int, int, int]:
-        """The epoch; its batches delivered before `DataLoader` workers began; and those delivered here since."""
+        """Epoch, its batches delivered before `DataLoader` workers started, and its batches delivered here since."""
         return self._position.current
 
     def settle(self) -> None:
-        """Wait until the running iteration has done all that it was asked to do, such as draws ahead and updates."""
+        """Wait until the running iteration has finished all requests, such as prefetches and priority updates."""
         self._buffers.settle()
 
     def repeat_epoch(self) -> None:
-        """Make the next iteration epoch 0, unless it goes on in the middle of one. For a loader that overfits."""
+        """Make the next iteration epoch 0, unless it resumes in the middle of one. For loaders that overfit."""
         if self._position.next()[2] == 0:
             self.set_epoch(0)
 
     def start_workers(self) -> None:
-        """Say that a loader's workers start to iterate, before they do.
+        """Announce that a loader's workers are about to iterate.
 
-        For a loader that counts batches itself: `state_dict` in this process then tells where the workers began.
+        For a loader that counts batches itself: `state_dict` in this process then holds the workers' start position.
         """
         self._position.start_workers()
 
     # ---------------------------------------------------------------- state
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration epoch number `epoch`, from its start. Without it epochs count up."""
+        """Make the next iteration epoch number `epoch`, from its start. Otherwise epochs count up."""
         self._position.set_epoch(at_least("epoch", epoch, least=0))
         if isinstance(self._selection, (PrioritizedSelection, GlobalSelection)):
             self._selection.forget_pending()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where iteration stands: integers and the options that they hold for, ready for JSON.
+        """The position of iteration: integers and the options they belong to, JSON-serialisable.
 
-        With a selector that goes by priorities, also ``"priorities"``: CPU tensors of all priorities, their running
-        maximum, and the rows of the last batches, because those that were drawn ahead knew older priorities.
+        With a selector that draws by priority, also ``"priorities"``: CPU tensors of all priorities, their running
+        maximum, and the rows of the last batches, because prefetched batches were drawn by older priorities.
 
-        Batches that were prefetched but not delivered do not count. In a `DataLoader` worker, where torchdata's
-        `StatefulDataLoader` asks for it, it is the worker's own state. In the main process nothing is known of what
-        the workers of a plain `DataLoader` have delivered.
+        Prefetched but undelivered batches do not count. In a `DataLoader` worker, as used by torchdata's
+        `StatefulDataLoader`, it is the worker's own state. The main process does not know which batches the workers of
+        a plain `DataLoader` have delivered.
         """
         state: dict[str, Any] = {**self._position.state_dict(), "config": self._config()}
         if get_worker_info() is None and needs_priorities(self.selector):
             self._buffers.settle()
             priorities = self._by_priority("state_dict").state_dict()
-            if self._exchange is not None and not self._everywhere:
+            if self._exchange is not None and not self._is_global:
                 priorities = gather_states(self._exchange, priorities)
             state["priorities"] = priorities
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken: the next iteration yields the batch after the last one delivered then.
+        """Resume from `state`: the next iteration yields the batch after the last one delivered before it was taken.
 
-        The batches are the same bit for bit if the table holds the same trajectories in the same order, on as many
-        ranks. `DataLoader` workers made afterwards go on there too, however many.
+        The batches are equal bit for bit if the table holds the same trajectories in the same order, on as many ranks.
+        `DataLoader` workers made afterwards resume there too, whatever their number.
 
         Raises:
-            SchemaError: it is no such state, or of a dataset with another seed, batch size, selector, anchor or
-                drop_last, or of a worker of another number of workers.
+            SchemaError: an invalid state, or one of a dataset with another seed, batch size, selector, anchor or
+                drop_last, or of a worker with another number of workers.
         """
         if not isinstance(state, Mapping) or not isinstance(state.get("config"), Mapping):
-            raise SchemaError(
-                f"The state is {state!r}; expected what state_dict() of a ReplayDataset returned."
-            )
+            raise SchemaError(f"The state is {state!r}; expected a state_dict() of a ReplayDataset.")
         values = Position.check_state(state)
         mine = self._config()
         different = {
@@ -856,10 +849,10 @@ class ReplayDataset(IterableDataset[Batch]):
         if needs_priorities(self.selector):
             if not isinstance(state.get("priorities"), Mapping):
                 raise SchemaError(
-                    "The state holds no priorities; give what state_dict() of the main process returned."
+                    "The state holds no priorities; expected the state_dict() of the main process."
                 )
             priorities = state["priorities"]
-            if self._exchange is not None and not self._everywhere:
+            if self._exchange is not None and not self._is_global:
                 priorities = own_state(self._exchange, priorities)
             self._by_priority("load_state_dict").load_state_dict(priorities)
         self._position.load_state_dict(values)
@@ -867,7 +860,7 @@ class ReplayDataset(IterableDataset[Batch]):
     def _config(self) -> dict[str, Any]:
         return {
             "seed": self.seed,
-            "batch_size": self._drawn_at_once(self.batch_size),
+            "batch_size": self._global_size(self.batch_size),
             "selector": repr(self.selector),
             "anchor": self.anchor,
             "drop_last": self.drop_last,

@@ -1,4 +1,4 @@
-"""Where iteration stands: epoch, batches delivered, `DataLoader` workers; and the state that resumes there."""
+"""Position of iteration: epoch, delivered batches, `DataLoader` workers, and the state to resume from."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ _STATE = ("epoch", "before", "step", "past", "workers", "samples", "sampled_item
 
 
 class Position:
-    """Which batch comes next, in this process and in its `DataLoader` workers.
+    """Position of the next batch, in this process and in its `DataLoader` workers.
 
-    Which epoch comes next is one number for this process and all workers, in shared memory, because workers may be new
-    processes every epoch. The workers of one loader's iteration must start the same epoch, though any of them may come
-    first, or not at all when the iteration is broken off: the first one opens a round under the seed that they have in
-    common, the others join it.
+    The next epoch's number lies in shared memory, because workers may be new processes every epoch. All workers of a
+    loader's iteration must start the same epoch; any of them may start first, or not at all if the iteration is broken
+    off. The first one opens a round, identified by the workers' common seed; the others join it.
 
     Attributes:
-        current: the epoch; the batches of it that had been delivered before `DataLoader` workers shared the rest (0 in
-            the main process); the batches that this process has delivered since.
-        past: batches of the iterations before this one. open: batches of this one.
-        samples, sampled_items: batches, and items, that `ReplayDataset.sample` has drawn.
+        current: epoch; its batches delivered before `DataLoader` workers shared the rest (0 in the main process); its
+            batches delivered by this process since.
+        past: batches of earlier iterations. open: batches of the current one.
+        samples, sampled_items: batches and items drawn by `ReplayDataset.sample`.
     """
 
     def __init__(self) -> None:
@@ -40,18 +39,18 @@ class Position:
         with outside_inference():
             self._shared = torch.zeros(_JOINED + MAX_WORKERS, dtype=torch.int64, device="cpu")
             self._shared.share_memory_()
-        self._restart: tuple[int, int, int] | None = None  # goes first: where a worker resumes
+        self._restart: tuple[int, int, int] | None = None  # resume position of a worker; takes precedence
         self.past, self.open = 0, 0
         self.samples, self.sampled_items = 0, 0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._shared.share_memory_()  # a pickle or a copy brings plain memory
+        self._shared.share_memory_()  # pickling and copying yield ordinary memory
 
     # ---------------------------------------------------------------- one iteration
 
     def next(self) -> tuple[int, int, int]:
-        """What `begin` would return now."""
+        """The position that `begin` would return now."""
         info = get_worker_info()
         epoch, before, _, _, round_epoch, round_before = self._shared[:_JOINED].tolist()
         if info is None:
@@ -63,10 +62,10 @@ class Position:
     def begin(
         self, alone: Callable[[Callable[[], tuple[int, int, int]]], tuple[int, int, int]]
     ) -> tuple[int, int, int]:
-        """Start an iteration: `current` of its first batch.
+        """Start an iteration; return its first position.
 
         Args:
-            alone: calls a function while no other worker is in it.
+            alone: calls a function under mutual exclusion with other workers.
         """
         info = get_worker_info()
         if info is None:
@@ -79,11 +78,11 @@ class Position:
         return start
 
     def delivered(self, epoch: int, before: int, step: int) -> None:
-        """Note that so many batches of the iteration have been delivered."""
+        """Record the number of delivered batches of the iteration."""
         self.current, self.open = (epoch, before, step), before + step
 
     def end(self, epoch: int) -> None:
-        """Note that an iteration has ended in the main process: the next epoch comes next."""
+        """Record the end of an iteration in the main process: the next epoch follows."""
         self.current = (epoch + 1, 0, 0)
         self.past, self.open = self.past + self.open, 0
 
@@ -104,7 +103,7 @@ class Position:
         self._shared[:_JOINED] = torch.tensor([epoch + 1, 0, opened + 1, key, epoch, before], device="cpu")
 
     def start_workers(self) -> None:
-        """Open a round for workers that are about to start, whatever their seed."""
+        """Open a round for workers about to start, with any seed."""
         self.current = self.next()
         self._open_round(_ANY)
 
@@ -116,7 +115,7 @@ class Position:
     # ---------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, int]:
-        """Integers that `load_state_dict` takes."""
+        """Integers for `load_state_dict`."""
         info = get_worker_info()
         workers = 0 if info is None else info.num_workers
         values = (*self.current, self.past, workers, self.samples, self.sampled_items)
@@ -124,28 +123,28 @@ class Position:
 
     @staticmethod
     def check_state(state: Mapping[str, Any]) -> dict[str, int]:
-        """The integers of a state.
+        """Validate a state and return its integers.
 
         Raises:
-            SchemaError: one is missing or no integer of at least 0, or it belongs to a worker of another number.
+            SchemaError: a value is missing or not an integer of at least 0, or the number of workers differs.
         """
         missing = [key for key in _STATE if key not in state]
         if missing:
             raise SchemaError(
-                f"The state has the keys {sorted(state)}; missing: {missing}. Give what state_dict() returned."
+                f"The state has the keys {sorted(state)}; missing: {missing}. Expected a state_dict()."
             )
         values = {key: at_least(f"{key!r} of the state", state[key], least=0) for key in _STATE}
         info = get_worker_info()
         workers = 0 if info is None else info.num_workers
         if values["workers"] != workers:
             raise SchemaError(
-                f"The state belongs to one of {values['workers']} DataLoader workers (0: none); here are {workers}. "
-                f"Make the loader with num_workers={values['workers']}."
+                f"The state belongs to one of {values['workers']} DataLoader workers (0: main process); here are "
+                f"{workers}. Make the loader with num_workers={values['workers']}."
             )
         return values
 
     def load_state_dict(self, values: Mapping[str, int]) -> None:
-        """Go on where a state was taken: `check_state` has returned `values`."""
+        """Resume from `values` of `check_state`."""
         epoch, before, step = values["epoch"], values["before"], values["step"]
         self.past, self.open = values["past"], 0
         if get_worker_info() is None:

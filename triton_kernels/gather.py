@@ -1,16 +1,16 @@
-"""Gather windows of trajectories out of host memory, all columns of a batch in one launch.
+"""Gather windows of trajectories from host memory, all columns of a batch in one launch.
 
-The work is cut into lines of 128 bytes of the *source*. Row b of the batch gets `LINES` of them in every column, the
-most that its window can touch; a program takes a tile of them at a time, whichever rows they belong to, finds each
-line's row, block and address, reads the whole line, and writes the part of it that the window wants:
+The work is split into 128-byte lines of the *source*. Row b of the batch gets `LINES` of them in every column, the
+most that its window can touch. A program processes one tile of lines at a time, of any rows: it computes each line's
+row, block and address, reads the whole line, and writes the part of it within the window:
 
     steps of a trajectory     | block 7         | block 2         |      window: steps 3 to 9
     lines of its blocks       |-----|-----|--pad|-----|-----|--pad|
     lines that are read          ===== =====     ===== =====
 
-So host memory is only ever read in whole, aligned lines, whatever the size of a step, and small rows fill a tile as
-well as large ones. The same line number also stands for 128 bytes of the *output*, of which the program writes the
-padding, and for 128 entries of the mask.
+So host memory is read only in whole, aligned lines, whatever the size of a step, and small rows fill a tile as well as
+large ones. The line with the same number of the *output* is the one whose padding the program writes. Masks have tiles
+of their own, of `ENTRIES` entries.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ PAD_KEEP = tl.constexpr(_plan.PAD_KEEP)
 PAD_HEAD = tl.constexpr(_plan.PAD_HEAD)
 
 TILE = 32
-"""Lines of a tile: 4 KiB in flight a program."""
+"""Lines per tile: 4 KiB in flight per program."""
 
 ENTRIES = 512
-"""Entries of a tile of a mask."""
+"""Entries per tile of a mask."""
 
 LAUNCH: dict[int, dict[str, int | None]] = {
     16: {"num_warps": 4, "maxnreg": None},
     4: {"num_warps": 8, "maxnreg": 80},
     1: {"num_warps": 8, "maxnreg": 80},
 }
-"""Launch options by word size; left to itself, ptxas keeps the last two under 64 registers and spills."""
+"""Launch options by word size; by default ptxas limits the last two to 64 registers and spills."""
 
 
 @triton.jit
 def _window(p_slots, p_anchors, p_extent, i_row, m_row, offset, length, pad):
-    """The windows of rows of the batch: first step, number of steps that exist, padding before them, block table."""
+    """Windows of rows of the batch: first step, number of existing steps, padding before them, block table offset."""
     slot = tl.load(p_slots + i_row, mask=m_row, other=0)
     begin = tl.load(p_anchors + i_row, mask=m_row, other=0) + offset
     steps = tl.load(p_extent + slot * 2, mask=m_row, other=0)
@@ -82,7 +82,7 @@ def _write_mask(
     CHOSEN: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
-    """One tile of a mask: its entries, one after another over the rows of the batch."""
+    """One tile of a mask: consecutive entries over the rows of the batch."""
     i_entry = i_tile * ENTRIES + tl.arange(0, ENTRIES)
     i_row = i_entry // length
     m_row = i_row < batch
@@ -95,8 +95,8 @@ def _write_mask(
     tl.store(a_out.to(tl.pointer_type(tl.int8)) + o_entry, b_mask, mask=m_row)
 
 
-# Nothing is specialised on values: a last batch that is smaller, or of one row, must not compile anew in mid-epoch,
-# and the code is the same (tests/aot.py shows it).
+# No argument is specialised on its value: a smaller last batch, or one of a single row, must not recompile in
+# mid-epoch, and the code is the same (tests/aot.py shows it).
 @triton.jit(
     do_not_specialize=[
         "p_columns",
@@ -127,10 +127,10 @@ def gather_kernel(
     TILE: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
-    # Positions within a window, a block or a column of the batch fit into int32 (the plan sees to it); addresses
-    # and steps of a trajectory are int64.
+    # Positions within a window, a block or a column of the batch fit into int32 (the plan checks it); addresses and
+    # steps of a trajectory are int64.
     for i_tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        # Which column this tile belongs to, and which tile of it it is.
+        # The tile's column and its number within the column.
         i_column = 0
         i_first = 0
         o_tile = 0
@@ -175,19 +175,19 @@ def gather_kernel(
             m_row = i_row < batch
             low, count, head, o_ids = _window(p_slots, p_anchors, p_extent, i_row, m_row, offset, length, pad)
 
-            # The line's block, counted from the window's first, and the byte at which it starts within it. Blocks
-            # of a trajectory stand one after another here, so that lines can be counted through. [TILE]
+            # The line's block, counted from the window's first, and the line's first byte within it. Lines are
+            # numbered as if a trajectory's blocks were adjacent.                              [TILE]
             i_block = low // block_steps
             first = (low - i_block * block_steps).to(tl.int32)  # step within the window's first block
             o_line = (first * step_bytes // 128 + i_line) * 128
             n_block = o_line // stride
             o_inside = o_line - n_block * stride
             block_bytes = block_steps * step_bytes
-            # Where the line starts relative to the window's first step, in bytes that are steps.
+            # Start of the line relative to the window's first step, in bytes without block padding.
             o_steps = n_block * block_bytes + o_inside - first * step_bytes
             m_line = m_row & (o_steps < count * step_bytes)
             block_id = tl.load(p_block_ids + o_ids + i_block + n_block, mask=m_line, other=0).to(tl.int64)
-            # The line's bytes from `start` to before `end` are wanted; they go to `o_out` and on.
+            # Bytes [start, end) of the line are in the window; byte 0 of the line goes to `o_out`.
             start = -o_steps
             end = tl.where(m_line, tl.minimum(block_bytes - o_inside, count * step_bytes - o_steps), 0)
             row_bytes = length * step_bytes
@@ -197,7 +197,7 @@ def gather_kernel(
                 i_out = i_row.to(tl.int64)
             o_row = i_out * row_bytes
             o_out = o_row + head * step_bytes + o_steps
-            # Bytes of the output's line of the same number that are padding: before `from`, from `to` to `stop`.
+            # Padding in the output's line of the same number: bytes before `pad_from` and [pad_to, pad_stop).
             pad_from = head * step_bytes - i_line * 128
             pad_to = pad_from + count * step_bytes
             pad_stop = tl.where(m_row, row_bytes - i_line * 128, 0)
@@ -207,7 +207,7 @@ def gather_kernel(
             p_source = tl.load(p_column + BASE).to(tl.pointer_type(tl.int32))
             o_source = ((block_id * stride + o_inside) // 128) * 32
             if WORD == 16:
-                # Shows the compiler that every bound is a whole number of 16-byte words.
+                # Tells the compiler that every bound is a whole number of 16-byte words.
                 p_source = tl.multiple_of(p_source, 128)
                 p_out = tl.multiple_of(a_out.to(tl.pointer_type(tl.int32)), 16)
                 o_out = (o_out // 16) * 4
@@ -257,22 +257,22 @@ def gather(
     """Fill rows of the plan's outputs and masks with windows of trajectories, on its device's current stream.
 
     Args:
-        plan: the columns; their sources and `extent` and `block_ids` lie in memory that the device can read.
-        slots: int64 [n] on the plan's device, n <= batch size: which trajectories.
+        plan: the columns; their sources, `extent` and `block_ids` lie in memory that the device can read.
+        slots: int64 [n] on the plan's device, n <= batch size: slots of the trajectories.
         anchors: int64 [n]: the steps that the windows are relative to.
         extent: int64 [T, 2]: slot -> length in steps, first entry in `block_ids`.
-        block_ids: int32 [H]: block tables, a trajectory's blocks one after another.
+        block_ids: int32 [H]: block tables, each with consecutive entries.
         rows: int64 [n] on the plan's device, distinct: window b goes to row ``rows[b]`` of the outputs and masks; by
-            default to row b. Their values are taken as they are: one that is no row of the batch is written to
-            memory that is not the batch's, as a wrong slot is read from.
-        programs: programs of the grid, each of which takes tile after tile; by default one a multiprocessor. A
-            few are enough for the bandwidth of the bus and leave the GPU to others.
+            default to row b. Values of `rows` and `slots` are not checked: an invalid one is written to, or read from,
+            other memory.
+        programs: programs of the grid, each of which processes several tiles; by default one per multiprocessor. A few
+            saturate the bus and leave the rest of the GPU free.
 
-    Does not wait for the GPU. The other rows of the outputs stay as they are. So a batch is gathered from several
-    tables by a launch for each, into its own rows (see `GatherPlan.of_source`).
+    Does not wait for the GPU. Other rows of the outputs do not change, so a batch can be gathered from several tables
+    with one launch per table (see `GatherPlan.of_source`).
 
     Raises:
-        TypeError, ValueError: arguments of another dtype, shape or device; nothing has been launched then.
+        TypeError, ValueError: arguments of another dtype, shape or device; nothing was launched.
     """
     count = plan.check_rows(slots, anchors, rows)
     if extent.dtype != torch.int64 or extent.shape[1:] != (2,) or not extent.is_contiguous():

@@ -1,7 +1,7 @@
-"""From items of a priority tree to the rows of a batch and back, on a GPU that keeps indices to itself.
+"""Convert items of a priority tree to rows of a batch and back, without copying indices to the host.
 
-The table's index lies in host memory, which the kernels read across the bus; so each row is looked up once, by
-`resolve`, and the gather finds everything beside it in device memory.
+The table's index lies in host memory, which the kernels read across the bus; so `resolve` reads each row's entries once
+and stores them in device memory for the gather.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["ANCHORS", "Blocks", "Index", "locate", "resolve", "weigh"]
 STALE = tl.constexpr(_tree.STALE)
 
 ANCHORS = ("uniform", "first", "last", "item")
-"""What the step of a row is: drawn from the trajectory's, its first or last, or the item's own."""
+"""Choices of a row's anchor: a random step of the trajectory, its first, its last, or the item's step."""
 
 UNIFORM, FIRST, LAST, ITEM = (tl.constexpr(i) for i in range(4))
 LAUNCH = {"ROWS": 32, "num_warps": 1, "enable_fp_fusion": False}
@@ -30,16 +30,16 @@ WEIGH = {"ROWS": 512, "num_warps": 4}
 
 @dataclasses.dataclass(frozen=True)
 class Index:
-    """What kernels need of a table's index.
+    """A table's index, as seen by kernels.
 
     Attributes:
-        addresses: int64 [3] on the device: of `generation` (int64 [T]), `extent` (int64 [T, 2]) and `block_ids` (int32
-            [num_ids]), in memory that the device can read.
+        addresses: int64 [3] on the device: addresses of `generation` (int64 [T]), `extent` (int64 [T, 2]) and
+            `block_ids` (int32 [num_ids]), in memory that the device can read.
         num_ids: entries of `block_ids`.
         block_steps: steps of a block.
-        known: int32 [T] on the device: generation of the trajectory that the tree knows in a slot (its low 32 bits),
-            0 if there is no such trajectory.
-        blocks: which blocks those trajectories have, where an item is a step. Else None.
+        known: int32 [T] on the device: low 32 bits of the generation of the slot's trajectory in the tree; 0 if the
+            tree has no such trajectory.
+        blocks: blocks of the tree's trajectories if an item is a step, else None.
     """
 
     addresses: torch.Tensor
@@ -51,14 +51,15 @@ class Index:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Which blocks the trajectories have that the tree knows; all on the device. See `selection.item_map`.
+    """Blocks of the tree's trajectories; all tensors on the device. See `selection.item_map`.
 
     Attributes:
-        owner, number: int32 [num_blocks]: the slot that a block's steps are drawn for, -1 for none, and which of the
-            trajectory's blocks it is.
-        place: int64 [num_blocks]: where in its stream of steps a block lies, -1 where no trajectory has it.
-        first, steps: int64 [T], int32 [T]: the place of a trajectory's first block, and its length. Its block number n
-            is the one whose place is ``first + n``, whichever trajectories share that block.
+        owner: int32 [num_blocks]: slot that owns the block; -1 for a free block.
+        number: int32 [num_blocks]: number of the block within its owner's trajectory.
+        place: int64 [num_blocks]: place of the block in its stream of steps; -1 for a free block.
+        first: int64 [T]: place of the trajectory's first block. Its block number n has the place ``first + n``, also if
+            shared.
+        steps: int32 [T]: length of the trajectory.
     """
 
     owner: torch.Tensor
@@ -103,8 +104,8 @@ def locate_kernel(
         m_known = m_known & (b_generation.to(tl.int32) == b_known)
     i_item = i_slot
     if STEPS:
-        # The index may change while this reads it: a block counts if the trajectory that the tree knows has it, alone
-        # or together with others that were cut from the same stream.
+        # The index may change during the read: a block is valid if it belongs to the tree's trajectory, alone or shared
+        # with others cut from the same stream.
         p_extent = tl.load(p_addresses + 1).to(tl.pointer_type(tl.int64))
         p_ids = tl.load(p_addresses + 2).to(tl.pointer_type(tl.int32))
         i_step = tl.load(p_anchor + i_row, mask=m_row, other=0)
@@ -133,20 +134,20 @@ def locate(
     anchor: torch.Tensor | None = None,
     generation: torch.Tensor | None = None,
 ) -> None:
-    """Items of trajectories, or of steps of trajectories, for `priority.update`.
+    """Compute the items of trajectories, or of steps, for `priority.update`.
 
     Args:
-        tree: whose `status` counts the rows that name nothing that the tree knows.
+        tree: the tree; its `status` counts stale rows.
         known: the index.
         index: int64 [n], slots.
-        items: int64 [n], filled; -1 for such rows.
-        anchor: int64 [n], steps, where an item is a step.
-        generation: int64 [n], or None to take whatever trajectory is in the slot.
+        items: int64 [n], filled; -1 for stale rows.
+        anchor: int64 [n], steps; required if an item is a step.
+        generation: int64 [n]; None accepts any trajectory of the slot.
 
-    All on the tree's device. Does not wait for the GPU.
+    All tensors lie on the tree's device. Does not wait for the GPU.
 
     Raises:
-        TypeError, ValueError: other shapes, dtypes or devices; nothing has been launched then.
+        TypeError, ValueError: other shapes, dtypes or devices; nothing was launched.
     """
     count = len(index)
     blocks = known.blocks
@@ -229,7 +230,7 @@ def resolve_kernel(
         b_anchor = steps - 1
     low = tl.minimum(tl.maximum(b_anchor + first, 0), steps - 1) // block_steps
     high = tl.minimum(tl.maximum(b_anchor + last, 0), steps - 1) // block_steps
-    # A row without an item has no steps, and so is nothing but padding.
+    # A row without an item has no steps and becomes padding.
     tl.store(p_rows + i_row, tl.where(m_item, i_slot, -1), mask=m_row)
     tl.store(p_rows + size + i_row, tl.where(m_item, b_anchor, 0), mask=m_row)
     tl.store(p_rows + 2 * size + i_row, b_generation, mask=m_row)
@@ -253,24 +254,24 @@ def resolve(
     first: int,
     last: int,
 ) -> None:
-    """Look up what a gather needs of drawn items.
+    """Compute the gather's inputs for drawn items.
 
     Args:
-        known: the index; its slots are kept while this runs.
-        items: int64 [n], -1 for a row of nothing but padding.
-        random: int64 [3] in memory that the device can read: its second is the counter, its third the key of the random
-            numbers of anchors.
-        rows: int64 [5, size], size >= n, of which the first n entries are filled: index, anchor, generation; from
-            ``rows[3]`` on, int64 [size, 2], the extents: length in steps, and where in `ids` the block table of the
-            trajectory would start.
+        known: the index; a read ticket protects its slots while this runs.
+        items: int64 [n]; -1 for a row of padding only.
+        random: int64 [3] in memory that the device can read: [1] is the counter, [2] the key of the anchors' random
+            numbers.
+        rows: int64 [5, size], size >= n, whose first n entries are filled: index, anchor, generation; from ``rows[3]``
+            on, int64 [size, 2], the extents: length in steps, and the position in `ids` where the trajectory's block
+            table would start.
         ids: int32 [size, K], filled with the blocks of the windows.
         anchor: one of `ANCHORS`.
-        first, last: the steps before and after the anchor that any window covers; they touch at most K blocks.
+        first, last: first and last step covered by any window, relative to the anchor; they touch at most K blocks.
 
     Does not wait for the GPU.
 
     Raises:
-        TypeError, ValueError: other shapes, dtypes or devices; nothing has been launched then.
+        TypeError, ValueError: other shapes, dtypes or devices; nothing was launched.
     """
     count, device = len(items), known.known.device
     check("items", items, torch.int64, (count,), device)
@@ -337,17 +338,18 @@ def weigh_kernel(
 
 
 def weigh(tree: SumTree, leaves: torch.Tensor, weights: torch.Tensor, *, beta: float, table: bool) -> None:
-    """Importance weights ``(least / leaf) ** beta`` of drawn items.
+    """Compute importance weights ``(least / leaf) ** beta`` of drawn items.
 
     Args:
-        leaves: float32 [n], as drawn. weights: float32 [n], filled; 0 where the leaf is 0.
-        beta: counts as float32.
+        tree: the tree.
+        leaves: float32 [n], leaves of the items. weights: float32 [n], filled; 0 where the leaf is 0.
+        beta: exponent, rounded to float32.
         table: whether `least` is the smallest positive leaf of the tree, or else of the batch.
 
     Does not wait for the GPU.
 
     Raises:
-        TypeError, ValueError: other shapes, dtypes or devices; nothing has been launched then.
+        TypeError, ValueError: other shapes, dtypes or devices; nothing was launched.
     """
     count = len(leaves)
     check("leaves", leaves, torch.float32, (count,), tree.device)

@@ -1,9 +1,9 @@
-"""Copy rows that lie one after another in staging memory to chosen rows of a batch, all pieces in one launch.
+"""Copy consecutive rows of staging memory to chosen rows of a batch, all pieces in one launch.
 
-Rows that came from another node lie in pinned host memory, a piece for each column and mask (`PlacePlan` draws it). The
-work is cut into tiles of 128-byte lines of the *source*: a program takes a tile at a time, reads its lines whole, finds
-which row each word belongs to, and writes it to the row where that goes. So host memory is only ever read in whole,
-aligned lines, whatever the size of a row.
+Rows received from another node lie in pinned host memory, one piece per column and mask (drawn in `PlacePlan`). The
+work is split into tiles of 128-byte lines of the *source*: a program processes one tile at a time, reads whole lines,
+computes each word's row, and writes the word to its target row. So host memory is read only in whole, aligned lines,
+whatever the size of a row.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ WORD = tl.constexpr(_plan.PLACE_WORD)
 WIDTH = tl.constexpr(_plan.PLACE_WIDTH)
 
 LAUNCH: dict[str, Any] = {"TILE": 32, "num_warps": 4}
-"""Lines of a tile, 4 KiB in flight a program, and launch options."""
+"""Lines per tile (4 KiB in flight per program) and launch options."""
 
 
 @triton.jit
 def _target(p_rows, i_first, o_first, o_byte, m_byte, row_bytes):
-    """Where bytes of a tile go, from the start of the output: int64, in bytes.
+    """Byte offsets of a tile's bytes in the output, int64.
 
     `o_byte` counts from the tile's start, which lies `o_first` bytes into row `i_first` of the piece.
     """
@@ -48,7 +48,7 @@ def _place_16(p_source, p_rows, a_out, i_first, o_first, left, row_bytes, TILE: 
     o_word = tl.arange(0, TILE * 8) * 4
     m_word = o_word * 4 < left
     o_out = _target(p_rows, i_first, o_first, o_word * 4, m_word, row_bytes) // 16 * 4
-    # Both addresses are multiples of 16, the plan sees to it; this shows the compiler.
+    # Tells the compiler that both addresses are multiples of 16, which the plan checks.
     p_source = tl.multiple_of(p_source.to(tl.int64).to(tl.pointer_type(tl.int32)), 16)
     p_out = tl.multiple_of(a_out.to(tl.pointer_type(tl.int32)), 16)
     b_words = tl.load(  # [TILE * 8, 4]
@@ -69,7 +69,7 @@ def _place_4(p_source, p_rows, a_out, i_first, o_first, left, row_bytes, TILE: t
 
 @triton.jit
 def _place_1(p_source, p_rows, a_out, i_first, o_first, left, row_bytes, TILE: tl.constexpr):
-    """One tile of any other piece: read in words of 4 bytes all the same, because pieces are padded to lines."""
+    """One tile of any other piece; also read in words of 4 bytes, because pieces are padded to lines."""
     o_word = tl.arange(0, TILE * 32)
     m_word = o_word * 4 < left
     b_words = tl.load(p_source + o_word, mask=m_word, other=0, eviction_policy="evict_first")  # [TILE * 32]
@@ -91,10 +91,10 @@ def place_kernel(
     num_tiles,
     TILE: tl.constexpr,
 ):
-    # Positions within a row or a tile fit into int32 (the plan sees to it); those within a piece and rows of the
+    # Positions within a row or a tile fit into int32 (the plan checks it); positions within a piece and rows of the
     # batch are int64.
     for i_tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        # Which piece this tile belongs to, where that piece begins, and which tile of it it is.
+        # The tile's piece, the line at which the piece begins, and the piece's first tile.
         i_piece = 0
         i_first = 0
         o_tile = 0
@@ -113,7 +113,7 @@ def place_kernel(
         row_bytes = tl.load(p_piece + ROW_BYTES)
         word = tl.load(p_piece + WORD)
 
-        # The tile begins `o_first` bytes into row `i_row` of the piece, of which `left` bytes are left.
+        # The tile begins `o_first` bytes into row `i_row` of the piece and has `left` bytes.
         o_byte = tl.cast(i_tile - i_first, tl.int64) * (TILE * 128)
         left = tl.minimum(count * row_bytes - o_byte, TILE * 128).to(tl.int32)
         i_row = o_byte // row_bytes
@@ -137,15 +137,15 @@ def place(plan: PlacePlan, staging: torch.Tensor, rows: torch.Tensor, *, program
         staging: uint8 [at least ``plan.size(n)``] in memory that the device can read, from a multiple of 128 bytes
             on: the pieces of n rows as `PlacePlan` draws them.
         rows: int64 [n] on the plan's device, distinct, n <= batch size: row b of each piece goes to row ``rows[b]`` of
-            its output. Their values are taken as they are: one that is no row of the batch is written elsewhere.
+            its output. Values are not checked: an invalid row is written to other memory.
         programs: as for `gear_loader.kernels.gather.gather`.
 
-    Does not wait for the GPU, so `staging` must stay as it is until the kernel has run. The other rows of the outputs
-    stay as they are.
+    Does not wait for the GPU, so `staging` must not change until the kernel has run. Other rows of the outputs do not
+    change.
 
     Raises:
-        TypeError, ValueError: arguments of another dtype, shape or device, staging memory that is too small, begins
-            elsewhere or is not pinned; nothing has been launched then.
+        TypeError, ValueError: arguments of another dtype, shape or device, or staging memory that is too small, not
+            aligned or not pinned; nothing was launched.
     """
     count = plan.check_rows(staging, rows)
     if programs is not None and programs < 1:

@@ -1,4 +1,4 @@
-"""What to gather, and what to place: a batch as a table of addresses and sizes, built once for a set of buffers."""
+"""Gather and place plans: a batch as a table of addresses and sizes, built once for a set of buffers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 LINE = 128
-"""Bytes of a line: what a GPU reads from host memory in one request."""
+"""Bytes of a line, which a GPU reads from host memory in one request."""
 
 # One row of the table: int64 [WIDTH].
 BASE = 0  # address of the column in host memory
@@ -60,7 +60,7 @@ class GatherColumn:
         source: uint8 [blocks, stride], the column's blocks; its address and stride are multiples of 128.
         out: uint8 [B, L, step_bytes], contiguous; on the device that gathers.
         offset: first step of the window relative to the anchor.
-        pad: PAD_KEEP leaves padding where it falls, PAD_HEAD and PAD_TAIL collect it at one end.
+        pad: PAD_KEEP leaves padding in place, PAD_HEAD and PAD_TAIL collect it at one end.
         mask: bool [B, L], True where the step exists, or None.
     """
 
@@ -75,7 +75,7 @@ class GatherColumn:
         return self.out.shape[2]
 
     def check(self, block_steps: int) -> None:
-        """Raise ValueError or TypeError unless everything is as the kernels expect it."""
+        """Raise ValueError or TypeError unless the column fits the kernels."""
         source, out, mask = self.source, self.out, self.mask
         for name, tensor, dims in (("source", source, 2), ("out", out, 3)):
             if tensor.dtype != torch.uint8 or tensor.ndim != dims:
@@ -107,8 +107,8 @@ class GatherColumn:
                 f"mask is {mask.dtype} {list(mask.shape)} on {mask.device}; expected contiguous bool "
                 f"{list(out.shape[:2])} on {out.device}."
             )
-        # What the kernels count in int32: bytes from the start of a window's first block to the end of its last
-        # line, lines of a batch, entries of its mask; each up to the end of a tile.
+        # Counted in int32 by the kernels: bytes from the start of a window's first block to the end of its last line,
+        # lines of a batch, entries of its mask; each up to the end of a tile.
         lines = self.lines(block_steps)
         largest = max(source.stride(0) + lines * LINE, out.shape[0] * lines, out.shape[0] * out.shape[1])
         if largest + 4096 >= 2**31:
@@ -141,7 +141,7 @@ def _check_numbers(name: str, tensor: torch.Tensor, device: torch.device) -> Non
 
 
 class GatherPlan:
-    """The columns of a batch, checked, as rows of an int64 table on the CPU and on the gathering device.
+    """The validated columns of a batch as rows of an int64 table on the CPU and on the gathering device.
 
     Args:
         columns: at least one, all with the same batch size and device of `out`.
@@ -149,12 +149,12 @@ class GatherPlan:
 
     Attributes:
         table: int64 [C, WIDTH] on the CPU.
-        launches: what the kernel launches need, as (word bytes, table on the CPU, table on the device). Columns
-            whose steps are whole 16-byte words go together if all are such; else those of whole 4-byte words; else
-            single bytes. The masks, each a row of its own here, go with the first launch.
+        launches: (word bytes, table on the CPU, table on the device) of each kernel launch: one launch with 16-byte
+            words if all steps are whole such words; otherwise one with 4-byte words for the columns that allow it, and
+            one with single bytes for the rest. The masks are additional rows of the first launch.
 
     Raises:
-        TypeError, ValueError: a column that the kernels could not handle.
+        TypeError, ValueError: a column that the kernels do not support.
     """
 
     def __init__(self, columns: Sequence[GatherColumn], block_steps: int) -> None:
@@ -216,7 +216,7 @@ class GatherPlan:
         return [(word, torch.tensor(part, dtype=torch.int64, device="cpu")) for word, part in parts]
 
     def tiles(self, table: torch.Tensor, count: int, tile: int, entries: int) -> int:
-        """Tiles that a launch over `count` rows of the batch has: of `tile` lines, or `entries` of a mask."""
+        """Number of tiles of a launch over `count` rows: of `tile` lines each, or `entries` of a mask."""
         sizes = [
             (lines * count, tile) if lines else (length * count, entries)
             for lines, length in table[:, [LINES, LENGTH]].tolist()
@@ -224,16 +224,16 @@ class GatherPlan:
         return sum(-(-size // each) for size, each in sizes)
 
     def of_source(self, sources: Sequence[torch.Tensor], block_steps: int) -> GatherPlan:
-        """The plan that gathers the same windows of another table into the same outputs and masks.
+        """A plan that gathers the same windows of another table into the same outputs and masks.
 
         Args:
-            sources: of each column, uint8 [blocks, stride]; see `GatherColumn.source`.
+            sources: source of each column, uint8 [blocks, stride]; see `GatherColumn.source`.
             block_steps: steps of a block of that table.
 
-        Costs as much as a plan: made once for a set of buffers and a table.
+        Costs as much as a new plan; make it once for a set of buffers and a table.
 
         Raises:
-            TypeError, ValueError: as many sources as columns were not given, or one does not fit its column.
+            TypeError, ValueError: the numbers of sources and columns differ, or a source does not fit its column.
         """
         if len(sources) != len(self.columns):
             raise ValueError(
@@ -245,7 +245,7 @@ class GatherPlan:
         )
 
     def check_rows(self, slots: torch.Tensor, anchors: torch.Tensor, rows: torch.Tensor | None = None) -> int:
-        """Check the rows to gather and return their number, which may be less than the batch size."""
+        """Validate the rows to gather and return their number, at most the batch size."""
         given = {"slots": slots, "anchors": anchors}
         if rows is not None:
             given["rows"] = rows
@@ -263,14 +263,14 @@ class GatherPlan:
 # One row of a placing plan's table: int64 [PLACE_WIDTH].
 PLACE_OUT = 0  # address of the output [batch, row bytes]
 PLACE_ROW_BYTES = 1
-PLACE_WORD = 2  # bytes of which rows are whole multiples, and the address too: 16, 4 or 1
+PLACE_WORD = 2  # word size in bytes that divides row bytes and address: 16, 4 or 1
 PLACE_WIDTH = 3
 
 
 class PlacePlan:
-    """Where rows go that lie in staging memory: the outputs, checked, as a table on the CPU and on the placing device.
+    """The validated outputs of rows in staging memory, as a table on the CPU and on the placing device.
 
-    The staging memory of n rows, each piece from the next multiple of 128 bytes on::
+    The staging memory of n rows; each piece begins at a multiple of 128 bytes::
 
         rows 0 to n - 1 of outs[0] | padding | rows 0 to n - 1 of outs[1] | padding | ...
 
@@ -281,7 +281,7 @@ class PlacePlan:
         table: int64 [P, PLACE_WIDTH] on the CPU; `device_table` the same on the placing device.
 
     Raises:
-        TypeError, ValueError: an output that the kernel could not handle.
+        TypeError, ValueError: an output that the kernel does not support.
     """
 
     def __init__(self, outs: Sequence[torch.Tensor]) -> None:
@@ -292,7 +292,7 @@ class PlacePlan:
                 raise TypeError(
                     f"out is {out.dtype} {list(out.shape)}; expected contiguous uint8 [B, row bytes]."
                 )
-            # What the kernel counts in int32: bytes of a row and of a tile behind it.
+            # Counted in int32 by the kernel: bytes of a row and of a tile after it.
             if not 1 <= out.shape[1] < 2**31 - 2**13:
                 raise ValueError(
                     f"out is {list(out.shape)}; expected rows of 1 to less than 2**31 - 2**13 bytes."
@@ -316,7 +316,7 @@ class PlacePlan:
         return row
 
     def offsets(self, count: int) -> list[int]:
-        """Where the pieces of so many rows begin in staging memory, in bytes."""
+        """Byte offsets of the pieces of `count` rows in staging memory."""
         offsets, end = [], 0
         for out in self.outs:
             offsets.append(end)
@@ -324,11 +324,11 @@ class PlacePlan:
         return offsets
 
     def size(self, count: int) -> int:
-        """Bytes of staging memory that the pieces of so many rows take, a multiple of 128."""
+        """Bytes of staging memory for `count` rows, a multiple of 128."""
         return sum(-(-count * out.shape[1] // LINE) * LINE for out in self.outs)
 
     def pieces(self, staging: torch.Tensor, count: int) -> torch.Tensor:
-        """int64 [P, 3] on the CPU: what `gear_loader.native.copying.place` takes to place so many rows."""
+        """The pieces of `count` rows for `gear_loader.native.copying.place`, int64 [P, 3] on the CPU."""
         first = staging.data_ptr()
         return torch.tensor(
             [
@@ -340,7 +340,7 @@ class PlacePlan:
         )
 
     def check_rows(self, staging: torch.Tensor, rows: torch.Tensor) -> int:
-        """Check what is to be placed and return the number of rows, which may be less than the batch size."""
+        """Validate the rows to place and return their number, at most the batch size."""
         _check_numbers("rows", rows, self.device)
         if staging.dtype != torch.uint8 or staging.ndim != 1 or not staging.is_contiguous():
             raise TypeError(

@@ -1,19 +1,18 @@
 """Draw by priority and set priorities on a wide sum tree (`gear_loader.kernels.sum_tree`).
 
-**Drawing.** Each row of a batch walks from the roots to a leaf; at every level it takes a fresh 53-bit uniform and goes
-through the node's 32 children by their partial sums. So an item's probability is the product of its shares, each of
-which is exact to 2**-53 of its node: priorities of very different size under one roof are all drawn.
+**Drawing.** Each row of a batch descends from the roots to a leaf; at every level it draws a new 53-bit uniform and
+searches the partial sums of the node's 32 children. So an item's probability is a product of shares, each exact to
+2**-53 of its node: priorities of very different sizes are all drawn.
 
-**Setting.** An update is refused as a whole if one value is bad. Of equal items the last wins: every row first claims
-its leaf with a number that grows with the row (a bit pattern that no priority has, so that claims and priorities cannot
-be taken for each other), and whoever finds its own claim afterwards writes. Then the nodes above are computed anew,
-level by level.
+**Setting.** An update with an invalid value is refused as a whole. Of duplicate items the last row wins: every row
+first claims its leaf with a number that grows with the row (a bit pattern that no priority has); then the row that
+finds its own claim writes. Then the nodes above are recomputed, level by level.
 
-**Without replacement.** Rows are drawn as above; rows that drew an item drawn before are dropped; the items drawn are
-set to 0, and as many rows as were dropped are drawn again from what is left, until the batch is full. This is exact
-successive sampling: in a sequence of independent draws, the item that comes after the k-th different one has
-probability in proportion to the leaves of those that are left, however many repetitions lie between, and setting the
-first k to 0 only cuts these repetitions short. Exponential keys would do the same with a pass over all items.
+**Without replacement.** Rows are drawn as above; a row that repeats an earlier item is dropped; the drawn items are set
+to 0, and the dropped rows are redrawn from the remaining items, until the batch is full. This is exact successive
+sampling: in a sequence of independent draws, the next item after k distinct ones is distributed in proportion to the
+remaining leaves, whatever the number of repetitions in between; setting the k items to 0 only skips these repetitions.
+Exponential keys would give the same distribution, but with a pass over all items.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ LEVELS = tl.constexpr(4)
 FIRST_CLAIM = tl.constexpr(0x7F800001)  # bits of a NaN: above those of any priority
 LOWEST_CLAIM = tl.constexpr(-(1 << 31))  # bits with the sign: below those of any priority
 
-# Fused multiply-adds would round otherwise than the other implementations do.
+# Fused multiply-adds would round differently from the other implementations.
 DRAW = {"ROWS": 8, "num_warps": 1, "enable_fp_fusion": False}
 UPDATE = {"ROWS": 256, "num_warps": 16, "enable_fp_fusion": False}
 DISTINCT = {"ROWS": 32, "num_warps": 8, "maxnreg": 255, "enable_fp_fusion": False}
 ALONE = 4096
-"""Rows up to which one program does a whole update: it passes a barrier between levels, not a launch."""
+"""Most rows of an update by one program, with barriers between levels instead of launches."""
 MOST_CLAIMS = 1 << 22
-"""Rows that claim leaves at the same time: there are not many more claims than that."""
+"""Most rows that claim leaves at the same time; there are 2**23 - 1 distinct claims."""
 
 
 # ---------------------------------------------------------------- parts
@@ -72,7 +71,7 @@ def uniform(key, step, i_row, level):
 
 @triton.jit
 def _add_pairs(b_part, LEAVES: tl.constexpr):
-    """[ROWS, 2 n] -> [ROWS, n]: neighbours, or those n apart."""
+    """Add pairs, [ROWS, 2 n] -> [ROWS, n]: neighbours, or for leaves elements n apart."""
     ROWS: tl.constexpr = b_part.shape[0]
     HALF: tl.constexpr = b_part.shape[1] // 2
     if LEAVES:
@@ -83,7 +82,7 @@ def _add_pairs(b_part, LEAVES: tl.constexpr):
 
 @triton.jit
 def _node_sum(b_children, LEAVES: tl.constexpr):
-    """Sums of nodes, [ROWS, 32] -> [ROWS], in the order that `gear_loader.kernels.sum_tree` fixes."""
+    """Sums of nodes, [ROWS, 32] -> [ROWS], in the order of `gear_loader.kernels.sum_tree`."""
     b_16 = _add_pairs(b_children, LEAVES)
     b_8 = _add_pairs(b_16, LEAVES)
     b_4 = _add_pairs(b_8, LEAVES)
@@ -93,12 +92,12 @@ def _node_sum(b_children, LEAVES: tl.constexpr):
 
 @triton.jit
 def _step_down(b_part, b_rest, i_place, LEAVES: tl.constexpr):
-    """One binary step of a draw: past the left one of two partial sums, or not.
+    """One binary step of a draw: choose one of two partial sums.
 
     Args:
-        b_part: float64 or float32 [ROWS, n], partial sums. One of a row is picked, so either type picks it exactly.
-        b_rest: float64 [ROWS], what is left of the drawn number.
-        i_place: int32 [ROWS], where the two begin.
+        b_part: float64 or float32 [ROWS, n], partial sums; one per row is selected, exactly in either dtype.
+        b_rest: float64 [ROWS], remainder of the drawn number.
+        i_place: int32 [ROWS], position of the pair.
     """
     WIDTH: tl.constexpr = b_part.shape[1]
     if LEAVES:
@@ -110,17 +109,17 @@ def _step_down(b_part, b_rest, i_place, LEAVES: tl.constexpr):
     i_part = tl.arange(0, WIDTH)[None, :]
     b_left = tl.sum(tl.where(i_part == i_left[:, None], b_part, 0.0), axis=1).to(tl.float64)
     b_right = tl.sum(tl.where(i_part == i_right[:, None], b_part, 0.0), axis=1).to(tl.float64)
-    # What is left over may have been rounded up to all of the right part, even where that is nothing.
+    # Rounding may leave a remainder equal to the right part, even if that is 0.
     m_right = (b_rest >= b_left) & (b_right > 0)
     return tl.where(m_right, b_rest - b_left, b_rest), tl.where(m_right, i_right, i_left)
 
 
 @triton.jit
 def _choose(b_children, b_uniform, LEAVES: tl.constexpr):
-    """Draw one of 32 children in proportion to them: its place, int32 [ROWS].
+    """Draw one of 32 children in proportion to their values; returns its position, int32 [ROWS].
 
-    Leaves come as float32 and are widened only where they are added: threads exchange half the bytes for the last
-    step, and Triton 3.6 does not repeat the sums in a second layout (which spilled 48 bytes in `draw_distinct`).
+    Leaves are float32 and widened only for additions: threads exchange half the bytes in the last step, and Triton 3.6
+    does not repeat the sums in a second layout (which spilled 48 bytes in `draw_distinct`).
     """
     b_16 = _add_pairs(b_children.to(tl.float64), LEAVES)
     b_8 = _add_pairs(b_16, LEAVES)
@@ -146,7 +145,7 @@ def _total(p_sums, p_levels, depth):
 
 @triton.jit
 def _draw_rows(p_leaves, p_sums, p_levels, depth, key, step, i_row):
-    """Items (int64) and their leaves for rows of a batch; the tree is not empty."""
+    """Draw items (int64 [ROWS]) and their leaves for rows of a batch from a tree with a positive leaf."""
     o_child = tl.arange(0, 32)[None, :]
     i_node = i_row.to(tl.int64) * 0
     for i in range(depth):
@@ -187,7 +186,7 @@ def _refresh_tile(p_leaves, p_sums, p_mins, p_maxs, p_levels, level, i_node, m_n
 def _refresh_level(
     p_leaves, p_sums, p_mins, p_maxs, p_levels, level, p_items, batch, i_first, stride, ROWS: tl.constexpr
 ):
-    """Compute the nodes of a level above some items, or all of them where they are fewer than the items."""
+    """Compute a level's nodes above the items, or all nodes if these are fewer than the items."""
     nodes = tl.load(p_levels + (level - 1) * 2 + 1)
     count = tl.minimum(nodes, batch)
     shift = level * 5
@@ -207,7 +206,7 @@ def _refresh_level(
 
 @triton.jit
 def _leaf(b_value, alpha, eps, ALPHA_ONE: tl.constexpr):
-    """What a priority weighs: (priority + eps) ** alpha as float32, 0 only for 0."""
+    """Leaves of priorities: (priority + eps) ** alpha, float64, at least `LOWEST_LEAF`; 0 only for 0."""
     b_wide = b_value.to(tl.float64) + eps
     if not ALPHA_ONE:
         b_wide = tl.where(b_wide > 0, tl.exp2(alpha * tl.log2(tl.where(b_wide > 0, b_wide, 1.0))), 0.0)
@@ -218,7 +217,7 @@ def _leaf(b_value, alpha, eps, ALPHA_ONE: tl.constexpr):
     do_not_specialize=["floor", "alpha", "eps", "batch", "first_row", "depth", "first_phase", "last_phase"]
 )
 def update_kernel(
-    p_items,  # int64 [B], negative: leave out
+    p_items,  # int64 [B], negative: skip
     p_values,  # float32 [B]
     p_leaves,
     p_sums,
@@ -227,11 +226,11 @@ def update_kernel(
     p_levels,
     p_maximum,  # float32 [1]
     p_status,
-    floor,  # what the running maximum is at least
+    floor,  # lower bound of the running maximum
     alpha,
     eps,
     batch,
-    first_row,  # number of the first of these rows in the whole update
+    first_row,  # number of p_items[0] in the whole update
     depth,
     first_phase,  # 0 check, 1 claim, 2 write, 3 raise the maximum, LEVELS and up: level 1 and up
     last_phase,
@@ -282,7 +281,7 @@ def update_kernel(
                         b_bits = tl.load(p_bits + i_place, mask=m_row, other=0, volatile=True)
                         m_wins = m_row & (b_bits == i_row + FIRST_CLAIM)
                         tl.store(p_leaves + i_place, b_leaf.to(tl.float32), mask=m_wins)
-                    else:  # a phase of its own: the one before reads the maximum
+                    else:  # a separate phase, because the previous one reads the maximum
                         high = tl.max(tl.where(m_row, b_value, 0.0), axis=0)
                         tl.atomic_max(p_maximum, tl.maximum(high, floor))
         tl.debug_barrier()
@@ -324,7 +323,7 @@ def draw_distinct_kernel(
     p_maxs,
     p_levels,
     p_status,
-    p_drawn,  # int64 [B], scratch: what each row drew
+    p_drawn,  # int64 [B], scratch: item drawn by each row
     p_drawn_leaves,  # float32 [B], scratch
     p_items,  # int64 [B]
     p_values,  # float32 [B]
@@ -400,7 +399,7 @@ def draw_distinct_kernel(
 
 @contextlib.contextmanager
 def on_device(device: torch.device) -> Iterator[None]:
-    """Launch on this device, whichever is the current one."""
+    """Make `device` the current device for launches."""
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         yield
 
@@ -408,7 +407,7 @@ def on_device(device: torch.device) -> Iterator[None]:
 def check(
     name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
 ) -> None:
-    """Raise TypeError or ValueError unless a tensor is as a kernel expects it."""
+    """Raise TypeError or ValueError unless a tensor has this dtype, shape and device and is contiguous."""
     if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
         raise TypeError(
             f"{name} is {tensor.dtype} {list(tensor.shape)}; expected contiguous {dtype} {list(shape)}."
@@ -418,7 +417,7 @@ def check(
 
 
 def check_update(tree: SumTree, items: torch.Tensor, values: torch.Tensor, alpha: float, eps: float) -> int:
-    """Raise TypeError or ValueError unless everything is as `update` expects it; the number of rows."""
+    """Validate the arguments of `update` and return the number of rows; raises TypeError or ValueError."""
     count = len(items)
     check("items", items, torch.int64, (count,), tree.device)
     check("values", values, torch.float32, (count,), tree.device)
@@ -431,7 +430,7 @@ def check_update(tree: SumTree, items: torch.Tensor, values: torch.Tensor, alpha
 
 
 def check_draw(tree: SumTree, random: torch.Tensor, items: torch.Tensor, values: torch.Tensor) -> int:
-    """Raise TypeError or ValueError unless everything is as `draw` expects it; the number of rows."""
+    """Validate the arguments of `draw` and return the number of rows; raises TypeError or ValueError."""
     count = len(items)
     if random.dtype != torch.int64 or random.ndim != 1 or len(random) < 2 or not random.is_contiguous():
         raise TypeError(
@@ -455,20 +454,20 @@ def update(
     """Set the leaves of items to ``(value + eps) ** alpha``, and all nodes above them.
 
     Args:
-        tree: changed in place.
-        items: int64 [n] on the tree's device, below the capacity; negative ones are left out. Of equal items the last
-            one counts.
-        values: float32 [n]: finite, not negative.
-        alpha, eps: 0 stays 0 if eps is 0, whatever alpha. Both count as float32.
-        unset: these are first values, checked before: they may be `UNSET`, the running maximum, or `GONE`, which makes
-            a leaf 0 whatever eps; none is refused, and what would be too large is made the largest float32.
-        floor: raise the running maximum to at least this, before anything else.
+        tree: the tree, changed in place.
+        items: int64 [n] on the tree's device, below the capacity; negative ones are skipped. Of duplicate items the
+            last one counts.
+        values: float32 [n], finite, not negative.
+        alpha, eps: exponent and offset, rounded to float32. With eps 0 the leaf of 0 is 0, whatever alpha.
+        unset: `values` are initial priorities, already validated: they may be `UNSET`, the running maximum, or `GONE`,
+            a leaf of 0 whatever eps. Leaves above float32's range are clipped to it; the update is never refused.
+        floor: raise the running maximum to at least this value first.
 
-    If a value is bad, nothing changes and its position is noted in `tree.status`: the lowest of all that are, until
-    somebody removes it; till then all updates are refused. Does not wait for the GPU.
+    An invalid value refuses the update: nothing changes, and the lowest invalid position is stored in `tree.status`.
+    Until the caller resets it all updates are refused. Does not wait for the GPU.
 
     Raises:
-        TypeError, ValueError: arguments of another dtype, shape or device; nothing has been launched then.
+        TypeError, ValueError: arguments of another dtype, shape or device; nothing was launched.
     """
     count = check_update(tree, items, values, alpha, eps)
     launch = functools.partial(_launch_update, tree, alpha=alpha, eps=eps, unset=unset, floor=floor)
@@ -477,7 +476,7 @@ def update(
         if count:
             launch(items, values, 0, end, 1)
         return
-    # Programs do not wait for each other, so every phase is a launch; the narrow levels go together.
+    # Programs cannot synchronise, so every phase is a launch; the narrow levels share one.
     wide = levels + sum(nodes > ALONE for _, nodes in tree.shape)
     parts = list(zip(items.split(MOST_CLAIMS), values.split(MOST_CLAIMS), strict=True))
     for i, part in enumerate(parts):
@@ -492,7 +491,7 @@ def update(
 
 
 def build(tree: SumTree) -> None:
-    """Compute all nodes from the leaves, which somebody has written. Does not wait for the GPU."""
+    """Compute all nodes from the leaves. Does not wait for the GPU."""
     first = LEVELS.value
     for level, (_, nodes) in enumerate(tree.shape):
         programs = triton.cdiv(nodes, UPDATE["ROWS"])
@@ -522,7 +521,7 @@ def _launch_update(
     unset: bool = False,
     floor: float = 0.0,
 ) -> None:
-    # Kernels get floats as float32; the interpreter would not round them.
+    # Kernels receive floats as float32; Triton's interpreter would not round them.
     floor, alpha, eps = torch.tensor([floor, alpha, eps], dtype=torch.float32, device="cpu").tolist()
     with on_device(tree.device):
         update_kernel[(programs,)](
@@ -553,16 +552,16 @@ def draw(tree: SumTree, random: torch.Tensor, items: torch.Tensor, values: torch
     """Draw items in proportion to their leaves, with replacement.
 
     Args:
-        tree: from which.
-        random: int64 [2] or more in memory that the device can read: key and counter of the random numbers. The same
-            two give the same draw.
+        tree: the tree.
+        random: int64 [2] or longer in memory that the device can read: key and counter of the random numbers, which
+            determine the draw.
         items, values: int64 [n] and float32 [n] on the tree's device, filled with the items and their leaves; with -1
             and 0 if all leaves are 0, which is counted in `tree.status`.
 
     Does not wait for the GPU.
 
     Raises:
-        TypeError, ValueError: arguments of another dtype, shape or device; nothing has been launched then.
+        TypeError, ValueError: arguments of another dtype, shape or device; nothing was launched.
     """
     count = check_draw(tree, random, items, values)
     if count == 0:
@@ -574,10 +573,10 @@ def draw(tree: SumTree, random: torch.Tensor, items: torch.Tensor, values: torch
 
 
 def draw_distinct(tree: SumTree, random: torch.Tensor, items: torch.Tensor, values: torch.Tensor) -> None:
-    """Draw different items, one after another, each in proportion to the leaves of those that are left.
+    """Draw distinct items, one after another, each in proportion to the remaining leaves.
 
-    As `draw`; where no item is left, rows get -1 and 0, which is counted in `tree.status`. The tree is the same
-    afterwards. One program does it all, so large batches take their time.
+    Arguments and errors as for `draw`. Rows without a remaining item get -1 and 0 and are counted in `tree.status`. The
+    tree is unchanged afterwards. A single program runs, so large batches are slow.
     """
     count = check_draw(tree, random, items, values)
     if count == 0:

@@ -1,7 +1,6 @@
-"""The plain-torch twins of `gear_loader.kernels.priority`: same signatures, same results, to the last bit.
+"""Plain-torch twins of `gear_loader.kernels.priority` with the same signatures and results, to the last bit.
 
-The oracle of the tests, and the way on the CPU where numba is missing. They wait for nothing because they run on the
-CPU; on a GPU they would.
+The oracle of the tests. On a GPU they wait for it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _MASK = 0xFFFFFFFF
 
 
 def weigh(values: torch.Tensor, alpha: float, eps: float) -> torch.Tensor:
-    """What priorities weigh: ``(value + eps) ** alpha``, float64 [n]; 0 only for 0."""
+    """Leaves of priorities (float32 [n]): ``(value + eps) ** alpha``, float64 [n]; 0 only for 0."""
     wide = values.double() + eps
     if alpha != 1.0:
         wide = torch.where(wide > 0, wide**alpha, 0.0)
@@ -48,7 +47,7 @@ def update(
     """See `gear_loader.kernels.priority.update`."""
     if len(items) == 0:
         return
-    # As a kernel gets them.
+    # Rounded to float32, as a kernel receives them.
     alpha, eps, floor = torch.tensor([alpha, eps, floor], dtype=torch.float32, device="cpu").tolist()
     maximum = max(float(tree.maximum), floor)
     gone = (values == GONE) & unset
@@ -100,7 +99,7 @@ def build(tree: SumTree) -> None:
 
 
 def uniforms(random: torch.Tensor, rows: torch.Tensor, level: int) -> torch.Tensor:
-    """53-bit uniforms in [0, 1), float64 [n], of rows (int64 [n]) at a level: Philox-4x32-10."""
+    """53-bit uniforms in [0, 1) of rows (int64 [n]) at a level, float64 [n]: Philox-4x32-10."""
     key, step = (int(word) & ((1 << 64) - 1) for word in random.tolist()[:2])
     k0, k1 = key & _MASK, key >> 32
     c0, c1 = rows & _MASK, torch.full_like(rows, level // 2)
@@ -114,7 +113,7 @@ def uniforms(random: torch.Tensor, rows: torch.Tensor, level: int) -> torch.Tens
 
 
 def _multiply(a: int, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    # High and low 32 bits of a product that int64 cannot hold.
+    # High and low 32 bits of a product that overflows int64.
     low, high = a * (b & 0xFFFF), a * (b >> 16)
     middle = (low >> 16) + high
     return middle >> 16, ((middle & 0xFFFF) << 16) | (low & 0xFFFF)
@@ -156,7 +155,7 @@ def _choose(children: torch.Tensor, uniform: torch.Tensor, *, leaves: bool) -> t
         left_place = place if leaves else place * 2
         right_place = left_place + (part.shape[1] // 2 if leaves else 1)
         left = part.gather(1, left_place[:, None])[:, 0]
-        # What is left over may have been rounded up to all of the right part, even where that is nothing.
+        # Rounding may leave a remainder equal to the right part, even if that is 0.
         right = (rest >= left) & (part.gather(1, right_place[:, None])[:, 0] > 0)
         rest = torch.where(right, rest - left, rest)
         place = torch.where(right, right_place, left_place)

@@ -1,4 +1,4 @@
-"""The plain-torch twin of each kernel: same signature, same result, to the byte. The oracle of the tests."""
+"""Plain-torch twins of the kernels with the same signatures and results, to the byte; the oracle of the tests."""
 
 from __future__ import annotations
 

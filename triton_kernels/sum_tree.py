@@ -1,17 +1,17 @@
-"""A wide sum tree over priorities: where its numbers lie, and what can be read off it without a kernel.
+"""A wide sum tree over priorities: its layout, and the queries that need no kernel.
 
-    leaves            float32 [capacity, padded to 32]        what items are drawn in proportion to; 0 is never drawn
+    leaves            float32 [capacity, padded to 32]        weights of the items in a draw; 0 is never drawn
     level 1           one node for each 32 leaves             sums float64, mins and maxs float32
     level 2           one node for each 32 nodes of level 1
     ...               until at most 32 nodes are left: the roots
 
-All levels of a kind lie in one tensor, each padded to a multiple of 32 with nodes that hold nothing (sum 0, minimum
-infinite, maximum 0). The minimum is over the leaves that are not 0.
+All levels of a kind lie in one tensor, each padded to a multiple of 32 with empty nodes (sum 0, minimum infinite,
+maximum 0). The minimum is over the leaves that are not 0.
 
 **Order of summation.** It is fixed, so that every implementation on every device gives the same sums, and therefore
 the same draws, to the last bit: a node of level 1 adds leaf i to leaf i + 16 of its 32, then i to i + 8 of those sums,
 and so on; a node of a higher level adds neighbours, then neighbours of those sums, and so on. A draw descends through
-the same partial sums. Nodes are computed anew from below, never incremented, so nothing drifts.
+the same partial sums. Nodes are recomputed from their children, never incremented, so errors do not accumulate.
 """
 
 from __future__ import annotations
@@ -39,35 +39,35 @@ __all__ = [
 
 FANOUT = 32
 UNSET, GONE = -1.0, -2.0
-"""As priorities: the running maximum; no item (any more)."""
+"""Special priorities: the running maximum; a removed item."""
 LOWEST_LEAF = 2.0**-126
-"""The smallest normal float32: what a positive priority below it becomes, so that it can still be drawn."""
+"""The smallest normal float32; smaller positive leaves are raised to it, so that they can still be drawn."""
 
-# Places in `status`, which kernels write and nobody waits for.
-BAD_POSITION = 0  # first position of an update that was refused, NOWHERE for none
-EMPTY_DRAWS = 1  # draws from a tree without any positive leaf
-DISTINCT_MISSING = 2  # rows of draws without replacement for which no item was left
-STALE = 3  # rows of updates that were ignored, because they named a trajectory that is gone
+# Positions in `status`, which kernels write asynchronously.
+BAD_POSITION = 0  # first invalid position of a refused update; NOWHERE if no update was refused
+EMPTY_DRAWS = 1  # draws from a tree without a positive leaf
+DISTINCT_MISSING = 2  # rows of draws without replacement that found no item left
+STALE = 3  # skipped update rows of removed trajectories
 NOWHERE = (1 << 63) - 1
 
 
 class SumTree:
-    """The tensors of a tree of `capacity` items, all zero.
+    """The tensors of a tree of `capacity` items whose leaves are 0.
 
     Args:
-        capacity: items, 1 to 2**31 - 1.
-        device: where.
+        capacity: number of items, 1 to 2**31 - 1.
+        device: device of the tensors.
 
     Attributes:
-        leaves: float32 [capacity rounded up to 32].
-        sums, mins, maxs: float64 and float32, the nodes of all levels.
-        levels: int64 [depth, 2] on the device: where a level begins in these, how many nodes it has.
-        shape: the same as a list of tuples on the host.
-        maximum: float32 [1], the running maximum of the priorities that new items start with.
+        leaves: float32 [capacity rounded up to a multiple of 32].
+        sums, mins, maxs: float64, float32, float32: the nodes of all levels.
+        levels: int64 [depth, 2] on the device: offset in these tensors and number of nodes of each level.
+        shape: `levels` as a list of tuples on the host.
+        maximum: float32 [1], running maximum of the priorities, the initial priority of new items.
         status: int64 [4], see the constants.
 
     Raises:
-        ValueError: another capacity.
+        ValueError: invalid capacity.
     """
 
     def __init__(self, capacity: int, device: torch.device | str = "cpu") -> None:
@@ -87,39 +87,39 @@ class SumTree:
 
     @property
     def depth(self) -> int:
-        """Levels above the leaves."""
+        """Number of levels above the leaves."""
         return len(self.shape)
 
     @property
     def node_bytes(self) -> int:
-        """Bytes beyond the leaves."""
+        """Bytes of the nodes above the leaves."""
         return sum(part.nbytes for part in (self.sums, self.mins, self.maxs, self.levels))
 
     def level(self, level: int, nodes: torch.Tensor) -> torch.Tensor:
-        """The part of `nodes` (sums, mins or maxs) that is level 1 to `depth`, padded to a multiple of 32."""
+        """The nodes of a level (1 to `depth`) in `nodes` (sums, mins or maxs), padded to a multiple of 32."""
         offset, count = self.shape[level - 1]
         return nodes[offset : offset + -(-count // FANOUT) * FANOUT]
 
     def total(self) -> torch.Tensor:
-        """Sum of all leaves, float64 [] on the device, in the tree's own order."""
+        """Sum of all leaves in the tree's order of summation, float64 [] on the device."""
         return node_sums(self.level(self.depth, self.sums).view(1, FANOUT))[0]
 
     def minimum(self) -> torch.Tensor:
-        """The smallest leaf that is not 0, float32 [] on the device; infinite if there is none."""
+        """The smallest positive leaf, float32 [] on the device; infinite if all are 0."""
         return self.level(self.depth, self.mins).min()
 
     def top(self, count: int, *, largest: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `count` items with the largest (or smallest) leaves that are not 0; of equals, the lower item first.
+        """The `count` items with the largest (or smallest) positive leaves; ties go to the lower item.
 
-        From the roots down only the children of the best `count` nodes of a level are looked at, which always hold
-        the best items: O(count * 32 * depth), whatever the capacity, and without waiting for a GPU.
+        Searches from the roots down; each level expands only its best `count` nodes, which contain the best items, in
+        O(count * 32 * depth). Does not wait for a GPU.
 
         Args:
             count: 1 to the capacity.
+            largest: False for the smallest.
 
         Returns:
-            int64 [count] items and float32 [count] their leaves, the best first; where there are fewer items, -1 and
-            0 at the end.
+            int64 [count] items and float32 [count] leaves, best first, filled up with -1 and 0.
         """
         extremes = self.maxs if largest else self.mins
         levels = [self.leaves, *(self.level(level + 1, extremes) for level in range(self.depth))]
@@ -127,7 +127,7 @@ class SumTree:
 
 
 def wide_levels(capacity: int) -> tuple[list[tuple[int, int]], int]:
-    """Where each level above the leaves begins and how many nodes it has, and the length of all, padded."""
+    """Offset and number of nodes of each level above the leaves, and the padded length of all levels."""
     shape: list[tuple[int, int]] = []
     count, offset = capacity, 0
     while not shape or count > FANOUT:
@@ -138,7 +138,7 @@ def wide_levels(capacity: int) -> tuple[list[tuple[int, int]], int]:
 
 
 def best(levels: Sequence[torch.Tensor], count: int, *, largest: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """`SumTree.top` for leaves and the minima or maxima of each level, the roots last."""
+    """`SumTree.top` on a list of the leaves and each level's minima or maxima, the roots last."""
     device = levels[0].device
     children = torch.arange(FANOUT, device=device)
     nodes = children
@@ -146,7 +146,7 @@ def best(levels: Sequence[torch.Tensor], count: int, *, largest: bool) -> tuple[
         known = levels[level]
         values = known[nodes.clamp(max=len(known) - 1)]
         exists = (nodes < len(known)) & (values > 0) & torch.isfinite(values)
-        # Unique keys: the value's bits (they sort as the value does), then the lower number first.
+        # Unique keys: the value's bits, which sort like the value, then the lower number first.
         bits = values.view(torch.int32).to(torch.int64)
         rank = torch.where(exists, bits if largest else 0x7FFFFFFF - bits, -1)
         order = torch.topk((rank << 32) - nodes, min(count, len(nodes))).indices

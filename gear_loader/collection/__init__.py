@@ -1,1 +1,1 @@
-"""Chosen rows become a batch: windows, buffers, gathering, prefetching."""
+"""Collection of batches from drawn rows: windows, buffers, gathering, prefetching."""

@@ -1,4 +1,4 @@
-"""The buffers of a dataset: pools by batch size, and the prefetchers of iterations and of single batches."""
+"""The buffers of a dataset: pools by batch size, and prefetchers for iterations and single batches."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["BufferPools"]
 class BufferPools:
     """Buffers and prefetchers of one dataset in one process.
 
-    It knows nothing of the dataset, which is garbage as soon as it is no longer used: what makes a collector comes
-    with each call.
+    Holds no reference to the dataset, which would delay its garbage collection; the function that makes collectors is
+    an argument of each call.
 
     Attributes:
-        pools: (rows, shared) -> buffers of that kind.
+        pools: (rows, shared) -> pool of such buffers.
         active: the prefetcher of the running iteration.
-        sampler: rows of the single batches that were drawn last, and their prefetcher.
+        sampler: rows and prefetcher of the last single batch.
     """
 
     def __init__(self) -> None:
@@ -30,17 +30,19 @@ class BufferPools:
 
     @property
     def collectors(self) -> list[Collector]:
-        """The collectors that have been made."""
+        """The collectors of all pools."""
         return [pool.collector for pool in self.pools.values()]
 
     def prefetcher(
         self, size: int, make: Callable[[int], Collector], *, shared: bool = False, **options: Any
     ) -> Prefetcher:
-        """A prefetcher of batches of so many rows, out of the pool of this kind.
+        """A prefetcher of batches of `size` rows; makes the pool if necessary.
 
         Args:
-            make: makes a collector for batches of so many rows. shared: batches are sent to another process.
-            options: of `Prefetcher`.
+            size: rows of a batch.
+            make: makes a collector from the number of rows.
+            shared: whether batches are sent to another process.
+            options: options of `Prefetcher`.
         """
         pool = self.pools.get((size, shared))
         if pool is None:
@@ -50,18 +52,18 @@ class BufferPools:
     # ---------------------------------------------------------------- one iteration
 
     def open(self, size: int, make: Callable[[int], Collector], **options: Any) -> Prefetcher:
-        """The prefetcher of a new iteration, which is the active one until `close`; see `prefetcher`."""
+        """The prefetcher of a new iteration, active until `close`; see `prefetcher`."""
         self.finish_closed()
         self.active = self.prefetcher(size, make, **options)
         return self.active
 
     def close(self, prefetcher: Prefetcher) -> None:
-        """End an iteration; as long as its thread is at work its prefetcher stays the active one."""
+        """End an iteration; its prefetcher stays active until its thread has ended."""
         if prefetcher.close() and self.active is prefetcher:
             self.active = None
 
     def finish_closed(self) -> None:
-        """Wait for the thread of an iteration that was closed where it could not be waited for."""
+        """Wait for the thread of a closed iteration, if `close` could not."""
         active = self.active
         if active is not None and active.closed and active.join():
             self.active = None
@@ -75,7 +77,7 @@ class BufferPools:
             active.between(call)
 
     def settle(self) -> None:
-        """Wait until the running iteration has done all that it was asked to do; see `Prefetcher.settle`."""
+        """Wait until the running iteration has finished all requests; see `Prefetcher.settle`."""
         active = self.active
         if active is not None:
             active.settle()
@@ -83,10 +85,10 @@ class BufferPools:
     # ---------------------------------------------------------------- single batches
 
     def single(self, size: int, usual: int, make: Callable[[int], Collector], **options: Any) -> Prefetcher:
-        """The prefetcher of single batches of so many rows; see `prefetcher`.
+        """The prefetcher of single batches of `size` rows; see `prefetcher`.
 
         Args:
-            usual: rows of the dataset's batches: buffers of another size are given up with the next size.
+            usual: rows of the dataset's batches; buffers of another size are freed when the size changes.
         """
         if self.sampler is None or self.sampler[0] != size:
             if self.sampler is not None:

@@ -1,4 +1,4 @@
-"""The collector turns chosen slots and anchors into a batch: on the CPU, or on a GPU straight from host memory."""
+"""The collector gathers the windows of drawn rows into a batch, on the CPU or by a GPU that reads host memory."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _COUNTS, _NUMBERS = ("times_sampled", "age"), ("probability", "age_seconds")  # 
 
 @dataclasses.dataclass
 class GpuSide:
-    """What a batch on a GPU needs beside its tensors.
+    """Auxiliary tensors and events of a batch on a GPU.
 
     Attributes:
         host: pinned tensors that the host writes: int64 [5, B] of index, anchor, generation and the two numbers of
             the extent; int32 [B, K] of the windows' block ids; float32 [B] of weights if batches carry them;
-            int64 [2, B] and float32 [2, B] of ``sample_info``, if they carry that. None where the GPU cannot read the
-            region.
-        mirror: their copies on the device.
-        random: pinned int64 [3]: key, counter, and key for anchors, of a draw on the GPU.
-        staging: where the GPU cannot read the region: a batch in pinned memory, gathered on the CPU.
-        filled, released: events: the batch is complete; its last user has finished.
-        consumers: the streams that have used the batch.
-        copy: a copy of the batch in memory of its own, where that is what is delivered.
+            int64 [2, B] and float32 [2, B] of ``sample_info`` if they carry it. None if the GPU cannot read the region.
+        mirror: copies of `host` on the device.
+        random: pinned int64 [3]: key, counter and anchor key of a draw on the GPU.
+        staging: a batch in pinned memory, gathered on the CPU; None if the GPU can read the region.
+        filled: event recorded when the batch is complete.
+        released: event recorded when its last user has finished.
+        consumers: streams that have used the batch.
+        copy: the copy of the batch to deliver instead, if any.
     """
 
     host: tuple[torch.Tensor, ...] | None
@@ -61,15 +61,15 @@ class GpuSide:
 
 @dataclasses.dataclass
 class Buffers:
-    """The tensors of one batch, and how to fill them.
+    """The tensors of one batch, with the plan that fills them.
 
     Attributes:
         batch: column -> ``[B, L, *shape]``, mask, index, anchor, generation, on the target device.
-        plan: how the kernel fills columns and masks.
-        gpu: on a GPU, what that needs.
-        names: on the CPU, int64 [3, B]: the memory of index, anchor and generation.
-        columns: on the CPU, int64 [C, WIDTH]: the table of `plan`.
-        weights: on the CPU, float32 [B]: the memory of priority_weight, if batches carry it.
+        plan: gather plan of the columns and masks.
+        gpu: auxiliary tensors on a GPU.
+        names: on the CPU, int64 [3, B]: view of index, anchor and generation.
+        columns: on the CPU, int64 [C, WIDTH]: view of the plan's table.
+        weights: on the CPU, float32 [B]: view of priority_weight if batches carry it.
     """
 
     batch: Batch
@@ -80,7 +80,7 @@ class Buffers:
     weights: Array = dataclasses.field(default_factory=lambda: np.empty(0, dtype=np.float32))
 
     def rows(self, count: int) -> Batch:
-        """The batch's first `count` rows: all of it, or views for a last batch that is smaller."""
+        """The batch's first `count` rows; views if the batch is smaller than the buffers."""
 
         def head(value: Any) -> Any:
             return (
@@ -94,13 +94,16 @@ class Collector:
     """Gathers windows of a table's columns into buffers.
 
     Args:
-        table: where from.
-        windows: column -> window; the other columns are not read.
+        table: table to read.
+        windows: column -> window; other columns are not read.
         batch_size: rows of a batch.
-        device: where batches are wanted.
+        device: device of the batches.
         programs: size of the kernel's grid, see `gear_loader.kernels.gather.gather`.
         weighs: whether batches carry ``priority_weight``.
-        informs: whether they carry ``sample_info``.
+        informs: whether batches carry ``sample_info``.
+
+    Attributes:
+        zero_copy: whether the device reads the region itself.
     """
 
     def __init__(
@@ -125,7 +128,7 @@ class Collector:
         index = table.reader().index_arrays()
         self._extent, self._block_ids = index
         self._block_steps = table.region.layout.block_steps
-        # Copied, which waits: computed there, it might not be ready when another stream reads it.
+        # Copied, which waits: if computed on the device, another stream could read it too early.
         with outside_inference():
             self._numbers = torch.arange(batch_size, device="cpu").to(device)
         self._row_bytes = sum(
@@ -133,15 +136,15 @@ class Collector:
         )
         self._first, self._last = reach_of(windows)
         self.waits = False
-        """Whether `gather` may wait for others, so that it is not to be called by who trains."""
+        """Whether `gather` may wait for other processes, so that the training thread must not call it."""
 
     # ---------------------------------------------------------------- buffers
 
     def buffers(self, *, shared: bool = False) -> Buffers:
-        """Fresh tensors for one batch.
+        """New tensors for one batch.
 
         Args:
-            shared: in shared memory, so that they can be sent to another process without a copy.
+            shared: allocate them in shared memory, so that they can be sent to another process without a copy.
         """
         if self.device.type != "cuda":
             return self._buffers(torch.device("cpu"), shared=shared)
@@ -175,7 +178,7 @@ class Collector:
                 buffers.batch["priority_weight"] = mirror[2]
         else:
             staging = self._buffers(torch.device("cpu"), pinned=True)
-        # The first is blocking: whoever waits for it sleeps instead of spinning.
+        # The first is blocking: a waiting thread sleeps instead of spinning.
         filled, released = torch.cuda.Event(blocking=True), torch.cuda.Event()
         buffers.gpu = GpuSide(host, mirror, random, staging, filled, released)
         return buffers
@@ -186,7 +189,7 @@ class Collector:
             return tensor.share_memory_() if shared else tensor
 
         size, schema, region = self.batch_size, self.table.schema, self.table.region
-        # One mask a window; its column in the plan is the one with the smallest steps.
+        # One mask per window; in the plan it belongs to the column with the smallest steps.
         masks: dict[Window, torch.Tensor] = {}
         owners: dict[Window, str] = {}
         for name, window in self.windows.items():
@@ -232,19 +235,20 @@ class Collector:
         """Fill the first rows of `buffers`.
 
         Args:
-            rows: no more than the batch size: `SelectedRows`, or `CudaRows` where the GPU can read the region. The
-                caller holds the read ticket under which they were drawn.
+            buffers: buffers of this collector.
+            rows: `SelectedRows`, or `CudaRows` if the GPU can read the region; at most the batch size. The caller
+                holds their read ticket.
 
         On the CPU the rows are complete when this returns. On a GPU the work is queued on the current stream and
-        `buffers.filled` is recorded after it; the host does not wait, but where the GPU cannot read the region it
-        gathers the batch on the CPU first, having waited for the last copy out of the same staging buffers.
+        `filled` is recorded after it. If the GPU can read the region, the host does not wait for it; otherwise it waits
+        for the last copy out of the staging buffers and gathers the batch on the CPU.
         """
         gpu = buffers.gpu
         if gpu is None:
             self._gather_cpu(buffers, rows)
             return
-        # What the last batch in these buffers was copied from is about to be written again. That batch has been
-        # delivered: this waits only if the host is ahead of the GPU by as many batches as there are buffers.
+        # The host memory of the previous batch in these buffers is about to be overwritten. That batch was delivered,
+        # so this waits only if the host is ahead of the GPU by as many batches as there are buffers.
         gpu.filled.synchronize()
         try:
             if isinstance(rows, CudaRows):
@@ -256,7 +260,7 @@ class Collector:
                 torch.cuda.current_stream().wait_event(gpu.released)
                 copy_batch(buffers.rows(len(rows)), gpu.staging.rows(len(rows)))
         finally:
-            gpu.filled.record()  # also behind the part of a batch that failed: it is read from the same memory
+            gpu.filled.record()  # also after a failed batch, whose queued part reads the same memory
 
     def _gather_drawn(self, buffers: Buffers, gpu: GpuSide, rows: CudaRows) -> None:
         assert gpu.random is not None
@@ -266,12 +270,12 @@ class Collector:
         self._launch(buffers, gpu.mirror, len(rows))
 
     def use_on(self, stream: torch.cuda.Stream) -> None:
-        """Say that gathers will be queued on this stream: what they read is not given back before them."""
+        """Register a stream for gathers, so that the allocator keeps their inputs until they have run."""
         self._numbers.record_stream(stream)
 
     @property
     def reach(self) -> tuple[int, int]:
-        """The first and last step, relative to the anchor, that any window covers."""
+        """The first and last step covered by any window, relative to the anchor."""
         return self._first, self._last
 
     def _gather_cpu(self, buffers: Buffers, rows: SelectedRows) -> None:
@@ -317,8 +321,8 @@ class Collector:
         mirror: tuple[torch.Tensor, ...],
         drawn: SelectedRows,
     ) -> None:
-        # Host memory is far from the kernel, so what it needs of the index goes along with the draw; only the
-        # steps themselves are read across the bus.
+        # Host memory is slow for the kernel, so the index entries of the rows are copied; only the steps are read
+        # across the bus.
         count = len(drawn)
         rows, ids = host[0].numpy(), host[1].numpy()
         for i, values in enumerate((drawn.slots, drawn.anchors, drawn.generations)):
@@ -335,7 +339,7 @@ class Collector:
         self._launch(buffers, mirror, count)
 
     def _launch(self, buffers: Buffers, mirror: tuple[torch.Tensor, ...], count: int) -> None:
-        """Gather the rows whose anchors, extents and block ids lie in `mirror`."""
+        """Gather `count` rows with the anchors, extents and block ids in `mirror`."""
         from gear_loader.kernels import gather
 
         gather.gather(
@@ -351,13 +355,14 @@ class Collector:
 def resolve(
     table: Table, slots: Array, anchors: Array, reach: tuple[int, int], extent: Array, ids: Array
 ) -> None:
-    """Copy what the windows of a batch need of a table's index.
+    """Copy the index entries of a batch's windows.
 
     Args:
+        table: table of the rows.
         slots, anchors: int64 [B].
-        reach: the first and last step, relative to the anchor, that any column's window covers.
-        extent: int64 [B, 2], filled with lengths in steps, and the places in `ids` where the block tables of the
-            trajectories would start; `ids` holds the blocks of the windows only, so this may be negative.
+        reach: first and last step covered by any window, relative to the anchor.
+        extent: int64 [B, 2], filled with lengths in steps, and the positions in `ids` where the trajectories' block
+            tables would start; may be negative, because `ids` holds the blocks of the windows only.
         ids: int32 [B, K], filled with the windows' blocks.
     """
     lengths, block_ids = table.reader().index_arrays()
@@ -368,12 +373,12 @@ def resolve(
 
 
 def _named(counts: torch.Tensor, numbers: torch.Tensor) -> dict[str, torch.Tensor]:
-    """``sample_info`` of two tensors [2, B], integers and floats."""
+    """``sample_info`` of counts, int64 [2, B], and numbers, float32 [2, B]."""
     return {**dict(zip(_COUNTS, counts, strict=True)), **dict(zip(_NUMBERS, numbers, strict=True))}
 
 
 def clone_batch(batch: Batch) -> Batch:
-    """The batch in memory of its own, without waiting; tensors that are one stay one."""
+    """A copy of a batch in new memory; aliased tensors stay aliased. Does not wait for a GPU."""
     clones: dict[int, torch.Tensor] = {}
 
     def clone(value: Any) -> Any:
@@ -387,7 +392,7 @@ def clone_batch(batch: Batch) -> Batch:
 
 
 def copy_batch(target: Batch, source: Batch) -> None:
-    """Copy all tensors of a batch, without waiting."""
+    """Copy all tensors of a batch. Does not wait for a GPU."""
     for key, value in source.items():
         if isinstance(value, dict):
             copy_batch(target[key], value)

@@ -1,4 +1,4 @@
-"""Preparing batches ahead of their use, in a ring of recycled buffers."""
+"""Prefetching of batches in a ring of recycled buffers."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _BATCH, _STOP, _END = object(), object(), object()
 
 
 class _Order(NamedTuple):
-    """Buffers that a prefetch thread is to fill.
+    """Buffers for the prefetch thread to fill.
 
-    Orders bring all that a batch is made of: between them the thread holds nothing of a dataset, so that one whose
-    iterator nobody uses any more is garbage, and is closed.
+    An order holds everything that its batch needs: between orders the thread refers to no dataset, so that an unused
+    one is garbage-collected and closed.
     """
 
     buffers: Buffers
@@ -43,11 +43,13 @@ class _Order(NamedTuple):
 
 
 class Pool:
-    """The buffers of one collector, which outlive the iterators that use them, and what a GPU needs beside them.
+    """The buffers of one collector, which outlive its iterators, with the stream and releaser of a GPU.
 
     Attributes:
-        free: buffers that nobody uses.
-        delivered: the last batches of an iterator that has ended: still valid, for `keep` more requests.
+        free: unused buffers.
+        delivered: the last batches of an ended iterator, valid for `keep` more requests.
+        stream: side stream that fills the buffers, on a GPU.
+        releaser: releases read tickets, if the GPU reads the region.
     """
 
     def __init__(self, collector: Collector, *, shared: bool = False) -> None:
@@ -66,20 +68,18 @@ class Pool:
 
 
 class Prefetcher:
-    """Fills buffers ahead of one consumer and takes them back after it.
+    """Fills buffers ahead of one consumer and recycles them after use.
 
-    On the CPU, and where a GPU cannot read the region, a thread fills them. On a GPU the caller itself queues the
-    work of batch i + prefetch on a side stream when it asks for batch i, which costs the host some tens of
-    microseconds.
+    On the CPU, and for a GPU that cannot read the region, a thread fills them. Otherwise the consumer's request for
+    batch i queues the work of batch i + prefetch on a side stream, which costs the host some tens of microseconds.
 
     Args:
-        pool: where buffers come from and go to.
-        prefetch: batches ahead; 0 fills when asked.
+        pool: pool of the buffers.
+        prefetch: batches filled ahead; 0 fills on request.
         keep: a batch stays valid until this many more have been requested.
-        fresh: give each batch memory of its own: new buffers on the CPU; on a GPU a copy there, which the stream that
-            fills makes as soon as the batch is complete.
-        complete: when closed, draw what has been asked for all the same, because it has taken its turn among the calls
-            of `between`.
+        fresh: deliver each batch in new memory: new buffers on the CPU; on a GPU a copy, which the side stream makes
+            when the batch is complete.
+        complete: finish requested draws after `close`, because they precede calls of `between`.
     """
 
     def __init__(self, pool: Pool, *, prefetch: int, keep: int, fresh: bool, complete: bool = False) -> None:
@@ -96,26 +96,26 @@ class Prefetcher:
         self._pid = os.getpid()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        # What the thread is asked to do, in this order: fill buffers; call a function; None: stop.
+        # Requests to the thread, in order: fill buffers, call a function, or None to stop.
         self._orders: queue.SimpleQueue[_Order | Callable[[], object] | None] = queue.SimpleQueue()
         self._accepting = False
-        self._turn = threading.Lock()  # around `_accepting`
+        self._turn = threading.Lock()  # guards `_accepting`
         self._ready: collections.deque[tuple[Buffers, int]] = collections.deque()  # filled, not yet delivered
 
     # ---------------------------------------------------------------- delivering
 
     def one(self, fill: Callable[[Buffers, Item], int], item: Item) -> Batch:
-        """One batch, filled now."""
+        """Fill and deliver one batch now."""
         self._recycle()
         buffers = self._take()
         return self._deliver(buffers, self._run(fill, buffers, item))
 
     def batches(self, fill: Callable[[Buffers, Item], int], items: Iterator[Item]) -> Iterator[Batch]:
-        """A batch for each of `items`, in their order.
+        """Yield a batch for each of `items`, in order.
 
         Args:
             fill: draws a batch, gathers it into the buffers and returns its number of rows.
-            items: what each call of `fill` gets.
+            items: second arguments of `fill`.
         """
         if self._prefetch == 0:
             for item in items:
@@ -137,7 +137,7 @@ class Prefetcher:
                     buffers = self._take()
                     ready.append((buffers, self._run(fill, buffers, item)))
                 more = len(ready) > self._prefetch
-            except Exception as error:  # it comes after the batches that are ready
+            except Exception as error:  # raised after the ready batches
                 more, failure = False, error
             if ready:
                 yield self._deliver(*ready.popleft())
@@ -162,7 +162,7 @@ class Prefetcher:
                 return
             if isinstance(signal, BaseException):
                 raise signal
-            # The consumer has asked for one more batch: the oldest one's time is over, and the thread gets a place.
+            # The consumer has requested one more batch: recycle the oldest and order the next.
             self._recycle()
             self._orders.put(_Order(self._take(), fill, items))
             yield self._deliver(*self._ready.popleft())
@@ -170,22 +170,22 @@ class Prefetcher:
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise GearError(
-                f"An iterator of process {self._pid} was continued in process {os.getpid()}, a forked child, which "
-                "has not the thread that prefetches its batches. Make a new iterator in the child, or start the child "
-                "with spawn."
+                f"An iterator of process {self._pid} was continued in process {os.getpid()}, a forked child without "
+                "the thread that prefetches its batches. Make a new iterator in the child, or start the child with "
+                "spawn."
             )
 
     def _work(self, signals: queue.SimpleQueue[BaseException | object]) -> None:
-        """The thread."""
+        """Main function of the thread."""
         signal: BaseException | object = _STOP
         try:
             if self._stream is not None:
                 allow_captures()
             with interruptible(self._stop.is_set):
-                while self._obey(self._orders.get(), signals):
+                while self._execute(self._orders.get(), signals):
                     pass
         except Interrupted:
-            pass  # while it waited for others: nobody wants the batch any more
+            pass  # closed while waiting: the batch is no longer wanted
         except BaseException as error:
             signal = error
         try:
@@ -196,12 +196,12 @@ class Prefetcher:
             self._give_back()
         signals.put(signal)
 
-    def _obey(
+    def _execute(
         self,
         order: _Order | Callable[[], object] | None,
         signals: queue.SimpleQueue[BaseException | object],
     ) -> bool:
-        """Do what the thread is asked to do; whether more may follow."""
+        """Carry out a request; return whether more may follow."""
         if not isinstance(order, _Order):
             if order is not None:
                 order()
@@ -217,9 +217,9 @@ class Prefetcher:
         return True
 
     def _finish_orders(self) -> None:
-        """The thread's end: give back what it will not fill, and call what is still to be called."""
+        """Carry out the remaining requests at the thread's end: return unfilled buffers, call functions."""
         while True:
-            with self._turn:  # what is given meanwhile comes after what was given before
+            with self._turn:  # so that `between` keeps the order of requests
                 if self._orders.empty():
                     self._accepting = False
                     return
@@ -230,10 +230,10 @@ class Prefetcher:
                 order()
 
     def between(self, call: Callable[[], object]) -> None:
-        """Call a function between two batches: after the draws that have been asked for, before all that follow.
+        """Call a function between two draws: after all requested draws, before all later ones.
 
-        A thread that fills ahead does it in its time; without one it is done now. So what a batch is drawn from
-        depends on nothing but the order in which the consumer asks for batches and calls this.
+        The prefetch thread calls it; without one it is called now. So draws depend only on the order in which the
+        consumer requests batches and calls this.
         """
         with self._turn:
             if self._accepting:
@@ -243,16 +243,16 @@ class Prefetcher:
             call()
 
     def settle(self) -> None:
-        """Wait until the thread, if there is one, has done all that it was asked to do.
+        """Wait until the thread, if any, has finished all requests.
 
         Raises:
-            LockTimeoutError: it did not, until the deadline.
+            LockTimeoutError: timed out.
         """
         done = threading.Event()
         self.between(done.set)
         if not done.wait(LOCK_TIMEOUT):
             raise LockTimeoutError(
-                f"The batches being prefetched were waited for {LOCK_TIMEOUT:g} s. Is the table's lock held?"
+                f"Timed out after {LOCK_TIMEOUT:g} s waiting for batches being prefetched. Is the table's lock held?"
             )
 
     def _run(self, fill: Callable[[Buffers, Item], int], buffers: Buffers, item: Item) -> int:
@@ -285,8 +285,8 @@ class Prefetcher:
         try:
             return self._pool.free.pop()
         except IndexError:
-            # Allocated on the stream that fills them: memory that is given back with work still queued is used
-            # again only behind that work.
+            # Allocated on the stream that fills them: the allocator then reuses freed memory only after the work
+            # queued there.
             with outside_inference(), self._on_stream():
                 return self.collector.buffers(shared=self._pool.shared)
 
@@ -301,7 +301,7 @@ class Prefetcher:
                 self._delivered.append(buffers)
                 return copy
             if consumer.cuda_stream not in gpu.consumers:
-                # Nor before the consumer's work, should the buffers be given back during it.
+                # The allocator must not reuse the buffers before the consumer's work either.
                 _record(buffers.batch, consumer)
                 gpu.consumers.add(consumer.cuda_stream)
         if not self._fresh:
@@ -311,29 +311,31 @@ class Prefetcher:
     def _recycle(self) -> None:
         while len(self._delivered) >= self._keep:
             buffers = self._delivered.popleft()
-            if buffers.gpu is not None and buffers.gpu.consumers:  # else only copies of it were delivered
+            if buffers.gpu is not None and buffers.gpu.consumers:  # else only copies were delivered
                 buffers.gpu.released.record(torch.cuda.current_stream(self.collector.device))
             self._pool.free.append(buffers)
 
-    # ---------------------------------------------------------------- tickets and the end
+    # ---------------------------------------------------------------- tickets and closing
 
     def release(self, buffers: Buffers, ticket: Any) -> None:
-        """The gather that reads under `ticket` has been done, or queued on a GPU: give the ticket back after it."""
+        """Release a read ticket after its gather, which has been done, or queued on a GPU."""
         if self._releaser is None or buffers.gpu is None:
             ticket.end()
         else:
             self._releaser.put(buffers, ticket)
 
     def abandon(self, buffers: Buffers, undo: Callable[[], None], ticket: Any) -> None:
-        """A batch has failed: undo its draw, once the GPU has done what was queued for it.
+        """Undo the draw of a failed batch after the GPU work queued for it.
 
         Args:
-            undo: releases `ticket`, and counts the draw no more.
+            buffers: buffers of the batch.
+            undo: releases `ticket` and uncounts the draw.
+            ticket: read ticket of the batch.
         """
         if self._releaser is not None and self._stream is not None:
             try:
                 self._stream.synchronize()
-            except RuntimeError:  # it is not known when a GPU that failed stops to read
+            except RuntimeError:  # a failed GPU may still be reading
                 _unfinished.append((buffers, ticket))
                 return
         undo()
@@ -344,13 +346,13 @@ class Prefetcher:
         return self._stop.is_set()
 
     def close(self) -> bool:
-        """Stop the thread and give the buffers back; the last batches delivered stay valid for now.
+        """Stop the thread and return the buffers; the last delivered batches stay valid for `keep` more requests.
 
-        It may come from the garbage collector, in the middle of anything. While this thread holds a lock, for which
-        the prefetch thread may wait, it does not wait for that thread, which ends by itself.
+        The garbage collector may call it at any point. If the calling thread holds a lock, for which the prefetch
+        thread may be waiting, it does not wait for that thread, which ends by itself.
 
         Returns:
-            Whether the thread has ended; else `join` waits for it.
+            Whether the thread has ended; else call `join`.
         """
         if os.getpid() != self._pid:
             return True  # a forked child: the thread, its orders and its locks are the parent's
@@ -358,13 +360,13 @@ class Prefetcher:
         self._orders.put(None)
         if not self._pool.delivered:
             self._pool.delivered = self._delivered
-        # At the interpreter's end such threads never come back.
+        # Daemon threads do not run during interpreter shutdown.
         if self._thread is threading.current_thread() or sys.is_finalizing() or holds_any():
             return False
         return self.join()
 
     def join(self) -> bool:
-        """Wait until the thread of a closed prefetcher has ended, for `LOCK_TIMEOUT` at most; whether it has."""
+        """Wait at most `LOCK_TIMEOUT` seconds for a closed prefetcher's thread; return whether it has ended."""
         thread = self._thread
         if thread is not None and thread.is_alive():
             thread.join(LOCK_TIMEOUT)
@@ -375,21 +377,20 @@ class Prefetcher:
         return True
 
     def _give_back(self) -> None:
-        """Give back the buffers that were filled and will not be delivered."""
+        """Return filled buffers that will not be delivered to the pool."""
         while self._ready:
             with contextlib.suppress(IndexError):  # the thread and `join` may both be here
                 self._pool.free.append(self._ready.popleft()[0])
 
 
-_unfinished: list[tuple[Buffers, Any]] = []  # what a GPU that failed may still read or write
+_unfinished: list[tuple[Buffers, Any]] = []  # buffers and tickets that a failed GPU may still use
 
 
 class _Releaser:
-    """Gives tickets back when the GPU has finished reading, however long the consumer sleeps meanwhile.
+    """Releases read tickets in a thread as soon as the GPU has finished reading.
 
-    Until then it keeps the buffers: kernels read pinned memory of theirs, which nothing else keeps from being used
-    again. If the GPU fails while it reads, it is not known when it stops: tickets and buffers are kept until the
-    process ends, and the next batch is an error.
+    Until then it keeps the buffers, because kernels read their pinned memory. A failed GPU may read on, so its tickets
+    and buffers are kept until the process ends, and the next batch raises an error.
     """
 
     def __init__(self, collector: Collector) -> None:
@@ -401,27 +402,27 @@ class _Releaser:
         self._thread.start()
 
     def put(self, buffers: Buffers, ticket: Any) -> None:
-        """Give `ticket` back when what has been queued into `buffers` is done."""
+        """Release `ticket` after the work queued for `buffers`."""
         self._queue.put((buffers, ticket))
 
     def stop(self) -> None:
-        """End the thread once everything has been given back."""
+        """End the thread after it has released all tickets."""
         self._queue.put(None)
 
     def check(self) -> None:
-        """Raise GpuError if the GPU failed while it read."""
+        """Raise GpuError if the GPU failed while reading."""
         if self._failure is not None:
             raise GpuError(
-                f"cuda:{self._device} failed while it gathered an earlier batch: {self._failure} What it may still "
-                "read stays reserved until this process ends. Start the process again."
+                f"cuda:{self._device} failed while it gathered an earlier batch: {self._failure} Its read tickets and "
+                "buffers stay reserved until this process ends. Start the process again."
             ) from self._failure
 
     def _work(self) -> None:
-        torch.cuda.set_device(self._device)  # of this thread; else waiting would make a context on GPU 0
+        torch.cuda.set_device(self._device)  # for this thread; else waiting would make a context on GPU 0
         allow_captures()
         while (entry := self._queue.get()) is not None:
             self._release(*entry)
-            del entry  # its memory is not kept until the next one comes
+            del entry  # frees its memory before the next entry arrives
 
     def _release(self, buffers: Buffers, ticket: Any) -> None:
         assert buffers.gpu is not None
@@ -440,9 +441,9 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 def allow_captures() -> None:
-    """Let other threads capture CUDA graphs whatever this thread does.
+    """Allow other threads to capture CUDA graphs during any call of this thread.
 
-    By default a capture fails if any thread waits for an event, or allocates, in the meantime.
+    By default a capture fails if another thread waits for an event or allocates meanwhile.
     """
     try:
         exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode

@@ -1,4 +1,4 @@
-"""Windows of a batch: which column has which, and which steps around the anchor they cover."""
+"""The windows of a batch's columns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["check_windows", "reach_of", "windows_of"]
 
 
 def check_windows(windows: Any, columns: Sequence[str] | None) -> None:
-    """SchemaError if these are no windows, whatever the schema."""
+    """Raise SchemaError for windows or columns that are invalid with any schema."""
     if isinstance(columns, str):
         raise SchemaError(
             f"columns is {columns!r}; expected a sequence of column names, for example [{columns!r}]."
@@ -35,7 +35,7 @@ def check_windows(windows: Any, columns: Sequence[str] | None) -> None:
 
 
 def windows_of(schema: Schema, windows: Any, columns: Sequence[str] | None) -> dict[str, Window]:
-    """Column -> window, in the order of the schema; SchemaError if they do not fit it."""
+    """Column -> window, in the order of the schema; raises SchemaError if they do not fit it."""
     check_windows(windows, columns)
     if isinstance(windows, Window):
         chosen = dict.fromkeys(list(schema) if columns is None else list(columns), windows)
@@ -50,6 +50,6 @@ def windows_of(schema: Schema, windows: Any, columns: Sequence[str] | None) -> d
 
 
 def reach_of(windows: Mapping[str, Window]) -> tuple[int, int]:
-    """The first and last step, relative to the anchor, that any of the windows covers."""
+    """The first and last step covered by any window, relative to the anchor."""
     first = min(window.offset for window in windows.values())
     return first, max(window.offset + window.length - 1 for window in windows.values())

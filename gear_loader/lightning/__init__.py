@@ -1,1 +1,1 @@
-"""The data module and the callback for Lightning."""
+"""Data module and callback for Lightning."""

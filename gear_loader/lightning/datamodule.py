@@ -1,4 +1,4 @@
-"""`ReplayDataModule`: a table behind Lightning's `Trainer`."""
+"""`ReplayDataModule`: training and validation batches of a table for Lightning's `Trainer`."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from gear_loader.utils.checks import at_least
 __all__ = ["ReplayDataModule", "Split"]
 
 _FILES = (".hdf5", ".h5")
-_SPLIT = 0x73706C69  # stream of random numbers
+_SPLIT = 0x73706C69  # random number stream
 
 
 class Split:
-    """Divides trajectories into two parts by their sequence numbers, the same way in every process and run.
+    """Splits trajectories into two parts by sequence number, deterministically over processes and runs.
 
-    Of each 1 / fraction consecutive trajectories a random one goes into the second part, so that it has its share of
-    every stage of a collection that changes over time, and a growing table never moves a trajectory across.
+    One random trajectory of each 1 / fraction consecutive ones belongs to the second part. So every period of data
+    collection is represented, and a trajectory never changes parts when the table grows.
 
     Args:
         fraction: share of the second part, 0 <= fraction < 1.
-        seed: decides which.
-        second: whether calls answer for the second part or the first.
+        seed: seed of the split.
+        second: whether calls select the second part or the first.
     """
 
     def __init__(self, fraction: float, *, seed: int, second: bool) -> None:
@@ -49,10 +49,10 @@ class Split:
         self.second = second
 
     def __call__(self, sequences: Array) -> Array:
-        """int64 [n] sequence numbers -> bool [n]: whether they belong to this part."""
+        """Whether sequence numbers (int64 [n]) belong to this part, bool [n]."""
         if self.fraction == 0:
             return np.full(len(sequences), not self.second)
-        # Stratum j begins at ceil(j / fraction). Number i lies in stratum floor(i * fraction), but for rounding.
+        # Stratum j begins at ceil(j / fraction). Number i lies in stratum floor(i * fraction), except for rounding.
         strata = np.floor(sequences * self.fraction).astype(np.int64)
         strata -= self._first(strata) > sequences
         strata += self._first(strata + 1) <= sequences
@@ -62,7 +62,7 @@ class Split:
         return chosen if self.second else ~chosen
 
     def explain_empty(self, count: int) -> str:
-        """Why none of a table's `count` trajectories belongs to this part, and what to do."""
+        """The error message if no trajectory of a table with `count` trajectories belongs to this part."""
         fraction = f"val_fraction={self.fraction:g}"
         if self.second:
             return (
@@ -80,7 +80,7 @@ class Split:
 
 
 class ReplayDataLoader(DataLoader[Batch]):
-    """The `DataLoader` that `ReplayDataModule` makes; with its state, so that Lightning resumes it."""
+    """The `DataLoader` of `ReplayDataModule`, with a state, so that Lightning resumes it."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class ReplayDataLoader(DataLoader[Batch]):
         sampler: None = None,
         batch_sampler: None = None,
     ) -> None:
-        # Lightning makes the loader again for `overfit_batches`, with these two; of an IterableDataset they are None.
+        # Lightning passes these two when it recreates the loader for `overfit_batches`; None for an IterableDataset.
         del sampler, batch_sampler
         super().__init__(
             dataset, batch_size=None, num_workers=num_workers, persistent_workers=num_workers > 0
@@ -105,11 +105,11 @@ class ReplayDataLoader(DataLoader[Batch]):
         if self.num_workers:
             self.dataset.start_workers()
         iterator = super().__iter__()
-        self._module._note_start()
+        self._module._record_start()
         return iterator
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training stands; see `ReplayDataset.state_dict`."""
+        """The state of training; see `ReplayDataset.state_dict`."""
         state: dict[str, Any] = self._module.state_dict().get("train", {})
         return state
 
@@ -119,7 +119,7 @@ class ReplayDataLoader(DataLoader[Batch]):
 
 
 class _ValidationDataset(ReplayDataset):
-    """Every pass is the same."""
+    """A dataset that repeats the same pass."""
 
     def __iter__(self) -> Any:
         self.set_epoch(0)
@@ -127,12 +127,12 @@ class _ValidationDataset(ReplayDataset):
 
 
 class ReplayDataModule(LightningDataModule):
-    """Trains and validates on a table: ``Trainer.fit(model, ReplayDataModule(table, batch_size=..., windows=...))``.
+    """Data module of a table: ``Trainer.fit(model, ReplayDataModule(table, batch_size=..., windows=...))``.
 
-    Batches are those of `ReplayDataset`. Its state goes into Lightning's checkpoints: a run that is stopped in the
-    middle of an epoch and resumed from its checkpoint sees the batches that it would have seen.
+    Batches are those of `ReplayDataset`. Its state is saved in Lightning's checkpoints: a run that is stopped in the
+    middle of an epoch and resumed gets the same batches as an uninterrupted run.
 
-    Under ``strategy="ddp"`` every rank makes its own `Shards`, once there is a process group; so give a function::
+    Under ``strategy="ddp"`` every rank makes its `Shards` after the process group; so pass a function::
 
         def shards():
             rank = torch.distributed.get_rank()
@@ -140,33 +140,33 @@ class ReplayDataModule(LightningDataModule):
 
         Trainer(strategy="ddp", devices=2).fit(model, ReplayDataModule(shards, batch_size=..., windows=...))
 
-    Where the table has a rate limiter, `fit` waits for it before it asks how long an epoch is, so that actors may begin
-    later than the trainer.
+    If the table has a rate limiter, `fit` waits for it before it queries the length of an epoch, so that actors may
+    start after the trainer.
 
     Every rank gets its slice of each batch. The checkpoint, which Lightning saves on rank 0, holds the state of all.
 
     Args:
-        table: a `Table`, or `Shards`; or the name of a table, to attach to; or the path of a D4RL-style file (.hdf5,
+        table: a `Table` or `Shards`; or the name of a table to attach to; or the path of a D4RL-style file (.hdf5,
             .h5), which each process loads into a private table; or a function without arguments that returns a `Table`
-            or `Shards`, which each process calls in `setup`, and closes in `teardown`.
+            or `Shards`, which each process calls in `setup` and closes in `teardown`.
         batch_size, windows: as for `ReplayDataset`.
-        val_fraction: share of the trajectories that is set aside for validation, which passes over all of their
-            steps once, in the same order each time; over `Shards` once on all ranks together. 0 for no validation.
-        val_batch_size: `batch_size` by default. As that, of each rank.
-        split_seed: decides which trajectories those are.
-        num_workers: of the `DataLoader`. 0 is the fast choice: batches are prefetched in the background anyway.
-        load_options: for a path: options of `gear_loader.sources.load`; for a name: of `Table.attach`.
-        **options: the other options of `ReplayDataset`, for training. `device` is the trainer's by default.
+        val_fraction: share of the trajectories used for validation, a pass over all of their steps in a fixed order;
+            over `Shards` all ranks share the pass. 0 disables validation.
+        val_batch_size: rows of a validation batch on each rank; `batch_size` by default.
+        split_seed: seed of the choice of validation trajectories.
+        num_workers: workers of the `DataLoader`. 0 is fastest: batches are prefetched in the background anyway.
+        load_options: for a path: options of `gear_loader.sources.load`; for a name: options of `Table.attach`.
+        **options: other options of `ReplayDataset`, for training. `device` is the trainer's by default.
 
     Attributes:
-        table: the table, of `Shards` this rank's, from `setup` on.
-        shards: the `Shards`, if that is what was given, from `setup` on.
-        train_dataset, val_dataset: the datasets, from `setup` on.
+        table: the table from `setup` on; this rank's table of `Shards`.
+        shards: the `Shards`, if given, from `setup` on.
+        train_dataset, val_dataset: the datasets from `setup` on.
 
     Raises:
-        SchemaError, TypeError: options that make no sense, those of `ReplayDataset` too; in `setup`: options that do
-            not fit the table that is opened there, and `Shards` that were made before the process group.
-        SourceError, RegionError: in `prepare_data` or `setup`: the file or the table is not there.
+        SchemaError, TypeError: invalid options, including those of `ReplayDataset`; in `setup`: options that do not fit
+            the opened table, and `Shards` that were made before the process group.
+        SourceError, RegionError: in `prepare_data` or `setup`: the file or the table does not exist.
     """
 
     table: Table | None
@@ -215,7 +215,7 @@ class ReplayDataModule(LightningDataModule):
         self._num_workers = num_workers
         self._load_options = dict(load_options or {})
         self._restored: Mapping[str, Any] | None = None
-        # Where the running iteration of the training loader began: epoch, step, the trainer's count of batches then.
+        # Start of the training loader's running iteration: epoch, step, the trainer's count of batches.
         self._start: tuple[int, int, int] | None = None
         self.table = None
         self.shards = None
@@ -224,7 +224,7 @@ class ReplayDataModule(LightningDataModule):
         self._check_options()
 
     def _check_options(self) -> None:
-        """Check what goes to the datasets, as far as it can be known before `setup`."""
+        """Validate the datasets' options, as far as possible before `setup`."""
         options = dict(self._options)
         device = options.get("device")
         if isinstance(device, torch.device) and device.type not in ("cpu", "cuda"):
@@ -243,7 +243,7 @@ class ReplayDataModule(LightningDataModule):
     # ---------------------------------------------------------------- Lightning's hooks
 
     def prepare_data(self) -> None:
-        """Check, once a node, that a file to be loaded is there."""
+        """Check, once per node, that the file to load exists."""
         if self._is_path() and not Path(str(self._source)).is_file():
             raise SourceError(
                 f"There is no file {self._source!r}; expected a D4RL-style HDF5 file, or a table's name."
@@ -252,28 +252,27 @@ class ReplayDataModule(LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Open the table and make the datasets; idempotent."""
         if self.table is None:
-            self._take(self._open())
+            self._use_table(self._open())
         if self.train_dataset is None:
             self.train_dataset = self._dataset(second=False)
             self.val_dataset = self._dataset(second=True) if self._val_fraction else None
             if self._restored is not None:
                 self._load_train_state(self._restored)
                 self._restored = None
-        # Advice that does not hold here: batches are prefetched without workers, and where there are workers, each
-        # yields its own share of the length.
+        # Inapplicable advice: batches are prefetched without workers, and each worker yields its share of the length.
         warnings.filterwarnings("ignore", message=".*does not have many workers")
         warnings.filterwarnings("ignore", message="Your `IterableDataset` has `__len__` defined")
-        # With overfit_batches: the loader itself sees to it that epochs are equal.
+        # With overfit_batches the loader itself repeats the epoch.
         warnings.filterwarnings("ignore", message="You requested to overfit but enabled")
         if not self._val_fraction:
             warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero")
             warnings.filterwarnings("ignore", message="You passed in a `val_dataloader` but have no")
 
     def train_dataloader(self) -> ReplayDataLoader:
-        """Batches for training: `ReplayDataset` in a `DataLoader`.
+        """The training loader: `ReplayDataset` in a `DataLoader`.
 
-        With the trainer's `overfit_batches` every epoch is the first one, so that its batches are the same each time
-        as long as the table and the priorities are.
+        With the trainer's `overfit_batches` every epoch is epoch 0, with the same batches while the table and the
+        priorities do not change.
 
         Raises:
             SchemaError: `setup` has not been called.
@@ -283,14 +282,14 @@ class ReplayDataModule(LightningDataModule):
         return ReplayDataLoader(self, self.train_dataset, num_workers=self._num_workers)
 
     def val_dataloader(self) -> list[DataLoader[Batch]]:
-        """The steps of the trajectories set aside, each once; no loader where `val_fraction` is 0.
+        """The validation loader, a pass over all validation steps; no loader if `val_fraction` is 0.
 
-        Over `Shards` each rank gets its slice of every batch. Slices differ by a row at most; if the last batch has
-        fewer rows than there are ranks, some of them come on several.
+        Over `Shards` each rank gets its slice of every batch. Slices differ by one row at most; if the last batch has
+        fewer rows than there are ranks, some rows repeat on several ranks.
 
         Raises:
             SchemaError: `setup` has not been called.
-            RateLimitError: in `fit`: the table's rate limiter was waited for until the deadline.
+            RateLimitError: in `fit`: timed out waiting for the table's rate limiter.
         """
         if not self._val_fraction:
             return []
@@ -301,13 +300,13 @@ class ReplayDataModule(LightningDataModule):
         return [DataLoader(self.val_dataset, batch_size=None, num_workers=self._num_workers)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training stands; see `ReplayDataset.state_dict`. Over `Shards` all ranks call it at the same time."""
+        """The state of training; see `ReplayDataset.state_dict`. Over `Shards` all ranks call it at the same time."""
         if self.train_dataset is None:
             return {} if self._restored is None else {"train": dict(self._restored)}
         return {"train": self._train_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Resume from `state_dict`."""
         state = state_dict.get("train")
         if state is None:
             return
@@ -317,14 +316,14 @@ class ReplayDataModule(LightningDataModule):
             self._load_train_state(state)
 
     def teardown(self, stage: str | None = None) -> None:
-        """Close what was opened here. A named table stays until somebody removes it."""
+        """Close the tables that `setup` opened. A named table persists until it is removed."""
         if self.table is None or isinstance(self._source, (Table, Shards)):
             return
         if self.train_dataset is not None:
             self._restored = self._train_state()
         for dataset in (self.train_dataset, self.val_dataset):
             if dataset is not None and self.shards is not None:
-                dataset.settle()  # an iteration that was broken off may have asked for more, as on the other ranks
+                dataset.settle()  # finish requests of a broken-off iteration, as the other ranks do
         self.train_dataset = self.val_dataset = None
         if self.shards is not None:
             self.shards.close()
@@ -347,8 +346,8 @@ class ReplayDataModule(LightningDataModule):
             return sources.load(self._source, **self._load_options)
         return Table.attach(self._source, **self._load_options)
 
-    def _take(self, opened: Table | Shards) -> None:
-        """Look at what `_open` has returned before it is used."""
+    def _use_table(self, opened: Table | Shards) -> None:
+        """Validate and keep the result of `_open`."""
         if isinstance(opened, Shards):
             self._check_shards(opened)
             self.table, self.shards = opened.table, opened
@@ -373,8 +372,8 @@ class ReplayDataModule(LightningDataModule):
         """Refuse workers for Shards."""
         if self._num_workers:
             raise SchemaError(
-                f"num_workers is {self._num_workers}, but a DataLoader worker cannot draw from Shards: it is no rank. "
-                "Use num_workers=0: batches are prefetched in the background anyway."
+                f"num_workers is {self._num_workers}, but a DataLoader worker cannot draw from Shards: it is not a "
+                "rank. Use num_workers=0: batches are prefetched in the background anyway."
             )
 
     def _dataset(self, *, second: bool) -> ReplayDataset:
@@ -397,28 +396,28 @@ class ReplayDataModule(LightningDataModule):
         return _ValidationDataset(source, **options)
 
     def _overfits(self) -> bool:
-        """Whether the trainer wants the same batches in every epoch."""
+        """Whether the trainer repeats the same batches in every epoch."""
         return bool(getattr(self.trainer, "overfit_batches", 0) > 0)
 
-    def _note_start(self) -> None:
-        """The training loader begins to iterate: remember where, and what the trainer counts by then."""
+    def _record_start(self) -> None:
+        """Record the position and the trainer's count at the start of the training loader's iteration."""
         assert self.train_dataset is not None
         epoch, _, step = self.train_dataset.position
         self._start = (epoch, step, self._processed())
 
     def _processed(self) -> int:
-        """Batches of the running epoch that the trainer has used."""
+        """Number of batches of the running epoch that the trainer has used."""
         if self.trainer is None:
             return 0
         progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress
         return int(progress.current.processed)
 
     def _train_state(self) -> dict[str, Any]:
-        """The dataset's state by the trainer's count: a trainer may have fetched a batch that it has not used yet."""
+        """The dataset's state by the trainer's count, because the trainer may have fetched a batch ahead."""
         assert self.train_dataset is not None
         state = self.train_dataset.state_dict()
         if self.trainer is None or self._start is None or self._start[0] != state["epoch"]:
-            return state  # nobody has iterated here, or the dataset itself has come to the end of the epoch
+            return state  # no iteration in this process, or the dataset has reached the end of the epoch
         epoch, step, before = self._start
         if self._processed() >= self.trainer.num_training_batches:
             past = state["past"] + int(self.trainer.num_training_batches)

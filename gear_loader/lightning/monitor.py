@@ -1,4 +1,4 @@
-"""`ReplayMonitor`: what a table holds, how fast it is written and read, and how old what is drawn is, in a log."""
+"""`ReplayMonitor`: logs a table's fill, insert and sample rates, and the ages and priorities of drawn items."""
 
 from __future__ import annotations
 
@@ -34,50 +34,50 @@ _DRAWN = ("age", "age_seconds", "times_sampled")  # of a batch's sample_info
 
 
 class ReplayMonitor(Callback):
-    """Logs what goes on in a replay table to all loggers of the trainer, from its first process.
+    """Logs metrics of a replay table to all loggers of the trainer, from its first process.
 
-    ``Trainer(callbacks=[ReplayMonitor()]).fit(model, ReplayDataModule(...))``. Names begin with `prefix`; "since" means
-    since the last log, at first since training began, and counts what all processes do with the table together:
+    ``Trainer(callbacks=[ReplayMonitor()]).fit(model, ReplayDataModule(...))``. Names begin with `prefix`; rates and
+    means are those since the last log, at first since training began. Rates count all processes that use the table:
 
     ============================= ===================================================================================
-    ``fill_trajectories``         share of `max_trajectories` that is there
-    ``fill_steps``                share of `max_steps` that is there
-    ``fill_blocks``               share of all blocks that is in use
-    ``insert_rate``               trajectories added per second, since
-    ``sample_rate``               rows drawn per second, since
-    ``samples_per_insert``        rows drawn for each trajectory added, since; left out if none was
-    ``evict_rate``                trajectories per second that had to make room, since
-    ``expire_rate``               trajectories per second that were too old or drawn too often, since
-    ``insert_wait``               seconds per second that those who add waited, since: 1 is one that only waited, or
-                                  two that waited half of the time. A wait counts when it has ended.
-    ``sample_wait``               the same of those who draw, who wait for the rate limiter
-    ``age_mean``, ``age_max``     trajectories that were added after those drawn, in the batches since
-    ``age_seconds_mean``,         seconds that those drawn had been there, in the batches since
+    ``fill_trajectories``         number of trajectories as a share of `max_trajectories`
+    ``fill_steps``                number of steps as a share of `max_steps`
+    ``fill_blocks``               share of all blocks in use
+    ``insert_rate``               trajectories added per second
+    ``sample_rate``               rows drawn per second
+    ``samples_per_insert``        rows drawn per trajectory added; omitted if no trajectory was added
+    ``evict_rate``                trajectories evicted per second
+    ``expire_rate``               trajectories per second removed for their age or number of draws
+    ``insert_wait``               seconds per second that writers waited: 1 is one writer that only waited, or two that
+                                  waited half of the time. A wait counts when it has ended.
+    ``sample_wait``               seconds per second that samplers waited for the rate limiter
+    ``age_mean``, ``age_max``     number of trajectories added after a drawn one
+    ``age_seconds_mean``,         seconds since a drawn trajectory was added
     ``age_seconds_max``
-    ``times_sampled_mean``        how often those drawn had been drawn, in the batches since
+    ``times_sampled_mean``        number of draws of a drawn trajectory
     ``priority_q10``, ...         quantiles of the priorities, see `ReplayDataset.priority_quantiles`
-    ``num_stale``                 rows that `ReplayDataset.update_priority` has left out so far
+    ``num_stale``                 stale rows that `ReplayDataset.update_priority` has skipped so far
     ============================= ===================================================================================
 
-    Ages and times are those of this process's batches, and there only with ``sample_info=True``; priorities only where
-    the selector goes by them. Without a logger, and with the trainer's `fast_dev_run`, it does nothing.
+    Ages and numbers of draws are those of this process's batches, and need ``sample_info=True``; priorities need a
+    selector that draws by priority. Without a logger, and with the trainer's `fast_dev_run`, it does nothing.
 
-    Over `Shards` all tables count together, and rows drawn are those of the batches that all ranks have trained on.
-    All ranks have the callback then: a log is a small exchange between them. Priorities are those of the first rank's
-    shard.
+    Over `Shards` the metrics are those of all tables together, rows drawn are those of the batches that all ranks have
+    trained on, and priorities are those of the first rank's shard. All ranks must have the callback, because a log is a
+    small exchange between them.
 
-    Between two logs nothing waits for a GPU: ages are added up where they are. A log reads them, and the priorities,
-    once.
+    Between two logs nothing waits for a GPU: ages are summed on their device. A log reads them, and the priorities,
+    once, which waits for the GPU.
 
     Args:
-        dataset: what to watch; by default `train_dataset` of the trainer's data module, a `ReplayDataModule` or one
-            like it.
-        every_n_steps: training batches from one log to the next; the trainer's `log_every_n_steps` does not matter.
-        quantiles: shares for which priorities are logged: 0 is the smallest, 1 the largest.
-        prefix: of all names.
+        dataset: dataset to monitor; by default `train_dataset` of the trainer's data module, a `ReplayDataModule` or
+            similar.
+        every_n_steps: training batches between two logs; the trainer's `log_every_n_steps` has no effect.
+        quantiles: shares of the priority quantiles: 0 is the smallest priority, 1 the largest.
+        prefix: prefix of all names.
 
     Raises:
-        SchemaError: options that make no sense; when training starts: there is no dataset to watch.
+        SchemaError: invalid options; when training starts: no dataset to monitor.
     """
 
     def __init__(
@@ -97,27 +97,25 @@ class ReplayMonitor(Callback):
         self._every = at_least("every_n_steps", every_n_steps)
         self._shares = shares
         self._prefix = prefix
-        self._dataset: ReplayDataset | None = (
-            None  # while training, in a process that logs or has a part in it
-        )
-        self._rows = 0  # of this rank's batches
+        self._dataset: ReplayDataset | None = None  # while training, on ranks that take part in logs
+        self._rows = 0  # rows of this rank's batches
 
     # ---------------------------------------------------------------- Lightning's hooks
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look at the table for the first time, if there is anything to log to."""
+        """Read the first counters, if there is a logger."""
         tried_out = getattr(trainer, "fast_dev_run", False)
         if not trainer.loggers or tried_out:
             return
-        found = self._find(trainer) if trainer.is_global_zero else self._found(trainer)
+        found = self._dataset_to_log(trainer) if trainer.is_global_zero else self._candidate(trainer)
         if trainer.is_global_zero or (isinstance(found, ReplayDataset) and found.shards is not None):
             self._dataset, self._rows = found, 0
-            self._begin(monotonic(), self._look(self._dataset))
+            self._begin(monotonic(), self._totals(self._dataset))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Take note of the batch, and log if it is time to."""
+        """Count the batch; log every `every_n_steps` batches."""
         if self._dataset is None:
             return
         self._batches += 1
@@ -130,24 +128,24 @@ class ReplayMonitor(Callback):
         metrics = {f"{self._prefix}{name}": value for name, value in self._metrics(self._dataset).items()}
         if not trainer.is_global_zero:
             return
-        # The step under which Lightning logs what modules log; `global_step` counts each optimizer's.
+        # The step of Lightning's own logs; `global_step` counts the steps of each optimizer.
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Let go of the dataset."""
+        """Drop the reference to the dataset."""
         self._dataset = None
 
     # ---------------------------------------------------------------- parts
 
-    def _found(self, trainer: Trainer) -> Any:
+    def _candidate(self, trainer: Trainer) -> Any:
         if self._given is not None:
             return self._given
         return getattr(getattr(trainer, "datamodule", None), "train_dataset", None)
 
-    def _find(self, trainer: Trainer) -> ReplayDataset:
-        found = self._found(trainer)
+    def _dataset_to_log(self, trainer: Trainer) -> ReplayDataset:
+        found = self._candidate(trainer)
         if not isinstance(found, ReplayDataset):
             raise SchemaError(
                 "ReplayMonitor found no dataset: the trainer has no data module whose train_dataset is a "
@@ -160,8 +158,8 @@ class ReplayMonitor(Callback):
         self._batches = 0
         self._drawn = _Drawn()
 
-    def _look(self, dataset: ReplayDataset) -> dict[str, float]:
-        """What there is now and has been so far, in all tables together."""
+    def _totals(self, dataset: ReplayDataset) -> dict[str, float]:
+        """Current sizes and counters, summed over all tables."""
         shards = dataset.shards
         mine = dict.fromkeys((*_COUNTS, *_LIMITS, "num_stale"), 0.0)
         for table in [dataset.table] if shards is None else shards.own.values():
@@ -174,14 +172,14 @@ class ReplayMonitor(Callback):
             mine["num_stale"] = dataset.num_stale
         if shards is None:
             return mine
-        # Tables do not know what other ranks draw from them. The ranks of later stages get the same rows once more.
+        # Tables do not count draws of other ranks. Ranks of later stages get the same rows again.
         mine["num_sampled"] = self._rows if shards.place.stage == 0 else 0
         answers = shards.exchange.share(mine)
         return {name: sum(answer[name] for answer in answers) for name in mine}
 
     def _metrics(self, dataset: ReplayDataset) -> dict[str, float]:
-        """What there is to log now, by name; the next log begins here."""
-        now, totals = monotonic(), self._look(dataset)
+        """The metrics by name; starts the interval of the next log."""
+        now, totals = monotonic(), self._totals(dataset)
         seconds, before = max(now - self._since, 1e-9), self._before
         since = {name: totals[name] - before[name] for name in _COUNTS}
         inserted, sampled = since["num_inserted"], since["num_sampled"]
@@ -209,7 +207,7 @@ class ReplayMonitor(Callback):
 
 
 class _Drawn:
-    """Means and maxima over the rows of several batches, on the device that they are on."""
+    """Means and maxima over the rows of several batches, accumulated on their device."""
 
     def __init__(self) -> None:
         self._rows = 0
@@ -217,7 +215,7 @@ class _Drawn:
         self._largest: torch.Tensor | None = None
 
     def add(self, info: Mapping[str, torch.Tensor]) -> None:
-        """Add the rows of a batch's ``sample_info``; waits for nothing."""
+        """Add the rows of a batch's ``sample_info``. Does not wait for a GPU."""
         values = torch.stack([info[name].to(torch.float32) for name in _DRAWN])  # [3, B]
         sums, largest = values.sum(dim=1), values.amax(dim=1)
         self._rows += values.shape[1]
@@ -225,7 +223,7 @@ class _Drawn:
         self._largest = largest if self._largest is None else torch.maximum(self._largest, largest)
 
     def read(self) -> dict[str, float]:
-        """What to log of them; nothing if there were none. Waits for the device."""
+        """The metrics by name; empty without rows. Waits for the GPU."""
         if self._sums is None or self._largest is None:
             return {}
         means, largest = torch.stack((self._sums / self._rows, self._largest)).tolist()

@@ -1,1 +1,1 @@
-"""Which rows a batch has: selectors, random numbers, priorities."""
+"""Selection of a batch's rows: selectors, random numbers, priorities."""

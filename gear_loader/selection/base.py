@@ -1,4 +1,4 @@
-"""A selector at work on one table: what a batch is made of, from the look at the table to the gathered rows."""
+"""Base of the selections, which draw a batch's rows from one table."""
 
 from __future__ import annotations
 
@@ -25,19 +25,21 @@ __all__ = ["ANCHOR_KINDS", "REDRAWN", "Anchor", "Selection", "SelectionContext"]
 
 Anchor = Literal["uniform", "first", "last"]
 ANCHOR_KINDS = {"uniform": UNIFORM, "first": FIRST, "last": LAST}
-"""What compiled loops call the anchors."""
-REDRAWN = 16  # streams of random numbers from here on are for rows that have to be drawn once more
+"""Codes of the anchors in compiled loops."""
+REDRAWN = 16  # first random number stream for redrawn rows
 
 
 @dataclasses.dataclass(frozen=True)
 class SelectionContext:
-    """What selects from what.
+    """The table, selector and options of a selection.
 
     Attributes:
-        table, selector: these.
-        anchor: the step of a trajectory that windows are relative to, where the selector chooses trajectories.
-        subset: a function of sequence numbers: which trajectories count. None for all.
-        limited: whether the table's rate limiter is asked.
+        table: the table to draw from.
+        selector: the selector.
+        anchor: anchor step of a row, if the selector chooses trajectories.
+        subset: function of sequence numbers (int64 [n]) that returns a mask (bool [n]) of the trajectories to draw
+            from; None for all.
+        limited: whether draws wait for the table's rate limiter and count for it.
         informs: whether batches carry ``sample_info``.
     """
 
@@ -50,20 +52,20 @@ class SelectionContext:
 
     @property
     def counts(self) -> bool:
-        """Whether it is counted how often trajectories are drawn."""
+        """Whether draws of each trajectory are counted."""
         return self.informs or self.table.rules.max_times_sampled is not None
 
     def samples(self, count: int) -> int:
-        """`count`, if drawing so many rows counts for the rate limiter."""
+        """Samples that a draw of `count` rows reports to the rate limiter."""
         return count if self.limited else 0
 
     def chosen(self, slots: Array) -> Array:
-        """Which of the trajectories in these slots count, bool [n].
+        """Mask of the trajectories in `slots` (int64 [n]) that belong to the subset, bool [n].
 
-        It goes by the sequence numbers that they got when they were first stored, which they keep in other tables.
+        The subset sees the sequence numbers of the table that stored the trajectories first.
 
         Raises:
-            SchemaError: the user's function returned something else.
+            SchemaError: the user's function returned another shape.
         """
         if self.subset is None:
             return np.ones(len(slots), dtype=bool)
@@ -76,9 +78,9 @@ class SelectionContext:
         return chosen
 
     def empty(self) -> TableEmptyError:
-        """The error for a table in which nothing counts."""
+        """The error for a table without a trajectory of the subset."""
         count = len(self.table)
-        explain = getattr(self.subset, "explain_empty", None)  # of the part that `ReplayDataModule` makes
+        explain = getattr(self.subset, "explain_empty", None)  # method of the subsets of `ReplayDataModule`
         if count and explain is not None:
             return TableEmptyError(explain(count))
         if count:
@@ -89,14 +91,14 @@ class SelectionContext:
 
 
 class Selection:
-    """Base: what `ReplayDataset` asks of a selector at work."""
+    """Base of the selections: draws a batch's rows from one table for `ReplayDataset`."""
 
     def __init__(self, context: SelectionContext) -> None:
         self.context = context
         self._seen: tuple[Snapshot, Snapshot] | None = None
 
     def view(self, snapshot: Snapshot | None = None) -> Snapshot:
-        """The trajectories that count, now or in `snapshot`."""
+        """The subset's trajectories in `snapshot`, by default in a new snapshot."""
         snapshot = self.context.table.reader().snapshot() if snapshot is None else snapshot
         if self.context.subset is None:
             return snapshot
@@ -105,35 +107,36 @@ class Selection:
         return self._seen[1]
 
     def look(self) -> Any:
-        """What there is now, for an epoch to begin with: it has a length, and `num_steps`."""
+        """The current items for the start of an epoch; has a length and `num_steps`."""
         return self.view()
 
     def after_fork(self) -> None:
-        """In a forked child, of whose parent's threads none is here: make sure that nothing waits for one."""
+        """Drop locks of the parent's threads in a forked child."""
 
     def last_look(self) -> Any:
-        """`look`, for whoever only wants to know how much there is."""
+        """`look` for sizes only; may be out of date."""
         return self.view()
 
     def new_ticket(self) -> Any:
-        """A read ticket for one batch: made before it is taken, so that an interrupted draw can be undone."""
+        """A read ticket for one batch; `draw` takes it, so that an interrupted draw can be undone."""
         return Ticket()
 
     def draw(self, draw: Draw, ticket: Any, frozen: Any = None) -> Any:
         """Draw the rows of a batch.
 
         Args:
-            ticket: from `new_ticket`: taken here, and released by the caller when the rows have been gathered, or
-                with `undo` where this raises.
-            frozen: what to draw from, if not from what is there: what `look` returned.
+            draw: counters of the draw.
+            ticket: read ticket from `new_ticket`. The caller releases it after the gather, or with `undo` if this
+                raises.
+            frozen: items to draw from, as `look` returned them; None for the current ones.
 
         Returns:
-            What the collector gathers: `SelectedRows`, `CudaRows`, or what a `ShardCollector` takes.
+            Rows for the collector: `SelectedRows`, `CudaRows`, or the rows of a `ShardCollector`.
         """
         raise NotImplementedError
 
     def undo(self, ticket: Any) -> None:
-        """A batch that was drawn under `ticket` has failed: it does not count. Idempotent."""
+        """Release the ticket of a failed batch and subtract its rows from the sample count. Idempotent."""
         ticket.end()
         count, ticket.counted = ticket.counted, 0
         self.context.table.reader().uncount_samples(count)
@@ -141,18 +144,18 @@ class Selection:
     def count_samples(
         self, slots: Array, generations: Array, redraw: Callable[[Array, int], bool]
     ) -> Array | None:
-        """Count that these rows are drawn; rows whose trajectories have been drawn too often are drawn once more.
+        """Count the draws of these rows; redraw rows whose trajectories have reached `max_times_sampled`.
 
         Args:
             slots, generations: int64 [n].
-            redraw: draws rows of these numbers anew, into `slots` and `generations` too; it is told how often that has
-                been done. False if there is nothing to draw from.
+            redraw: called with row numbers (int64 [m]) and the number of redraws so far; replaces these rows, also in
+                `slots` and `generations`. Returns False if nothing is left to draw from.
 
         Returns:
-            int64 [n]: how often each has been drawn by now; None if nobody wants to know.
+            int64 [n]: draws of each row's trajectory so far; None if they are not counted.
 
         Raises:
-            TableEmptyError: there was nothing left to draw from until the deadline.
+            TableEmptyError: timed out waiting for trajectories.
         """
         if not self.context.counts:
             return None
@@ -160,16 +163,16 @@ class Selection:
         times = table.reader().count_samples(slots, generations)
         if table.rules.max_times_sampled is None:
             return times
-        patience, turn = table.reader().backoff(), 0
+        backoff, turn = table.reader().backoff(), 0
         while len(refused := np.flatnonzero(times == 0)):
             if redraw(refused, turn):
                 times[refused] = table.reader().count_samples(slots[refused], generations[refused])
                 turn += 1
-            elif not patience.sleep():
+            elif not backoff.sleep():
                 raise TableEmptyError(
-                    f"{len(refused)} of {len(slots)} rows were waited for {patience.timeout:g} s: every trajectory has "
-                    f"been drawn {table.rules.max_times_sampled} times (max_times_sampled) and is gone. Add "
-                    "trajectories, or draw smaller batches."
+                    f"Timed out after {backoff.timeout:g} s: {len(refused)} of {len(slots)} rows could not be drawn, "
+                    f"because every trajectory has been drawn {table.rules.max_times_sampled} times "
+                    "(max_times_sampled) and removed. Add trajectories, or draw smaller batches."
                 )
         return times
 
@@ -182,7 +185,7 @@ class Selection:
         probabilities: Array | float,
         weights: Array | None = None,
     ) -> SelectedRows:
-        """What the collector needs to know of a batch."""
+        """The drawn rows for the collector, with ``sample_info`` if batches carry it."""
         if not self.context.informs or times is None:
             return SelectedRows(slots, steps, generations, weights)
         ages, nanoseconds = self.context.table.reader().ages(

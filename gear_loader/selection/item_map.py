@@ -1,13 +1,13 @@
-"""Which leaf of a priority tree belongs to which step of which trajectory.
+"""Maps trajectories and steps to the leaves of a priority tree.
 
-Where an item is a trajectory, its leaf is its slot. Where an item is a step, its leaf is the place where the step is
-stored: block * block_steps + step within the block; so a trajectory that comes or goes changes whole blocks of leaves.
+If an item is a trajectory, its leaf is its slot. If an item is a step, its leaf is the step's storage location, block *
+block_steps + step within the block; so adding or removing a trajectory changes whole blocks of leaves.
 
-Trajectories that were cut from one stream share blocks, and so leaves: a step that two of them have is one item, and
-belongs to the one that came last. When that is gone it belongs to the other again, with the priority that it has.
+Trajectories cut from one stream share blocks, and so leaves: a shared step is one item, owned by the trajectory added
+last. When the owner is removed, another sharer owns the item, which keeps its priority.
 
-The map holds what was true at the last look at the table, not what the table's index says now: when a slot has
-been used again in between, it still knows which blocks the trajectory had that is gone.
+The map reflects the table's last followed change, not its current index: it still knows the blocks of a removed
+trajectory whose slot has been reused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gear_loader.utils.arrays import Array
 __all__ = ["ItemMap", "Leaves"]
 
 _GONE = np.float32(GONE)
-_STREAM_PLACES, _STREAMS = 1 << 32, 1 << 31  # places of a stream; streams until their numbers start again
+_STREAM_PLACES, _STREAMS = 1 << 32, 1 << 31  # places of a stream; streams until their numbers wrap around
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Leaves:
     """Leaves to set.
 
     Attributes:
-        items: int64 [n], each once.
-        priorities: float32 [n]: `GONE` where there is no item (any more); `UNSET` where it was added without one.
-        slots: int64 [m]: slots of which the map knows another trajectory now, or none.
-        added: bool [m]: whether it knows one.
-        blocks: where an item is a step: int64 [k]: blocks whose `owner` or `number` changed.
+        items: int64 [n], distinct.
+        priorities: float32 [n]: `GONE` for a removed item, `UNSET` for an item added without a priority.
+        slots: int64 [m]: slots whose trajectory changed or was removed.
+        added: bool [m]: whether the slot has a trajectory now.
+        blocks: int64 [k]: if an item is a step, blocks whose `owner` or `number` changed.
     """
 
     items: Array
@@ -48,7 +48,7 @@ class Leaves:
 
 
 class _Share(NamedTuple):
-    """A trajectory that has a block beside its owner: as which of its blocks, and how many steps of it."""
+    """A trajectory that shares a block with its owner: its slot, its number of the block, its steps of it."""
 
     slot: int
     number: int
@@ -56,22 +56,25 @@ class _Share(NamedTuple):
 
 
 class ItemMap:
-    """Follows a table's changes.
+    """Item map that follows a table's changes.
 
     Args:
         steps: whether an item is a step; else it is a trajectory.
         num_slots, num_blocks, block_steps: the table's sizes.
 
     Attributes:
-        capacity: leaves that a tree needs.
+        capacity: leaves of the tree.
+        position: position of the last followed change; -1 at first.
         next_sequence: trajectories with lower sequence numbers are known.
-        owner, number: where an item is a step: int32 [num_blocks], the slot that a block belongs to (-1 for none) and
-            which of its blocks it is.
-        place: where an item is a step: int64 [num_blocks]: where in its stream of steps a block lies, -1 for a block
-            that no trajectory has. Each stream has a range of 2**32 places.
-        start, length: where an item is a step: int64 [num_slots], int32 [num_slots]: the place of a trajectory's first
-            block, and its steps. Block number n of the trajectory is the one whose place is ``start + n``, whichever
-            trajectories share it: that lets a kernel, which has no `_others`, tell whether a trajectory has a block.
+
+    If an item is a step, also:
+        owner: int32 [num_blocks]: slot that owns the block; -1 for a free block.
+        number: int32 [num_blocks]: number of the block within its owner's trajectory.
+        place: int64 [num_blocks]: place of the block in its stream of steps; -1 for a free block. Each stream has a
+            range of 2**32 places.
+        start: int64 [num_slots]: place of the trajectory's first block. Its block number n has the place
+            ``start + n``, also if shared, so kernels need no `_others` to test whether a trajectory has a block.
+        length: int32 [num_slots]: steps of the trajectory.
     """
 
     def __init__(self, *, steps: bool, num_slots: int, num_blocks: int, block_steps: int) -> None:
@@ -86,56 +89,62 @@ class ItemMap:
             self.place: Array = np.full(num_blocks, -1, dtype=np.int64)
             self.start: Array = np.zeros(num_slots, dtype=np.int64)
             self.length: Array = np.zeros(num_slots, dtype=np.int32)
-            self._streams = 0  # so many ranges of places have been given out
-            self._first: Array = np.full(num_slots, -1, dtype=np.int32)  # a slot's first block
-            self._count: Array = np.zeros(num_slots, dtype=np.int32)  # and how many it has
-            self._next: Array = np.full(num_blocks, -1, dtype=np.int32)  # the block that comes after a block
-            self._others: dict[int, list[_Share]] = {}  # who else has a block, beside its owner
+            self._streams = 0  # ranges of places allocated so far
+            self._first: Array = np.full(num_slots, -1, dtype=np.int32)  # first block of a slot
+            self._count: Array = np.zeros(num_slots, dtype=np.int32)  # number of blocks of a slot
+            self._next: Array = np.full(num_blocks, -1, dtype=np.int32)  # next block of the trajectory
+            self._others: dict[int, list[_Share]] = {}  # sharers of a block, without its owner
 
     def follow(self, changes: Changes, chosen: Array, extent: Array, block_ids: Array) -> Leaves:
-        """Take changes in.
+        """Apply changes of the table.
 
         Args:
-            changes: since `position`.
-            chosen: bool [n]: whether the trajectory in a slot that changed counts, if there is one.
-            extent, block_ids: the index's, which the caller's ticket keeps for the slots that are ready.
+            changes: changes since `position`, of n slots.
+            chosen: bool [n]: whether the slot's trajectory, if any, belongs to the subset.
+            extent: int64 [num_slots, 2], of the table's index; the caller's read ticket protects the ready slots.
+            block_ids: int32, block tables of the index.
+
+        Returns:
+            The leaves to set.
         """
         fresh = changes.ready & (changes.sequences >= self.next_sequence)
-        gone = ~changes.ready | fresh  # whatever was there before
+        stale = ~changes.ready | fresh  # slots whose known trajectory was removed
         added = fresh & chosen
         self.position, self.next_sequence = changes.position, changes.next_sequence
         if not self.steps:
-            items = changes.slots[gone]
-            none = np.empty(0, dtype=np.int64)
-            return Leaves(items, np.where(added, changes.priorities, _GONE)[gone], items, added[gone], none)
-        blocks, kept = self._release(changes.slots[gone])
+            items = changes.slots[stale]
+            empty = np.empty(0, dtype=np.int64)
+            return Leaves(
+                items, np.where(added, changes.priorities, _GONE)[stale], items, added[stale], empty
+            )
+        blocks, kept = self._remove(changes.slots[stale])
         pieces = [(self._all(blocks), np.full(len(blocks) * self.block_steps, _GONE))]
-        for block, steps in kept:  # what the last owner had behind the steps that the other one has
+        for block, steps in kept:  # steps of the last owner beyond those of the new one
             items = np.arange(block * self.block_steps + steps, (block + 1) * self.block_steps)
             pieces.append((items, np.full(len(items), _GONE)))
         order = np.flatnonzero(added)
         order = order[np.argsort(changes.sequences[order], kind="stable")]
         slots, priorities = changes.slots[order], changes.priorities[order]
         changed = [blocks, np.array([block for block, _ in kept], dtype=np.int64)]
-        for part in self._apart(slots, extent, block_ids):
-            taken, *piece = self._take(slots[part], priorities[part], extent, block_ids)
-            changed.append(taken)
+        for part in self._disjoint_parts(slots, extent, block_ids):
+            new_blocks, *piece = self._add(slots[part], priorities[part], extent, block_ids)
+            changed.append(new_blocks)
             pieces.append((piece[0], piece[1]))
         items = np.concatenate([piece[0] for piece in pieces])
         values = np.concatenate([piece[1] for piece in pieces])
-        # Of what is freed and taken at once, what was written last counts.
+        # An item that is both freed and added gets its last value.
         items, last = np.unique(items[::-1], return_index=True)
         return Leaves(
-            items, values[::-1][last], changes.slots[gone], added[gone], np.unique(np.concatenate(changed))
+            items, values[::-1][last], changes.slots[stale], added[stale], np.unique(np.concatenate(changed))
         )
 
     def _all(self, blocks: Array) -> Array:
-        """All items of some blocks."""
+        """Items of blocks (int64 [n]), int64 [n * block_steps]."""
         items: Array = (blocks[:, None] * self.block_steps + np.arange(self.block_steps)).reshape(-1)
         return items
 
-    def _apart(self, slots: Array, extent: Array, block_ids: Array) -> list[slice]:
-        """Parts of `slots` to take one after another, so that no two in a part share blocks."""
+    def _disjoint_parts(self, slots: Array, extent: Array, block_ids: Array) -> list[slice]:
+        """Parts of `slots` to add in order; no two slots of a part share blocks."""
         if len(slots) == 0:
             return []
         counts = -(-extent[slots, 0] // self.block_steps)
@@ -144,8 +153,8 @@ class ItemMap:
             return [slice(None)]
         return [slice(i, i + 1) for i in range(len(slots))]
 
-    def _release(self, slots: Array) -> tuple[Array, list[tuple[int, int]]]:
-        """Forget trajectories: blocks that nobody has now; those that another one has, and how many of its steps."""
+    def _remove(self, slots: Array) -> tuple[Array, list[tuple[int, int]]]:
+        """Remove trajectories; returns the freed blocks, and the (block, steps) that another trajectory owns now."""
         freed, kept = [], []
         for slot in slots[self._first[slots] >= 0].tolist():
             block = int(self._first[slot])
@@ -167,17 +176,17 @@ class ItemMap:
             self._first[slot] = -1
         return np.array(freed, dtype=np.int64), [(b, steps) for b, steps in kept if self.owner[b] >= 0]
 
-    def _take(
+    def _add(
         self, slots: Array, priorities: Array, extent: Array, block_ids: Array
     ) -> tuple[Array, Array, Array]:
-        """Take in trajectories, no two of which share blocks: their blocks, and the items that are new with values."""
+        """Add trajectories, no two of which share blocks; returns their blocks, the new items and their priorities."""
         lengths, starts = extent[slots, 0], extent[slots, 1]
         counts = -(-lengths // self.block_steps)
         ends = np.cumsum(counts)
         which = np.repeat(np.arange(len(slots)), counts)
         number = ranges(np.zeros_like(counts), counts)
         blocks = block_ids[ranges(starts, counts)].astype(np.int64)
-        known = np.zeros(len(blocks), dtype=np.int64)  # steps of a block that another trajectory has already
+        known = np.zeros(len(blocks), dtype=np.int64)  # steps of a block that its previous owner has
         start = (self._streams + np.arange(len(slots))) % _STREAMS * _STREAM_PLACES
         self._streams += len(slots)
         for place in np.flatnonzero(self.owner[blocks] >= 0).tolist():
@@ -200,7 +209,7 @@ class ItemMap:
         return blocks, (blocks[:, None] * self.block_steps + step)[new], values[new]
 
     def locate(self, items: Array) -> tuple[Array, Array]:
-        """Slots of items, and the steps within them (0 where an item is a trajectory)."""
+        """Slots and steps of items, int64 [n] each; the step is 0 if an item is a trajectory."""
         if not self.steps:
             return items, np.zeros_like(items)
         blocks, inside = np.divmod(items, self.block_steps)
@@ -208,7 +217,7 @@ class ItemMap:
         return self.owner[blocks].astype(np.int64), steps
 
     def items(self, slots: Array, steps: Array, extent: Array, block_ids: Array) -> Array:
-        """Items of steps (int64 [n]) of slots that are live; -1 where the map knows of no such step."""
+        """Items of steps (int64 [n]) of live slots (int64 [n]); -1 for a step unknown to the map."""
         if not self.steps:
             return slots
         lengths, starts = extent[slots, 0], extent[slots, 1]
@@ -223,7 +232,7 @@ class ItemMap:
         return np.where(known, blocks * self.block_steps + steps % self.block_steps, -1)
 
     def all_items(self, slots: Array, extent: Array, block_ids: Array) -> Array:
-        """Items of all of these slots, one slot after another."""
+        """Items of these slots, concatenated."""
         if not self.steps:
             return slots
         lengths = extent[slots, 0]

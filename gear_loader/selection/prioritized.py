@@ -1,4 +1,4 @@
-"""Selection by priority on the CPU: the tree, what follows the table, updates, and their state."""
+"""Selection by priority on the CPU: draws, updates, and state."""
 
 from __future__ import annotations
 
@@ -44,24 +44,25 @@ __all__ = [
 ]
 
 _NO_BLOCKS: Array = np.empty(0, dtype=np.int32)
-LEAVES, ANCHORS = 3, 4  # streams of random numbers, beside those of `gear_loader.selection.selectors`
+LEAVES, ANCHORS = 3, 4  # streams of random numbers, after those of `gear_loader.selection.selectors`
 assert sum_tree.READY == READY
 _LARGEST = float(np.finfo(np.float32).max)
-_MANY = 1 << 18  # leaves that are looked at for statistics
+_MAX_SAMPLE = 1 << 18  # most leaves read for statistics
 SHARE = 2.0**-10
-"""A draw in which weights that float32 cannot hold have more than this share of the probability is refused."""
-_DOUBTFUL_EPS = 2.0**100  # a sum with less does not leave float32's range by more than rounding does
+"""Most share of the probability that leaves outside float32's range may have in a draw."""
+_DOUBTFUL_EPS = 2.0**100  # with a smaller eps, sums exceed float32's range by rounding only
 
 
 @dataclasses.dataclass(slots=True)
 class DrawnItems:
-    """One batch as it was drawn; all arrays [n].
+    """The rows of a drawn batch; all arrays [n].
 
     Attributes:
-        sequences: of what may have to be drawn again after a restart; else empty.
-        weights: of a batch that is drawn again; None if they follow from the leaves, or there are none.
-        leaves: float32, of the items; None if they are not known.
-        likely: float64: with which probability each was drawn; None if it is not known, or nobody asks.
+        sequences: int64, sequence numbers; empty if the batch is not repeated after a restart.
+        slots, steps, generations: int64.
+        weights: float32, weights of a repeated batch; None if computed from the leaves or not wanted.
+        leaves: float32, leaves of the items; None if unknown.
+        likely: float64, probabilities of the items; None if unknown or not wanted.
     """
 
     sequences: Array
@@ -73,8 +74,8 @@ class DrawnItems:
     likely: Array | None = None
 
 
-class _Torn:
-    """In place of the mutex of a selection that a fork has copied in the middle of a change."""
+class _BrokenMutex:
+    """Replaces the mutex of a selection that was forked in the middle of a change; acquiring it raises GearError."""
 
     def __enter__(self) -> None:
         raise GearError(
@@ -88,11 +89,11 @@ class _Torn:
 
 
 class PrioritizedSelection(Selection):
-    """`Prioritized` or `TopK` at work on the CPU.
+    """Draws rows for `Prioritized` or `TopK` on the CPU.
 
     Args:
-        context: of such a selector.
-        history: batches whose rows are remembered, so that a state can be taken that resumes before them.
+        context: context with such a selector.
+        history: number of batches whose rows are kept, so that a state can resume before them.
     """
 
     def __init__(self, context: SelectionContext, *, history: int) -> None:
@@ -109,7 +110,7 @@ class PrioritizedSelection(Selection):
                 f"{context.selector!r} would need {self._map.capacity:,} priorities, one for each place of a step; "
                 "expected less than 2**31. Use unit='trajectory', or a table with fewer blocks."
             )
-        self._unset: Leaves | None = None  # what the map has taken in, and the tree perhaps not yet
+        self._unset: Leaves | None = None  # leaves of changes applied to the map, perhaps not yet to the tree
         self._maximum = 1.0
         self._num_stale = 0
         self._may_leave_range = may_leave_range(context.selector)
@@ -122,9 +123,9 @@ class PrioritizedSelection(Selection):
 
     def after_fork(self) -> None:
         """See `Selection.after_fork`."""
-        # A mutex that cannot be had is held by a thread that was in the middle of a draw or an update.
-        whole = self._mutex.acquire(blocking=False)
-        self._mutex = new_mutex() if whole else _Torn()
+        # A held mutex belongs to a thread of the parent that was in the middle of a draw or an update.
+        free = self._mutex.acquire(blocking=False)
+        self._mutex = new_mutex() if free else _BrokenMutex()
 
     def _make_tree(self, capacity: int) -> None:
         selector = self.context.selector
@@ -133,7 +134,7 @@ class PrioritizedSelection(Selection):
 
     @property
     def num_stale(self) -> int:
-        """Rows of updates that were left out because their trajectory was gone. On a GPU this waits for it."""
+        """Number of stale rows that updates have skipped. On a GPU this waits for it."""
         return self._num_stale
 
     # ---------------------------------------------------------------- drawing
@@ -141,10 +142,10 @@ class PrioritizedSelection(Selection):
     def draw(self, draw: Draw, ticket: Ticket, frozen: Snapshot | None = None) -> SelectedRows | CudaRows:
         """See `Selection.draw`."""
         if self.context.limited and self.context.table.rules.rate_limiter is not None:
-            self.context.table.reader().await_samplable(draw.count)  # without holding up updates
+            self.context.table.reader().await_samplable(draw.count)  # outside the mutex
         with self._mutex:
             self._follow(ticket, self.context.samples(draw.count))
-            rows = self._restored(draw) or self._draw_at_once(draw) or self._draw_when_there(draw)
+            rows = self._restored(draw) or self._draw_compiled(draw) or self._draw_or_wait(draw)
             times = self.count_samples(
                 rows.slots, rows.generations, lambda which, turn: self._redraw(draw, rows, which, turn)
             )
@@ -155,33 +156,33 @@ class PrioritizedSelection(Selection):
                 self._keep_rows(draw, rows)
         return self.rows(rows.slots, rows.steps, rows.generations, times, likely, rows.weights)
 
-    def _draw_when_there(self, draw: Draw) -> DrawnItems:
-        """`_draw`; where trajectories are drawn only so often, too few are waited for."""
+    def _draw_or_wait(self, draw: Draw) -> DrawnItems:
+        """`_draw`; with `max_times_sampled`, wait for items until the deadline."""
         if self.context.table.rules.max_times_sampled is None:
             return self._draw(draw)
-        patience = self.context.table.reader().backoff()
+        backoff = self.context.table.reader().backoff()
         while True:
             try:
                 return self._draw(draw)
             except (PriorityError, TableEmptyError):
-                if not patience.sleep():
+                if not backoff.sleep():
                     raise
                 self._keep_up()
 
     def _keep_rows(self, draw: Draw, rows: DrawnItems) -> None:
-        """Keep a batch that may have been drawn ahead when a state is taken."""
+        """Keep the rows of a batch for states that resume before it."""
         if len(rows.sequences) == 0:
             sequences = self.context.table.reader().slot_states()[2][rows.slots]
             rows = DrawnItems(sequences, rows.slots, rows.steps, rows.generations, rows.weights)
         self._history.append(((draw.epoch, draw.step), rows))
 
     def _follow(self, ticket: Ticket, samples: int = 0) -> None:
-        """Take in what has changed in the table; it stays until the caller ends the ticket, also if this fails.
+        """Apply the table's changes under a read ticket, which the caller ends, also if this fails.
 
         Args:
-            samples: rows that are about to be drawn, for the rate limiter.
+            samples: rows to be drawn, for the rate limiter.
         """
-        self._set_taken_in()
+        self._set_unset()
         _, changes = self.context.table.reader().begin_changes(self._map.position, samples, ticket)
         known = self._map.position, self._map.next_sequence
         if len(changes.slots) == 0:
@@ -190,12 +191,12 @@ class PrioritizedSelection(Selection):
         try:
             self._take_in(changes)
         except BaseException:
-            if self._unset is None:  # else only the tree is behind
-                self._map.position, self._map.next_sequence = known  # interrupted: to be taken in once more
+            if self._unset is None:  # else the map is complete and only the tree is behind
+                self._map.position, self._map.next_sequence = known  # interrupted: apply the changes again
             raise
 
     def _keep_up(self) -> None:
-        """Take in what has changed in the table, if anything has."""
+        """Apply the table's changes, if any."""
         if self._map.position != self.context.table.reader().position:
             ticket = Ticket()
             try:
@@ -212,13 +213,13 @@ class PrioritizedSelection(Selection):
             self._unset = self._map.follow(changes, chosen, *arrays)
 
         if self._map.steps:
-            uninterrupted(follow)  # a map of steps that is half changed cannot be taken up again
+            uninterrupted(follow)  # a map of steps cannot resume from a partial change
         else:
             follow()
-        self._set_taken_in()
+        self._set_unset()
 
-    def _set_taken_in(self) -> None:
-        """Set the leaves of what the map has taken in; repeating it after an interruption is right."""
+    def _set_unset(self) -> None:
+        """Set the leaves of changes applied to the map; may be repeated after an interruption."""
         if self._unset is not None:
             self._set(self._unset)
             self._unset = None
@@ -226,10 +227,10 @@ class PrioritizedSelection(Selection):
     def _set(self, leaves: Leaves) -> None:
         self._maximum = max(self._maximum, float(leaves.priorities.max(initial=0)))
         priorities = np.where(leaves.priorities == UNSET, np.float32(self._maximum), leaves.priorities)
-        gone = leaves.priorities == GONE
-        priorities[gone] = 0
+        removed = leaves.priorities == GONE
+        priorities[removed] = 0
         weighed = self._first_leaves(priorities)
-        weighed[gone] = 0
+        weighed[removed] = 0
         if len(leaves.items) > self._map.capacity // 8:
             self._tree.leaves[leaves.items] = weighed
             self._tree.build()
@@ -237,19 +238,19 @@ class PrioritizedSelection(Selection):
             self._tree.update(leaves.items, weighed)
 
     def _weigh(self, priorities: Array) -> Array:
-        """What priorities (float32 [n]) weigh, float64 [n]."""
+        """Leaves of priorities (float32 [n]), float64 [n]."""
         return weigh(priorities, *self._exponent())
 
     def _first_leaves(self, priorities: Array) -> Array:
-        """Leaves of new items, float32 [n]: what would be too large is made the largest."""
+        """Leaves of new items with these priorities (float32 [n]), float32 [n], clipped to float32's range."""
         leaves: Array = np.minimum(self._weigh(priorities), _LARGEST).astype(np.float32)
         return leaves
 
     def _exponent(self) -> tuple[float, float]:
         return exponent(self.context.selector)
 
-    def _draw_at_once(self, draw: Draw) -> DrawnItems | None:
-        """What `_draw` returns, in one compiled call; None where that is not possible, or nothing can be drawn."""
+    def _draw_compiled(self, draw: Draw) -> DrawnItems | None:
+        """`_draw` in one compiled call; None if that is not possible, or nothing can be drawn."""
         selector, context = self.context.selector, self.context
         if type(selector) is not Prioritized or not selector.replacement or self._may_leave_range:
             return None
@@ -301,10 +302,10 @@ class PrioritizedSelection(Selection):
         )
 
     def _check_range(self) -> None:
-        """Refuse to draw where the leaves no longer say what the priorities do.
+        """Refuse to draw if leaves clipped to float32's range have too much of the probability.
 
         Raises:
-            PriorityError: leaves that were cut to float32's range would decide.
+            PriorityError: clipped leaves have more than `SHARE` of the probability.
         """
         if not self._may_leave_range:
             return
@@ -323,18 +324,18 @@ class PrioritizedSelection(Selection):
         return importance_weights(leaves, least, selector.beta_at(draw.number))
 
     def _likely(self, rows: DrawnItems) -> Array | float:
-        """The probability with which each row was drawn."""
+        """Probabilities of the drawn rows, float [n] or one number for all."""
         if isinstance(self.context.selector, TopK):
             return 1.0
         if rows.likely is not None:
             return rows.likely
-        # Drawn before a restart: as it would be now.
+        # Drawn before a restart: the current probability.
         items = self._map.items(rows.slots, rows.steps, *self.context.table.reader().index_arrays())
         likely: Array = np.where(items >= 0, self._tree.leaves[items], 0) / self._tree.total
         return likely
 
     def _redraw(self, draw: Draw, rows: DrawnItems, which: Array, turn: int) -> bool:
-        """Draw rows of these numbers anew; see `Selection.count_samples`."""
+        """Redraw rows `which` (int64 [m]); see `Selection.count_samples`."""
         self._keep_up()
         streams = (REDRAWN + 2 * turn, REDRAWN + 2 * turn + 1)
         try:
@@ -378,7 +379,7 @@ class PrioritizedSelection(Selection):
         stale: Literal["ignore", "error"],
         between: Callable[[Callable[[], object]], None],
     ) -> None:
-        """See `ReplayDataset.update_priority`; `between` calls a function between two batches."""
+        """See `ReplayDataset.update_priority`; `between` calls a function between two draws."""
         new = request(index, priority, generation=generation, anchor=anchor, unit=self.context.selector.unit)
         weighed = checked_weights(self.context.selector, new.priorities)
         if stale == "error":
@@ -386,21 +387,21 @@ class PrioritizedSelection(Selection):
         between(lambda: self._update(new, weighed))
 
     def _check_live(self, request: PriorityUpdates) -> None:
-        """Raise StaleIndexError if a row names a trajectory that is gone, or a step that it does not have."""
+        """Raise StaleIndexError if a row names a removed trajectory or a step beyond its end."""
         with self._mutex:
             self._keep_up()
             stale = np.flatnonzero(self._items(request) < 0)
         if len(stale):
             row = int(stale[0])
             raise StaleIndexError(
-                f"{len(stale)} of {len(request.slots)} priorities are for trajectories that are gone; the first is "
+                f"{len(stale)} of {len(request.slots)} priorities are for removed trajectories; the first is "
                 f"row {row}, index {request.slots[row]}. Nothing was changed; stale='ignore' skips them."
             )
 
     def _update(self, request: PriorityUpdates, weighed: Array) -> None:
-        """Set priorities; rows whose trajectory is gone are counted and left out."""
+        """Set priorities; skip and count stale rows."""
         with self._mutex:
-            self._keep_up()  # what was added before this call can be updated by it
+            self._keep_up()  # so that it can update trajectories added before this call
             items, leaves, largest = self._known_rows(request, weighed)
             self._num_stale += len(request.slots) - len(items)
             self._maximum = max(self._maximum, largest)
@@ -412,7 +413,7 @@ class PrioritizedSelection(Selection):
                 self.context.table.reader().set_priorities(request.slots, generations, request.priorities)
 
     def _known_rows(self, request: PriorityUpdates, weighed: Array) -> tuple[Array, Array, float]:
-        """Items and leaves of the rows whose trajectories are there, and the largest of their priorities."""
+        """Items and leaves of the rows that are not stale, and the largest of their priorities."""
         if self._map.steps or self.context.subset is not None:
             items = self._items(request)
             known = items >= 0
@@ -432,13 +433,13 @@ class PrioritizedSelection(Selection):
         return items[:count], leaves[:count], float(largest)
 
     def _items(self, request: PriorityUpdates) -> Array:
-        """Items of a request, -1 for those that are gone."""
+        """Items of a request, int64 [n]; -1 for a stale row."""
         table, slots = self.context.table, request.slots
         state, generation, sequence = table.reader().slot_states()
         inside = (slots >= 0) & (slots < len(state))
         slots = np.where(inside, slots, 0)
         known = inside & (state[slots] == READY)
-        if request.generations is not None:  # of what has been drawn, and is therefore known
+        if request.generations is not None:  # of drawn trajectories, which are known
             known &= generation[slots] == request.generations
         else:
             known &= sequence[slots] < self._map.next_sequence
@@ -448,7 +449,7 @@ class PrioritizedSelection(Selection):
         return np.where(known, items, -1)
 
     def quantiles(self, shares: Array) -> Array:
-        """Quantiles of the priorities that are positive, float64 [n]; of a sample of them if they are many."""
+        """Quantiles (float64 [n]) of the positive priorities, or of a sample if they are many."""
         with self._mutex:
             self._keep_up()
             leaves = self._some_leaves()
@@ -464,12 +465,12 @@ class PrioritizedSelection(Selection):
         return leaves
 
     def _every(self) -> int:
-        return -(-self._map.capacity // _MANY)
+        return -(-self._map.capacity // _MAX_SAMPLE)
 
     # ---------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Priorities of all trajectories by sequence number, counters, and the rows of the last batches."""
+        """Leaves of all trajectories with sequence numbers, counters, and the rows of the last batches."""
         with self._mutex:
             ticket = Ticket()
             try:
@@ -515,10 +516,10 @@ class PrioritizedSelection(Selection):
         return view.take(view.sequences < self._map.next_sequence)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned, for the trajectories that are still there.
+        """Restore a state of `state_dict` for the trajectories that are still in the table.
 
         Raises:
-            SchemaError: it is no such state; nothing was changed.
+            SchemaError: invalid state; nothing was changed.
         """
         sequences, lengths, leaves, recent = _checked(state, self.context.selector)
         with self._mutex:
@@ -539,7 +540,7 @@ class PrioritizedSelection(Selection):
         view = self._known()
         places, both = _find(sequences, view.sequences)
         both &= lengths[places] == view.lengths if len(lengths) else False
-        # What is new since begins as it would have begun then.
+        # Trajectories added since get their initial priority.
         new = self.context.table.reader().arrays.priority[view.slots[~both]]
         maximum = max(maximum, float(new.max(initial=0)))
         first = self._first_leaves(np.where(new == UNSET, np.float32(maximum), new))
@@ -554,11 +555,11 @@ class PrioritizedSelection(Selection):
         self._set_counters(maximum, num_stale)
 
     def forget_pending(self) -> None:
-        """Draw anew what a loaded state would have repeated."""
+        """Discard the batches that a loaded state would repeat."""
         self._pending.clear()
 
     def _restored(self, draw: Draw) -> DrawnItems | None:
-        """The rows of a batch that had been drawn before the state was taken, if all of them are still there."""
+        """The rows of a batch of the loaded state, if all of them are still in the table."""
         rows = self._pending.pop((draw.epoch, draw.step), None) if self._pending else None
         if rows is None:
             return None
@@ -570,20 +571,20 @@ class PrioritizedSelection(Selection):
 
 
 def exponent(selector: Selector) -> tuple[float, float]:
-    """alpha and eps, as float32 holds them: that is how kernels get them."""
+    """alpha and eps rounded to float32, as kernels receive them."""
     if not isinstance(selector, Prioritized):
         return 1.0, 0.0
     return float(np.float32(selector.alpha)), float(np.float32(selector.eps))
 
 
 def may_leave_range(selector: Selector) -> bool:
-    """Whether float32 may not hold what valid priorities are raised to."""
+    """Whether leaves of valid priorities may exceed float32's range."""
     alpha, eps = exponent(selector)
     return alpha > 1 or eps > _DOUBTFUL_EPS
 
 
 def out_of_range(selector: Selector) -> PriorityError:
-    """The error of a draw in which leaves that were cut to float32's range would decide."""
+    """The error of a draw in which leaves clipped to float32's range have too much of the probability."""
     return PriorityError(
         f"{selector!r} raises the priorities out of float32's range (1.2e-38 to 3.4e38), so that very different ones "
         "would be drawn equally often. Use a smaller alpha (with 1 or less every priority fits), scale the priorities "
@@ -592,10 +593,10 @@ def out_of_range(selector: Selector) -> PriorityError:
 
 
 def checked_weights(selector: Selector, priorities: Array) -> Array:
-    """What priorities (float32 [n]) weigh, as float32.
+    """Leaves of priorities (float32 [n]), float32 [n].
 
     Raises:
-        PriorityError: one weighs more than float32 holds.
+        PriorityError: a leaf exceeds float32's range.
     """
     weighed = weigh(priorities, *exponent(selector))
     bad = np.flatnonzero(weighed > _LARGEST)
@@ -614,7 +615,7 @@ def draw_key(draw: Draw, stream: int) -> int:
 
 
 def _find(known: Array, wanted: Array) -> tuple[Array, Array]:
-    """For each of `wanted` its place in the sorted `known` (0 if it is not there), and whether it is there."""
+    """Index of each of `wanted` in the sorted `known` (0 if absent), and whether it is present."""
     places = np.searchsorted(known, wanted)
     places[places == len(known)] = 0
     found = known[places] == wanted if len(known) else np.zeros(len(wanted), dtype=bool)
@@ -663,12 +664,12 @@ def _checked(
         fits = False
     if not fits:
         raise SchemaError(
-            "The state's priorities are damaged or of something else; expected what state_dict() of a ReplayDataset "
-            "with the same selector returned. Nothing was changed."
+            "The state's priorities are invalid; expected a state_dict() of a ReplayDataset with the same selector. "
+            "Nothing was changed."
         )
     return sequences, lengths, leaves, recent
 
 
 def needs_priorities(selector: Selector) -> bool:
-    """Whether a selector goes by priorities."""
+    """Whether a selector draws by priority."""
     return isinstance(selector, (Prioritized, TopK))

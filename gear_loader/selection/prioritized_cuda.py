@@ -1,4 +1,4 @@
-"""Selection by priority on a GPU: the tree lies there, and indices stay there from the draw to the gather."""
+"""Selection by priority on a GPU: the tree and the drawn rows stay in GPU memory."""
 
 from __future__ import annotations
 
@@ -43,30 +43,30 @@ __all__ = ["CudaPrioritizedSelection"]
 
 
 class CudaPrioritizedSelection(PrioritizedSelection):
-    """`Prioritized` or `TopK` at work on a GPU that reads the region itself.
+    """Draws rows for `Prioritized` or `TopK` on a GPU that can read the region.
 
-    Nothing here waits for the GPU, but for what is asked of it by name (`num_stale`, a state, ``stale="error"``). So
-    an error that only the GPU sees (a bad priority in a CUDA tensor, a tree without a positive priority) is raised by
-    one of the calls that follow, as CUDA's own errors are.
+    Only `num_stale`, states, quantiles and ``stale="error"`` wait for the GPU. So an error that the GPU detects (an
+    invalid priority in a CUDA tensor, a tree without a positive priority) is raised by a later call, as CUDA's own
+    errors are.
 
     Args:
         context, history: as for `PrioritizedSelection`.
-        device: where.
+        device: the GPU.
     """
 
     def __init__(self, context: SelectionContext, *, history: int, device: torch.device) -> None:
         self._device = device
-        self._cuda = device.type == "cuda"  # else under Triton's interpreter, in tests
+        self._cuda = device.type == "cuda"  # else Triton's interpreter, in tests
         with outside_inference():
             super().__init__(context, history=history)
             self._status = torch.tensor([NOWHERE, 0, 0, 0], device="cpu", pin_memory=self._cuda)
             self._out_of_range = torch.zeros(1, dtype=torch.bool, device="cpu", pin_memory=self._cuda)
         self._drawn: collections.deque[tuple[tuple[int, int], torch.Tensor, torch.Tensor | None]]
         self._drawn = collections.deque(maxlen=history)
-        self._stream: Any = None  # where batches are filled, and updates are queued
-        self._last: Any = torch.cuda.Event() if self._cuda else None  # behind all that has been queued
-        self._streams: set[int] = set()  # where the tensors below have been used
-        self._leave()  # what comes on other streams comes after the tensors were made
+        self._stream: Any = None  # stream that fills batches and runs updates
+        self._last: Any = torch.cuda.Event() if self._cuda else None  # recorded after all queued work
+        self._streams: set[int] = set()  # streams that have used the tensors below
+        self._leave()  # other streams wait until the tensors are initialised
 
     def _make_tree(self, capacity: int) -> None:
         from gear_loader.kernels.items import Blocks, Index
@@ -102,13 +102,13 @@ class CudaPrioritizedSelection(PrioritizedSelection):
     # ---------------------------------------------------------------- order of work
 
     def _enter(self) -> None:
-        """What is queued from here on comes after all that was queued before, on whatever stream."""
+        """Order work queued on the current stream after all earlier work of other streams."""
         if not self._cuda:
             return
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(self._last)
         if stream.cuda_stream not in self._streams:
-            # When this is dropped, its memory is not given to others before the stream has done with it.
+            # The allocator must not reuse this memory before the stream's work has finished.
             self._streams.add(stream.cuda_stream)
             blocks = () if self._index.blocks is None else vars(self._index.blocks).values()
             for part in (*vars(self._wide).values(), *vars(self._index).values(), *blocks, self._cut):
@@ -123,7 +123,11 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             self._last.record(torch.cuda.current_stream(self._device))
 
     def _raise_late(self, *, wait: bool = False) -> None:
-        """Raise what the GPU has found wrong by now."""
+        """Raise an error that the GPU has reported.
+
+        Args:
+            wait: wait for all queued work first.
+        """
         if self._cuda:
             if wait:
                 self._last.synchronize()
@@ -142,8 +146,8 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         if bad != NOWHERE:
             raise PriorityError(
                 f"priority[{bad}] of an earlier update_priority was NaN, infinite or negative, or too large for "
-                f"{self.context.selector!r}. Nothing was changed by it, nor by the updates since; the GPU found it, "
-                "which is why this comes late."
+                f"{self.context.selector!r}. Neither it nor the updates since have changed anything. The GPU detected "
+                "it, so this error is late."
             )
         if cut:
             raise out_of_range(self.context.selector)
@@ -163,9 +167,9 @@ class CudaPrioritizedSelection(PrioritizedSelection):
     # ---------------------------------------------------------------- drawing
 
     def draw(self, draw: Draw, ticket: Ticket, frozen: Snapshot | None = None) -> SelectedRows | CudaRows:
-        """See `Selection.draw`: the rows of a batch that is drawn once more, or what draws them on the GPU."""
+        """See `Selection.draw`: `SelectedRows` for a repeated batch, else `CudaRows`, which draw on the GPU."""
         if self.context.limited and self.context.table.rules.rate_limiter is not None:
-            self.context.table.reader().await_samplable(draw.count)  # without holding up updates
+            self.context.table.reader().await_samplable(draw.count)  # outside the mutex
         with self._mutex:
             self._raise_late()
             if self._cuda:
@@ -228,7 +232,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         self._remember(draw, rows[:3, :count].clone(), weights[0][:count].clone() if weights else None)
 
     def _note_range(self) -> None:
-        """Queue what `_check_range` does on the host; `_raise_late` raises what it has found."""
+        """Queue the check of `_check_range`; `_raise_late` raises its error."""
         if not self._may_leave_range:
             return
         total, leaves = self._wide.total(), self._wide.leaves
@@ -306,7 +310,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             ]
         else:
             check_names(anchor, unit)
-            # Copied: the update may run later than what the user does next with these tensors.
+            # Copied, because the update may run after the user has overwritten the tensors.
             parts = _tensors(index, priority, generation, anchor)
         with self._mutex:
             self._queue_update(*parts)
@@ -329,7 +333,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         if not self._cuda:
             context: Any = contextlib.nullcontext()
         else:
-            # On the stream that draws, so that training does not wait for a gather that was queued there before.
+            # On the stream that draws, so that training does not wait for a gather queued there before.
             consumer = torch.cuda.current_stream(self._device)
             stream = consumer if self._stream is None else self._stream
             stream.wait_stream(consumer)
@@ -348,7 +352,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
 
     @property
     def num_stale(self) -> int:
-        """Rows of updates that were left out because their trajectory was gone. Waits for the GPU."""
+        """Number of stale rows that updates have skipped. Waits for the GPU."""
         self._enter()
         return int(self._wide.status[STALE])
 
@@ -384,7 +388,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         self._leave()
 
     def _recent(self) -> list[dict[str, Any]]:
-        # By sequence number, as long as the slots have not been given to others since.
+        # Batches whose slots have not been reused, by sequence number.
         _, generation, sequence = self.context.table.reader().slot_states()
         recent = []
         for (epoch, step), rows, weights in self._drawn:
@@ -399,7 +403,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
 def _tensors(
     index: torch.Tensor, priority: torch.Tensor, generation: torch.Tensor | None, anchor: torch.Tensor | None
 ) -> list[torch.Tensor | None]:
-    """Tensors on the GPU as kernels want them.
+    """Copies of an update's GPU tensors in the kernels' dtypes: int64 [n], and float32 [n] for `priority`.
 
     Raises:
         SchemaError: other shapes or dtypes.
@@ -411,8 +415,8 @@ def _tensors(
         if part is None:
             parts.append(None)
             continue
-        whole = not (part.is_floating_point() or part.is_complex() or part.dtype == torch.bool)
-        fits = part.shape == (count,) and (not part.is_complex() if name == "priority" else whole)
+        integral = not (part.is_floating_point() or part.is_complex() or part.dtype == torch.bool)
+        fits = part.shape == (count,) and (not part.is_complex() if name == "priority" else integral)
         if not fits:
             kind = "numbers" if name == "priority" else "integers"
             raise SchemaError(
@@ -421,7 +425,7 @@ def _tensors(
             )
         part = part.detach()
         narrow = part.to(torch.float32 if name == "priority" else torch.int64, copy=True)
-        if part.dtype == torch.float64:  # what is positive stays so, and what is negative
+        if part.dtype == torch.float64:  # keep the sign of values that round to 0
             tiny = torch.finfo(torch.float32).tiny
             narrow = torch.where(
                 (narrow == 0) & (part != 0), torch.copysign(narrow.new_full((), tiny), part), narrow

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: (seed, stream, step) decide every draw, so nothing but integers is ever saved.
+"""Counter-based random numbers: functions of (seed, stream, epoch, step), so a saved state needs integers only.
 
 Numbers are the raw output of Philox-4x64 (Salmon et al., 2011), which numpy keeps stable across versions.
 """
@@ -18,8 +18,8 @@ _SMALL = 1 << 16
 
 
 def raw(count: int, *, seed: int, stream: int, epoch: int, step: int) -> Array:
-    """`count` random uint64 that depend on the four integers alone."""
-    # The lowest counter word counts through one draw; the others say which draw it is.
+    """uint64 [count], a function of the four integers."""
+    # The lowest counter word counts within one draw; the others identify the draw.
     words = np.empty(count, dtype=np.uint64)
     philox(signed(seed), signed(stream), signed(step), signed(epoch), words)
     return words
@@ -27,12 +27,12 @@ def raw(count: int, *, seed: int, stream: int, epoch: int, step: int) -> Array:
 
 @functools.lru_cache(maxsize=16)
 def key(seed: int, stream: int, epoch: int) -> int:
-    """A random int64 that depends on the three integers alone: the key of the random numbers that kernels draw."""
+    """The key of a kernel's random numbers: an int64 that is a function of the three integers."""
     return int(raw(1, seed=seed, stream=stream, epoch=epoch, step=0).astype(np.int64)[0])
 
 
 def signed(value: int) -> int:
-    """An integer modulo 2**64, from -2**63 to 2**63 - 1: what compiled loops take as int64."""
+    """An integer modulo 2**64, from -2**63 to 2**63 - 1, as compiled loops need it."""
     return value if -(1 << 63) <= value < 1 << 63 else (value + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -42,30 +42,30 @@ def uniforms(count: int, *, seed: int, stream: int, epoch: int, step: int) -> Ar
 
 
 def integers(high: int | Array, count: int, *, seed: int, stream: int, epoch: int, step: int) -> Array:
-    """int64 [count], each from 0 to high - 1 (a number or int64 [count]).
+    """int64 [count], each from 0 to high - 1; `high` is a number or int64 [count].
 
-    Exact to within high / 2**53: no value is favoured by more than that share.
+    The relative error of a value's probability is at most high / 2**53.
     """
     values = uniforms(count, seed=seed, stream=stream, epoch=epoch, step=step)
     return np.minimum((values * high).astype(np.int64), high - 1)
 
 
 def hashed(values: Array, *, seed: int, stream: int) -> Array:
-    """uint64 [n]: for each of `values` (int64 [n]) a random number that depends on it, seed and stream alone."""
+    """Random hashes of `values` (int64 [n]), uint64 [n]; functions of value, seed and stream."""
     keys = raw(2, seed=seed, stream=stream, epoch=0, step=0)
     return _mix(_mix(values.astype(np.uint64) ^ keys[0]) ^ keys[1])
 
 
 class Permutation:
-    """A random order of 0 to size - 1, of which any part can be computed.
+    """A random permutation of 0 to size - 1 with random access.
 
     Up to 65,536 items every order is equally likely (items sorted by random keys). Above that the order is a
     keyed bijection: a Feistel network of eight rounds on the next even number of bits, applied again while the
     result is not below `size`. It takes no memory and O(1) an item.
 
     Args:
-        size: items.
-        seed, epoch, turn: which order; `turn` counts the passes over all items within an epoch.
+        size: number of items.
+        seed, epoch, turn: identify the permutation; `turn` counts the passes over all items within an epoch.
     """
 
     def __init__(self, size: int, *, seed: int, epoch: int, turn: int = 0) -> None:
@@ -101,5 +101,5 @@ def _mix(values: Array) -> Array:
 
 @functools.lru_cache(maxsize=4)
 def permutation(size: int, seed: int, epoch: int, turn: int) -> Permutation:
-    """A `Permutation`, kept for the batches of the same pass."""
+    """A `Permutation`, cached for the batches of a pass."""
     return Permutation(size, seed=seed, epoch=epoch, turn=turn)

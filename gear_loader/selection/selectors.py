@@ -1,4 +1,4 @@
-"""Selectors: which trajectories, or steps of trajectories, a batch is made of."""
+"""Selectors: how the trajectories, or steps of trajectories, of a batch are chosen."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ _LARGEST = float(np.finfo(np.float32).max)
 _LARGEST_ALPHA = 16.0
 _ITEMS, _ANCHORS, _REPLACED = range(3)  # streams of random numbers
 SAMPLE_EPOCH = 1 << 62
-"""`ReplayDataset.sample` draws from this epoch and those that follow, far from those of iteration."""
+"""First epoch number of `ReplayDataset.sample`, beyond those of iteration."""
 Unit = Literal["trajectory", "step"]
 
 
 @dataclasses.dataclass(slots=True)
 class Draw:
-    """Which draw this is; together with what there is to draw from it decides everything.
+    """Identifies a draw. The draw and the items to draw from determine the batch.
 
     Attributes:
-        seed, epoch, step: the counters of the random numbers; `step` is the batch's number over all ranks.
-        first, count: in a pass, the batch's items are number `first` to `first + count - 1`.
-        turn: which pass over all items within the epoch.
-        number: batches that this rank's dataset has drawn before in the same way, by iteration (over all epochs) or by
-            `sample`: what schedules go by.
+        seed, epoch, step: counters of the random numbers; `step` is the batch's number over all ranks.
+        first, count: numbers of the batch's items in a pass: `first` to `first + count - 1`.
+        turn: number of the pass within the epoch.
+        number: argument of schedules: batches that this rank's dataset has drawn before by iteration (over all epochs),
+            or by `sample`.
     """
 
     seed: int
@@ -63,12 +63,12 @@ class Draw:
 
 
 class Selector:
-    """Base of the selectors. The `repr` names all options: a saved state is checked by it.
+    """Base of the selectors. The `repr` names all options, because saved states are compared by it.
 
     Attributes:
-        unit: what an item is: a trajectory, or a step of one, which then is the anchor of its window.
+        unit: kind of an item: a trajectory, or a step, which is then the anchor of its window.
         replacement: whether an item may be drawn again.
-        passes: whether an epoch is a pass over all items, those that were there when it began.
+        passes: whether an epoch is a pass over all items present at its start.
         weighs: whether batches carry `priority_weight`.
     """
 
@@ -90,23 +90,23 @@ class Selector:
         return f"{type(self).__name__}(replacement={self.replacement}, unit={self.unit!r})"
 
     def num_items(self, snapshot: Snapshot) -> int:
-        """Items that there are: trajectories, or steps of all trajectories."""
+        """Number of items in a snapshot: trajectories, or steps of all trajectories."""
         return len(snapshot) if self.unit == "trajectory" else snapshot.num_steps
 
 
 class SnapshotSelector(Selector):
-    """Base of the selectors that need to know nothing but which trajectories there are."""
+    """Base of the selectors that draw from a snapshot."""
 
     def __init__(self, replacement: bool = True, unit: Unit = "trajectory") -> None:
         super().__init__(replacement=replacement, unit=unit, passes=not replacement)
 
     def select(self, snapshot: Snapshot, draw: Draw) -> tuple[Array, Array | None]:
-        """Positions in the snapshot, int64 [count], and the steps chosen within them if the unit is a step."""
+        """Draw positions in the snapshot, int64 [count], and their steps, int64 [count] or None for trajectories."""
         items = self.items(self.num_items(snapshot), draw)
         return (items, None) if self.unit == "trajectory" else snapshot.locate(items)
 
     def items(self, size: int, draw: Draw) -> Array:
-        """The numbers, out of 0 to size - 1, of the items that a draw takes, int64 [count]."""
+        """Numbers of the drawn items, int64 [count], each from 0 to size - 1."""
         raise NotImplementedError
 
 
@@ -114,14 +114,13 @@ class Uniform(SnapshotSelector):
     """Every item is equally likely.
 
     Args:
-        replacement: draw with replacement. Without, an epoch passes over all items once in random order, those that
-            were there when it began; items that are evicted before their turn are replaced by random ones.
-        unit: ``"trajectory"``: an item is a trajectory, and the dataset's `anchor` says which of its steps;
-            ``"step"``: an item is a step of a trajectory (a long trajectory comes up more often), which is the
-            anchor of its window.
+        replacement: draw with replacement. Otherwise an epoch is one pass in random order over the items present at
+            its start; random items replace those evicted before their turn.
+        unit: ``"trajectory"``: an item is a trajectory, and the dataset's `anchor` chooses its step. ``"step"``: an
+            item is a step, the anchor of its window; a long trajectory is then drawn more often.
 
     Raises:
-        SchemaError: another value.
+        SchemaError: invalid option.
     """
 
     def items(self, size: int, draw: Draw) -> Array:
@@ -133,15 +132,15 @@ class Uniform(SnapshotSelector):
 
 
 class Fifo(SnapshotSelector):
-    """The oldest first, in order of addition.
+    """Oldest first, in order of insertion.
 
     Args:
-        replacement: every batch holds the oldest items there are (from the start again if they are fewer than the
-            batch). Without, an epoch passes over all items once in this order.
+        replacement: every batch holds the oldest items, repeated from the start if there are too few. Otherwise an
+            epoch is one pass over all items in this order.
         unit: as for `Uniform`.
 
     Raises:
-        SchemaError: another value.
+        SchemaError: invalid option.
     """
 
     newest = False
@@ -153,19 +152,19 @@ class Fifo(SnapshotSelector):
 
 
 class Lifo(Fifo):
-    """The newest first; with ``unit="step"`` also the last step of a trajectory first. Options as for `Fifo`."""
+    """Newest first; with ``unit="step"`` also the last step of a trajectory first. Options as for `Fifo`."""
 
     newest = True
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearSchedule:
-    """A number that goes from `start` to `end` in `batches` batches and stays there.
+    """Linear schedule from `start` to `end` over `batches` batches, constant afterwards.
 
     ``LinearSchedule(0.4, 1.0, batches=100_000)`` as `beta` of `Prioritized` is Schaul et al.'s.
 
     Raises:
-        SchemaError: numbers that are not finite, or `batches` below 1.
+        SchemaError: a number that is not finite, or `batches` below 1.
     """
 
     start: float
@@ -174,45 +173,40 @@ class LinearSchedule:
 
     def __post_init__(self) -> None:
         if not (_finite(self.start) and _finite(self.end) and _finite(self.batches) and self.batches >= 1):
-            raise SchemaError(f"{self} is no schedule; expected finite numbers and at least 1 batch.")
+            raise SchemaError(f"{self} is invalid; expected finite numbers and at least 1 batch.")
 
     def __call__(self, number: int) -> float:
-        """Its value after `number` batches."""
+        """Value after `number` batches."""
         return self.start + (self.end - self.start) * min(number / self.batches, 1.0)
 
 
 class Prioritized(Selector):
-    """Items in proportion to ``(priority + eps) ** alpha``: prioritized replay (Schaul et al., 2016).
+    """Prioritized replay (Schaul et al., 2016): draws items in proportion to ``(priority + eps) ** alpha``.
 
-    A batch carries ``priority_weight``, float32 [B]: the importance weights ``(N * P(i)) ** -beta``, where P(i) is the
-    exact probability with which the item was drawn, divided by the largest such weight. New priorities come from
-    `ReplayDataset.update_priority`.
+    A batch carries ``priority_weight``, float32 [B]: the importance weights ``(N * P(i)) ** -beta``, divided by the
+    largest one, where P(i) is the exact probability of drawing item i. `ReplayDataset.update_priority` sets priorities.
+    A new item has the `priority` that it was added with, or else the running maximum of all priorities, at least 1.
 
-    Weights are float32: what is raised to `alpha` counts between 2 ** -126 and 2 ** 128. With an `alpha` of at most 1
-    that holds every priority. With a larger one it holds those between 2 ** (-126 / alpha) and 2 ** (128 / alpha), and
-    smaller ones count as the smallest weight. `update_priority` refuses larger ones. A draw in which weights that do
-    not fit would decide raises PriorityError, instead of being uniform.
+    Powers are stored as float32, between 2 ** -126 and 2 ** 128. With an `alpha` of at most 1 every priority fits. With
+    a larger one priorities between 2 ** (-126 / alpha) and 2 ** (128 / alpha) fit; smaller ones are clipped to 2 **
+    -126, and `update_priority` refuses larger ones. A draw raises PriorityError if clipped powers have too much of the
+    probability.
 
     Args:
-        alpha: how much priorities count: 0 is uniform. At most 16, for which priorities from 1/235 to 256 still have
-            different weights.
-        beta: how much of the bias the weights take back: 1 is all of it. A number, or a function of the number of
-            batches drawn so far (iteration and `sample` count for themselves), for example a `LinearSchedule`.
-        eps: added to every priority. With 0 an item of priority zero is never drawn; a small number keeps items whose
-            error happens to be zero. At most 3.4e38, as float32 has it, and so small that a priority of 1, with which
-            items begin, has a weight: ``(1 + eps) ** alpha`` is at most 3.4e38.
-        replacement: whether an item may come twice in a batch. Without, a batch's items are drawn one after another,
-            each in proportion to the priorities of those that are left; their weights are as if with replacement.
-        unit: as for `Uniform`; with ``"step"`` each step of each trajectory has a priority of its own.
-        normalize: what the largest weight is looked for in: the ``"batch"``, as the paper's authors do in their own
-            code; or the whole ``"table"``: then an item's weight does not depend on what else is in the batch, but a
-            single item of very small priority makes all weights, and so all gradients, small.
-
-    What a new item begins with is the `priority` that it was added with; without one, the running maximum of all
-    priorities given so far, at least 1.
+        alpha: exponent of the priorities, 0 (uniform) to 16. With 16 priorities from 1/235 to 256 fit.
+        beta: exponent of the weights; 1 corrects the whole bias. A number, or a function of the number of batches drawn
+            so far, for example a `LinearSchedule`; iteration and `sample` count separately.
+        eps: added to every priority. With 0 an item of priority 0 is never drawn. At most 3.4e38 (float32), and
+            ``(1 + eps) ** alpha`` too, so that the initial priority 1 fits.
+        replacement: whether an item may occur twice in a batch. Otherwise items are drawn one after another, each in
+            proportion to the remaining powers; weights are computed as if with replacement.
+        unit: as for `Uniform`; with ``"step"`` each step has its own priority.
+        normalize: where the largest weight is taken from: the ``"batch"``, as in the paper authors' code, or the
+            ``"table"``. With ``"table"`` a weight does not depend on the rest of the batch, but a single item of very
+            small priority makes all weights, and so all gradients, small.
 
     Raises:
-        SchemaError: another value.
+        SchemaError: invalid option.
     """
 
     weighs = True
@@ -256,7 +250,7 @@ class Prioritized(Selector):
         """`beta` after `number` batches.
 
         Raises:
-            SchemaError: the schedule returned no number of at least 0.
+            SchemaError: the schedule returned an invalid value.
         """
         beta = self.beta(number) if callable(self.beta) else self.beta
         if not _finite(beta) or beta < 0:
@@ -267,7 +261,7 @@ class Prioritized(Selector):
 
     def __repr__(self) -> str:
         beta: Any = self.beta
-        if callable(beta) and not isinstance(beta, LinearSchedule):  # nothing that differs between processes
+        if callable(beta) and not isinstance(beta, LinearSchedule):  # without its address
             beta = getattr(beta, "__qualname__", type(beta).__qualname__)
         return (
             f"Prioritized(alpha={self.alpha}, beta={beta}, eps={self.eps}, replacement={self.replacement}, "
@@ -276,17 +270,17 @@ class Prioritized(Selector):
 
 
 class TopK(Selector):
-    """The items with the largest priorities, in every batch those that are largest then.
+    """Draws the items with the currently largest priorities.
 
-    Equal priorities come in the order in which they are stored; items of priority zero are left out. If there are
-    fewer items than the batch has rows, they come again from the start.
+    Ties are broken by storage order; items of priority 0 are skipped. If there are fewer items than the batch has
+    rows, they repeat from the start.
 
     Args:
-        largest: False for the smallest.
+        largest: False for the smallest priorities.
         unit: as for `Uniform`.
 
     Raises:
-        SchemaError: another value.
+        SchemaError: invalid option.
     """
 
     def __init__(self, largest: bool = True, *, unit: Unit = "trajectory") -> None:
@@ -303,7 +297,7 @@ def _finite(value: Any) -> bool:
     number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     try:
         return number and math.isfinite(value)
-    except OverflowError:  # an integer beyond what a float holds
+    except OverflowError:  # an integer beyond a float's range
         return False
 
 
@@ -313,7 +307,7 @@ def _finite(value: Any) -> bool:
 def anchors(
     kind: Literal["uniform", "first", "last"], lengths: Array, draw: Draw, stream: int | None = None
 ) -> Array:
-    """The anchor step of each chosen trajectory, int64 [n], for lengths int64 [n]; ``"uniform"`` for all of a draw."""
+    """Anchor steps, int64 [n], of trajectories of these lengths, int64 [n]; for ``"uniform"`` n is `draw.count`."""
     if kind == "first":
         return np.zeros(len(lengths), dtype=np.int64)
     if kind == "last":
@@ -322,7 +316,7 @@ def anchors(
 
 
 def replacements(unit: Unit, snapshot: Snapshot, draw: Draw) -> tuple[Array, Array | None]:
-    """Random items, as `select` returns them, for those that are no longer there."""
+    """Random items that replace removed ones, as `SnapshotSelector.select` returns them."""
     if unit == "trajectory":
         return draw.integers(_REPLACED, len(snapshot)), None
     return snapshot.locate(draw.integers(_REPLACED, snapshot.num_steps))

@@ -1,4 +1,4 @@
-"""Selection from a list of the live trajectories: uniform, oldest or newest first."""
+"""Selection from a snapshot of the table: uniform, oldest or newest first."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["SnapshotSelection"]
 
 
 class SnapshotSelection(Selection):
-    """Works from a list of what there is: for uniform selection and for order of age."""
+    """Draws rows from a snapshot, or from either end of the insertion order."""
 
     def draw(self, draw: Draw, ticket: Ticket, frozen: Snapshot | None = None) -> SelectedRows:
         """See `Selection.draw`."""
@@ -56,14 +56,14 @@ class SnapshotSelection(Selection):
         if steps is None:
             steps = anchors(self.context.anchor, lengths, draw)
         if items.version != view.version:
-            self._replace_gone(view, draw, slots, steps, generations)
+            self._replace_stale(view, draw, slots, steps, generations)
         rows = (slots, steps, generations)
         times = self.count_samples(slots, generations, lambda *which: self._redraw(draw, rows, *which))
         likely = 1 / selector.num_items(items) if isinstance(selector, Uniform) else 1.0
         return self.rows(*rows, times, likely)
 
     def _draw_uniform(self, selector: Uniform, view: Snapshot, draw: Draw) -> SelectedRows:
-        """What `Uniform.select` and `anchors` draw, in one compiled call."""
+        """`Uniform.select` and `anchors` in one compiled call."""
         names = np.empty((3, draw.count), dtype=np.int64)
         uniform_rows(
             view.slots,
@@ -80,8 +80,8 @@ class SnapshotSelection(Selection):
         return SelectedRows(*names)
 
     def _draw_from_end(self, selector: Fifo, draw: Draw, ticket: Ticket) -> SelectedRows:
-        # Nothing is sorted: the oldest and the newest trajectories are linked. If this fails, what `take_ends` has
-        # taken is gone, and counts.
+        # Trajectories are linked in insertion order, so nothing is sorted. If this fails, the draws that `take_ends`
+        # has counted stay counted.
         table, samples = self.context.table, self.context.samples(draw.count)
         times: Array | None = None
         end: dict[str, Any] = {"newest": selector.newest, "samples": samples, "ticket": ticket}
@@ -106,7 +106,7 @@ class SnapshotSelection(Selection):
         return self.rows(*rows, times, 1.0)
 
     def _redraw(self, draw: Draw, rows: tuple[Array, Array, Array], which: Array, turn: int) -> bool:
-        """Random rows, out of what is there now, instead of the rows of these numbers; see `count_samples`."""
+        """Replace rows `which` by random rows of a new snapshot; see `count_samples`."""
         view = self.view()
         if len(view) == 0:
             return False
@@ -120,14 +120,14 @@ class SnapshotSelection(Selection):
             part[which] = values
         return True
 
-    def _replace_gone(
+    def _replace_stale(
         self, view: Snapshot, draw: Draw, slots: Array, steps: Array, generations: Array
     ) -> None:
         state, generation, _ = self.context.table.reader().slot_states()
-        gone = np.flatnonzero((state[slots] != READY) | (generation[slots] != generations))
-        if len(gone):
+        stale = np.flatnonzero((state[slots] != READY) | (generation[slots] != generations))
+        if len(stale):
             others, at = replacements(self.context.selector.unit, view, draw)
             if at is None:
                 at = anchors(self.context.anchor, view.lengths[others], draw)
-            others, at = others[gone], at[gone]
-            slots[gone], steps[gone], generations[gone] = view.slots[others], at, view.generations[others]
+            others, at = others[stale], at[stale]
+            slots[stale], steps[stale], generations[stale] = view.slots[others], at, view.generations[others]

@@ -1,4 +1,4 @@
-"""The sum tree on the CPU: compiled, with binary levels under the wide levels of the GPU's tree."""
+"""The sum tree on the CPU: compiled, with binary levels within the wide levels of the GPU's tree."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["PriorityTree", "uniforms", "weigh"]
 
 
 class PriorityTree:
-    """Leaves of `capacity` items that are drawn in proportion to them, in O(batch x log capacity).
+    """Sum tree that draws items in proportion to their leaves in O(batch x log capacity).
 
-    Draws and sums are those of `gear_loader.kernels.priority` to the last bit. Not for several threads at once.
+    Draws and sums equal those of `gear_loader.kernels.priority` to the last bit. Not thread-safe.
 
     Args:
-        capacity: items, 1 to 2**31 - 1.
-        extremes: keep what `minimum` and `top` need, which makes updates slower.
+        capacity: number of items, 1 to 2**31 - 1.
+        extremes: maintain the nodes of `minimum` and `top`, which makes updates slower.
 
     Attributes:
-        leaves: float32 [at least `capacity`]; who writes into it calls `build`.
+        leaves: float32 [at least `capacity`]; call `build` after writing into it.
     """
 
     def __init__(self, capacity: int, *, extremes: bool = True) -> None:
@@ -50,7 +50,7 @@ class PriorityTree:
 
     @property
     def node_bytes(self) -> int:
-        """Bytes beyond the leaves."""
+        """Bytes of the nodes above the leaves."""
         return sum(part.nbytes for part in self._nodes if isinstance(part, np.ndarray))
 
     @property
@@ -60,36 +60,36 @@ class PriorityTree:
 
     @property
     def minimum(self) -> float:
-        """The smallest leaf that is not 0; infinite if there is none. Needs `extremes`."""
+        """The smallest positive leaf; infinite if all are 0. Needs `extremes`."""
         assert self.extremes
         return float(self._mins[self._wide_offsets[-1] :].min())
 
     def update(self, items: Array, leaves: Array) -> None:
-        """Set leaves; of equal items the last one counts.
+        """Set leaves; of duplicate items the last one counts.
 
         Args:
-            items: int64 [n], 0 to capacity - 1. leaves: float32 [n], finite, not negative; all checked by the caller.
+            items: int64 [n], 0 to capacity - 1. leaves: float32 [n], finite, not negative. Both are not checked.
         """
         if len(items):
             sum_tree.update(self.leaves, *self._nodes, items, leaves)
 
     def build(self) -> None:
-        """Compute everything from the leaves."""
+        """Compute all nodes from the leaves."""
         sum_tree.build(self.leaves, *self._nodes)
 
     def draw(self, count: int, *, key: int, step: int, distinct: bool = False) -> tuple[Array, Array]:
         """Draw items in proportion to their leaves.
 
         Args:
-            count: how many.
-            key, step: int64, decide the draw.
-            distinct: without replacement: one after another, each in proportion to the leaves that are left.
+            count: number of items.
+            key, step: int64, key and counter of the random numbers.
+            distinct: without replacement: one after another, each in proportion to the remaining leaves.
 
         Returns:
             int64 [count] items, float32 [count] their leaves.
 
         Raises:
-            PriorityError: no leaf is positive, or with `distinct` fewer than `count` are.
+            PriorityError: no leaf is positive, or fewer than `count` with `distinct`.
         """
         items, leaves, found = self._drawn(count, key, step, distinct)
         if found < count:
@@ -108,12 +108,13 @@ class PriorityTree:
         """Draw rows in one compiled call, with replacement; see `gear_loader.native.sum_tree.draw_rows`.
 
         Args:
-            names, leaves: filled. rows: its arguments from `block_steps` to `anchor_key`.
+            names: int64 [4, n], filled with slots, steps, generations, sequence numbers. leaves: float32 [n], filled.
+            rows: arguments of that function from `block_steps` to `anchor_key`.
 
         Returns:
             Whether any leaf is positive.
         """
-        scratch = self._room(names.shape[1])
+        scratch = self._scratch_for(names.shape[1])
         depth = len(self._wide_offsets)
         drawn: bool = sum_tree.draw_rows(
             self.leaves, self._sums, self._offsets, depth, key, step, *scratch, *rows, names, leaves
@@ -121,13 +122,13 @@ class PriorityTree:
         return drawn
 
     def draw_some(self, count: int, *, key: int, step: int) -> tuple[Array, Array]:
-        """`draw` with `distinct`, but of all items that there are, if they are fewer; in the order of drawing."""
+        """`draw` with `distinct`, of at most `count` items, in the order of drawing; raises no error if fewer."""
         items, leaves, found = self._drawn(count, key, step, distinct=True)
         return items[:found], leaves[:found]
 
     def _drawn(self, count: int, key: int, step: int, distinct: bool) -> tuple[Array, Array, int]:
         items, leaves = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.float32)
-        rest = (len(self._wide_offsets), key, step, items, leaves, *self._room(count))
+        rest = (len(self._wide_offsets), key, step, items, leaves, *self._scratch_for(count))
         if distinct:
             found = sum_tree.draw_distinct(self.leaves, *self._nodes, *rest)
         else:
@@ -135,8 +136,8 @@ class PriorityTree:
             found = count if drawn else 0
         return items, leaves, int(found)
 
-    def _room(self, count: int) -> tuple[Array, ...]:
-        # Kept: fresh memory of this size costs as much as the draw.
+    def _scratch_for(self, count: int) -> tuple[Array, ...]:
+        # Kept, because allocating it costs as much as the draw.
         if self._scratch is None or len(self._scratch[2]) < count:
             self._scratch = (
                 np.empty((len(self._wide_offsets) + 2, count)),
@@ -148,9 +149,9 @@ class PriorityTree:
         return self._scratch
 
     def top(self, count: int, *, largest: bool = True) -> tuple[Array, Array]:
-        """The items with the largest (or smallest positive) leaves, the best first; see `SumTree.top`.
+        """The items with the largest (or smallest positive) leaves, best first. Needs `extremes`.
 
-        Needs `extremes`.
+        See `SumTree.top`.
         """
         assert self.extremes
         extremes = self._maxs if largest else self._mins
@@ -162,7 +163,7 @@ class PriorityTree:
 
 
 def uniforms(count: int, *, key: int, step: int) -> Array:
-    """float64 [count] in [0, 1) with 53 random bits, the same that kernels draw with these."""
+    """float64 [count] in [0, 1) with 53 random bits, equal to those of the kernels."""
     us: Array = np.empty((2, count))
     sum_tree.uniforms(key, step, us, np.empty((4, 64), dtype=np.uint64))
     drawn: Array = us[0]
@@ -170,7 +171,7 @@ def uniforms(count: int, *, key: int, step: int) -> Array:
 
 
 def weigh(values: Array, alpha: float, eps: float) -> Array:
-    """What priorities (float32 [n]) weigh: ``(values + eps) ** alpha``, float64 [n], 0 only for 0."""
+    """Leaves of priorities (float32 [n]): ``(values + eps) ** alpha``, float64 [n], 0 only for 0."""
     weighed: Array = np.empty(len(values))
     sum_tree.weigh(values, alpha, eps, weighed)
     return weighed

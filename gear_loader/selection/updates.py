@@ -1,4 +1,4 @@
-"""New priorities as users give them: checked before anything changes."""
+"""Validation of priority updates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["PriorityUpdates", "check_names", "request"]
 
 @dataclasses.dataclass(frozen=True)
 class PriorityUpdates:
-    """New priorities, checked: of some steps of some trajectories.
+    """A validated priority update.
 
     Attributes:
         slots, steps: int64 [n]. generations: int64 [n] or None. priorities: float32 [n].
@@ -30,14 +30,16 @@ class PriorityUpdates:
 def request(
     index: Any, priority: Any, *, generation: Any, anchor: Any, unit: Literal["trajectory", "step"]
 ) -> PriorityUpdates:
-    """Check what a user gave as new priorities.
+    """Validate a user's priority update.
 
     Args:
-        index: [n] integers; generation, anchor: as many, or None. priority: [n] numbers. Tensors or arrays.
+        index: integers [n], slots. priority: numbers [n]. All are tensors or arrays.
+        generation, anchor: integers [n] or None.
+        unit: unit of the selector.
 
     Raises:
-        PriorityError: a priority that is NaN, infinite (as float32) or negative; the first such position is named.
-        SchemaError: another shape or dtype, or no anchors where the unit is a step.
+        PriorityError: a priority that is NaN, infinite (as float32) or negative; the message names the first.
+        SchemaError: another shape or dtype, or `anchor` does not fit `unit`.
     """
     slots = _array("index", index, "iu")
     count = len(slots)
@@ -57,12 +59,12 @@ def request(
 
 
 def _int64(values: Array) -> Array:
-    # A copy: it is used later, when the user may have written something else there.
+    # Copied, because the update may run after the user has overwritten the array.
     return np.array(values, dtype=np.int64)
 
 
 def check_names(anchor: Any, unit: Literal["trajectory", "step"]) -> None:
-    """Raise SchemaError unless there are anchors where the unit is a step, and only there."""
+    """Raise SchemaError unless `anchor` is given exactly if the unit is a step."""
     if unit == "step" and anchor is None:
         raise SchemaError(
             "No anchor was received; with unit='step' a step is named by index and anchor: pass anchor=batch['anchor']."

@@ -17,10 +17,10 @@ def importance_weights(leaves: Array, least: float | None, beta: float, *, scale
     `least` weighs 1.
 
     Args:
-        leaves: leaves of the drawn items, float [n], positive.
-        least: the smallest leaf of the table; None to compare with the smallest of `leaves`.
-        beta: exponent of the correction, 0 (none) to 1 (full).
-        scale: factor of all weights before the exponent, where items are drawn from several tables.
+        leaves: float [n], positive leaves of the drawn items.
+        least: smallest leaf of the table; None for the smallest of `leaves`.
+        beta: exponent of the correction, from 0 (no correction) to 1 (full).
+        scale: factor of all weights before the exponent, for draws from several tables.
 
     Returns:
         float32 [n]; the arithmetic is in float64.

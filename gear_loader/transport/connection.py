@@ -35,8 +35,8 @@ class Connection:
     Replies use two buffers in turn: while one is sent, the next reply is gathered into the other.
 
     Attributes:
-        receiving_since: start of receiving the rest of a message, in `loop.time`; None between messages.
-        sending_since: start of sending a message; None between messages.
+        receiving_since: `loop.time` when receiving the rest of a message began; None between messages.
+        sending_since: `loop.time` when sending a message began; None between messages.
     """
 
     def __init__(self, channel: Channel, server: Server) -> None:

@@ -48,7 +48,7 @@ class Threads:
             raise
 
     def close(self) -> None:
-        """Take no more work."""
+        """Reject further work and cancel queued work."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -178,7 +178,7 @@ class Server:
                 await channel.close()
 
     def _make_place(self) -> None:
-        """Close the oldest unauthenticated connections if there are too many."""
+        """Close the oldest unauthenticated connections above the limit."""
         while len(self._unproven) >= self.limits.unproven:
             oldest = next(iter(self._unproven))
             del self._unproven[oldest]
@@ -190,7 +190,7 @@ class Server:
     def _admit(self, channel: Channel) -> str:
         """Count a connection as authenticated and return "", or return why the server is busy."""
         if len(self._proven) >= self.limits.connections:
-            return f"it serves {self.limits.connections} connections, as many as it takes at a time."
+            return f"it serves {self.limits.connections} connections, the most it accepts at a time."
         self._unproven.pop(channel, None)
         self._proven[channel] = None
         return ""
@@ -224,7 +224,7 @@ class Server:
         """Log the number of connections that were not logged individually."""
         if self._displaced:
             self.log.warning(
-                "closed %d connections: more than %d at a time had not proven themselves",
+                "closed %d connections: more than %d at a time were not authenticated",
                 self._displaced,
                 self.limits.unproven,
             )

@@ -104,7 +104,7 @@ class UcxChannel(Channel):
             if family(theirs) != family(self.library):
                 raise HandshakeError(
                     f"{self._other()} uses {theirs!r}, this side {self.library!r}, which are not compatible. "
-                    "Install the same library on both: pip install '.[ucx]' (in a clone of Gear Loader) brings ucxx."
+                    "Install the same library on both: pip install '.[ucx]' (in a clone of Gear Loader) installs ucxx."
                 )
             remote = await self._reader.readexactly(address_bytes)
             (tag,) = _NUMBER.unpack(await self._reader.readexactly(_NUMBER.size))
@@ -130,7 +130,7 @@ class UcxChannel(Channel):
         self._over()
 
     def _over(self) -> None:
-        """End the connection: the other side has closed, and all its messages have arrived."""
+        """End the connection after the other side has closed and all its messages have arrived."""
         self._fail(f"{self._other()} closed the connection")
         self._writer.close()
 
@@ -219,10 +219,10 @@ class UcxChannel(Channel):
         if self._closed:
             return
         self._closed = True
-        whole = self._endpoint is not None and self._failure is None and not self._sending
+        orderly = self._endpoint is not None and self._failure is None and not self._sending
         self._failure = self._failure or "The connection was closed"
         try:
-            if whole:
+            if orderly:
                 self._writer.write(_NUMBER.pack(self._counts[0]))
                 self._writer.write_eof()
                 with contextlib.suppress(asyncio.TimeoutError):
@@ -258,8 +258,8 @@ class UcxCarrier(Carrier):
         if parts.library and family(parts.library) != family(self.library):
             raise HandshakeError(
                 f"{address} is served by {parts.library}, and this side has {self.library}, which are not "
-                "compatible. Install the same library on both: pip install '.[ucx]' (in a clone of Gear Loader) brings "
-                "ucxx."
+                "compatible. Install the same library on both: pip install '.[ucx]' (in a clone of Gear Loader) "
+                "installs ucxx."
             )
         streams = await asyncio.open_connection(parts.host, parts.port, limit=_STREAM_BYTES)
         try:
@@ -283,7 +283,7 @@ class UcxCarrier(Carrier):
             try:
                 streams = await asyncio.open_connection(sock=connection, limit=_STREAM_BYTES)
                 _no_delay(streams[1])
-            except OSError:  # it is gone already
+            except OSError:  # already closed
                 connection.close()
                 return
             channel = UcxChannel(streams, library)
@@ -309,9 +309,9 @@ def _bytes_of(part: Bytes) -> int:
 
 def _small(part: Bytes) -> memoryview:
     """View a message for the TCP stream as bytes."""
-    anything: Any = part  # an array is a buffer, which types of Python 3.10 cannot express
-    whole = memoryview(anything)
-    view = whole.cast("B") if whole.nbytes else memoryview(b"")
+    buffer: Any = part  # Python 3.10 has no type for buffers, which arrays are
+    memory = memoryview(buffer)
+    view = memory.cast("B") if memory.nbytes else memoryview(b"")
     if len(view) > _UNSECURED_BYTES:
         raise ConnectionError(
             f"A message of {len(view):,} bytes before the connection is secured; expected at most "

@@ -20,7 +20,7 @@ separate message of the channel. All integers are little-endian::
     PROOF              small: HMAC 32                                   requester
     WELCOME            small: HMAC 32, limits u64 x 4                   server
     REFUSE             small: text; the sender closes                   either
-    OPEN               small: number u32, a `WindowSpec` as JSON        requester; a number used again is replaced
+    OPEN               small: number u32, a `WindowSpec` as JSON        requester; replaces a spec of the same number
     OPENED             small: number u32                                server
     FETCH              small: number u32, n u32, slots, anchors, generations, each int64 [n]
     REPLY              bulk: pieces and status, as `WindowSpec` lays them out
@@ -31,7 +31,7 @@ separate message of the channel. All integers are little-endian::
     STORED             small: slots int64 [n]
     METADATA           small: name text, table text
     DESCRIBED          bulk: bytes
-    ERROR              small: `CODES` u16, text; the connection stays
+    ERROR              small: `CODES` u16, text; the connection stays open
     BYE                the requester closes
     BUSY               small: text; the server has no free connection, and closes    server
 
@@ -147,10 +147,10 @@ class Limits:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            whole = field.name in ("handshake", "patience")
-            if isinstance(value, bool) or not isinstance(value, (int, float) if whole else int):
+            seconds = field.name in ("handshake", "patience")
+            if isinstance(value, bool) or not isinstance(value, (int, float) if seconds else int):
                 raise ValueError(f"{field.name} is {value!r}; expected a number.")
-            if not 0 < value < (1e9 if whole else 1 << 40 if "bytes" in field.name else 1 << 24):
+            if not 0 < value < (1e9 if seconds else 1 << 40 if "bytes" in field.name else 1 << 24):
                 raise ValueError(
                     f"{field.name} is {value!r}; expected a positive number within reasonable bounds."
                 )
@@ -203,7 +203,8 @@ def check(header: Header, allowed: dict[Kind, tuple[int, int]], when: str) -> No
 
     Args:
         allowed: kind -> most bytes of the small and of the bulk part.
-        when: the current state in errors, such as "during the handshake".
+        header: header of the message.
+        when: description of the state for errors, such as "during the handshake".
 
     Raises:
         ProtocolError: the message is not allowed or too large.
@@ -283,7 +284,7 @@ class Fields:
         try:
             return str(self.raw(size, name), "utf-8")
         except UnicodeDecodeError as error:
-            raise ProtocolError(f"{name} of a message {self._what} is no UTF-8 ({error.reason}).") from None
+            raise ProtocolError(f"{name} of a message {self._what} is not UTF-8 ({error.reason}).") from None
 
     def array(self, count: int, dtype: str, name: str) -> Array:
         """Read `count` numbers, as a view."""
@@ -353,7 +354,7 @@ def read_error(small: Bytes) -> GearError:
 
 
 def failure(error: GearError, what: str) -> TransportError:
-    """The error that a requester raises for an error of the server, which becomes its cause."""
+    """The exception that a requester raises for a server's error, which becomes its cause."""
     kind = HandshakeError if isinstance(error, HandshakeError) else TransportError
     made = kind(f"{what}: {error}")
     made.__cause__ = error
