@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gear_loader.collection.windows import reach_of
+from gear_loader.collection.windows import reach_of, source_of
 from gear_loader.kernels.plan import PAD_HEAD, PAD_KEEP, PAD_TAIL, WIDTH, GatherColumn, GatherPlan
 from gear_loader.native import copying, threads
 from gear_loader.storage.rows import CudaRows, SelectedRows
@@ -95,7 +95,7 @@ class Collector:
 
     Args:
         table: table to read.
-        windows: column -> window; other columns are not read.
+        windows: name in the batch -> window; columns that no window reads are not read.
         batch_size: rows of a batch.
         device: device of the batches.
         programs: size of the kernel's grid, see `gear_loader.kernels.gather.gather`.
@@ -132,7 +132,8 @@ class Collector:
         with outside_inference():
             self._numbers = torch.arange(batch_size, device="cpu").to(device)
         self._row_bytes = sum(
-            table.schema[name].step_bytes * window.length for name, window in windows.items()
+            table.schema[source_of(name, window)].step_bytes * window.length
+            for name, window in windows.items()
         )
         self._first, self._last = reach_of(windows)
         self.waits = False
@@ -189,32 +190,36 @@ class Collector:
             return tensor.share_memory_() if shared else tensor
 
         size, schema, region = self.batch_size, self.table.schema, self.table.region
-        # One mask per window; in the plan it belongs to the column with the smallest steps.
-        masks: dict[Window, torch.Tensor] = {}
-        owners: dict[Window, str] = {}
+        # One mask per span; in the plan it belongs to the column with the smallest steps.
+        sources = {name: source_of(name, window) for name, window in self.windows.items()}
+        masks: dict[tuple[int, int, str], torch.Tensor] = {}
+        owners: dict[tuple[int, int, str], str] = {}
         for name, window in self.windows.items():
-            masks.setdefault(window, empty(size, window.length, dtype=torch.bool))
-            if window not in owners or schema[name].step_bytes < schema[owners[window]].step_bytes:
-                owners[window] = name
+            masks.setdefault(window.span, empty(size, window.length, dtype=torch.bool))
+            owner = owners.setdefault(window.span, name)
+            if schema[sources[name]].step_bytes < schema[sources[owner]].step_bytes:
+                owners[window.span] = name
         batch: Batch = {}
         columns = []
         for name, window in self.windows.items():
-            column = schema[name]
+            column = schema[sources[name]]
             out = empty(size, window.length, *column.shape, dtype=column.dtype)
-            batch[name] = out
+            batch[name] = out[:, 0] if window.squeeze else out
             columns.append(
                 GatherColumn(
-                    source=torch.from_numpy(region.column(name)),
+                    source=torch.from_numpy(region.column(sources[name])),
                     out=out.view(size, window.length, -1).view(torch.uint8),
                     offset=window.offset,
                     pad=_PADS[window.pad],
-                    mask=masks[window] if owners[window] == name else None,
+                    mask=masks[window.span] if owners[window.span] == name else None,
                 )
             )
-        if len(masks) == 1:
-            batch["mask"] = next(iter(masks.values()))
-        else:
-            batch["mask"] = {name: masks[window] for name, window in self.windows.items()}
+        shown = {
+            name: masks[window.span][:, 0] if window.squeeze else masks[window.span]
+            for name, window in self.windows.items()
+        }
+        alike = len({(window.span, window.squeeze) for window in self.windows.values()}) == 1
+        batch["mask"] = next(iter(shown.values())) if alike else shown
         names = empty(3, size, dtype=torch.int64)
         batch.update(zip(_ROW_KEYS, names, strict=True))
         if self.weighs:

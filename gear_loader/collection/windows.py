@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gear_loader.errors import SchemaError
-from gear_loader.storage.schema import Schema, Window
+from gear_loader.storage.schema import BATCH_KEYS, Schema, Window
 
-__all__ = ["check_windows", "reach_of", "windows_of"]
+__all__ = ["check_windows", "reach_of", "source_of", "windows_of"]
 
 
 def check_windows(windows: Any, columns: Sequence[str] | None) -> None:
@@ -20,6 +20,10 @@ def check_windows(windows: Any, columns: Sequence[str] | None) -> None:
     if windows == {} or (columns is not None and not len(columns)):
         raise SchemaError("No columns were asked for; expected at least one in windows or columns.")
     if isinstance(windows, Window):
+        if windows.column is not None:
+            raise SchemaError(
+                f"windows is {windows!r}; expected a mapping of names to Windows where a Window has column."
+            )
         return
     if not isinstance(windows, Mapping):
         raise SchemaError(
@@ -32,21 +36,32 @@ def check_windows(windows: Any, columns: Sequence[str] | None) -> None:
     for name, window in windows.items():
         if not isinstance(window, Window):
             raise SchemaError(f"The window of column {name!r} is {window!r}; expected gear_loader.Window.")
+        if not isinstance(name, str) or not name or name in BATCH_KEYS:
+            raise SchemaError(
+                f"A window has the name {name!r}; expected a non-empty string other than {', '.join(BATCH_KEYS)}."
+            )
+
+
+def source_of(name: str, window: Window) -> str:
+    """The column that the window of this name reads."""
+    return name if window.column is None else window.column
 
 
 def windows_of(schema: Schema, windows: Any, columns: Sequence[str] | None) -> dict[str, Window]:
-    """Column -> window, in the order of the schema; raises SchemaError if they do not fit it."""
+    """Name -> window, in the order of the columns that they read; raises SchemaError if they do not fit the schema."""
     check_windows(windows, columns)
     if isinstance(windows, Window):
         chosen = dict.fromkeys(list(schema) if columns is None else list(columns), windows)
     else:
         chosen = dict(windows)
-    unknown = [name for name in chosen if name not in schema]
+    sources = {name: source_of(name, window) for name, window in chosen.items()}
+    unknown = [name for name in sources.values() if name not in schema]
     if unknown:
         raise SchemaError(
-            f"Columns {list(chosen)} were asked for; the table has {list(schema)}. Unknown: {unknown}."
+            f"Columns {list(sources.values())} were asked for; the table has {list(schema)}. Unknown: {unknown}."
         )
-    return {name: chosen[name] for name in schema if name in chosen}
+    order = {column: place for place, column in enumerate(schema)}
+    return {name: chosen[name] for name in sorted(chosen, key=lambda name: order[sources[name]])}
 
 
 def reach_of(windows: Mapping[str, Window]) -> tuple[int, int]:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from gear_loader.collection.collector import Batch, Buffers, Collector, copy_batch
+from gear_loader.collection.windows import source_of
 from gear_loader.distributed.remote import Part, RemoteShard, Staging
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import (
@@ -264,7 +265,8 @@ class ShardCollector(Collector):
         plan = buffers.plans.get(shard)
         if plan is None:
             region = self._table(shard).region
-            sources = [torch.from_numpy(region.column(name)) for name in self.windows]
+            columns = [source_of(name, window) for name, window in self.windows.items()]
+            sources = [torch.from_numpy(region.column(column)) for column in columns]
             plan = buffers.plans[shard] = buffers.plan.of_source(sources, region.layout.block_steps)
         return plan
 

@@ -101,17 +101,23 @@ class Window:
         offset: first step relative to the anchor; may be negative.
         pad: position of the padding. ``"keep"`` leaves it in place, ``"head"`` collects it at the head (the existing
             steps end at the last position), ``"tail"`` at the tail (they start at the first).
+        column: the column that is read, where the key of the batch has another name. So one column can have several
+            windows: ``{"obs": Window(1), "next_obs": Window(1, 1, column="obs")}``.
+        squeeze: of a window of one step, leave out the dimension of the steps: ``[B, *shape]``, and a mask ``[B]``.
 
     Example: a trajectory of 3 steps a b c, anchor 0, ``Window(length=4, offset=-1)``, is ``. a b c``; with
     anchor 1 and ``offset=-3`` it is ``. . a b``, which ``pad="tail"`` turns into ``a b . .``.
 
     Raises:
-        SchemaError: a length below 1, a value that is not an integer, or an unknown pad.
+        SchemaError: a length below 1, a length or offset that is not an integer, another pad, or `squeeze` with a
+            length above 1.
     """
 
     length: int
     offset: int = 0
     pad: Literal["keep", "head", "tail"] = "keep"
+    column: str | None = None
+    squeeze: bool = False
 
     def __post_init__(self) -> None:
         for field in ("length", "offset"):
@@ -125,6 +131,20 @@ class Window:
             raise SchemaError(f"Window pad is {self.pad!r}; expected 'keep', 'head' or 'tail'.")
         if self.length >= 2**31 or abs(self.offset) >= 2**31:
             raise SchemaError(f"{self} is out of range; length and offset must be below 2**31 steps.")
+        if self.column is not None and not isinstance(self.column, str):
+            raise SchemaError(f"Window column is {self.column!r}; expected the name of a column, or None.")
+        if self.squeeze and self.length != 1:
+            raise SchemaError(f"{self} has squeeze and {self.length} steps; expected length 1.")
+
+    @property
+    def span(self) -> tuple[int, int, str]:
+        """Length, offset and padding: windows with the same span have the same mask."""
+        return self.length, self.offset, self.pad
+
+    def __repr__(self) -> str:
+        fields = [f"length={self.length}, offset={self.offset}, pad={self.pad!r}"]
+        fields += [f"column={self.column!r}"] if self.column is not None else []
+        return f"Window({', '.join([*fields, 'squeeze=True'] if self.squeeze else fields)})"
 
 
 class Schema(Mapping[str, Column]):

@@ -131,7 +131,7 @@ def columns_of(spec: WindowSpec, described: Description, count: int) -> Array:
     table = []
     for piece in spec.pieces(count):
         window = spec.windows[piece.name]
-        where = places[piece.name] if piece.kind == "column" else (0, 0, 1)
+        where = places[spec.sources[piece.name]] if piece.kind == "column" else (0, 0, 1)
         table.append((*where, piece.offset, window.length, window.offset, _PADS[window.pad]))
     return np.array(table, dtype=np.int64)
 

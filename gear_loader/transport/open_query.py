@@ -74,7 +74,7 @@ class OpenQuery:
         self._layouts = {}
         self._columns = np.zeros((len(self.spec.windows), WIDTH), dtype=np.int64)
         for row, (name, window) in zip(self._columns, self.spec.windows.items(), strict=True):
-            row[[BASE, STRIDE, STEP_BYTES]] = base[order[name]]
+            row[[BASE, STRIDE, STEP_BYTES]] = base[order[self.spec.sources[name]]]
             row[BLOCKS] = layout.num_blocks
             row[LENGTH], row[OFFSET], row[PAD] = window.length, window.offset, _PADS[window.pad]
         names = list(self.spec.windows)

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from gear_loader.collection.windows import source_of
 from gear_loader.errors import SchemaError, TransportError
 from gear_loader.storage.schema import Schema, Window
 
@@ -32,7 +33,7 @@ class Piece:
     """Windows of one column, or one mask, for n rows: uint8 [n, row_bytes], contiguous.
 
     Attributes:
-        name: the column; for a mask, the first column with its window. kind: "column" or "mask".
+        name: of the window; for a mask, of the first one with its span. kind: "column" or "mask".
         offset: bytes from the start of the reply, a multiple of 128. row_bytes: bytes of one row.
     """
 
@@ -50,17 +51,17 @@ class WindowSpec:
         column, column, ..., mask, mask, ...,  each uint8 [n, row_bytes], from a multiple of 128 bytes on
         status                                 uint8 [n]: SERVED or GONE, from `data_bytes(n)` on
 
-    Columns are in the order of the schema; there is one mask for each distinct window, in the order of the columns.
+    Columns are in the order of the schema; there is one mask for each distinct span, in the order of the columns.
     Padding is zeros, placed as `Window.pad` says; masks are bool [n, length]. A row is GONE if its slot had no live
     trajectory of its generation when the read began; its bytes are zeros.
 
     Args:
         table: name of the table on its node.
         schema: the columns that the reader expects.
-        windows: column -> window, at least one.
+        windows: name -> window, at least one; `Window.squeeze` is ignored.
 
     Attributes:
-        table, schema: as given. windows: in the order of the schema.
+        table, schema: as given. windows: in the order of the schema. sources: name -> the column that it reads.
         row_bytes: bytes of a row over all pieces.
 
     Raises:
@@ -70,21 +71,28 @@ class WindowSpec:
     SERVED, GONE = 0, 1
 
     def __init__(self, table: str, schema: Schema, windows: Mapping[str, Window]) -> None:
-        unknown = [name for name in windows if name not in schema]
+        sources = {name: source_of(name, window) for name, window in windows.items()}
+        unknown = [name for name in sources.values() if name not in schema]
         if not windows or unknown:
             raise SchemaError(
-                f"Windows of {list(windows)} were asked for; expected at least one of the columns {list(schema)}."
+                f"Windows of {list(sources.values())} were asked for; expected at least one of the columns "
+                f"{list(schema)}."
             )
         self.table = table
         self.schema = schema
-        self.windows = {name: windows[name] for name in schema if name in windows}
-        owners: dict[Window, str] = {}
+        order = {column: place for place, column in enumerate(schema)}
+        self.windows = {
+            name: windows[name] for name in sorted(windows, key=lambda name: order[sources[name]])
+        }
+        self.sources = {name: sources[name] for name in self.windows}
+        owners: dict[tuple[int, int, str], str] = {}
         for name, window in self.windows.items():
-            owners.setdefault(window, name)
+            owners.setdefault(window.span, name)
         self._rows: list[tuple[str, Literal["column", "mask"], int]] = [
-            (name, "column", schema[name].step_bytes * window.length) for name, window in self.windows.items()
+            (name, "column", schema[sources[name]].step_bytes * window.length)
+            for name, window in self.windows.items()
         ]
-        self._rows += [(name, "mask", window.length) for window, name in owners.items()]
+        self._rows += [(name, "mask", length) for (length, _, _), name in owners.items()]
         self.row_bytes = sum(size for _, _, size in self._rows)
         self._sizes = (0, 0)
         if self.row_bytes >= _MAX_ROW_BYTES:
@@ -121,7 +129,10 @@ class WindowSpec:
         fields = {
             "table": self.table,
             "columns": self.schema.to_json(),
-            "windows": [[name, each.length, each.offset, each.pad] for name, each in self.windows.items()],
+            "windows": [
+                [name, *each.span, *([] if each.column is None else [each.column])]
+                for name, each in self.windows.items()
+            ],
         }
         return json.dumps(fields, separators=(",", ":")).encode()
 
@@ -146,12 +157,14 @@ class WindowSpec:
             )
         windows: dict[str, Window] = {}
         for i, row in enumerate(rows):
-            if not isinstance(row, list) or len(row) != 4 or not isinstance(row[0], str) or row[0] in windows:
+            named = isinstance(row, list) and len(row) in (4, 5) and isinstance(row[0], str)
+            if not named or row[0] in windows:
                 raise TransportError(
-                    f"A spec has {_shown(row)} as windows[{i}]; expected [column, length, offset, pad] once a column."
+                    f"A spec has {_shown(row)} as windows[{i}]; expected [name, length, offset, pad] or "
+                    "[name, length, offset, pad, column], each name once."
                 )
             try:
-                windows[row[0]] = Window(row[1], row[2], row[3])
+                windows[row[0]] = Window(*row[1:])
             except (SchemaError, TypeError) as error:
                 raise TransportError(f"windows[{i}] of a spec: {_shown(str(error))}") from None
         try:
