@@ -17,6 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
+import gear_loader
 from gear_loader.errors import RegionError
 from gear_loader.storage import shared_memory
 
@@ -33,8 +34,19 @@ app = typer.Typer(
 )
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(gear_loader.__version__)
+        raise typer.Exit
+
+
 @app.callback()
-def _main() -> None:
+def _main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
     """Gear Loader: tables in shared memory."""
 
 

@@ -455,6 +455,15 @@ class Index:
 
         self.recovery.locked(remove)
 
+    def clear(self) -> None:
+        """Retire all live trajectories."""
+
+        def clear() -> None:
+            arrays = self.arrays
+            arrays.ops.remove(arrays.where, np.flatnonzero(arrays.state == READY))
+
+        self.recovery.locked(clear)
+
     def _check_live(self, slots: Array) -> None:
         inside = (slots >= 0) & (slots < self.arrays.num_slots)
         live = np.zeros(len(slots), dtype=bool)

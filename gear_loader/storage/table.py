@@ -16,6 +16,7 @@ from gear_loader.errors import (
     CheckpointError,
     LockTimeoutError,
     PrivateTableError,
+    RegionError,
     SchemaError,
     StaleIndexError,
 )
@@ -31,6 +32,7 @@ from gear_loader.storage.readers import Ticket
 from gear_loader.storage.region import Region
 from gear_loader.storage.rules import OnFull, Rules, check_on_full, check_seconds
 from gear_loader.storage.schema import Column, Schema
+from gear_loader.storage.shared_memory import region_path
 from gear_loader.storage.stats import TableStats, stats_of
 from gear_loader.storage.writer import Writer
 from gear_loader.utils.arrays import Array
@@ -101,6 +103,8 @@ class Table:
         max_times_sampled: int | None = None,
         max_age: float | None = None,
         timeout: float | None = None,
+        exist_ok: bool = False,
+        replace: bool = False,
     ) -> Table:
         """Create an empty table.
 
@@ -126,9 +130,12 @@ class Table:
             max_times_sampled: number of draws after which a trajectory is removed. By default no limit.
             max_age: seconds after which a trajectory is removed. By default no limit.
             timeout: seconds until a wait for space or the rate limiter through this handle times out; 60 by default.
+            exist_ok: attach if a table of this name with the same columns, sizes and rules exists. So any process may
+                come first, and a notebook cell can run twice.
+            replace: remove a table of this name first. Attached processes keep it until they close it.
 
         Raises:
-            SchemaError: invalid sizes or columns.
+            SchemaError: invalid sizes or columns, or the existing table differs.
             RegionError: the name is taken or invalid, there is not enough memory, or ``GEAR_LOADER_DIR`` is not a
                 directory in which only this user and root can replace tables.
         """
@@ -163,7 +170,36 @@ class Table:
             num_blocks=int(max_blocks),
             rules=rules,
         )
+        if exist_ok or replace:
+            if name is None or (exist_ok and replace):
+                raise SchemaError(
+                    f"name is {name!r}, exist_ok {exist_ok} and replace {replace}; expected one of the two, and a "
+                    "name. A private table is always new."
+                )
+            exists = os.path.lexists(region_path(name))
+            if exists and replace:
+                Region.attach(name).unlink()
+            elif exists:
+                return cls._existing(name, layout, timeout)
+            else:
+                try:
+                    return cls(Region.create(layout, name), timeout=timeout)
+                except RegionError:
+                    if replace or not os.path.lexists(region_path(name)):
+                        raise
+                    return cls._existing(name, layout, timeout)  # another process was faster
         return cls(Region.create(layout, name), timeout=timeout)
+
+    @classmethod
+    def _existing(cls, name: str, layout: Layout, timeout: float | None) -> Table:
+        table = cls.attach(name, timeout=timeout)
+        if table.region.layout.header[64:] != layout.header[64:]:
+            table.close()
+            raise SchemaError(
+                f"Table {name!r} exists with other columns, sizes or rules than were asked for; expected the same. "
+                "Attach to it, give another name, or use replace=True."
+            )
+        return table
 
     @classmethod
     def attach(cls, name: str, *, on_full: OnFull | None = None, timeout: float | None = None) -> Table:
@@ -617,6 +653,13 @@ class Table:
         if len(slots) and slots.dtype.kind not in "iu":
             raise StaleIndexError(f"Indices of dtype {slots.dtype} were received; expected integers.")
         self.index.remove(slots.astype(np.int64))
+
+    def clear(self) -> None:
+        """Remove all trajectories that are live now, at once. Open writers are not affected.
+
+        Their memory is reused when the read tickets taken before have ended. Ids and sequence numbers go on.
+        """
+        self.index.clear()
 
     def stats(self) -> TableStats:
         """Counts, bytes and rates; see `TableStats`."""
