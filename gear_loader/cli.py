@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import importlib.metadata
 import json
 import os
 import pwd
@@ -17,7 +18,6 @@ from typing import Annotated, Any
 
 import typer
 
-import gear_loader
 from gear_loader.errors import RegionError
 from gear_loader.storage import shared_memory
 
@@ -36,7 +36,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(gear_loader.__version__)
+        typer.echo(importlib.metadata.version("gear-loader"))
         raise typer.Exit
 
 

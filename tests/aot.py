@@ -40,66 +40,21 @@ from gear_loader.kernels import gather, items, place, priority
 ARCHITECTURES = (80, 90, 100)
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
-# Argument -> its type. All kernels that have an argument of this name mean the same by it.
+# Type -> arguments. All kernels that have an argument of this name mean the same by it.
+_NAMES = {
+    "*i64": "columns slots anchors extent pieces items levels status random drawn index anchor generation place "
+    "first addresses rows",
+    "*i32": "block_ids staging known steps owner number ids",
+    "*fp64": "sums",
+    "*fp32": "values leaves mins maxs maximum drawn_leaves weights",
+    "i32": "num_columns batch num_tiles block_steps num_pieces count depth first_row first_phase last_phase num_slots "
+    "num_blocks num_ids size width first last offset",
+    "fp32": "floor alpha eps beta",
+}
 TYPES = {
-    # gather
-    "p_columns": "*i64",
-    "p_slots": "*i64",
-    "p_anchors": "*i64",
-    "p_extent": "*i64",
-    "p_block_ids": "*i32",
-    "num_columns": "i32",
-    "batch": "i32",
-    "num_tiles": "i32",
-    "block_steps": "i32",
-    # place
-    "p_pieces": "*i64",
-    "p_staging": "*i32",
-    "num_pieces": "i32",
-    # priority
-    "p_items": "*i64",
-    "p_values": "*fp32",
-    "p_leaves": "*fp32",
-    "p_sums": "*fp64",
-    "p_mins": "*fp32",
-    "p_maxs": "*fp32",
-    "p_levels": "*i64",
-    "p_maximum": "*fp32",
-    "p_status": "*i64",
-    "p_random": "*i64",
-    "p_drawn": "*i64",
-    "p_drawn_leaves": "*fp32",
-    "floor": "fp32",
-    "alpha": "fp32",
-    "eps": "fp32",
-    "count": "i32",
-    "depth": "i32",
-    "first_row": "i32",
-    "first_phase": "i32",
-    "last_phase": "i32",
-    # items
-    "p_index": "*i64",
-    "p_anchor": "*i64",
-    "p_generation": "*i64",
-    "p_known": "*i32",
-    "p_place": "*i64",
-    "p_first": "*i64",
-    "p_steps": "*i32",
-    "p_owner": "*i32",
-    "p_number": "*i32",
-    "p_addresses": "*i64",
-    "p_rows": "*i64",
-    "p_ids": "*i32",
-    "p_weights": "*fp32",
-    "num_slots": "i32",
-    "num_blocks": "i32",
-    "num_ids": "i32",
-    "size": "i32",
-    "width": "i32",
-    "first": "i32",
-    "last": "i32",
-    "offset": "i32",
-    "beta": "fp32",
+    f"p_{name}" if kind.startswith("*") else name: kind
+    for kind, names in _NAMES.items()
+    for name in names.split()
 }
 
 

@@ -29,32 +29,27 @@ import pytest
 ARCHITECTURES = (80, 90, 100)
 INSTALLED = importlib.metadata.version("triton")
 VERSIONS = tuple(sorted({"3.6.0", "3.7.1", INSTALLED}))
+SAMPLE = ("gather_16", "place", "priority_draw")
 TARGETS = [
-    pytest.param(
-        (version, arch),
-        id=f"{version}-sm_{arch}",
-        marks=[] if (version, arch) == (INSTALLED, 90) else pytest.mark.long,
-    )
-    for version in VERSIONS
-    for arch in ARCHITECTURES
+    pytest.param((INSTALLED, 90, SAMPLE), id="some kernels"),
+    *(
+        pytest.param((version, arch, ()), id=f"{version}-sm_{arch}", marks=pytest.mark.long)
+        for version in VERSIONS
+        for arch in ARCHITECTURES
+    ),
 ]
-"""Triton's version and the GPU's architecture."""
+"""Triton's version, the GPU's architecture, and what the kernels' names begin with; all kernels without that."""
 
-Target = tuple[str, int]
+Target = tuple[str, int, tuple[str, ...]]
 Report = dict[str, Any]
 Reports = dict[str, Report]
 """What tests/aot.py printed for each kernel, by the kernel's name."""
 
 
-def reports(kernels: str, target: Target) -> Reports:
-    """Compile kernels, or read what became of them when an earlier run compiled the same sources.
-
-    Args:
-        kernels: what their names begin with.
-        target: see `TARGETS`.
-    """
-    version, arch = target
-    result = _cache() / f"aot-{kernels}-{version}-sm_{arch}-{_sources()}.json"
+def reports(target: Target) -> Reports:
+    """Compile kernels, or read what became of them when an earlier run compiled the same sources."""
+    version, arch, kernels = target
+    result = _cache() / f"aot-{'-'.join(kernels) or 'all'}-{version}-sm_{arch}-{_sources()}.json"
     with _locked(result.with_suffix(".lock")):
         if not result.exists():
             compiled = _compile(kernels, version, arch)
@@ -65,7 +60,7 @@ def reports(kernels: str, target: Target) -> Reports:
             part.rename(result)  # whole, or not at all
     found = json.loads(result.read_text())
     assert {report["triton"] for report in found} == {version}
-    return {report["kernel"].removeprefix(f"{kernels}_"): report for report in found}
+    return {report["kernel"]: report for report in found}
 
 
 def _cache() -> Path:
@@ -83,30 +78,21 @@ def _sources() -> str:
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
-def run(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    """tests/aot.py as a program of its own, which has TRITON_INTERPRET only if it is given."""
-    inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("aot.py")), *arguments],
-        env={**inherited, **environment},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-
-
-def _compile(kernels: str, version: str, arch: int) -> list[Report] | str:
-    """The reports, or why that Triton is not here."""
-    environment = {}
+def _compile(kernels: tuple[str, ...], version: str, arch: int) -> list[Report] | str:
+    """The reports of tests/aot.py, a program of its own, or why that Triton is not here."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     if version != INSTALLED:
         try:
             folders = [str(fetched(version)), *filter(None, [os.environ.get("PYTHONPATH")])]
         except NotFetchedError as error:
             return str(error)
         environment["PYTHONPATH"] = os.pathsep.join(folders)
+    command = [sys.executable, str(Path(__file__).with_name("aot.py")), "--arch", str(arch), *kernels]
     with tempfile.TemporaryDirectory() as cache:
-        done = run(["--arch", str(arch), kernels], TRITON_CACHE_DIR=cache, **environment)
+        environment["TRITON_CACHE_DIR"] = cache
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=600, check=False
+        )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

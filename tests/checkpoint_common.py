@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import gear_loader as gear
 from gear_loader.storage.counters import NEXT_SEQUENCE
 
 SIZES: dict[str, Any] = {"max_steps": 400, "max_trajectories": 40, "block_steps": 4}
+CALLS = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "close", "link")
 
 
 def make(**options: Any) -> gear.Table:
@@ -71,6 +73,26 @@ def files(path: Path) -> dict[str, tuple[int, int]]:
     return found
 
 
+def everything(folder: Path) -> dict[str, Any]:
+    """Every entry of a directory and what is in it; of a link, where it points to."""
+    found: dict[str, Any] = {}
+    for entry in sorted(folder.rglob("*")):
+        name = str(entry.relative_to(folder))
+        if entry.is_symlink():
+            found[name] = os.readlink(entry)
+        else:
+            found[name] = entry.read_bytes() if entry.is_file() else "directory"
+    return found
+
+
+def link(place: Path, target: Path) -> None:
+    """Put a link into the place of whatever is there."""
+    if place.is_dir() and not place.is_symlink():
+        shutil.rmtree(place)
+    place.unlink(missing_ok=True)
+    place.symlink_to(target)
+
+
 def segments(path: Path) -> list[str]:
     """Names of the segments there are."""
     return sorted(entry.name for entry in (path / "segments").iterdir())
@@ -87,7 +109,7 @@ def flip(path: Path, place: int, bit: int = 0) -> None:
 def dying(
     after: int, calls: Sequence[str], counts: Callable[[tuple[Any, ...]], bool] = lambda _: True
 ) -> Iterator[None]:
-    """After so many calls of the system, none is made any more, whoever asks for it (also to tidy up).
+    """After so many calls of the system no other is made, also not to tidy up.
 
     Args:
         calls: names in `os`.

@@ -10,9 +10,9 @@ some milliseconds. Children, and what they fork, die with the nursery, and the n
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
-import importlib
 import mmap
 import os
 import pickle
@@ -33,10 +33,8 @@ import torch
 
 import gear_loader as gear
 from gear_loader.errors import StaleIndexError
-from gear_loader.storage.counters import INITIALIZED
 from gear_loader.storage.index_arrays import ranges
 from gear_loader.storage.operations import READY
-from gear_loader.storage.recovery import Recovery
 from gear_loader.utils.arrays import Array
 
 PATIENCE = 120.0  # seconds for what takes milliseconds: the machine may be busy with other things
@@ -103,7 +101,8 @@ def check_batch(batch: Mapping[str, Any], windows: Mapping[str, gear.Window]) ->
     """
     found = {name: batch[name].numpy() for name in windows}
     anchor = batch["anchor"].numpy()
-    masks = {name: _mask(batch, name).numpy() for name in windows}
+    given = batch["mask"]
+    masks = {name: (given[name] if isinstance(given, dict) else given).numpy() for name in windows}
     window, mask = windows["number"], masks["number"]
     everywhere = np.arange(len(anchor))
     place = mask.argmax(1)
@@ -123,34 +122,16 @@ def check_batch(batch: Mapping[str, Any], windows: Mapping[str, gear.Window]) ->
             steps = begin[:, None] + np.arange(each.length)
             places = np.arange(each.length) - place[:, None]
             exists = (places >= 0) & (places < count[:, None])
-        expected = columns_of(
-            own["number"][:, None],
-            first[:, None] + steps,
-            own["length"][:, None],
-            chunk[:, None],
-            overlap[:, None],
-        )
+        of_rows = (values[:, None] for values in (own["length"], chunk, overlap))
+        expected = columns_of(own["number"][:, None], first[:, None] + steps, *of_rows)
         for name in (name for name in windows if windows[name] == each):
             assert (masks[name] == exists).all(), f"the mask of {name!r} is wrong"
             right = expected[name]
             right[~exists] = 0
             assert found[name].dtype == right.dtype
-            assert (found[name] == right).all(), _difference(name, found[name], right, batch)
+            wrong = np.argwhere(found[name] != right)
+            assert not len(wrong), f"column {name!r} is wrong at {wrong[:3].tolist()}, index {batch['index']}"
     return own["number"], first
-
-
-def _mask(batch: Mapping[str, Any], name: str) -> torch.Tensor:
-    return batch["mask"][name] if isinstance(batch["mask"], dict) else batch["mask"]
-
-
-def _difference(name: str, found: Array, right: Array, batch: Mapping[str, Any]) -> str:
-    wrong = np.argwhere(found != right)
-    row, place = wrong[0][:2]
-    return (
-        f"{len(wrong)} values of column {name!r} are wrong; the first, of row {row} at {place}, is {found[row, place]} "
-        f"instead of {right[row, place]}; index {int(batch['index'][row])}, anchor {int(batch['anchor'][row])}, "
-        f"generation {int(batch['generation'][row])}"
-    )
 
 
 # Reading a table -------------------------------------------------------------------------------------
@@ -206,18 +187,13 @@ class Look:
         expected = starts_and_lengths(self.firsts, own["length"], chunk, overlap)
         assert (lengths == expected).all(), "a trajectory is too short or too long"
         steps = np.repeat(self.firsts - begins, lengths) + np.arange(lengths.sum())
-        whole = columns_of(
-            np.repeat(self.numbers, lengths),
-            steps,
-            *(np.repeat(values, lengths) for values in (own["length"], chunk, overlap)),
-        )
+        of_steps = (np.repeat(values, lengths) for values in (own["length"], chunk, overlap))
+        whole = columns_of(np.repeat(self.numbers, lengths), steps, *of_steps)
+        slots = np.repeat(self.slots, lengths)
         for name, right in whole.items():
-            wrong = np.unique(
-                np.repeat(np.arange(len(lengths)), lengths)[_rows_that_differ(found[name], right)]
-            )
-            assert not len(wrong), f"column {name!r} is torn in the slots {self.slots[wrong].tolist()}"
-        names = list(zip(self.numbers.tolist(), self.firsts.tolist(), strict=True))
-        assert len(set(names)) == len(names), "a trajectory is there twice"
+            wrong = np.unique(slots[(found[name] != right).any(tuple(range(1, right.ndim)))])
+            assert not len(wrong), f"column {name!r} is torn in the slots {wrong.tolist()}"
+        assert len(self.names()) == len(self.slots), "a trajectory is there twice"
         order = np.lexsort((self.firsts, self.numbers))
         same = self.numbers[order][1:] == self.numbers[order][:-1]
         assert (np.diff(self._sequences[order])[same] > 0).all(), "the chunks of a stream are out of order"
@@ -234,39 +210,11 @@ class Look:
         return set(zip(self.numbers.tolist(), self.firsts.tolist(), strict=True))
 
 
-def _rows_that_differ(found: Array, right: Array) -> Array:
-    differ: Array = (found != right).any(tuple(range(1, found.ndim)))
-    return differ
-
-
 def look(table: gear.Table) -> Look:
     """A `Look` that is over."""
     seen = Look(table)
     seen.close()
     return seen
-
-
-class Memory:
-    """What a reader has seen in each slot: a generation of a slot is one trajectory for ever."""
-
-    def __init__(self, slots: int) -> None:
-        self._generation = np.full(slots, -1, dtype=np.int64)
-        self._number = np.zeros(slots, dtype=np.int64)
-        self._first = np.zeros(slots, dtype=np.int64)
-
-    def check(self, slots: Array, generations: Array, numbers: Array, firsts: Array) -> None:
-        same = self._generation[slots] == generations
-        for known, seen in ((self._number, numbers), (self._first, firsts)):
-            assert (known[slots][same] == seen[same]).all(), "a slot's generation is two trajectories"
-        newer = self._generation[slots] < generations
-        slots, generations, numbers, firsts = (a[newer] for a in (slots, generations, numbers, firsts))
-        for known, seen in ((self._generation, generations), (self._number, numbers), (self._first, firsts)):
-            known[slots] = seen
-        same = self._generation[slots] == generations
-        for known, seen in ((self._number, numbers), (self._first, firsts)):
-            assert (known[slots][same] == seen[same]).all(), (
-                "a slot's generation is two trajectories in one batch"
-            )
 
 
 def check_named(table: gear.Table, batch: Mapping[str, Any], numbers: Array) -> int:
@@ -291,6 +239,18 @@ def check_named(table: gear.Table, batch: Mapping[str, Any], numbers: Array) -> 
     finally:
         ticket.end()
     return int(there.sum())
+
+
+@contextlib.contextmanager
+def waiting(table: gear.Table, seconds: float) -> Iterator[None]:
+    """Other deadlines, of the lock and of room, for a while."""
+    live = table.index
+    before = table.region.lock.timeout, live.admission.timeout
+    table.region.lock.timeout = live.admission.timeout = seconds
+    try:
+        yield
+    finally:
+        table.region.lock.timeout, live.admission.timeout = before
 
 
 # Writing ---------------------------------------------------------------------------------------------
@@ -357,9 +317,7 @@ class Journal:
         return mine
 
 
-WAYS = ("add", "listed", "generated", "stacked", "steps", "pieces", "chunks", "two", "remove")
-"""What an author does."""
-_WEIGHTS = (6, 2, 1, 3, 2, 3, 4, 1, 3)
+WAYS = ("add", "extend", "pieces", "streams", "remove")
 
 
 class Author:
@@ -368,41 +326,33 @@ class Author:
     Args:
         first: numbers begin here.
         journal: where it is reported; then only trajectories of its own are removed.
-        longest: steps of a trajectory. batch: trajectories of one `extend`.
+        longest: steps of a trajectory.
     """
 
     def __init__(
-        self,
-        table: gear.Table,
-        seed: int,
-        first: int,
-        *,
-        journal: Journal | None = None,
-        longest: int = 40,
-        batch: int = 5,
+        self, table: gear.Table, seed: int, first: int, *, journal: Journal | None = None, longest: int = 40
     ) -> None:
         self.table = table
         self.random = random.Random(seed)
         self.next = first
-        self.committed = 0
-        self.removed = 0
-        self.actions: dict[str, int] = {}
+        self.committed = self.removed = 0
+        self.actions: set[str] = set()
         self._journal = journal
         self._longest = longest
-        self._batch = batch
         self._mine: dict[int, tuple[int, int]] = {}  # slot -> what is there
 
     def act(self) -> None:
         """Do one thing."""
-        way = self.random.choices(WAYS, weights=_WEIGHTS)[0]
+        way = self.random.choices(WAYS, weights=(6, 6, 5, 5, 3))[0]
         if self._journal is not None:
             self._journal.extending(0, 0)
         getattr(self, way)()
-        self.actions[way] = self.actions.get(way, 0) + 1
+        self.actions.add(way)
         if self._journal is not None:
             self._journal.head[6] += 1
 
-    def _take(self, count: int = 1) -> int:
+    def take(self, count: int = 1) -> int:
+        """Numbers that no other trajectory has: the first of them."""
         self.next += count
         return self.next - count
 
@@ -419,50 +369,32 @@ class Author:
             self._mine[int(index)] = (number, first)
 
     def add(self) -> None:
-        number = self._take()
+        number = self.take()
         self._report(self.table.add(rows(number, self._length()), priority=self._priority()), number)
 
-    def _extend(self, make: Callable[[int, list[int]], tuple[Any, dict[str, Any]]]) -> None:
-        count = self.random.randint(1, self._batch)
-        number, lengths = self._take(count), [self._length() for _ in range(count)]
+    def extend(self) -> None:
+        """A list, a generator, or stacked arrays."""
+        count = self.random.randint(1, 5)
+        number, lengths = self.take(count), [self._length() for _ in range(count)]
         if self._journal is not None:
             self._journal.extending(number, count)
-        given, options = make(number, lengths)
-        indices = self.table.extend(given, priority=self._priority(), **options)
-        for i, index in enumerate(indices.tolist()):
+        given: Any = (rows(number + i, n) for i, n in enumerate(lengths))
+        options: dict[str, Any] = {"priority": self._priority()}
+        how = self.random.randrange(3)
+        if how == 1:
+            given = list(given)
+        elif how == 2:
+            numbers, steps = number + np.arange(count)[:, None], np.arange(max(lengths))
+            given = columns_of(numbers, steps, np.array(lengths)[:, None], 0, 0)
+            options["lengths"] = lengths
+        for i, index in enumerate(self.table.extend(given, **options).tolist()):
             self._report(index, number + i)
 
-    def listed(self) -> None:
-        self._extend(lambda number, lengths: ([rows(number + i, n) for i, n in enumerate(lengths)], {}))
-
-    def generated(self) -> None:
-        self._extend(lambda number, lengths: ((rows(number + i, n) for i, n in enumerate(lengths)), {}))
-
-    def stacked(self) -> None:
-        def make(number: int, lengths: list[int]) -> tuple[Any, dict[str, Any]]:
-            count = np.array(lengths)[:, None]
-            numbers = number + np.arange(len(lengths))[:, None]
-            return columns_of(numbers, np.arange(max(lengths)), count, 0, 0), {"lengths": lengths}
-
-        self._extend(make)
-
-    def steps(self) -> None:
-        """A writer, step by step."""
-        number, length = self._take(), self.random.randint(1, max(self._longest // 2, 1))
-        values = rows(number, length)
-        with self.table.writer() as writer:
-            for i in range(length):
-                writer.append({name: column[i] for name, column in values.items()})
-                if self.random.random() < 0.01:
-                    writer.discard()
-                    return
-            self._report(writer.commit(self._priority()), number)
-
     def pieces(self) -> None:
-        """A writer, several steps at once; several trajectories, some of which are discarded."""
+        """A writer, one step or several at once; several trajectories, some of which are discarded."""
         with self.table.writer() as writer:
             for _ in range(self.random.randint(1, 3)):
-                number, length = self._take(), self._length()
+                number, length = self.take(), self._length()
                 for piece in self._pieces(number, length, (0, 0)):
                     writer.append(piece)
                 if self.random.random() < 0.2:
@@ -473,7 +405,7 @@ class Author:
     def _pieces(self, number: int, length: int, cut: tuple[int, int]) -> Iterator[dict[str, Array]]:
         done = 0
         while done < length:
-            last = min(done + self.random.choice((1, 2, 5, 11, 30)), length)
+            last = min(done + self.random.choice((1, 1, 2, 5, 11, 30)), length)
             piece = rows(number, length, first=done, last=last, cut=cut)
             if last == done + 1 and self.random.random() < 0.7:
                 piece = {name: column[0] for name, column in piece.items()}
@@ -482,15 +414,10 @@ class Author:
 
     def _stream(self) -> Iterator[None]:
         """A stream that is cut into chunks; pauses after every piece."""
-        chunk, overlap = self.random.choice(
-            [
-                cut
-                for cut in ((16, 8), (15, 6), (24, 20), (10, 0), (9, 8), (4, 3), (3, 0))
-                if cut[0] <= self._longest
-            ]
-        )
+        cuts = ((16, 8), (15, 6), (24, 20), (10, 0), (9, 8), (4, 3), (3, 0))
+        chunk, overlap = self.random.choice([cut for cut in cuts if cut[0] <= self._longest])
         stride = chunk - overlap
-        number, length = self._take(), self.random.randint(1, 4 * chunk)
+        number, length = self.take(), self.random.randint(1, 4 * chunk)
         writer = self.table.writer(chunk_steps=chunk, overlap_steps=overlap)
         chunks = 0
         for piece in self._pieces(number, length, (chunk, overlap)):
@@ -502,24 +429,17 @@ class Author:
                 writer.discard()
                 return
             yield
-        covered = chunk + (chunks - 1) * stride if chunks else 0
         index = writer.commit(self._priority())
-        if covered < length:
+        if not chunks or chunk + (chunks - 1) * stride < length:
             self._report(index, number, chunks * stride)
         writer.close()
 
-    def chunks(self) -> None:
-        for _ in self._stream():
-            pass
-
-    def two(self) -> None:
-        """Two streams at once, whose block tables get into each other's way."""
-        streams = [self._stream(), self._stream()]
+    def streams(self) -> None:
+        """One stream, or two at once, whose block tables get into each other's way."""
+        streams = [self._stream() for _ in range(self.random.randint(1, 2))]
         while streams:
             stream = self.random.choice(streams)
-            try:
-                next(stream)
-            except StopIteration:
+            if next(stream, self) is self:
                 streams.remove(stream)
 
     def remove(self) -> None:
@@ -530,14 +450,11 @@ class Author:
             for slot in slots:
                 del self._mine[slot]
             self._journal.head[4] = self._journal.head[1]
-            return
-        there = self.table.indices()
-        if not len(there):
-            return
-        chosen = np.unique(self.random.choices(there.tolist(), k=self.random.randint(1, 3)))
-        with contextlib.suppress(StaleIndexError):  # somebody was faster
-            self.table.remove(chosen)
-            self.removed += len(chosen)
+        elif len(there := self.table.indices()):
+            chosen = np.unique(self.random.choices(there.tolist(), k=self.random.randint(1, 3)))
+            with contextlib.suppress(StaleIndexError):  # another one was faster
+                self.table.remove(chosen)
+                self.removed += len(chosen)
 
 
 # Processes -------------------------------------------------------------------------------------------
@@ -570,12 +487,10 @@ def fork(work: Callable[[], object]) -> int:
         os._exit(code)
 
 
-def serve(fd: int, parent: int, module: str) -> NoReturn:
+def serve(fd: int, parent: int) -> NoReturn:
     """The nursery: forks a child for each request, until the other end is closed."""
     die_with_parent(parent)
     torch.set_num_threads(1)
-    rebuilds = _count_rebuilds()
-    importlib.import_module(module)
     _load_compiled()
     control = socket.socket(fileno=fd)
     control.send(b"ready")
@@ -587,9 +502,6 @@ def serve(fd: int, parent: int, module: str) -> NoReturn:
         if what == "reap":
             control.send(pickle.dumps(os.waitpid(given[0], 0)[1]))
             continue
-        if what == "rebuilds":
-            control.send(pickle.dumps(int(rebuilds.sum())))
-            continue
 
         def work(fds: list[int] = fds, given: list[Any] = given) -> None:
             control.close()
@@ -600,42 +512,16 @@ def serve(fd: int, parent: int, module: str) -> NoReturn:
         control.send(pickle.dumps(pid))
 
 
-def _count_rebuilds() -> Array:
-    """Let all processes that are forked from here count how often they derive an index anew; int64, shared."""
-    counts = np.frombuffer(mmap.mmap(-1, 8 * 4096), dtype=np.int64)
-    genuine = Recovery.rebuild
-
-    def rebuild(recovery: Recovery) -> None:
-        counts[os.getpid() % len(counts)] += bool(recovery.arrays.counters[INITIALIZED])
-        genuine(recovery)
-
-    Recovery.rebuild = rebuild  # type: ignore[method-assign]
-    return counts
-
-
 def _load_compiled() -> None:
     """Use every compiled loop once, so that children need not load them."""
-    with gear.Table.create(
-        COLUMNS, max_steps=400, max_trajectories=40, block_steps=4, on_full="evict_oldest"
-    ) as table:
+    sizes: dict[str, Any] = {"max_steps": 400, "max_trajectories": 40, "block_steps": 4}
+    with gear.Table.create(COLUMNS, **sizes, on_full="evict_oldest") as table:
         author = Author(table, 0, 0, longest=24)
-        ways = (
-            author.add,
-            author.listed,
-            author.stacked,
-            author.steps,
-            author.pieces,
-            author.chunks,
-            author.two,
-        )
-        for way in ways * 3:
-            way()
-        author.remove()
-        windows = {"windows": gear.Window(4, offset=-1)}
+        for _ in range(40):
+            author.act()
+        options: dict[str, Any] = {"windows": gear.Window(4, offset=-1), "device": "cpu", "sample_info": True}
         for selector in (gear.Uniform(), gear.Prioritized(), gear.TopK(), gear.Fifo()):
-            dataset = gear.ReplayDataset(
-                table, batch_size=4, selector=selector, device="cpu", sample_info=True, **windows
-            )
+            dataset = gear.ReplayDataset(table, batch_size=4, selector=selector, **options)
             batch = dataset.sample()
             if isinstance(selector, gear.Prioritized):
                 dataset.update_priority(batch, torch.ones(4))
@@ -670,33 +556,32 @@ class Voice:
 
 
 class Nursery:
-    """Forks children; made when the first is wanted."""
+    """Forks children; one for all tests of this process, made when the first is wanted."""
 
-    current: ClassVar[Nursery | None] = None
+    _current: ClassVar[Nursery | None] = None
 
-    def __init__(self, module: str) -> None:
+    def __init__(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = os.pathsep.join(filter(None, sys.path))  # on which the tests' modules are
-        code = f"import concurrency_common as c; c.serve({theirs.fileno()}, {os.getpid()}, {module!r})"
+        code = f"import concurrency_common as c; c.serve({theirs.fileno()}, {os.getpid()})"
         self._process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, "PYTHONPATH": path},
+            [sys.executable, "-c", code], pass_fds=[theirs.fileno()], env={**os.environ, "PYTHONPATH": path}
         )
         theirs.close()
         self._control.settimeout(PATIENCE)
         assert self._control.recv(16) == b"ready", "the nursery did not come up"
         self.children: list[Child] = []
-        Nursery.current = self
+        atexit.register(self.close)
+
+    @classmethod
+    def shared(cls) -> Nursery:
+        if cls._current is None:
+            cls._current = cls()
+        return cls._current
 
     def ask(self, *request: Any, fds: list[int] | None = None) -> Any:
         socket.send_fds(self._control, [pickle.dumps(request)], fds or [])
         return pickle.loads(self._control.recv(1 << 16))
-
-    def rebuilds(self) -> int:
-        """How often children have found an index half changed."""
-        count: int = self.ask("rebuilds")
-        return count
 
     def clear(self) -> None:
         """Kill the children that are left."""
@@ -706,19 +591,14 @@ class Nursery:
     def close(self) -> None:
         self.clear()
         self._control.close()
-        try:
-            self._process.wait(PATIENCE)
-        finally:
-            self._process.kill()
-            Nursery.current = None
+        self._process.wait(PATIENCE)
 
 
 class Child:
     """`target(voice, *args)` in another process; what it returns, or its traceback, comes back."""
 
     def __init__(self, target: Callable[..., Any], *args: Any) -> None:
-        assert Nursery.current is not None
-        self._nursery = Nursery.current
+        self._nursery = Nursery.shared()
         ours, theirs = socket.socketpair()
         self.pid: int = self._nursery.ask("fork", target, args, fds=[theirs.fileno()])
         theirs.close()
@@ -774,7 +654,7 @@ class Child:
 
 
 def drop_the_dead(table: gear.Table) -> None:
-    """What whoever needs room does: repair the index, take back what dead processes had."""
+    """What an addition that needs room does: repair the index, take back what dead processes had."""
     index = table.index
 
     def work() -> None:

@@ -23,7 +23,6 @@ from table_common import COLUMNS, fresh_name, rows
 
 import gear_loader as gear
 from gear_loader.errors import GearError
-from gear_loader.storage import shared_memory
 from gear_loader.storage.counters import DIRTY
 from gear_loader.storage.layout import Layout
 from gear_loader.storage.region import region_path
@@ -134,14 +133,7 @@ def use(case: Case) -> list[str]:
     table = attempt("attach", lambda: gear.Table.attach(case.name, on_full=policy, timeout=0.02))
     if table is None:
         return foreign
-    selector: Any = (
-        gear.Uniform(),
-        gear.Prioritized(unit="step"),
-        gear.Prioritized(),
-        gear.Uniform(unit="step"),
-        gear.Fifo(),
-        gear.TopK(),
-    )[case.seed % 6]
+    selector = SELECTORS[case.seed % 6]
 
     def dataset() -> Any:
         return gear.ReplayDataset(table, batch_size=16, windows=gear.Window(9, -4), selector=selector, seed=1)
@@ -157,9 +149,7 @@ def use(case: Case) -> list[str]:
     if batch is not None and selector.__class__ is gear.Prioritized:
         attempt("update", lambda: drawn.update_priority(batch, torch.ones(16)))
     for what, action in {
-        "len": lambda: len(table),
-        "stats": table.stats,
-        "repr": lambda: repr(table),
+        "look": lambda: (len(table), table.stats(), repr(table)),
         "get": lambda: [table[int(index)] for index in table.indices()],
         "add": lambda: table.add(rows(1, 13), priority=2.0),
         "extend": lambda: table.extend([rows(2, 5), rows(3, 90)]),
@@ -199,9 +189,8 @@ class User:
     def use(self, case: Case) -> list[str]:
         """What was raised that is no error of Gear Loader, or how the process died."""
         if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-            )
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen([sys.executable, __file__], stdin=pipe, stdout=pipe)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(dataclasses.asdict(case)).encode() + b"\n")
@@ -222,6 +211,12 @@ class User:
             self._process = None
 
 
+SELECTORS: tuple[Any, ...] = (
+    *(gear.Uniform(), gear.Prioritized(unit="step"), gear.Prioritized()),
+    *(gear.Uniform(unit="step"), gear.Fifo(), gear.TopK()),
+)
+
+
 def storm(count: int, first: int = 0) -> dict[str, list[Case]]:
     """Use so many corrupt tables: what happened that must not, and to which cases."""
     images = [image(seed, dirty=seed % 4 == 3) for seed in range(8)]
@@ -238,8 +233,6 @@ def storm(count: int, first: int = 0) -> dict[str, list[Case]]:
         user.close()
     return dict(found)
 
-
-assert shared_memory.PREFIX  # the files' names begin with it: conftest sees what a test leaves
 
 if __name__ == "__main__":
     main()

@@ -143,8 +143,6 @@ class FakeCuda:
         """The devices that were current at these calls."""
         return [device for name, device in self.calls if name == call]
 
-    # ---------------------------------------------------------------- streams
-
     def _synchronize(self, device: Any = None) -> None:
         self.note("synchronize")
         self.synchronized.append(self.index(device))
@@ -171,8 +169,6 @@ class FakeCuda:
         events, self.held = self.held or [], None
         for event in events:
             event.done.set()
-
-    # ---------------------------------------------------------------- the runtime's calls
 
     def cudaHostRegister(self, address: int, count: int, flags: int) -> int:
         self.note("cudaHostRegister")

@@ -53,6 +53,19 @@ def check_batch(batch: dict[str, Any], windows: gear.Window) -> None:
         )
 
 
+def new_priorities(batch: dict[str, Any], number: int) -> torch.Tensor:
+    """Some that a row's name and the batch's number decide, so that it does not matter who gives them."""
+    return ((batch["index"] * 7 + batch["anchor"] * 3 + batch["shard"] * 5 + number) % 11 + 0.25).float()
+
+
+def same_rows(parts: list[list[dict[str, Any]]], whole: list[dict[str, Any]], name: str) -> None:
+    """The batches of ranks, one after another, are those of one process."""
+    for number, expected in enumerate(whole):
+        for key, values in expected.items():
+            together = np.concatenate([part[number][key] for part in parts])
+            np.testing.assert_array_equal(together, values, err_msg=f"{name}, batch {number}, {key}")
+
+
 def filled(name: str | None, shard: int, counts: list[int], **options: Any) -> gear.Table:
     """A shard's table, in which trajectory number 100 * shard + i is the i-th."""
     options = {"max_steps": 4000, "max_trajectories": 100, "block_steps": 8} | options

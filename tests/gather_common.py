@@ -83,19 +83,19 @@ class Store:
         ]
         blocks = [-(-length // block_steps) for length in lengths]
         num_blocks = self.num_blocks = sum(blocks) + 3
-        order = random.permutation(num_blocks)[: sum(blocks)]  # three blocks belong to nobody
+        order = random.permutation(num_blocks)[: sum(blocks)]  # three blocks belong to no trajectory
 
-        # Block tables in random order, with a gap before each that names a block of nobody's.
-        nobody = int(np.setdiff1d(np.arange(num_blocks), order)[0])
+        # Block tables in random order, with a gap before each that names an unused block.
+        unused = int(np.setdiff1d(np.arange(num_blocks), order)[0])
         ids: list[int] = []
         extent = np.zeros((len(lengths), 2), dtype=np.int64)
         taken = 0
         for slot in random.permutation(len(lengths)).tolist():
-            ids.append(nobody)
+            ids.append(unused)
             extent[slot] = lengths[slot], len(ids)
             ids.extend(order[taken : taken + blocks[slot]].tolist())
             taken += blocks[slot]
-        ids.append(nobody)
+        ids.append(unused)
         self.extent = _like(extent, memory)
         self.block_ids = _like(np.array(ids, dtype=np.int32), memory)
 

@@ -45,30 +45,23 @@ class Subject:
     """A table, and calls that change it or read it."""
 
     def __init__(self) -> None:
-        self.table = gear.Table.create(
-            SCHEMA,
-            max_steps=400,
-            max_trajectories=40,
-            block_steps=4,
-            name=f"test.interrupts.{os.getpid()}",
-            on_full="evict_oldest",
-        )
+        sizes: dict[str, Any] = {"max_steps": 400, "max_trajectories": 40, "block_steps": 4}
+        name = f"test.interrupts.{os.getpid()}"
+        self.table = gear.Table.create(SCHEMA, **sizes, name=name, on_full="evict_oldest")
         self.table.extend([self.rows(7) for _ in range(20)])
         self.other = _Other(self.table.name or "")
         options: dict[str, Any] = {"batch_size": 4, "windows": gear.Window(2), "device": "cpu"}
         options["batches_per_epoch"] = math.inf
-        self.uniform = gear.ReplayDataset(self.table, prefetch=0, **options)
-        self.once = gear.ReplayDataset(
-            self.table, prefetch=0, selector=gear.Uniform(replacement=False), **options
-        )
-        self.fifo = gear.ReplayDataset(self.table, prefetch=0, selector=gear.Fifo(), **options)
-        self.ahead = gear.ReplayDataset(self.table, prefetch=2, **options)
-        self.prioritized = gear.ReplayDataset(
-            self.table, prefetch=0, selector=gear.Prioritized(unit="step"), **options
-        )
-        self.prioritized_ahead = gear.ReplayDataset(
-            self.table, prefetch=2, selector=gear.Prioritized(), **options
-        )
+
+        def dataset(prefetch: int, selector: Any = None) -> gear.ReplayDataset:
+            return gear.ReplayDataset(
+                self.table, prefetch=prefetch, selector=selector or gear.Uniform(), **options
+            )
+
+        self.uniform, self.ahead = dataset(0), dataset(2)
+        self.once, self.fifo = dataset(0, gear.Uniform(replacement=False)), dataset(0, gear.Fifo())
+        self.prioritized = dataset(0, gear.Prioritized(unit="step"))
+        self.prioritized_ahead = dataset(2, gear.Prioritized())
         self.writers: list[Any] = []
         self.calls: dict[str, Callable[[], object]] = {
             "add": lambda: self.table.add(self.rows(5)),
@@ -134,7 +127,7 @@ class Subject:
             writer.discard()
         self.writers.clear()
         own = (index.arrays.state == WRITING) & (index.arrays.owner[:, PID] == os.getpid())
-        assert not own.any(), f"slots {np.flatnonzero(own).tolist()} are being written by nobody"
+        assert not own.any(), f"slots {np.flatnonzero(own).tolist()} are being written by no writer"
         self.table.check_valid()
 
     def _check_another_thread(self) -> None:
@@ -224,67 +217,57 @@ def never_interrupted(code: types.CodeType) -> frozenset[int]:
     return frozenset(found)
 
 
-def interrupt_at(call: Callable[[], object], number: int) -> BaseException | None:
-    """Call it, and raise at opcode `number` inside the package; None if it has fewer.
+def traced(call: Callable[[], object], opcode: Callable[[types.FrameType], None]) -> None:
+    """Call it, and tell of each opcode inside the package before it is executed."""
 
-    Returns:
-        The exception, with its traceback, which keeps all frames of the call.
-    """
-    left = number
-    where = ""
-
-    def opcode(frame: types.FrameType, event: str, _: Any) -> Any:
-        nonlocal left, where
+    def each(frame: types.FrameType, event: str, _: Any) -> Any:
         if event == "opcode" and frame.f_lasti not in never_interrupted(frame.f_code):
-            left -= 1
-            if left == 0:
-                where = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name} +{frame.f_lasti}"
-                raise Interruption(where)
-        return opcode
+            opcode(frame)
+        return each
 
     def function(frame: types.FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.startswith(FILES):
             return None
         frame.f_trace_opcodes = True
-        return opcode
-
-    try:
-        sys.settrace(function)
-        try:
-            call()
-        finally:
-            sys.settrace(None)
-    except BaseException as error:
-        # What ends a generator or a with-block may be raised in place of it.
-        if left > 0:
-            raise
-        return error
-    if left <= 0:
-        return Interruption(f"swallowed: {where}")  # in a finalizer
-    return None
-
-
-def opcodes_of(call: Callable[[], object]) -> int:
-    """Opcodes inside the package that a call executes."""
-    count = 0
-
-    def opcode(frame: types.FrameType, event: str, _: Any) -> Any:
-        nonlocal count
-        count += event == "opcode" and frame.f_lasti not in never_interrupted(frame.f_code)
-        return opcode
-
-    def function(frame: types.FrameType, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(FILES):
-            return None
-        frame.f_trace_opcodes = True
-        return opcode
+        return each
 
     sys.settrace(function)
     try:
         call()
     finally:
         sys.settrace(None)
-    return count
+
+
+def interrupt_at(call: Callable[[], object], number: int) -> BaseException | None:
+    """Call it, and raise at opcode `number` inside the package; None if it has fewer.
+
+    Returns:
+        The exception, with its traceback, which keeps all frames of the call.
+    """
+    left, where = number, ""
+
+    def opcode(frame: types.FrameType) -> None:
+        nonlocal left, where
+        left -= 1
+        if left == 0:
+            where = f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_name} +{frame.f_lasti}"
+            raise Interruption(where)
+
+    try:
+        traced(call, opcode)
+    except BaseException as error:
+        # What ends a generator or a with-block may be raised in place of it.
+        if left > 0:
+            raise
+        return error
+    return Interruption(f"swallowed: {where}") if left <= 0 else None  # in a finalizer
+
+
+def opcodes_of(call: Callable[[], object]) -> int:
+    """Opcodes inside the package that a call executes."""
+    frames: list[int] = []
+    traced(call, lambda frame: frames.append(0))
+    return len(frames)
 
 
 def at_opcodes(names: str, count: int, seed: int) -> int:

@@ -43,9 +43,6 @@ def two_words(high: int, low: int) -> float:
     return ((high >> 5) * 2**26 + (low >> 6)) / 2**53
 
 
-# ---------------------------------------------------------------- priorities and trees
-
-
 def priorities(count: int, seed: int = 0, *, orders: float = 12, zeros: float = 0.2) -> Array:
     """float32 [count] over so many orders of magnitude; some are 0."""
     random = np.random.default_rng(seed)
@@ -113,9 +110,6 @@ def counters(key: int, step: int) -> torch.Tensor:
     return torch.tensor([key, step], dtype=torch.int64)
 
 
-# ---------------------------------------------------------------- going down by given uniforms
-
-
 def descend(tree: PriorityTree, us: Array) -> Array:
     """Items that the compiled loop chooses for the uniforms us[level], float64 [depth + 1, n]."""
     count = us.shape[1]
@@ -176,9 +170,6 @@ def uniforms_to(levels: list[Array], items: Array) -> Array:
 def extreme_uniforms(levels: int) -> Array:
     """All combinations of 0, the largest uniform and the middle, one a level: float64 [levels, n]."""
     return np.array(list(itertools.product((0.0, LARGEST_UNIFORM, 0.5), repeat=levels))).T.copy()
-
-
-# ---------------------------------------------------------------- adversarial leaves
 
 
 def rounding_traps() -> dict[str, Array]:

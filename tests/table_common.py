@@ -29,18 +29,8 @@ COLUMNS = {
 }
 """Each step tells its trajectory's number and length and its place in it; `check` is computed from these."""
 
-DTYPES = (
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-)
+_DTYPES = "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64"
+DTYPES: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in _DTYPES.split())
 
 _names = itertools.count()
 
@@ -155,7 +145,6 @@ class Fragile(np.ndarray[Any, Any]):
 
     stores_left: ClassVar[float] = float("inf")
     torn: ClassVar[bool] = False
-    die: ClassVar[Callable[[], None]]
 
     def __setitem__(self, key: Any, value: Any) -> None:
         Fragile.stores_left -= 1
@@ -168,40 +157,13 @@ class Fragile(np.ndarray[Any, Any]):
             changed = np.flatnonzero(flat != before)
             lost = changed[len(changed) // 2 :]
             flat[lost] = before[lost]
-        Fragile.die()
+        raise Died
 
 
-def _raise() -> None:
-    raise Died
-
-
-Fragile.die = staticmethod(_raise)  # type: ignore[assignment]
-
-
-_ARRAYS = [
-    "counters",
-    "readers",
-    "extent",
-    "generation",
-    "sequence",
-    "ident",
-    "epoch",
-    "owner",
-    "priority",
-    "state",
-    "links",
-    "block_ids",
-    "free_slots",
-    "retired",
-    "touched",
-    "free_blocks",
-    "stream",
-    "created",
-    "moved",
-    "sampled",
-    "uses",
-    "lowest",
-]
+_ARRAYS = (
+    "counters readers extent generation sequence ident epoch owner priority state links block_ids free_slots retired "
+    "touched free_blocks stream created moved sampled uses lowest"
+)
 _dead = itertools.count(2**30)  # ids that no process has
 
 
@@ -214,7 +176,7 @@ def mortal(
     Disguised: it signs as a process that does not exist, instead of as this one.
     """
     index = Index(table.region)
-    for name in _ARRAYS:
+    for name in _ARRAYS.split():
         setattr(index.arrays, name, getattr(index.arrays, name).view(Fragile))
     index.arrays.state.whole = True  # type: ignore[attr-defined]
     index.arrays.operate(compiled=False)

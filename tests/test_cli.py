@@ -322,7 +322,7 @@ def test_damaged_files_are_listed_with_the_reason_and_removed(shelf: Path, kind:
     else:
         assert (
             f"Left bad: {path} does not begin as a table does: {data[:8]!r} was found, expected "
-            f"{shared_memory.MAGIC!r}. If nobody needs it, remove it by its name: gear-loader rm bad\n"
+            f"{shared_memory.MAGIC!r}. If it is not needed, remove it by its name: gear-loader rm bad\n"
         ) in text
         assert path.read_bytes() == data
         assert run("rm", "bad") == (0, f"Removed bad ({_size(bad['bytes'])}).\n")
@@ -794,7 +794,7 @@ def test_attach_does_not_wait_for_ever(shelf: Path, monkeypatch: pytest.MonkeyPa
     with locked(path), pytest.raises(RegionError) as caught:
         gear.Table.attach("busy")
     assert str(caught.value) == (
-        "Table 'busy' has been locked for over 0.1 s, as by somebody who is removing it. That process may be "
+        "Table 'busy' has been locked for over 0.1 s, perhaps by a process that is removing it. That process may be "
         f"stopped; `fuser {path}` names it."
     )
     assert len(os.listdir("/proc/self/fd")) == before

@@ -340,11 +340,11 @@ def test_a_state_of_other_options_is_refused(table: gear.Table, options: Any, me
         ({"samples": "3"}, "'samples' of the state is '3'; expected an integer of at least 0"),
         (
             {"workers": 2},
-            r"The state belongs to one of 2 DataLoader workers \(0: none\); here are 0\. Make the loader",
+            r"The state belongs to one of 2 DataLoader workers \(0: main process\); here are 0\. Make the loader",
         ),
         (
             {"config": 3},
-            r"The state is {.*'config': 3}; expected what state_dict\(\) of a ReplayDataset returned",
+            r"The state is {.*'config': 3}; expected a state_dict\(\) of a ReplayDataset",
         ),
     ],
 )
@@ -360,7 +360,7 @@ def test_what_is_no_state_is_refused(table: gear.Table) -> None:
     data = dataset(table)
     for other in (None, [1], {}, {"epoch": 3}):
         with pytest.raises(
-            SchemaError, match=r"The state is .*; expected what state_dict\(\) of a ReplayDataset"
+            SchemaError, match=r"The state is .*; expected a state_dict\(\) of a ReplayDataset"
         ):
             data.load_state_dict(other)  # type: ignore[arg-type]
     state = data.state_dict()

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from table_common import bits
+from table_common import bits, named, rows
 
 import gear_loader as gear
 from gear_loader.collection.collector import Collector
@@ -23,7 +23,7 @@ from gear_loader.transport import Limits, Peer, Server, WindowSpec
 from gear_loader.transport.channel import Address
 from gear_loader.transport.handshake import introduce
 from gear_loader.transport.loop import event_loop
-from gear_loader.transport.wire import HEADER, Header, Kind
+from gear_loader.transport.wire import HEADER, NONCE, Header, Kind, pack_text
 
 SECRET = b"the secret of the tests"
 PATIENCE = 60.0  # seconds for what takes milliseconds
@@ -35,6 +35,8 @@ WINDOWS = {
     "check": Window(4, offset=1, pad="tail"),
 }
 """Of the columns of `table_common.COLUMNS`."""
+HELLO = pack_text("socket") + pack_text("socket") + bytes(NONCE)
+"""The small part of a correct first message."""
 
 
 class Serving:
@@ -145,6 +147,24 @@ class Raw:
         self.close()
 
 
+def message(kind: int, small: bytes = b"", bulk: bytes = b"", **wrong: int) -> bytes:
+    """A whole message, of which the header may tell wrong sizes."""
+    sizes = {"small": len(small), "bulk": len(bulk), **wrong}
+    return Header(kind, 1, sizes["small"], sizes["bulk"]).pack() + small + bulk  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def six() -> Iterator[gear.Table]:
+    """A named table with six trajectories."""
+    with named() as table:
+        table.extend([rows(i, 5 + i) for i in range(6)])
+        yield table
+
+
+def spec_of(table: gear.Table, windows: Mapping[str, Window] | None = None) -> WindowSpec:
+    return WindowSpec(str(table.name), table.schema, dict(windows or WINDOWS))
+
+
 def open_message(spec: WindowSpec, number: int = 0) -> bytes:
     """The small part of OPEN."""
     return number.to_bytes(4, "little") + spec.to_bytes()
@@ -157,7 +177,7 @@ def fetch_message(rows: Any, number: int = 0, n: int | None = None) -> bytes:
 
 
 def poisoned(spec: WindowSpec, n: int) -> np.ndarray[Any, Any]:
-    """Memory for a reply that nobody has filled."""
+    """Memory for a reply, not filled yet."""
     return np.full(spec.reply_bytes(n), 0xA5, dtype=np.uint8)
 
 
@@ -176,32 +196,26 @@ def expected(
     collector = Collector(table, windows, batch_size=max(n, 1), device=torch.device("cpu"))
     buffers = collector.buffers()
     there = [i for i in range(n) if i not in set(gone)]
-    safe = slots.copy()
-    if n and there:
-        safe[list(gone)] = slots[there[0]]
-    batch = {}
+    safe, batch = slots.copy(), {}
     if there:
+        safe[list(gone)] = slots[there[0]]
         collector.gather(buffers, SelectedRows(safe, anchors, generations))
         batch = buffers.rows(n)
     found = {}
     masks: dict[Window, str] = {}
     for name, window in windows.items():
         masks.setdefault(window, name)
-        values = batch[name] if there else torch.zeros(n, window.length, *table.schema[name].shape)
-        if gone and there:
-            values[list(gone)] = 0
-        found[f"column {name}"] = (
-            bits(values) if there else bytes(n * window.length * table.schema[name].step_bytes)
+        values = (
+            batch[name] if there else torch.zeros(n, window.length * table.schema[name].step_bytes).byte()
         )
+        values[list(gone)] = 0
+        found[f"column {name}"] = bits(values)
     for window, name in masks.items():
-        mask = (
-            (batch["mask"] if len(masks) == 1 else batch["mask"][name])
-            if there
-            else torch.zeros(n, window.length)
-        )
-        if gone and there:
-            mask[list(gone)] = False
-        found[f"mask {name}"] = bits(mask) if there else bytes(n * window.length)
+        mask = torch.zeros(n, window.length).bool()
+        if there:
+            mask = batch["mask"] if len(masks) == 1 else batch["mask"][name]
+        mask[list(gone)] = False
+        found[f"mask {name}"] = bits(mask)
     return found, [int(i in set(gone)) for i in range(n)]
 
 

@@ -75,7 +75,7 @@ def dataset(table: gear.Table, device: Any = DEVICE, **options: Any) -> gear.Rep
     windows = {"value": gear.Window(3, -2), "number": gear.Window(2)}
     return gear.ReplayDataset(
         table,
-        **{"batch_size": BATCH, "windows": windows, "device": device, "batches_per_epoch": 12, **options},
+        **{"batch_size": BATCH, "windows": windows, "device": device, "batches_per_epoch": 8, **options},
     )
 
 
@@ -97,9 +97,6 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
             same(found[key], value)
         else:
             assert torch.equal(found[key], value), key
-
-
-# ---------------------------------------------------------------- copies
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -136,33 +133,37 @@ def test_a_smaller_last_batch_is_copied_alone(
     }  # fmt: skip
     found, expected = (list(dataset(table, device, **options)) for device in (DEVICE, "cpu"))
     assert [len(batch["index"]) for batch in found] == [8, 8, 8, 6]
+    windows = dict.fromkeys(("value", "number"), gear.Window(3))  # share a mask, and its copy
+    assert isinstance(dataset(table, windows=windows, copy=True).sample()["mask"], torch.Tensor)
     for one, other in zip(found, expected, strict=True):
         same(one, other)
 
 
-def test_columns_that_share_a_mask_share_its_copy(
-    cuda: FakeCuda, driver: Driver, on_cpu: OnCpu, table: gear.Table
-) -> None:
-    windows = {"value": gear.Window(3), "number": gear.Window(3)}
-    batch = dataset(table, windows=windows, copy=True).sample()
-    assert isinstance(batch["mask"], torch.Tensor)
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("staged", [False, True], ids=["zero-copy", "staged"])
 def test_without_copies_buffers_are_used_again_behind_the_consumer(
-    cuda: FakeCuda, driver: Driver, on_cpu: OnCpu, table: gear.Table, prefetch: int
+    cuda: FakeCuda,
+    driver: Driver,
+    on_cpu: OnCpu,
+    table: gear.Table,
+    monkeypatch: pytest.MonkeyPatch,
+    staged: bool,
 ) -> None:
-    data = dataset(table, prefetch=prefetch)
+    if staged:
+        monkeypatch.setattr(type(table.region), "pin", lambda *_: False)
+    data = dataset(table, prefetch=2)
     expected = list(dataset(table, "cpu", copy=True))
     places = []
     for one, other in zip(data, expected, strict=True):
         same(one, other)
         places.append(one["value"].data_ptr())
-    assert len(set(places)) == prefetch + data.keep
+    assert len(set(places)) == 2 + data.keep
     (pool,) = data._buffers.pools.values()
     stream: Any = pool.stream
     waited = [event for event in stream.waited if event.records]
     assert len(set(waited)) == len(set(places))  # each set's `released`
+    (buffers, *_) = [*pool.delivered, *pool.free]
+    assert (buffers.gpu.staging is not None) == staged  # type: ignore[union-attr]
+    assert buffers.gpu.filled.records > 1  # type: ignore[union-attr]
 
 
 def test_copies_made_ahead_in_inference_mode_serve_training(
@@ -172,11 +173,8 @@ def test_copies_made_ahead_in_inference_mode_serve_training(
         data = dataset(table, copy=True)
         iterator = iter(data)
         next(iterator)
-    batches = [*iterator, *dataset(table), *data]
+    batches = [*iterator, *dataset(table, batches_per_epoch=3), *data]
     assert not any(batch["value"].is_inference() for batch in batches)
-
-
-# ---------------------------------------------------------------- the thread that gives tickets back
 
 
 def test_the_thread_is_on_the_dataset_s_device(
@@ -206,7 +204,7 @@ def test_threads_that_fill_let_others_capture_graphs(
     pool.collector.waits = True
     for buffers in [pool.collector.buffers() for _ in range(data.prefetch + data.keep + 1)]:
         pool.free.append(buffers)
-    assert len(list(data)) == 12
+    assert len(list(data)) == 8
     assert set(driver.relaxed) == {"gear-loader-release", "gear-loader-prefetch"}
 
 
@@ -250,7 +248,7 @@ def test_a_gpu_that_fails_gives_nothing_back(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What it may still read stays reserved, and the next batch is an error that says what to do."""
+    """Its read tickets and buffers stay reserved, and the next batch is an error that says what to do."""
     monkeypatch.setattr(notices, "_seen", {})
     unfinished: list[Any] = []
     monkeypatch.setattr(prefetch, "_unfinished", unfinished)

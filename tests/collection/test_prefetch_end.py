@@ -23,7 +23,7 @@ from gear_loader.utils.arrays import Array
 from gear_loader.utils.mutex import holds_any
 
 PATIENCE = 120.0
-SELECTORS = [gear.Uniform(), gear.Uniform(replacement=False), gear.Prioritized(), gear.TopK()]
+SELECTORS = [gear.Uniform(replacement=False), gear.Prioritized()]
 
 
 def dataset_of(table: gear.Table, **options: Any) -> gear.ReplayDataset:
@@ -42,15 +42,11 @@ def soon(holds: Callable[[], bool]) -> bool:
     return True
 
 
-# ---------------------------------------------------------------- garbage, while a lock is held
-
-
-def _drop_while(
-    table: gear.Table, dataset: gear.ReplayDataset, held: contextlib.AbstractContextManager[Any]
-) -> None:
+@contextlib.contextmanager
+def _dropped(dataset: gear.ReplayDataset, held: contextlib.AbstractContextManager[Any]) -> Iterator[Any]:
     """Let the collector close an iterator of a dataset while this thread holds what its prefetch thread waits for."""
     batches = iter(dataset)
-    next(batches)
+    batch = next(batches)
     (thread,) = prefetch_threads()
     # The thread is done with what it was asked for, so that it asks for the lock when it is asked for more.
     active = dataset._buffers.active
@@ -65,8 +61,10 @@ def _drop_while(
         del batches, cycle, asker
         gc.collect()
         assert thread.is_alive(), "closing has waited for a thread that waits for this one"
+        assert dataset._buffers.active is active
+    yield batch
     assert soon(lambda: not thread.is_alive())
-    nothing_left(table)
+    nothing_left(dataset.table)
 
 
 @pytest.mark.parametrize("selector", SELECTORS, ids=repr)
@@ -74,7 +72,8 @@ def test_an_iterator_that_is_collected_while_the_index_is_locked(selector: Any) 
     with make_table() as table:
         table.region.lock.timeout = PATIENCE / 4
         dataset = dataset_of(table, selector=selector)
-        _drop_while(table, dataset, table.region.lock)
+        with _dropped(dataset, table.region.lock):
+            pass
         table.check_valid()
         # The dataset goes on where such an iterator leaves it.
         batches = iter(dataset)
@@ -86,7 +85,8 @@ def test_an_iterator_that_is_collected_while_the_index_is_locked(selector: Any) 
 def test_an_iterator_that_is_collected_while_priorities_are_locked() -> None:
     with make_table() as table:
         dataset = dataset_of(table, selector=gear.Prioritized())
-        _drop_while(table, dataset, dataset._selected()._mutex)  # type: ignore[attr-defined]
+        with _dropped(dataset, dataset._selected()._mutex):  # type: ignore[attr-defined]
+            pass
         state = dataset.state_dict()
         assert len(state["priorities"]["leaves"]) == len(table)
         dataset.sample()
@@ -97,30 +97,12 @@ def test_what_was_drawn_ahead_comes_before_what_follows_a_collected_iterator() -
     """An update that comes after the iterator was dropped does not overtake the draws that it had been asked for."""
     with make_table() as table:
         dataset = dataset_of(table, selector=gear.Prioritized())
-        batches = iter(dataset)
-        batch = next(batches)
-        active = dataset._buffers.active
-        assert active is not None
-        active.settle()
-        cycle: list[Any] = [batches]
-        cycle.append(cycle)
-        with table.region.lock:
-            asker = threading.Thread(target=next, args=(batches,))
-            asker.start()
-            asker.join()
-            del batches, cycle, asker
-            gc.collect()
-            assert dataset._buffers.active is active
-        dataset.update_priority(batch, torch.full((4,), 9.0))
-        dataset.sample()
-        assert dataset._buffers.active is None
-        leaves = dataset.state_dict()["priorities"]["leaves"]
-        assert (leaves == gear.Prioritized().alpha).sum() == 0
-        assert float(leaves.max()) == pytest.approx(9.0 ** gear.Prioritized().alpha, rel=1e-5)
-        nothing_left(table)
-
-
-# ---------------------------------------------------------------- a forked child
+        with _dropped(dataset, table.region.lock) as batch:
+            dataset.update_priority(batch, torch.full((4,), 9.0))
+            dataset.sample()
+            assert dataset._buffers.active is None
+            leaves = dataset.state_dict()["priorities"]["leaves"]
+            assert float(leaves.max()) == pytest.approx(9.0 ** gear.Prioritized().alpha, rel=1e-5)
 
 
 @contextlib.contextmanager
@@ -143,24 +125,13 @@ def _iterated(
 
 @forks
 @pytest.mark.parametrize("selector", SELECTORS, ids=repr)
-def test_a_forked_child_cannot_continue_an_iterator(selector: Any) -> None:
-    with _iterated(selector) as (_, _dataset, batches):
+def test_a_forked_child_draws_by_itself(selector: Any) -> None:
+    with _iterated(selector) as (table, dataset, batches):
         parent = os.getpid()
 
         def work() -> None:
             with pytest.raises(GearError, match=f"An iterator of process {parent} was continued in process"):
                 next(batches)
-
-        forked(work)
-        next(batches)
-
-
-@forks
-@pytest.mark.parametrize("selector", SELECTORS, ids=repr)
-def test_a_forked_child_draws_by_itself(selector: Any) -> None:
-    with _iterated(selector) as (table, dataset, batches):
-
-        def work() -> None:
             assert len(dataset.sample()["index"]) == 4
             state = dataset.state_dict()
             dataset.load_state_dict(state)
@@ -245,9 +216,6 @@ def test_a_forked_child_does_not_draw_from_shards() -> None:
         sharded.sample()
 
 
-# ---------------------------------------------------------------- datasets that nobody has any more
-
-
 class _Owner:
     """Has a dataset whose subset is a method of its own, and an iterator of it: all reach one another."""
 
@@ -260,10 +228,9 @@ class _Owner:
         return numbers >= 0
 
 
-@pytest.mark.parametrize("selector", SELECTORS, ids=repr)
-def test_threads_of_datasets_that_reach_themselves_end(selector: Any) -> None:
+def test_threads_of_datasets_that_reach_themselves_end() -> None:
     with make_table() as table:
-        for _ in range(10):
+        for selector in (gear.Uniform(), *SELECTORS):
             _Owner(table, selector=selector)
         assert prefetch_threads()
         gc.collect()

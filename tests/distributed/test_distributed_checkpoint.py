@@ -16,12 +16,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
 import xxhash
-from cases import mostly_long, points
-from checkpoint_common import SIZES, contents, draw, dying, files, flip, make
+from cases import mostly_long
+from checkpoint_common import CALLS, SIZES, contents, draw, dying, everything, files, flip, link, make
 from table_common import COLUMNS, Died, bits, fresh_name, rows
 
 import gear_loader as gear
@@ -33,9 +35,7 @@ from gear_loader.distributed.checkpoint_saving import save
 from gear_loader.errors import CheckpointError, RankError, RegionError, SchemaError
 from gear_loader.storage.counters import NEXT_SEQUENCE
 
-hypothesis = pytest.importorskip("hypothesis")
-st = pytest.importorskip("hypothesis.strategies")
-
+MonkeyPatch = pytest.MonkeyPatch
 PATIENCE = 60.0
 SCHEMA = {**COLUMNS, "odd": gear.Column(torch.uint8, (13,)), "half": gear.Column(torch.bfloat16)}
 Table = gear.Table
@@ -47,7 +47,6 @@ class Meeting:
     """The all-gather of ranks that are threads of this process; it fails on all ranks once one of them has died."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
         self._barrier = threading.Barrier(size)
         self._said: list[str] = [""] * size
 
@@ -97,20 +96,21 @@ def together(size: int, act: Callable[[int, Meeting], Any]) -> list[Any]:
 
 def save_all(tables: list[Table], path: Path) -> list[Any]:
     """What each rank's `save` returns or raises."""
-
-    def act(rank: int, meeting: Meeting) -> None:
-        options: dict[str, Any] = {"barrier": meeting.barrier, "agree": meeting.agree}
-        save(tables[rank], path, rank=rank, world_size=len(tables), **options)
-
-    return together(len(tables), act)
-
-
-def try_load(path: Path, size: int, **options: Any) -> list[Any]:
-    """What each rank's `load` returns or raises."""
+    options: dict[str, Any] = {"world_size": len(tables)}
     return together(
-        size,
-        lambda rank, meeting: load(path, rank=rank, world_size=size, agree=meeting.agree, **options),
+        len(tables),
+        lambda rank, m: save(tables[rank], path, rank=rank, barrier=m.barrier, agree=m.agree, **options),
     )
+
+
+def load_all(path: Path, size: int, name: str | None = None, **options: Any) -> list[Any]:
+    """What each rank's `load` returns or raises."""
+
+    def act(rank: int, meeting: Meeting) -> Table:
+        named = {} if name is None else {"name": f"{name}.{rank}"}
+        return load(path, rank=rank, world_size=size, agree=meeting.agree, **named, **options)
+
+    return together(size, act)
 
 
 @contextlib.contextmanager
@@ -126,10 +126,8 @@ def closing(tables: list[Any]) -> Iterator[list[Table]]:
                 table.close()
 
 
-@contextlib.contextmanager
-def loaded(path: Path, size: int, **options: Any) -> Iterator[list[Table]]:
-    with closing(try_load(path, size, **options)) as tables:
-        yield tables
+def loaded(path: Path, size: int, **options: Any) -> contextlib.AbstractContextManager[list[Table]]:
+    return closing(load_all(path, size, **options))
 
 
 def saved(tables: list[Table], path: Path) -> None:
@@ -141,38 +139,31 @@ def saved(tables: list[Table], path: Path) -> None:
 
 def steps_of(number: int, length: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(number)
-    values = torch.randint(0, 256, (length, 13), dtype=torch.uint8, generator=generator)
-    return {
-        **rows(number, length),
-        "odd": values,
-        "half": torch.randn(length, generator=generator).bfloat16(),
-    }
+    odd = torch.randint(0, 256, (length, 13), dtype=torch.uint8, generator=generator)
+    return {**rows(number, length), "odd": odd, "half": torch.randn(length, generator=generator).bfloat16()}
 
 
-def create(rank: int, **options: Any) -> Table:
+def create(rank: int, schema: Any = SCHEMA, **options: Any) -> Table:
     sizes: dict[str, Any] = {"max_steps": 900, "max_trajectories": 60, "block_steps": 4, **options}
-    table = Table.create(SCHEMA, **sizes)
+    table = Table.create(schema, **sizes)
     table.set_origin(rank)
     return table
 
 
 @contextlib.contextmanager
-def shards(size: int = 4, **options: Any) -> Iterator[list[Table]]:
+def shards(size: int = 4) -> Iterator[list[Table]]:
     """Tables of uneven trajectories, one without any, one with ids of others, each with a history."""
     generator = np.random.default_rng(0)
-    with closing([create(rank, **options) for rank in range(size)]) as tables:
+    with closing([create(rank) for rank in range(size)]) as tables:
         for rank, table in enumerate(tables):
             if rank == 2:
                 continue
             for i in range(10 + 3 * rank):
                 length = int(generator.integers(1, 40)) if i % 5 else 1
                 number = 100 * rank + i
+                ids = [(500 + i) << 16 | 9] if rank == 1 and i % 3 == 0 else [-1]
                 priority = None if i % 4 == 0 else float(number)
-                table.extend_as(
-                    [steps_of(number, length)],
-                    ids=[(500 + i) << 16 | 9] if rank == 1 and i % 3 == 0 else [-1],
-                    priority=priority,
-                )
+                table.extend_as([steps_of(number, length)], ids=ids, priority=priority)
             draw(table, 4)
             draw(table, 2)
             table.remove(table.indices()[[3, 5]])
@@ -187,10 +178,8 @@ def by_id(tables: list[Table]) -> dict[int, dict[str, Any]]:
     for table in tables:
         table.check_valid()
         slots = table.indices()
-        sequences = table.region.array("sequence")[slots]
-        _, ages = table.reader().ages(slots, sequences)
-        for i, slot in enumerate(slots.tolist()):
-            name = int(table.ids(slots[i : i + 1])[0])
+        _, ages = table.reader().ages(slots, table.region.array("sequence")[slots])
+        for i, (name, slot) in enumerate(zip(ids_of(table), slots.tolist(), strict=True)):
             assert name not in found, f"the trajectory {name} is there twice"
             found[name] = {
                 "contents": {key: bits(value) for key, value in table[slot].items()},
@@ -205,26 +194,31 @@ def ids_of(table: Table) -> list[int]:
     return [int(i) for i in table.ids(table.indices())]
 
 
+def read_in_chunks(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest_module, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr("gear_loader.checkpoint.loading._WHOLE", 0.0)
+
+
 # Round trips -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunks", [None, 4096], ids=["whole files", "chunks"])
-@pytest.mark.parametrize("size", [4, 2, 3, 1, 6])
+@pytest.mark.parametrize(
+    ("size", "chunks"), mostly_long([(4, True), (2, True), (1, False), (6, False)], (2, True), (6, False))
+)
 def test_saved_by_four_and_loaded_by_others(
-    tmp_path: Path, size: int, chunks: int | None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, size: int, chunks: bool, monkeypatch: MonkeyPatch
 ) -> None:
-    if chunks is not None:
-        monkeypatch.setattr(manifest_module, "CHUNK_BYTES", chunks)
-        monkeypatch.setattr("gear_loader.checkpoint.loading._WHOLE", 0.0)
+    if chunks:
+        read_in_chunks(monkeypatch)
     with shards() as tables:
         before = by_id(tables)
-        counts = [table.stats() for table in tables]
+        stats = [table.stats() for table in tables]
         saved(tables, tmp_path / "four")
     with loaded(tmp_path / "four", size) as others:
         assert by_id(others) == before
         _check_tables(others, before)
-        assert sum(table.stats().num_inserted for table in others) == sum(one.num_inserted for one in counts)
-        assert sum(table.stats().num_sampled for table in others) == sum(one.num_sampled for one in counts)
+        for name in ("num_inserted", "num_sampled"):
+            assert sum(getattr(t.stats(), name) for t in others) == sum(getattr(one, name) for one in stats)
         for rank, table in enumerate(others):
             for i in range(3):
                 table.extend_as([steps_of(1000 + 10 * rank + i, 2)], ids=[-1])
@@ -236,11 +230,10 @@ def test_saved_by_four_and_loaded_by_others(
         assert by_id(back) == more
 
 
-def _check_tables(tables: list[Table], everything: dict[int, Any]) -> None:
+def _check_tables(tables: list[Table], before: dict[int, Any]) -> None:
     steps = [table.num_steps for table in tables]
     if len(tables) != 4:
         assert max(steps) - min(steps) <= 40, "the longest trajectory"
-    highest = max(everything) >> 16
     for rank, table in enumerate(tables):
         assert table.origin == rank
         if len(tables) != 4:
@@ -248,7 +241,7 @@ def _check_tables(tables: list[Table], everything: dict[int, Any]) -> None:
             slots = table.indices()
             came_after, _ = table.reader().ages(slots, table.region.array("sequence")[slots])
             assert came_after.tolist() == list(range(len(table)))[::-1]
-            assert table.region.array("counters")[NEXT_SEQUENCE] > highest
+            assert table.region.array("counters")[NEXT_SEQUENCE] > max(before) >> 16
         layout = table.region.layout
         assert layout.max_steps >= -(-4 * 900 // len(tables))
         assert layout.max_trajectories == -(-4 * 60 // len(tables))
@@ -257,60 +250,51 @@ def _check_tables(tables: list[Table], everything: dict[int, Any]) -> None:
 
 def test_as_many_ranks_get_their_own_tables_back(tmp_path: Path) -> None:
     with shards() as tables:
-        saved(tables, tmp_path)
+        saved(tables, tmp_path / "a")
         before = [(contents(table), ids_of(table)) for table in tables]
-    with loaded(tmp_path, 4) as others:
+    with loaded(tmp_path / "a", 4) as others:
         assert [(contents(table), ids_of(table)) for table in others] == before
         for table, (known, ids) in zip(others, before, strict=True):
             table.add(steps_of(5, 3))
             assert ids_of(table) == [*ids, known["next_sequence"] << 16 | table.origin]
-
-
-def test_shard_numbers_that_are_not_the_ranks(tmp_path: Path) -> None:
-    """Ids stay, and new ones are those of the rank."""
-    tables = [create(rank) for rank in (2, 0, 7)]
-    with closing(tables):
+    with closing([create(rank) for rank in (2, 0, 7)]) as tables:  # shard numbers that are not the ranks
         for i, table in enumerate(tables):
             table.extend([steps_of(10 * i + j, 3 + j) for j in range(3 + i)])
-        before, own = by_id(tables), [ids_of(table) for table in tables]
-        saved(tables, tmp_path)
-    with loaded(tmp_path, 3) as others:
+        known_ids, own = by_id(tables), [ids_of(table) for table in tables]
+        saved(tables, tmp_path / "b")
+    with loaded(tmp_path / "b", 3) as others:
         assert [ids_of(table) for table in others] == own
         assert [table.origin for table in others] == [0, 1, 2]
         for table in others:
             table.add(steps_of(77, 3))
-        assert {i: one for i, one in by_id(others).items() if i in before} == before
-        assert len(by_id(others)) == len(before) + 3
+        found = by_id(others)
+        assert {i: one for i, one in found.items() if i in known_ids} == known_ids
+        assert len(found) == len(known_ids) + 3
 
 
-def test_a_single_rank_without_a_shard_number(tmp_path: Path) -> None:
+def test_a_single_rank_without_a_shard_number_and_empty_tables(tmp_path: Path) -> None:
     with make() as table:
         table.extend([rows(0, 3), rows(1, 3)])
-        saved([table], tmp_path)
-    with load(tmp_path, rank=0, world_size=1) as copy:
-        assert ids_of(copy) == [0, 1 << 16]
-        assert copy.origin == 0
-    others = [load(tmp_path, rank=rank, world_size=2) for rank in range(2)]
-    with closing(others):
+        saved([table], tmp_path / "a")
+    with load(tmp_path / "a", rank=0, world_size=1) as copy:
+        assert (ids_of(copy), copy.origin) == ([0, 1 << 16], 0)
+    with closing([load(tmp_path / "a", rank=rank, world_size=2) for rank in range(2)]) as others:
         assert sorted(by_id(others)) == [0, 1 << 16]
-
-
-def test_nothing_at_all(tmp_path: Path) -> None:
     with closing([create(rank) for rank in range(2)]) as tables:
-        saved(tables, tmp_path)
+        saved(tables, tmp_path / "b")
     for size in (1, 2, 3):
-        with loaded(tmp_path, size) as others:
+        with loaded(tmp_path / "b", size) as others:
             assert by_id(others) == {}
             others[-1].add(steps_of(0, 3))
 
 
-def test_each_rank_reads_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_rank_reads_what_it_needs(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(manifest_module, "CHUNK_BYTES", 4096)
-    columns = {"x": gear.Column(torch.int64, (8,))}
-    with Table.create(columns, max_steps=20_000, max_trajectories=2000) as table:
+    with Table.create(
+        {"x": gear.Column(torch.int64, (8,))}, max_steps=20_000, max_trajectories=2000
+    ) as table:
         table.extend([{"x": torch.full((10, 8), i)} for i in range(2000)])
         saved([table], tmp_path)
-    size = 2000 * 10 * 64
     read: dict[str, int] = {}
     genuine = os.preadv
 
@@ -323,36 +307,12 @@ def test_each_rank_reads_what_it_needs(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(os, "preadv", counting)
     with loaded(tmp_path, 4) as others:
         assert sum(len(table) for table in others) == 2000
-    amounts = [read[f"rank {rank}"] for rank in range(4)]
+    amounts, size = [read[f"rank {rank}"] for rank in range(4)], 2000 * 10 * 64
     assert max(amounts) < 0.4 * size, "a quarter of the file, and the chunks at the ends of runs"
     assert sum(amounts) >= size
 
 
-def test_sizes_that_are_given_win(tmp_path: Path) -> None:
-    with shards() as tables:
-        needed = sum(table.num_steps for table in tables)
-        saved(tables, tmp_path)
-    with loaded(tmp_path, 2, max_steps=5000, max_trajectories=333, block_steps=8) as others:
-        for table in others:
-            layout = table.region.layout
-            assert (layout.max_steps, layout.max_trajectories, layout.block_steps) == (5000, 333, 8)
-            assert layout.num_blocks == (5000 + 333 * 7) // 8
-    with loaded(tmp_path, 2, max_blocks=4000, on_full="evict_oldest") as others:
-        assert [table.region.layout.num_blocks for table in others] == [4000, 4000]
-        assert [table.on_full for table in others] == ["evict_oldest"] * 2
-    name = fresh_name()
-    found = together(
-        2, lambda r, m: load(tmp_path, rank=r, world_size=2, agree=m.agree, max_steps=10, name=f"{name}{r}")
-    )
-    assert all(isinstance(one, CheckpointError) for one in found)
-    assert re.search(r"needs max_steps=\d+ \(with blocks of 4 steps\); 10 was given", str(found[0]))
-    assert needed > 20
-    for rank in range(2):
-        with pytest.raises(RegionError):
-            Table.attach(f"{name}{rank}")
-
-
-def test_rules_come_along(tmp_path: Path) -> None:
+def test_sizes_that_are_given_and_rules(tmp_path: Path) -> None:
     limiter = gear.SampleToInsertRatio(2.0, min_size=25, error_buffer=300)
     options: dict[str, Any] = {"on_full": "evict_oldest", "rate_limiter": limiter, "max_age": 1e9}
     with closing([create(rank, **options) for rank in range(4)]) as tables:
@@ -364,6 +324,15 @@ def test_rules_come_along(tmp_path: Path) -> None:
         with loaded(tmp_path, size) as others:
             assert all(table.rules == rules for table in others)
             assert all(table.region.layout.max_trajectories >= 25 for table in others)
+    with loaded(tmp_path, 2, max_steps=5000, max_trajectories=333, block_steps=8) as others:
+        for table in others:
+            layout = table.region.layout
+            assert (layout.max_steps, layout.max_trajectories, layout.block_steps) == (5000, 333, 8)
+            assert layout.num_blocks == (5000 + 333 * 7) // 8
+    with loaded(tmp_path, 2, max_blocks=4000, on_full="wait") as others:
+        assert [(t.region.layout.num_blocks, t.on_full) for t in others] == [(4000, "wait")] * 2
+    for message in refused(tmp_path, 2, max_steps=10):
+        assert re.search(r"needs max_steps=\d+ \(with blocks of 4 steps\); 10 was given", message)
 
 
 # Incremental -----------------------------------------------------------------------------------------
@@ -371,21 +340,18 @@ def test_rules_come_along(tmp_path: Path) -> None:
 
 def _segments(path: Path) -> dict[str, int]:
     """Rank, segment and column -> inode."""
-    return {
-        "/".join((file.parts[-4], *file.parts[-2:])): file.stat().st_ino
-        for file in path.glob("saves/*/*/segments/*/*.npy")
-    }
+    found = path.glob("saves/*/*/segments/*/*.npy")
+    return {"/".join((file.parts[-4], *file.parts[-2:])): file.stat().st_ino for file in found}
 
 
 @pytest.mark.parametrize("links", [True, False])
 def test_what_has_not_changed_is_not_written_again(
-    tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, links: bool, monkeypatch: MonkeyPatch
 ) -> None:
+    def refuse(*_args: Any, **_options: Any) -> None:
+        raise PermissionError(1, "no links here")
+
     if not links:
-
-        def refuse(*_args: Any, **_options: Any) -> None:
-            raise PermissionError(1, "no links here")
-
         monkeypatch.setattr(os, "link", refuse)
     with shards() as tables:
         saved(tables, tmp_path)
@@ -398,14 +364,12 @@ def test_what_has_not_changed_is_not_written_again(
     assert set(second) > set(first)
     assert {name.split("/")[0] for name in set(second) - set(first)} == {"00001"}
     assert (first.items() <= second.items()) == links
-    with loaded(tmp_path, 4) as others:
-        assert by_id(others) == before
-        saved(others, tmp_path)
-        third = _segments(tmp_path)
-        assert (second.items() <= third.items()) == links
-    with loaded(tmp_path, 2) as others:
-        assert by_id(others) == before
-        saved(others, tmp_path)
+    for size in (4, 2):
+        with loaded(tmp_path, size) as others:
+            assert by_id(others) == before
+            saved(others, tmp_path)
+        if size == 4:
+            assert (second.items() <= _segments(tmp_path).items()) == links
     assert sorted(os.listdir(next((tmp_path / "saves").iterdir()))) == ["00000", "00001"]
     with loaded(tmp_path, 3) as others:
         assert by_id(others) == before
@@ -425,11 +389,11 @@ def test_a_previous_save_that_is_damaged_is_not_used(tmp_path: Path) -> None:
 # Ranks that fail and die -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("where", "bad"),
-    [("save_table", 0), ("save_table", 1), ("write_shards", 0), ("check_shards_directory", 0)],
-)
-def test_a_rank_that_fails(tmp_path: Path, where: str, bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
+FAILING = [("save_table", 0), ("save_table", 1), ("write_shards", 0), ("check_shards_directory", 0)]
+
+
+@pytest.mark.parametrize(("where", "bad"), FAILING)
+def test_a_rank_that_fails(tmp_path: Path, where: str, bad: int, monkeypatch: MonkeyPatch) -> None:
     with shards(3) as tables:
         saved(tables, tmp_path)
         before = by_id(tables)
@@ -446,13 +410,9 @@ def test_a_rank_that_fails(tmp_path: Path, where: str, bad: int, monkeypatch: py
             patch.setattr(checkpoint_saving, where, fail)
             found = save_all(tables, tmp_path)
         for rank, error in enumerate(found):
-            if rank == bad:
-                assert isinstance(error, CheckpointError)
-                assert "/somewhere cannot be written: No space left on device" in str(error)
-            else:
-                assert isinstance(error, RankError)
-                assert str(error).startswith(f"Rank {bad} could not ")
-                assert ": /somewhere cannot be written: No space left on device" in str(error)
+            assert isinstance(error, CheckpointError if rank == bad else RankError)
+            assert "/somewhere cannot be written: No space left on device" in str(error)
+            assert rank == bad or re.match(rf"Rank {bad} could not .*: /somewhere cannot", str(error))
         with loaded(tmp_path, 2) as others:
             assert by_id(others) == before
         if where != "write_shards":
@@ -487,9 +447,7 @@ def test_a_rank_that_does_not_hear_the_answers(tmp_path: Path) -> None:
             assert by_id(others) == by_id(tables)
 
 
-def test_a_rank_that_dies_while_all_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with shards(2) as tables:
-        saved(tables, tmp_path)
+def test_a_rank_that_dies_while_all_load(path: Path, monkeypatch: MonkeyPatch) -> None:
     genuine, name, read = checkpoint_loading._load_share, fresh_name(), threading.Event()
 
     def fatal(*args: Any) -> Any:
@@ -501,14 +459,11 @@ def test_a_rank_that_dies_while_all_load(tmp_path: Path, monkeypatch: pytest.Mon
         return table
 
     monkeypatch.setattr(checkpoint_loading, "_load_share", fatal)
-    found = together(2, lambda r, m: load(tmp_path, rank=r, world_size=2, agree=m.agree, name=f"{name}.{r}"))
+    found = load_all(path, 2, name)
     assert isinstance(found[0], RankError)
     assert "Rank 0 lost the other ranks in the step 'load its table'" in str(found[0])
     with pytest.raises(RegionError):
         Table.attach(f"{name}.0")
-
-
-CALLS = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "close", "link")
 
 
 def calls_of(rank: int) -> Callable[[tuple[Any, ...]], bool]:
@@ -525,9 +480,10 @@ def calls_of(rank: int) -> Callable[[tuple[Any, ...]], bool]:
     return counts
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("first", [True, False], ids=["first", "again"])
-@points(6)
+POINTS = [(victim, first, every) for every in (6, 1) for first in (True, False) for victim in (0, 1)]
+
+
+@pytest.mark.parametrize(("victim", "first", "every"), mostly_long(POINTS, (1, True, 6), (0, False, 6)))
 def test_dying_at_every_call_of_the_system(tmp_path: Path, victim: int, first: bool, every: int) -> None:
     columns = {"x": gear.Column(torch.int32), "y": gear.Column(torch.uint8, (3,))}
     path = tmp_path / "ck"
@@ -535,10 +491,9 @@ def test_dying_at_every_call_of_the_system(tmp_path: Path, victim: int, first: b
     def trajectory(number: int) -> dict[str, Any]:
         return {"x": torch.arange(number, number + 5).int(), "y": torch.full((5, 3), number % 256).byte()}
 
-    tables = [Table.create(columns, max_steps=100, max_trajectories=20, block_steps=4) for _ in range(2)]
+    tables = [create(rank, columns, max_steps=100, max_trajectories=20) for rank in range(2)]
     with closing(tables):
         for rank, table in enumerate(tables):
-            table.set_origin(rank)
             table.extend([trajectory(10 * rank + i) for i in range(3)])
         before = None
         if not first:
@@ -547,16 +502,14 @@ def test_dying_at_every_call_of_the_system(tmp_path: Path, victim: int, first: b
             for rank, table in enumerate(tables):
                 table.extend([trajectory(100 + rank)])
         after = by_id(tables)
-        seen, deaths = set(), 0
-        while True:
+        seen, deaths, died = set(), -every, True
+        while died and "after" not in seen:
+            deaths += every
             with dying(deaths, CALLS, calls_of(victim)):
                 found = save_all(tables, path)
-            died = isinstance(found[victim], Died)
-            other = found[1 - victim]
-            assert isinstance(other, RankError) or other is None
-            if other is not None:
-                assert died
-                assert "lost the other ranks in the step" in str(other)
+            died, other = isinstance(found[victim], Died), found[1 - victim]
+            assert other is None or (isinstance(other, RankError) and died)
+            assert other is None or "lost the other ranks in the step" in str(other)
             assert not any(table.region.array("readers")[:, 2].any() for table in tables)
             if before is None and not (path / "shards.json").exists():
                 seen.add("before")
@@ -566,9 +519,6 @@ def test_dying_at_every_call_of_the_system(tmp_path: Path, victim: int, first: b
                 assert now in (before, after)
                 seen.add("before" if now == before else "after")
             assert other is not None or "after" in seen, "the save was said to be complete"
-            if not died or "after" in seen:
-                break
-            deaths += every
         assert seen == {"before", "after"}
         assert deaths > 25 - every
         saved(tables, path)
@@ -580,8 +530,7 @@ def test_dying_at_every_call_of_the_system(tmp_path: Path, victim: int, first: b
 
 def _rank_until_killed(pipe: Connection, path: str, fatal: str) -> None:
     """Rank 1, which is killed when it is about to make a call of the system on a file of such a name."""
-    table = Table.create(COLUMNS, **SIZES)
-    table.set_origin(1)
+    table = create(1, COLUMNS, **SIZES)
     table.extend([rows(10 + i, 5) for i in range(3)])
 
     def agree(said: dict[str, Any]) -> list[dict[str, Any]]:
@@ -607,8 +556,8 @@ def _rank_until_killed(pipe: Connection, path: str, fatal: str) -> None:
     save(table, path, rank=1, world_size=2, barrier=lambda: None, agree=agree)
 
 
-@pytest.mark.parametrize("fatal", ["index.000001", "manifest.json.part"])
-def test_a_process_that_is_killed(tmp_path: Path, fatal: str) -> None:
+def test_a_process_that_is_killed(tmp_path: Path) -> None:
+    fatal = "index.000001"
     context = multiprocessing.get_context("forkserver")
     pipe, theirs = context.Pipe()
     child = context.Process(target=_rank_until_killed, args=(theirs, str(tmp_path), fatal), daemon=True)
@@ -658,10 +607,7 @@ def path(tmp_path: Path) -> Path:
 def refused(path: Path, size: int, **options: Any) -> list[str]:
     """The errors of all ranks; no table is left."""
     name = fresh_name()
-    found = together(
-        size,
-        lambda r, m: load(path, rank=r, world_size=size, agree=m.agree, name=f"{name}.{r}", **options),
-    )
+    found = load_all(path, size, name, **options)
     for rank in range(size):
         assert isinstance(found[rank], (CheckpointError, RankError)), found[rank]
         with pytest.raises(RegionError):
@@ -670,43 +616,28 @@ def refused(path: Path, size: int, **options: Any) -> list[str]:
     return [str(one) for one in found]
 
 
-@pytest.mark.parametrize("size", mostly_long([3, 2, 7], 2))
-@pytest.mark.parametrize("chunks", [None, 4096], ids=["whole files", "chunks"])
 @pytest.mark.parametrize(
-    "pattern",
-    [
-        "shards.json",
-        "saves/*/00001/manifest.json",
-        "saves/*/00001/index.*.safetensors",
-        "saves/*/00001/segments/000001/odd.npy",
-    ],
+    ("size", "chunks"), mostly_long([(3, False), (2, True), (7, True)], (3, False), (2, True))
 )
-def test_damage_is_found_by_all(
-    tmp_path: Path, size: int, chunks: int | None, pattern: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damage_is_found_by_all(path: Path, size: int, chunks: bool, monkeypatch: MonkeyPatch) -> None:
     if chunks:
-        monkeypatch.setattr(manifest_module, "CHUNK_BYTES", chunks)
-        monkeypatch.setattr("gear_loader.checkpoint.loading._WHOLE", 0.0)
-    with shards(3) as tables:
-        saved(tables, tmp_path)
-    (file,) = tmp_path.glob(pattern)
-    data = file.read_bytes()
-    for damaged in (_flipped(data), data[:-1], None):
-        if damaged is None:
-            file.unlink()
-        else:
-            file.write_bytes(damaged)
-        messages = refused(tmp_path, size)
-        assert all(str(file) in message or file.name == "shards.json" for message in messages), messages
-        assert all(str(tmp_path) in message for message in messages)
-    file.write_bytes(data)
-    with loaded(tmp_path, size) as others:
+        read_in_chunks(monkeypatch)
+        with loaded(path, 3) as tables:
+            shutil.rmtree(path)
+            saved(tables, path)
+    inner = ("manifest.json", "index.*.safetensors", "segments/000001/odd.npy")
+    for pattern in ("shards.json", *(f"saves/*/00001/{name}" for name in inner)):
+        (file,) = path.glob(pattern)
+        data = file.read_bytes()
+        place = len(data) - 200 if len(data) > 400 else len(data) // 2
+        for damaged in (data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :], data[:-1], None):
+            file.unlink() if damaged is None else file.write_bytes(damaged)
+            messages = refused(path, size)
+            assert all(str(file) in m or file.name == "shards.json" for m in messages), messages
+            assert all(str(path) in message for message in messages)
+        file.write_bytes(data)
+    with loaded(path, size) as others:
         assert len(others) == size
-
-
-def _flipped(data: bytes) -> bytes:
-    place = len(data) - 200 if len(data) > 400 else len(data) // 2
-    return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
 
 
 @pytest.mark.parametrize("size", [3, 2])
@@ -725,43 +656,30 @@ def test_a_shard_of_another_save(path: Path, tmp_path: Path, size: int) -> None:
     assert "It is damaged, or of another save." in messages[1]
 
 
-def _rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    fields = json.loads((path / "shards.json").read_bytes())
-    change(fields)
+def _rewrite(path: Path, value: Any, *keys: Any) -> None:
+    """Another value in the manifest, with a checksum that fits."""
+    fields = inner = json.loads((path / "shards.json").read_bytes())
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
     fields["checksum"] = "0" * 32
     data = json.dumps(fields).encode()
-    found = xxhash.xxh3_128_hexdigest(data).encode()
-    (path / "shards.json").write_bytes(data.replace(b"0" * 32, found, 1))
-
-
-WRONG = [None, -1, 2**70, 1.5, True, "1", "../up", [], {}, [{}]]
+    (path / "shards.json").write_bytes(data.replace(b"0" * 32, xxhash.xxh3_128_hexdigest(data).encode(), 1))
 
 
 def test_every_field_of_the_manifest_is_checked(path: Path) -> None:
     data = (path / "shards.json").read_bytes()
     fields = json.loads(data)
     places: list[tuple[Any, ...]] = [(key,) for key in fields if key != "checksum"]
-    places += [("shards", 1, key) for key in fields["shards"][1]]
-    for keys in places:
-        for value in WRONG:
-
-            def change(inner: Any, keys: Any = keys, value: Any = value) -> None:
-                for key in keys[:-1]:
-                    inner = inner[key]
-                inner[keys[-1]] = value
-
-            _rewrite(path, change)
+    for keys in [*places, *(("shards", 1, key) for key in fields["shards"][1])]:
+        for value in (None, -1, 2**70, 1.5, True, "1", "../up", [], {}, [{}]):
+            _rewrite(path, value, *keys)
             with pytest.raises(CheckpointError, match=re.escape(str(path))):
                 load(path, rank=1, world_size=3)
             (path / "shards.json").write_bytes(data)
-
-
-def test_a_manifest_of_another_version(path: Path) -> None:
-    _rewrite(path, lambda fields: fields.update(version=2))
-    assert (
-        "has checkpoint version 2; this version of Gear Loader reads version 1. Use the one that"
-        in (refused(path, 2)[0])
-    )
+    _rewrite(path, 2, "version")
+    expected = "has checkpoint version 2; this version of Gear Loader reads version 1. Use the one that"
+    assert expected in refused(path, 2)[0]
 
 
 # What is refused -------------------------------------------------------------------------------------
@@ -772,9 +690,7 @@ def test_tables_that_do_not_fit_together(tmp_path: Path) -> None:
         for error in save_all(tables, tmp_path / "ck"):
             assert isinstance(error, CheckpointError)
             assert "The tables of ranks 1 and 2 both have the shard number 1" in str(error)
-    other = Table.create(COLUMNS, **SIZES)
-    other.set_origin(1)
-    with closing([create(0), other]) as tables:
+    with closing([create(0), create(1, COLUMNS, **SIZES)]) as tables:
         for error in save_all(tables, tmp_path / "ck"):
             assert isinstance(error, CheckpointError)
             assert "The tables of ranks 0 and 1 have different schemas: Schema({" in str(error)
@@ -783,70 +699,59 @@ def test_tables_that_do_not_fit_together(tmp_path: Path) -> None:
         saved(tables, tmp_path / "ck")
 
 
-def test_different_rules_are_loaded_by_as_many_ranks_only(tmp_path: Path) -> None:
+def test_tables_that_only_as_many_ranks_can_load(tmp_path: Path) -> None:
     with closing([create(0), create(1, max_age=1e6)]) as tables:
-        saved(tables, tmp_path)
-    with loaded(tmp_path, 2) as others:
+        saved(tables, tmp_path / "a")
+    with loaded(tmp_path / "a", 2) as others:
         assert [table.rules.max_age for table in others] == [None, 1e6]
-    messages = refused(tmp_path, 3)
+    messages = refused(tmp_path / "a", 3)
     assert all("The tables of ranks 0 and 1" in m and "have different rules: Rules(" in m for m in messages)
     assert "Load it with 2 ranks, as it was saved." in messages[0]
-
-
-def test_a_trajectory_that_is_in_two_tables(tmp_path: Path) -> None:
+    one = 77 << 16 | 9
     with closing([create(0), create(1)]) as tables:
         for table in tables:
-            table.extend_as([steps_of(1, 3)], ids=[77 << 16 | 9])
-        saved(tables, tmp_path)
-    with loaded(tmp_path, 2) as others:
-        assert [ids_of(table) for table in others] == [[77 << 16 | 9]] * 2
-    expected = (
-        f"The tables of ranks 0 and 1 in {tmp_path} both hold the trajectory {77 << 16 | 9}. Load it with"
-    )
-    assert expected in refused(tmp_path, 1)[0]
+            table.extend_as([steps_of(1, 3)], ids=[one])
+        saved(tables, tmp_path / "b")
+    with loaded(tmp_path / "b", 2) as others:
+        assert [ids_of(table) for table in others] == [[one]] * 2
+    expected = f"The tables of ranks 0 and 1 in {tmp_path / 'b'} both hold the trajectory {one}. Load it with"
+    assert expected in refused(tmp_path / "b", 1)[0]
 
 
-def test_another_schema(path: Path) -> None:
+def test_other_directories_and_schemas(tmp_path: Path, path: Path) -> None:
     messages = refused(path, 2, schema=COLUMNS)
     assert all("holds tables with the schema Schema({" in message for message in messages)
     with loaded(path, 2, schema=SCHEMA) as others:
         assert len(others) == 2
-
-
-def test_other_directories(tmp_path: Path) -> None:
     with create(0) as table:
         table.save(tmp_path / "single")
         with pytest.raises(CheckpointError, match=r"it has no shards\.json\. Give the"):
             load(tmp_path / "single", rank=0, world_size=1)
         (error,) = save_all([table], tmp_path / "single")
         assert "holds '.gear-loader.lock' and no shards.json: it is no checkpoint of several" in str(error)
-        saved([table], tmp_path / "several")
         with pytest.raises(CheckpointError, match=r"is a checkpoint of several tables: it has shards\.json"):
-            Table.load(tmp_path / "several")
+            Table.load(path)
         with pytest.raises(CheckpointError, match=r"and no manifest\.json: it is no checkpoint"):
-            table.save(tmp_path / "several")
+            table.save(path)
         (tmp_path / "file").write_text("")
         (error,) = save_all([table], tmp_path / "file")
         assert "is a file; expected a directory" in str(error)
 
 
-@pytest.mark.parametrize(
-    ("rank", "size", "message"),
-    [
-        (2, 2, "rank is 2 and world_size is 2; expected a world_size from 1 to 65,536, and a rank from 0 to"),
+def test_ranks_that_cannot_be_or_do_something_else(path: Path) -> None:
+    sizes = "expected a world_size from 1 to 65,536, and a rank from 0 to"
+    cases: list[tuple[Any, Any, str]] = [
+        (2, 2, f"rank is 2 and world_size is 2; {sizes}"),
         (-1, 2, "rank is -1 and world_size is 2; expected"),
         (0, 0, "rank is 0 and world_size is 0; expected"),
         (0, 65537, "rank is 0 and world_size is 65537; expected"),
         ("0", 1, "rank is '0'; expected an integer."),
         (0, True, "world_size is True; expected an integer."),
-    ],
-)
-def test_ranks_that_are_none(path: Path, rank: Any, size: Any, message: str) -> None:
-    with pytest.raises(SchemaError, match=re.escape(message)):
-        load(path, rank=rank, world_size=size)
+    ]
+    for one, size, message in cases:
+        with pytest.raises(SchemaError, match=re.escape(message)):
+            load(path, rank=one, world_size=size)
 
-
-def test_ranks_that_do_something_else(path: Path) -> None:
     def act(rank: int, meeting: Meeting) -> Any:
         with create(rank) as table:
             if rank:
@@ -859,8 +764,8 @@ def test_ranks_that_do_something_else(path: Path) -> None:
         assert "Call it on all ranks at the same time" in str(error)
 
 
-def test_a_save_between_looking_and_reading(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everybody reads the new one then."""
+def test_a_save_between_looking_and_reading(path: Path, monkeypatch: MonkeyPatch) -> None:
+    """All ranks read the new one then."""
     genuine, done = checkpoint_loading._load_share, []
 
     def late(*args: Any) -> Any:
@@ -875,6 +780,84 @@ def test_a_save_between_looking_and_reading(path: Path, monkeypatch: pytest.Monk
     with loaded(path, 2) as others:
         numbers = {int(table[int(slot)]["number"][0]) for table in others for slot in table.indices()}
     assert 4321 in numbers
+
+
+# Symbolic links --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    folder = tmp_path / "elsewhere"
+    for name in ("00000", "00001", "000001"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "step.npy").write_text("theirs")
+    return folder
+
+
+LINKS = ["saves", "saves/*", "saves/*/00001", "saves/*/00001/segments", "saves/*/00001/segments/*"]
+LINKS += [".gear-loader.lock", "shards.json", "shards.json.part"]
+
+
+@pytest.mark.parametrize("pattern", mostly_long(LINKS, "saves", *LINKS[2:4], *LINKS[5:]))
+def test_a_directory_or_a_file_that_is_a_link(
+    tmp_path: Path, path: Path, elsewhere: Path, pattern: str
+) -> None:
+    theirs, aside, is_file = everything(elsewhere), tmp_path / "aside", not pattern.startswith("saves")
+    with loaded(path, 3) as tables:
+        place = path / pattern if is_file else next(path.glob(pattern))
+        target = tmp_path / "nowhere" if is_file else elsewhere
+        if place.exists():
+            shutil.move(place, aside)
+        place.symlink_to(target)
+        ours = everything(path)
+        tables[0].add(steps_of(7, 3))
+        errors = save_all(tables, path)
+        message = f"{place} is a symbolic link to {target}; "
+        assert sum(isinstance(error, CheckpointError) and message in str(error) for error in errors) == 1
+        assert all(isinstance(error, (CheckpointError, RankError)) for error in errors)
+        assert (everything(elsewhere), everything(path), target.exists()) == (theirs, ours, not is_file)
+        if not is_file:
+            with pytest.raises(CheckpointError, match=re.escape(message)):
+                load(path, rank=1, world_size=3)
+        place.unlink()
+        if aside.exists():
+            shutil.move(aside, place)
+        saved(tables, path)
+        with loaded(path, 2) as others:
+            assert by_id(others) == by_id(tables)
+
+
+def test_foreign_files_in_old_saves_stay(path: Path, elsewhere: Path) -> None:
+    theirs = everything(elsewhere)
+    with loaded(path, 3) as tables:
+        first = next((path / "saves").iterdir())
+        (first / "00000" / "mine").symlink_to(elsewhere)
+        (first / "notes.txt").write_text("mine")
+        saved(tables, path)
+        saved(tables, path)
+        assert sorted(everything(first)) == ["00000", "00000/mine", "notes.txt"]
+        assert everything(elsewhere) == theirs
+        with loaded(path, 2) as others:
+            assert by_id(others) == by_id(tables)
+
+
+def test_a_stage_that_is_a_link(tmp_path: Path, elsewhere: Path) -> None:
+    """Where a pipeline has several stages, each has a directory of its own in the checkpoint's."""
+    theirs = everything(elsewhere)
+    options: dict[str, Any] = {"rank": 0, "world_size": 1, "agree": lambda said: [said], "stage": "stage-1"}
+    with make() as table:
+        table.add(rows(0, 5))
+        save(table, tmp_path / "ck", barrier=lambda: None, **options)
+        with load(tmp_path / "ck", **options) as copy:
+            assert len(copy) == 1
+        place = tmp_path / "ck" / "stage-1"
+        link(place, elsewhere)
+        message = re.escape(f"{place} is a symbolic link to {elsewhere}; ")
+        with pytest.raises(CheckpointError, match=message):
+            save(table, tmp_path / "ck", barrier=lambda: None, **options)
+        with pytest.raises(CheckpointError, match=message):
+            load(tmp_path / "ck", **options)
+    assert everything(elsewhere) == theirs
 
 
 # Dealing ---------------------------------------------------------------------------------------------
@@ -894,12 +877,10 @@ def test_dealing(lengths: list[int], size: int) -> None:
 
 
 def test_dealing_keeps_neighbours_together() -> None:
-    lengths = np.random.default_rng(0).integers(1, 1000, 100_000)
-    ranks = assign_ranks(lengths, 8)
+    ranks = assign_ranks(np.random.default_rng(0).integers(1, 1000, 100_000), 8)
     assert (np.diff(ranks) != 0).sum() < 2000
-    assert np.bincount(ranks, weights=np.arange(100_000) < 50_000, minlength=8).min() > 3000, (
-        "of every age some"
-    )
+    some = np.bincount(ranks, weights=np.arange(100_000) < 50_000, minlength=8)
+    assert some.min() > 3000, "of every age some"
 
 
 @hypothesis.given(st.integers(0, 2**62), st.lists(st.integers(0, 2**40), min_size=1, max_size=9))

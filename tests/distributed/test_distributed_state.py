@@ -1,36 +1,37 @@
-"""The state of datasets over shards: resumed bit for bit, on as many ranks and on others."""
+"""The state of datasets and tables of ranks: resumed bit for bit, on as many ranks and on others."""
 
 from __future__ import annotations
 
 import math
 import os
+import pickle
+import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from cases import mostly_long
-from distributed_common import filled, run_ranks
-from test_global_selection import COUNTS, alone, kept, new_priorities, shards_of
+from dataset_common import copies, drawn, same_batches
+from distributed_common import check_batch, filled, new_priorities, run_ranks, same_rows
+from test_global_selection import COUNTS, alone, kept, shards_of
+from torch.utils.data import DataLoader
 
 import gear_loader as gear
+from gear_loader import distributed
 from gear_loader.distributed import Shards
 
-ROWS, BEFORE, AFTER = 24, 5, 5
+ROWS, BEFORE, AFTER, WORLD = 24, 5, 5, 3
+WINDOWS = gear.Window(3)
+LOCAL = [40, 10, 5]
 
 
-def dataset(
-    shards: Shards, selector: gear.selectors.Selector, prefetch: int, **options: Any
-) -> gear.ReplayDataset:
+def dataset(shards: Shards, selector: gear.selectors.Selector, **options: Any) -> gear.ReplayDataset:
+    options = {"prefetch": 0, "batches_per_epoch": math.inf, **options}
+    rows = ROWS // shards.num_slices
     return gear.ReplayDataset(
-        shards,
-        batch_size=ROWS // shards.num_slices,
-        windows=gear.Window(3),
-        selector=selector,
-        prefetch=prefetch,
-        batches_per_epoch=math.inf,
-        copy=True,
-        **options,
+        shards, batch_size=rows, windows=WINDOWS, selector=selector, copy=True, **options
     )
 
 
@@ -48,9 +49,8 @@ def steps(data: gear.ReplayDataset, first: int, count: int, iterator: Any = None
 
 
 def same(some: list[Any], others: list[Any]) -> None:
-    for number, (one, other) in enumerate(zip(some, others, strict=True)):
-        for key in one:
-            np.testing.assert_array_equal(one[key], other[key], err_msg=f"batch {number}, {key}")
+    assert len(some) == len(others)
+    same_rows([some], others, "resumed")
 
 
 SELECTORS = [
@@ -65,57 +65,18 @@ SELECTORS = [
 @pytest.mark.parametrize("prefetch", mostly_long([0, 2], 2))
 @pytest.mark.parametrize("selector", SELECTORS, ids=repr)
 def test_one_process_resumes_bit_for_bit(selector: gear.selectors.Selector, prefetch: int) -> None:
-    data = dataset(alone(COUNTS), selector, prefetch)
+    data = dataset(alone(COUNTS), selector, prefetch=prefetch)
     _, iterator = steps(data, 0, BEFORE)
     state = data.state_dict()
     expected, _ = steps(data, BEFORE, AFTER, iterator)
-    again = dataset(alone(COUNTS), selector, prefetch)
-    again.load_state_dict(state)
-    found, _ = steps(again, BEFORE, AFTER)
-    same(found, expected)
-    steps(again, BEFORE, 2)  # a state that was loaded can be loaded twice
-    third = dataset(alone(COUNTS), selector, prefetch)
-    third.load_state_dict(state)
-    same(steps(third, BEFORE, AFTER)[0], expected)
-
-
-def resuming_rank(rank: int, world: int, scope: str, prefetch: int) -> Any:
-    found = []
-    with shards_of(rank, COUNTS) as shards:
-        for selector in (gear.Prioritized(), gear.Prioritized(unit="step")):
-            data = dataset(shards, selector, prefetch, scope=scope)
-            _, iterator = steps(data, 0, BEFORE)
-            state = data.state_dict()
-            expected, iterator = steps(data, BEFORE, AFTER, iterator)
-            iterator.close()
-            again = dataset(shards, selector, prefetch, scope=scope)
-            again.load_state_dict(state)
-            mine, iterator = steps(again, BEFORE, AFTER)
-            iterator.close()
-            same(mine, expected)
-            found.append((state, expected))
-    return found
-
-
-@pytest.mark.parametrize("scope", ["global", "local"])
-def test_ranks_resume_bit_for_bit_and_every_rank_has_the_whole_state(scope: str) -> None:
-    ranks = run_ranks(3, resuming_rank, scope, 1)
-    for number in range(2):
-        states = [rank[number][0]["priorities"] for rank in ranks]
-        for other in states[1:]:
-            assert repr(other) == repr(states[0])
-        if scope == "global":  # the same batches in one process, from a state that three have saved
-            one = dataset(alone(COUNTS[:3]), [gear.Prioritized(), gear.Prioritized(unit="step")][number], 1)
-            one.load_state_dict(ranks[0][number][0])
-            found, _ = steps(one, BEFORE, AFTER)
-            for i, batch in enumerate(found):
-                for key, values in batch.items():
-                    together = np.concatenate([rank[number][1][i][key] for rank in ranks])
-                    np.testing.assert_array_equal(values, together, err_msg=f"batch {i}, {key}")
+    for _ in range(2):  # a state that was loaded can be loaded twice
+        again = dataset(alone(COUNTS), selector, prefetch=prefetch)
+        again.load_state_dict(state)
+        same(steps(again, BEFORE, AFTER)[0], expected)
 
 
 def test_damaged_states_are_refused_before_anything_changes() -> None:
-    data = dataset(alone([5, 5]), gear.Prioritized(), 0)
+    data = dataset(alone([5, 5]), gear.Prioritized())
     next(iter(data))
     state = data.state_dict()
     good = state["priorities"]
@@ -133,47 +94,180 @@ def test_damaged_states_are_refused_before_anything_changes() -> None:
         assert repr(data.state_dict()) == before
 
 
-def local_rank(rank: int, world: int, counts: list[int]) -> Any:
-    table = filled(f"gear-local-{os.getppid()}-{rank}", rank, counts)
+# ---------------------------------------------------------------- ranks
+
+
+def saving_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
+    with filled(f"gear-plain-{os.getppid()}-{rank}", 0, [9]) as table:
+        found: dict[str, Any] = {"plain": plain_batches(table)}
+        table.unlink()
+    found["local draws"] = local_draws(rank)
+    with shards_of(rank, COUNTS) as shards:
+        for scope in ("local", "global"):
+            for selector in (gear.Prioritized(unit="step"), gear.Prioritized()):
+                data = dataset(shards, selector, prefetch=1, scope=scope)
+                _, iterator = steps(data, 0, BEFORE)
+                state = data.state_dict()
+                expected, iterator = steps(data, BEFORE, AFTER, iterator)
+                iterator.close()
+                again = dataset(shards, selector, prefetch=1, scope=scope)
+                again.load_state_dict(state)
+                mine, iterator = steps(again, BEFORE, AFTER)
+                iterator.close()
+                same(mine, expected)
+                found[f"{scope} {selector.unit}"] = (state, expected)
+        distributed.save(shards, Path(folder, "tables"))
+        if rank == 0:
+            torch.save(state, Path(folder, "state"))
+        shards.table.remove(shards.table.indices()[0])
+        distributed.save(shards, Path(folder, "later"))
+        found["tables"] = contents(shards.table)
+        return found
+
+
+def plain(table: gear.Table, **options: Any) -> gear.ReplayDataset:
+    """A dataset of a single table, of which each rank of a process group gets its batches unasked."""
+    selector = gear.Uniform(replacement=False, unit="step")
+    return gear.ReplayDataset(
+        table, batch_size=4, windows=gear.Window(4, -2), selector=selector, seed=9, **options
+    )
+
+
+def plain_batches(table: gear.Table) -> dict[str, Any]:
+    warnings.simplefilter("error")
+    # Python 3.12 and newer warn when a process with threads forks, as a DataLoader does.
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+    data, resumed = plain(table), plain(table)
+    found: dict[str, Any] = {"epochs": [copies(data), copies(data)], "length": len(data)}
+    found["sample"] = copies([data.sample()])
+    # A spawned worker gets the dataset as a pickle and has no process group of its own.
+    found["pickled"] = pickle.loads(pickle.dumps(data))._shard
+    resumed.load_state_dict({**data.state_dict(), "epoch": 0, "step": 1})
+    found["resumed"] = copies(resumed)
+    found["worker"] = copies(DataLoader(plain(table), batch_size=None, num_workers=1))
+    found["given"] = copies(plain(table, rank=0, world_size=1))
+    return found
+
+
+def local_draws(rank: int) -> Any:
+    table = filled(f"gear-local-{os.getppid()}-{rank}", rank, LOCAL)
     shards = Shards(table, timeout=30)
     table.unlink()
     found: dict[str, Any] = {}
+    options: dict[str, Any] = {"windows": gear.Window(1), "scope": "local"}
     for normalize in ("batch", "table"):
         selector = gear.Prioritized(alpha=1.0, beta=1.0, normalize=normalize)
-        data = gear.ReplayDataset(
-            shards, batch_size=64, windows=gear.Window(1), selector=selector, scope="local", copy=True
-        )
-        batches = list(data)
+        batches = list(gear.ReplayDataset(shards, batch_size=64, selector=selector, copy=True, **options))
         found[normalize] = (
             len(batches),
             kept(batches[0]),
             table.reader().arrays.priority[batches[0]["index"]].copy(),
         )
-    plain = gear.ReplayDataset(
-        shards, batch_size=8, windows=gear.Window(1), selector=gear.Uniform(replacement=False), scope="local"
-    )
-    found["passes"] = len(list(plain))
-    mass = float(table.reader().arrays.priority[: counts[rank]].sum())
+    once = gear.Uniform(replacement=False)
+    found["passes"] = len(list(gear.ReplayDataset(shards, batch_size=8, selector=once, **options)))
+    mass = float(table.reader().arrays.priority[: LOCAL[rank]].sum())
     shards.close()
     return found, mass
 
 
-def test_local_draws_come_from_the_own_shard_and_weights_know_its_share() -> None:
-    counts = [40, 10]
-    ranks = run_ranks(2, local_rank, counts)
-    masses = np.array([mass for _, mass in ranks])
-    least = min(priority.min() / mass for (_, mass) in ranks for priority in [np.array([0.5])])
-    for rank, (found, mass) in enumerate(ranks):
+def contents(table: gear.Table) -> dict[int, tuple[Any, ...]]:
+    slots = table.indices()
+    return {
+        int(name): (table[slot]["act"].numpy().tobytes(), float(table.reader().arrays.priority[slot]))
+        for name, slot in zip(table.ids(slots), slots, strict=True)
+    }
+
+
+def loading_rank(rank: int, world: int, folder: str) -> Any:
+    table = distributed.load(Path(folder, "tables"), name=f"gear-elastic-{os.getppid()}-{rank}")
+    with Shards(table, timeout=30) as shards:
+        table.unlink()
+        found = contents(table)
+        data = dataset(shards, gear.Prioritized(), batches_per_epoch=None)
+        data.load_state_dict(torch.load(Path(folder, "state"), weights_only=False))
+        restored = data.state_dict()["priorities"]
+        for batch in data:
+            check_batch(batch, WINDOWS)
+        new = table.ids(np.array([table.add({k: v.numpy() for k, v in table[table.indices()[0]].items()})]))
+        return found, [restored[name] for name in ("ids", "leaves")], int(new[0])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(WORLD, saving_rank, str(folder))
+
+
+def test_ranks_resume_bit_for_bit_and_every_rank_has_the_whole_state(ranks: list[dict[str, Any]]) -> None:
+    for unit in ("trajectory", "step"):
+        for scope in ("local", "global"):
+            states = [repr(rank[f"{scope} {unit}"][0]["priorities"]) for rank in ranks]
+            assert states == [states[0]] * WORLD
+        # The same batches in one process, from a state that three have saved.
+        one = dataset(alone(COUNTS[:WORLD]), gear.Prioritized(unit=unit), prefetch=1)
+        one.load_state_dict(ranks[0][f"global {unit}"][0])
+        same_rows([rank[f"global {unit}"][1] for rank in ranks], steps(one, BEFORE, AFTER)[0], unit)
+
+
+def test_local_draws_come_from_the_own_shard_and_weights_know_its_share(ranks: list[dict[str, Any]]) -> None:
+    masses = np.array([rank["local draws"][1] for rank in ranks])
+    for rank, (found, mass) in enumerate(each["local draws"] for each in ranks):
         for normalize in ("batch", "table"):
             length, batch, priorities = found[normalize]
             assert length == 1
             assert (batch["act"] // 1000 // 100 == rank).all()
             assert "shard" not in batch
-            if normalize == "batch":
-                expected = priorities.min() / priorities * mass / masses.max()
-            else:
-                expected = least / (priorities / mass)
+            expected = priorities.min() / priorities * mass / masses.max()
+            if normalize == "table":
+                expected = 0.5 / masses.max() / (priorities / mass)
             np.testing.assert_allclose(batch["priority_weight"], expected, rtol=1e-5)
-        assert (
-            found["passes"] == 5
-        )  # as many as the rank with the most: none waits for others that have ended
+        # As many as the rank with the most: it does not wait for others that have ended.
+        assert found["passes"] == 5
+
+
+def test_tables_and_priorities_go_on_with_fewer_ranks(ranks: list[dict[str, Any]], folder: Path) -> None:
+    state = torch.load(folder / "state", weights_only=False)["priorities"]
+    order = state["ids"].argsort()
+    together: dict[int, Any] = {}
+    fresh = []
+    for found, (ids, leaves), new in run_ranks(2, loading_rank, str(folder)):
+        assert not set(found) & set(together)
+        together |= found
+        fresh.append(new)
+        at = ids.argsort()
+        assert torch.equal(ids[at], state["ids"][order])
+        assert torch.equal(leaves[at], state["leaves"][order])
+    assert len(set(fresh)) == 2
+    assert not set(fresh) & set(together)
+    for rank in ranks:  # taken after one of each was removed
+        assert all(together[name] == value for name, value in rank["tables"].items())
+    assert len(together) == sum(COUNTS[:WORLD])
+
+
+def test_ranks_deal_the_batches_of_a_single_table(ranks: list[dict[str, Any]]) -> None:
+    with filled(None, 0, [9]) as table:
+        alone, steps = plain(table), table.num_steps
+        parts = [rank["plain"] for rank in ranks]
+        for epoch in range(2):
+            expected = copies(alone)
+            assert len(expected) == -(-steps // 4)
+            runs = [part["epochs"][epoch] for part in parts]
+            assert (
+                {len(run) for run in runs}
+                == {part["length"] for part in parts}
+                == {-(-len(expected) // WORLD)}
+            )
+            dealt = [batch for batches in zip(*runs, strict=True) for batch in batches][: len(expected)]
+            same_batches(expected, dealt)
+            keys = drawn(dealt)  # together each step once, and the padding
+            assert len(keys) == len(set(keys)) == steps
+        for rank, part in enumerate(parts):
+            same_batches(part["epochs"][0][1:], part["resumed"])
+            same_batches(part["epochs"][0], part["worker"])
+            same_batches(copies(plain(table)), part["given"])
+            assert part["pickled"] == (rank, WORLD)
+        assert drawn(parts[0]["sample"]) != drawn(parts[1]["sample"])

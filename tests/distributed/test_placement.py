@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from distributed_common import SCHEMA, filled, run_ranks, trajectory
+from distributed_common import filled, trajectory
 
 import gear_loader as gear
 from gear_loader.distributed import Placement, Shards
@@ -33,6 +32,13 @@ def numbers_in(table: gear.Table) -> list[int]:
     return [int(table[index]["act"][0]) // 1000 for index in table.indices().tolist()]
 
 
+def check_stored(parts: list[gear.Table], shards: Any, indices: Any, length: int) -> None:
+    """The trajectories 0, 1, ... are where they are said to be."""
+    for number, (shard, index) in enumerate(zip(shards.tolist(), indices.tolist(), strict=True)):
+        stored = parts[shard][index]
+        assert all(torch.equal(stored[n], torch.as_tensor(v)) for n, v in trajectory(number, length).items())
+
+
 # ---------------------------------------------------------------- policies
 
 
@@ -42,10 +48,9 @@ def test_round_robin_takes_shards_in_turn() -> None:
     where = [placement.add(each) for each in some([4, 4])]
     shards, indices = placement.extend(iter(some([2] * 5)), priority=np.arange(5.0))
     assert [shard for shard, _ in where] + shards.tolist() == [0, 1, 2, 0, 1, 2, 0]
-    for number, (shard, index) in enumerate(zip(shards.tolist(), indices.tolist(), strict=True)):
-        stored = parts[shard][index]
-        assert all(torch.equal(stored[n], torch.as_tensor(v)) for n, v in trajectory(number, 2).items())
-        assert parts[shard].reader().arrays.priority[index] == number
+    check_stored(parts, shards, indices, 2)
+    where = zip(shards.tolist(), indices.tolist(), strict=True)
+    assert [parts[shard].reader().arrays.priority[index] for shard, index in where] == list(range(5))
 
 
 def test_free_space_evens_out_uneven_lengths() -> None:
@@ -187,77 +192,10 @@ def test_a_capacity_report_is_checked() -> None:
     free, mass = parse_capacity_report(capacity_report(table))
     assert free == table.free_steps()
     assert mass == 0.5 + 1.5 + 2.5 + 3.5 + 4.5 + 4.5
-    for data in (
-        b"",
-        b"[]",
-        b"{}",
-        b'{"free_steps": -1, "priority_sum": 0}',
-        b'{"free_steps": 1, "priority_sum": NaN}',
-    ):
+    numbers = (b'{"free_steps": -1, "priority_sum": 0}', b'{"free_steps": 1, "priority_sum": NaN}')
+    for data in (b"", b"[]", b"{}", *numbers):
         with pytest.raises(TransportError, match="A capacity report"):
             parse_capacity_report(data)
-
-
-# ---------------------------------------------------------------- several ranks, several nodes
-
-
-def placing_rank(rank: int, world: int) -> dict[str, Any]:
-    """Ranks 0 and 1 are node a, 2 is node b."""
-    name = f"gear-test-{os.getppid()}-{rank}"
-    sizes = {"max_trajectories": 40} if rank == 2 else {}
-    table = gear.Table.create(SCHEMA, name=name, **{"max_steps": 4000, "max_trajectories": 200} | sizes)
-    found: dict[str, Any] = {}
-    try:
-        with Shards(table, transport="socket", timeout=60, node="ab"[rank // 2]) as shards:
-            placement = Placement(shards)
-            first = 1000 * rank
-            found["first"] = placement.add(trajectory(first, 3))[0]
-            found["where"] = placement.extend(
-                [trajectory(first + i, 2 + i) for i in range(1, 12)], priority=2.0
-            )
-            shards.exchange.barrier()
-            found["numbers"] = sorted(numbers_in(table))
-            found["ids"] = table.ids(table.indices())
-            found["unset"] = int((table.reader().arrays.priority[table.indices()] != 2.0).sum())
-            shards.exchange.barrier()
-            by_space, by_mass = Placement(shards, "free_space"), Placement(shards, "priority_mass")
-            if rank == 0:
-                found["space"] = by_space.extend([trajectory(9000 + i, 3) for i in range(30)], priority=2.0)[
-                    0
-                ]
-                found["mass"] = by_mass.extend([trajectory(9100 + i, 3) for i in range(30)], priority=1.0)[0]
-            shards.exchange.barrier()
-            if rank == 1:
-                try:
-                    placement.extend([trajectory(9500 + i, 1) for i in range(60)])
-                except TableFullError as error:
-                    found["full"] = str(error)
-            shards.exchange.barrier()
-            found["left"] = [number for number in numbers_in(table) if number >= 9500]
-            shards.exchange.barrier()
-    finally:
-        table.unlink()
-    return found
-
-
-def test_ranks_place_on_their_node_and_on_others() -> None:
-    ranks = run_ranks(3, placing_rank)
-    assert [found["first"] for found in ranks] == [0, 1, 2]
-    everything = [1000 * rank + i for rank in range(3) for i in range(12)]
-    assert sorted(number for found in ranks for number in found["numbers"]) == everything
-    assert [len(found["numbers"]) for found in ranks] == [12, 12, 12]
-    assert len(np.unique(np.concatenate([found["ids"] for found in ranks]))) == 36
-    assert [found["unset"] for found in ranks] == [1, 1, 1]
-    for rank, found in enumerate(ranks):
-        shards, indices = found["where"]
-        assert np.bincount(shards).tolist() == [4 - (rank == shard) for shard in range(3)]
-        assert (indices >= 0).all()
-    counts = np.bincount(ranks[0]["mass"], minlength=3)
-    assert counts.sum() == 30
-    assert counts.min() >= 8
-    assert "Shard 2, stage 0 (table 'gear-test-" in ranks[1]["full"]
-    assert "on node b" in ranks[1]["full"]
-    assert [found["left"] for found in ranks] == [[], [], []]
 
 
 class Refilling:
@@ -274,6 +212,4 @@ class Refilling:
 def test_an_iterable_may_use_its_arrays_again() -> None:
     parts = tables(2)
     shards, indices = Placement(Shards(parts)).extend(Refilling())
-    for number, (shard, index) in enumerate(zip(shards.tolist(), indices.tolist(), strict=True)):
-        stored = parts[shard][index]
-        assert all(torch.equal(stored[n], torch.as_tensor(v)) for n, v in trajectory(number, 5).items())
+    check_stored(parts, shards, indices, 5)

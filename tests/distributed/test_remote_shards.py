@@ -12,30 +12,32 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from distributed_common import check_batch, filled, run_ranks
-from test_global_selection import COUNTS, WINDOWS, alone, kept, new_priorities
+from distributed_common import check_batch, filled, new_priorities, run_ranks, same_rows, trajectory
+from test_global_selection import COUNTS, WINDOWS, alone, kept
 
 import gear_loader as gear
-from gear_loader.distributed import Shards
+from gear_loader.distributed import Placement, Shards
+from gear_loader.distributed import shards as shards_module
+from gear_loader.distributed.collector import ShardCollector
 
 ROWS, BATCHES = 24, 5
 SELECTORS = (gear.Prioritized(), gear.Uniform(unit="step"), gear.TopK())
-INSTALLED = {"socket": True, "ucx": "ucxx", "nixl": "nixl_cu12"}
+SECRET = "a secret of the right length 123"
 
 
 def carriers() -> list[Any]:
-    found = []
-    for name, module in INSTALLED.items():
-        missing = module is not True and not importlib.util.find_spec(module)
-        marks = [pytest.mark.skip(f"no {module}")] if missing else []
-        found.append(pytest.param(name, marks=marks + [pytest.mark.long] * (name != "socket")))
+    found = ["socket"]
+    for name, module in (("ucx", "ucxx"), ("nixl", "nixl_cu12")):
+        missing = importlib.util.find_spec(module) is None
+        marks = [pytest.mark.long, pytest.mark.skipif(missing, reason=f"no {module}")]
+        found.append(pytest.param(name, marks=marks))
     return found
 
 
 def far_shards(rank: int, **options: Any) -> Shards:
     table = filled(f"gear-far-{os.getppid()}-{rank}", rank, COUNTS)
     try:
-        return Shards(table, node=f"node-{rank}", **{"timeout": 20, **options})
+        return Shards(table, node=f"node-{rank}", **{"timeout": 30, **options})
     except BaseException:
         table.unlink()
         raise
@@ -58,125 +60,128 @@ def draw(shards: Shards) -> list[dict[str, Any]]:
     return found
 
 
-def far_rank(rank: int, world: int, transport: str) -> list[dict[str, Any]]:
-    with far_shards(rank, transport=transport) as shards:
-        assert shards.remote
-        found = draw(shards)
-        shards.exchange.barrier()  # nobody closes while others still read
-        shards.table.unlink()
-        return found
+def far_rank(rank: int, world: int, transport: str) -> dict[str, Any]:
+    shards = far_shards(rank, transport=transport, timeout=90)  # a busy machine starts a server slowly
+    assert shards.remote
+    found: dict[str, Any] = {"batches": draw(shards)}
+    shards.exchange.barrier()  # none closes while others still read
+    if transport == "socket":
+        found |= placing(shards, rank)
+        found["addresses"] = killed_server(shards, rank)
+        found["rows"], began = leaving(shards, rank), time.monotonic()
+        shards.close()
+        found["closed"] = (began, time.monotonic())
+    else:
+        shards.close()
+    shards.table.unlink()
+    return found
+
+
+def placing(shards: Shards, rank: int) -> dict[str, Any]:
+    """Each rank places on its node and on the other."""
+    table, barrier, first = shards.table, shards.exchange.barrier, 1000 * (rank + 1)
+
+    def numbers() -> list[int]:
+        return sorted(int(table[index]["act"][0]) // 1000 for index in table.indices().tolist())
+
+    placement = Placement(shards)
+    where = [placement.add(trajectory(first, 3))[0]]
+    where += placement.extend([trajectory(first + i, 2 + i) for i in range(1, 12)], priority=2.0)[0].tolist()
+    barrier()
+    found = {"where": where, "placed": numbers()[COUNTS[rank] :], "ids": table.ids(table.indices())}
+    barrier()
+    if rank == 0:  # the other shard has more room, and less priority
+        found["space"] = Placement(shards, "free_space").add(trajectory(9000, 3), priority=2.0)[0]
+        more = [trajectory(9001 + i, 3) for i in range(9)]
+        found["mass"] = Placement(shards, "priority_mass").extend(more, priority=0.1)[0].tolist()
+    barrier()
+    if rank == 1:
+        with pytest.raises(gear.errors.TableFullError) as error:
+            placement.extend([trajectory(9500 + i, 1) for i in range(120)])
+        found["full"] = str(error.value)
+    barrier()
+    found["left"] = [number for number in numbers() if number >= 9500]
+    barrier()
+    return found
+
+
+def killed_server(shards: Shards, rank: int) -> list[str]:
+    """The server of node 1 is killed: its first rank starts another one elsewhere, which the others find."""
+    addresses = [shards._servers.address]
+    for number, batch in enumerate(dataset(shards, gear.Uniform(), batches_per_epoch=20, prefetch=0)):
+        check_batch(batch, WINDOWS)
+        if rank == 1 and number == 5:
+            os.kill(shards._servers.process.pid, signal.SIGKILL)
+    shards.exchange.barrier()
+    return [*addresses, shards._servers.address]
+
+
+def leaving(shards: Shards, rank: int) -> tuple[int, int]:
+    """Rank 0 is through first, and leaves; for rank 1, which reads rows of its node, the last batch comes late."""
+    data = dataset(shards, gear.Uniform(), batches_per_epoch=4, prefetch=0)
+    gather = ShardCollector.gather
+
+    def late(self: Any, *args: Any) -> Any:
+        time.sleep(0.2 * rank)
+        return gather(self, *args)
+
+    ShardCollector.gather = late  # type: ignore[method-assign]
+    rows = sum(len(batch["index"]) for batch in data)
+    time.sleep(0.5 * rank)
+    return rows, data.num_lost
 
 
 @pytest.mark.parametrize("transport", carriers())
-def test_batches_are_the_same_over_every_carrier(transport: str) -> None:
+def test_batches_are_the_same_over_every_carrier_and_a_killed_server_is_replaced(transport: str) -> None:
     ranks = run_ranks(2, far_rank, transport)
-    for number, expected in enumerate(draw(alone(COUNTS[:2]))):
-        for key, values in expected.items():
-            together = np.concatenate([rank[number][key] for rank in ranks])
-            np.testing.assert_array_equal(together, values, err_msg=f"batch {number}, {key}")
+    same_rows([rank["batches"] for rank in ranks], draw(alone(COUNTS[:2])), transport)
+    if transport == "socket":
+        both = [found["placed"] for found in ranks]
+        assert [len(each) for each in both] == [12, 12]
+        assert sorted((*both[0], *both[1])) == [1000 * rank + i for rank in (1, 2) for i in range(12)]
+        assert len(np.unique(np.concatenate([found["ids"] for found in ranks]))) == sum(COUNTS[:2]) + 24
+        assert (ranks[0]["space"], ranks[0]["mass"]) == (1, [1] * 9)
+        assert "Shard 0, stage 0 (table 'gear-far-" in ranks[1]["full"]
+        assert "on node node-0" in ranks[1]["full"]
+        for rank, found in enumerate(ranks):
+            assert found["where"] == [rank, 1 - rank] * 6
+            assert found["left"] == []
+            before, after = found["addresses"]
+            assert (before == after) is (rank == 0)
+            assert found["rows"] == (ROWS // 2 * 4, 0)
+            assert found["closed"][1] >= ranks[1]["closed"][0], "the first to leave waits for the others"
 
 
-# ---------------------------------------------------------------- faults
+# ---------------------------------------------------------------- nodes that are lost
 
 
-def killed_server_rank(rank: int, world: int, parent: int) -> list[Any]:
-    """The server of node 1 is killed: its first rank starts another one elsewhere, which the others find."""
-    with far_shards(rank, transport="socket", timeout=30) as shards:  # a busy machine starts a server slowly
-        data = dataset(shards, gear.Uniform(), batches_per_epoch=20, prefetch=0)
-        addresses = []
-        for number, batch in enumerate(data):
-            check_batch(batch, WINDOWS)
-            if rank == 1 and number == 5:
-                addresses.append(shards._servers.address)
-                os.kill(shards._servers.process.pid, signal.SIGKILL)
-        if rank == 1:
-            addresses.append(shards._servers.address)
-        shards.exchange.barrier()
-        shards.table.unlink()
-        return addresses
-
-
-def test_a_server_that_was_killed_is_started_again_and_found() -> None:
-    answers = run_ranks(2, killed_server_rank, os.getpid())
-    assert len(answers[1]) == 2
-    assert answers[1][0] != answers[1][1]
-
-
-def stopped_server_rank(rank: int, world: int, policy: str) -> Any:
-    with far_shards(rank, transport="socket", timeout=12, on_failure=policy) as shards:
-        data = dataset(shards, gear.Prioritized(), batches_per_epoch=10**6, prefetch=0)
-        seen, message, counts = [], "", (0, 0)
-        try:
-            for number, batch in enumerate(data):
-                check_batch(batch, WINDOWS)
-                seen.append(sorted(set(batch["shard"].tolist())))
-                if rank == 1 and number == 2:
-                    os.kill(shards._servers.process.pid, signal.SIGSTOP)
-                    stopped = number
-                if rank == 1 and number == 8:
-                    os.kill(shards._servers.process.pid, signal.SIGCONT)
-                if number >= 8:
-                    time.sleep(0.1)
-                    back = shards.exchange.share({"back": seen[-1] == [0, 1]})[0]["back"]
-                    if back or number > 150:
-                        break
-            counts = (data.num_lost, len(seen))
-        except gear.errors.GearError as error:
-            message = f"{type(error).__name__}: {error}"
-            if rank == 1:
-                os.kill(shards._servers.process.pid, signal.SIGCONT)
-        if rank == 1:
-            assert stopped == 2
-        if policy == "redraw":
-            shards.exchange.barrier()
-        shards.table.unlink()
-        return seen, message, counts
-
-
-@pytest.mark.long
-def test_a_server_that_is_stopped_is_an_error_that_names_it() -> None:
-    (seen, message, _), (_, other, _) = run_ranks(2, stopped_server_rank, "raise")
-    assert len(seen) in (2, 3)  # rank 0 may still have read the batch at which rank 1 stops its server
-    assert message.startswith("PeerTimeoutError: node node-1 (rank 1)")
-    assert "rows" in message
-    # Rank 0 has failed after the exchange, so rank 1 waits for it at the next one, or for its store.
-    assert other.startswith("RankError: Rank 0")
-
-
-def test_rows_of_a_node_that_is_lost_are_drawn_elsewhere_until_it_is_back() -> None:
-    (seen, message, (lost, count)), (own, other, _) = run_ranks(2, stopped_server_rank, "redraw")
-    assert (message, other) == ("", "")
-    assert lost > 0
-    assert [0] in seen[2:4]  # the batch whose rows were waited for in vain
-    assert all(some == [0] for some in seen[4:8] + own[5:8])  # then nobody draws from that shard
-    assert seen[-1] == [0, 1]
-    assert count < 150
-
-
-def cut_off_rank(rank: int, world: int) -> tuple[list[list[int]], int]:
-    """From the third batch on no server answers."""
+def stopped_server_rank(rank: int, world: int) -> tuple[list[list[int]], int]:
+    shards_module._RETRY = 3.0  # seconds until a lost shard is tried again
     with far_shards(rank, transport="socket", timeout=6, on_failure="redraw") as shards:
-        data = dataset(shards, gear.Prioritized(), batches_per_epoch=12, prefetch=0)
+        data = dataset(shards, gear.Prioritized(), batches_per_epoch=10**6, prefetch=0)
         seen = []
         for number, batch in enumerate(data):
             check_batch(batch, WINDOWS)
             seen.append(sorted(set(batch["shard"].tolist())))
-            if number == 2:
-                shards.exchange.barrier()
-                os.kill(shards._servers.process.pid, signal.SIGSTOP)
-                shards.exchange.barrier()
-        os.kill(shards._servers.process.pid, signal.SIGCONT)
+            if rank == 1 and number in (2, 8):
+                os.kill(shards._servers.process.pid, signal.SIGSTOP if number == 2 else signal.SIGCONT)
+            if number >= 8:
+                time.sleep(0.1)
+                back = shards.exchange.share({"back": seen[-1] == [0, 1]})[0]["back"]
+                if back or number > 150:
+                    break
         shards.exchange.barrier()
         shards.table.unlink()
         return seen, data.num_lost
 
 
-@pytest.mark.long
-def test_nodes_that_all_cannot_reach_each_other_draw_each_from_its_own_shard() -> None:
-    for rank, (seen, lost) in enumerate(run_ranks(2, cut_off_rank)):
-        assert [0, 1] in seen[:3]
-        assert seen[3:] == [[rank]] * 9
-        assert lost > 0
+def test_rows_of_a_node_that_is_lost_are_drawn_elsewhere_until_it_is_back() -> None:
+    (seen, lost), (own, _) = run_ranks(2, stopped_server_rank)
+    assert lost > 0
+    assert [0] in seen[2:4]  # the batch whose rows did not come
+    assert all(some == [0] for some in seen[4:8] + own[5:8])  # then no rank draws from that shard
+    assert seen[-1] == [0, 1]
+    assert len(seen) < 150
 
 
 # ---------------------------------------------------------------- by hand
@@ -185,15 +190,14 @@ def test_nodes_that_all_cannot_reach_each_other_draw_each_from_its_own_shard() -
 def by_hand_rank(rank: int, world: int, folder: str) -> int:
     from gear_loader.transport.process import start_server
 
-    secret = b"a secret of the right length 123"
+    secret = SECRET.encode()
     table = filled(f"gear-hand-{os.getppid()}-{rank}", rank, COUNTS)
     server = start_server([table.name], secret=secret)
     Path(folder, f"address-{rank}").write_text(server.addresses["socket"])
     torch.distributed.barrier()
     servers = {f"node-{r}": Path(folder, f"address-{r}").read_text() for r in range(world)}
-    with Shards(
-        table, node=f"node-{rank}", transport="socket", servers=servers, secret=secret, timeout=20
-    ) as shards:
+    options: dict[str, Any] = {"transport": "socket", "servers": servers, "secret": secret, "timeout": 20}
+    with Shards(table, node=f"node-{rank}", **options) as shards:
         assert shards._servers.process is None
         rows = sum(len(batch["index"]) for batch in dataset(shards, gear.Uniform()))
         shards.exchange.barrier()
@@ -205,6 +209,9 @@ def by_hand_rank(rank: int, world: int, folder: str) -> int:
 @pytest.mark.long
 def test_servers_that_were_started_by_hand(tmp_path: Path) -> None:
     assert run_ranks(2, by_hand_rank, str(tmp_path)) == [ROWS // 2 * BATCHES] * 2
+
+
+def test_servers_and_secrets_are_checked() -> None:
     with pytest.raises(gear.errors.SchemaError, match="servers were given without their secret"):
         Shards(filled(None, 0, [1]), servers={"a": "socket://127.0.0.1:1"})
     with pytest.raises(gear.errors.HandshakeError, match="5 bytes was received; expected at least 16 bytes"):

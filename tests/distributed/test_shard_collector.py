@@ -1,4 +1,4 @@
-"""The GPU's way of collecting rows of several shards, with the kernels interpreted and the network played."""
+"""The GPU's way of collecting rows of several shards: interpreted, with the network played, and on a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cuda_common import FakeEvent
-from distributed_common import check_batch, filled
+from distributed_common import check_batch, filled, new_priorities
 
 import gear_loader as gear
 from gear_loader.collection.collector import GpuSide
@@ -21,7 +21,7 @@ from gear_loader.distributed.shards import Shards
 from gear_loader.errors import PeerTimeoutError, StaleIndexError, TransportError
 from gear_loader.storage.operations import READING
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here")
+INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here")
 WINDOWS = gear.Window(5, -2)
 COUNTS = [20, 15, 10]
 
@@ -39,9 +39,8 @@ class PlayedPeer:
         if self.error is not None:
             future.set_exception(self.error)
             return future
-        data = ShardCollector(
-            Shards(self.table), spec.windows, batch_size=len(slots), device=torch.device("cpu")
-        )
+        cpu = torch.device("cpu")
+        data = ShardCollector(Shards(self.table), spec.windows, batch_size=len(slots), device=cpu)
         buffers = data.buffers()
         records = records_of(self.table, slots, anchors)
         data.gather(buffers, ShardRows(np.zeros(len(slots), dtype=np.int64), records, None, None))
@@ -58,18 +57,13 @@ class PlayedPeer:
 
 def made(device: bool, shards: Shards, batch_size: int) -> tuple[Any, Any]:
     kind = CudaShardCollector if device else ShardCollector
-    collector = kind(
-        shards,
-        dict.fromkeys(shards.table.schema, WINDOWS),
-        batch_size=batch_size,
-        device=torch.device("cpu"),
-        weighs=True,
-    )
+    windows, cpu = dict.fromkeys(shards.table.schema, WINDOWS), torch.device("cpu")
+    collector = kind(shards, windows, batch_size=batch_size, device=cpu, weighs=True)
     if not device:
         return collector, collector.buffers()
-    sides = [DeviceRows.make(batch_size, 4, device=torch.device("cpu")) for _ in range(2)]
+    sides = [DeviceRows.make(batch_size, 4, device=cpu) for _ in range(2)]
     gpu: Any = GpuSide(None, None, None, None, FakeEvent(), FakeEvent())
-    return collector, collector.with_rows(collector._buffers(torch.device("cpu")), *sides, gpu)
+    return collector, collector.with_rows(collector._buffers(cpu), *sides, gpu)
 
 
 def some_rows(shards: Shards, count: int, seed: int) -> ShardRows:
@@ -99,8 +93,8 @@ def fake_stream(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return waited
 
 
-@pytest.mark.parametrize("device", [False, True])
-@pytest.mark.parametrize("remote", [(), (1,), (1, 2)])
+@INTERPRETED
+@pytest.mark.parametrize(("device", "remote"), [(False, (1,)), (True, ()), (True, (1, 2))])
 def test_rows_go_to_their_places(device: bool, remote: tuple[int, ...], fake_stream: list[Any]) -> None:
     shards = Shards([filled(None, shard, COUNTS) for shard in range(3)])
     peers = {shard: PlayedPeer(shards.own[shard], {3, 4}) for shard in remote}
@@ -130,6 +124,7 @@ def test_rows_go_to_their_places(device: bool, remote: tuple[int, ...], fake_str
         assert fake_stream == [buffers.gpu.released] * 3
 
 
+@INTERPRETED
 @pytest.mark.parametrize("device", [False, True])
 def test_a_node_that_does_not_answer(device: bool, fake_stream: list[Any]) -> None:
     shards = Shards([filled(None, shard, COUNTS) for shard in range(3)])
@@ -164,3 +159,45 @@ def test_stages_of_a_pipeline_draw_nothing_instead() -> None:
     shards.own[1].remove(int(rows.records["slot"][rows.shards == 1][0]))
     with pytest.raises(StaleIndexError, match="Stages of a pipeline must get the same rows"):
         collector.gather(buffers, rows)
+
+
+def batches(
+    device: str, selector: gear.selectors.Selector, prefetch: int, remote: tuple[int, ...] = ()
+) -> list[Any]:
+    tables = [filled(f"gear-gpu-{device}-{shard}", shard, COUNTS) for shard in range(3)]
+    shards = Shards(tables)
+    for shard in remote:
+        shards._sources[shard] = RemoteShard(PlayedPeer(tables[shard], set()), "played", tables[0].schema)
+    options: dict[str, Any] = {"device": device, "prefetch": prefetch, "batches_per_epoch": 8}
+    data = gear.ReplayDataset(shards, batch_size=24, windows=WINDOWS, selector=selector, **options)
+    found = []
+    for number, batch in enumerate(data):
+        found.append({key: value.cpu().clone() for key, value in batch.items()})
+        if not isinstance(selector, gear.Uniform):
+            data.update_priority(batch, new_priorities(found[-1], number).to(device))
+    for table in tables:
+        table.unlink()
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("selector", "prefetch", "remote", "pins"),
+    [
+        (gear.Uniform(), 0, (0, 2), True),
+        (gear.Prioritized(), 2, (1,), True),
+        (gear.TopK(), 2, (), True),
+        (gear.Prioritized(), 0, (), True),
+        (gear.Prioritized(), 2, (1,), False),  # without pinned regions batches are put together on the host
+    ],
+)
+def test_a_gpu_gets_the_batches_of_the_cpu(
+    selector: Any, prefetch: int, remote: tuple[int, ...], pins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = batches("cpu", selector, prefetch)
+    if not pins:
+        monkeypatch.setattr(Shards, "pin", lambda _: False)
+    for mine, other in zip(batches("cuda", selector, prefetch, remote), expected, strict=True):
+        check_batch(mine, WINDOWS)
+        for key in other:
+            assert torch.equal(mine[key], other[key]), key

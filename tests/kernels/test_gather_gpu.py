@@ -6,8 +6,6 @@ import collections
 import gc
 import itertools
 import os
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -28,7 +26,6 @@ from gather_common import (
     choose,
     pinned_memory,
 )
-from torch.utils.data import DataLoader
 
 from gear_loader import Column, ReplayDataset, Table, Uniform, Window
 from gear_loader.errors import TableClosedError
@@ -38,7 +35,7 @@ from gear_loader.storage.region import Region
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
-READING = 2  # the column of the index's readers that says whether somebody reads
+READING = 2  # the column of the index's readers that says whether a read is open
 SLEEP = 20_000_000  # cycles: some ten milliseconds
 
 Flat = dict[str, torch.Tensor]
@@ -79,100 +76,54 @@ def no_reader(table: Table) -> bool:
     return not table.region.array("readers")[:, READING].any()
 
 
-# The kernel ------------------------------------------------------------------------------------------
-
 # Together they meet each block size and each length of window with every size of step: the first group is all
 # whole 16-byte words, the second has 4-byte words and single bytes in it.
 GROUPS = (tuple(size for size in STEP_BYTES if size % 16 == 0), STEP_BYTES)
 
 
-@pytest.mark.parametrize("compact", [False, True], ids=["index", "compact"])
 @pytest.mark.parametrize("sizes", GROUPS, ids=["aligned", "mixed"])
 @pytest.mark.parametrize("block_steps", [1, 7, 20, 32, 64, 100])
-def test_shapes(block_steps: int, sizes: tuple[int, ...], compact: bool) -> None:
+def test_shapes(block_steps: int, sizes: tuple[int, ...]) -> None:
     lengths = sorted({1, max(block_steps - 1, 1), block_steps, block_steps + 1, 3 * block_steps + 2, 150})
     store = Store(sizes, lengths, block_steps, seed=block_steps, memory=pinned_memory)
-    for case, length in enumerate((1, 5, 20, 63, 130)):
+    for case, (length, pad) in enumerate(itertools.product((1, 5, 20, 63, 130), PADS)):
         offsets = (-length - 300, 1 - length, -length // 2, 0, 2, 300)
-        for pad in PADS:
-            slots, anchors = store.draw(5, seed=case)
-            specs = [
-                Spec(size, length, offsets[(i + case + pad) % len(offsets)], pad, mask=(i + case) % 3 > 0)
-                for i, size in enumerate(sizes)
-            ]
-            check_gather(
-                gather,
-                store,
-                specs,
-                slots,
-                anchors,
-                batch=6,
-                mask=bool(case % 2),
-                compact=compact,
-                device=DEVICE,
-                programs=(1, 3, 132, None)[(case + pad) % 4],
-            )
-
-
-@pytest.mark.parametrize("batch", [1, 3, 64, 1000])
-def test_batches_and_program_counts(batch: int) -> None:
-    store = Store([16, 12, 1, 3000], [1, 6, 7, 20, 33, 200], 7, seed=batch, memory=pinned_memory)
-    specs = [Spec(16, 9, -4), Spec(12, 3, -4, 1), Spec(1, 9, 0, 2, mask=False), Spec(3000, 8, -7)]
-    for count, programs in itertools.product({batch, batch // 2, 0}, (1, 2, 132, 5000, None)):
-        slots, anchors = store.draw(count, seed=count)
-        check_gather(gather, store, specs, slots, anchors, batch=batch, device=DEVICE, programs=programs)
-
-
-@pytest.mark.parametrize("sizes", GROUPS, ids=["aligned", "mixed"])
-@pytest.mark.parametrize(("batch", "count"), [(1, 1), (64, 7), (1000, 1000), (64, 0)])
-def test_chosen_rows(sizes: tuple[int, ...], batch: int, count: int) -> None:
-    store = Store(sizes, [1, 6, 20, 33, 200], 7, seed=batch, memory=pinned_memory)
-    specs = [Spec(size, 20 + i, -10 * (i % 3), PADS[i % 3]) for i, size in enumerate(sizes)]
-    slots, anchors = store.draw(count, seed=count)
-    rows = choose(count, batch, seed=count)
-    for compact in (False, True):
-        options: dict[str, Any] = {"batch": batch, "rows": rows, "compact": compact, "device": DEVICE}
-        check_gather(gather, store, specs, slots, anchors, **options)
+        slots, anchors = store.draw(5, seed=case)
+        specs = [
+            Spec(size, length, offsets[(i + case) % len(offsets)], pad, mask=(i + case) % 3 > 0)
+            for i, size in enumerate(sizes)
+        ]
+        options: dict[str, Any] = {"mask": bool(case % 2), "programs": (1, 3, 132, None)[case % 4]}
+        for compact in (False, True):
+            options |= {"batch": 6, "compact": compact, "device": DEVICE}
+            check_gather(gather, store, specs, slots, anchors, **options)
 
 
 def test_a_batch_from_two_tables() -> None:
     check_two_tables(gather, memory=pinned_memory, device=DEVICE)
 
 
-@pytest.mark.parametrize("shift", [1, 2, 4, 8, 16])
-def test_outputs_at_odd_addresses(shift: int) -> None:
-    store = Store([16, 32], [5, 40], 9, memory=pinned_memory)
-    slots, anchors = store.draw(20)
-    specs = [Spec(16, 11, -5, shift=shift), Spec(32, 7, -2)]
-    plan = check_gather(gather, store, specs, slots, anchors, device=DEVICE)
-    assert [word for word, _, _ in plan.launches] == {1: [4, 1], 2: [4, 1], 4: [4], 8: [4], 16: [16]}[shift]
-
-
 def test_random_shapes() -> None:
     random = np.random.default_rng(0)
-    for case in range(150):
+
+    def some(low: int, high: int) -> int:
+        return int(random.integers(low, high))
+
+    for case in range(120):
         aligned = case % 2 == 0
-        sizes = random.integers(1, 20 if aligned else 300, random.integers(1, 6)) * (16 if aligned else 1)
-        store = Store(
-            sizes.tolist(),
-            random.integers(1, 200, 6).tolist(),
-            int(random.integers(1, 110)),
-            seed=case,
-            spare_lines=int(random.integers(0, 2)),
-            memory=pinned_memory,
-        )
+        sizes = [some(1, 20 if aligned else 300) * (16 if aligned else 1) for _ in range(some(1, 6))]
+        lengths, block_steps = [some(1, 200) for _ in range(6)], some(1, 110)
+        options: dict[str, Any] = {"seed": case, "spare_lines": some(0, 2), "memory": pinned_memory}
+        store = Store(sizes, lengths, block_steps, **options)
+        shift = (0, 1, 2, 4, 8, 16)[case % 6]
         specs = [
-            Spec(
-                int(size),
-                int(random.integers(1, 60)),
-                int(random.integers(-100, 100)),
-                int(random.integers(0, 3)),
-                bool(random.integers(0, 2)),
-            )
-            for size in sizes
+            Spec(size, some(1, 60), some(-100, 100), some(0, 3), bool(some(0, 2)), shift) for size in sizes
         ]
-        slots, anchors = store.draw(int(random.integers(1, 20)), case)
-        check_gather(gather, store, specs, slots, anchors, compact=case % 3 > 0, device=DEVICE)
+        count = some(0, 20)
+        slots, anchors = store.draw(count, case)
+        batch = count + 1
+        options = {"batch": batch, "rows": choose(count, batch, case) if case % 3 else None}
+        check_gather(gather, store, specs, slots, anchors, compact=case % 4 > 0, device=DEVICE, **options)
 
 
 def test_the_current_stream_is_used() -> None:
@@ -200,16 +151,6 @@ def test_another_gpu_than_the_current_one() -> None:
         )
 
 
-def test_slots_must_be_on_the_gpu() -> None:
-    store = Store([16], [5], 4, memory=pinned_memory)
-
-    def wrong(plan: Any, slots: torch.Tensor, *arguments: Any) -> None:
-        gather(plan, slots.cpu(), *arguments)
-
-    with pytest.raises(ValueError, match=r"slots is on cpu; expected cuda:0"):
-        check_gather(wrong, store, [Spec(16, 3)], *store.draw(2), device="cuda:0")
-
-
 @pytest.mark.slow
 def test_more_than_2_31_words() -> None:
     # A column of 9 GiB whose first 8.5 GiB are one trajectory of zeros: those behind it lie beyond 2**31 words.
@@ -221,29 +162,15 @@ def test_more_than_2_31_words() -> None:
         table.add({"x": np.zeros((filler, 128), dtype=np.int64), "y": np.zeros((filler, 5), dtype=np.uint8)})
         random = np.random.default_rng(0)
         for _ in range(count):
-            table.add(
-                {
-                    "x": random.integers(-(2**60), 2**60, (length, 128)),
-                    "y": random.integers(0, 256, (length, 5), dtype=np.uint8),
-                }
-            )
+            x, y = random.integers(-(2**60), 2**60, (length, 128)), random.integers(0, 256, (length, 5))
+            table.add({"x": x, "y": y.astype(np.uint8)})
         assert (np.sort(table.reader().index_arrays()[1])[-count:].astype(np.int64) * 64 * 1024 > 2**33).all()
-        options: dict[str, Any] = {
-            "batch_size": 64,
-            "windows": Window(70, -69),
-            "batches_per_epoch": 2,
-            "copy": True,
-        }
-        options["subset"] = lambda sequences: sequences > 0
-        for found, expected in zip(
-            ReplayDataset(table, device=DEVICE, **options),
-            ReplayDataset(table, device="cpu", **options),
-            strict=True,
-        ):
+        options: dict[str, Any] = {"batch_size": 64, "windows": Window(70, -69), "batches_per_epoch": 2}
+        options |= {"subset": lambda sequences: sequences > 0, "copy": True}
+        both = [ReplayDataset(table, device=device, **options) for device in (DEVICE, "cpu")]
+        for found, expected in zip(*both, strict=True):
             assert_same(flat(found), flat(expected))
 
-
-# Datasets --------------------------------------------------------------------------------------------
 
 SCHEMA = {
     "observation": Column(torch.float32, (11,)),
@@ -273,31 +200,20 @@ def table() -> Iterator[Table]:
         yield table
 
 
+# fmt: off
 OPTIONS: dict[str, dict[str, Any]] = {
     "one window": {"windows": Window(20, -19)},
     "whole trajectories": {"windows": Window(90), "anchor": "first"},
-    "head": {"windows": Window(30, -29, "head"), "anchor": "last"},
-    "tail": {"windows": Window(30, -5, "tail")},
-    "some columns": {"windows": Window(7, -3), "columns": ["reward", "token"]},
-    "aligned columns": {"windows": Window(7, -3), "columns": ["image", "token"]},
-    "bytes alone": {"windows": Window(7, -3), "columns": ["done"]},
-    "windows of their own": {
-        "windows": {
-            "observation": Window(20, -19),
-            "action": Window(1),
-            "done": Window(5, 2, "tail"),
-            "reward": Window(1),
-        }
-    },
+    "head": {"windows": Window(30, -29, "head"), "anchor": "last", "batch_size": 1, "batches_per_epoch": 20},
+    "some columns": {"windows": Window(7, -3, "tail"), "columns": ["image", "token", "done"]},
+    "windows of their own": {"windows": {
+        "observation": Window(20, -19), "action": Window(1), "done": Window(5, 2, "tail"), "reward": Window(1)}},
     "without replacement": {"windows": Window(5, -4), "selector": Uniform(replacement=False)},
     "a pass over all steps": {"windows": Window(4, -3), "selector": Uniform(replacement=False, unit="step")},
-    "full batches": {"windows": Window(4), "selector": Uniform(replacement=False), "drop_last": True},
-    "few programs": {"windows": Window(50, -25), "programs": 3},
-    "part of the table": {"windows": Window(8, -7), "subset": lambda sequences: sequences % 3 == 0},
-    "of two ranks": {"windows": Window(8, -7), "rank": 1, "world_size": 2},
-    "small batches": {"windows": Window(9, -4), "batch_size": 1, "batches_per_epoch": 20},
-    "odd batches": {"windows": Window(9, -4), "batch_size": 37},
+    "part of the table": {"windows": Window(50, -25), "subset": lambda sequences: sequences % 3 == 0, "programs": 3},
+    "odd batches": {"windows": Window(9, -4), "batch_size": 37, "rank": 1, "world_size": 2},
 }
+# fmt: on
 
 
 def datasets(table: Table, name: str, **more: Any) -> tuple[ReplayDataset, ReplayDataset]:
@@ -308,7 +224,10 @@ def datasets(table: Table, name: str, **more: Any) -> tuple[ReplayDataset, Repla
     )
 
 
-@pytest.fixture(params=[False, True], ids=["zero-copy", "staged"])
+STAGED = pytest.mark.parametrize("staged", [False, True], ids=["zero-copy", "staged"], indirect=True)
+
+
+@pytest.fixture
 def staged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the region counts as one that cannot be pinned, so that batches are gathered on the CPU and copied."""
     if request.param:
@@ -316,8 +235,11 @@ def staged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
     return bool(request.param)
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "prefetch", "staged"),
+    [(name, (i + turn) % 4, turn == i // 4 % 2) for i, name in enumerate(OPTIONS) for turn in range(2)],
+    indirect=["staged"],
+)
 def test_the_gpu_delivers_what_the_cpu_does(table: Table, staged: bool, name: str, prefetch: int) -> None:
     copy, keep = prefetch % 2 == 0, 1 + prefetch % 3
     ours, theirs = datasets(table, name, prefetch=prefetch, copy=copy, keep=keep)
@@ -331,61 +253,17 @@ def test_the_gpu_delivers_what_the_cpu_does(table: Table, staged: bool, name: st
     assert_same(on_cpu(ours.sample(5)), flat(theirs.sample(5)))
     wait_until(lambda: no_reader(table), "the tickets of all batches")
     assert staged or table.region.is_pinned
+    assert staged or torch.from_numpy(table.region.column("image")).is_pinned()
 
 
-def test_pinning(table: Table) -> None:
-    assert table.region.pin()
-    assert table.region.is_pinned
-    assert torch.from_numpy(table.region.column("image")).is_pinned()
-    dataset, _ = datasets(table, "one window")
-    assert next(iter(dataset))["observation"].is_cuda
-
-
-def test_a_named_table_and_a_second_attachment() -> None:
-    name = f"test.gpu.{os.getpid()}"
-    with Table.create(SCHEMA, max_steps=2000, max_trajectories=50, block_steps=16, name=name) as first:
-        try:
-            fill(first, 20)
-            with Table.attach(name) as second:
-                for part in (first, second, first):
-                    ours, theirs = datasets(part, "one window", batches_per_epoch=3)
-                    for found, expected in zip(ours, theirs, strict=True):
-                        assert_same(on_cpu(found), flat(expected))
-            ours, theirs = datasets(first, "one window", batches_per_epoch=3)
-            for found, expected in zip(ours, theirs, strict=True):
-                assert_same(on_cpu(found), flat(expected))
-        finally:
-            first.unlink()
-
-
-def test_through_a_data_loader(table: Table, staged: bool) -> None:
-    ours, theirs = datasets(table, "odd batches")
-    for found, expected in zip(DataLoader(ours, batch_size=None), theirs, strict=True):
-        assert_same(on_cpu(found), flat(expected))
-
-
-def test_resuming(table: Table, staged: bool) -> None:
-    ours, theirs = datasets(table, "without replacement")
-    expected = [flat(batch) for batch in theirs]
-    batches = iter(ours)
-    for i in range(3):
-        assert_same(on_cpu(next(batches)), expected[i])
-    state = ours.state_dict()
-    batches.close()
-    again, _ = datasets(table, "without replacement")
-    again.load_state_dict(state)
-    found = [on_cpu(batch) for batch in again]
-    assert len(found) == len(expected) - 3
-    for ours_now, theirs_then in zip(found, expected[3:], strict=True):
-        assert_same(ours_now, theirs_then)
-
-
-# Streams and buffers ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stream", ["default", "own"])
 @pytest.mark.parametrize(
-    ("prefetch", "keep", "copy"), [(0, 1, False), (1, 1, False), (3, 2, False), (0, 1, True), (2, 1, True)]
+    ("prefetch", "keep", "copy", "stream", "staged"),
+    [
+        *((0, 1, False, "own", False), (1, 1, False, "default", False), (3, 2, False, "own", False)),
+        *((0, 1, True, "default", False), (2, 1, True, "own", False)),
+        *((1, 1, False, "own", True), (2, 1, True, "default", True)),
+    ],
+    indirect=["staged"],
 )
 def test_a_batch_in_use_is_not_overwritten(
     table: Table, staged: bool, prefetch: int, keep: int, copy: bool, stream: str
@@ -411,6 +289,7 @@ def test_a_batch_in_use_is_not_overwritten(
         assert_same(found, wanted, f"batch {i}")
 
 
+@STAGED
 def test_memory_that_the_consumer_still_works_on_is_not_taken(table: Table, staged: bool) -> None:
     # Blocks of torch's allocator that were freed with work on them still queued must not become a batch's memory
     # before that work is done.
@@ -428,7 +307,7 @@ def test_memory_that_the_consumer_still_works_on_is_not_taken(table: Table, stag
             assert_same(found, wanted)
 
 
-@pytest.mark.parametrize("keep", [1, 2, 4])
+@pytest.mark.parametrize(("keep", "staged"), [(1, True), (2, False), (4, False)], indirect=["staged"])
 def test_how_long_a_batch_stays_valid(table: Table, staged: bool, keep: int) -> None:
     ours, theirs = datasets(table, "one window", keep=keep, batches_per_epoch=10)
     expected = [flat(batch) for batch in theirs]
@@ -442,12 +321,6 @@ def test_how_long_a_batch_stays_valid(table: Table, staged: bool, keep: int) -> 
     torch.cuda.synchronize()
     for number, earlier in held:
         assert_same(on_cpu(earlier), expected[number], f"batch {number} after the end")
-
-
-def test_buffers_are_recycled(table: Table, staged: bool) -> None:
-    ours, _ = datasets(table, "one window", prefetch=2, keep=2, batches_per_epoch=40)
-    places = {batch["observation"].data_ptr() for _ in range(2) for batch in ours}
-    assert len(places) <= 2 + 2 + 2
 
 
 @pytest.mark.parametrize("copy", [False, True])
@@ -467,43 +340,6 @@ def test_the_host_does_not_wait(table: Table, copy: bool) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    torch.cuda._sleep(40 * SLEEP)
-    end.record()
-    before = time.perf_counter()
-    next(batches)
-    taken = time.perf_counter() - before
-    end.synchronize()
-    assert taken < start.elapsed_time(end) / 1000 / 3
-    batches.close()
-
-
-# Tickets, writers and the end ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_tickets_come_back(table: Table, staged: bool, prefetch: int) -> None:
-    ours, _ = datasets(table, "one window", prefetch=prefetch, batches_per_epoch=None)
-    for stop in (0, 1, 5):
-        batches = iter(ours)
-        for _ in range(stop):
-            next(batches)
-        batches.close()
-        wait_until(lambda: no_reader(table), f"tickets after {stop} batches")
-    batches = iter(ours)
-    next(batches)
-    del batches  # dropped, not closed
-    gc.collect()
-    wait_until(lambda: no_reader(table), "tickets of a dropped iterator")
-    for _ in range(3):
-        ours.sample()
-    wait_until(lambda: no_reader(table), "tickets of samples")
-    # Also while the consumer sleeps and asks for nothing.
-    batches = iter(ours)
-    next(batches)
-    wait_until(lambda: no_reader(table), "tickets while nobody asks")
     batches.close()
 
 
@@ -540,7 +376,7 @@ def assert_whole(batch: Flat, window: Window) -> None:
     assert (batch["byte"] == torch.where(mask, (number + step) % 256, 0)).all()
 
 
-@pytest.mark.parametrize("replacement", [True, False])
+@pytest.mark.parametrize(("replacement", "staged"), [(True, False), (False, True)], indirect=["staged"])
 def test_eviction_while_batches_are_in_flight(staged: bool, replacement: bool) -> None:
     window = Window(24, -12)
     with Table.create(
@@ -549,41 +385,28 @@ def test_eviction_while_batches_are_in_flight(staged: bool, replacement: bool) -
         random = np.random.default_rng(0)
         for number in range(80):
             table.add(numbered(number, int(random.integers(1, 90))))
-        dataset = ReplayDataset(
-            table,
-            batch_size=64,
-            windows=window,
-            device=DEVICE,
-            prefetch=3,
-            keep=1,
-            selector=Uniform(replacement=replacement),
-            batches_per_epoch=1_000_000,
-        )
-        stop = threading.Event()
-        failures: list[BaseException] = []
-        added = 80
+        options: dict[str, Any] = {"selector": Uniform(replacement=replacement), "prefetch": 3, "keep": 1}
+        options |= {"windows": window, "device": DEVICE, "batches_per_epoch": 1_000_000}
+        dataset = ReplayDataset(table, batch_size=64, **options)
+        stop, added, failures = threading.Event(), 80, []
 
         def write() -> None:
             nonlocal added
-            writer = np.random.default_rng(1)
             try:
                 while not stop.is_set():
-                    table.add(numbered(added, int(writer.integers(1, 90))))
+                    table.add(numbered(added, 1 + added * 37 % 89))
                     added += 1
             except BaseException as error:
                 failures.append(error)
 
         thread = threading.Thread(target=write)
         thread.start()
-        batches = iter(dataset)
-        deadline = time.monotonic() + 60
-        newest = 0
+        batches, newest = iter(dataset), 0
         try:
             for _ in range(5):
                 seen: list[Flat] = []
                 target = added + 200
                 while (added < target or len(seen) < 50) and not failures:
-                    assert time.monotonic() < deadline
                     if len(seen) % 10 == 0:
                         torch.cuda._sleep(SLEEP)  # batches prepared meanwhile read old blocks for longer
                     batch = next(batches)
@@ -602,6 +425,7 @@ def test_eviction_while_batches_are_in_flight(staged: bool, replacement: bool) -
         table.check_valid()
 
 
+@STAGED
 def test_a_table_that_is_closed_under_way(staged: bool) -> None:
     for _ in range(3):
         table = Table.create(SCHEMA, max_steps=2000, max_trajectories=50, block_steps=16)
@@ -670,47 +494,6 @@ def test_graphs_can_be_captured_while_batches_are_prepared(table: Table) -> None
     torch.cuda.synchronize()
     assert value.tolist() == [5.0] * 8
     wait_until(lambda: no_reader(table), "the tickets of all batches")
-
-
-SECOND_GPU = """
-import numpy as np, torch
-import gear_loader as gear
-
-with gear.Table.create({"x": gear.Column(torch.float32, (8,))}, max_steps=1000, max_trajectories=50) as table:
-    for number in range(20):
-        table.add({"x": np.full((10, 8), number, np.float32)})
-    for selector in (gear.Uniform(), gear.Prioritized()):
-        data = gear.ReplayDataset(table, batch_size=8, windows=gear.Window(4), device="cuda:1", selector=selector)
-        for _ in range(8):
-            batch = data.sample()
-            assert batch["x"].device == torch.device("cuda", 1)
-            if selector.weighs:
-                data.update_priority(batch, torch.ones(8, device="cuda:1"))
-        torch.cuda.synchronize(1)
-        del data, batch
-print([torch._C._cuda_hasPrimaryContext(device) for device in range(2)])
-"""
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_dataset_of_the_second_gpu_leaves_the_first_alone() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", SECOND_GPU], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert run.stdout == "[False, True]\n", run.stderr
-
-
-def test_another_default_device_and_inference_mode(table: Table) -> None:
-    torch.set_default_device(DEVICE)
-    try:
-        with torch.inference_mode():
-            ours, theirs = datasets(table, "one window", batches_per_epoch=4)
-            found = [on_cpu(batch) for batch in ours]
-    finally:
-        torch.set_default_device(None)
-    for one, other in zip(found, theirs, strict=True):
-        assert_same(one, flat(other))
-    assert not any(value.is_inference() for batch in ours for value in flat(batch).values())
 
 
 def test_a_trajectory_added_from_the_gpu() -> None:

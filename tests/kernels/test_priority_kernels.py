@@ -9,13 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import mostly_long
 from priority_common import (
-    CAPACITIES,
     LARGEST_UNIFORM,
     PHILOX,
     POISON,
-    bits,
     check_consistent,
     copy_of,
     counters,
@@ -57,8 +54,6 @@ if torch.cuda.is_available():
 BOTH = pytest.mark.parametrize("run", [priority, reference], ids=["kernel", "twin"])
 DRAWS = pytest.mark.parametrize("distinct", [False, True], ids=["draw", "distinct"])
 LARGEST = torch.finfo(torch.float32).max
-WORDS = (-1, -(2**63), 2**63 - 1, 2**32)
-
 # Update options beside the two that follow from the values.
 WEIGHTS: dict[str, dict[str, float]] = {
     "plain": {},
@@ -115,9 +110,6 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return programs
 
 
-# ---------------------------------------------------------------- random numbers
-
-
 @triton.jit
 def uniform_kernel(p_random, p_rows, p_out, level, N: tl.constexpr):
     i_row = tl.load(p_rows + tl.arange(0, N)).to(tl.uint32)
@@ -168,8 +160,9 @@ def test_random_numbers_are_philox(
         assert uniform.tolist() == [two_words(*words[2 * half : 2 * half + 2])]
 
 
-@pytest.mark.parametrize("step", mostly_long([1, -1, 2**32, 2**63 - 1, -(2**63)], -1, 2**32))
-@pytest.mark.parametrize("key", [0, -1, -(2**63), 0x0123456789ABCDEF])
+@pytest.mark.parametrize(
+    ("key", "step"), [(0, 2**32), (-1, -1), (-(2**63), 2**63 - 1), (0x0123456789ABCDEF, 1)]
+)
 def test_random_numbers_of_kernel_and_twin_are_the_same(key: int, step: int) -> None:
     rows = torch.tensor([0, 1, 2, 3, 2**16, 2**31 - 1, 2**31, 2**32 - 1])
     for level in range(7):
@@ -190,10 +183,7 @@ def test_random_numbers_differ_by_row_level_key_and_step() -> None:
     assert float(drawn.max()) <= LARGEST_UNIFORM
 
 
-# ---------------------------------------------------------------- build
-
-
-@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("capacity", [1, 31, 32, 1025, 33000])
 def test_build(capacity: int) -> None:
     expected = tree_of(priorities(capacity, seed=capacity))
     found = SumTree(capacity)
@@ -205,53 +195,17 @@ def test_build(capacity: int) -> None:
     same_tree(found, expected)
 
 
-def test_build_sums_in_the_order_that_is_promised() -> None:
-    leaves = priorities(1025, seed=3)
-    tree = SumTree(1025)
-    tree.leaves[:1025] = torch.from_numpy(leaves)
-    priority.build(tree)
-    row = [float(leaf) for leaf in tree.leaves.tolist()]
-    blocks = []
-    for first in range(0, 33 * 32, 32):
-        part = row[first : first + 32]
-        while len(part) > 1:
-            half = len(part) // 2
-            part = [part[i] + part[i + half] for i in range(half)]
-        blocks += part
-    assert tree.level(1, tree.sums).tolist() == blocks + [0.0] * 31
-    part = blocks[:32]
-    while len(part) > 1:
-        part = [part[i] + part[i + 1] for i in range(0, len(part), 2)]
-    assert tree.level(2, tree.sums).tolist() == [*part, blocks[32]] + [0.0] * 30
-    assert float(tree.total()) == part[0] + blocks[32]
-    positive = leaves[leaves > 0]
-    assert float(tree.minimum()) == positive.min()
-    assert float(tree.level(2, tree.maxs).max()) == positive.max()
-
-
-# ---------------------------------------------------------------- update
-
-
-@pytest.mark.parametrize("capacity", mostly_long(CAPACITIES, 1, 33, 1025))
+@pytest.mark.parametrize("capacity", [1, 33, 1025])
 def test_updates(capacity: int) -> None:
     # Several in a row on one tree: each begins with what the last one left.
     tree = tree_of(priorities(capacity, seed=7))
     for seed, (count, options) in enumerate(
-        zip((1, 31, 257, 300, 5, 64, 700), WEIGHTS.values(), strict=True)
+        zip((1, 31, 256, 300, 5, 64, 513), WEIGHTS.values(), strict=True)
     ):
         unset = seed % 2 == 1
         items, values = random_update(capacity, count, seed, unset=unset)
         tree, _ = check_update(tree, items, values, unset=unset, **options)
     check_consistent(tree)
-
-
-@pytest.mark.parametrize("count", mostly_long([256, 257, 513], 256))
-@pytest.mark.parametrize("options", WEIGHTS.values(), ids=WEIGHTS)
-def test_updates_across_the_edges_of_tiles(count: int, options: dict[str, float]) -> None:
-    unset = count % 2 == 0
-    items, values = random_update(2000, count, count, unset=unset)
-    found, _ = check_update(tree_of(priorities(2000, seed=1)), items, values, unset=unset, **options)
-    check_consistent(found)
 
 
 @BOTH
@@ -312,35 +266,7 @@ def test_tiny_priorities_stay_drawable_and_zero_stays_zero(run: Any) -> None:
     assert tree.leaves[:6].tolist() == [1, 1, 1, 1, 0, 1]
 
 
-@pytest.mark.parametrize("options", [{}, {"alpha": 0.7, "eps": 0.1}], ids=["plain", "weighed"])
-def test_of_equal_items_the_last_wins(options: dict[str, float]) -> None:
-    # Every item again and again, across tiles; the order of values is arbitrary.
-    random = np.random.default_rng(5)
-    items = torch.from_numpy(random.integers(0, 40, 1500))
-    values = torch.from_numpy(priorities(1500, seed=9))
-    found, _ = check_update(SumTree(64), items, values, **options)
-    weights = reference.weigh(values, **{"alpha": 1.0, "eps": 0.0, **_rounded(options)}).float()
-    last = dict(zip(items.tolist(), weights.tolist(), strict=True))
-    assert {i: float(found.leaves[i]) for i in range(40)} == last
-    again, _ = check_update(SumTree(64), items, values, **options)
-    same_tree(again, found)
-
-
-def _rounded(options: dict[str, float]) -> dict[str, float]:
-    return {name: float(np.float32(value)) for name, value in options.items()}
-
-
-def test_a_zero_can_be_the_last() -> None:
-    items, values = torch.tensor([3, 3, 5, 5]), torch.tensor([8.0, 0.0, 0.0, 8.0])
-    found, _ = check_update(tree_of(np.ones(33, dtype=np.float32)), items, values)
-    assert found.leaves[[3, 5]].tolist() == [0, 8]
-    assert float(found.total()) == 39
-
-
-@pytest.mark.parametrize(
-    ("capacity", "count"),
-    mostly_long([(33, 65), (33, 1500), (1025, 400), (1025, 1500), (33000, 400)], (33, 65), (1025, 400)),
-)
+@pytest.mark.parametrize(("capacity", "count"), [(33, 65), (1025, 400)])
 def test_many_programs_do_as_one_does(
     capacity: int, count: int, few_programs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -363,72 +289,38 @@ def test_many_programs_do_as_one_does(
 
 @BOTH
 def test_an_update_of_nothing(run: Any) -> None:
-    nothing = torch.zeros(0, dtype=torch.int64), torch.zeros(0)
     tree = tree_of(priorities(100))
     before = copy_of(tree)
-    run.update(tree, *nothing)
+    run.update(tree, torch.zeros(0, dtype=torch.int64), torch.zeros(0))
     run.update(tree, torch.full((300,), -1), torch.full((300,), 5.0))
     same_tree(tree, before)
-
-
-@BOTH
-def test_the_floor_counts_without_rows_that_count(run: Any) -> None:
-    tree = tree_of(priorities(100))
-    run.update(tree, torch.tensor([-1]), torch.tensor([5.0]), floor=3.0)
+    run.update(tree, torch.tensor([-1]), torch.tensor([5.0]), floor=3.0)  # counts without rows that count
     assert float(tree.maximum) == 3
 
 
-def test_random_updates_are_the_same() -> None:
-    tree = SumTree(1500)
-    random = np.random.default_rng(17)
-    for seed in range(10):
-        count, unset = int(random.integers(1, 400)), bool(random.integers(2))
-        options = list(WEIGHTS.values())[int(random.integers(len(WEIGHTS)))]
-        items, values = random_update(1500, count, 100 + seed, unset=unset)
-        tree, _ = check_update(tree, items, values, unset=unset, **options)
-    check_consistent(tree)
-
-
-# ---------------------------------------------------------------- refusals
-
-BAD: dict[str, tuple[float, dict[str, float]]] = {
-    "nan": (float("nan"), {}),
-    "infinite": (float("inf"), {}),
-    "minus-infinite": (float("-inf"), {}),
-    "negative": (-1e-30, {}),
-    "unset-is-negative": (UNSET, {}),
-    "gone-is-negative": (GONE, {}),
-    "negative-but-for-eps": (-0.5, {"eps": 1.0}),
-    "overflow-by-alpha": (1e30, {"alpha": 2.0}),
-    "overflow-by-eps": (3.4e38, {"eps": 1e37}),
-    "nan-with-alpha": (float("nan"), {"alpha": 0.5}),
-    "negative-with-alpha": (-3.0, {"alpha": 2.0}),
-    "infinite-with-alpha-zero": (float("inf"), {"alpha": 0.0}),
-    "nan-with-alpha-zero": (float("nan"), {"alpha": 0.0}),
-}
+BAD: list[tuple[float, dict[str, float]]] = [
+    *((value, {}) for value in (float("nan"), float("inf"), float("-inf"), -1e-30, UNSET, GONE)),
+    *((-0.5, {"eps": 1.0}), (1e30, {"alpha": 2.0}), (3.4e38, {"eps": 1e37}), (-3.0, {"alpha": 2.0})),
+    *((float("nan"), {"alpha": 0.5}), (float("inf"), {"alpha": 0.0}), (float("nan"), {"alpha": 0.0})),
+]
 
 
 @BOTH
-@pytest.mark.parametrize(("value", "options"), BAD.values(), ids=BAD)
-@pytest.mark.parametrize("position", mostly_long([0, 299], 299))
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, where a GPU makes a NaN
-def test_a_bad_value_refuses_the_update(
-    run: Any, value: float, options: dict[str, float], position: int
-) -> None:
-    tree = tree_of(priorities(500, seed=8))
+def test_a_bad_value_refuses_the_update(run: Any) -> None:
     items, values = random_update(500, 401, seed=6, outside=0)
     values.clamp_(max=1e3)
-    before = copy_of(tree)
-    values[position] = value
-    values[position + 1 :: 50] = value  # later ones are not what is noted
-    run.update(tree, items, values, floor=100.0, **options)
-    assert tree.status.tolist() == [position, 0, 0, 0]
-    before.status[BAD_POSITION] = position
-    same_tree(tree, before)
+    for i, (value, options) in enumerate(BAD):
+        tree, bad, position = tree_of(priorities(500, seed=8)), values.clone(), 0 if i == 3 else 299
+        before = copy_of(tree)
+        bad[position] = value
+        bad[position + 1 :: 50] = value  # later ones are not what is noted
+        run.update(tree, items, bad, floor=100.0, **options)
+        before.status[BAD_POSITION] = position
+        same_tree(tree, before)
 
 
-@BOTH
-@pytest.mark.parametrize("alone", [4096, 16])
+@pytest.mark.parametrize(("run", "alone"), [(priority, 4096), (priority, 16), (reference, 4096)])
 def test_after_a_refusal_all_updates_are_refused(
     run: Any, alone: int, few_programs: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -470,73 +362,45 @@ def test_first_values_are_set_while_a_refusal_is_noted(run: Any) -> None:
     assert tree.status.tolist() == [0, 0, 0, 0]
 
 
-@BOTH
-def test_the_largest_float_is_a_priority(run: Any) -> None:
-    tree = SumTree(70)
-    run.update(tree, torch.arange(70), torch.full((70,), LARGEST))
-    assert tree.status.tolist() == [NOWHERE, 0, 0, 0]
-    assert float(tree.total()) == 70 * LARGEST
-    assert float(tree.maximum) == float(tree.minimum()) == LARGEST
+def ints(*shape: int, dtype: torch.dtype = torch.int64, device: str = "cpu") -> torch.Tensor:
+    return torch.zeros(*shape, dtype=dtype, device=device)
 
 
-# ---------------------------------------------------------------- arguments
-
-GOOD_UPDATE: dict[str, Any] = {"items": torch.zeros(4, dtype=torch.int64), "values": torch.ones(4)}
-GOOD_DRAW: dict[str, Any] = {
-    "random": torch.zeros(2, dtype=torch.int64),
-    "items": torch.zeros(4, dtype=torch.int64),
-    "values": torch.zeros(4),
-}
-BAD_ROWS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "items-dtype": ({"items": torch.zeros(4, dtype=torch.int32)}, TypeError, "items is torch.int32"),
-    "values-dtype": ({"values": torch.zeros(4, dtype=torch.float64)}, TypeError, "values is torch.float64"),
-    "values-count": ({"values": torch.zeros(5)}, TypeError, r"values is torch.float32 \[5\]"),
-    "values-shape": ({"values": torch.zeros(4, 1)}, TypeError, r"values is torch.float32 \[4, 1\]"),
-    "items-strided": ({"items": torch.zeros(8, dtype=torch.int64)[::2]}, TypeError, "contiguous"),
-    "values-strided": ({"values": torch.zeros(8)[::2]}, TypeError, "contiguous"),
-    "items-device": (
-        {"items": torch.zeros(4, dtype=torch.int64, device="meta")},
-        ValueError,
-        "items is on meta",
-    ),
-    "values-device": ({"values": torch.zeros(4, device="meta")}, ValueError, "values is on meta"),
-}
-BAD_WEIGHTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    f"{name}-{value}": ({name: value}, ValueError, "not negative")
-    for name in ("alpha", "eps")
-    for value in (-0.5, float("inf"), float("nan"))
-}
-BAD_RANDOM: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "random-dtype": ({"random": torch.zeros(2, dtype=torch.int32)}, TypeError, "random is torch.int32"),
-    "random-count": ({"random": torch.zeros(1, dtype=torch.int64)}, TypeError, "random is"),
-}
+I32 = torch.int32
+# fmt: off
+BAD_ROWS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"items": ints(4, dtype=I32)}, TypeError, "items is torch.int32"),
+    ({"values": torch.zeros(4, dtype=torch.float64)}, TypeError, "values is torch.float64"),
+    ({"values": torch.zeros(5)}, TypeError, r"values is torch.float32 \[5\]"),
+    ({"values": torch.zeros(4, 1)}, TypeError, r"values is torch.float32 \[4, 1\]"),
+    ({"items": ints(8)[::2]}, TypeError, "contiguous"),
+    ({"values": torch.zeros(8)[::2]}, TypeError, "contiguous"),
+    ({"items": ints(4, device="meta")}, ValueError, "items is on meta"),
+    ({"values": torch.zeros(4, device="meta")}, ValueError, "values is on meta"),
+]
+BAD_WEIGHTS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({name: value}, ValueError, "not negative")
+    for name in ("alpha", "eps") for value in (-0.5, float("inf"), float("nan"))
+]
+BAD_RANDOM: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"random": ints(2, dtype=I32)}, TypeError, "random is torch.int32"),
+    ({"random": ints(1)}, TypeError, "random is"),
+]
+# fmt: on
 
 
-@pytest.mark.parametrize(("change", "error", "message"), [*BAD_ROWS.values(), *BAD_WEIGHTS.values()])
-def test_arguments_of_an_update_are_checked(
-    change: dict[str, Any], error: type[Exception], message: str
-) -> None:
+def test_arguments_are_checked() -> None:
     tree = tree_of(priorities(40))
-    before = copy_of(tree)
-    with pytest.raises(error, match=message):
-        priority.update(tree, **{**GOOD_UPDATE, **change})
-    same_tree(tree, before)
-
-
-@DRAWS
-@pytest.mark.parametrize(("change", "error", "message"), [*BAD_ROWS.values(), *BAD_RANDOM.values()])
-def test_arguments_of_a_draw_are_checked(
-    distinct: bool, change: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    tree = tree_of(priorities(40))
-    before = copy_of(tree)
-    draw = priority.draw_distinct if distinct else priority.draw
-    with pytest.raises(error, match=message):
-        draw(tree, **{**GOOD_DRAW, **change})
-    same_tree(tree, before)
-
-
-# ---------------------------------------------------------------- draw
+    before, good = copy_of(tree), {"items": ints(4), "values": torch.ones(4)}
+    for run, more, cases in (
+        (priority.update, {}, BAD_ROWS + BAD_WEIGHTS),
+        (priority.draw, {"random": ints(2)}, BAD_ROWS + BAD_RANDOM),
+        (priority.draw_distinct, {"random": ints(2)}, BAD_ROWS + BAD_RANDOM),
+    ):
+        for change, error, message in cases:
+            with pytest.raises(error, match=message):
+                run(tree, **{**good, **more, **change})
+            same_tree(tree, before)
 
 
 def check_draw(tree: SumTree, count: int, key: int, step: int, *, distinct: bool) -> torch.Tensor:
@@ -566,9 +430,9 @@ def check_draw(tree: SumTree, count: int, key: int, step: int, *, distinct: bool
 
 
 @DRAWS
-@pytest.mark.parametrize("capacity", mostly_long(CAPACITIES, 1, 1025))
+@pytest.mark.parametrize("capacity", [1, 33, 1025])
 def test_draws(capacity: int, distinct: bool) -> None:
-    leaves = priorities(capacity, seed=capacity)
+    leaves = priorities(capacity, seed=capacity, orders=60 if capacity == 1025 else 12)
     leaves[capacity // 2] = 1  # a tree of one item is not empty
     tree = tree_of(leaves)
     positive = int((leaves > 0).sum())
@@ -578,41 +442,8 @@ def test_draws(capacity: int, distinct: bool) -> None:
 
 
 @DRAWS
-@pytest.mark.parametrize("orders", mostly_long([0, 12, 60], 60))
-def test_draws_of_all_sizes_of_priorities(
-    orders: float, distinct: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(priority.DRAW, "ROWS", 128)  # fewer programs to run in turn
-    tree = tree_of(priorities(1025, seed=4, orders=orders, zeros=0.5))
-    for step in range(2):
-        check_draw(tree, 35 if distinct else 300, 3, step, distinct=distinct)
-
-
-@DRAWS
-@pytest.mark.parametrize(("key", "step"), mostly_long(itertools.product(WORDS, WORDS), (-(2**63), -1)))
-def test_counters_at_their_extremes(key: int, step: int, distinct: bool) -> None:
-    tree = tree_of(priorities(32, seed=4))
-    items = check_draw(tree, 20 - 4 * distinct, key, step, distinct=distinct)
-    others = check_draw(tree, 20 - 4 * distinct, key ^ (1 << 40), step, distinct=distinct)
-    assert not torch.equal(items, others)
-
-
-@DRAWS
-@BOTH
-def test_more_random_words_than_two_are_not_looked_at(run: Any, distinct: bool) -> None:
-    tree, name = tree_of(priorities(1000, seed=4)), "draw_distinct" if distinct else "draw"
-    drawn = []
-    for random in (torch.tensor([5, 6]), torch.tensor([5, 6, 7])):
-        items, values = outputs(30)
-        getattr(run, name)(tree, random, items, values)
-        drawn.append(items.tolist())
-    assert drawn[0] == drawn[1]
-
-
-@DRAWS
-@pytest.mark.parametrize("capacity", mostly_long([1, 33, 1025], 33))
-def test_an_empty_tree_draws_nothing_and_counts_it(capacity: int, distinct: bool) -> None:
-    tree = SumTree(capacity)
+def test_an_empty_tree_draws_nothing_and_counts_it(distinct: bool) -> None:
+    tree = SumTree(33)
     for run, times in itertools.product((priority, reference), (1, 2)):
         drawn, name = copy_of(tree), "draw_distinct" if distinct else "draw"
         for _ in range(times):
@@ -636,8 +467,8 @@ def test_a_draw_of_no_rows_does_nothing(run: Any, distinct: bool) -> None:
         same_tree(tree, before)
 
 
-@pytest.mark.parametrize("count", mostly_long([5, 6, 65, 130], 6))
-def test_too_few_items_for_a_distinct_draw(count: int) -> None:
+def test_too_few_items_for_a_distinct_draw() -> None:
+    count = 6
     leaves = np.zeros(1000, dtype=np.float32)
     positive = [0, 31, 32, 700, 999]
     leaves[positive] = [1e-6, 1, 1e6, 3, 1e-3]
@@ -650,31 +481,18 @@ def test_too_few_items_for_a_distinct_draw(count: int) -> None:
     assert tree.status.tolist() == [NOWHERE, 0, count - 5, 0]
 
 
-@pytest.mark.parametrize("capacity", mostly_long([31, 65, 200], 31))
-def test_a_distinct_draw_of_everything_draws_everything(capacity: int) -> None:
+def test_a_distinct_draw_of_everything_draws_everything() -> None:
     # Many turns: at the end little is left beside much that was drawn.
-    tree = tree_of(priorities(capacity, seed=capacity, zeros=0))
-    items = check_draw(tree, capacity, 1, 1, distinct=True)
-    assert sorted(items.tolist()) == list(range(capacity))
+    tree = tree_of(priorities(31, seed=31, zeros=0))
+    assert sorted(check_draw(tree, 31, 1, 1, distinct=True).tolist()) == list(range(31))
 
 
-@pytest.mark.parametrize("heavy", mostly_long([0, 15, 63], 15))
-def test_the_first_of_a_distinct_draw_is_the_first_of_a_draw(heavy: int) -> None:
-    leaves = np.ones(64, dtype=np.float32)
-    leaves[heavy] = 1e6
-    tree = tree_of(leaves)
-    for step in range(3):
-        first = check_draw(tree, 1, 0, step, distinct=False)
-        assert int(check_draw(tree, 30, 0, step, distinct=True)[0]) == int(first)
+WALKS = pytest.mark.parametrize("walk", [descend_kernel, descend_twin], ids=["kernel", "twin"])
 
 
-# ---------------------------------------------------------------- ways through the tree
-
-
-@pytest.mark.parametrize("walk", [descend_kernel, descend_twin], ids=["kernel", "twin"])
-@pytest.mark.parametrize("capacity", [32, 33, 1025])
-def test_every_positive_item_can_be_drawn(walk: Callable[..., Any], capacity: int) -> None:
-    leaves = priorities(capacity, seed=capacity)
+@WALKS
+def test_every_positive_item_can_be_drawn(walk: Callable[..., Any]) -> None:
+    leaves = priorities(1025, seed=1025)
     items = np.flatnonzero(leaves)
     us = uniforms_to(levels_of(leaves), items)
     assert float(us.min()) >= 0
@@ -682,31 +500,17 @@ def test_every_positive_item_can_be_drawn(walk: Callable[..., Any], capacity: in
     assert walk(tree_of(leaves), us).tolist() == items.tolist()
 
 
-@pytest.mark.parametrize("walk", [descend_kernel, descend_twin], ids=["kernel", "twin"])
-@pytest.mark.parametrize("capacity", [1, 32, 33, 1025])
-def test_extreme_uniforms_never_draw_zero(walk: Callable[..., Any], capacity: int) -> None:
-    for place in sorted({0, 15, 16, 30, 31, 32, capacity // 2, capacity - 1}):
-        if place < capacity:
-            leaves = np.zeros(capacity, dtype=np.float32)
-            leaves[place] = 1e-6 * (place + 1)
-            tree = tree_of(leaves)
-            assert set(walk(tree, extreme_uniforms(tree.depth + 1)).tolist()) == {place}
-
-
-@pytest.mark.parametrize("walk", [descend_kernel, descend_twin], ids=["kernel", "twin"])
-@pytest.mark.parametrize("leaves", rounding_traps().values(), ids=rounding_traps())
-def test_rounding_never_leads_to_zero(walk: Callable[..., Any], leaves: np.ndarray) -> None:
-    tree = tree_of(leaves)
-    items = walk(tree, extreme_uniforms(tree.depth + 1))
-    assert set(items.tolist()) <= set(np.flatnonzero(leaves).tolist())
-
-
-def test_the_comparison_sees_a_single_bit() -> None:
-    one, other = tree_of(priorities(100)), tree_of(priorities(100))
-    same_tree(one, other)
-    bits(other.sums)[2] ^= 1
-    with pytest.raises(AssertionError, match="sums: 1 differ, the first at 2"):
-        same_tree(one, other)
+@WALKS
+def test_extreme_uniforms_never_draw_zero(walk: Callable[..., Any]) -> None:
+    for capacity, place in ((1, 0), (32, 15), (32, 31), (33, 32), (1025, 16), (1025, 512), (1025, 1024)):
+        leaves = np.zeros(capacity, dtype=np.float32)
+        leaves[place] = 1e-6 * (place + 1)
+        tree = tree_of(leaves)
+        assert set(walk(tree, extreme_uniforms(tree.depth + 1)).tolist()) == {place}
+    for leaves in rounding_traps().values():
+        tree = tree_of(leaves)
+        items = walk(tree, extreme_uniforms(tree.depth + 1))
+        assert set(items.tolist()) <= set(np.flatnonzero(leaves).tolist())
 
 
 def test_a_bad_position_is_that_in_the_whole_update(

@@ -544,7 +544,7 @@ def test_what_does_not_fit_an_open_table_is_refused_at_once(table: gear.Table) -
         with pytest.raises(SchemaError, match="A batch of 800 rows does not fit"):
             module(limited, batch_size=800)
         module(limited, batch_size=800, rate_limited=False)
-    with gear.distributed.Shards(table) as shards, pytest.raises(SchemaError, match="it is no rank"):
+    with gear.distributed.Shards(table) as shards, pytest.raises(SchemaError, match="it is not a rank"):
         module(shards, num_workers=1)
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import mostly_long
-from cuda_common import FakeCuda
+from cuda_common import FakeCuda, FakeEvent
 
 import gear_loader as gear
 from gear_loader.collection.collector import Collector, GpuSide
@@ -110,18 +109,14 @@ SELECTORS = {
 }
 
 
-ITEMS = [("trajectory", "uniform"), ("trajectory", "first"), ("trajectory", "last"), ("step", "uniform")]
-
-
 @pytest.mark.parametrize(
     ("name", "unit", "anchor"),
-    mostly_long(
-        [(name, *items) for name in SELECTORS for items in ITEMS],
+    [
         ("prioritized", "step", "uniform"),
         ("distinct", "trajectory", "first"),
         ("top", "trajectory", "last"),
         ("bottom", "trajectory", "uniform"),
-    ),
+    ],
 )
 def test_batches_are_those_of_the_cpu_while_the_table_changes(
     table: gear.Table, name: str, unit: Any, anchor: Anchor
@@ -226,37 +221,37 @@ def test_updates_of_shared_steps_are_those_of_the_cpu(table: gear.Table, stale: 
 
 
 @pytest.mark.parametrize("unit", ["trajectory", "step"])
-def test_rows_that_name_nothing_known_are_stale(table: gear.Table, unit: Any) -> None:
+def test_invalid_rows_are_stale(table: gear.Table, unit: Any) -> None:
     device, host = both(table, gear.Prioritized(unit=unit))
     draw = Draw(0, 0, 0, 0, BATCH)
-    rows = expected(host, draw)
+    gone = int(expected(host, draw).slots[0])
     drawn(device, draw)
     before = device._wide.leaves.clone()
-    slots = torch.tensor([-1, 60, 2**40, int(rows.slots[0])])
-    steps = torch.tensor([0, 0, 0, 10_000]) if unit == "step" else None
-    generation = torch.tensor([1, 1, 1, 2**33])
-    device.update_priority(
-        slots, torch.ones(4), generation=generation, anchor=steps, stale="ignore", between=now
-    )
-    assert device.num_stale == 4
-    assert torch.equal(device._wide.leaves, before)
-    gone = int(rows.slots[0])
-    table.remove(gone)
-    drawn(device, draw)
-    step = torch.zeros(1, dtype=torch.int64) if unit == "step" else None
-    device.update_priority(
-        torch.tensor([gone]), torch.ones(1), generation=None, anchor=step, stale="ignore", between=now
-    )
-    assert device.num_stale == 5
-    with pytest.raises(
-        StaleIndexError, match=f"1 of 1 priorities are for trajectories that are gone.*index {gone}"
-    ):
+
+    def give(slots: list[int], steps: list[int], generation: Any = None, stale: Any = "ignore") -> None:
+        anchor = torch.tensor(steps) if unit == "step" else None
         device.update_priority(
-            torch.tensor([gone]), torch.ones(1), generation=None, anchor=step, stale="error", between=now
+            torch.tensor(slots),
+            torch.ones(len(slots)),
+            generation=generation,
+            anchor=anchor,
+            stale=stale,
+            between=now,
         )
 
+    give([-1, 60, 2**40, gone], [0, 0, 0, 10_000], torch.tensor([1, 1, 1, 2**33]))
+    assert device.num_stale == 4
+    assert torch.equal(device._wide.leaves, before)
+    table.remove(gone)
+    drawn(device, draw)
+    give([gone], [0])
+    assert device.num_stale == 5
+    message = f"1 of 1 priorities are for removed trajectories.*index {gone}"
+    with pytest.raises(StaleIndexError, match=message):
+        give([gone], [0], stale="error")
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0, 1e38])
+
+@pytest.mark.parametrize("bad", [float("nan"), 1e38])
 def test_a_bad_priority_that_only_the_gpu_sees_changes_nothing_and_is_raised_later(
     table: gear.Table, bad: float
 ) -> None:
@@ -304,31 +299,19 @@ def test_priorities_out_of_range_are_an_error_where_the_host_raises_it(
     device._raise_late()
 
 
-def test_new_trajectories_arrive_while_a_bad_update_is_pending(table: gear.Table) -> None:
-    device, host = both(table, gear.Prioritized())
-    draw = Draw(0, 0, 0, 0, BATCH)
-    rows = expected(host, draw)
-    drawn(device, draw)
-    update(device, rows, torch.full((BATCH,), -1.0))
-    index = table.add({"value": np.zeros((3, 2), np.float32)}, priority=77.0)
-    drawn(device, draw)
-    assert device._wide.leaves[index] == np.float32(77.0) ** np.float32(0.6)
-
-
 def test_a_tree_without_positive_priorities_gives_padding_and_an_error_later(table: gear.Table) -> None:
     device, _ = both(table, gear.Prioritized(alpha=1.0))
     table.remove(table.indices())
     index = table.add({"value": np.zeros((3, 2), np.float32)}, priority=0.0)
-    found = drawn(device, Draw(0, 0, 0, 0, BATCH))
-    assert (found[0][0] == -1).all()
-    assert (found[0][3:].reshape(BATCH, 2)[:, 0] == 0).all()
-    assert (found[2] == 0).all()
+    rows, _, weights = drawn(device, Draw(0, 0, 0, 0, BATCH))
+    assert (rows[0] == -1).all()
+    assert (rows[3:].reshape(BATCH, 2)[:, 0] == 0).all()
+    assert (weights == 0).all()
     with pytest.raises(PriorityError, match="no item left with a positive priority"):
         device._raise_late()
     device._raise_late()
-    device.update_priority(
-        torch.tensor([index]), torch.ones(1), generation=None, anchor=None, stale="ignore", between=now
-    )
+    options: Any = {"generation": None, "anchor": None, "stale": "ignore", "between": now}
+    device.update_priority(torch.tensor([index]), torch.ones(1), **options)
     assert (drawn(device, Draw(0, 0, 1, 0, BATCH))[0][0] == index).all()
     table.remove(index)
     drawn(device, Draw(0, 0, 2, 0, BATCH))
@@ -337,17 +320,12 @@ def test_a_tree_without_positive_priorities_gives_padding_and_an_error_later(tab
 
 
 def test_only_the_subset_is_drawn(table: gear.Table) -> None:
-    def even(sequences: Any) -> Any:
-        return sequences % 2 == 0
-
-    for unit in ("trajectory", "step"):
-        device, host = both(table, gear.Prioritized(unit=unit), subset=even)  # type: ignore[arg-type]
-        sequence = table.reader().slot_states()[2]
-        for step in range(4):
-            draw = Draw(0, 0, step, 0, BATCH)
-            found = drawn(device, draw)
-            assert (sequence[found[0][0].numpy()] % 2 == 0).all()
-            np.testing.assert_array_equal(found[0][0], expected(host, draw).slots)
+    device, host = both(table, gear.Prioritized(unit="step"), subset=lambda sequences: sequences % 2 == 0)
+    for step in range(2):
+        draw = Draw(0, 0, step, 0, BATCH)
+        found = drawn(device, draw)
+        assert (table.reader().slot_states()[2][found[0][0].numpy()] % 2 == 0).all()
+        np.testing.assert_array_equal(found[0][0], expected(host, draw).slots)
 
 
 def test_wrong_tensors_are_refused_before_anything_is_queued(table: gear.Table) -> None:
@@ -368,21 +346,7 @@ def test_wrong_tensors_are_refused_before_anything_is_queued(table: gear.Table) 
     assert device.num_stale == 0
 
 
-# ---------------------------------------------------------------- from the draw to the gathered batch
-
-
-class Event:
-    """Stands for a CUDA event."""
-
-    def synchronize(self) -> None:
-        pass
-
-    def record(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("name", SELECTORS)
-@pytest.mark.parametrize("unit", ["trajectory", "step"])
+@pytest.mark.parametrize(("name", "unit"), [("prioritized", "step"), ("top", "trajectory")])
 def test_a_batch_is_gathered_from_what_the_kernels_drew(
     table: gear.Table, name: str, unit: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -408,7 +372,7 @@ def test_a_batch_is_gathered_from_what_the_kernels_drew(
         buffers.batch["priority_weight"] = mirror[2]
     else:
         mirror = mirror[:2]
-    event: Any = Event()
+    event: Any = FakeEvent()
     buffers.gpu = GpuSide(None, mirror, random, None, event, event)
     for step in range(2):
         for value in (buffers.batch["value"], expected_buffers.batch["value"]):

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import mostly_long
 from dataset_common import SCHEMA, episode, open_tickets
 
 import gear_loader as gear
@@ -307,13 +306,12 @@ TwinMachine.TestCase.pytestmark = [  # type: ignore[attr-defined]
 TestSelectionBesideItsTwin = TwinMachine.TestCase
 
 
-@pytest.mark.parametrize("unit", ["trajectory", "step"])
-@pytest.mark.parametrize("block_steps", mostly_long([1, 4, 7], 4))
+@pytest.mark.parametrize(("unit", "block_steps"), [("step", 1), ("step", 4), ("trajectory", 7)])
 def test_a_long_life(unit: str, block_steps: int) -> None:
     twin = Twin(unit=unit, block_steps=block_steps, max_steps=90, max_trajectories=12)
     rng = np.random.default_rng(block_steps)
     with twin.table:
-        for turn in range(300):
+        for turn in range(200):
             for _ in range(int(rng.integers(0, 3)) if turn % 50 else 40):  # 40: more than the ring remembers
                 given = None if rng.random() < 0.5 else int(rng.integers(0, 9)) / 8
                 twin.add([int(rng.integers(0, 20))], [given])
@@ -329,29 +327,9 @@ def test_a_long_life(unit: str, block_steps: int) -> None:
             twin.update(rows, named=bool(turn % 2), error=bool(turn % 3))
             twin.draw(8)
         twin.look()
-        assert twin.table.stats().num_evicted > 200
-        assert twin.drawn > 2000
+        assert twin.table.stats().num_evicted > 100
+        assert twin.drawn > 1500
         assert twin.stale == 0
-
-
-@pytest.mark.parametrize("unit", ["trajectory", "step"])
-def test_blocks_that_change_hands_between_two_looks(unit: str) -> None:
-    """The slot and the blocks of one that is gone belong to others by the next look, or to none."""
-    twin = Twin(unit=unit, block_steps=3, max_steps=60, max_trajectories=10)
-    with twin.table:
-        twin.add([4, 10, 6], [0.5, 1.5, 2.0])
-        twin.look()
-        for lengths in ([6, 4], [12], [2, 2, 2, 2], [1, 15], [9], [0, 0, 0, 0, 0]):
-            twin.remove(list(twin.live)[:2])
-            twin.add(lengths, [1.0 + i for i in range(len(lengths))])
-            twin.look()
-            twin.draw(8)
-        twin.remove(list(twin.live))
-        twin.look()
-        twin.draw(8)
-        twin.add([5], [None])
-        twin.draw(8)
-        assert twin.drawn == 7 * 8
 
 
 @pytest.mark.parametrize("unit", ["trajectory", "step"])

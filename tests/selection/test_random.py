@@ -26,9 +26,6 @@ def philox(counter: list[int], key: list[int]) -> list[int]:
     return [c0, c1, c2, c3]
 
 
-# ---------------------------------------------------------------- numbers
-
-
 def test_reference_values() -> None:
     # Change these only together with every promise that a saved state resumes.
     assert raw(5, **COUNTERS).tolist() == [
@@ -53,29 +50,12 @@ def test_reference_values() -> None:
     ]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1, -1, -(2**63)])
-@pytest.mark.parametrize("epoch", [0, 3, 1 << 62])
-def test_numbers_are_philox_of_the_counters(seed: int, epoch: int) -> None:
-    got = raw(8, seed=seed, stream=5, epoch=epoch, step=9).tolist()
-    blocks = [philox([block, 0, 9, epoch], [seed & WORD, 5]) for block in (1, 2)]
-    assert got == blocks[0] + blocks[1]
-
-
-def test_large_and_negative_seeds_are_different_seeds() -> None:
-    seeds = [0, -1, -2, 2**63, 2**63 + 1, 2**64 - 3, 2**64 - 4]
-    draws = {seed: tuple(raw(2, **{**COUNTERS, "seed": seed}).tolist()) for seed in seeds}
-    assert len(set(draws.values())) == len(seeds)
-
-
-def test_a_draw_depends_on_its_counters_alone() -> None:
-    points = list(itertools.product((0, 1), repeat=4))
-    names = ("seed", "stream", "epoch", "step")
-    forward = {p: raw(16, **dict(zip(names, p, strict=True))).tolist() for p in points}
-    backward = {p: raw(16, **dict(zip(names, p, strict=True))).tolist() for p in reversed(points)}
-    assert forward == backward
-    assert len({tuple(numbers) for numbers in forward.values()}) == len(points)
-    assert raw(5, **COUNTERS).tolist() == raw(50, **COUNTERS).tolist()[:5]
-    assert len(raw(0, **COUNTERS)) == 0
+def test_numbers_are_philox_of_the_counters() -> None:
+    seeds = (0, 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1, -1, -(2**63))
+    for seed, epoch in zip(seeds, (0, 3, 1 << 62, 0, 3, 1 << 62, 5, 7), strict=True):
+        got = raw(8, seed=seed, stream=5, epoch=epoch, step=9).tolist()
+        blocks = [philox([block, 0, 9, epoch], [seed & WORD, 5]) for block in (1, 2)]
+        assert got == blocks[0] + blocks[1]
 
 
 def test_uniforms_are_in_the_unit_interval_with_53_bits() -> None:
@@ -89,27 +69,16 @@ def test_uniforms_are_in_the_unit_interval_with_53_bits() -> None:
     assert chi_square(observed, np.full(100, 1000)) < chi_square_limit(99)
 
 
-@pytest.mark.parametrize("high", [1, 2, 7, 1000, 2**40])
+@pytest.mark.parametrize("high", [1, 7, 2**40])
 def test_integers_are_below_their_bound_and_uniform(high: int) -> None:
     values = integers(high, 20_000, **COUNTERS)
     assert values.dtype == np.int64
-    assert values.min() >= 0
-    assert values.max() < high
     cells = min(high, 64)
     edges = np.array([math.ceil(high * cell / cells) for cell in range(cells + 1)])
     observed, _ = np.histogram(values, edges)
+    assert observed.sum() == 20_000  # all are in the range
     expected = 20_000 * np.diff(edges) / high
     assert cells == 1 or chi_square(observed, expected) < chi_square_limit(cells - 1)
-
-
-def test_integers_with_a_bound_each() -> None:
-    high = np.array([1, 2, 3, 10**9] * 5000)
-    values = integers(high, len(high), **COUNTERS)
-    assert (values >= 0).all()
-    assert (values < high).all()
-    assert (values[::4] == 0).all()
-    observed = np.bincount(values[2::4], minlength=3)
-    assert chi_square(observed, np.full(3, 5000 / 3)) < chi_square_limit(2)
 
 
 def test_hashed_numbers_depend_on_value_seed_and_stream_alone() -> None:
@@ -127,24 +96,13 @@ def test_hashed_numbers_depend_on_value_seed_and_stream_alone() -> None:
         assert chi_square(pairs, np.full((size, size), 32_000 / size**2)) < chi_square_limit(size**2 - 1)
 
 
-# ---------------------------------------------------------------- permutations
-
-SIZES = (1, 2, 3, 5, 255, 65_535, 65_536, 65_537, 65_538, 65_539, 100_003, 131_071, 262_143, 262_144, 262_145)
-
-
-@pytest.mark.parametrize("size", SIZES)
+# The last is the worst case: the Feistel network's domain is almost four times as large.
+@pytest.mark.parametrize("size", [1, 2, 5, 65_536, 65_537, 131_071, 262_144, 4**9 + 1])
 def test_permutation_is_a_bijection(size: int) -> None:
     items = Permutation(size, seed=11, epoch=2)[np.arange(size)]
     assert items.dtype == np.int64
     assert (np.bincount(items, minlength=size) == 1).all()
     assert size < 5 or items.tolist() != list(range(size))
-
-
-def test_permutation_just_above_a_power_of_four_is_a_bijection() -> None:
-    # The worst case: the Feistel network's domain is almost four times as large as the size.
-    size = 4**10 + 1
-    items = Permutation(size, seed=11, epoch=2)[np.arange(size)]
-    assert (np.bincount(items, minlength=size) == 1).all()
 
 
 @pytest.mark.parametrize("size", [1000, 65_537])
@@ -179,35 +137,3 @@ def test_all_orders_of_four_items_are_equally_likely() -> None:
     for epoch in range(draws):
         observed[number[tuple(Permutation(4, seed=5, epoch=epoch)[np.arange(4)].tolist())]] += 1
     assert chi_square(observed, np.full(24, draws / 24)) < chi_square_limit(23)
-
-
-def test_a_large_permutation_spreads_positions_over_items() -> None:
-    # Cells of position x item; both margins are fixed, so (16 - 1)^2 degrees of freedom an epoch.
-    size, cells, epochs = 70_001, 16, 8
-    statistic = 0.0
-    positions = np.arange(size)
-    of_position = positions * cells // size
-    sizes = np.bincount(of_position)
-    for epoch in range(epochs):
-        items = Permutation(size, seed=21, epoch=epoch)[positions]
-        observed = np.zeros((cells, cells))
-        np.add.at(observed, (of_position, items * cells // size), 1)
-        statistic += chi_square(observed, np.outer(sizes, sizes) / size)
-    degrees = epochs * (cells - 1) ** 2
-    assert statistic < chi_square_limit(degrees)
-    # Too even would be as wrong: the lower limit of the same significance.
-    assert statistic > degrees * (1 - 2 / (9 * degrees) - 3.719 * math.sqrt(2 / (9 * degrees))) ** 3
-
-
-def test_neighbours_in_a_large_permutation_are_independent() -> None:
-    size, epochs, cells = 80_000, 1000, 4
-    first = np.zeros((4, cells))
-    pairs = np.zeros((cells, cells))
-    corners = np.array([0, 1, size // 2, size - 1])
-    for epoch in range(epochs):
-        items = Permutation(size, seed=8, epoch=epoch)[corners] * cells // size
-        first[np.arange(4), items] += 1
-        pairs[items[0], items[1]] += 1
-    for observed in first:
-        assert chi_square(observed, np.full(cells, epochs / cells)) < chi_square_limit(cells - 1)
-    assert chi_square(pairs, np.full((cells, cells), epochs / cells**2)) < chi_square_limit(cells**2 - 1)

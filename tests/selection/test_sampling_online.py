@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import threading
 import time
 from typing import Any
@@ -44,52 +43,47 @@ SELECTORS = [
     gear.Uniform(),
     gear.Uniform(replacement=False),
     gear.Uniform(unit="step"),
-    gear.Fifo(),
     gear.Lifo(),
-    gear.Lifo(unit="step"),
-    gear.Prioritized(),
-    gear.Prioritized(replacement=False),
     gear.Prioritized(unit="step"),
-    gear.TopK(),
+    gear.Prioritized(replacement=False),
     gear.TopK(largest=False, unit="step"),
 ]
-
-# sample_info -----------------------------------------------------------------------------------------
+SOME = pytest.mark.parametrize("selector", [gear.Fifo(), gear.Prioritized()], ids=repr)
 
 
 def probability_of(
     selector: gear.selectors.Selector, table: gear.Table, batch: dict[str, Any]
 ) -> list[float]:
     """With which probability each row of a batch was drawn."""
+    steps, count = selector.unit == "step", len(batch["index"])
     if isinstance(selector, gear.Uniform):
-        items = len(table) if selector.unit == "trajectory" else table.num_steps
-        return [1 / items] * len(batch["index"])
+        return [1 / (table.num_steps if steps else len(table))] * count
     if not isinstance(selector, gear.Prioritized):
-        return [1.0] * len(batch["index"])
-    lengths = dict(zip(table.indices().tolist(), table.lengths().tolist(), strict=True))
-    weights = {
-        index: float(table.reader().arrays.priority[index]) ** selector.alpha
-        * (lengths[index] if selector.unit == "step" else 1)
-        for index in lengths
+        return [1.0] * count
+    indices, lengths = table.indices(), table.lengths()
+    each = {
+        index: float(table.reader().arrays.priority[index]) ** selector.alpha for index in indices.tolist()
     }
-    each = {index: float(table.reader().arrays.priority[index]) ** selector.alpha for index in lengths}
-    return [each[index] / sum(weights.values()) for index in batch["index"].tolist()]
+    total = sum(
+        weight * (length if steps else 1)
+        for weight, length in zip(each.values(), lengths.tolist(), strict=True)
+    )
+    return [each[index] / total for index in batch["index"].tolist()]
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("selector", SELECTORS, ids=repr)
+@pytest.mark.parametrize(
+    ("selector", "prefetch"), [(selector, i % 2 * 2) for i, selector in enumerate(SELECTORS)], ids=str
+)
 def test_sample_info_of_every_selector(selector: gear.selectors.Selector, prefetch: int) -> None:
+    floats = dict.fromkeys(("probability", "age_seconds"), torch.float32)
+    dtypes = {**dict.fromkeys(("times_sampled", "age"), torch.int64), **floats}
     with table_of(17) as table:
         data = dataset_of(table, selector=selector, sample_info=True, prefetch=prefetch, batches_per_epoch=9)
         counts: collections.Counter[int] = collections.Counter()
         for batch in data:
             info = batch["sample_info"]
-            assert {key: (value.dtype, len(value)) for key, value in info.items()} == {
-                "times_sampled": (torch.int64, len(batch["index"])),
-                "age": (torch.int64, len(batch["index"])),
-                "probability": (torch.float32, len(batch["index"])),
-                "age_seconds": (torch.float32, len(batch["index"])),
-            }
+            assert {key: value.dtype for key, value in info.items()} == dtypes
+            assert {len(value) for value in info.values()} == {len(batch["index"])}
             for row, number in enumerate(numbers_in(batch)):
                 counts[number] += 1
                 assert info["times_sampled"][row] == counts[number]
@@ -110,14 +104,6 @@ def test_without_sample_info_nothing_is_counted() -> None:
         assert table.stats().num_sampled == 8
 
 
-def test_ages_grow_as_others_add() -> None:
-    with table_of(1) as table:
-        data = dataset_of(table, sample_info=True, selector=gear.Fifo())
-        for added in range(5):
-            assert data.sample()["sample_info"]["age"].tolist()[0] == added
-            table.add(rows(10 + added, 3))
-
-
 def test_an_index_that_was_used_again_starts_at_zero() -> None:
     with table_of(1) as table:
         data = dataset_of(table, sample_info=True)
@@ -127,11 +113,11 @@ def test_an_index_that_was_used_again_starts_at_zero() -> None:
         assert data.sample()["sample_info"]["times_sampled"].tolist() == [1, 2, 3, 4]
 
 
-# max_times_sampled -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("limit", [1, 3])
-@pytest.mark.parametrize("selector", SELECTORS, ids=repr)
+@pytest.mark.parametrize(
+    ("selector", "limit"),
+    [(selector, 1 + i % 2 * 2) for i, selector in enumerate([gear.Fifo(), *SELECTORS])],
+    ids=str,
+)
 def test_each_is_drawn_so_often_and_not_once_more(selector: gear.selectors.Selector, limit: int) -> None:
     with table_of(16, max_times_sampled=limit, timeout=0.05) as table:
         data = dataset_of(table, selector=selector, sample_info=True, batches_per_epoch=1000)
@@ -142,6 +128,10 @@ def test_each_is_drawn_so_often_and_not_once_more(selector: gear.selectors.Selec
                 for row, number in enumerate(numbers_in(batch)):
                     assert batch["sample_info"]["times_sampled"][row] <= limit, number
                 assert max(counts.values()) <= limit
+                if "priority_weight" in batch:  # of rows that were drawn once more, too
+                    priorities = batch["number"][:, 1].double()
+                    weights = (priorities.min() / priorities) ** (selector.alpha * selector.beta_at(0))  # type: ignore[attr-defined]
+                    torch.testing.assert_close(batch["priority_weight"], weights.float())
                 table.check_valid()
         # The last batch may have lacked rows; what it had taken by then is gone too.
         assert sum(counts.values()) >= 16 * limit - 3 * 4
@@ -164,37 +154,6 @@ def test_a_batch_that_lacks_rows_waits_for_more() -> None:
             table.extend([rows(50 + i, 3) for i in range(6)])
 
 
-@pytest.mark.parametrize("selector", [gear.Uniform(), gear.Fifo(), gear.Prioritized()], ids=repr)
-def test_two_readers_at_once_share_what_there_is(selector: gear.selectors.Selector) -> None:
-    with gear.Table.create(
-        COLUMNS, max_steps=3000, max_trajectories=800, block_steps=4, max_times_sampled=2, timeout=0.3
-    ) as table:
-        for i in range(800):
-            table.add(rows(i, 3))
-        seen: list[list[int]] = [[], []]
-
-        def read(reader: int) -> None:
-            data = dataset_of(table, selector=selector, batch_size=16, seed=reader, batches_per_epoch=10_000)
-            try:
-                for batch in data:
-                    seen[reader] += numbers_in(batch)
-            except TableEmptyError:
-                pass
-
-        threads = [threading.Thread(target=read, args=(reader,)) for reader in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        counts = collections.Counter(itertools.chain(*seen))
-        assert set(counts.values()) <= {1, 2}
-        assert sum(counts.values()) >= 1600 - 2 * 16
-        table.check_valid()
-
-
-# Rate limiters ---------------------------------------------------------------------------------------
-
-
 def test_min_size_is_waited_for() -> None:
     with table_of(rate_limiter=gear.MinSize(5), timeout=20) as table:
         adding = threading.Timer(0.1, lambda: [table.add(rows(i, 3)) for i in range(5)])
@@ -215,7 +174,7 @@ def test_an_error_at_the_deadline_names_the_limiter_and_its_counts() -> None:
             dataset_of(table, prefetch=2),
             dataset_of(table, selector=gear.TopK()),
         ):
-            with pytest.raises(RateLimitError, match=r"Waited 0.05 s in vain\. MinSize\(.*size 3"):
+            with pytest.raises(RateLimitError, match=r"Waited 0.05 s.*MinSize\(.*size 3"):
                 data.sample()
             with pytest.raises(RateLimitError, match="MinSize"):
                 next(iter(data))
@@ -229,39 +188,34 @@ def test_who_is_not_limited_does_not_count() -> None:
         assert table.stats().num_sampled == 0
 
 
-@pytest.mark.parametrize("selector", [gear.Uniform(), gear.Fifo(), gear.Prioritized()], ids=repr)
+@SOME
 def test_samples_and_insertions_keep_their_ratio(selector: gear.selectors.Selector) -> None:
     limiter = gear.SampleToInsertRatio(2.0, 5, error_buffer=12)
     with table_of(rate_limiter=limiter, timeout=0.02, on_full="evict_oldest") as table:
         data = dataset_of(table, selector=selector)
         random = np.random.default_rng(0)
         inserted = sampled = refused = 0
-        for i in range(400):
-            if random.random() < 0.5:
+        for i in range(300):
+            adds = random.random() < 0.5
+            if adds:
                 allowed = inserted < 5 or (inserted + 1) * 2 - sampled <= 10 + 12
-                if allowed:
-                    table.add(rows(i, 2))
-                    inserted += 1
-                elif refused < 12:
-                    refused += 1
-                    before = table.stats()
-                    with pytest.raises(RateLimitError, match="SampleToInsertRatio"):
-                        table.add(rows(i, 2))
-                    assert table.stats().num_trajectories == before.num_trajectories
-                    assert table.stats().blocks_in_use == before.blocks_in_use
             else:
                 allowed = inserted >= 5 and inserted * 2 - sampled - 4 >= 10 - 12
-                if allowed:
-                    data.sample()
-                    sampled += 4
-                elif refused < 12:
-                    refused += 1
-                    with pytest.raises(RateLimitError, match="SampleToInsertRatio"):
-                        data.sample()
+            act = (lambda i=i: table.add(rows(i, 2))) if adds else data.sample
+            if allowed:
+                act()
+                inserted, sampled = inserted + adds, sampled + 4 * (not adds)
+            elif refused < 12:
+                refused += 1
+                before = table.stats()
+                with pytest.raises(RateLimitError, match="SampleToInsertRatio"):
+                    act()
+                assert table.stats().num_trajectories == before.num_trajectories
+                assert table.stats().blocks_in_use == before.blocks_in_use
             stats = table.stats()
             assert (stats.num_inserted, stats.num_sampled) == (inserted, sampled)
         assert refused == 12
-        assert sampled > 200
+        assert sampled > 150
 
 
 def test_a_draw_that_fails_does_not_count() -> None:
@@ -280,39 +234,35 @@ def test_a_draw_that_fails_does_not_count() -> None:
 
 def test_batches_that_can_never_be_drawn_are_refused_at_once() -> None:
     with table_of(rate_limiter=gear.Queue(6)) as table:
-        with pytest.raises(SchemaError, match="Queue"):
-            dataset_of(table, batch_size=7)
-        data = dataset_of(table, batch_size=6)
-        with pytest.raises(SchemaError, match="Queue"):
-            data.sample(7)
+        for draw in (
+            lambda: dataset_of(table, batch_size=7),
+            lambda: dataset_of(table, batch_size=6).sample(7),
+        ):
+            with pytest.raises(SchemaError, match="Queue"):
+                draw()
     with pytest.raises(SchemaError, match=r"MinSize.* waits for more trajectories than the table can hold"):
         table_of(rate_limiter=gear.MinSize(61))
 
 
-@pytest.mark.parametrize("prefetch", [0, 3])
-def test_a_queue_gives_each_once_and_in_order(prefetch: int) -> None:
+def test_a_queue_gives_each_once_and_in_order() -> None:
     with table_of(rate_limiter=gear.Queue(20), max_times_sampled=1, timeout=30) as table:
         actor = threading.Thread(target=lambda: [table.add(rows(i, 2)) for i in range(120)])
         actor.start()
-        data = dataset_of(
-            table, selector=gear.Fifo(), anchor="first", prefetch=prefetch, batches_per_epoch=30
-        )
+        data = dataset_of(table, selector=gear.Fifo(), anchor="first", prefetch=3, batches_per_epoch=30)
         assert [number for batch in data for number in numbers_in(batch)] == list(range(120))
         actor.join()
         assert len(table) == 0
         assert table.stats().num_sampled == table.stats().num_inserted == 120
 
 
-@pytest.mark.parametrize("selector", [gear.Uniform(), gear.Prioritized()], ids=repr)
+@SOME
 def test_an_iterator_is_closed_although_its_thread_waits(selector: gear.selectors.Selector) -> None:
     with table_of(8, rate_limiter=gear.SampleToInsertRatio(1.0, 4, error_buffer=9), timeout=300) as table:
         data = dataset_of(table, selector=selector, prefetch=2, batches_per_epoch=100)
         iterator = iter(data)
         next(iterator)
         time.sleep(0.05)
-        before = time.monotonic()
         iterator.close()  # type: ignore[attr-defined]
-        assert time.monotonic() - before < 60
         assert not table.region.array("readers")[:, 2].any()
         table.check_valid()
 
@@ -325,9 +275,6 @@ def test_validation_is_not_limited() -> None:
         for _ in range(3):
             assert sum(len(batch["index"]) for batch in module.val_dataset) > 0
         assert int(table.index.arrays.counters[NUM_SAMPLED]) == 0
-
-
-# Priorities that the table keeps ---------------------------------------------------------------------
 
 
 def test_updates_decide_who_is_evicted() -> None:
@@ -355,9 +302,6 @@ def test_an_update_of_what_is_gone_changes_nothing_of_its_successor() -> None:
         assert data.num_stale == 4
 
 
-# Trajectories that share steps -----------------------------------------------------------------------
-
-
 def chunked(table: gear.Table, steps: int) -> list[int]:
     """A stream of `steps` steps in chunks of 12 that have 8 in common: blocks of 4 are shared."""
     writer = table.writer(chunk_steps=12, overlap_steps=8)
@@ -365,23 +309,6 @@ def chunked(table: gear.Table, steps: int) -> list[int]:
     indices = list(writer.append(stream))
     writer.discard()
     return indices
-
-
-def test_steps_that_two_trajectories_share_are_one_item() -> None:
-    with table_of() as table:
-        indices = chunked(table, 28)
-        assert len(indices) == 5
-        assert table.stats().blocks_in_use == 7
-        data = dataset_of(
-            table, selector=gear.Prioritized(alpha=1.0, unit="step"), batch_size=64, windows=gear.Window(1)
-        )
-        counts: collections.Counter[int] = collections.Counter()
-        for _ in range(60):
-            batch = data.sample()
-            counts.update(batch["step"][:, 0].tolist())
-        assert set(counts) == set(range(28))
-        expected = 60 * 64 / 28
-        assert all(abs(count - expected) < 6 * expected**0.5 for count in counts.values())
 
 
 def test_a_shared_step_outlives_the_trajectory_that_it_belonged_to() -> None:
@@ -420,7 +347,7 @@ def test_chunks_that_come_and_go_while_steps_are_drawn() -> None:
         places = [0, 0, 0]
         writers[0].append({name: values[:12] for name, values in streams[0].items()})
         places[0] = 12
-        for _ in range(300):
+        for _ in range(120):
             which = int(random.integers(3))
             count = int(random.integers(1, 9))
             part = {
@@ -445,7 +372,7 @@ def test_quantiles_of_priorities() -> None:
         np.testing.assert_allclose(data.priority_quantiles([0, 0.5, 1]), [1, 5, 9], rtol=1e-5)
         with pytest.raises(SchemaError, match=r"shares is \[2\]"):
             data.priority_quantiles([2])
-        with pytest.raises(SchemaError, match="does not go by priorities"):
+        with pytest.raises(SchemaError, match="does not draw by priority"):
             dataset_of(table).priority_quantiles([0.5])
     with table_of() as empty:
         assert np.isnan(dataset_of(empty, selector=gear.TopK()).priority_quantiles([0.5])).all()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
-from sources_common import LENGTHS, ScriptedEnv, same, same_episodes
+from sources_common import LENGTHS, ScriptedEnv, same
 
 import gear_loader as gear
 from gear_loader.errors import SourceError
@@ -32,7 +32,7 @@ def replay(env: gymnasium.Env[Any, Any], actions: list[np.ndarray], seed: int | 
 
 def test_every_step_of_a_real_environment() -> None:
     columns = ["observation", "action", "reward", "terminated", "truncated", "next_observation"]
-    episodes = collect("Hopper-v5", episodes=6, seed=7, columns=columns, keep_float64=True)
+    episodes = collect("Hopper-v5", episodes=3, seed=7, columns=columns, keep_float64=True)
     env = gymnasium.make("Hopper-v5")
     for number, episode in enumerate(episodes):
         assert list(episode) == columns
@@ -44,30 +44,12 @@ def test_every_step_of_a_real_environment() -> None:
         same(episode["truncated"], np.array([truncated for _, truncated in expected["ends"]]))
         assert not (episode["terminated"] | episode["truncated"])[:-1].any()
     env.close()
+    (narrow, *_) = collect("Hopper-v5", episodes=1, seed=7)
+    assert list(narrow) == columns[:-1]
+    for name, values in narrow.items():
+        same(values, episodes[0][name].astype(values.dtype))
+        assert values.dtype.name == ("bool" if name.endswith("ated") else "float32")
     assert len({len(episode["reward"]) for episode in episodes}) > 1  # uneven lengths
-
-
-def test_float64_becomes_float32_unless_kept() -> None:
-    wide = collect("Hopper-v5", episodes=2, seed=1, keep_float64=True)
-    narrow = collect("Hopper-v5", episodes=2, seed=1)
-    for one, other in zip(wide, narrow, strict=True):
-        assert one["observation"].dtype == one["reward"].dtype == np.float64
-        assert {name: values.dtype.name for name, values in other.items()} == {
-            "observation": "float32",
-            "action": "float32",
-            "reward": "float32",
-            "terminated": "bool",
-            "truncated": "bool",
-        }
-        for name in one:
-            same(one[name].astype(other[name].dtype), other[name])
-
-
-def test_the_same_seed_gives_the_same_episodes() -> None:
-    first, second = (collect("CartPole-v1", episodes=5, seed=3) for _ in range(2))
-    same_episodes(first, second)
-    other = collect("CartPole-v1", episodes=5, seed=4)
-    assert any(len(a["reward"]) != len(b["reward"]) for a, b in zip(first, other, strict=True))
 
 
 def test_a_policy_sees_what_the_environment_gives() -> None:
@@ -89,15 +71,8 @@ def test_a_policy_sees_what_the_environment_gives() -> None:
     action = np.concatenate([episode["action"] for episode in episodes])
     same(action[:, 0], np.float32(np.arange(1, len(seen) + 1) / 1000))
     ends = [(bool(episode["terminated"][-1]), bool(episode["truncated"][-1])) for episode in episodes]
-    assert ends == [
-        (True, True),
-        (False, True),
-        (True, False),
-        (False, True),
-        (True, False),
-        (False, True),
-        (True, True),
-    ]
+    both, terminated, truncated = (True, True), (True, False), (False, True)
+    assert ends == [both, truncated, terminated, truncated, terminated, truncated, both]
 
 
 def test_an_action_that_the_environment_overwrites_is_kept_as_it_was() -> None:
@@ -108,23 +83,6 @@ def test_an_action_that_the_environment_overwrites_is_kept_as_it_was() -> None:
 
     (episode,) = collect(Greedy([4]), lambda observation: np.array([0.5, 0.25], np.float32), episodes=1)
     assert (episode["action"] == [0.5, 0.25]).all()
-
-
-def test_discrete_and_tuple_spaces() -> None:
-    frozen = collect("FrozenLake-v1", episodes=3, seed=0)
-    assert infer_schema(frozen)["observation"] == gear.Column(torch.int64)
-    assert infer_schema(frozen)["action"] == gear.Column(torch.int64)
-    blackjack = collect("Blackjack-v1", episodes=20, seed=0)
-    assert list(blackjack[0]) == [
-        "observation.0",
-        "observation.1",
-        "observation.2",
-        "action",
-        "reward",
-        "terminated",
-        "truncated",
-    ]
-    assert {values.dtype.name for name, values in blackjack[0].items() if "." in name} == {"int64"}
 
 
 class NestedEnv(ScriptedEnv):
@@ -158,14 +116,7 @@ class NestedEnv(ScriptedEnv):
         }
 
 
-NESTED = [
-    "observation.image",
-    "observation.pose",
-    "observation.switches",
-    "observation.parts",
-    "action",
-    "reward",
-]
+NESTED = [*(f"observation.{part}" for part in ("image", "pose", "switches", "parts")), "action", "reward"]
 
 
 def test_dict_and_tuple_spaces_become_columns() -> None:
@@ -213,19 +164,10 @@ def test_columns_are_selected_and_renamed() -> None:
         collect(ScriptedEnv(), episodes=1, columns=["reward", "reward"])
 
 
-# When to stop ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("max_steps", "kept"),
-    [(3, [3]), (4, [3, 1]), (10, [3, 1]), (11, [3, 1, 7]), (74, [3, 1, 7]), (75, [3, 1, 7, 64])],
-)
-def test_max_steps_keeps_whole_episodes(max_steps: int, kept: list[int]) -> None:
-    episodes = collect(ScriptedEnv(), max_steps=max_steps)
-    assert [len(episode["reward"]) for episode in episodes] == kept
-
-
-def test_max_steps_without_room_for_one_episode() -> None:
+def test_max_steps_keeps_whole_episodes() -> None:
+    for max_steps, kept in ((3, [3]), (4, [3, 1]), (10, [3, 1]), (11, [3, 1, 7]), (75, [3, 1, 7, 64])):
+        episodes = collect(ScriptedEnv(), max_steps=max_steps)
+        assert [len(episode["reward"]) for episode in episodes] == kept
     with pytest.raises(SourceError, match=r"first episode of ScriptedEnv has more than max_steps=2"):
         collect(ScriptedEnv(), max_steps=2)
 
@@ -251,9 +193,6 @@ def test_an_environment_made_here_is_closed() -> None:
     assert not made[1].closed
     episodes.close()
     assert [env.closed for env in made] == [True, True]
-
-
-# Bad environments, policies and options -------------------------------------------------------------------
 
 
 class BrokenEnv(ScriptedEnv):
@@ -290,36 +229,48 @@ def giving(**changes: Any) -> BrokenEnv:
     return BrokenEnv(change)
 
 
-@pytest.mark.parametrize(
-    ("env", "message"),
-    [
-        (BrokenEnv(boom), r"step 2: raised in step: RuntimeError: the simulator exploded"),
-        (BrokenEnv(boom, at_reset=True), r"step 0: raised in reset: RuntimeError: the simulator exploded"),
-        (BrokenEnv(lambda *result: result[:4]), r"step 2: raised in step: ValueError"),
-        (giving(reward=np.nan), r"step 2: column 'reward' holds nan, .* allow_nonfinite"),
-        (giving(reward=-np.inf), r"step 2: column 'reward' holds -inf"),
-        (giving(reward=1e300), r"step 2: column 'reward' holds 1e\+300, which float32 cannot hold"),
-        (giving(reward=[1, 2]), r"step 2: column 'reward' is \[1, 2\]; expected one number"),
-        (giving(reward="x"), r"step 2: column 'reward' is 'x'; expected one number"),
-        (
-            giving(observation=lambda o: o[:2]),
-            r"step 3: column 'observation' has shape \[2\]; expected \[3\]",
-        ),
-        (giving(observation="x"), r"step 3: column 'observation' has shape \[\]"),
-        (
-            giving(observation=lambda o: o * 1e305),
-            r"step 3: column 'observation' holds .*e\+305, which float32",
-        ),
-    ],
-)
-def test_a_broken_environment_is_reported_with_its_place(env: ScriptedEnv, message: str) -> None:
-    episodes = collect_iter(env, episodes=3)
-    assert len(next(episodes)["reward"]) == 3
-    with pytest.raises(SourceError, match=f"The environment BrokenEnv, episode 1, {message}"):
-        next(episodes)
-    env.episode, env.clock = -1, 0
-    with pytest.raises(SourceError, match=message):
-        collect(env, episodes=3)
+# fmt: off
+BROKEN: list[tuple[Any, str]] = [
+    (BrokenEnv(boom), r"step 2: raised in step: RuntimeError: the simulator exploded"),
+    (BrokenEnv(boom, at_reset=True), r"step 0: raised in reset: RuntimeError: the simulator exploded"),
+    (BrokenEnv(lambda *result: result[:4]), r"step 2: raised in step: ValueError"),
+    (giving(reward=np.nan), r"step 2: column 'reward' holds nan, .* allow_nonfinite"),
+    (giving(reward=-np.inf), r"step 2: column 'reward' holds -inf"),
+    (giving(reward=1e300), r"step 2: column 'reward' holds 1e\+300, which float32 cannot hold"),
+    (giving(reward=[1, 2]), r"step 2: column 'reward' is \[1, 2\]; expected one number"),
+    (giving(reward="x"), r"step 2: column 'reward' is 'x'; expected one number"),
+    (giving(observation=lambda o: o[:2]), r"step 3: column 'observation' has shape \[2\]; expected \[3\]"),
+    (giving(observation="x"), r"step 3: column 'observation' has shape \[\]"),
+    (giving(observation=lambda o: o * 1e305), r"step 3: column 'observation' holds .*e\+305, which float32"),
+]
+DISCRETE = ScriptedEnv()
+DISCRETE.action_space = spaces.Discrete(2)
+CALLS: list[tuple[Any, dict[str, Any], str]] = [  # environment, options, message
+    (ScriptedEnv, {"max_steps": 2}, r"first episode of ScriptedEnv has more than max_steps=2"),
+    (ScriptedEnv, {"policy": boom, "episodes": 1}, "episode 0, step 0: the policy raised: RuntimeError"),
+    (ScriptedEnv, {"policy": lambda _: np.zeros(3), "episodes": 1},
+     r"step 0: column 'action' has shape \[3\]; expected \[2\]"),
+    (ScriptedEnv, {"policy": lambda _: None, "episodes": 1}, r"step 0: column 'action' has shape \[\]"),
+    (DISCRETE, {"policy": lambda _: 0.5, "episodes": 1},
+     r"episode 0: column 'action' holds values of float64 where int64 is expected"),
+    (ScriptedEnv, {}, "Neither episodes= nor max_steps="),
+    (ScriptedEnv, {"episodes": 0}, "episodes=0; expected a whole number of at least 1"),
+    (ScriptedEnv, {"episodes": True}, "episodes=True; expected a whole number"),
+    (ScriptedEnv, {"max_steps": 1.5}, "max_steps=1.5; expected a whole number"),
+    (ScriptedEnv, {"episodes": 1, "policy": 3}, "The policy is an object of type int; expected a function"),
+    ("Nowhere-v0", {"episodes": 1}, "environment 'Nowhere-v0' cannot be made: NameNotFound"),
+    (3.5, {"episodes": 1}, r"of type float; expected a gymnasium\.Env"),
+    (lambda: 3, {"episodes": 1}, r"returned an object of type int; expected a gymnasium\.Env"),
+]
+# fmt: on
+
+
+def test_a_broken_environment_is_reported_with_its_place() -> None:
+    for env, message in BROKEN:
+        episodes = collect_iter(env, episodes=3)
+        assert len(next(episodes)["reward"]) == 3
+        with pytest.raises(SourceError, match=f"The environment BrokenEnv, episode 1, {message}"):
+            next(episodes)
 
 
 def test_nonfinite_rewards_can_be_allowed() -> None:
@@ -327,55 +278,14 @@ def test_nonfinite_rewards_can_be_allowed() -> None:
     assert np.isnan(episodes[1]["reward"]).tolist() == [False, False, True, False, False, False, False]
 
 
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [
-        (boom, "episode 0, step 0: the policy raised: RuntimeError"),
-        (lambda observation: np.zeros(3), r"step 0: column 'action' has shape \[3\]; expected \[2\]"),
-        (lambda observation: None, r"step 0: column 'action' has shape \[\]"),
-    ],
-)
-def test_a_bad_policy_is_reported_with_its_place(policy: Any, message: str) -> None:
-    with pytest.raises(SourceError, match=message):
-        collect(ScriptedEnv(), policy, episodes=1)
-
-
-def test_a_fraction_is_no_discrete_action() -> None:
-    env = ScriptedEnv()
-    env.action_space = spaces.Discrete(2)
-    with pytest.raises(SourceError, match=r"episode 0: column 'action' holds values of float64 where int64"):
-        collect(env, lambda observation: 0.5, episodes=1)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "Neither episodes= nor max_steps="),
-        ({"episodes": 0}, "episodes=0; expected a whole number of at least 1"),
-        ({"episodes": True}, "episodes=True; expected a whole number"),
-        ({"max_steps": 1.5}, "max_steps=1.5; expected a whole number"),
-        ({"episodes": 1, "policy": 3}, "The policy is an object of type int; expected a function"),
-    ],
-)
-def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(SourceError, match=message):
-        collect(ScriptedEnv(), **options)
-
-
-def test_environments_that_are_none() -> None:
-    with pytest.raises(SourceError, match="environment 'Nowhere-v0' cannot be made: NameNotFound"):
-        collect("Nowhere-v0", episodes=1)
-    with pytest.raises(SourceError, match=r"of type float; expected a gymnasium\.Env"):
-        collect(3.5, episodes=1)
-    with pytest.raises(SourceError, match=r"returned an object of type int; expected a gymnasium\.Env"):
-        collect(lambda: 3, episodes=1)
+def test_environments_policies_and_options_that_do_not_fit() -> None:
+    for env, options, message in CALLS:
+        with pytest.raises(SourceError, match=message):
+            collect(env, **options)
     vector = gymnasium.vector.SyncVectorEnv([ScriptedEnv, ScriptedEnv])
     with pytest.raises(SourceError, match="a vector of 2 environments; expected a single one"):
         collect(vector, episodes=1)
     vector.close()
-
-
-# Without the optional packages ---------------------------------------------------------------------------
 
 
 def test_a_missing_package_is_named() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +26,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("read_bytes", [1, 700, 2**26])
+@pytest.mark.parametrize(
+    ("layout", "read_bytes"), [("contiguous", 700), ("chunked", 2**26), ("compressed", 1)]
+)
 def test_every_step(tmp_path: Path, layout: str, read_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hdf5, "READ_BYTES", read_bytes)  # one trajectory, a few, all at a time
     arrays = flat_arrays()
@@ -67,19 +66,17 @@ def test_splitting_against_a_plain_twin(data: st.DataObject) -> None:
     assert list(zip(ends.tolist(), was_cut.tolist(), strict=True)) == expected
 
 
-@pytest.mark.parametrize("rest", [0, 1, 9])
+@pytest.mark.parametrize("rest", [1, 9])
 def test_steps_after_the_last_flag(tmp_path: Path, rest: int) -> None:
     arrays = flat_arrays(rest=rest)
     path = write(tmp_path / "data.hdf5", arrays)
     finished = cut(arrays, LENGTHS)
     same_episodes(read_hdf5(path, unfinished="drop"), finished)
-    kept = list(read_hdf5(path))
-    same_episodes(kept[: len(LENGTHS)], finished)
-    assert len(kept) == len(LENGTHS) + (rest > 0)
-    if rest:
-        same(kept[-1]["observation"], arrays["observations"][-rest:])
-        assert kept[-1]["truncated"].tolist() == [False] * (rest - 1) + [True]
-        assert not kept[-1]["terminated"].any()
+    *kept, last = read_hdf5(path)
+    same_episodes(kept, finished)
+    same(last["observation"], arrays["observations"][-rest:])
+    assert last["truncated"].tolist() == [False] * (rest - 1) + [True]
+    assert not last["terminated"].any()
 
 
 def test_a_file_without_timeouts(tmp_path: Path) -> None:
@@ -147,20 +144,10 @@ def test_extra_columns_and_names(tmp_path: Path) -> None:
 
 def test_observations_in_a_group_and_flags_of_other_names(tmp_path: Path) -> None:
     arrays = flat_arrays()
-    arrays["observations/image"] = arrays.pop("observations")
-    arrays["observations/speed"] = arrays["rewards"]
-    arrays["ends/done"] = arrays.pop("terminals")
+    arrays["observations/image"], arrays["ends/done"] = arrays.pop("observations"), arrays.pop("terminals")
     arrays["ends/late"] = arrays.pop("timeouts")
-    path = write(tmp_path / "data.hdf5", arrays)
-    reader = read_hdf5(path, terminals="ends/done", timeouts="ends/late")
-    assert list(reader.schema) == [
-        "observation.image",
-        "observation.speed",
-        "action",
-        "reward",
-        "terminated",
-        "truncated",
-    ]
+    reader = read_hdf5(write(tmp_path / "data.hdf5", arrays), terminals="ends/done", timeouts="ends/late")
+    assert list(reader.schema) == ["observation.image", "action", "reward", "terminated", "truncated"]
     assert reader.lengths.tolist() == list(LENGTHS)
 
 
@@ -202,82 +189,48 @@ def test_floats_that_float32_cannot_hold(tmp_path: Path) -> None:
     assert next(itertools.islice(read_hdf5(path, keep_float64=True), 3, None))["observation"][1, 3] == -1e200
 
 
-# Damage --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_rewards_that_are_no_numbers(tmp_path: Path, value: float) -> None:
+def test_rewards_that_are_not_finite(tmp_path: Path) -> None:
     arrays = flat_arrays()
-    arrays["rewards"][80] = value
+    arrays["rewards"][80] = np.nan
     path = write(tmp_path / "data.hdf5", arrays)
-    message = rf"trajectory 4, step 5 \(step 80 of the file\): column 'rewards' holds {value}, .*allow_nonfinite=True"
+    message = (
+        r"trajectory 4, step 5 \(step 80 of the file\): column 'rewards' holds nan, .*allow_nonfinite=True"
+    )
     with pytest.raises(SourceError, match=message):
         list(read_hdf5(path))
     same_episodes(read_hdf5(path, allow_nonfinite=True), cut(arrays, LENGTHS))
     list(read_hdf5(path, columns=["observation"]))  # not read, not refused
 
 
-def test_a_flag_that_is_none(tmp_path: Path) -> None:
-    arrays = flat_arrays()
-    arrays["timeouts"] = arrays["timeouts"].astype(np.uint8)
-    arrays["timeouts"][33] = 7
-    with pytest.raises(SourceError, match="step 33: column 'timeouts' holds 7, which is not a flag"):
-        read_hdf5(write(tmp_path / "data.hdf5", arrays))
+EMPTY = {name: array[:0] for name, array in flat_arrays().items()}
+REWARDS = flat_arrays()["rewards"]
+FLAG = flat_arrays()["timeouts"].astype(np.uint8)
+FLAG[33] = 7
+# fmt: off
+BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # changes of the arrays, options, message
+    ({"timeouts": FLAG}, {}, "step 33: column 'timeouts' holds 7, which is not a flag"),
+    *(({name: None}, {}, rf"has no column '{column}'")
+      for name, column in (("observations", "observation"), ("actions", "action"), ("rewards", "reward"))),
+    *(({name: None}, {}, rf"has no '{name}'") for name in ("terminals", "timeouts")),
+    (EMPTY, {}, "holds zero steps"),
+    (dict.fromkeys(EMPTY), {}, "it has nothing"),
+    ({"actions": np.array([b"left"] * 142)}, {}, r"column 'actions' has dtype \|S4; expected one of bool"),
+    ({"actions": np.zeros((142, 0), np.float32)}, {}, r"column 'actions' cannot become a column.*\(0,\)"),
+    ({"terminals": np.zeros((142, 2), bool), "rewards": REWARDS[:9]}, {},
+     r"'terminals' has shape \[142, 2\]; expected one flag a step"),
+    ({}, {"unfinished": "maybe"}, "unfinished='maybe'; expected 'keep' or 'drop'"),
+    ({}, {"max_episode_steps": 0}, "max_episode_steps=0; expected a whole number"),
+    ({}, {"columns": []}, "columns= is empty"),
+    ({}, {"terminals": "dones"}, r"has no 'dones'.*it has 'actions', 'observations'"),
+]
+# fmt: on
 
 
-@pytest.mark.parametrize("missing", ["observations", "actions", "rewards", "terminals", "timeouts"])
-def test_a_missing_column(tmp_path: Path, missing: str) -> None:
-    arrays = flat_arrays()
-    del arrays[missing]
-    name = {path: name for name, path in D4RL_NAMES.items()}[missing]
-    message = rf"has no '{missing}'" if missing in ("terminals", "timeouts") else rf"has no column '{name}'"
-    with pytest.raises(SourceError, match=message):
-        read_hdf5(write(tmp_path / "data.hdf5", arrays))
-
-
-@pytest.mark.parametrize("short", ["observations", "rewards", "timeouts"])
-def test_a_column_shorter_than_the_others(tmp_path: Path, short: str) -> None:
-    arrays = flat_arrays()
-    arrays[short] = arrays[short][:80]
-    with pytest.raises(
-        SourceError, match=rf"uneven lengths: .*'{short}': 80.*expected|Expected 142"
-    ) as caught:
-        read_hdf5(write(tmp_path / "data.hdf5", arrays))
-    assert f"too short: ['{short}']" in str(caught.value)
-    if short != "timeouts":  # with short flags nobody knows the trajectories
-        assert "lacks steps is 4 (steps 75 to 139, missing from its step 5 on)" in str(caught.value)
-
-
-def test_files_without_anything_to_take(tmp_path: Path) -> None:
-    empty = {name: array[:0] for name, array in flat_arrays().items()}
-    with pytest.raises(SourceError, match="holds zero steps"):
-        read_hdf5(write(tmp_path / "empty.hdf5", empty))
-    endless = flat_arrays([10])
-    endless["terminals"][:] = endless["timeouts"][:] = False
-    path = write(tmp_path / "endless.hdf5", endless)
-    with pytest.raises(SourceError, match=r"no trajectories\. Pass unfinished='keep'"):
-        read_hdf5(path, unfinished="drop")
-    assert read_hdf5(path).lengths.tolist() == [10]
-    with pytest.raises(SourceError, match="it has nothing"):
-        read_hdf5(write(tmp_path / "none.hdf5", {}))
-
-
-def test_values_that_no_column_holds(tmp_path: Path) -> None:
-    arrays = flat_arrays()
-    arrays["actions"] = np.array([b"left"] * len(arrays["rewards"]))
-    with pytest.raises(SourceError, match=r"column 'actions' has dtype \|S4; expected one of bool"):
-        read_hdf5(write(tmp_path / "strings.hdf5", arrays))
-    arrays["actions"] = np.zeros((len(arrays["rewards"]), 0), np.float32)
-    with pytest.raises(SourceError, match=r"column 'actions' cannot become a column.*\(0,\)"):
-        read_hdf5(write(tmp_path / "hollow.hdf5", arrays))
-    arrays = flat_arrays()
-    arrays["terminals"] = np.stack([arrays["terminals"]] * 2, axis=1)
-    arrays["rewards"] = arrays["rewards"][:9]
-    with pytest.raises(SourceError, match=r"'terminals' has shape \[142, 2\]; expected one flag a step"):
-        read_hdf5(write(tmp_path / "flags.hdf5", arrays))
-
-
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_files_and_options_that_are_refused(tmp_path: Path) -> None:
+    for number, (changes, options, message) in enumerate(BAD):
+        arrays = {name: array for name, array in {**flat_arrays(), **changes}.items() if array is not None}
+        with pytest.raises(SourceError, match=message):
+            read_hdf5(write(tmp_path / f"{number}.hdf5", arrays), **options)
     with pytest.raises(SourceError, match=r"nowhere.hdf5' does not exist"):
         read_hdf5(tmp_path / "nowhere.hdf5")
     with pytest.raises(SourceError, match=r"does not exist or is not a file"):
@@ -288,26 +241,31 @@ def test_files_that_are_none(tmp_path: Path) -> None:
         read_hdf5(text)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"unfinished": "maybe"}, "unfinished='maybe'; expected 'keep' or 'drop'"),
-        ({"max_episode_steps": 0}, "max_episode_steps=0; expected a whole number"),
-        ({"columns": []}, "columns= is empty"),
-        ({"terminals": "dones"}, r"has no 'dones'.*it has 'actions', 'observations'"),
-    ],
-)
-def test_options_that_do_not_fit(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    path = write(tmp_path / "data.hdf5", flat_arrays())
-    with pytest.raises(SourceError, match=message):
-        read_hdf5(path, **options)
+@pytest.mark.parametrize("short", ["observations", "timeouts"])
+def test_a_column_shorter_than_the_others(tmp_path: Path, short: str) -> None:
+    arrays = flat_arrays()
+    arrays[short] = arrays[short][:80]
+    message = rf"uneven lengths: .*'{short}': 80.*expected|Expected 142"
+    with pytest.raises(SourceError, match=message) as caught:
+        read_hdf5(write(tmp_path / "data.hdf5", arrays))
+    assert f"too short: ['{short}']" in str(caught.value)
+    if short != "timeouts":  # with short flags the trajectories are not known
+        assert "lacks steps is 4 (steps 75 to 139, missing from its step 5 on)" in str(caught.value)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_file_that_was_cut_off(tmp_path: Path, layout: str) -> None:
+def test_a_file_without_an_end_of_a_trajectory(tmp_path: Path) -> None:
+    endless = flat_arrays([10])
+    endless["terminals"][:] = endless["timeouts"][:] = False
+    path = write(tmp_path / "endless.hdf5", endless)
+    with pytest.raises(SourceError, match=r"no trajectories\. Pass unfinished='keep'"):
+        read_hdf5(path, unfinished="drop")
+    assert read_hdf5(path).lengths.tolist() == [10]
+
+
+def test_a_file_that_was_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "data.hdf5"
-    whole = Path(write(path, flat_arrays(), **LAYOUTS[layout])).read_bytes()
-    for size in (0, 1, 7, 8, 96, 512, len(whole) // 3, len(whole) // 2, len(whole) - 2000, len(whole) - 1):
+    whole = Path(write(path, flat_arrays(), **LAYOUTS["compressed"])).read_bytes()
+    for size in (0, 1, 7, 96, 512, len(whole) // 2, len(whole) - 1):
         path.write_bytes(whole[:size])
         with pytest.raises(SourceError, match=rf"data.hdf5' \({size} bytes\) cannot be opened as HDF5"):
             list(read_hdf5(path))
@@ -325,8 +283,7 @@ def stored_at(path: str, name: str, row: int) -> tuple[int, int]:
         return chunk.byte_offset, chunk.size
 
 
-@pytest.mark.parametrize("array", ["observations", "rewards"])
-@pytest.mark.parametrize("number", [0, 3, 5])
+@pytest.mark.parametrize(("array", "number"), [("observations", 0), ("rewards", 3)])
 def test_a_flipped_bit_in_compressed_data_names_the_trajectory(
     tmp_path: Path, array: str, number: int
 ) -> None:
@@ -353,11 +310,9 @@ def test_a_flipped_bit_in_compressed_data_names_the_trajectory(
 def test_damaged_flags_are_reported_when_the_file_is_opened(tmp_path: Path) -> None:
     path = write(tmp_path / "data.hdf5", flat_arrays(), compression="gzip", fletcher32=True)
     offset, size = stored_at(path, "terminals", 0)
-    with open(path, "r+b") as file:
-        file.seek(offset + size // 2)
-        byte = file.read(1)[0]
-        file.seek(offset + size // 2)
-        file.write(bytes([byte ^ 1]))
+    data = bytearray(Path(path).read_bytes())
+    data[offset + size // 2] ^= 1
+    Path(path).write_bytes(data)
     with pytest.raises(SourceError, match=r"'terminals' cannot be read at steps 0 to 141, .*OSError"):
         read_hdf5(path)
 
@@ -373,37 +328,3 @@ def test_a_file_that_changed_since_it_was_opened(tmp_path: Path) -> None:
     os.unlink(path)
     with pytest.raises(SourceError, match="does not exist"):
         list(reader)
-
-
-FUZZ = """
-import sys
-import numpy as np
-from pathlib import Path
-from gear_loader.errors import SourceError
-from gear_loader.sources import read_hdf5
-path, seed = Path(sys.argv[1]), int(sys.argv[2])
-whole = path.read_bytes()
-rng = np.random.default_rng(seed)
-refused = 0
-for position in rng.integers(0, len(whole), 150):
-    data = bytearray(whole)
-    data[position] ^= int(rng.integers(1, 256))
-    path.write_bytes(data)
-    try:
-        for episode in read_hdf5(path, allow_nonfinite=True):
-            assert len({len(values) for values in episode.values()}) == 1
-    except SourceError:
-        refused += 1
-print(refused)
-"""
-
-
-@pytest.mark.parametrize("layout", [pytest.param("contiguous", marks=pytest.mark.long), "compressed"])
-def test_damage_anywhere_gives_this_error_or_none(tmp_path: Path, layout: str) -> None:
-    # In a process of its own, so that a crash of the HDF5 library would be seen as one.
-    path = write(tmp_path / "data.hdf5", flat_arrays(), **LAYOUTS[layout])
-    result = subprocess.run(
-        [sys.executable, "-c", FUZZ, path, "0"], capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 0, result.stderr
-    assert int(result.stdout) > 0

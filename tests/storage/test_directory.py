@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -46,22 +45,11 @@ def program(*words: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_tests_have_a_directory_of_their_own() -> None:
+def test_without_the_variable_tables_lie_in_shared_memory() -> None:
     assert os.environ["GEAR_LOADER_DIR"] == shared_memory.DIRECTORY
-    assert re.fullmatch(r"gear-loader-tests-[0-9]+-\w+", Path(shared_memory.DIRECTORY).name)
     assert Path(shared_memory.DIRECTORY).stat().st_mode & 0o7777 == 0o711
-
-
-@pytest.mark.parametrize("value", [None, ""])
-def test_without_the_variable_tables_lie_in_shared_memory(value: str | None) -> None:
-    environment = {key: text for key, text in os.environ.items() if key != "GEAR_LOADER_DIR"}
-    if value is not None:
-        environment["GEAR_LOADER_DIR"] = value
     code = "from gear_loader.storage import shared_memory; print(shared_memory.region_path('x'))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "/dev/shm/gear-loader.x\n"
+    assert program("-c", code, GEAR_LOADER_DIR="").stdout == "/dev/shm/gear-loader.x\n"
 
 
 def test_the_variable_says_where_tables_lie(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,26 +59,24 @@ def test_the_variable_says_where_tables_lie(directory: Path, monkeypatch: pytest
         code = "import gear_loader as gear; print(len(gear.Table.attach('here')))"
         other = program("-c", code, GEAR_LOADER_DIR=str(directory))
         assert other.stdout == "1\n", other.stderr
+        node = this_node()
         with monkeypatch.context() as patch:
             patch.setattr(shared_memory, "DIRECTORY", os.environ["GEAR_LOADER_DIR"])
             with pytest.raises(RegionError, match="no table named 'here'"):
                 gear.Table.attach("here")
+            assert this_node() != node, "processes that cannot attach to each other's tables"
         table.unlink()
     assert os.listdir(directory) == []
 
 
-def test_processes_with_other_directories_are_of_other_nodes(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # They cannot attach to each other's tables, though both lie on one file system.
-    node = this_node()
-    monkeypatch.setattr(shared_memory, "DIRECTORY", str(directory.parent))
-    assert this_node() != node
-
-
 def test_directories_in_which_tables_cannot_be_safe(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = {"shared": 0o777, "group": 0o770, "sticky": 0o1777, "own": 0o700}
-    for name, mode in made.items():
+    for name, mode in {
+        "shared": 0o777,
+        "group": 0o770,
+        "sticky": 0o1777,
+        "own": 0o700,
+        "other": 0o700,
+    }.items():
         (directory / name).mkdir()
         (directory / name).chmod(mode)
     (directory / "file").touch()
@@ -102,44 +88,38 @@ def test_directories_in_which_tables_cannot_be_safe(directory: Path, monkeypatch
         str(directory / "file"): "which is no directory",
         str(directory / "nowhere"): r"\[Errno 2\] .* Make it, or unset GEAR_LOADER_DIR",
         "relative": "expected an absolute path",
+        str(directory / "other"): r"belongs to user [0-9]+, and this process runs as user [0-9]+",
     }
     for path, message in refused.items():
         monkeypatch.setattr(shared_memory, "DIRECTORY", path)
+        if path.endswith("other"):
+            monkeypatch.setattr(os, "geteuid", lambda: 12345)
+            if directory.stat().st_uid == 0:  # root's would be right
+                monkeypatch.undo()
+                monkeypatch.setattr(shared_memory, "DIRECTORY", path)
+                os.chown(path, 12345, -1)
         message = f"^GEAR_LOADER_DIR is {path!r}.*{message}"
         with pytest.raises(RegionError, match=message):
             gear.Table.create(COLUMNS, **SIZES, name="a")
         with pytest.raises(RegionError, match=message):
             gear.Table.attach("a")
+    monkeypatch.undo()
     for path in (directory / "sticky", directory / "own"):
         monkeypatch.setattr(shared_memory, "DIRECTORY", str(path))
         with gear.Table.create(COLUMNS, **SIZES, name="a") as table:
             table.unlink()
 
 
-def test_a_directory_of_another_user_is_refused(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    if directory.stat().st_uid == 0:  # root's would be right
-        monkeypatch.undo()
-        monkeypatch.setattr(shared_memory, "DIRECTORY", str(directory))
-        os.chown(directory, 12345, -1)
-    with pytest.raises(RegionError, match=r"belongs to user [0-9]+, and this process runs as user [0-9]+"):
-        gear.Table.create(COLUMNS, **SIZES, name="a")
-
-
-def test_a_directory_on_storage_is_noticed(
-    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_on_storage_is_noticed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shared_memory.filesystem() == "tmpfs"
     seen: list[str] = []
     monkeypatch.setattr(region, "notice", lambda key, message: seen.append(message))
-    monkeypatch.setattr(shared_memory, "filesystem", lambda: "ext4")
-    with gear.Table.create(COLUMNS, **SIZES, name="a") as table:
-        table.unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_memory, "filesystem", lambda: "ext4")
+        with gear.Table.create(COLUMNS, **SIZES, name="a") as table:
+            table.unlink()
     (message,) = seen
     assert message.startswith(f"Named tables lie in {directory}, which is ext4 and not tmpfs")
-
-
-def test_the_type_of_a_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shared_memory.filesystem() == "tmpfs"
     monkeypatch.setattr(shared_memory, "DIRECTORY", "/proc")
     assert shared_memory.filesystem() == "proc"
 
@@ -160,50 +140,3 @@ def test_names_that_are_not_utf8(directory: Path) -> None:
     for file in files:
         with open(file, "rb") as kept:
             assert kept.read() == b"foreign"
-
-
-# The tests' own look at their directory --------------------------------------------------------------
-
-SUITE = """
-import os
-from gear_loader.storage import shared_memory
-
-FOREIGN, INSIDE = {foreign!r}, {inside!r}
-
-def make(directory, name):
-    with open(os.path.join(os.fsencode(directory), name), "wb") as file:
-        file.write(b"foreign")
-
-def test_another_program_makes_files_meanwhile():
-    for name in FOREIGN:
-        make({base!r}, name)
-
-def test_a_leak():
-    make(shared_memory.DIRECTORY, INSIDE)
-"""
-
-
-@pytest.mark.long
-def test_a_run_touches_no_file_of_another_program(tmp_path: Path) -> None:
-    """A suite with this repository's conftest, on a directory in place of /dev/shm."""
-    pytest.importorskip("xdist")
-    base = tmp_path / "shared"
-    base.mkdir()
-    foreign = [*NOT_UTF8, b"gear-loader.somebodys-table"]
-    text = SUITE.format(foreign=foreign, inside=NOT_UTF8[1], base=str(base))
-    (tmp_path / "test_suite.py").write_text(text)
-    path = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    options = ["-p", "conftest", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
-    done = program(
-        *["-m", "pytest", "-n", "1", *options, f"--rootdir={tmp_path}", str(tmp_path)],
-        PYTHONPATH=path,
-        GEAR_LOADER_DIR=str(base),
-    )
-    output = done.stdout + done.stderr
-    assert "2 passed, 1 error" in output, output
-    assert r"test_a_leak left gear-loader.\xff\xfe in " in output
-    assert "INTERNALERROR" not in output
-    assert sorted(os.listdir(os.fsencode(base))) == sorted(foreign)  # the tests' own directory is gone
-    for name in foreign:
-        with open(os.path.join(os.fsencode(base), name), "rb") as file:
-            assert file.read() == b"foreign"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,60 +28,50 @@ def expected_resident(table: gear.Table, slots: int, blocks: int) -> int:
     return layout.arrays["extent"][0] + slots * layout.slot_bytes + blocks * (padded + 16)
 
 
-def test_an_empty_table() -> None:
-    with gear.Table.create(COLUMNS, max_steps=200, max_trajectories=16, block_steps=4) as table:
+def test_every_count() -> None:
+    sizes: dict[str, Any] = {
+        "max_steps": 50,
+        "max_trajectories": 16,
+        "block_steps": 4,
+        "on_full": "evict_oldest",
+    }
+    with named(**sizes) as table:
         stats = table.stats()
-        assert (stats.num_trajectories, stats.num_steps, stats.payload_bytes, stats.blocks_in_use) == (
-            0,
-            0,
-            0,
-            0,
-        )
-        assert stats.fixed_row_bytes == 0
+        assert isinstance(stats, TableStats)
         assert stats.resident_bytes == expected_resident(table, 0, 0)
         assert math.isnan(stats.overhead)
         assert math.isnan(stats.fixed_row_overhead)
         assert "nan" not in str(stats)
-
-
-def test_every_count() -> None:
-    with gear.Table.create(COLUMNS, max_steps=200, max_trajectories=16, block_steps=4) as table:
         table.extend([rows(0, 1), rows(1, 4), rows(2, 5), rows(3, 40)])
         stats = table.stats()
-        assert isinstance(stats, TableStats)
         assert STEP == 8 + 4 + 4 + 12 + 8
-        assert stats.num_trajectories == 4
-        assert stats.num_steps == 50
-        assert stats.payload_bytes == 50 * STEP
+        assert (stats.num_trajectories, stats.num_steps, stats.payload_bytes) == (4, 50, 50 * STEP)
         assert stats.blocks_in_use == 1 + 1 + 2 + 10
-        assert stats.num_blocks == table.region.layout.num_blocks == (200 + 16 * 3) // 4
+        assert stats.num_blocks == table.region.layout.num_blocks == (50 + 16 * 3) // 4
         assert stats.block_steps == 4
-        assert stats.fixed_row_bytes == 4 * 40 * STEP
-        assert stats.fixed_row_overhead == 160 / 50
+        assert (stats.fixed_row_bytes, stats.fixed_row_overhead) == (4 * 40 * STEP, 160 / 50)
         assert stats.reserved_bytes == table.region.layout.region_bytes
         assert stats.resident_bytes == expected_resident(table, 4, 14) <= stats.reserved_bytes
         assert stats.overhead == stats.resident_bytes / stats.payload_bytes
-        assert stats.num_evicted == 0
+        with gear.Table.attach(str(table.name)) as other:
+            assert other.stats() == stats
         with pytest.raises(dataclasses.FrozenInstanceError):
             stats.num_steps = 1  # type: ignore[misc]
-
-
-def test_removed_and_evicted() -> None:
-    with gear.Table.create(
-        COLUMNS, max_steps=20, max_trajectories=4, block_steps=4, on_full="evict_oldest"
-    ) as table:
-        table.extend([rows(number, 5) for number in range(4)])
         table.remove(2)
         assert table.stats().num_evicted == 0
-        table.add(rows(4, 12))
+        table.add(rows(4, 9))
         stats = table.stats()
-        assert stats.num_evicted == 2
-        assert (stats.num_trajectories, stats.num_steps) == (2, 17)
-        assert stats.blocks_in_use == 2 + 3
+        assert (stats.num_evicted, stats.num_trajectories, stats.num_steps) == (2, 2, 49)
         table.remove(table.indices())
-        assert table.stats().num_evicted == 2
-        assert table.stats().blocks_in_use == 0
-        assert table.stats().resident_bytes == expected_resident(table, 0, 0)
+        stats = table.stats()
+        assert (stats.num_evicted, stats.blocks_in_use, stats.fixed_row_bytes) == (2, 0, 0)
+        assert stats.resident_bytes == expected_resident(table, 0, 0)
+    narrow = {"x": gear.Column(torch.bool)}
+    with gear.Table.create(narrow, max_steps=100, max_trajectories=10, block_steps=1) as table:
+        table.add({"x": torch.ones(100, dtype=torch.bool)})
+        stats = table.stats()
+        assert (stats.payload_bytes, stats.resident_bytes) == (100, expected_resident(table, 1, 100))
+        assert stats.overhead > LINE
 
 
 def test_what_is_unfinished_or_still_being_read_is_resident() -> None:
@@ -100,54 +91,25 @@ def test_what_is_unfinished_or_still_being_read_is_resident() -> None:
         assert table.stats().blocks_in_use == 0
 
 
-def test_padding_of_narrow_columns_is_counted() -> None:
-    with gear.Table.create(
-        {"x": gear.Column(torch.bool)}, max_steps=100, max_trajectories=10, block_steps=1
-    ) as table:
-        table.add({"x": torch.ones(100, dtype=torch.bool)})
-        stats = table.stats()
-        assert stats.payload_bytes == 100
-        assert stats.resident_bytes == expected_resident(table, 1, 100)
-        assert stats.overhead > LINE
-
-
-def test_all_handles_show_the_same() -> None:
-    with named() as table, gear.Table.attach(str(table.name)) as other:
-        table.extend([rows(0, 8), rows(1, 9)])
-        assert other.stats() == table.stats()
-
-
 def test_the_summary_is_readable() -> None:
     stats = TableStats(
-        num_trajectories=1234,
-        num_steps=567_890,
-        payload_bytes=1_000_000,
-        resident_bytes=1_050_000,
-        reserved_bytes=4_000_000,
-        fixed_row_bytes=2_345_678,
-        blocks_in_use=9000,
-        num_blocks=20_000,
-        block_steps=64,
-        num_evicted=7,
-        num_expired=3,
-        num_inserted=2000,
-        num_sampled=70_000,
-        num_writing=2,
-        insert_wait=1.25,
-        sample_wait=0.5,
-    )
+        num_trajectories=1234, num_steps=567_890, payload_bytes=1_000_000, resident_bytes=1_050_000,
+        reserved_bytes=4_000_000, fixed_row_bytes=2_345_678, blocks_in_use=9000, num_blocks=20_000,
+        block_steps=64, num_evicted=7, num_expired=3, num_inserted=2000, num_sampled=70_000, num_writing=2,
+        insert_wait=1.25, sample_wait=0.5,
+    )  # fmt: skip
     lines = str(stats).splitlines()
-    assert [line.split() for line in lines] == [
-        ["trajectories", "1,234"],
-        ["steps", "567,890"],
-        ["blocks", "in", "use", "9,000", "of", "20,000,", "64", "steps", "each"],
-        ["added", "2,000,", "1.2", "s", "waited"],
-        ["drawn", "70,000,", "0.5", "s", "waited"],
-        ["evicted", "7,", "expired", "3"],
-        ["payload", "1,000,000", "B"],
-        ["resident", "1,050,000", "B", "1.050", "x", "payload"],
-        ["fixed", "rows", "2,345,678", "B", "2.346", "x", "payload"],
-        ["reserved", "4,000,000", "B", "4.000", "x", "payload"],
+    assert [" ".join(line.split()) for line in lines] == [
+        "trajectories 1,234",
+        "steps 567,890",
+        "blocks in use 9,000 of 20,000, 64 steps each",
+        "added 2,000, 1.2 s waited",
+        "drawn 70,000, 0.5 s waited",
+        "evicted 7, expired 3",
+        "payload 1,000,000 B",
+        "resident 1,050,000 B 1.050 x payload",
+        "fixed rows 2,345,678 B 2.346 x payload",
+        "reserved 4,000,000 B 4.000 x payload",
     ]
     figures = {0: "1,234", 1: "567,890", 2: "9,000", 7: "1,050,000", 8: "2,345,678"}
     ends = {lines[i].index(figure) + len(figure) for i, figure in figures.items()}
@@ -157,20 +119,13 @@ def test_the_summary_is_readable() -> None:
 def test_uneven_lengths_cost_about_a_twentieth() -> None:
     """Of trajectories of some hundred steps with the columns of a MuJoCo environment; fixed rows cost the double."""
     generator = random.Random(0)
-    schema = {
-        "observation": gear.Column(torch.float32, (11,)),
-        "action": gear.Column(torch.float32, (3,)),
-        "reward": gear.Column(torch.float32),
-    }
+    shapes: dict[str, tuple[int, ...]] = {"observation": (11,), "action": (3,), "reward": ()}
+    schema = {name: gear.Column(torch.float32, shape) for name, shape in shapes.items()}
     lengths = [min(1000, 20 + int(generator.expovariate(1 / 500))) for _ in range(400)]
     blocks = gear.Table.required_blocks(lengths, 32)
-    with gear.Table.create(
-        schema, max_steps=sum(lengths), max_trajectories=400, block_steps=32, max_blocks=blocks
-    ) as table:
-        table.extend(
-            {name: torch.zeros(length, *column.shape) for name, column in schema.items()}
-            for length in lengths
-        )
+    sizes = {"max_steps": sum(lengths), "max_trajectories": 400, "block_steps": 32, "max_blocks": blocks}
+    with gear.Table.create(schema, **sizes) as table:
+        table.extend({name: torch.zeros(n, *shape) for name, shape in shapes.items()} for n in lengths)
         stats = table.stats()
         assert stats.blocks_in_use == stats.num_blocks == blocks
         assert stats.overhead < 1.051

@@ -15,21 +15,16 @@ from typer.testing import CliRunner
 from gear_loader import doctor
 from gear_loader.cli import app
 
+UCX = {"version": "0.52.00", "ucx": "1.21.0", "verbs": True, "library": "/usr/lib/libucp.so", "problem": None}
 WORKS: dict[str, dict[str, Any]] = {
-    "ucxx": {
-        "version": "0.52.00",
-        "ucx": "1.21.0",
-        "verbs": True,
-        "library": "/usr/lib/libucp.so",
-        "problem": None,
-    },
+    "ucxx": UCX,
     "ucp": {"problem": "ModuleNotFoundError: No module named 'ucp'"},
     "nixl": {"version": "nixl-cu12 1.5.1", "verbs": True, "library": "/x/libucp.so", "problem": None},
     "cuda": {"torch": "2.13.0", "available": True, "devices": ["H200"], "pinning": True, "problem": None},
     "triton": {"version": "3.7.1", "problem": None},
     "numba": {"version": "0.68.1", "problem": None},
 }
-MLX = [["lo", "tcp"], ["mlx5_0:1", "ib"]]
+MISSING = {"problem": "ModuleNotFoundError: No module named 'ucxx'"}
 
 
 class Elsewhere:
@@ -37,7 +32,7 @@ class Elsewhere:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         self.found = {name: dict(found) for name, found in WORKS.items()}
-        self.devices = MLX
+        self.devices = [["lo", "tcp"], ["mlx5_0:1", "ib"]]
         self.folder = folder
         for name in ("sys/mlx5_0", "dev/uverbs0", "dev/rdma_cm"):
             (folder / name).mkdir(parents=True)
@@ -81,12 +76,6 @@ def test_what_is_found_here() -> None:
         assert carrier["infiniband"]["possible"] or carrier["infiniband"]["reason"]
 
 
-def test_a_probe_of_this_machine() -> None:
-    found = doctor._probe(doctor._PROBES["numba"], 60.0)
-    assert found["problem"] is None
-    assert found["version"]
-
-
 def test_nothing_is_slow_where_everything_is_there(elsewhere: Elsewhere) -> None:
     found = doctor.report()
     assert found["slow"] == []
@@ -96,7 +85,7 @@ def test_nothing_is_slow_where_everything_is_there(elsewhere: Elsewhere) -> None
     assert found["carriers"]["ucp"]["installed"] is False
 
 
-def test_the_wheel_without_verbs(elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_infiniband_that_is_not_possible(elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere.found["ucxx"].update(verbs=False, library="/venv/libucx/lib/libucp.so")
     ucx = elsewhere.infiniband("ucx")
     assert not ucx["possible"]
@@ -106,80 +95,63 @@ def test_the_wheel_without_verbs(elsewhere: Elsewhere, monkeypatch: pytest.Monke
     assert "transport='ucx' goes over TCP between machines" in elsewhere.slow()
     monkeypatch.setenv("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "true")
     assert "is set, but the wheel's UCX was loaded" in elsewhere.infiniband("ucx")["reason"]
-
-
-@pytest.mark.parametrize(
-    ("missing", "reason"),
-    [("sys/mlx5_0", "The kernel shows no adapter"), ("dev/uverbs0", "has no uverbs device: load ib_uverbs")],
-)
-def test_without_hardware_or_its_files(elsewhere: Elsewhere, missing: str, reason: str) -> None:
-    (elsewhere.folder / missing).rmdir()
-    assert reason in elsewhere.infiniband("nixl")["reason"]
-    assert "one-sided reads over TCP wait for a thread of the owner" in elsewhere.slow()
-
-
-def test_ucx_does_not_see_the_adapter(elsewhere: Elsewhere) -> None:
+    elsewhere.found["ucxx"].update(UCX)
     elsewhere.devices = [["lo", "tcp"]]
     assert "UCX sees [['lo', 'tcp']], none of ['mlx5_0']" in elsewhere.infiniband("ucx")["reason"]
+    for missing, reason in (
+        ("dev/uverbs0", "has no uverbs device: load ib_uverbs"),
+        ("sys/mlx5_0", "The kernel shows no adapter"),
+    ):
+        (elsewhere.folder / missing).rmdir()
+        assert reason in elsewhere.infiniband("nixl")["reason"]
+        assert "one-sided reads over TCP wait for a thread of the owner" in elsewhere.slow()
 
 
-@pytest.mark.parametrize(
-    ("probe", "changed", "expected"),
-    [
-        ("cuda", {"pinning": False}, "CUDA refuses to pin host memory | raise the locked-memory limit"),
-        (
-            "cuda",
-            {"available": False},
-            "batches are gathered on the CPU | there is no CUDA device (torch 2.13.0)",
-        ),
-        ("triton", {"problem": "ImportError: x"}, "Triton cannot be imported (ImportError: x)"),
-        (
-            "ucxx",
-            {"problem": "it was ended by signal 11"},
-            "rows of other nodes come over plain TCP sockets | ucxx: it was ended by signal 11",
-        ),
-    ],
-)
-def test_slow_paths_of_what_is_missing(
-    elsewhere: Elsewhere, probe: str, changed: dict[str, Any], expected: str
-) -> None:
-    elsewhere.found[probe].update(changed)
-    assert expected in elsewhere.slow()
+SLOW: list[tuple[str, dict[str, Any], str]] = [
+    ("cuda", {"pinning": False}, "CUDA refuses to pin host memory | raise the locked-memory limit"),
+    ("cuda", {"available": False}, "are gathered on the CPU | there is no CUDA device (torch 2.13.0)"),
+    ("triton", {"problem": "ImportError: x"}, "Triton cannot be imported (ImportError: x)"),
+    ("ucxx", {"problem": "it was ended"}, "of other nodes come over plain TCP sockets | ucxx: it was ended"),
+    ("ucxx", dict(MISSING), "| pip install '.[ucx]' (in a clone of Gear Loader)"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [("UCX_TLS", "tcp", "UCX_TLS=tcp"), ("UCX_POSIX_ERROR_HANDLING", "n", "keeps UCX from shared memory")],
-)
-def test_slow_paths_of_what_is_set(
-    elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch, name: str, value: str, expected: str
-) -> None:
-    monkeypatch.setenv(name, value)
-    assert expected in elsewhere.slow()
-    assert doctor.report()["environment"][name] == value
-
-
-def test_slow_paths_of_limits(elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_paths(elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
+    for probe, changed, expected in SLOW:
+        with monkeypatch.context() as patch:
+            patch.setitem(elsewhere.found, probe, {**WORKS[probe], **changed})
+            if changed == MISSING:
+                patch.setitem(elsewhere.found, "ucxx", MISSING)
+                patch.setitem(elsewhere.found, "nixl", MISSING)
+                for name in ("ucx", "nixl"):
+                    said = f"It is not installed. pip install '.[{name}]' (in a clone of Gear Loader)."
+                    assert elsewhere.infiniband(name)["reason"].endswith(said)
+            assert expected in elsewhere.slow()
+    for name, value, expected in (
+        ("UCX_TLS", "tcp", "UCX_TLS=tcp"),
+        ("UCX_POSIX_ERROR_HANDLING", "n", "keeps UCX from shared memory"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert expected in elsewhere.slow()
+            assert doctor.report()["environment"][name] == value
     monkeypatch.setattr(resource, "getrlimit", lambda which: (8 << 20, 8 << 20))
     monkeypatch.setattr(doctor, "_SHM", 1 << 60)
     assert "no more than 8,388,608 bytes may be locked" in elsewhere.slow()
     assert "in Docker --shm-size" in elsewhere.slow()
 
 
-@pytest.mark.parametrize(
-    ("program", "problem"),
-    [
+def test_probes() -> None:
+    found = doctor._probe(doctor._PROBES["numba"], 60.0)
+    assert found["problem"] is None
+    assert found["version"]
+    for program, problem in (
         ("import time; time.sleep(60)", "it did not answer within 0.5 s"),
         ("import os; os.abort()", "it was ended by signal 6"),
         ("raise ValueError('no')", "ValueError: no"),
         ("pass", "it gave no answer"),
-    ],
-)
-def test_a_probe_that_goes_wrong_is_a_finding(program: str, problem: str) -> None:
-    assert doctor._probe(program, 0.5 if "sleep" in program else 30.0) == {"problem": problem}
-
-
-def test_a_probe_that_dies_after_its_answer() -> None:
+    ):
+        assert doctor._probe(program, 0.5 if "sleep" in program else 30.0) == {"problem": problem}
     program = doctor._BEGIN + "print('noise'); answer(version='1'); import os; os.abort()\n"
     assert doctor._probe(program, 30.0) == {"version": "1", "problem": "it was ended by signal 6"}
 
@@ -204,43 +176,27 @@ def test_the_report_as_text(elsewhere: Elsewhere) -> None:
     ]
     assert "InfiniBand adapters: mlx5_0" in lines
     assert "CUDA: H200, memory can be pinned; torch 2.13.0" in lines
-    assert (
-        "Slow: transport='ucx' goes over TCP between machines, because InfiniBand is not possible." in lines
-    )
+    expected = "Slow: transport='ucx' goes over TCP between machines, because InfiniBand is not possible."
+    assert expected in lines
 
 
-MISSING = {"problem": "ModuleNotFoundError: No module named 'ucxx'"}
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
+def test_every_sentence_of_the_report_ends_once(
+    elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (elsewhere.folder / "dev/uverbs0").rmdir()
+    cases: list[dict[str, dict[str, Any]]] = [
         {},
         {"ucxx": MISSING, "nixl": MISSING},
         {"ucxx": {"problem": "it was ended by signal 11"}, "nixl": {"problem": "OSError: Cannot open x."}},
         {"ucxx": {"verbs": False}, "nixl": {"verbs": False}},
-        {"cuda": {"available": False, "problem": "It is broken."}},
-        {"triton": {"problem": "ImportError: x."}},
-    ],
-)
-def test_every_sentence_of_the_report_ends_once(
-    elsewhere: Elsewhere, changed: dict[str, dict[str, Any]]
-) -> None:
-    for name, found in changed.items():
-        elsewhere.found[name].update(found)
-    (elsewhere.folder / "dev/uverbs0").rmdir()
-    result = CliRunner().invoke(app, ["doctor"])
-    assert result.exit_code == 0, result.output
-    told = [line for line in result.output.splitlines() if line.startswith(("Slow: ", "  What to do: "))]
-    assert told
-    for line in [*told, *(elsewhere.infiniband(carrier)["reason"] for carrier in ("ucx", "ucp", "nixl"))]:
-        assert re.search(r"[^. ]\.$", line), line
-        assert not re.search(r"\.\.|\. \.|\.\)", line), line
-
-
-def test_what_is_missing_is_installed_from_a_clone(elsewhere: Elsewhere) -> None:
-    elsewhere.found["ucxx"], elsewhere.found["nixl"] = dict(MISSING), dict(MISSING)
-    assert "| pip install '.[ucx]' (in a clone of Gear Loader)" in elsewhere.slow()
-    for name in ("ucx", "nixl"):
-        expected = f"It is not installed. pip install '.[{name}]' (in a clone of Gear Loader)."
-        assert elsewhere.infiniband(name)["reason"].endswith(expected)
+        {"cuda": {"available": False, "problem": "It is broken."}, "triton": {"problem": "ImportError: x."}},
+    ]
+    for changed in cases:
+        elsewhere.found = {name: {**found, **changed.get(name, {})} for name, found in WORKS.items()}
+        result = CliRunner().invoke(app, ["doctor"])
+        assert result.exit_code == 0, result.output
+        told = [line for line in result.output.splitlines() if line.startswith(("Slow: ", "  What to do: "))]
+        assert told
+        for line in [*told, *(elsewhere.infiniband(name)["reason"] for name in ("ucx", "ucp", "nixl"))]:
+            assert re.search(r"[^. ]\.$", line), line
+            assert not re.search(r"\.\.|\. \.|\.\)", line), line

@@ -23,12 +23,12 @@ from transport_common import (
     pieces_of,
     poisoned,
     serving,
+    spec_of,
     wait_until,
 )
 
 import gear_loader as gear
 from gear_loader.errors import (
-    HandshakeError,
     PriorityError,
     RegionError,
     SchemaError,
@@ -41,6 +41,7 @@ from gear_loader.storage.schema import Schema, Window
 from gear_loader.transport import Limits, Peer, WindowSpec
 
 LENGTHS = (1, 7, 4, 13, 2, 8, 30, 5)
+Shelf = tuple[gear.Table, Serving, Peer]
 
 
 def filled(table: gear.Table, first: int = 0) -> gear.Table:
@@ -50,111 +51,83 @@ def filled(table: gear.Table, first: int = 0) -> gear.Table:
 
 
 @pytest.fixture
-def shelf() -> Iterator[tuple[gear.Table, Serving, Peer]]:
+def shelf() -> Iterator[Shelf]:
     """A table, its server, and a peer."""
     with named() as table, serving(str(table.name)) as server:
         yield filled(table), server, server.peer()
 
 
-def spec_of(table: gear.Table, windows: dict[str, Window] | None = None) -> WindowSpec:
-    return WindowSpec(str(table.name), table.schema, windows or WINDOWS)
+def refused(peer: Peer, spec: WindowSpec, message: str, n: int = 0) -> BaseException:
+    """The error of fetching n rows."""
+    zeros = np.zeros(n, dtype=np.int64)
+    with pytest.raises(TransportError, match=message) as found:
+        peer.fetch(spec, zeros, zeros, zeros, poisoned(spec, n)).result(PATIENCE)
+    return found.value
 
 
 # ---------------------------------------------------------------- fetching
 
 
-def test_every_byte_is_as_a_collector_gathers_it(shelf: tuple[gear.Table, Serving, Peer]) -> None:
-    table, _, peer = shelf
-    check_fetch(peer, table, spec_of(table), range(8), [0, 3, 3, 12, 1, 0, 29, 2])
-
-
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_windows_of_any_rows(shelf: tuple[gear.Table, Serving, Peer], data: st.DataObject) -> None:
+def test_any_windows_of_any_rows(shelf: Shelf, data: st.DataObject) -> None:
     table, _, peer = shelf
-    window = st.builds(
-        Window, st.integers(1, 9), st.integers(-9, 9), st.sampled_from(["keep", "head", "tail"])
-    )
+    pads = st.sampled_from(["keep", "head", "tail"])
+    window = st.builds(Window, st.integers(1, 9), st.integers(-9, 9), pads)
     windows = data.draw(st.dictionaries(st.sampled_from(list(COLUMNS)), window, min_size=1))
     chosen = data.draw(st.lists(st.tuples(st.integers(0, 7), st.integers(-5, 40)), max_size=12))
     check_fetch(peer, table, spec_of(table, windows), [row[0] for row in chosen], [row[1] for row in chosen])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype(dtype: torch.dtype) -> None:
+def test_every_dtype() -> None:
     generator = torch.Generator().manual_seed(5)
-    columns = {"a": gear.Column(dtype, (3,)), "b": gear.Column(dtype), "c": gear.Column(torch.uint8, (130,))}
-    with gear.Table.create(
-        columns, max_steps=60, max_trajectories=8, block_steps=4, name=fresh_name()
-    ) as table:
+    columns = {f"{t} {shape}": gear.Column(t, shape) for t in DTYPES for shape in ((), (3,))}
+    columns["c"] = gear.Column(torch.uint8, (130,))
+    sizes = {"max_steps": 60, "max_trajectories": 8, "block_steps": 4}
+
+    def made(length: int) -> dict[str, Any]:
+        return {n: random_values(c.dtype, (length, *c.shape), generator) for n, c in columns.items()}
+
+    with gear.Table.create(columns, name=fresh_name(), **sizes) as table:
         try:
-            for length in (1, 9, 4, 6):
-                table.add(
-                    {n: random_values(c.dtype, (length, *c.shape), generator) for n, c in columns.items()}
-                )
+            table.extend([made(length) for length in (1, 9, 4, 6)])
             with serving(str(table.name)) as server:
                 peer = server.peer()
-                spec = spec_of(table, {"a": Window(5, -2), "b": Window(3), "c": Window(5, -2)})
-                check_fetch(peer, table, spec, [3, 1, 0, 2, 1], [0, 8, 0, 3, 4])
-                copies = [
-                    {n: random_values(c.dtype, (5, *c.shape), generator) for n, c in columns.items()}
-                ] * 2
-                unset = np.full(2, UNSET, dtype=np.float32)
-                slots = peer.store(str(table.name), table.schema, copies, unset, np.full(2, -1)).result(
-                    PATIENCE
+                spec = spec_of(
+                    table, {n: Window(5, -2) if c.shape else Window(3) for n, c in columns.items()}
                 )
+                check_fetch(peer, table, spec, [3, 1, 0, 2, 1], [0, 8, 0, 3, 4])
+                copies = [made(5)] * 2
+                slots = peer.store(*storing(table, *copies)).result(PATIENCE)
                 for slot in slots.tolist():
-                    assert {n: bits(v) for n, v in table[slot].items()} == {
-                        n: bits(v) for n, v in copies[0].items()
-                    }
+                    found = {n: bits(v) for n, v in table[slot].items()}
+                    assert found == {n: bits(v) for n, v in copies[0].items()}
         finally:
             table.unlink()
 
 
-def test_rows_that_are_gone_are_zeros(shelf: tuple[gear.Table, Serving, Peer]) -> None:
+def test_every_byte_also_of_rows_outside_and_of_rows_that_are_gone(shelf: Shelf) -> None:
     table, _, peer = shelf
     spec = spec_of(table)
+    check_fetch(peer, table, spec, range(8), [0, 3, 3, 12, 1, 0, 29, 2])
+    check_fetch(peer, table, spec, [3, 3, 3, 3], [-50, 2**40, -(2**40), 14])  # padding
+    check_fetch(peer, table, spec, [], [])
+    for slot in (-1, 16, 10**6, 2**62, -(2**63), 2**63 - 1):
+        check_fetch(peer, table, spec, [3, slot, 0], [2, 0, 0], gone=(1,))
+        check_fetch(peer, table, spec, [slot], [0], gone=(0,))
+    with table.writer() as writer:  # one that is being written
+        writer.append({name: values[0] for name, values in rows(5, 3).items()})
+        check_fetch(peer, table, spec, range(9), [0] * 9, gone=(8,))
     old = generations_of(table, range(8))
     table.remove([1, 6])
     table.add(rows(99, 3))  # takes one of their slots: another generation
-    out = poisoned(spec, 8)
-    anchors = np.zeros(8, dtype=np.int64)
+    out, anchors = poisoned(spec, 8), np.zeros(8, dtype=np.int64)
     status = peer.fetch(spec, np.arange(8), anchors, old, out).result(PATIENCE)
     assert status.tolist() == [0, 1, 0, 0, 0, 0, 1, 0]
     assert pieces_of(spec, out, 8) == expected(table, WINDOWS, range(8), anchors, old, gone=(1, 6))[0]
 
 
-def test_a_slot_outside_of_the_table_is_gone(shelf: tuple[gear.Table, Serving, Peer]) -> None:
-    table, _, peer = shelf
-    for slot in (-1, 16, 10**6, 2**62, -(2**63), 2**63 - 1):
-        check_fetch(peer, table, spec_of(table), [3, slot, 0], [2, 0, 0], gone=(1,))
-        check_fetch(peer, table, spec_of(table), [slot], [0], gone=(0,))
-
-
-def test_a_slot_that_is_being_written_is_gone(shelf: tuple[gear.Table, Serving, Peer]) -> None:
-    table, _, peer = shelf
-    with table.writer() as writer:
-        writer.append({name: values[0] for name, values in rows(5, 3).items()})
-        check_fetch(peer, table, spec_of(table), range(9), [0] * 9, gone=(8,))
-
-
-def test_anchors_outside_of_a_trajectory_are_padding(shelf: tuple[gear.Table, Serving, Peer]) -> None:
-    table, _, peer = shelf
-    check_fetch(peer, table, spec_of(table), [3, 3, 3, 3], [-50, 2**40, -(2**40), 14])
-
-
-def test_no_rows(shelf: tuple[gear.Table, Serving, Peer]) -> None:
-    table, _, peer = shelf
-    check_fetch(peer, table, spec_of(table), [], [])
-
-
-def test_a_reply_may_be_longer_than_one_buffer(shelf: tuple[gear.Table, Serving, Peer]) -> None:
-    table, _, peer = shelf
-    many = np.arange(20_000) % 8
-    check_fetch(peer, table, spec_of(table), many, many % 3)
-
-
-def test_many_threads_two_peers_many_specs(shelf: tuple[gear.Table, Serving, Peer]) -> None:
+def test_many_threads_two_peers_many_specs(shelf: Shelf) -> None:
     table, server, peer = shelf
     peers = [peer, server.peer()]
     specs = [spec_of(table, {"check": Window(i + 1), "step": Window(2, -i)}) for i in range(5)]
@@ -171,20 +144,19 @@ def test_many_threads_two_peers_many_specs(shelf: tuple[gear.Table, Serving, Pee
             future.result(PATIENCE)
 
 
-def test_many_requests_in_flight(shelf: tuple[gear.Table, Serving, Peer]) -> None:
+def test_many_requests_in_flight(shelf: Shelf) -> None:
     table, _, peer = shelf
     spec = spec_of(table)
     under_way = []
     for i in range(60):
-        n = (1, 3, 5000)[i % 3]  # a large reply is sent while the next one is gathered
-        slots, anchors = np.arange(n) % 8, np.full(n, i % 7)
-        generations, out = generations_of(table, slots), poisoned(spec, n)
-        under_way.append(
-            (peer.fetch(spec, slots, anchors, generations, out), slots, anchors, generations, out)
-        )
-    for future, slots, anchors, generations, out in under_way:
+        n = (1, 3, 5000)[i % 3] if i else 20_000  # a large reply is sent while the next one is gathered
+        slots = np.arange(n) % 8
+        row = slots, np.full(n, i % 7), generations_of(table, slots)
+        out = poisoned(spec, n)
+        under_way.append((peer.fetch(spec, *row, out), row, out))
+    for future, row, out in under_way:
         assert not future.result(PATIENCE).any()
-        assert pieces_of(spec, out, len(slots)) == expected(table, WINDOWS, slots, anchors, generations)[0]
+        assert pieces_of(spec, out, len(row[0])) == expected(table, WINDOWS, *row)[0]
 
 
 def test_more_specs_than_a_connection_may_have_opened() -> None:
@@ -197,13 +169,10 @@ def test_more_specs_than_a_connection_may_have_opened() -> None:
 
 
 def test_a_trajectory_is_never_torn_while_others_come_and_go() -> None:
-    with (
-        named(max_steps=60, max_trajectories=6, on_full="evict_oldest") as table,
-        serving(str(table.name)) as server,
-    ):
+    sizes: dict[str, Any] = {"max_steps": 60, "max_trajectories": 6, "on_full": "evict_oldest"}
+    with named(**sizes) as table, serving(str(table.name)) as server:
         peer = server.peer()
-        windows = {name: Window(12) for name in COLUMNS}
-        spec = spec_of(table, windows)
+        spec = spec_of(table, {name: Window(12) for name in COLUMNS})
         over = threading.Event()
 
         def write() -> None:
@@ -214,21 +183,18 @@ def test_a_trajectory_is_never_torn_while_others_come_and_go() -> None:
 
         writer = threading.Thread(target=write)
         writer.start()
-        served = 0
+        served, zeros = 0, np.zeros(6, dtype=np.int64)
+        pieces = {p.name: p for p in spec.pieces(6) if p.kind == "column"}
         try:
             while served < 150:
                 slots = np.arange(6)
-                generations, out = generations_of(table, slots), poisoned(spec, 6)
-                status = peer.fetch(spec, slots, np.zeros(6, dtype=np.int64), generations, out).result(
-                    PATIENCE
-                )
-                pieces = {p.name: p for p in spec.pieces(6) if p.kind == "column"}
+                out = poisoned(spec, 6)
+                status = peer.fetch(spec, slots, zeros, generations_of(table, slots), out).result(PATIENCE)
                 for i in np.flatnonzero(status == 0).tolist():
                     found = {}
                     for name, piece in pieces.items():
-                        begin = piece.offset + i * piece.row_bytes
+                        begin, column = piece.offset + i * piece.row_bytes, table.schema[name]
                         values = torch.from_numpy(out[begin : begin + piece.row_bytes].copy())
-                        column = table.schema[name]
                         found[name] = values.view(column.dtype).reshape(12, *column.shape)
                     length = int(found["length"][0])
                     number_of({name: values[:length] for name, values in found.items()})
@@ -241,7 +207,7 @@ def test_a_trajectory_is_never_torn_while_others_come_and_go() -> None:
 # ---------------------------------------------------------------- what is refused
 
 
-def test_arguments_are_checked_before_anything_is_sent(shelf: tuple[gear.Table, Serving, Peer]) -> None:
+def test_arguments_are_checked_before_anything_is_sent(shelf: Shelf) -> None:
     table, _, peer = shelf
     spec, slots = spec_of(table), np.arange(3)
     out = poisoned(spec, 3)
@@ -266,11 +232,7 @@ def test_what_the_server_does_not_take_is_an_error_of_that_request_alone() -> No
         filled(table)
         peer, spec = server.peer(), spec_of(table)
         for n in (101, 30):
-            many = np.zeros(n, dtype=np.int64)
-            with pytest.raises(
-                TransportError, match=f"{n} rows .* but the server sends at most 100 rows and 4,096 bytes"
-            ):
-                peer.fetch(spec, many, many, many, poisoned(spec, n)).result(PATIENCE)
+            refused(peer, spec, f"{n} rows .* but the server sends at most 100 rows and 4,096 bytes", n)
         with pytest.raises(TransportError, match="takes at most 100 trajectories and 1,024 bytes"):
             peer.store(*storing(table, rows(1, 50))).result(PATIENCE)
         wild = np.array([0]), np.array([2**41]), generations_of(table, [0])
@@ -280,62 +242,39 @@ def test_what_the_server_does_not_take_is_an_error_of_that_request_alone() -> No
         assert server.server.num_connections == 1
 
 
-def test_a_table_that_is_not_served(shelf: tuple[gear.Table, Serving, Peer]) -> None:
+def test_tables_and_schemas_that_are_not_served(shelf: Shelf) -> None:
     table, _, peer = shelf
-    none = np.empty(0, dtype=np.int64)
     with named() as other:
-        spec = spec_of(other)
         for _ in range(2):
-            with pytest.raises(
-                TransportError, match=f"0 rows .*{other.name}' is not served here; .*{table.name}"
-            ) as found:
-                peer.fetch(spec, none, none, none, poisoned(spec, 0)).result(PATIENCE)
-            assert isinstance(found.value.__cause__, RegionError)
+            message = f"0 rows .*{other.name}' is not served here; .*{table.name}"
+            assert isinstance(refused(peer, spec_of(other), message).__cause__, RegionError)
+    schema = Schema({**COLUMNS, "value": gear.Column(torch.float32, (4,))})
+    message = r"value float32\[3\].*the requester expects .*value float32\[4\]"
+    refused(peer, WindowSpec(str(table.name), schema, WINDOWS), message)
     check_fetch(peer, table, spec_of(table), [3], [1])
-
-
-def test_a_table_that_is_not_there_yet() -> None:
-    name = fresh_name()
+    name = fresh_name()  # a table that is not there yet
+    spec = WindowSpec(name, Schema(COLUMNS), WINDOWS)
     with serving(name) as server:
-        peer, none = server.peer(), np.empty(0, dtype=np.int64)
-        spec = WindowSpec(name, Schema(COLUMNS), WINDOWS)
-        with pytest.raises(TransportError, match=f"There is no table named '{name}'"):
-            peer.fetch(spec, none, none, none, poisoned(spec, 0)).result(PATIENCE)
+        peer = server.peer()
+        refused(peer, spec, f"There is no table named '{name}'")
         with named(name=name) as table:
             check_fetch(peer, filled(table), spec, [3], [1])
 
 
-def test_a_schema_that_differs_is_refused_with_both_sides_named(
-    shelf: tuple[gear.Table, Serving, Peer],
-) -> None:
-    table, _, peer = shelf
-    other = Schema({**COLUMNS, "value": gear.Column(torch.float32, (4,))})
-    spec, none = WindowSpec(str(table.name), other, WINDOWS), np.empty(0, dtype=np.int64)
-    with pytest.raises(
-        TransportError, match=r"value float32\[3\].*the requester expects .*value float32\[4\]"
-    ):
-        peer.fetch(spec, none, none, none, poisoned(spec, 0)).result(PATIENCE)
-    check_fetch(peer, table, spec_of(table), [3], [1])
-
-
-def test_a_table_that_was_removed_and_made_anew(shelf: tuple[gear.Table, Serving, Peer]) -> None:
+def test_a_table_that_was_removed_and_made_again(shelf: Shelf) -> None:
     table, server, peer = shelf
     spec = spec_of(table)
     check_fetch(peer, table, spec, [3], [1])
-    row = np.array([3]), np.array([1]), generations_of(table, [3])
     table.unlink()
-    with pytest.raises(TransportError, match=f"Table '{table.name}' has been removed since") as found:
-        peer.fetch(spec, *row, poisoned(spec, 1)).result(PATIENCE)
-    assert isinstance(found.value.__cause__, StaleIndexError)
-    with pytest.raises(TransportError, match=f"There is no table named '{table.name}'"):
-        peer.fetch(spec, *row, poisoned(spec, 1)).result(PATIENCE)
-    with gear.Table.create(
-        COLUMNS, max_steps=300, max_trajectories=20, block_steps=2, name=str(table.name)
-    ) as again:
+    cause = refused(peer, spec, f"Table '{table.name}' has been removed since", 1).__cause__
+    assert isinstance(cause, StaleIndexError)
+    refused(peer, spec, f"There is no table named '{table.name}'", 1)
+    sizes = {"max_steps": 300, "max_trajectories": 20, "block_steps": 2}
+    with gear.Table.create(COLUMNS, name=str(table.name), **sizes) as again:
         filled(again, 50)
         check_fetch(peer, again, spec, [3, 5], [1, 2])
         again.unlink()
-    # Nobody asks for it any more, and still its memory is given back.
+    # It is not asked for any more, and still its memory is given back.
     wait_until(lambda: not server.server.tables.sweep() and not server.server.tables._attached)
 
 
@@ -350,7 +289,7 @@ def storing(table: gear.Table, *trajectories: dict[str, Any], **more: Any) -> tu
     return str(table.name), table.schema, list(trajectories), priorities, ids
 
 
-def test_storing(shelf: tuple[gear.Table, Serving, Peer]) -> None:
+def test_storing(shelf: Shelf) -> None:
     table, _, peer = shelf
     slots = peer.store(*storing(table, rows(50, 3), rows(51, 20))).result(PATIENCE)
     assert slots.dtype == np.int64
@@ -358,54 +297,47 @@ def test_storing(shelf: tuple[gear.Table, Serving, Peer]) -> None:
     assert numbers_of(table) == [*range(8), 50, 51]
     assert (table.reader().arrays.priority[slots] == UNSET).all()
     assert peer.store(*storing(table)).result(PATIENCE).tolist() == []
+    for priorities, ids in (
+        ([0.5, 0, 7], [-1] * 3),
+        ([UNSET] * 3, [700, -1, 1 << 40]),
+        ([2, UNSET, 0], [-1, 5, -1]),
+    ):
+        trajectories = [rows(50 + i, 1 + i) for i in range(3)]
+        slots = peer.store(*storing(table, *trajectories, priorities=priorities, ids=ids)).result(PATIENCE)
+        assert table.reader().arrays.priority[slots].tolist() == np.float32(priorities).tolist()
+        assert all(one in (found, -1) for found, one in zip(table.ids(slots).tolist(), ids, strict=True))
+        assert numbers_of(table)[-3:] == [50, 51, 52]
+        table.remove(slots)
     table.check_valid()
 
 
-@pytest.mark.parametrize(
-    ("priorities", "ids"),
-    [([0.5, 0, 7], [-1] * 3), ([UNSET] * 3, [700, -1, 1 << 40]), ([2, UNSET, 0], [-1, 5, -1])],
-)
-def test_storing_with_priorities_and_ids(
-    shelf: tuple[gear.Table, Serving, Peer], priorities: list[float], ids: list[int]
-) -> None:
-    table, _, peer = shelf
-    trajectories = [rows(50 + i, 3 + i) for i in range(3)]
-    slots = peer.store(*storing(table, *trajectories, priorities=priorities, ids=ids)).result(PATIENCE)
-    assert table.reader().arrays.priority[slots].tolist() == np.float32(priorities).tolist()
-    for found, given_id in zip(table.ids(slots).tolist(), ids, strict=True):
-        assert given_id in (found, -1)
-    assert numbers_of(table)[-3:] == [50, 51, 52]
-
-
-def test_what_cannot_be_stored_changes_nothing(shelf: tuple[gear.Table, Serving, Peer]) -> None:
+def test_what_cannot_be_stored_changes_nothing(shelf: Shelf) -> None:
     table, _, peer = shelf
     good = rows(50, 3)
     narrow = {name: values for name, values in good.items() if name != "value"}
+
+    def not_stored(message: str, *arguments: Any) -> BaseException | None:
+        with pytest.raises(TransportError, match=message) as found:
+            peer.store(*arguments).result(PATIENCE)
+        return found.value.__cause__
+
     with pytest.raises(SchemaError, match=r"trajectory 1 has the columns"):
         peer.store(*storing(table, good, narrow))
     with pytest.raises(SchemaError, match=r"ids is int32"):
         peer.store(*storing(table, good)[:4], np.zeros(1, dtype=np.int32))
     for priority in (-2.0, np.nan, np.inf):
         for other in (UNSET, 1.0):
-            with pytest.raises(
-                TransportError, match="expected finite numbers that are not negative"
-            ) as found:
-                peer.store(*storing(table, good, good, priorities=[other, priority])).result(PATIENCE)
-            assert isinstance(found.value.__cause__, (SchemaError, PriorityError))
-    with pytest.raises(TransportError, match="expected different ids"):
-        peer.store(*storing(table, good, good, ids=[5, 5])).result(PATIENCE)
-    other_schema = Schema({"a": gear.Column(torch.int8)})
-    with pytest.raises(TransportError, match=r"the requester expects \{a int8\[\]\}"):
-        peer.store(
-            str(table.name), other_schema, [{"a": np.zeros(3, dtype=np.int8)}], *storing(table, good)[3:]
-        ).result(PATIENCE)
-    with pytest.raises(TransportError, match="'nobody' is not served"):
-        peer.store("nobody", *storing(table, good)[1:]).result(PATIENCE)
-    with pytest.raises(TransportError, match="this table holds at most 200"):
-        peer.store(*storing(table, rows(1, 201))).result(PATIENCE)
-    with pytest.raises(TransportError, match="to be stored into") as found:
-        peer.store(*storing(table, *[rows(1, 90)] * 2)).result(PATIENCE)
-    assert isinstance(found.value.__cause__, TableFullError)
+            both = storing(table, good, good, priorities=[other, priority])
+            cause = not_stored("expected finite numbers that are not negative", *both)
+            assert isinstance(cause, (SchemaError, PriorityError))
+    not_stored("expected different ids", *storing(table, good, good, ids=[5, 5]))
+    one, name, schema = storing(table, good), str(table.name), Schema({"a": gear.Column(torch.int8)})
+    small = [{"a": np.zeros(3, dtype=np.int8)}]
+    not_stored(r"the requester expects \{a int8\[\]\}", name, schema, small, *one[3:])
+    not_stored("'other' is not served", "other", *one[1:])
+    not_stored("this table holds at most 200", *storing(table, rows(1, 201)))
+    cause = not_stored("to be stored into", *storing(table, *[rows(1, 90)] * 2))
+    assert isinstance(cause, TableFullError)
     assert len(table) == 8
     table.check_valid()
 
@@ -414,35 +346,29 @@ def test_fetches_go_on_while_a_store_waits_for_room() -> None:
     with named(max_steps=10, max_trajectories=2, on_full="wait") as table:
         table.add(rows(0, 10))
         with serving(str(table.name)) as server:
-            peer, spec = server.peer(), spec_of(table)
+            peer = server.peer()
             stored = peer.store(*storing(table, rows(1, 5)))
-            check_fetch(peer, table, spec, [0], [3])
+            check_fetch(peer, table, spec_of(table), [0], [3])
             assert not stored.done()
             table.remove(0)
-            slot = int(stored.result(PATIENCE)[0])
-            assert number_of(table[slot]) == 1
+            assert number_of(table[int(stored.result(PATIENCE)[0])]) == 1
 
 
 # ---------------------------------------------------------------- what else a server tells
 
 
-def test_metadata(shelf: tuple[gear.Table, Serving, Peer]) -> None:
+def test_metadata(shelf: Shelf) -> None:
     table, server, peer = shelf
-    server.server.metadata["test"] = lambda name: name.encode() * 1000
-    server.server.metadata["empty"] = lambda name: b""
-    server.server.metadata["broken"] = lambda name: [][1]
-    assert peer.metadata("test", str(table.name)).result(PATIENCE) == str(table.name).encode() * 1000
-    assert peer.metadata("empty", str(table.name)).result(PATIENCE) == b""
-    with pytest.raises(
-        TransportError, match="has no metadata called 'pigeon'; it has broken, capacity, empty"
+    name, answers = str(table.name), server.server.metadata
+    answers |= {"test": lambda name: name.encode() * 1000, "empty": lambda name: b""}
+    answers["broken"] = lambda name: [][1]
+    assert peer.metadata("test", name).result(PATIENCE) == name.encode() * 1000
+    assert peer.metadata("empty", name).result(PATIENCE) == b""
+    for what, which, message in (
+        ("pigeon", name, "has no metadata called 'pigeon'; it has broken, capacity, empty"),
+        ("test", "other", "'other' is not served"),
+        ("broken", name, "IndexError"),
     ):
-        peer.metadata("pigeon", str(table.name)).result(PATIENCE)
-    with pytest.raises(TransportError, match="'other' is not served"):
-        peer.metadata("test", "other").result(PATIENCE)
-    with pytest.raises(TransportError, match="IndexError"):
-        peer.metadata("broken", str(table.name)).result(PATIENCE)
+        with pytest.raises(TransportError, match=message):
+            peer.metadata(what, which).result(PATIENCE)
     check_fetch(peer, table, spec_of(table), [3], [1])
-
-
-def test_a_handshake_error_is_one_of_the_transport() -> None:
-    assert issubclass(HandshakeError, TransportError)

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
-import os
 import random
 import runpy
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,13 +15,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from table_common import COLUMNS, named, numbers_of, rows
 from transport_common import (
+    HELLO,
     WINDOWS,
     Raw,
     Serving,
     check_fetch,
     fetch_message,
+    message,
     open_message,
     serving,
+    spec_of,
     wait_until,
 )
 
@@ -34,11 +33,10 @@ from gear_loader.storage.operations import UNSET
 from gear_loader.storage.schema import Schema
 from gear_loader.transport import Limits, Peer, WindowSpec
 from gear_loader.transport.store_message import Store
-from gear_loader.transport.wire import NONCE, Header, Kind, pack_text
+from gear_loader.transport.wire import Header, Kind, pack_text
 
 FUZZ = Path(__file__).parents[1] / "fuzz" / "fuzz_wire.py"
 one_input = runpy.run_path(str(FUZZ))["one_input"]
-HELLO = pack_text("socket") + pack_text("socket") + bytes(NONCE)
 
 
 @pytest.fixture(scope="module")
@@ -53,30 +51,19 @@ def shelf() -> Iterator[tuple[gear.Table, Serving, Peer]]:
 
 
 def still_serves(table: gear.Table, peer: Peer) -> None:
-    spec = WindowSpec(str(table.name), table.schema, WINDOWS)
-    check_fetch(peer, table, spec, [3, 1, 5], [1, 2, 9])
+    check_fetch(peer, table, spec_of(table), [3, 1, 5], [1, 2, 9])
 
 
-def end(raw: Raw) -> bytes:
-    """Say no more, and read until the server has closed: it does, whatever it was sent."""
+def say(raw: Raw, data: bytes) -> bytes:
+    """Say this and no more, and read until the server has closed: it does, whatever it was sent."""
     heard = b""
-    try:
+    with contextlib.suppress(ConnectionError):  # it may be refused before its end
+        raw.socket.sendall(data)
+    with contextlib.suppress(ConnectionError):  # cut, with something that it had not read
         raw.socket.shutdown(socket.SHUT_WR)
         while part := raw.socket.recv(1 << 16):
             heard += part
-    except ConnectionError:  # cut, with something that it had not read
-        return heard
     return heard
-
-
-def send_all(raw: Raw, data: bytes) -> None:
-    with contextlib.suppress(ConnectionError):  # it may be refused before its end
-        raw.socket.sendall(data)
-
-
-def message(kind: int, small: bytes = b"", bulk: bytes = b"", **wrong: int) -> bytes:
-    sizes = {"small": len(small), "bulk": len(bulk), **wrong}
-    return Header(kind, 1, sizes["small"], sizes["bulk"]).pack() + small + bulk  # type: ignore[arg-type]
 
 
 def requests_of(name: str) -> list[bytes]:
@@ -95,14 +82,10 @@ def requests_of(name: str) -> list[bytes]:
 
 
 @settings(max_examples=100)
-@given(st.binary(max_size=300))
-def test_parsers(data: bytes) -> None:
-    one_input(data)
-
-
-@settings(max_examples=100)
-@given(st.data())
-def test_parsers_of_messages_that_are_nearly_right(data: st.DataObject) -> None:
+@given(st.data(), st.binary(max_size=300))
+def test_parsers(data: st.DataObject, noise: bytes) -> None:
+    """Noise, and messages that are nearly right."""
+    one_input(noise)
     whole = data.draw(st.sampled_from(requests_of("replay")))[64:]
     at = data.draw(st.integers(0, max(0, len(whole) - 1)))
     piece = data.draw(st.binary(max_size=9))
@@ -115,8 +98,7 @@ def test_parsers_of_messages_that_are_nearly_right(data: st.DataObject) -> None:
 def test_before_the_handshake(shelf: tuple[gear.Table, Serving, Peer], data: bytes, hello: bool) -> None:
     table, server, peer = shelf
     with server.raw() as raw:
-        send_all(raw, (message(Kind.HELLO, HELLO) if hello else b"") + data)
-        heard = end(raw)
+        heard = say(raw, (message(Kind.HELLO, HELLO) if hello else b"") + data)
     assert str(table.name).encode() not in heard
     still_serves(table, peer)
 
@@ -147,8 +129,7 @@ def test_after_the_handshake(shelf: tuple[gear.Table, Serving, Peer], data: st.D
             part[64:] = data.draw(st.binary(max_size=200))
         said += bytes(part)
     with server.proven() as raw:
-        send_all(raw, said)
-        end(raw)
+        say(raw, said)
     still_serves(table, peer)
 
 
@@ -164,7 +145,7 @@ def test_any_numbers_in_a_fetch(
     for i in range(n):  # some of them nearly right
         wild[0, i] = chance.choice([wild[0, i], chance.randrange(70)])
         wild[2, i] = chance.choice([wild[2, i], 1, 2])
-    spec = WindowSpec(str(table.name), table.schema, WINDOWS)
+    spec = spec_of(table)
     with server.proven() as raw:
         raw.send(Kind.OPEN, open_message(spec))
         assert raw.receive()[0].kind is Kind.OPENED
@@ -192,15 +173,3 @@ def test_the_table_is_whole(shelf: tuple[gear.Table, Serving, Peer]) -> None:
     zeros = [int(i) for i in table.indices() if not table[int(i)]["check"].any()]
     table.remove(zeros)
     assert numbers_of(table)[:6] == list(range(6))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="atheris is not installed")
-def test_with_atheris() -> None:
-    done = subprocess.run(
-        [sys.executable, str(FUZZ), "-max_total_time=5", "-seed=1"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": str(FUZZ.parents[2])},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]

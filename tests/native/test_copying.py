@@ -1,7 +1,8 @@
-"""The compiled loops of the CPU path against the definition of a window, and the path without them."""
+"""The compiled loops of the CPU path against the definition of a window."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -41,47 +42,24 @@ def gather(
     *,
     rows: torch.Tensor | None = None,
     parts: int = 1,
+    crew_of: int | None = None,
 ) -> None:
-    """The compiled loop with the signature of the kernels, the rows in so many parts."""
+    """The compiled loop with the signature of the kernels, the rows in so many parts.
+
+    With `crew_of` it is done by a crew of three; that many bytes of a row decide in how many chunks.
+    """
     count = plan.check_rows(slots, anchors, rows)
     chosen = None if rows is None else rows.numpy()
-    given = (
-        plan.table.numpy(),
-        slots.numpy(),
-        anchors.numpy(),
-        extent.numpy(),
-        block_ids.numpy(),
-        plan.block_steps,
-    )
-    for i in range(parts):
-        copying.gather(*given, count * i // parts, count * (i + 1) // parts, chosen)
-
-
-def crewed(
-    plan: GatherPlan,
-    slots: torch.Tensor,
-    anchors: torch.Tensor,
-    extent: torch.Tensor,
-    block_ids: torch.Tensor,
-    *,
-    rows: torch.Tensor | None = None,
-    row_bytes: int = 1 << 20,
-) -> None:
-    """The same by a crew of three; `row_bytes` decides in how many chunks."""
-    plan.check_rows(slots, anchors, rows)
+    tensors = (plan.table, slots, anchors, extent, block_ids)
+    given = (*(each.numpy() for each in tensors), plan.block_steps)
+    if crew_of is None:
+        for i in range(parts):
+            copying.gather(*given, count * i // parts, count * (i + 1) // parts, chosen)
+        return
     threads = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        crew.gather(
-            plan.table.numpy(),
-            slots.numpy(),
-            anchors.numpy(),
-            extent.numpy(),
-            block_ids.numpy(),
-            plan.block_steps,
-            row_bytes,
-            None if rows is None else rows.numpy(),
-        )
+        crew.gather(*given, crew_of, chosen)
     finally:
         torch.set_num_threads(threads)
 
@@ -89,8 +67,9 @@ def crewed(
 # Gather ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [1, 5, 20, 63, 130])
-@pytest.mark.parametrize("block_steps", [1, 7, 20, 32, 64, 100])
+@pytest.mark.parametrize(
+    ("block_steps", "length"), [(1, 63), (7, 5), (20, 20), (32, 130), (64, 1), (100, 63), (7, 130), (64, 20)]
+)
 def test_shapes(block_steps: int, length: int) -> None:
     """Every step size with every block size, length of window, padding, and place of the window, in one call each."""
     lengths = sorted({1, max(block_steps - 1, 1), block_steps, block_steps + 1, 3 * block_steps + 2, 150})
@@ -107,76 +86,102 @@ def test_shapes(block_steps: int, length: int) -> None:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Store, list[Spec], int, int, int]:
+    def some(low: int, high: int) -> int:
+        return draw(st.integers(low, high))
+
     sizes = draw(st.lists(st.integers(1, 300), min_size=1, max_size=4))
-    store = Store(
-        sizes,
-        draw(st.lists(st.integers(1, 200), min_size=1, max_size=6)),
-        draw(st.integers(1, 110)),
-        seed=draw(st.integers(0, 999)),
-        spare_lines=draw(st.integers(0, 1)),
-    )
-    specs = [
-        Spec(
-            size,
-            draw(st.integers(1, 140)),
-            draw(st.integers(-230, 230)),
-            draw(st.sampled_from(PADS)),
-            draw(st.booleans()),
-            draw(st.integers(0, 70)),
-        )
-        for size in sizes
-    ]
-    count = draw(st.integers(0, 12))
-    return store, specs, count, count + draw(st.integers(0, 3)), draw(st.integers(0, 999))
+    lengths = draw(st.lists(st.integers(1, 200), min_size=1, max_size=6))
+    store = Store(sizes, lengths, some(1, 110), seed=some(0, 999), spare_lines=some(0, 1))
+    pads, masks = st.sampled_from(PADS), st.booleans()
+    specs = [Spec(n, some(1, 140), some(-230, 230), draw(pads), draw(masks), some(0, 70)) for n in sizes]
+    count = some(0, 12)
+    return store, specs, count, count + some(0, 3), some(0, 999)
 
 
-@hypothesis.given(cases(), st.booleans(), st.integers(1, 4), st.booleans())
-def test_random_shapes(case: tuple[Any, ...], mask: bool, parts: int, chosen: bool) -> None:
+@hypothesis.given(
+    cases(),
+    st.booleans(),
+    st.integers(1, 4),
+    st.booleans(),
+    st.sampled_from([None, None, 1, 1 << 14, 1 << 17, 1 << 24]),
+)
+def test_random_shapes(
+    case: tuple[Any, ...], mask: bool, parts: int, chosen: bool, crew_of: int | None
+) -> None:
     store, specs, count, batch, seed = case
     slots, anchors = store.draw(count, seed)
     options: dict[str, Any] = {"batch": batch, "mask": mask}
     options["rows"] = choose(count, batch, seed) if chosen else None
-    check_gather(gather, store, specs, slots, anchors, parts=parts, **options)
+    check_gather(gather, store, specs, slots, anchors, parts=parts, crew_of=crew_of, **options)
     check_gather(reference.gather, store, specs, slots, anchors, **options)
 
 
-@hypothesis.given(cases(), st.sampled_from([1, 1 << 14, 1 << 17, 1 << 20, 1 << 24]), st.booleans())
-def test_random_shapes_by_a_crew(case: tuple[Any, ...], row_bytes: int, chosen: bool) -> None:
-    store, specs, count, batch, seed = case
-    slots, anchors = store.draw(count, seed)
-    rows = choose(count, batch, seed) if chosen else None
-    check_gather(crewed, store, specs, slots, anchors, batch=batch, row_bytes=row_bytes, rows=rows)
+@pytest.mark.parametrize("crew_of", [None, 1 << 20], ids=["one thread", "a crew"])
+def test_a_batch_from_two_tables(crew_of: int | None) -> None:
+    check_two_tables(functools.partial(gather, crew_of=crew_of))
 
 
-@pytest.mark.parametrize("run", [gather, crewed], ids=["one thread", "a crew"])
-def test_a_batch_from_two_tables(run: Any) -> None:
-    check_two_tables(run)
-
-
-def test_far_windows() -> None:
+def test_far_windows_and_large_pieces() -> None:
     store = Store([4, 4], [40, 3], 7)
     slots, anchors = torch.tensor([0, 1, 0]), torch.tensor([2**31 + 5, -(2**31) - 8, 2**33])
     for pad in PADS:
         specs = [Spec(4, 9, offset, pad) for offset in (-(2**31) + 1, 2**31 - 1)]
         check_gather(gather, store, specs, slots, anchors)
+    # Pieces of a page and more, that begin anywhere in a line.
+    for step_bytes, shift, length in [(1000, 63, 9), (1024, 0, 3), (4100, 1, 2), (4100, 0, 1)]:
+        store = Store([step_bytes], [1, 2, 40], 4)
+        slots, anchors = store.draw(6)
+        check_gather(gather, store, [Spec(step_bytes, length, -1, shift=shift)], slots, anchors)
 
 
 def test_an_address_space_of_more_than_2_31_words() -> None:
     store = HugeStore((48, 96), 21)
     slots, anchors = store.draw(6)
-    specs = [Spec(48, 50, -10), Spec(96, 50, -40)]
-    check_gather(gather, store, specs, slots, anchors)
+    check_gather(gather, store, [Spec(48, 50, -10), Spec(96, 50, -40)], slots, anchors)
+    # And a scatter beyond 2**31 bytes.
+    store = HugeStore((96,), 21)
+    source, row = store.sources[0], store.rows[0][HugeStore.SLOTS[0]]
+    start = int(store.extent[HugeStore.SLOTS[0], 1])
+    ids = store.block_ids[start : start + 3].numpy()
+    assert (ids.astype(np.int64) * source.stride(0) > 2**31).sum() >= 2
+    new = np.ascontiguousarray(~row)
+    columns = np.array([(source.data_ptr(), source.stride(0), 96)], dtype=np.int64)
+    copying.scatter(columns, 21, ids, np.array([[new.ctypes.data]]), np.array([len(row)], dtype=np.int64))
+    for i, block in enumerate(ids.tolist()):
+        piece = new[i * 21 : (i + 1) * 21].reshape(-1)
+        assert np.array_equal(source[block, : len(piece)].numpy(), piece)
+        assert not source[block, len(piece) :].any()
 
 
-@pytest.mark.parametrize("shift", [0, 1, 63])
-@pytest.mark.parametrize("step_bytes", [1000, 1024, 4100])
-def test_large_pieces(step_bytes: int, shift: int) -> None:
-    # Pieces of a page and more, that begin anywhere in a line.
-    store = Store([step_bytes], [1, 2, 40], 4)
-    slots, anchors = store.draw(6)
-    for length in (1, 2, 3, 9):
-        spec = Spec(step_bytes, length, -1, shift=shift)
-        check_gather(gather, store, [spec], slots, anchors)
+@pytest.mark.parametrize(
+    ("total", "step_bytes", "shift"),
+    [
+        (total, *rest)
+        for total in (1000, copying.STREAM_BYTES + 1000)
+        for rest in ((1, 0), (36, 64), (64, 8), (64, 0), (420, 8), (420, 64))
+    ],
+)
+def test_copies_with_the_caches_and_past_them(total: int, step_bytes: int, shift: int) -> None:
+    generator = np.random.default_rng(step_bytes)
+    block_steps, longest = 7, 50
+    lengths = generator.integers(1, longest + 1, -(-2 * total // (step_bytes * longest)) + 1)
+    blocks = -(-lengths // block_steps)
+    ids = generator.permutation(int(blocks.sum())).astype(np.int32)
+    stride = -(-block_steps * step_bytes // 128) * 128
+    memory = np.full(len(ids) * stride + 256, 7, dtype=np.uint8)
+    memory = memory[-memory.ctypes.data % 128 + shift :][: len(ids) * stride]
+    given = generator.integers(0, 7, (int(lengths.sum()), step_bytes), dtype=np.uint8)
+    ends = np.cumsum(lengths)
+    addresses = given.ctypes.data + (ends - lengths)[:, None] * step_bytes
+    columns = np.array([[memory.ctypes.data, stride, step_bytes]], dtype=np.int64)
+    copying.scatter(columns, block_steps, ids, addresses, lengths)
+    expected, first = np.full_like(memory, 7).reshape(-1, stride), 0
+    for i, length in enumerate(lengths.tolist()):
+        for step in range(0, length, block_steps):
+            part = given[ends[i] - length + step : ends[i] - length + min(step + block_steps, length)]
+            expected[ids[first], : part.size] = part.reshape(-1)
+            first += 1
+    assert (memory.reshape(-1, stride) == expected).all()
 
 
 # Scatter ---------------------------------------------------------------------------------------------
@@ -214,23 +219,6 @@ def test_scatter(length: int, block_steps: int, step_bytes: int, spare: int, shi
                 start = GUARD + next(block) * stride
                 expected[start : start + len(piece)] = piece
         assert np.array_equal(memory, expected)
-
-
-def test_scatter_beyond_2_31_bytes() -> None:
-    store = HugeStore((96,), 21)
-    source = store.sources[0]
-    row = store.rows[0][HugeStore.SLOTS[0]]
-    start = int(store.extent[HugeStore.SLOTS[0], 1])
-    ids = store.block_ids[start : start + 3].numpy()
-    assert (ids.astype(np.int64) * source.stride(0) > 2**31).sum() >= 2
-    new = np.ascontiguousarray(~row)
-    columns = np.array([(source.data_ptr(), source.stride(0), 96)], dtype=np.int64)
-    addresses, lengths = np.array([[new.ctypes.data]]), np.array([len(row)], dtype=np.int64)
-    copying.scatter(columns, 21, ids, addresses, lengths)
-    for i, block in enumerate(ids.tolist()):
-        piece = new[i * 21 : (i + 1) * 21].reshape(-1)
-        assert np.array_equal(source[block, : len(piece)].numpy(), piece)
-        assert not source[block, len(piece) :].any()
 
 
 # Resolve ---------------------------------------------------------------------------------------------

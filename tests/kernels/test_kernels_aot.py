@@ -1,0 +1,110 @@
+"""The kernels compiled ahead of time for GPUs that need not be here: what the machine code must be like."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+import aot_common
+from aot_common import Report, Reports
+
+# Seconds of compiling, once for all tests; the first long run fetches a Triton.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+NAMES = {
+    *(f"gather_{word}{rows}" for word in (16, 4, 1) for rows in ("", "_rows")),
+    *("place", "priority_draw", "priority_distinct"),
+    *(f"priority_update{unset}{alpha}" for unset in ("", "_unset") for alpha in ("", "_alpha")),
+    *("items_locate", "items_locate_steps", "items_weigh_batch", "items_weigh_table"),
+}
+# Of the lines, tiles of 32 by 32 words over the threads of 4 warps or of 8.
+LINES = {16: ("LDG.E.EF.128", 2), 4: ("LDG.E.EF", 4), 1: ("LDG.E.EF", 4)}
+
+
+@pytest.fixture(params=aot_common.TARGETS)
+def reports(request: pytest.FixtureRequest) -> Reports:
+    """Kernel -> what became of it with one version of Triton on one architecture."""
+    return aot_common.reports(request.param)
+
+
+def memory(report: Report, *prefixes: str) -> dict[str, int]:
+    """How often instructions occur whose names begin so."""
+    return {name: count for name, count in report["instructions"].items() if name.startswith(prefixes)}
+
+
+def test_every_variant_was_compiled(reports: Reports) -> None:
+    resolved = {name for name in reports if name.startswith("items_resolve_")}
+    some = {name for name in NAMES if name.startswith(aot_common.SAMPLE)}
+    assert reports.keys() - resolved == (NAMES if resolved else some)
+    assert len(resolved) in (0, 4)
+
+
+def test_what_holds_for_every_kernel(reports: Reports) -> None:
+    """Nothing is spilled, each access is known to be global, and no number makes the launcher compile once more."""
+    for name, report in reports.items():
+        assert report["spills"] == 0, name
+        unknown = {part for part in report["instructions"] if not part.startswith(("LDG.", "STG."))}
+        assert unknown == set(), name
+        # Pointers that are not aligned are compiled for once more at most; of gathers and places, none is.
+        numbers = [part for part in report["specialised"] if not part.startswith("p_")]
+        assert (report["specialised"] if name.startswith(("gather", "place")) else numbers) == [], name
+        if name.startswith(("gather", "place")):
+            assert 16 <= report["registers"] <= 128
+
+
+def test_gathers_load_lines_in_the_widest_words(reports: Reports) -> None:
+    # The lines of the source, and nothing else, go through the evict-first path: 128 bits at a time where steps
+    # are whole 16-byte words, 32 bits elsewhere, and then each load of a warp is a whole line.
+    for name in reports.keys() & {name for name in NAMES if name.startswith("gather")}:
+        report, word = reports[name], int(name.split("_")[1])
+        load, count = LINES[word]
+        assert memory(report, "LDG.E.EF") == {load: count}
+        assert report["side_by_side"] == 128
+        narrow = {part for part in memory(report, "LDG") if {"U8", "S8", "U16", "S16"} & set(part.split("."))}
+        assert narrow == set()
+        # Stores of the words that were loaded: once for steps and once for padding. Masks are bytes.
+        stores = memory(report, "STG")
+        masks = stores.pop("STG.E.U8")
+        assert stores == {16: {"STG.E.128": 2 * count}, 4: {"STG.E": 2 * count}, 1: {}}[word]
+        assert 1 <= masks - (8 * count if word == 1 else 0) <= 4
+        if not name.endswith("_rows"):  # no look-up of rows that are not chosen
+            loads = (each["instructions"]["LDG.E.64"] for each in (report, reports[f"{name}_rows"]))
+            assert next(loads) < next(loads)
+
+
+def test_a_place_copies_whole_lines(reports: Reports) -> None:
+    # A tile of 32 lines over 128 threads: by words of 16 bytes, of 4, and of 4 that are stored by bytes. Beside
+    # staging memory, which is read through the evict-first path, there are only the plan and the rows.
+    report = reports["place"]
+    assert report["side_by_side"] == 128
+    instructions = dict(report["instructions"])
+    assert instructions.pop("LDG.E.64") > 0
+    staging = {"LDG.E.EF.128": 2, "LDG.E.EF": 2 * 8}
+    assert instructions == {**staging, "STG.E.128": 2, "STG.E": 8, "STG.E.U8": 4 * 8}
+
+
+def test_no_multiplication_is_fused_with_an_addition(reports: Reports) -> None:
+    # A fused one rounds once instead of twice: sums and draws would not be those of the other implementations. The
+    # power of `alpha` is made of them, in the library that comes with the compiler.
+    for name, report in reports.items():
+        if name.endswith("alpha"):
+            assert min(report["fused"]) > 0, "the count counts nothing"
+        elif name.startswith(("priority", "items_resolve")):
+            assert report["fused"] == [0, 0], name
+
+
+def test_phases_are_kept_apart_by_barriers(reports: Reports) -> None:
+    for name, report in reports.items():
+        if name.startswith("priority"):
+            least = {"priority_draw": 0, "priority_distinct": 6}.get(name, 1)
+            assert report["barriers"] >= least, name
+
+
+def test_a_draw(reports: Reports) -> None:
+    report = reports["priority_draw"]
+    assert report["barriers"] == 0  # one warp, to which a draw needs nothing from the others
+    # Triton 3.6 rearranges one tile within the warp through shared memory, 3.7 by shuffles.
+    assert report["shared"] <= (512 if report["triton"].startswith("3.6.") else 0)
+    # Sums that the compiler repeats in a second layout take 16 leaves a thread: 160 registers.
+    assert report["registers"] <= 128
+    assert report["instructions"].get("LDG.E.128", 0) >= 2  # children side by side
