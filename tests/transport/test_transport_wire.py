@@ -97,7 +97,7 @@ SPECS: list[tuple[bytes, str]] = [
     (changed(columns=[["mask", "float32", []]]), "A schema's columns"),
     (changed(windows={}), "as windows; expected a list"),
     (changed(windows=[]), "list of 0 as windows"),
-    (window(1, 0), r"as windows\[0\]; expected \[column"),
+    (window(1, 0), r"as windows\[0\]; expected \[name"),
     (changed(windows=[["step", 1, 0, "keep"]] * 2), r"as windows\[1\]"),
     (window(0, 0, "keep"), r"windows\[0\] of a spec: Window length is 0"),
     (window(1.5, 0, "keep"), "expected an integer"),
