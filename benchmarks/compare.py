@@ -31,8 +31,6 @@ from benchmarks.reporting.rows import (
 from benchmarks.reporting.tables import amount
 from benchmarks.showing import grid, standard_console
 
-__all__ = ["Pair", "command", "pairs"]
-
 _SHORTEST = 4  # letters of a run or a commit
 
 
@@ -40,10 +38,8 @@ _SHORTEST = 4  # letters of a run or a commit
 class Pair:
     """One measurement in A and in B.
 
-    Attributes:
-        label: of its comparison.
-        before, after: the rows.
-        yardstick: whether both are relative to the same one, which is not ours.
+    label: of its comparison. before, after: the rows. yardstick: whether both are relative to the same one, which is
+    not ours.
     """
 
     label: str
@@ -53,7 +49,6 @@ class Pair:
 
     @property
     def ratio(self) -> float:
-        """B's speed over A's."""
         return speed(self.after) / speed(self.before)
 
     @property
@@ -168,7 +163,6 @@ def _labels(rows: Sequence[Row]) -> Mapping[int, tuple[str, str]]:
 
 
 def _rows(name: str, which: str) -> list[Row]:
-    """The rows that an argument means."""
     file, at, run = name.rpartition("@")
     if Path(name).is_file():
         files, run = [Path(name)], ""

@@ -26,8 +26,6 @@ from benchmarks.gather_rows import QueueRows
 from benchmarks.harness import Incorrect, Session, Variant
 from benchmarks.workloads import poison
 
-__all__ = ["BATCHED", "SINGLE", "Attributes", "Driver", "Unavailable", "copy_variants", "row_copies", "split"]
-
 BATCHED = "cuMemcpyBatchAsync"
 SINGLE = "cuMemcpyHtoDAsync, a row each"
 MOST_COPIES = 4096
@@ -62,14 +60,7 @@ class Attributes(ctypes.Structure):
 
 
 class Driver:
-    """The driver's copies from host to device.
-
-    Args:
-        library: ``libcuda.so.1`` by default.
-
-    Raises:
-        Unavailable: there is no driver.
-    """
+    """The driver's copies from host to device. library: ``libcuda.so.1`` by default."""
 
     def __init__(self, library: Any = None) -> None:
         try:
@@ -93,36 +84,20 @@ class Driver:
         self._first, self._failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
 
     def batched(self, copies: Copy, stream: int) -> None:
-        """All copies in one call.
-
-        Raises:
-            Unavailable: the driver is older than CUDA 12.8.
-            Incorrect: the call fails.
-        """
+        """All copies in one call."""
         if self._batched is None:
             raise Unavailable("the driver has no cuMemcpyBatchAsync (CUDA 12.8 and later)")
         targets, sources, sizes = copies
-        code = self._batched(
-            targets.ctypes.data,
-            sources.ctypes.data,
-            sizes.ctypes.data,
-            len(targets),
-            ctypes.addressof(self._attributes),
-            ctypes.addressof(self._first),
-            1,
-            *((ctypes.addressof(self._failed),) if self._fails else ()),
-            stream,
-        )
+        arrays = (targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data)
+        kinds = (ctypes.addressof(self._attributes), ctypes.addressof(self._first), 1)
+        failed = (ctypes.addressof(self._failed),) if self._fails else ()
+        code = self._batched(*arrays, len(targets), *kinds, *failed, stream)
         if code != 0:
             where = f" at copy {self._failed.value}" if self._fails else ""
             raise Incorrect(f"cuMemcpyBatchAsync returned {code}{where}")
 
     def singly(self, copies: Sequence[tuple[int, int, int]], stream: int) -> None:
-        """A call for each copy: target, source, bytes.
-
-        Raises:
-            Incorrect: a call fails.
-        """
+        """A call for each copy: target, source, bytes."""
         call = self._single
         for target, source, count in copies:
             code = call(target, source, count, stream)
@@ -235,12 +210,5 @@ def _variant(
         engine.synchronize()
         return run([made(row_copies(rows, i)) for i in range(batches)])
 
-    return Variant(
-        name,
-        measure,
-        check,
-        rows.bytes,
-        batches,
-        {"copies": batch * len(rows.windows)},
-        extras=lambda: {"launch_seconds": float(np.median(host))},
-    )
+    told, extras = {"copies": batch * len(rows.windows)}, lambda: {"launch_seconds": float(np.median(host))}
+    return Variant(name, measure, check, rows.bytes, batches, told, extras=extras)

@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
 
 import torch
 
 from benchmarks.harness import Incorrect, Variant
 from gear_loader import Table
-
-__all__ = ["YARDSTICK", "Copies", "CudaEngine", "Engine", "Event", "Launch"]
 
 YARDSTICK = "cudaMemcpyAsync"
 FILLERS = 4
@@ -21,48 +18,8 @@ FILLERS = 4
 Launch = Callable[[], None]
 
 
-class Event(Protocol):
-    """A mark in the device's work."""
-
-    def record(self) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-class Engine(Protocol):
-    """The device, as the measurements see it; tests rehearse them on one that is none."""
-
-    device: torch.device
-
-    def timed(self, work: Launch) -> float:
-        """Seconds on the device from before what `work` queues until after it."""
-
-    def queue(self, launches: Sequence[Launch]) -> Launch:
-        """Something that queues all launches on the device at once."""
-
-    def aside(self) -> contextlib.AbstractContextManager[int]:
-        """What is queued within goes to another stream than the default one; gives its handle."""
-
-    def beside(self, work: Launch, load: Launch, count: int) -> tuple[float, list[float]]:
-        """Queue `work` and, on another stream, `load` `count` times; `work` starts when the first of these ends.
-
-        Returns:
-            Seconds from the start of `work` to its end; and for each load those from the start of `work` to the load's
-            end, of which the first are negative. Both have ended.
-        """
-
-    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Host memory that the device can read."""
-
-    def event(self) -> Event:
-        """A new event."""
-
-    def synchronize(self) -> None:
-        """Wait for the device."""
-
-
 class CudaEngine:
-    """The current GPU."""
+    """The current GPU, as the measurements see it; tests rehearse them on a device that is none."""
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -72,6 +29,7 @@ class CudaEngine:
         self._filler = torch.empty(1 << 30, dtype=torch.uint8, device=self.device)
 
     def timed(self, work: Launch) -> float:
+        """Seconds on the device from before what `work` queues until after it."""
         # Some tenths of a millisecond in which the host queues the rest: the GPU must not wait for it in between.
         self._filler.zero_()
         self._begin.record()
@@ -81,6 +39,7 @@ class CudaEngine:
         return float(self._begin.elapsed_time(self._end)) / 1e3
 
     def queue(self, launches: Sequence[Launch]) -> Launch:
+        """Something that queues all launches on the device at once."""
         for launch in launches:  # compiles and loads what they need, which a capture cannot
             launch()
         torch.cuda.synchronize()
@@ -94,10 +53,12 @@ class CudaEngine:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[int]:
+        """What is queued within goes to another stream than the default one; gives its handle."""
         with torch.cuda.stream(self._side):
             yield self._side.cuda_stream
 
     def beside(self, work: Launch, load: Launch, count: int) -> tuple[float, list[float]]:
+        """Queue `work` and, on another stream, `load` `count` times; `work` starts when the first of these ends."""
         origin = torch.cuda.Event(enable_timing=True)  # before all others, so that no time is negative
         marks = [torch.cuda.Event(enable_timing=True) for _ in range(count)]
         main = torch.cuda.current_stream()
@@ -122,25 +83,22 @@ class CudaEngine:
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
-    def event(self) -> Event:
+    def event(self) -> torch.cuda.Event:
         return torch.cuda.Event()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
 
+Engine = CudaEngine
+
+
 class Copies:
     """Copies of contiguous pinned memory by the copy engine: the yardstick.
 
-    Args:
-        engine: the device.
-        source: int64 [n] in pinned memory.
-        count: bytes of a copy, less than those of the source.
-        name: how rows and tables call it.
-        bounds: addresses that no copy of the driver's may span: see `Region.pinned_bounds`.
-
-    Attributes:
-        bytes: of a copy.
+    engine: the device. source: int64 [n] in pinned memory. count: bytes of a copy, less than those of the source. name:
+    how rows and tables call it. bounds: addresses that no copy of the driver's may span: see `Region.pinned_bounds`.
+    bytes: of a copy.
     """
 
     def __init__(
@@ -195,7 +153,6 @@ class Copies:
             raise Incorrect("the copy differs")
 
     def check(self) -> None:
-        """Copy and compare, once."""
         if not self._checked:
             self._target.fill_(-1)
             self.copy()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -14,66 +14,55 @@ from benchmarks.workloads import Data, expect
 from gear_loader.collection.collector import Collector
 from gear_loader.kernels import gather as kernel
 
-__all__ = [
-    "STEP_WORDS",
-    "QueueRows",
-    "RowKind",
-    "SweepRows",
-    "WorkloadRows",
-    "kernel",
-    "launch",
-    "sweep_table",
-]
-
 STEP_WORDS = {"step128": 32, "step64": 16, "step44": 11}
 """Columns of the table that is swept over: words of a step."""
 
 
-class QueueRows(Protocol):
+class QueueRows:
     """Rows for a queue of launches, which write to two batches by turns.
 
-    Attributes:
-        table: where from.
-        windows: column -> window.
-        buffers: the two batches.
-        index: the table's index on the device.
-        slots, anchors: int64 [launches, batch] on the device.
-        bytes: of a batch.
-        whole: whether each row of a column lies in one piece in the table, and all its steps exist.
+    table: where from. windows: column -> window. buffers: the two batches. index: the table's index on the device.
+    slots, anchors: int64 [launches, batch] on the device. bytes: of a batch. whole: whether each row of a column lies
+    in one piece in the table, and all its steps exist.
     """
 
-    table: gear.Table
-    windows: dict[str, gear.Window]
-    buffers: list[Any]
-    index: tuple[torch.Tensor, torch.Tensor]
-    slots: torch.Tensor
-    anchors: torch.Tensor
-    bytes: int
-    whole: bool
+    whole = True
+
+    def __init__(
+        self, engine: Engine, table: gear.Table, windows: Any, batch: int, row_bytes: int, launches: int
+    ) -> None:
+        self.table, self.windows, self.bytes = table, windows, batch * row_bytes
+        collector = Collector(table, windows, batch_size=batch, device=engine.device)
+        if engine.device.type == "cuda" and not collector.zero_copy:
+            raise Incorrect("the table could not be pinned (see the notice): there is no kernel to measure")
+        self.buffers = [collector.buffers() for _ in range(2)]
+        extent, block_ids = (
+            torch.from_numpy(array).to(engine.device) for array in table.reader().index_arrays()
+        )
+        self.index = extent, block_ids.reshape(-1)
+        self.slots = torch.empty(launches, batch, dtype=torch.int64, device=engine.device)
+        self.anchors = torch.empty_like(self.slots)
 
     def refresh(self) -> None:
         """New random rows for every launch."""
+        raise NotImplementedError
 
     def check(self, i: int) -> None:
         """Compare what launch `i` has just written with what it should have."""
+        raise NotImplementedError
 
 
-class WorkloadRows:
-    """Random rows of a workload: their slots and anchors on the device. See `QueueRows`."""
+class WorkloadRows(QueueRows):
+    """Random rows of a workload: their slots and anchors on the device."""
 
     def __init__(self, engine: Engine, data: Data, table: gear.Table, batch: int, launches: int) -> None:
-        self._data, self._batch, self.table = data, batch, table
-        self.windows = dict.fromkeys(data.workload.schema, data.workload.window)
-        collector = _collector(engine, table, self.windows, batch)
-        self.buffers = [collector.buffers() for _ in range(2)]
-        self.index = _index(engine, table)
+        workload = data.workload
+        windows = dict.fromkeys(workload.schema, workload.window)
+        super().__init__(engine, table, windows, batch, workload.row_bytes, launches)
+        self._data, self._batch = data, batch
         self._indices = torch.from_numpy(table.indices())
         self._rows = [data.draw(batch) for _ in range(launches)]
-        self.slots = torch.empty(launches, batch, dtype=torch.int64, device=engine.device)
-        self.anchors = torch.empty_like(self.slots)
-        self.bytes = batch * data.workload.row_bytes
-        steps = table.region.layout.block_steps
-        self.whole = data.workload.anchor == "first" and steps >= data.workload.steps
+        self.whole = workload.anchor == "first" and table.region.layout.block_steps >= workload.steps
 
     def refresh(self) -> None:
         self._rows = [self._data.draw(self._batch) for _ in self._rows]
@@ -125,12 +114,8 @@ def sweep_table(steps: int, trajectories: int) -> gear.Table:
     return table
 
 
-class SweepRows:
-    """Random rows of one kind, drawn on the device. See `QueueRows`.
-
-    Args:
-        table: what `sweep_table` made of `trajectories` of `steps` each.
-    """
+class SweepRows(QueueRows):
+    """Random rows of one kind, drawn on the device; the table is what `sweep_table` made of these sizes."""
 
     def __init__(
         self,
@@ -139,21 +124,12 @@ class SweepRows:
         kind: RowKind,
         batch: int,
         launches: int,
-        *,
-        steps: int,
-        trajectories: int,
+        sizes: tuple[int, int],
     ) -> None:
-        self._kind, self._steps, self._trajectories, self.table = kind, steps, trajectories, table
-        self.windows = {kind.column: gear.Window(kind.length)}
-        collector = _collector(engine, table, self.windows, batch)
-        self.buffers = [collector.buffers() for _ in range(2)]
-        self.index = _index(engine, table)
+        super().__init__(engine, table, {kind.column: gear.Window(kind.length)}, batch, kind.bytes, launches)
+        self._kind, (self._steps, self._trajectories) = kind, sizes
         self._indices = torch.from_numpy(table.indices()).to(engine.device)
-        self.bytes = batch * kind.bytes
-        self.whole = True
-        self._positions = torch.empty(launches, batch, dtype=torch.int64, device=engine.device)
-        self.slots = torch.empty_like(self._positions)
-        self.anchors = torch.empty_like(self._positions)
+        self._positions = torch.empty_like(self.slots)
 
     def refresh(self) -> None:
         kind = self._kind
@@ -180,15 +156,3 @@ def launch(rows: QueueRows, i: int, programs: int | None) -> Launch:
     """The gather kernel on batch `i` of the queue; without `programs` with the launcher's choice of them."""
     plan, slots, anchors = rows.buffers[i % 2].plan, rows.slots[i], rows.anchors[i]
     return lambda: kernel.gather(plan, slots, anchors, *rows.index, programs=programs)
-
-
-def _collector(engine: Engine, table: gear.Table, windows: dict[str, gear.Window], batch: int) -> Collector:
-    collector = Collector(table, windows, batch_size=batch, device=engine.device)
-    if engine.device.type == "cuda" and not collector.zero_copy:
-        raise Incorrect("the table could not be pinned (see the notice): there is no kernel to measure")
-    return collector
-
-
-def _index(engine: Engine, table: gear.Table) -> tuple[torch.Tensor, torch.Tensor]:
-    extent, block_ids = (torch.from_numpy(array).to(engine.device) for array in table.reader().index_arrays())
-    return extent, block_ids.reshape(-1)

@@ -20,18 +20,6 @@ from benchmarks import machine
 from benchmarks.peers.process import PeerFailed
 from benchmarks.showing import grid, number, quantiles, size, spread, standard_console, verdict
 
-__all__ = [
-    "RESULTS",
-    "Amount",
-    "Comparison",
-    "Deadline",
-    "Incorrect",
-    "Result",
-    "Session",
-    "Variant",
-    "per_batch",
-]
-
 RESULTS = Path(__file__).resolve().parent / "results"
 _MIRRORED = {"p10": "p90", "p50": "p50", "p90": "p10"}  # the slow end of times is the low end of rates
 
@@ -44,17 +32,12 @@ class Incorrect(Exception):
 class Variant:
     """One way of doing the work that a comparison is about.
 
-    Attributes:
-        name: how rows and tables call it.
-        measure: do `batches` batches on inputs it has not seen before, and return the seconds they took.
-        check: raise `Incorrect` unless it gives the right result.
-        amount: useful bytes of a batch, or its rows: whatever the comparison counts in.
-        batches: batches of one measurement.
-        parameters: what sets it apart, beside the comparison's parameters.
-        targets: name of another variant -> the least ratio of throughputs aimed for.
-        extras: further figures, asked for after the last measurement.
-        limit: seconds that a batch should take at most.
-        required: whether its failure ends the run; other libraries are left out, with the reason.
+    name: how rows and tables call it. measure: do `batches` batches on inputs it has not seen before, and return the
+    seconds they took. check: raise `Incorrect` unless it gives the right result. amount: useful bytes of a batch, or
+    its rows: whatever the comparison counts in. batches: batches of one measurement. parameters: what sets it apart,
+    beside the comparison's parameters. targets: name of another variant -> the least ratio of throughputs aimed for.
+    extras: further figures, asked for after the last measurement. limit: seconds that a batch should take at most.
+    required: whether its failure ends the run; other libraries are left out, with the reason.
     """
 
     name: str
@@ -73,14 +56,9 @@ class Variant:
 class Comparison:
     """Variants that are measured in turn and compared with a yardstick among them.
 
-    Attributes:
-        experiment, workload: names, for the rows.
-        label: how tables call it.
-        variants: the yardstick and the references are among them.
-        yardstick: the variant that ratios are relative to.
-        references: further variants that ratios are relative to.
-        parameters: what all variants share.
-        unit: what amounts are counted in; only bytes have a rate in GB/s.
+    experiment, workload: names, for the rows. label: how tables call it. variants: the yardstick and the references are
+    among them. yardstick: the variant that ratios are relative to. references: further variants that ratios are
+    relative to. parameters: what all variants share. unit: what amounts are counted in; only bytes have a rate in GB/s.
     """
 
     experiment: str
@@ -97,12 +75,9 @@ class Comparison:
 class Result:
     """What was measured of one variant.
 
-    Attributes:
-        variant, comparison: of what; without what was needed to measure it.
-        seconds: float64 [repeats], of one batch.
-        ratios: name of another variant -> float64 [repeats]: this one's throughput over that one's in the same
-            turn, so that a disturbance which lasts longer than a turn cancels out.
-        extras: the variant's further figures.
+    variant, comparison: of what; without what was needed to measure it. seconds: float64 [repeats], of one batch.
+    ratios: name of another variant -> float64 [repeats]: this one's throughput over that one's in the same turn, so
+    that a disturbance which lasts longer than a turn cancels out. extras: the variant's further figures.
     """
 
     variant: Variant
@@ -156,13 +131,9 @@ class Result:
 class Amount:
     """Figures that are no times of batches: memory, a return, a slowdown.
 
-    Attributes:
-        experiment, workload, label, variant: as in a `Comparison`.
-        values: one a repeat.
-        unit: what they count, such as ``"bytes in use / byte of payload"``.
-        parameters: what sets it apart.
-        at_most, at_least: what is aimed for.
-        extras: further figures.
+    experiment, workload, label, variant: as in a `Comparison`. values: one a repeat. unit: what they count, such as
+    ``"bytes in use / byte of payload"``. parameters: what sets it apart. at_most, at_least: what is aimed for. extras:
+    further figures.
     """
 
     experiment: str
@@ -211,19 +182,11 @@ class Deadline:
 class Session:
     """One run of a command: measures comparisons, appends their rows to a file and shows them.
 
-    Args:
-        out: file to append to; its folder is made.
-        experiment: whose run this is.
-        configuration: the command's options, for the rows; see `configure`.
-        device: name of the device that is measured.
-        repeats: turns that each variant gets.
-        minutes: after which no comparison is started.
-        pause: seconds before each measurement, in which the threads of the variant before it go to sleep.
-        quick, threads, pythons: as the command was told; interpreters of other libraries.
-
-    Attributes:
-        cuda: whether batches are wanted on a GPU.
-        results, amounts: what was measured. reasons: what was not, and why.
+    out: file to append to; its folder is made. experiment: whose run this is. configuration: the command's options, for
+    the rows; see `configure`. device: name of the device that is measured. repeats: turns that each variant gets.
+    minutes: after which no comparison is started. pause: seconds before each measurement, in which the threads of the
+    variant before it go to sleep. quick, threads, pythons: as the command was told; interpreters of other libraries.
+    cuda: whether batches are wanted on a GPU. results, amounts: what was measured. reasons: what was not, and why.
     """
 
     def __init__(
@@ -272,10 +235,6 @@ class Session:
         """Check every variant, then measure them in turn; append the rows.
 
         A variant that is not `required` and fails is left out, with the reason.
-
-        Raises:
-            Incorrect: naming the variant; nothing was timed.
-            PeerFailed: a required variant's process has failed while it was measured.
         """
         variants = list(comparison.variants)
         names = [variant.name for variant in variants]
@@ -307,12 +266,22 @@ class Session:
         self.results.extend(results)
         return results
 
-    def checked(self, variant: Variant, label: str) -> bool:
-        """Whether it gives the right result; another library that does not is noted as left out.
+    def compare(
+        self,
+        workload: str,
+        label: str,
+        variants: Sequence[Variant],
+        yardstick: str,
+        parameters: Mapping[str, Any],
+        references: Sequence[str] = (),
+        unit: Literal["bytes", "rows"] = "bytes",
+    ) -> None:
+        """Measure and show a comparison of this session's experiment; see `Comparison` and `run`."""
+        names = (self.experiment, workload, label)
+        self.show(self.run(Comparison(*names, variants, yardstick, references, parameters, unit)))
 
-        Raises:
-            Incorrect: naming the variant, which is required.
-        """
+    def checked(self, variant: Variant, label: str) -> bool:
+        """Whether it gives the right result; another library that does not is noted as left out."""
         try:
             variant.check()
             return True
@@ -327,7 +296,6 @@ class Session:
         return False
 
     def _measured(self, variants: Sequence[Variant]) -> dict[str, list[float]]:
-        """Seconds of a batch, by turns."""
         seconds: dict[str, list[float]] = {variant.name: [] for variant in variants}
         gc.collect()
         gc.disable()
@@ -370,7 +338,6 @@ class Session:
     # ---------------------------------------------------------------- showing
 
     def warn(self, text: str) -> None:
-        """Print a warning."""
         self.console.print(text, style="yellow", highlight=False, markup=False)
 
     @contextmanager
@@ -441,13 +408,7 @@ class Session:
         self.console.print(grid(amounts[0].label, heads, lines))
 
     def show_summary(self, along: str, by: Sequence[str] = (), **held: Any) -> None:
-        """Print the results against a parameter: a line for each workload, variant and value of `by`.
-
-        Args:
-            along: a parameter of comparisons; there is no table if it takes one value only.
-            by: further parameters that set lines apart.
-            held: values that parameters must have.
-        """
+        """Print the results against a parameter: a line for each workload, variant and value of `by`."""
         lines: dict[tuple[str, ...], dict[Any, Result]] = {}
         values: dict[Any, None] = {}
         for result in self.results:

@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["ROOT", "available_bytes", "cache_bytes", "code", "cores", "describe", "versions"]
-
 ROOT = Path(__file__).resolve().parents[1]
 
 _CPU = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -51,8 +49,7 @@ def versions() -> dict[str, str | None]:
 def code() -> dict[str, Any]:
     """Which code was measured: the commit, whether files differ from it, and a hash of the files themselves.
 
-    Where there is no repository, as in an archive, the commit comes from the environment variable
-    GEAR_LOADER_COMMIT.
+    Where there is no repository, as in an archive, the commit comes from the environment variable GEAR_LOADER_COMMIT.
     """
     commit = _run("git", "-C", str(ROOT), "rev-parse", "HEAD")
     if commit is not None:

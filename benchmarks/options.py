@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import inspect
 import time
 import typing
@@ -17,8 +18,6 @@ from benchmarks import machine
 from benchmarks.experiments import named
 from benchmarks.harness import RESULTS, Incorrect, Session
 from benchmarks.peers.process import PeerFailed, interpreters
-
-__all__ = ["SHARED", "Device", "command", "numbers", "some_of"]
 
 
 class Device(str, enum.Enum):
@@ -56,15 +55,9 @@ SHARED: dict[str, Any] = {
 
 def parameters(names: Sequence[str]) -> list[inspect.Parameter]:
     """Shared options as parameters of a command; none of them has to be given."""
-    return [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=False if name == "quick" else None,
-            annotation=SHARED[name],
-        )
-        for name in names
-    ]
+    made = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+    default = {"quick": False}
+    return [made(name, default=default.get(name), annotation=SHARED[name]) for name in names]
 
 
 def command(
@@ -154,11 +147,7 @@ def _session(
 def numbers(
     text: str | None, option: str, least: int, most: int, kind: Callable[[float], Any] = int
 ) -> tuple[Any, ...]:
-    """The numbers of an option such as ``1e4,1e6``, sorted; none of None.
-
-    Raises:
-        typer.BadParameter: they are not, or not within the bounds.
-    """
+    """The numbers of an option such as ``1e4,1e6``, sorted; none of None."""
     if text is None:
         return ()
     try:
@@ -171,11 +160,7 @@ def numbers(
 
 
 def some_of(text: str, known: Sequence[str], option: str) -> list[str]:
-    """The names of an option such as ``collect,select``, in the order of `known`.
-
-    Raises:
-        typer.BadParameter: one is not known.
-    """
+    """The names of an option such as ``collect,select``, in the order of `known`."""
     chosen = text.split(",")
     if not set(chosen) <= set(known):
         raise typer.BadParameter(f"{text!r}; expected some of {','.join(known)}.", param_hint=option)

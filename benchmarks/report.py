@@ -14,8 +14,6 @@ import typer
 
 from benchmarks.harness import RESULTS
 
-__all__ = ["command", "write"]
-
 
 def command(
     files: Annotated[
@@ -44,12 +42,7 @@ def command(
 
 
 def write(files: Sequence[Path], out: Path) -> list[Path]:
-    """Make the page and the pictures; the page comes last.
-
-    Raises:
-        BadRow: a line is no row, or none of them was measured.
-        OSError: something cannot be read or written.
-    """
+    """Make the page and the pictures; the page comes last."""
     from benchmarks.reporting import page, pictures, rows
 
     read = rows.read(files)

@@ -14,8 +14,6 @@ from benchmarks.harness import RESULTS
 from benchmarks.options import SHARED, parameters
 from benchmarks.showing import grid, standard_console
 
-__all__ = ["command", "show"]
-
 ALL = "all"
 Names = Annotated[list[str], typer.Argument(help="Names, see `list`; or all.", metavar="EXPERIMENT...")]
 
@@ -67,7 +65,6 @@ command.__annotations__ = {"experiments": Names, **SHARED}
 
 
 def _run(console: Console, experiment: Experiment, given: dict[str, Any]) -> bool:
-    """Whether it came to its end."""
     console.rule(f"[bold]{experiment.name}", align="left")
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(experiment.command)

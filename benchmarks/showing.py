@@ -10,8 +10,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table as Grid
 
-__all__ = ["grid", "number", "quantiles", "size", "spread", "standard_console", "verdict"]
-
 _QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 _SCATTER = 1.3  # ratios from 0.9 to 1.2 do not tell whether 1.0 is reached
 
@@ -51,12 +49,7 @@ def size(count: float) -> str:
 
 
 def grid(title: str, heads: Sequence[str], lines: Iterable[Sequence[str]], texts: int = 1) -> Grid:
-    """A table in the benchmarks' style.
-
-    Args:
-        title, lines: plain text; only the last cell of a line may have rich's markup.
-        texts: columns at the left that hold words; figures are aligned at the right.
-    """
+    """A table in the benchmarks' style."""
     table = Grid(
         title=escape(title), title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
     )

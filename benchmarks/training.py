@@ -14,8 +14,6 @@ from torch.nn import functional
 from benchmarks.harness import Variant
 from benchmarks.loading import close
 
-__all__ = ["ALONE", "MODELS", "Clock", "Feed", "Mlp", "Training", "Transformer", "fed"]
-
 ALONE = "alone"
 WARM_UP = 3
 Batches = Iterator[Any]
@@ -59,11 +57,7 @@ MODELS = {"mlp": Mlp, "transformer": Transformer}
 
 
 class Training:
-    """A model that learns to predict actions from observations and rewards.
-
-    Args:
-        model: on its device, in its dtype.
-    """
+    """A model that learns to predict actions from observations and rewards. model: on its device, in its dtype."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -85,11 +79,8 @@ class Training:
 class Feed:
     """Where batches come from.
 
-    Args:
-        name: of the variant.
-        start: makes an iterator of batches without end.
-        check: raises `Incorrect` unless its batches are right.
-        parameters: for the rows.
+    name: of the variant. start: makes an iterator of batches without end. check: raises `Incorrect` unless its batches
+    are right. parameters: for the rows.
     """
 
     def __init__(
@@ -115,7 +106,6 @@ class Clock:
         return float(np.median(np.array(self.seconds[name]) / np.array(self.seconds[ALONE])))
 
     def extras(self, name: str) -> dict[str, float]:
-        """For the rows."""
         return {"slowdown": self.slowdown(name), "waiting": float(np.median(self.waiting[name]))}
 
 

@@ -13,20 +13,6 @@ import torch
 import gear_loader as gear
 from benchmarks.harness import Incorrect
 
-__all__ = [
-    "W1",
-    "W2",
-    "Data",
-    "Empty",
-    "Plain",
-    "PlainTrajectories",
-    "PlainWindows",
-    "Rows",
-    "Workload",
-    "expect",
-    "poison",
-]
-
 Empty = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 _ARENA_ALIGNMENT = 128
 
@@ -35,11 +21,8 @@ _ARENA_ALIGNMENT = 128
 class Workload:
     """Trajectories of even length, and the windows of them that a batch takes.
 
-    Attributes:
-        columns: name -> shape of a step, float32.
-        trajectories, steps: how many, of how many steps each.
-        window: the same for all columns.
-        anchor: ``"first"``: the window is the whole trajectory; ``"uniform"``: it ends at a random step.
+    columns: name -> shape of a step, float32. trajectories, steps: how many, of how many steps each. window: the same
+    for all columns. anchor: ``"first"``: the window is the whole trajectory; ``"uniform"``: it ends at a random step.
     """
 
     name: str
@@ -100,12 +83,10 @@ class Rows:
 class Data:
     """A workload's values as flat arrays in one range of memory.
 
-    The range asks for huge pages, as a table does, so that plain torch on the flat arrays is at no disadvantage.
-
-    Attributes:
-        arena: float32, all of it; as large as the table's columns (and a few rows of zeros).
-        flat: name -> float32 ``[trajectories * steps, *shape]``, views of the arena: random values.
-        ringed: name -> the same with as many rows of zeros before and after as a window may reach out.
+    The range asks for huge pages, as a table does, so that plain torch on the flat arrays is at no disadvantage. arena:
+    float32, all of it; as large as the table's columns (and a few rows of zeros). flat: name -> float32 ``[trajectories
+    * steps, *shape]``, views of the arena: random values. ringed: name -> the same with as many rows of zeros before
+    and after as a window may reach out.
     """
 
     def __init__(self, workload: Workload, *, seed: int = 0) -> None:
@@ -151,7 +132,6 @@ class Data:
         return table
 
     def draw(self, batch: int) -> Rows:
-        """Random rows with replacement."""
         workload, generator = self.workload, self.generator
         positions = torch.randint(workload.trajectories, (batch,), generator=generator)
         if workload.anchor == "first":
@@ -171,11 +151,7 @@ class Data:
 
 
 def expect(actual: Mapping[str, Any], expected: Mapping[str, torch.Tensor]) -> None:
-    """Compare a batch with what it must hold, to the byte.
-
-    Raises:
-        Incorrect: they differ.
-    """
+    """Compare a batch with what it must hold, to the byte."""
     for name, values in expected.items():
         found = actual[name].cpu()
         if found.shape != values.shape:
@@ -199,13 +175,7 @@ def poison(batch: Mapping[str, Any]) -> None:
 class Plain:
     """Batches of flat arrays by plain torch, into buffers that are kept: see the classes below.
 
-    Args:
-        data: the arrays.
-        batch: rows.
-        empty: makes the buffers.
-
-    Attributes:
-        batch: name -> ``[B, L, *shape]``, and ``mask``.
+    data: the arrays. batch: rows. empty: makes the buffers. batch: name -> ``[B, L, *shape]``, and ``mask``.
     """
 
     def __init__(
@@ -220,7 +190,6 @@ class Plain:
         ]
 
     def gather(self, rows: Rows) -> None:
-        """Fill `batch`."""
         raise NotImplementedError
 
 
@@ -245,10 +214,9 @@ class PlainTrajectories(Plain):
 class PlainWindows(Plain):
     """Windows that end at their anchor, and so never pass their trajectory's end.
 
-    Args:
-        way: ``"zero row"``: one `index_select` of all steps a column; steps that do not exist take a row of zeros.
-            ``"masked"``: the same, with those steps zeroed afterwards. ``"strided"``: one `index_select` of whole
-            windows a column, out of an overlapping view that has a row a step; then those steps are zeroed.
+    way: ``"zero row"``: one `index_select` of all steps a column; steps that do not exist take a row of zeros.
+    ``"masked"``: the same, with those steps zeroed afterwards. ``"strided"``: one `index_select` of whole windows a
+    column, out of an overlapping view that has a row a step; then those steps are zeroed.
     """
 
     def __init__(

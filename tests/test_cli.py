@@ -10,6 +10,7 @@ import json
 import mmap
 import multiprocessing
 import os
+import pwd
 import random
 import shutil
 import signal
@@ -23,6 +24,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +79,10 @@ def leave(name: str, *numbers: int) -> Path:
         for number in numbers:
             table.add(rows(number, 5))
     return Path(region_path(name))
+
+
+def small(name: str) -> gear.Table:
+    return gear.Table.create(COLUMNS, max_steps=20, max_trajectories=2, name=name)
 
 
 class Child:
@@ -137,15 +143,9 @@ sys.stdin.read()
 @contextlib.contextmanager
 def holder(how: str, name: str, directory: Path) -> Iterator[subprocess.Popen[str]]:
     """Another program that has the table open until it is killed."""
-    command = [sys.executable, "-c", HOLDER, how, name]
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "GEAR_LOADER_DIR": str(directory)},
-    ) as process:
+    command, pipe = [sys.executable, "-c", HOLDER, how, name], subprocess.PIPE
+    environment = {**os.environ, "GEAR_LOADER_DIR": str(directory)}
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT, env=environment) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
@@ -154,15 +154,10 @@ def holder(how: str, name: str, directory: Path) -> Iterator[subprocess.Popen[st
             process.kill()
 
 
-def command(*words: str) -> subprocess.CompletedProcess[str]:
-    """`gear-loader ...` as a program of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "gear_loader", *words],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        cwd=ROOT,
-    )
+def program(*words: str) -> subprocess.CompletedProcess[str]:
+    """Another Python program, in the repository's root."""
+    told = {"capture_output": True, "text": True, "timeout": PATIENCE, "cwd": ROOT}
+    return subprocess.run([sys.executable, *words], **told)  # type: ignore[call-overload, no-any-return]
 
 
 # Listing ---------------------------------------------------------------------------------------------
@@ -178,24 +173,14 @@ def test_ls(shelf: Path) -> None:
         code, text = run("ls")
     assert list(found) == ["left", "used"]
     left = found["left"]
-    assert abs(time.time() - _seconds(left.pop("created"))) < PATIENCE
-    assert left.pop("owner") in (os.environ.get("USER"), *_user_names())
-    assert left == {
-        "name": "left",
-        "path": str(path),
-        "bytes": path.stat().st_size,
-        "in_use": False,
-        "processes": [],
-        "problem": None,
-        "trajectories": 3,
-        "steps": 15,
-        "max_trajectories": 16,
-        "max_steps": 200,
-        "columns": {
-            name: {"dtype": column.dtype_name, "shape": list(column.shape)}
-            for name, column in COLUMNS.items()
-        },
-    }
+    assert abs(time.time() - datetime.fromisoformat(left.pop("created")).timestamp()) < PATIENCE
+    with contextlib.suppress(KeyError):
+        assert left["owner"] == pwd.getpwuid(os.getuid()).pw_name
+    columns = {n: {"dtype": c.dtype_name, "shape": list(c.shape)} for n, c in COLUMNS.items()}
+    use = {"bytes": path.stat().st_size, "in_use": False, "processes": [], "problem": None}
+    sizes = {"trajectories": 3, "steps": 15, "max_trajectories": 16, "max_steps": 200}
+    told = {"name": "left", "path": str(path), "owner": left["owner"], "columns": columns}
+    assert left == {**told, **use, **sizes}
     used = found["used"]
     assert (used["in_use"], used["processes"]) == (True, [os.getpid()])
     assert used["columns"] == {"x": {"dtype": "int8", "shape": [2, 3]}}
@@ -208,16 +193,6 @@ def test_ls(shelf: Path) -> None:
     assert first.rstrip().endswith("left over")
     assert " x int8[2, 3] " in second
     assert second.rstrip().endswith(f"in use by {os.getpid()}")
-
-
-def _seconds(created: str) -> float:
-    return importlib.import_module("datetime").datetime.fromisoformat(created).timestamp()
-
-
-def _user_names() -> list[str]:
-    with contextlib.suppress(KeyError):
-        return [importlib.import_module("pwd").getpwuid(os.getuid()).pw_name]
-    return [str(os.getuid())]
 
 
 def test_ls_changes_nothing_and_waits_for_nothing(shelf: Path) -> None:
@@ -266,7 +241,7 @@ def test_neither_command_drops_a_lock_of_this_process(shelf: Path) -> None:
 
 def test_closing_a_table_while_this_process_looks_at_another_unmaps_it(shelf: Path) -> None:
     path = leave("other")
-    table = gear.Table.create(COLUMNS, max_steps=20, max_trajectories=2, name="closed")
+    table = small("closed")
     with shared_memory.opened(str(path)):
         table.close()
         assert table.region._mapping.key in shared_memory.descriptors
@@ -282,51 +257,49 @@ def _version(data: bytes) -> bytes:
 
 
 DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "version": (
-        _version,
-        f"It has table format {FORMAT_VERSION + 5}; this version of Gear Loader reads format",
-    ),
+    "version": (_version, f"It has table format {FORMAT_VERSION + 5}; this version of Gear Loader reads "),
     "header": (lambda data: data[:70] + b"?" + data[71:], "It has a damaged header: its checksum is "),
     "truncated": (lambda data: data[:-1], "It is damaged: it has "),
     "cut off": (lambda data: data[:30], "It is not a Gear Loader table: "),
     "json only": (lambda data: data[:70], "It has a damaged header: "),
     "empty": (lambda data: b"", "It is not a Gear Loader table: it starts with b''"),
-    "foreign": (
-        lambda data: b"somebody's notes",
-        "It is not a Gear Loader table: it starts with b'somebody'",
-    ),
+    "foreign": (lambda data: b"some notes", "It is not a Gear Loader table: it starts with b'some not'"),
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_damaged_files_are_listed_with_the_reason_and_removed(shelf: Path, kind: str) -> None:
+def test_damaged_files_are_listed_with_the_reason_and_removed(shelf: Path) -> None:
     """`rm --all` removes damaged tables, and spares what never was one."""
-    damage, problem = DAMAGE[kind]
-    path = leave("bad", 1)
+    paths = {kind: leave(kind.replace(" ", "-"), 1) for kind in DAMAGE}
     leave("good", 1)
-    path.write_bytes(data := damage(path.read_bytes()))
+    data = {kind: DAMAGE[kind][0](path.read_bytes()) for kind, path in paths.items()}
+    for kind, path in paths.items():
+        path.write_bytes(data[kind])
     entries = listed()
-    bad = entries["bad"]
-    assert bad["problem"].startswith(problem)
-    assert (bad["in_use"], bad["processes"], bad["trajectories"], bad["columns"]) == (False, [], None, None)
     assert entries["good"]["problem"] is None
     code, text = run("ls")
     assert code == 0
-    assert f"bad: {problem}" in text
-    assert "unreadable, left over" in text
-    code, text = run("rm", "--all")
-    assert code == 0
-    assert "Removed good (" in text
-    if data.startswith(shared_memory.MAGIC):
-        assert f"Removed bad ({_size(bad['bytes'])})." in text
-    else:
-        assert (
-            f"Left bad: {path} does not begin as a table does: {data[:8]!r} was found, expected "
-            f"{shared_memory.MAGIC!r}. If it is not needed, remove it by its name: gear-loader rm bad\n"
-        ) in text
-        assert path.read_bytes() == data
-        assert run("rm", "bad") == (0, f"Removed bad ({_size(bad['bytes'])}).\n")
-    assert not path.exists()
+    assert text.count("unreadable, left over") == len(DAMAGE)
+    everything = run("rm", "--all")
+    assert everything[0] == 0
+    assert "Removed good (" in everything[1]
+    for kind, (_, problem) in DAMAGE.items():
+        path, name = paths[kind], kind.replace(" ", "-")
+        bad = entries[name]
+        assert bad["problem"].startswith(problem)
+        assert (bad["in_use"], bad["processes"]) == (False, [])
+        assert (bad["trajectories"], bad["columns"]) == (None, None)
+        assert f"{name}: {problem}" in text
+        removed = f"Removed {name} ({_size(bad['bytes'])})."
+        if data[kind].startswith(shared_memory.MAGIC):
+            assert removed in everything[1]
+        else:
+            assert (
+                f"Left {name}: {path} does not begin as a table does: {data[kind][:8]!r} was found, expected "
+                f"{shared_memory.MAGIC!r}. If it is not needed, remove it by its name: gear-loader rm {name}\n"
+            ) in everything[1]
+            assert path.read_bytes() == data[kind]
+            assert run("rm", name) == (0, f"{removed}\n")
+        assert not path.exists()
 
 
 def _size(count: int) -> str:
@@ -379,7 +352,7 @@ def test_a_header_of_other_types_is_one_bad_line(shelf: Path) -> None:
     assert list(listed()) == ["good"]
 
 
-@pytest.mark.parametrize("seconds", [10**15, -(10**15), 253402300800])
+@pytest.mark.parametrize("seconds", [-(10**15), 253402300800])
 def test_a_time_that_no_calendar_has(shelf: Path, seconds: int) -> None:
     path = leave("old", 1)
     try:
@@ -432,7 +405,7 @@ _ROWS = st.lists(
 _FIELDS = ("max_steps", "max_trajectories", "block_steps", "num_blocks", "rules", "schema", "other")
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     changes=st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=3),
     rows=st.none() | _ROWS,
@@ -462,65 +435,60 @@ def test_no_header_makes_ls_fail(
         assert run("rm", "--all")[0] == 0
 
 
-@pytest.mark.parametrize("kind", ["directory", "link", "dangling link", "pipe", "socket"])
 def test_what_is_no_file_is_listed_and_left(
-    shelf: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = Path(region_path("odd"))
-    target = tmp_path / "target"
-    server = socket.socket(socket.AF_UNIX)
-    if kind == "directory":
-        path.mkdir()
-    elif kind == "pipe":
-        os.mkfifo(path)
-    elif kind == "socket":
-        monkeypatch.chdir(path.parent)  # a socket's path has 107 bytes at most
-        server.bind(path.name)
-    else:
-        path.symlink_to(target)
-        if kind == "link":
-            target.write_bytes(shared_memory.MAGIC)
-    with server:
-        assert listed()["odd"]["problem"] == "It is not a regular file, and so not a table."
+    target, kinds = tmp_path / "target", ("dangling", "directory", "link", "pipe", "socket")
+    target.write_bytes(shared_memory.MAGIC)
+    paths = {kind: Path(region_path(kind)) for kind in kinds}
+    monkeypatch.chdir(shelf)  # a socket's path has 107 bytes at most
+    paths["directory"].mkdir()
+    os.mkfifo(paths["pipe"])
+    paths["link"].symlink_to(target)
+    paths["dangling"].symlink_to(tmp_path / "nowhere")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(paths["socket"].name)
+        entries = listed()
+        assert list(entries) == list(kinds)
+        assert {entry["problem"] for entry in entries.values()} == {
+            "It is not a regular file, and so not a table."
+        }
         assert run("ls")[0] == 0
-        problem = f"{path} is not a regular file, and so no table. Remove it by hand.\n"
-        assert run("rm", "odd") == (1, problem)
-        assert run("rm", "--all") == (0, f"Left odd: {problem}")
-    assert os.path.lexists(path)
-    assert kind != "link" or target.read_bytes() == shared_memory.MAGIC
+        problems = {
+            kind: f"{path} is not a regular file, and so no table. Remove it by hand.\n"
+            for kind, path in paths.items()
+        }
+        for kind, problem in problems.items():
+            assert run("rm", kind) == (1, problem)
+        assert run("rm", "--all") == (
+            0,
+            "".join(f"Left {kind}: {problem}" for kind, problem in problems.items()),
+        )
+    assert all(os.path.lexists(path) for path in paths.values())
+    assert target.read_bytes() == shared_memory.MAGIC
 
 
 def test_names_that_no_table_can_have(shelf: Path) -> None:
-    names = [
-        "a b",
-        "",
-        "[bold]x",
-        "a\nb",
-        "a\x1b[2Jb",
-        "ä",
-        b"\xff\xfe".decode(errors="surrogateescape"),
-        "-x",
-    ]
+    odd = b"\xff\xfe".decode(errors="surrogateescape")
+    names = sorted(["a b", "", "[bold]x", "a\nb", "a\x1b[2Jb", "ä", odd, "-x"])
     for name in names:
-        path = shelf / f"{shared_memory.PREFIX}{name}"
-        path.write_bytes(b"x")
-        assert list(listed()) == [name]
-        code, text = run("ls")
-        assert code == 0
-        assert text.isascii()
-        assert text.replace("\n", "").isprintable()
-        assert len(text.splitlines()) == 3
-        assert text.splitlines()[1].startswith(
-            name if name.isprintable() and name and name.isascii() else ascii(name)
-        )
+        (shelf / f"{shared_memory.PREFIX}{name}").write_bytes(b"x")
+    assert list(listed()) == names
+    code, text = run("ls")
+    assert code == 0
+    assert text.isascii()
+    assert text.replace("\n", "").isprintable()
+    lines = text.splitlines()[1:]
+    assert len(lines) == 2 * len(names)
+    for name in names:
+        shown = name if name.isprintable() and name and name.isascii() else ascii(name)
+        assert any(line.startswith(shown) for line in lines)
         code, text = run("rm", "--", name)
         assert code == 1
         assert text.startswith(f"Table name {name!r} was received; expected 1 to 128 letters, digits, ")
-        code, text = run("rm", "--all")
-        assert code == 0
-        assert text.startswith("Left ")
-        assert path.exists()
-        path.unlink()
+    code, text = run("rm", "--all")
+    assert code == 0
+    assert text.count("Left ") == len(names) == len(list(shelf.iterdir()))
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o644])
@@ -582,7 +550,7 @@ def test_a_forked_child_goes_on_using_the_table(shelf: Path) -> None:
     """Its parent, which made the table, has been killed; the child has never touched it."""
 
     def make(pipe: Any) -> None:
-        table = gear.Table.create(COLUMNS, max_steps=20, max_trajectories=2, name="family")
+        table = small("family")
         pid = os.fork()
         if pid == 0:
             time.sleep(PATIENCE)
@@ -612,7 +580,7 @@ def _eventually(true: Callable[[], bool]) -> None:
 
 
 def test_a_forked_child_that_closes_the_table_does_not_free_it(shelf: Path) -> None:
-    with gear.Table.create(COLUMNS, max_steps=20, max_trajectories=2, name="family") as table:
+    with small("family") as table:
 
         def close(pipe: Any) -> None:
             table.close()
@@ -625,7 +593,7 @@ def test_a_forked_child_that_closes_the_table_does_not_free_it(shelf: Path) -> N
 
 
 def test_a_view_that_outlives_its_table_is_a_use(shelf: Path) -> None:
-    table = gear.Table.create(COLUMNS, max_steps=20, max_trajectories=2, name="view")
+    table = small("view")
     table.add(rows(1, 5))
     view = table.region.column("number")
     table.close()
@@ -651,13 +619,7 @@ print("in use" if shared_memory.in_use(shared_memory.region_path(name)) else "le
 
 def _from_outside(shelf: Path, name: str) -> str:
     """What a process sees that has inherited nothing."""
-    done = subprocess.run(
-        [sys.executable, "-c", LOOK, str(shelf), name],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        cwd=ROOT,
-    )
+    done = program("-c", LOOK, str(shelf), name)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -665,17 +627,13 @@ def _from_outside(shelf: Path, name: str) -> str:
 def test_every_name_is_tried(shelf: Path) -> None:
     leave("a")
     leave("b")
-    with gear.Table.create(COLUMNS, max_steps=20, max_trajectories=2, name="used"):
+    with small("used"):
         code, text = run("rm", "a", "used", "gone", "../a", "b", "b")
         assert code == 1
         lines = text.splitlines()
-        assert [line.split(" (")[0] for line in lines] == [
-            "Removed a",
-            f"Table 'used' is in use by process {os.getpid()}",
-            "There is no table named 'gone'; tables on this machine: b, used.",
-            lines[3],
-            "Removed b",
-        ]
+        used = f"Table 'used' is in use by process {os.getpid()}"
+        gone = "There is no table named 'gone'; tables on this machine: b, used."
+        assert [line.split(" (")[0] for line in lines] == ["Removed a", used, gone, lines[3], "Removed b"]
         assert lines[3].startswith("Table name '../a' was received; expected ")
         assert list(listed()) == ["used"]
 
@@ -683,15 +641,12 @@ def test_every_name_is_tried(shelf: Path) -> None:
 def test_all_removes_what_nobody_uses_and_says_what_it_left(shelf: Path) -> None:
     leave("a")
     leave("b")
-    with gear.Table.create(COLUMNS, max_steps=20, max_trajectories=2, name="used") as table:
+    with small("used") as table:
         code, text = run("rm", "--all")
         assert code == 0
         lines = text.splitlines()
-        assert [line.split(" (")[0] for line in lines] == [
-            "Removed a",
-            "Removed b",
-            f"Left used: Table 'used' is in use by process {os.getpid()}",
-        ]
+        left = f"Left used: Table 'used' is in use by process {os.getpid()}"
+        assert [line.split(" (")[0] for line in lines] == ["Removed a", "Removed b", left]
         table.add(rows(1, 3))
         assert list(listed()) == ["used"]
     assert run("rm", "--all")[0] == 0
@@ -720,7 +675,7 @@ def test_a_mapping_without_a_lock_is_a_use(shelf: Path) -> None:
 def test_a_user_that_cannot_be_seen(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In another container, or another user's."""
     monkeypatch.setattr(shared_memory, "users", lambda keys: {key: [] for key in keys})
-    with gear.Table.create(COLUMNS, max_steps=20, max_trajectories=2, name="far"):
+    with small("far"):
         entry = listed()["far"]
         assert (entry["in_use"], entry["processes"]) == (True, [])
         code, text = run("rm", "far")
@@ -729,7 +684,7 @@ def test_a_user_that_cannot_be_seen(shelf: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_unlink_takes_the_name_of_a_table_in_use(shelf: Path) -> None:
-    with gear.Table.create(COLUMNS, max_steps=20, max_trajectories=2, name="mine") as table:
+    with small("mine") as table:
         table.unlink()
         assert listed() == {}
         table.add(rows(1, 3))
@@ -849,7 +804,7 @@ def test_a_table_is_in_use_before_it_has_its_name(shelf: Path, monkeypatch: pyte
         seen.append(_from_outside(shelf, "new"))
 
     monkeypatch.setattr(os, "link", link)
-    with gear.Table.create(COLUMNS, max_steps=20, max_trajectories=2, name="new"):
+    with small("new"):
         assert seen == ["in use"]
 
 
@@ -913,13 +868,11 @@ def test_attach_races_with_rm(shelf: Path) -> None:
 
 
 def test_rm_loads_neither_torch_nor_numpy() -> None:
-    program = (
+    done = program(
+        "-c",
         "import sys\nfrom typer.testing import CliRunner\nfrom gear_loader.cli import app\n"
         "assert CliRunner().invoke(app, ['rm', 'test.there.is.none']).exit_code == 1\n"
-        "print(*sorted({'numba', 'numpy', 'torch', 'triton'} & set(sys.modules)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT
+        "print(*sorted({'numba', 'numpy', 'torch', 'triton'} & set(sys.modules)))",
     )
     assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
 
@@ -936,7 +889,7 @@ def test_a_region_begins_with_the_magic() -> None:
 
 
 def test_help() -> None:
-    done = command("--help")
+    done = program("-m", "gear_loader", "--help")
     assert done.returncode == 0
     assert "python -m gear_loader [OPTIONS] COMMAND" in done.stdout
     assert {"ls", "rm"} <= set(done.stdout.split())

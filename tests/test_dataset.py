@@ -41,6 +41,7 @@ from gear_loader.collection.prefetch import Prefetcher
 from gear_loader.errors import SchemaError, TableClosedError, TableEmptyError
 
 WINDOW = gear.Window(length=6, offset=-3)
+WINDOWS = dict.fromkeys(SCHEMA, WINDOW)
 STEPS = sum(LENGTHS)
 SELECTORS = {
     "trajectories": gear.Uniform(),
@@ -48,6 +49,7 @@ SELECTORS = {
     "trajectories once": gear.Uniform(replacement=False),
     "steps once": gear.Uniform(replacement=False, unit="step"),
 }
+KINDS = pytest.mark.parametrize("selector", SELECTORS.values(), ids=SELECTORS)
 
 
 @pytest.fixture
@@ -58,9 +60,8 @@ def table() -> Iterator[gear.Table]:
 
 
 def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
-    return gear.ReplayDataset(
-        table, **{"batch_size": 4, "windows": WINDOW, "device": "cpu", "seed": 3, **options}
-    )
+    told = {"batch_size": 4, "windows": WINDOW, "device": "cpu", "seed": 3, **options}
+    return gear.ReplayDataset(table, **told)
 
 
 @pytest.fixture(params=["thread", "stream"])
@@ -71,126 +72,66 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return request.param
 
 
-# ---------------------------------------------------------------- windows
-
-WINDOWS = [
-    gear.Window(length, offset, pad)
-    for length, offset in [
-        (1, 0),
-        (1, -1),
-        (1, 40),
-        (3, -1),
-        (6, -3),
-        (20, -19),
-        (20, 0),
-        (25, -12),
-        (4, 2),
-        (3, -40),
-    ]
-    for pad in ("keep", "head", "tail")
-]
+def items_of(unit: str) -> int:
+    return len(LENGTHS) if unit == "trajectory" else STEPS
 
 
-@pytest.mark.parametrize("window", WINDOWS, ids=lambda w: f"{w.length}@{w.offset}-{w.pad}")
-@pytest.mark.parametrize("anchor", mostly_long(["uniform", "first", "last"], "uniform"))
+def keys_of(rows: Any, unit: str) -> list[Any]:
+    """What a pass has once each: trajectories, or steps."""
+    return [row[0] if unit == "trajectory" else row for row in rows]
+
+
+# Windows ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("window", "anchor"),
+    [
+        (gear.Window(1, 40), "uniform"),
+        (gear.Window(6, -3), "last"),
+        (gear.Window(20, 0, "head"), "uniform"),
+        (gear.Window(25, -12, "tail"), "first"),
+        (gear.Window(3, -40, "tail"), "uniform"),
+        (gear.Window(4, 2, "head"), "first"),
+    ],
+)
 def test_windows_are_what_the_trajectories_say(table: gear.Table, window: gear.Window, anchor: Any) -> None:
     everything = contents(table)
-    data = dataset(table, windows=window, anchor=anchor, batch_size=7)
-    for batch in itertools.islice(data, 2):
+    for batch in itertools.islice(dataset(table, windows=window, anchor=anchor, batch_size=7), 2):
         check_batch(batch, everything, dict.fromkeys(SCHEMA, window))
-        lengths = [len(everything[index]["reward"]) for index in batch["index"].tolist()]
-        if anchor == "first":
-            assert batch["anchor"].tolist() == [0] * 7
-        elif anchor == "last":
-            assert batch["anchor"].tolist() == [length - 1 for length in lengths]
+        last = [len(everything[index]["reward"]) - 1 for index in batch["index"].tolist()]
+        if anchor == "uniform":
+            assert all(0 <= a <= most for a, most in zip(batch["anchor"].tolist(), last, strict=True))
         else:
-            assert all(0 <= a < n for a, n in zip(batch["anchor"].tolist(), lengths, strict=True))
-
-
-def test_the_worked_example_of_window() -> None:
-    with make_table([3]) as table:
-        batch = dataset(table, windows=gear.Window(4, -1), anchor="first", batch_size=1).sample()
-        assert batch["reward"].tolist() == [[0, 0, 1, 2]]
-        assert batch["mask"].tolist() == [[False, True, True, True]]
-        for pad, rewards, mask in [
-            ("keep", [0, 0, 1, 2], [0, 1, 1, 1]),
-            ("tail", [0, 1, 2, 0], [1, 1, 1, 0]),
-        ]:
-            window = gear.Window(4, -3, pad)  # type: ignore[arg-type]
-            batch = dataset(table, windows=window, anchor="last", batch_size=1).sample()
-            assert batch["reward"].tolist() == [rewards]
-            assert batch["mask"].tolist() == [[bool(m) for m in mask]]
+            assert batch["anchor"].tolist() == (last if anchor == "last" else [0] * 7)
 
 
 def test_a_window_for_each_column_with_a_mask_for_each(table: gear.Table) -> None:
-    windows = {
-        "reward": gear.Window(9, -2, "head"),
-        "observation": gear.Window(1, 1),
-        "action": gear.Window(5, -4, "tail"),
-    }
-    data = dataset(table, windows=windows, batch_size=9)
-    for batch in itertools.islice(data, 3):
-        assert isinstance(batch["mask"], dict)
+    windows = {"reward": gear.Window(9, -2, "head"), "observation": gear.Window(1, 1)}
+    windows["action"] = gear.Window(5, -4, "tail")
+    for batch in itertools.islice(dataset(table, windows=windows, batch_size=9), 3):
         assert list(batch["mask"]) == ["observation", "action", "reward"]  # the schema's order
         check_batch(batch, contents(table), windows)
 
 
 def test_equal_windows_have_one_mask_whichever_way_they_are_given(table: gear.Table) -> None:
-    one = dataset(table)
-    each = dataset(table, windows=dict.fromkeys(SCHEMA, WINDOW))
-    same_batches(copies(one), copies(each))
+    each = dataset(table, windows=WINDOWS)
+    same_batches(copies(dataset(table)), copies(each))
     assert isinstance(each.sample()["mask"], torch.Tensor)
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"columns": ["reward"]},
         {"columns": ["reward", "observation"]},
-        {"windows": {"action": WINDOW}},
         {"windows": {"action": WINDOW, "reward": gear.Window(2)}, "columns": ["reward", "action"]},
     ],
 )
 def test_a_subset_of_columns(table: gear.Table, options: Any) -> None:
-    data = dataset(table, **options)
-    names = options.get("columns") or options["windows"]
-    windows = options.get("windows") or dict.fromkeys(names, WINDOW)
-    whole = copies(dataset(table))
-    for batch, full in zip(copies(data), whole, strict=True):
+    windows = options.get("windows") or dict.fromkeys(options["columns"], WINDOW)
+    for batch, full in zip(copies(dataset(table, **options)), copies(dataset(table)), strict=True):
         check_batch(batch, contents(table), windows)
         assert all(torch.equal(batch[key], full[key]) for key in ("index", "anchor", "generation"))
-
-
-def test_every_dtype_comes_out_as_it_went_in() -> None:
-    dtypes = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
-    dtypes += [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-    schema = {str(dtype): gear.Column(dtype, (3,)) for dtype in dtypes}
-    random = torch.Generator().manual_seed(0)
-
-    def column(dtype: torch.dtype, length: int) -> torch.Tensor:
-        if dtype == torch.bool:
-            return torch.randint(2, (length, 3), generator=random) == 1
-        # Arbitrary bits: NaNs and infinities too.
-        return torch.randint(256, (length, 3 * dtype.itemsize), generator=random, dtype=torch.uint8).view(
-            dtype
-        )
-
-    with gear.Table.create(schema, max_steps=200, max_trajectories=20, block_steps=8) as table:
-        table.extend(
-            [{name: column(c.dtype, length) for name, c in schema.items()} for length in (1, 7, 8, 9, 30)]
-        )
-        for pad in ("keep", "head", "tail"):
-            window = gear.Window(11, -6, pad)  # type: ignore[arg-type]
-            data = dataset(table, windows=window, batch_size=16)
-            check_batch(data.sample(), contents(table), dict.fromkeys(schema, window))
-
-
-def test_a_table_of_one_step() -> None:
-    with make_table([1]) as table:
-        for selector in SELECTORS.values():
-            batches = copies(dataset(table, selector=selector))
-            assert len(batches) == 1
-            check_batch(batches[0], contents(table), dict.fromkeys(SCHEMA, WINDOW))
 
 
 def test_generation_tells_who_has_the_index(table: gear.Table) -> None:
@@ -207,68 +148,51 @@ def test_generation_tells_who_has_the_index(table: gear.Table) -> None:
     assert (batch["generation"][rows] == before + 1).all()
 
 
-# ---------------------------------------------------------------- order and coverage
+# Order and coverage ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("selector", SELECTORS.values(), ids=SELECTORS)
-def test_prefetch_and_copy_do_not_change_the_order(
-    table: gear.Table, selector: gear.Uniform, way: str
-) -> None:
-    expected: list[dict[str, Any]] | None = None
-    for prefetch, copy, keep in itertools.product((0, 1, 2, 3), (False, True), (1, 2, 5)):
-        data = dataset(table, selector=selector, prefetch=prefetch, copy=copy, keep=keep)
-        found = copies(data) + copies(DataLoader(data, batch_size=None))
-        assert len(found) == 2 * len(data)
-        if expected is None:
-            expected = found
-        same_batches(expected, found)
+@pytest.mark.parametrize("name", ["trajectories", "steps once"])
+def test_prefetch_and_copy_do_not_change_the_order(table: gear.Table, name: str, way: str) -> None:
+    expected = copies(data := dataset(table, selector=SELECTORS[name], prefetch=0, keep=1))
+    expected += copies(data)
+    for prefetch, copy, keep in ((0, True, 2), (1, False, 1), (2, False, 2), (3, True, 5)):
+        data = dataset(table, selector=SELECTORS[name], prefetch=prefetch, copy=copy, keep=keep)
+        same_batches(expected, copies(data) + copies(DataLoader(data, batch_size=None)))
 
 
-@pytest.mark.parametrize("selector", SELECTORS.values(), ids=SELECTORS)
+@KINDS
 def test_seeds_and_epochs_are_different_draws(table: gear.Table, selector: gear.Uniform) -> None:
-    runs = {
-        (seed, epoch): tuple(drawn(batches))
-        for seed in (0, 1, -1, 2**63)
-        for data in [dataset(table, selector=selector, seed=seed)]
-        for epoch, batches in enumerate([copies(data), copies(data), copies(data)])
-    }
-    assert len(set(runs.values())) == len(runs)
+    made = [dataset(table, selector=selector, seed=seed) for seed in (0, 1, -1, 2**63)]
+    runs = [tuple(drawn(copies(data))) for data in made for _ in range(3)]
+    assert len(set(runs)) == len(runs)
 
 
 @pytest.mark.parametrize(
-    ("unit", "batch_size", "drop_last"),
+    ("unit", "size", "drop_last"),
     [
-        (unit, size, drop_last)
-        for unit, items in (("trajectory", len(LENGTHS)), ("step", STEPS))
-        for size in (1, 4, 5, 12, 13, 93)
-        for drop_last in (False, True)
-        if size <= items or not drop_last  # else it is refused; see the errors
+        ("trajectory", 1, False),
+        ("trajectory", 5, False),
+        ("trajectory", 5, True),
+        ("trajectory", 13, False),
+        ("step", 13, True),
+        ("step", 93, True),
     ],
 )
-def test_an_epoch_without_replacement(table: gear.Table, unit: Any, batch_size: int, drop_last: bool) -> None:
-    items = len(LENGTHS) if unit == "trajectory" else STEPS
-    data = dataset(
-        table,
-        selector=gear.Uniform(False, unit),
-        batch_size=batch_size,
-        drop_last=drop_last,
-        anchor="uniform",
-    )
+def test_an_epoch_without_replacement(table: gear.Table, unit: Any, size: int, drop_last: bool) -> None:
+    data = dataset(table, selector=gear.Uniform(False, unit), batch_size=size, drop_last=drop_last)
+    full, rest = divmod(items_of(unit), size)
     for _ in range(2):
         batches = copies(data)
         sizes = [len(batch["index"]) for batch in batches]
-        full, rest = divmod(items, batch_size)
-        assert sizes == [batch_size] * full + ([rest] if rest and not drop_last else [])
+        assert sizes == [size] * full + ([rest] if rest and not drop_last else [])
         assert len(data) == len(sizes)
-        seen = Counter(row[0] if unit == "trajectory" else row for row in drawn(batches))
-        assert set(seen.values()) == {1}
-        assert len(seen) == sum(sizes)
+        seen = keys_of(drawn(batches), unit)
+        assert len(set(seen)) == len(seen) == sum(sizes)
         for batch in batches:
-            check_batch(batch, contents(table), dict.fromkeys(SCHEMA, WINDOW))
+            check_batch(batch, contents(table), WINDOWS)
 
 
-@pytest.mark.parametrize("world", [2, 3, 5])
-@pytest.mark.parametrize("unit", ["trajectory", "step"])
+@pytest.mark.parametrize(("unit", "world"), [("trajectory", 5), ("step", 2)])
 def test_ranks_interleave_the_batches_of_one(table: gear.Table, unit: Any, world: int) -> None:
     for replacement in (True, False):
         options = {"selector": gear.Uniform(replacement, unit), "batch_size": 5}
@@ -281,107 +205,76 @@ def test_ranks_interleave_the_batches_of_one(table: gear.Table, unit: Any, world
         same_batches(alone, dealt[: len(alone)])
         # Padding: full batches of trajectories that exist, so that every rank takes as many steps.
         for batch in dealt[len(alone) :]:
-            check_batch(batch, contents(table), dict.fromkeys(SCHEMA, WINDOW))
+            check_batch(batch, contents(table), WINDOWS)
 
 
-@pytest.mark.parametrize("unit", ["trajectory", "step"])
-@pytest.mark.parametrize("replacement", [True, False])
+@pytest.mark.parametrize(("unit", "replacement"), [("trajectory", False), ("step", True)])
 def test_batches_hold_every_item_equally_often(table: gear.Table, unit: Any, replacement: bool) -> None:
     data = dataset(table, selector=gear.Uniform(replacement, unit), batch_size=31, columns=["reward"])
     position = {int(index): i for i, index in enumerate(table.indices())}
-    exists = np.arange(max(LENGTHS)) < np.array(LENGTHS)[:, None]
+    lengths = np.array(LENGTHS)[:, None]
+    exists = np.arange(max(LENGTHS)) < lengths
     observed = np.zeros(exists.shape)
-    count = 0
-    while count < 20_000:
+    while observed.sum() < 12_000:
         for batch in data:
             np.add.at(observed, ([position[i] for i in batch["index"].tolist()], batch["anchor"].numpy()), 1)
-            count += len(batch["index"])
     assert (observed[~exists] == 0).all()
-    lengths = np.array(LENGTHS)[:, None]
-    expected = (exists / lengths / len(LENGTHS) if unit == "trajectory" else exists / STEPS) * count
-    if not replacement:
-        # An epoch covers all items: nothing is left to chance but the anchors within trajectories.
-        of_items = observed.sum(1) if unit == "trajectory" else observed[exists]
-        assert len(set(of_items.tolist())) == 1
-    if replacement or unit == "trajectory":
-        assert chi_square(observed[exists], expected[exists]) < chi_square_limit(STEPS - 1)
+    share = exists / lengths / len(LENGTHS) if unit == "trajectory" else exists / STEPS
+    if not replacement:  # an epoch covers all items: nothing is left to chance but the anchors
+        assert len(set(observed.sum(1).tolist())) == 1
+    assert chi_square(observed[exists], (share * observed.sum())[exists]) < chi_square_limit(STEPS - 1)
 
 
 def test_batches_per_epoch_and_endless(table: gear.Table) -> None:
     data = dataset(table, batches_per_epoch=7)
-    assert len(data) == 7
-    assert len(copies(data)) == len(copies(data)) == 7
+    assert len(data) == len(copies(data)) == len(copies(data)) == 7
     endless = dataset(table, batches_per_epoch=math.inf)
-    with pytest.raises(TypeError, match=r"no length: batches_per_epoch is math\.inf"):
-        len(endless)
+    loader = DataLoader(endless, batch_size=None)
+    for made in (endless, loader):
+        with pytest.raises(TypeError, match=r"no length: batches_per_epoch is math\.inf"):
+            len(made)  # type: ignore[arg-type]
     found = copies(endless, 40)
     same_batches(copies(dataset(table, batches_per_epoch=40)), found)
     assert len(set(map(tuple, (drawn([batch]) for batch in found)))) == 40
-    loader = DataLoader(endless, batch_size=None)
-    with pytest.raises(TypeError, match="no length"):
-        len(loader)
     assert len(copies(loader, 3)) == 3
 
 
-@pytest.mark.parametrize("unit", ["trajectory", "step"])
-@pytest.mark.parametrize("batches", [40, math.inf])
+@pytest.mark.parametrize(("unit", "batches"), [("trajectory", math.inf), ("step", 40)])
 def test_a_longer_epoch_without_replacement_is_several_passes(
     table: gear.Table, unit: Any, batches: float
 ) -> None:
     data = dataset(table, selector=gear.Uniform(False, unit), batch_size=5, batches_per_epoch=batches)
-    items = len(LENGTHS) if unit == "trajectory" else STEPS
-    a_pass = -(-items // 5)
+    a_pass = -(-items_of(unit) // 5)
     found = copies(data, 2 * a_pass)
-    orders = [drawn(found[:a_pass]), drawn(found[a_pass:])]
-    for order in orders:
-        keys = [row[0] if unit == "trajectory" else row for row in order]
-        assert len(keys) == len(set(keys)) == items
-    assert orders[0] != orders[1]
-    assert [row[0] for row in orders[0]] != [row[0] for row in orders[1]]
+    first, second = drawn(found[:a_pass]), drawn(found[a_pass:])
+    for order in (first, second):
+        assert len(order) == len(set(keys_of(order, unit))) == items_of(unit)
+    assert [row[0] for row in first] != [row[0] for row in second]
 
 
-def test_an_iterator_that_is_only_made_uses_up_no_epoch(table: gear.Table) -> None:
-    data = dataset(table)
-    expected = copies(dataset(table))
-    iter(data)
-    iter(data)
-    same_batches(expected, copies(data))
-
-
-def test_set_epoch(table: gear.Table) -> None:
+def test_epochs_are_counted_when_an_iterator_is_used(table: gear.Table) -> None:
     data = dataset(table)
     epochs = [copies(data) for _ in range(3)]
     for epoch in (1, 0, 2):
         data.set_epoch(epoch)
         same_batches(epochs[epoch], copies(data))
-    data.set_epoch(1)
-    copies(data)
-    same_batches(epochs[2], copies(data))
-    with pytest.raises(SchemaError, match="epoch is -1; expected"):
-        data.set_epoch(-1)
-    with pytest.raises(SchemaError, match=r"epoch is 1\.5; expected"):
-        data.set_epoch(1.5)  # type: ignore[arg-type]
-
-
-def test_breaking_off_goes_on_with_the_next_epoch(table: gear.Table) -> None:
-    data = dataset(table)
-    epochs = [copies(dataset_) for dataset_ in [data] * 3]
     data.set_epoch(0)
-    same_batches(epochs[0][:1], copies(data, 1))
+    iter(data)  # only made
+    same_batches(epochs[0][:1], copies(data, 1))  # broken off
     same_batches(epochs[1], copies(data))
     same_batches(epochs[2], copies(data))
+    for value in (-1, 1.5):
+        with pytest.raises(SchemaError, match=f"epoch is {value}; expected"):
+            data.set_epoch(value)  # type: ignore[arg-type]
 
 
 def test_two_iterators_at_once_are_two_epochs(table: gear.Table) -> None:
     data = dataset(table, keep=1, batches_per_epoch=20)
     epochs = [copies(data), copies(data)]
     data.set_epoch(0)
-    found: tuple[list[Any], list[Any]] = ([], [])
-    for one, other in zip(data, data, strict=True):
-        found[0].append(snapshot(one))
-        found[1].append(snapshot(other))
-    same_batches(epochs[0], found[0])
-    same_batches(epochs[1], found[1])
+    found = [(snapshot(one), snapshot(other)) for one, other in zip(data, data, strict=True)]
+    same_batches(epochs[0], [one for one, _ in found])
+    same_batches(epochs[1], [other for _, other in found])
 
 
 def test_a_subset_of_trajectories(table: gear.Table) -> None:
@@ -397,10 +290,8 @@ def test_a_subset_of_trajectories(table: gear.Table) -> None:
         data = dataset(table, subset=even, selector=selector)
         items = selector.num_items(table.reader().snapshot().take(np.arange(len(LENGTHS)) % 2 == 0))
         assert len(data) == -(-items // 4)
-        batches = copies(data)
-        assert {row[0] for row in drawn(batches)} <= members
-        if not selector.replacement:
-            assert {row[0] for row in drawn(batches)} == members
+        found = {row[0] for row in drawn(copies(data))}
+        assert found <= members if selector.replacement else found == members
         assert {row[0] for row in drawn([data.sample()])} <= members
     assert len(calls) == len(SELECTORS)  # once a version of the table
     table.remove(table.indices()[1])
@@ -409,74 +300,13 @@ def test_a_subset_of_trajectories(table: gear.Table) -> None:
     assert int(table.indices()[-1]) in data.sample()["index"].tolist()
 
 
-def test_the_program_of_the_readme() -> None:
-    random = np.random.default_rng(0)
-
-    def arrays(length: int) -> tuple[Any, Any, Any]:
-        return (
-            random.normal(size=(length, 11)).astype(np.float32),
-            random.normal(size=(length, 3)).astype(np.float32),
-            random.normal(size=length).astype(np.float32),
-        )
-
-    obs, act, rew = arrays(100)
-    episodes = [dict(zip(("observation", "action", "reward"), arrays(n), strict=True)) for n in range(1, 200)]
-
-    table = gear.Table.create(
-        {
-            "observation": gear.Column(torch.float32, (11,)),
-            "action": gear.Column(torch.float32, (3,)),
-            "reward": gear.Column(torch.float32),
-        },
-        max_steps=200_000,
-        max_trajectories=2_000,
-        block_steps=64,
-    )
-
-    index = table.add({"observation": obs, "action": act, "reward": rew}, priority=1.0)
-    indices = table.extend(episodes)
-    assert (len(table), table.num_steps) == (200, 100 + sum(range(1, 200)))
-    assert torch.equal(table[index]["observation"], torch.from_numpy(obs))
-    assert len(indices) == 199
-    stacked = {
-        "observation": obs[None].repeat(3, 0),
-        "action": act[None].repeat(3, 0),
-        "reward": rew[None].repeat(3, 0),
-    }
-    assert len(table.extend(stacked, lengths=[100, 1, 50])) == 3
-
-    dataset = gear.ReplayDataset(
-        table,
-        batch_size=256,
-        windows=gear.Window(length=20, offset=-19),
-        anchor="uniform",
-        selector=gear.Uniform(),
-        seed=0,
-        device="auto",
-        prefetch=2,
-    )
-    count = 0
-    for batch in DataLoader(dataset, batch_size=None):
-        assert batch["observation"].shape == (256, 20, 11)
-        assert batch["mask"].shape == (256, 20)
-        assert batch["mask"].dtype == torch.bool
-        assert batch["index"].shape == (256,)
-        assert batch["index"].dtype == torch.int64
-        count += 1
-    assert count == len(dataset) == 1
-    nothing_left(table)
-    table.close()
-
-
-# ---------------------------------------------------------------- buffers
+# Buffers ---------------------------------------------------------------------------------------------
 
 
 def pointers(batch: Mapping[str, Any]) -> set[int]:
     """Addresses of all tensors of a batch."""
-    found: set[int] = set()
-    for part in batch.values():
-        found |= pointers(part) if isinstance(part, dict) else {part.data_ptr()}
-    return found
+    parts = (pointers(part) if isinstance(part, dict) else {part.data_ptr()} for part in batch.values())
+    return set().union(*parts)
 
 
 def settle(data: gear.ReplayDataset) -> None:
@@ -485,15 +315,11 @@ def settle(data: gear.ReplayDataset) -> None:
         time.sleep(0.003)
 
 
-@pytest.mark.parametrize(
-    "windows", [WINDOW, {"reward": WINDOW, "action": gear.Window(2)}], ids=["one", "each"]
-)
-@pytest.mark.parametrize(
-    ("keep", "prefetch"), mostly_long(itertools.product((1, 2, 3), range(4)), (1, 0), (2, 1), (3, 2))
-)
+@pytest.mark.parametrize(("keep", "prefetch"), [(1, 0), (2, 1), (3, 2)])
 def test_a_batch_stays_intact_until_keep_more_are_requested(
-    table: gear.Table, prefetch: int, keep: int, windows: Any, way: str
+    table: gear.Table, prefetch: int, keep: int, way: str
 ) -> None:
+    windows = {"reward": WINDOW, "action": gear.Window(2)}
     data = dataset(table, prefetch=prefetch, keep=keep, windows=windows, batches_per_epoch=9)
     held: list[tuple[dict[str, Any], dict[str, Any]]] = []
     seen: Counter[int] = Counter()
@@ -517,33 +343,25 @@ def test_buffers_are_recycled_and_overwritten(table: gear.Table, prefetch: int, 
     next(iterator)
     settle(data)
     assert equal(first, copy)
-    later = [pointers(next(iterator)) for _ in range(10)]
-    assert addresses in later
+    assert addresses in [pointers(next(iterator)) for _ in range(10)]
     assert not equal(first, copy)
     iterator.close()  # type: ignore[attr-defined]
 
 
-def test_all_epochs_use_the_same_buffers(table: gear.Table, way: str) -> None:
+def test_all_epochs_use_the_same_buffers_broken_off_or_not(table: gear.Table, way: str) -> None:
     data = dataset(table, prefetch=2, keep=2, batches_per_epoch=10)
     used: set[int] = set()
     for _ in range(3):
         used |= {batch["reward"].data_ptr() for batch in data}
-    assert len(used) <= 2 + 2 + 1
-
-
-def test_breaking_off_loses_no_buffers(table: gear.Table, way: str) -> None:
-    data = dataset(table, prefetch=3, keep=2, batches_per_epoch=20)
-    used: set[int] = set()
     for _ in range(30):
         for batch in itertools.islice(data, 2):
             used.add(batch["reward"].data_ptr())
             settle(data)
-    assert len(used) <= 3 + 2 + 1
+    assert len(used) <= 2 + 2 + 1
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_copies_never_change(table: gear.Table, prefetch: int, way: str) -> None:
-    data = dataset(table, prefetch=prefetch, copy=True, batches_per_epoch=12)
+def test_copies_never_change(table: gear.Table, way: str) -> None:
+    data = dataset(table, prefetch=2, copy=True, batches_per_epoch=12)
     held = [(batch, snapshot(batch)) for _ in range(2) for batch in data]
     held += [(batch, snapshot(batch)) for batch in (data.sample() for _ in range(10))]
     assert all(equal(batch, copy) for batch, copy in held)
@@ -551,15 +369,7 @@ def test_copies_never_change(table: gear.Table, prefetch: int, way: str) -> None
     assert len(set().union(*addresses)) == sum(map(len, addresses))
 
 
-def test_sample_sizes_do_not_pile_up(table: gear.Table) -> None:
-    data = dataset(table)
-    list(data)
-    for size in range(1, 50):
-        data.sample(size)
-    assert sorted(data._buffers.pools) == [(4, False), (49, False)]
-
-
-@pytest.mark.parametrize("keep", [1, 2, 4])
+@pytest.mark.parametrize("keep", [1, 4])
 def test_samples_stay_intact_too(table: gear.Table, keep: int) -> None:
     data = dataset(table, keep=keep)
     held: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -570,10 +380,13 @@ def test_samples_stay_intact_too(table: gear.Table, keep: int) -> None:
         seen.update({batch["reward"].data_ptr()})
         assert all(equal(one, copy) for one, copy in held)
     assert len(seen) <= keep + 1
-    # Another size brings its own buffers and leaves the last batches alone.
-    other = data.sample(7)
-    assert len(other["index"]) == 7
+    # Another size brings its own buffers and leaves the last batches alone; sizes do not pile up.
+    assert len(data.sample(7)["index"]) == 7
     assert equal(*held[-1])
+    list(data)
+    for size in range(1, 50):
+        data.sample(size)
+    assert sorted(data._buffers.pools) == [(4, False), (49, False)]
 
 
 def test_sampling_beside_an_iterator_disturbs_neither(table: gear.Table) -> None:
@@ -586,25 +399,17 @@ def test_sampling_beside_an_iterator_disturbs_neither(table: gear.Table) -> None
         assert equal(sampled, samples.sample())
 
 
-# ---------------------------------------------------------------- breaking off, errors
+# Breaking off, errors --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prefetch", mostly_long([0, 1, 3], 1))
-@pytest.mark.parametrize("how", ["close", "forget", "break", "raise", "loader"])
+@pytest.mark.parametrize(
+    ("how", "prefetch"), [("close", 1), ("forget", 3), ("break", 0), ("raise", 1), ("loader", 3)]
+)
 def test_abandoning_an_iterator_leaves_nothing_behind(
     table: gear.Table, how: str, prefetch: int, way: str
 ) -> None:
     data = dataset(table, prefetch=prefetch, batches_per_epoch=1000)
-    if how == "close":
-        generator = iter(data)
-        next(generator)
-        assert len(prefetch_threads()) == (prefetch > 0 and way == "thread")
-        generator.close()  # type: ignore[attr-defined]
-    elif how == "forget":
-        iterator = iter(data)
-        next(iterator)
-        del iterator
-    elif how == "break":
+    if how == "break":
         for batch in data:
             assert len(batch["index"]) == 4
             break
@@ -612,13 +417,15 @@ def test_abandoning_an_iterator_leaves_nothing_behind(
         with pytest.raises(ZeroDivisionError):
             [1 / 0 for _ in data]
     else:
-        loader = iter(DataLoader(data, batch_size=None))
-        next(loader)
-        del loader
+        iterator: Any = iter(DataLoader(data, batch_size=None) if how == "loader" else data)
+        next(iterator)
+        if how == "close":
+            assert len(prefetch_threads()) == (way == "thread")
+            iterator.close()
+        del iterator
     gc.collect()
     nothing_left(table)
-    before = snapshot(data.sample())
-    assert equal(before, dataset(table).sample())
+    assert equal(snapshot(data.sample()), dataset(table).sample())
 
 
 class Failing(gear.Uniform):
@@ -634,12 +441,9 @@ class Failing(gear.Uniform):
         return super().select(snapshot, draw)
 
 
-class OddError(Exception):
-    pass
-
-
-@pytest.mark.parametrize("prefetch", [0, 1, 3])
-@pytest.mark.parametrize("error", [OddError("from afar"), StopIteration(), KeyError("x")], ids=repr)
+@pytest.mark.parametrize(
+    ("prefetch", "error"), [(0, KeyError("x")), (1, KeyError("x")), (3, StopIteration())]
+)
 def test_an_error_while_preparing_reaches_the_consumer(
     table: gear.Table, prefetch: int, error: Exception, way: str
 ) -> None:
@@ -668,12 +472,9 @@ def test_the_table_is_closed_meanwhile(prefetch: int) -> None:
     assert list(iterator) == []
     assert prefetch_threads() == []
     assert (readers[:, 2] == 0).all()
-    with pytest.raises(TableClosedError):
-        next(iter(data))
-    with pytest.raises(TableClosedError):
-        data.sample()
-    with pytest.raises(TableClosedError):
-        len(data)
+    for use in (lambda: next(iter(data)), data.sample, lambda: len(data)):
+        with pytest.raises(TableClosedError):
+            use()
 
 
 class Slow(gear.Uniform):
@@ -692,11 +493,9 @@ class Slow(gear.Uniform):
 
 def test_closing_a_table_while_it_is_read_leaves_no_read_open() -> None:
     # Another process that has the same table would wait for that read until this process ends.
-    table = make_table()
+    table, selector = make_table(), Slow()
     readers = table.region.array("readers")
-    selector = Slow()
-    data = dataset(table, prefetch=2, selector=selector, batches_per_epoch=1000)
-    iterator = iter(data)
+    iterator = iter(dataset(table, prefetch=2, selector=selector, batches_per_epoch=1000))
     next(iterator)
     assert selector.reading.wait(10)
     table.close()
@@ -706,47 +505,41 @@ def test_closing_a_table_while_it_is_read_leaves_no_read_open() -> None:
     assert (readers[:, 2] == 0).all()
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("selector", SELECTORS.values(), ids=SELECTORS)
-@pytest.mark.parametrize("batches", [None, 3, math.inf])
-def test_an_empty_table_and_an_empty_subset(selector: gear.Uniform, prefetch: int, batches: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "prefetch", "batches"),
+    [("trajectories", 2, None), ("steps", 0, 3), ("trajectories once", 0, math.inf), ("steps once", 2, None)],
+)
+def test_an_empty_table_and_an_empty_subset(name: str, prefetch: int, batches: Any) -> None:
+    options = {"selector": SELECTORS[name], "prefetch": prefetch, "batches_per_epoch": batches}
     with make_table([]) as table:
-        data = dataset(table, selector=selector, prefetch=prefetch, batches_per_epoch=batches)
-        if batches is None:
+        data = dataset(table, **options)
+        uses = [lambda: next(iter(data)), data.sample, *([lambda: len(data)] if batches is None else [])]
+        for use in uses:
             with pytest.raises(TableEmptyError, match=r"The table is empty: .* Add trajectories first\."):
-                len(data)
-        for draw in (lambda: next(iter(data)), data.sample):
-            with pytest.raises(TableEmptyError, match="The table is empty"):
-                draw()
+                use()
         nothing_left(table)
         table.extend([episode(i, 3) for i in range(5)])
-        assert len(data.sample()["index"]) == 4
-        assert len(next(iter(data))["index"]) == 4
-        nobody = dataset(
-            table, selector=selector, prefetch=prefetch, subset=lambda s: s > 99, batches_per_epoch=batches
-        )
-        for draw in (lambda: next(iter(nobody)), nobody.sample):
-            with pytest.raises(
-                TableEmptyError, match="None of the table's 5 trajectories belongs to this dataset's"
-            ):
-                draw()
+        assert len(data.sample()["index"]) == len(next(iter(data))["index"]) == 4
+        nothing = dataset(table, subset=lambda s: s > 99, **options)
+        for use in (lambda: next(iter(nothing)), nothing.sample):
+            with pytest.raises(TableEmptyError, match="None of the table's 5 trajectories belongs to this"):
+                use()
         nothing_left(table)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_table_that_becomes_empty_meanwhile(prefetch: int) -> None:
-    for selector in SELECTORS.values():
-        with make_table() as table:
-            data = dataset(table, selector=selector, prefetch=prefetch, batches_per_epoch=100)
-            iterator = iter(data)
-            next(iterator)
-            table.remove(table.indices())
-            with pytest.raises(TableEmptyError, match="The table is empty"):
-                append_all(iterator, [], 10)
-            nothing_left(table)
+@KINDS
+def test_a_table_that_becomes_empty_meanwhile(selector: gear.Uniform, prefetch: int) -> None:
+    with make_table() as table:
+        iterator = iter(dataset(table, selector=selector, prefetch=prefetch, batches_per_epoch=100))
+        next(iterator)
+        table.remove(table.indices())
+        with pytest.raises(TableEmptyError, match="The table is empty"):
+            append_all(iterator, [], 10)
+        nothing_left(table)
 
 
-# ---------------------------------------------------------------- tables that change meanwhile
+# Tables that change meanwhile ------------------------------------------------------------------------
 
 
 def length_of(number: int) -> int:
@@ -755,72 +548,66 @@ def length_of(number: int) -> int:
 
 def check_rows(batch: Mapping[str, Any]) -> np.ndarray:
     """Each row is of one trajectory, whole and unmixed; returns the trajectories' numbers."""
-    mask = batch["mask"].numpy()
     observation = batch["observation"].numpy().astype(np.float64)
     numbers = observation[:, :, 0].max(1).astype(np.int64)
-    lengths = 1 + numbers * 7 % 13
     steps = batch["anchor"].numpy()[:, None] + WINDOW.offset + np.arange(WINDOW.length)
-    exists = (steps >= 0) & (steps < lengths[:, None])
-    assert (mask == exists).all()
-    rows = np.broadcast_to(numbers[:, None], steps.shape)
+    exists = (steps >= 0) & (steps < (1 + numbers * 7 % 13)[:, None])
+    assert (batch["mask"].numpy() == exists).all()
+    rows, action = np.broadcast_to(numbers[:, None], steps.shape), batch["action"].numpy()
     assert (observation[:, :, 0] == rows * exists).all()
     assert (observation[:, :, 1] == steps * exists).all()
     assert (batch["reward"].numpy() == (rows * 4096.0 + steps) * exists).all()
-    assert (batch["action"].numpy()[:, :, 0] == rows * exists).all()
-    assert (batch["action"].numpy()[:, :, 1] == (-steps - 1) * exists).all()
+    assert (action[:, :, 0] == rows * exists).all()
+    assert (action[:, :, 1] == (-steps - 1) * exists).all()
     return numbers
 
 
-@pytest.mark.parametrize("selector", SELECTORS.values(), ids=SELECTORS)
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_no_row_is_torn_while_another_thread_evicts_at_full_speed(
-    prefetch: int, selector: gear.Uniform
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "prefetch"), mostly_long(itertools.product(SELECTORS, (0, 2)), ("steps once", 2))
+)
+def test_no_row_is_torn_while_another_thread_evicts_at_full_speed(name: str, prefetch: int) -> None:
     with make_table([], max_steps=200, max_trajectories=24, on_full="evict_oldest") as table:
         written: dict[tuple[int, int], int] = {}
         _, generation, _ = table.reader().slot_states()
-        stop = threading.Event()
-        failures: list[BaseException] = []
+        stop, failures = threading.Event(), []
+
+        def add(number: int) -> None:
+            index = table.add(episode(number, length_of(number)))
+            written[index, int(generation[index])] = number
 
         def write() -> None:
             try:
-                for number in itertools.count(1):
-                    index = table.add(episode(number, length_of(number)))
-                    written[index, int(generation[index])] = number
-                    if stop.is_set() or number == 32_000:
+                for number in range(1, 32_000):
+                    add(number)
+                    if stop.is_set():
                         return
             except BaseException as error:
                 failures.append(error)
 
         for number in range(30_000, 30_024):
-            index = table.add(episode(number, length_of(number)))
-            written[index, int(generation[index])] = number
+            add(number)
         writer = threading.Thread(target=write)
         writer.start()
         found: list[tuple[int, int, int]] = []
         deadline = time.monotonic() + 0.7
         try:
-            data = dataset(table, selector=selector, prefetch=prefetch, batch_size=16)
+            data = dataset(table, selector=SELECTORS[name], prefetch=prefetch, batch_size=16)
             while time.monotonic() < deadline:
                 for batch in data:
-                    numbers = check_rows(batch)
-                    found += zip(
-                        batch["index"].tolist(), batch["generation"].tolist(), numbers.tolist(), strict=True
-                    )
+                    parts = batch["index"].tolist(), batch["generation"].tolist(), check_rows(batch).tolist()
+                    found += zip(*parts, strict=True)
         finally:
             stop.set()
             writer.join()
         assert failures == []
         assert len(found) > 500
         assert len({number for _, _, number in found}) > 100  # the table moved on meanwhile
-        for index, of, number in found:
-            assert written[index, of] == number
+        assert all(written[index, of] == number for index, of, number in found)
         table.check_valid()
         nothing_left(table)
 
 
-@pytest.mark.parametrize("anchor", ["uniform", "first", "last"])
-@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize(("anchor", "prefetch"), [("uniform", 0), ("first", 2), ("last", 0)])
 def test_evicted_items_of_an_epoch_are_replaced_by_live_ones(prefetch: int, anchor: Any) -> None:
     with make_table([3] * 32, max_steps=96, max_trajectories=32, on_full="evict_oldest") as table:
         data = dataset(table, selector=gear.Uniform(False), anchor=anchor, prefetch=prefetch, copy=True)
@@ -829,13 +616,12 @@ def test_evicted_items_of_an_epoch_are_replaced_by_live_ones(prefetch: int, anch
         settle(data)
         table.extend([episode(100 + i, 5) for i in range(12)])  # evicts 20 trajectories of 3 steps
         assert len(table) == 24
-        live = contents(table)
-        batches = list(iterator)
+        live, batches = contents(table), list(iterator)
         assert len(batches) == 7
         _, generation, _ = table.reader().slot_states()
         fresh = []
         for batch in batches[prefetch + 1 :]:
-            check_batch(batch, live, dict.fromkeys(SCHEMA, WINDOW))
+            check_batch(batch, live, WINDOWS)
             assert batch["generation"].tolist() == generation[batch["index"].numpy()].tolist()
             for index, step in drawn([batch]):
                 length = len(live[index]["reward"])
@@ -847,46 +633,33 @@ def test_evicted_items_of_an_epoch_are_replaced_by_live_ones(prefetch: int, anch
 def test_stand_ins_are_as_likely_as_what_they_replace() -> None:
     # A whole epoch is evicted under the iterator's feet; what comes instead follows the selector and the anchor.
     lengths = (2, 9, 5, 16)
+    options: dict[str, Any] = {"prefetch": 0, "batch_size": 512, "columns": ["reward"]}
     for unit in ("trajectory", "step"):
         with make_table([1] * 4096, max_trajectories=4096, max_steps=4100) as table:
-            data = dataset(
-                table,
-                selector=gear.Uniform(False, unit),
-                prefetch=0,
-                batch_size=512,
-                columns=["reward"],  # type: ignore[arg-type]
-            )
-            iterator = iter(data)
+            iterator = iter(dataset(table, selector=gear.Uniform(False, unit), **options))  # type: ignore[arg-type]
             next(iterator)
             table.remove(table.indices())
             table.extend([episode(i, length) for i, length in enumerate(lengths)])
             position = {int(index): i for i, index in enumerate(table.indices())}
             counts = Counter((position[index], step) for index, step in drawn(iterator))
         observed = [counts[i, step] for i, length in enumerate(lengths) for step in range(length)]
-        probabilities = [
-            1 / 32 if unit == "step" else 1 / 4 / length for length in lengths for _ in range(length)
-        ]
+        shares = [1 / 32 if unit == "step" else 1 / 4 / n for n in lengths for _ in range(n)]
         assert sum(observed) == sum(counts.values()) == 7 * 512
-        assert chi_square(observed, np.array(probabilities) * 7 * 512) < chi_square_limit(31)
+        assert chi_square(observed, np.array(shares) * 7 * 512) < chi_square_limit(31)
 
 
-@pytest.mark.parametrize("selector", SELECTORS.values(), ids=SELECTORS)
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_an_endless_epoch_sees_additions(table: gear.Table, prefetch: int, selector: gear.Uniform) -> None:
+@pytest.mark.parametrize(("name", "prefetch"), [("trajectories", 2), ("steps once", 0)])
+def test_an_endless_epoch_sees_additions(table: gear.Table, prefetch: int, name: str) -> None:
     table.remove(table.indices()[:4])  # room
-    data = dataset(table, selector=selector, prefetch=prefetch, batches_per_epoch=math.inf)
+    data = dataset(table, selector=SELECTORS[name], prefetch=prefetch, batches_per_epoch=math.inf)
     iterator = iter(data)
     next(iterator)
     index = table.add(episode(99, 9))
-    for batch in itertools.islice(iterator, 500):
-        if index in batch["index"].tolist():
-            check_batch(batch, contents(table), dict.fromkeys(SCHEMA, WINDOW))
-            return
-    pytest.fail("500 batches without the new trajectory")
+    found = (batch for batch in itertools.islice(iterator, 500) if index in batch["index"].tolist())
+    check_batch(next(found), contents(table), WINDOWS)
 
 
 def test_an_epoch_without_replacement_is_of_what_was_there_when_it_began(table: gear.Table) -> None:
-    before = set(table.indices().tolist())
     table.remove(table.indices()[:4])
     before = set(table.indices().tolist())
     data = dataset(table, selector=gear.Uniform(False), batch_size=3)
@@ -898,10 +671,10 @@ def test_an_epoch_without_replacement_is_of_what_was_there_when_it_began(table: 
     assert sorted(index for index, _ in drawn(data)) == sorted(before | set(new.tolist()))
 
 
-# ---------------------------------------------------------------- sample
+# Sample ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("selector", SELECTORS.values(), ids=SELECTORS)
+@KINDS
 def test_sample_draws_by_its_own_count(table: gear.Table, selector: gear.Uniform) -> None:
     data, other = dataset(table, selector=selector), dataset(table, selector=selector)
     first = [snapshot(data.sample()) for _ in range(3)]
@@ -909,11 +682,14 @@ def test_sample_draws_by_its_own_count(table: gear.Table, selector: gear.Uniform
     data.set_epoch(7)
     first += [snapshot(data.sample()) for _ in range(3)]
     same_batches(first, [snapshot(other.sample()) for _ in range(6)])
-    assert len({tuple(drawn([batch])) for batch in first}) == 6
+    seen = {tuple(drawn([batch])) for batch in first}
+    assert len(seen) == 6
     for batch in first:
-        check_batch(batch, contents(table), dict.fromkeys(SCHEMA, WINDOW))
-    # Neither are they the batches of an epoch.
-    assert not {tuple(drawn([b])) for b in first} & {tuple(drawn([b])) for b in copies(other)}
+        check_batch(batch, contents(table), WINDOWS)
+    # Neither are they the batches of an epoch, nor those of another rank.
+    assert not seen & {tuple(drawn([batch])) for batch in copies(other)}
+    ranks = [dataset(table, selector=selector, rank=rank, world_size=3) for rank in range(3)]
+    assert len({tuple(drawn(snapshot(rank.sample()) for _ in range(4))) for rank in ranks}) == 3
 
 
 def test_sample_of_another_size(table: gear.Table) -> None:
@@ -921,32 +697,22 @@ def test_sample_of_another_size(table: gear.Table) -> None:
     for size in (1, 4, 300, 2, None):
         batch = data.sample(size)
         assert len(batch["index"]) == (size or 4)
-        check_batch(batch, contents(table), dict.fromkeys(SCHEMA, WINDOW))
+        check_batch(batch, contents(table), WINDOWS)
     for size in (0, -1, 2.0, True, "4"):
         with pytest.raises(SchemaError, match=f"batch_size is {size!r}; expected an integer of at least 1"):
             data.sample(size)  # type: ignore[arg-type]
 
 
-def test_sample_is_uniform(table: gear.Table) -> None:
-    data = dataset(table, batch_size=100, columns=["reward"])
-    position = {int(index): i for i, index in enumerate(table.indices())}
-    counts = Counter(position[index] for index, _ in drawn(data.sample() for _ in range(60)))
-    observed = [counts[i] for i in range(len(LENGTHS))]
-    assert chi_square(observed, np.full(len(LENGTHS), 500)) < chi_square_limit(len(LENGTHS) - 1)
-
-
 @pytest.mark.parametrize("unit", ["trajectory", "step"])
 def test_sample_without_replacement_passes_over_all_items(table: gear.Table, unit: Any) -> None:
     data = dataset(table, selector=gear.Uniform(False, unit), batch_size=5)
-    items = len(LENGTHS) if unit == "trajectory" else STEPS
     orders = []
     for _ in range(3):
         rows: list[tuple[int, int]] = []
-        while len(rows) < items:
+        while len(rows) < items_of(unit):
             rows += drawn([data.sample(4 if len(rows) == 5 else None)])  # sizes may change in between
-        keys = [row[0] if unit == "trajectory" else row for row in rows]
-        assert len(keys) == len(set(keys)) == items  # a pass ends with a batch that may be smaller
-        orders.append(keys)
+        orders.append(keys_of(rows, unit))
+        assert len(rows) == len(set(orders[-1])) == items_of(unit)  # a pass may end with a smaller batch
     assert orders[0] != orders[1] != orders[2]
 
 
@@ -962,71 +728,49 @@ def test_sample_while_the_table_shrinks(
         table.remove(before.slots[:2])
         return before
 
-    monkeypatch.setattr(table.reader(), "snapshot", shrinks_afterwards)
     for _ in range(4):
-        batch = data.sample()
-        check_batch(batch, contents(table), dict.fromkeys(SCHEMA, WINDOW))
+        with monkeypatch.context() as patch:
+            patch.setattr(table.reader(), "snapshot", shrinks_afterwards)
+            batch = data.sample()
+        check_batch(batch, contents(table), WINDOWS)
 
 
-def test_sample_of_ranks(table: gear.Table) -> None:
-    for selector in SELECTORS.values():
-        draws = [
-            tuple(drawn(copies_of(dataset(table, selector=selector, rank=rank, world_size=3))))
-            for rank in range(3)
-        ]
-        assert len(set(draws)) == 3
-
-
-def copies_of(data: gear.ReplayDataset) -> list[dict[str, Any]]:
-    return [snapshot(data.sample()) for _ in range(4)]
-
-
-# ---------------------------------------------------------------- errors
+# Errors ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"batch_size": 0}, "batch_size is 0; expected an integer of at least 1"),
-        ({"batch_size": 2.5}, "batch_size is 2.5; expected an integer of at least 1"),
         ({"batch_size": True}, "batch_size is True; expected an integer of at least 1"),
+        ({"batch_size": 2.5}, "batch_size is 2.5; expected an integer of at least 1"),
         ({"prefetch": -1}, "prefetch is -1; expected an integer of at least 0"),
-        ({"prefetch": None}, "prefetch is None; expected an integer of at least 0"),
         ({"keep": 0}, "keep is 0; expected an integer of at least 1"),
         ({"programs": 0}, "programs is 0; expected an integer of at least 1"),
         ({"batches_per_epoch": 0}, r"batches_per_epoch is 0; expected an integer of at least 1 or math\.inf"),
-        (
-            {"batches_per_epoch": 3.5},
-            r"batches_per_epoch is 3\.5; expected an integer of at least 1 or math\.inf",
-        ),
+        ({"batches_per_epoch": 3.5}, r"batches_per_epoch is 3\.5; expected an integer of at least 1"),
         ({"batches_per_epoch": math.nan}, r"batches_per_epoch is nan; expected an integer"),
         ({"seed": 1.5}, r"seed is 1\.5; expected an integer"),
-        ({"seed": "0"}, "seed is '0'; expected an integer"),
-        ({"seed": None}, "seed is None; expected an integer"),
         ({"anchor": "middle"}, "anchor is 'middle'; expected 'uniform', 'first' or 'last'"),
         (
             {"anchor": "last", "selector": gear.Uniform(unit="step")},
             r"anchor='last' goes with a selector of trajectories; Uniform\(replacement=True, unit='step'\) chooses",
         ),
         ({"device": "mps"}, "device is 'mps'; expected 'auto', 'cpu' or a CUDA device"),
-        ({"device": "gpu"}, "device is 'gpu'; expected 'auto', 'cpu' or a CUDA device"),
         ({"device": 1.5}, r"device is 1\.5; expected 'auto', 'cpu' or a CUDA device"),
         ({"rank": 0}, "rank 0 of world_size None; expected both, with 0 <= rank < world_size"),
         ({"world_size": 2}, "rank None of world_size 2; expected both"),
         ({"rank": 2, "world_size": 2}, "rank 2 of world_size 2; expected both, with 0 <= rank < world_size"),
         ({"rank": -1, "world_size": 2}, "rank -1 of world_size 2; expected both"),
         ({"windows": 20}, "windows is 20; expected a Window or a mapping of column names to Windows"),
-        ({"windows": {}}, "No columns were asked for; expected at least one in windows or columns"),
         ({"columns": []}, "No columns were asked for; expected at least one in windows or columns"),
+        ({"windows": {"speed": WINDOW}}, r"Columns \['speed'\] were asked for; .* Unknown: \['speed'\]"),
+        ({"windows": {}}, "No columns were asked for; expected at least one in windows or columns"),
         (
             {"columns": ["reward", "speed"]},
             r"Columns \['reward', 'speed'\] were asked .* Unknown: \['speed'\]",
         ),
-        (
-            {"columns": "reward"},
-            r"columns is 'reward'; expected a sequence of column names, for example \['reward'\]",
-        ),
-        ({"windows": {"speed": WINDOW}}, r"Columns \['speed'\] were asked for; .* Unknown: \['speed'\]"),
+        ({"columns": "reward"}, r"columns is 'reward'; expected a sequence of .* for example \['reward'\]"),
         ({"windows": {"reward": 4}}, r"The window of column 'reward' is 4; expected gear_loader\.Window"),
         (
             {"windows": {"reward": WINDOW}, "columns": ["action"]},
@@ -1034,14 +778,8 @@ def copies_of(data: gear.ReplayDataset) -> list[dict[str, Any]]:
         ),
         ({"subset": "even"}, "subset is 'even'; expected a function of the sequence numbers"),
         ({"scope": "all"}, "scope is 'all'; expected 'global' or 'local'"),
-        (
-            {"selector": "prioritized"},
-            r"selector is 'prioritized'; expected an object such as .*Prioritized\(\)",
-        ),
-        (
-            {"selector": gear.Prioritized},
-            r"selector is <class .*>; expected an object such as .*Prioritized\(\)",
-        ),
+        ({"selector": "prioritized"}, "selector is 'prioritized'; expected an object such as"),
+        ({"selector": gear.Prioritized}, r"selector is <class .*>; expected an object .*Prioritized\(\)"),
     ],
 )
 def test_wrong_options_are_refused(table: gear.Table, options: Any, message: str) -> None:
@@ -1049,8 +787,8 @@ def test_wrong_options_are_refused(table: gear.Table, options: Any, message: str
         dataset(table, **options)
 
 
-@pytest.mark.parametrize("given", ["replay", None, 3, SCHEMA])
-def test_a_table_that_is_none(given: Any) -> None:
+@pytest.mark.parametrize("given", ["replay", None, SCHEMA])
+def test_what_is_no_table_is_refused(given: Any) -> None:
     remedy = r" Attach to it by its name: gear_loader\.Table\.attach\('replay'\)\.$"
     message = r"table is .*; expected a gear_loader\.Table or gear_loader\.distributed\.Shards\."
     with pytest.raises(SchemaError, match=message + (remedy if given == "replay" else "$")):
@@ -1059,26 +797,24 @@ def test_a_table_that_is_none(given: Any) -> None:
 
 def test_a_gpu_where_there_is_none(table: gear.Table, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(
-        SchemaError, match=r"device is 'cuda:0', but torch sees no CUDA device; use device='cpu' or"
-    ):
+    message = r"device is 'cuda:0', but torch sees no CUDA device; use device='cpu' or"
+    with pytest.raises(SchemaError, match=message):
         dataset(table, device="cuda:0")
     assert dataset(table, device="auto").device == torch.device("cpu")
 
 
 def test_drop_last_that_leaves_nothing(table: gear.Table) -> None:
     data = dataset(table, selector=gear.Uniform(False), batch_size=13, drop_last=True)
-    message = "drop_last leaves no batch: 12 items are fewer than batch_size 13"
-    with pytest.raises(SchemaError, match=message):
-        len(data)
-    with pytest.raises(SchemaError, match=message):
-        next(iter(data))
+    for use in (lambda: len(data), lambda: next(iter(data))):
+        with pytest.raises(
+            SchemaError, match="drop_last leaves no batch: 12 items are fewer than batch_size 13"
+        ):
+            use()
 
 
 def test_a_subset_of_the_wrong_shape(table: gear.Table) -> None:
     data = dataset(table, subset=lambda sequences: np.ones(3, dtype=bool))
-    with pytest.raises(
-        SchemaError, match=r"subset returned shape \[3\] for 12 sequence numbers; expected \[12\]"
-    ):
+    message = r"subset returned shape \[3\] for 12 sequence numbers; expected \[12\]"
+    with pytest.raises(SchemaError, match=message):
         next(iter(data))
     assert open_tickets(table) == 0

@@ -36,14 +36,8 @@ def test_the_reference_builds_and_has_every_public_name(tmp_path: Path) -> None:
     }
     described = set(re.findall(r'id="(?:module-)?(gear_loader[\w.]*)"', pages))
     assert sorted(names - described) == []
-    for option in (
-        "gear-loader ls",
-        "gear-loader rm",
-        "gear-loader serve",
-        "--secret-file",
-        "gear-loader doctor",
-    ):
-        assert option in pages
+    options = ("gear-loader ls", "gear-loader rm", "gear-loader serve", "--secret-file", "gear-loader doctor")
+    assert all(option in pages for option in options)
 
 
 @pytest.mark.long
@@ -73,11 +67,7 @@ def test_a_reference_that_leads_nowhere_fails_the_build(tmp_path: Path) -> None:
     )
     done = build(source, tmp_path / "out")
     assert done.returncode != 0
-    assert re.findall(r"`(\S+)` leads nowhere", done.stderr) == [
-        "Thing.length",
-        "Thong",
-        "measure()",
-        "torch.Tensors",
-    ]
+    found = re.findall(r"`(\S+)` leads nowhere", done.stderr)
+    assert found == ["Thing.length", "Thong", "measure()", "torch.Tensors"]
     assert "some_module.unwritten is public, and no page describes it" in done.stderr
     assert len(done.stderr.splitlines()) == 5, done.stderr

@@ -17,33 +17,29 @@ import gear_loader as gear
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 
+def run(*command: object, cwd: Path, **variables: str) -> str:
+    told: dict[str, object] = {"env": {**os.environ, **variables}, "cwd": cwd, "timeout": 240}
+    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, **told)  # type: ignore[call-overload]
+    assert done.returncode == 0, done.stdout + done.stderr
+    return str(done.stdout)
+
+
 @pytest.mark.long
 def test_prioritized_dqn(tmp_path: Path) -> None:
-    command = [sys.executable, EXAMPLES / "prioritized_dqn.py", "--quick", "--out", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    run(EXAMPLES / "prioritized_dqn.py", "--quick", "--out", tmp_path, cwd=tmp_path)
     assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert set(json.loads((tmp_path / "summary.json").read_text())["runs"]) == {"prioritized", "uniform"}
 
 
 @pytest.mark.long
 def test_plain_pytorch(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "plain_pytorch.py"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
+    run(EXAMPLES / "plain_pytorch.py", cwd=tmp_path)
 
 
 @pytest.mark.long
 def test_online_actors(tmp_path: Path) -> None:
-    command = [sys.executable, EXAMPLES / "online_actors.py", "--quick", "--out", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "takes its place" in done.stdout
+    shown = run(EXAMPLES / "online_actors.py", "--quick", "--out", tmp_path, cwd=tmp_path)
+    assert "takes its place" in shown
     events = b"".join(path.read_bytes() for path in tmp_path.glob("version_0/events*"))
     for name in ("fill_steps", "insert_rate", "sample_rate", "sample_wait", "age_mean", "priority_q50"):
         assert f"replay/{name}".encode() in events
@@ -52,7 +48,7 @@ def test_online_actors(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_multi_node(tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    launch = ("-m", "torch.distributed.run", "--nproc-per-node", "4", EXAMPLES / "multi_node.py")
     options = [
         "--simulate-nodes",
         "2",
@@ -64,17 +60,9 @@ def test_multi_node(tmp_path: Path) -> None:
         "4",
         "--check",
     ]
-    done = subprocess.run(
-        [*launch, EXAMPLES / "multi_node.py", *options],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 ranks on 2 nodes, 16 trajectories, rows of other nodes by socket" in done.stdout
-    assert "Checked: the loss curve is that of one process." in done.stdout
+    shown = run(*launch, *options, cwd=tmp_path, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    assert "4 ranks on 2 nodes, 16 trajectories, rows of other nodes by socket" in shown
+    assert "Checked: the loss curve is that of one process." in shown
 
 
 def _children(pid: int) -> set[int]:

@@ -7,19 +7,14 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["EXPERIMENTS", "Experiment", "named"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
     """An experiment.
 
-    Attributes:
-        name: on the command line, in rows, and of its file in `benchmarks/results/`; of its module with underscores.
-        summary: one line.
-        devices: where it can be measured.
-        peers: other libraries that it compares with, where they are installed.
-        paper: which of the paper's three experiments it is.
+    name: on the command line, in rows, and of its file in `benchmarks/results/`; of its module with underscores.
+    summary: one line. devices: where it can be measured. peers: other libraries that it compares with, where they are
+    installed. paper: which of the paper's three experiments it is.
     """
 
     name: str
@@ -36,66 +31,40 @@ class Experiment:
         return found
 
 
-_BOTH, _THREE = ("cpu", "cuda"), ("Reverb", "TorchRL", "cpprb")
-EXPERIMENTS = tuple(
-    Experiment(*about)
-    for about in (
-        (
-            "single-server",
-            "storing and drawing batches on one machine, through DataLoader",
-            _BOTH,
-            _THREE,
-            "1: throughput on one server",
-        ),
-        (
-            "multi-server",
-            "rows of other nodes, and drawing from all of them; 1 to 3 nodes",
-            ("cpu",),
-            (),
-            "2: from 1 to 3 servers",
-        ),
-        (
-            "batch-size",
-            "the same batches as single-server, of 32 to 1024 rows",
-            _BOTH,
-            _THREE,
-            "3: batch sizes 32 to 1024",
-        ),
-        ("collect", "gathering batches, against a copy of as many bytes", _BOTH),
-        (
-            "select",
-            "drawing by priority and setting priorities, against the number of items",
-            _BOTH,
-            ("TorchRL", "cpprb", "Tianshou"),
-        ),
-        ("online", "adding by 1 to 8 processes, and reading meanwhile", ("cpu",), _THREE),
-        (
-            "checkpoint",
-            "saving and loading a table, against writing and reading as many bytes",
-            ("cpu",),
-            _THREE,
-        ),
-        (
-            "memory",
-            "bytes resident for each byte of payload, with trajectories of uneven length",
-            ("cpu",),
-            _THREE,
-        ),
-        ("overlap", "how much a training step slows down with the loader beside it", _BOTH),
-        (
-            "train",
-            "a small transformer end to end: samples a second, seconds to a return",
-            _BOTH,
-            ("Reverb", "TorchRL"),
-        ),
-    )
-)
+_TABLE = """
+single-server | cpu, cuda | Reverb, TorchRL, cpprb | 1: throughput on one server
+    storing and drawing batches on one machine, through DataLoader
+multi-server | cpu | | 2: from 1 to 3 servers
+    rows of other nodes, and drawing from all of them; 1 to 3 nodes
+batch-size | cpu, cuda | Reverb, TorchRL, cpprb | 3: batch sizes 32 to 1024
+    the same batches as single-server, of 32 to 1024 rows
+collect | cpu, cuda | |
+    gathering batches, against a copy of as many bytes
+select | cpu, cuda | TorchRL, cpprb, Tianshou |
+    drawing by priority and setting priorities, against the number of items
+online | cpu | Reverb, TorchRL, cpprb |
+    adding by 1 to 8 processes, and reading meanwhile
+checkpoint | cpu | Reverb, TorchRL, cpprb |
+    saving and loading a table, against writing and reading as many bytes
+memory | cpu | Reverb, TorchRL, cpprb |
+    bytes resident for each byte of payload, with trajectories of uneven length
+overlap | cpu, cuda | |
+    how much a training step slows down with the loader beside it
+train | cpu, cuda | Reverb, TorchRL |
+    a small transformer end to end: samples a second, seconds to a return
+"""
+
+
+def _experiment(head: str, summary: str) -> Experiment:
+    name, devices, peers, paper = (part.strip() for part in head.split("|"))
+    others = tuple(peers.split(", ")) if peers else ()
+    return Experiment(name, summary.strip(), tuple(devices.split(", ")), others, paper)
+
+
+_LINES = _TABLE.strip().splitlines()
+EXPERIMENTS = tuple(map(_experiment, _LINES[::2], _LINES[1::2]))
 
 
 def named(name: str) -> Experiment:
-    """The experiment of that name.
-
-    Raises:
-        KeyError: there is none.
-    """
+    """The experiment of that name."""
     return {experiment.name: experiment for experiment in EXPERIMENTS}[name]

@@ -11,27 +11,23 @@ import dataclasses
 import functools
 import os
 import secrets
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import gear_loader as gear
-from benchmarks.harness import Comparison, Incorrect, Session, Variant
+from benchmarks.harness import Incorrect, Session, Variant
 from benchmarks.peers.catalog import library_of, peers_of
 from benchmarks.peers.gear import PATIENCE
 from benchmarks.peers.online import item_of, trajectories_of
-from benchmarks.peers.process import PeerFailed, PeerProcess, first, start
+from benchmarks.peers.process import PeerFailed, PeerProcess, Undo, first, start
 from benchmarks.workloads import Workload
 from gear_loader.errors import RegionError
 from gear_loader.storage.limiters import RateLimiter
 from gear_loader.storage.shared_memory import region_path
-
-__all__ = ["Crew", "Group", "Setting", "TableCache", "crews_of", "inserting", "specify"]
 
 GOALS = {"whole": 40_000, "steps": 100_000}
 """Items a second that one process should reach."""
@@ -41,31 +37,16 @@ SOURCES = 128
 PEERS = peers_of("online")
 _OWN = {"ours": "gear", "memcpy": "gear", "torch": "plain"}
 _LEAD = 0.03  # seconds between telling writers to start and their start
-_SWEEP = """
-import contextlib, os, sys
-paths = []
-for line in sys.stdin:
-    paths.append(line.rstrip("\\n"))
-for path in paths:
-    with contextlib.suppress(OSError):
-        os.unlink(path)
-"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
     """What is measured.
 
-    Attributes:
-        workload: what is added, and how much a table holds of it.
-        block_steps: of tables.
-        modes: of `peers.online.MODES`.
-        writers: how many at a time when adding. readers_writers: while reading.
-        batch: trajectories of a call of `extend`.
-        rows: of a batch that is read.
-        items: of tables whose priorities are set.
-        window: seconds of a measurement.
-        seed: of everything.
+    workload: what is added, and how much a table holds of it. block_steps: of tables. modes: of `peers.online.MODES`.
+    writers: how many at a time when adding. readers_writers: while reading. batch: trajectories of a call of `extend`.
+    rows: of a batch that is read. items: of tables whose priorities are set. window: seconds of a measurement. seed: of
+    everything.
     """
 
     workload: Workload
@@ -81,7 +62,6 @@ class Setting:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """What writers are told."""
         return specify(self.workload, batch=self.batch, seed=self.seed)
 
     @property
@@ -112,27 +92,8 @@ def specify(workload: Workload, *, batch: int, seed: int) -> dict[str, Any]:
     }
 
 
-class TableCache:
-    """Tables in shared memory, whose names are gone afterwards, even if this process is killed.
-
-    A process in a session of its own waits for the end of this one, to remove what is left.
-    """
-
-    def __init__(self) -> None:
-        self._sweeper = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _SWEEP],
-            stdin=subprocess.PIPE,
-            encoding="utf-8",
-            start_new_session=True,
-        )
-
-    def __enter__(self) -> TableCache:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._sweeper.stdin is not None
-        self._sweeper.stdin.close()
-        self._sweeper.wait()
+class TableCache(Undo):
+    """Tables in shared memory, whose names are gone afterwards, even if this process is killed."""
 
     @contextlib.contextmanager
     def table(
@@ -143,9 +104,7 @@ class TableCache:
         A tenth more blocks and places than these need lets writers go on while a reader keeps evicted ones.
         """
         name = f"bench-online-{os.getpid()}-{secrets.token_hex(4)}"
-        assert self._sweeper.stdin is not None
-        self._sweeper.stdin.write(region_path(name) + "\n")
-        self._sweeper.stdin.flush()
+        self.add("rm", "-f", region_path(name))
         places = workload.trajectories + workload.trajectories // 10
         lengths = np.full(places, workload.steps)
         table = gear.Table.create(
@@ -170,10 +129,8 @@ class TableCache:
 class Crew:
     """Processes of one kind, started when they are needed and kept for everything that follows.
 
-    Args:
-        name: of the variant.
-        python: an interpreter with the library; None for this one.
-        patience: seconds that an answer may take.
+    name: of the variant. python: an interpreter with the library; None for this one. patience: seconds that an answer
+    may take.
     """
 
     def __init__(self, name: str, python: Path | None = None, patience: float = 300.0) -> None:
@@ -182,18 +139,12 @@ class Crew:
         self._processes: list[PeerProcess] = []
 
     def start(self, count: int = 1) -> Sequence[PeerProcess]:
-        """The first `count` processes.
-
-        Raises:
-            PeerFailed: one cannot be started.
-        """
         while len(self._processes) < count:
             process = start(self._pythons, "online", self._library, self.name, patience=self._patience)
             self._processes.append(process)
         return self._processes[:count]
 
     def close(self) -> None:
-        """End them."""
         for process in self._processes:
             process.close()
         self._processes.clear()
@@ -203,11 +154,7 @@ class Crew:
 def crews_of(
     session: Session, what: str = "", *, others: bool = True
 ) -> Iterator[tuple[dict[str, Crew], TableCache]]:
-    """Ours, the yardsticks, and the peers that there are; and tables.
-
-    Args:
-        what: added to the names of peers that are left out. others: whether there are peers.
-    """
+    """Ours, the yardsticks, and the peers that there are; and tables."""
     with contextlib.ExitStack() as stack:
         crews = {name: Crew(name) for name in ("memcpy", "torch", "ours")}
 
@@ -230,16 +177,9 @@ def crews_of(
 class Group:
     """Writers that add at the same time, each in its process.
 
-    Args:
-        crew: whose processes.
-        spec, mode: what they add, and how.
-        writers: how many.
-        table: where to, if they are this project's; others make their own store.
-        target: the table that yardsticks copy into.
-        fill: make the store full first.
-
-    Raises:
-        PeerFailed: they cannot.
+    crew: whose processes. spec, mode: what they add, and how. writers: how many. table: where to, if they are this
+    project's; others make their own store. target: the table that yardsticks copy into. fill: make the store full
+    first.
     """
 
     def __init__(
@@ -275,11 +215,7 @@ class Group:
         return _rate(self._answers())
 
     def measure(self, seconds: float) -> float:
-        """Seconds that an item takes, of those that all of them add in so many seconds.
-
-        Raises:
-            Incorrect: the table has not received as many as were added.
-        """
+        """Seconds that an item takes, of those that all of them add in so many seconds."""
         before = self._inserted()
         self.start(seconds)
         answers = self._answers()
@@ -354,32 +290,26 @@ _LABELS = {
 
 
 def inserting(
-    session: Session,
-    setting: Setting,
-    crews: Mapping[str, Crew],
-    tables: TableCache,
-    called: Callable[[Comparison], Comparison] = lambda comparison: comparison,
+    session: Session, setting: Setting, crews: Mapping[str, Crew], tables: TableCache, part: str = ""
 ) -> None:
-    """Adding in every mode by so many writers.
-
-    Args:
-        crews: of `crews_of`.
-        called: gives a comparison other names, where it belongs to another experiment.
-    """
+    """Adding in every mode by so many writers; `part` is its name where it belongs to another experiment."""
     count = len(setting.modes) * len(setting.writers)
     with contextlib.ExitStack() as stack, session.progress("adding", count):
-        table, target = (
-            stack.enter_context(tables.table(setting.workload, block_steps=setting.block_steps))
-            for _ in range(2)
-        )
+        places = [tables.table(setting.workload, block_steps=setting.block_steps) for _ in range(2)]
+        table, target = map(stack.enter_context, places)
         for mode in setting.modes:
             for writers in setting.writers:
                 label = f"{_LABELS.get(mode, mode)}, {writers} {'writer' if writers == 1 else 'writers'}"
-                if not session.late(label):
-                    with contextlib.ExitStack() as groups:
-                        places = {"ours": {"table": table}, "memcpy": {"target": target}}
-                        comparison = _adding(session, setting, crews, mode, writers, label, places, groups)
-                        session.show(session.run(called(comparison)))
+                if session.late(label):
+                    continue
+                with contextlib.ExitStack() as groups:
+                    given = {"ours": {"table": table}, "memcpy": {"target": target}}
+                    variants = _adding(session, setting, crews, mode, writers, label, given, groups)
+                    batch = setting.spec["batch"] if mode == "batches" else None
+                    told = {"writers": writers, "item": item_of(mode), **setting.parameters(), "batch": batch}
+                    if part:
+                        told, label = {**told, "part": part, "mode": mode}, f"adding, {label}"
+                    session.compare(part or mode, label, variants, "memcpy", told)
 
 
 def _adding(
@@ -391,7 +321,7 @@ def _adding(
     label: str,
     places: Mapping[str, Any],
     groups: contextlib.ExitStack,
-) -> Comparison:
+) -> list[Variant]:
     spec, item, variants = setting.spec, item_of(mode), []
     amount = setting.step_bytes * (1 if item == "step" else setting.workload.steps)
     for name, crew in crews.items():
@@ -409,19 +339,8 @@ def _adding(
         groups.callback(group.close)
         goal = GOALS.get(mode) if name == "ours" and writers == 1 else None
         share = {"memcpy": SHARE_OF_MEMCPY} if name == "ours" and (mode, writers) == ("batches", 1) else {}
-        variants.append(
-            Variant(
-                name,
-                functools.partial(group.measure, setting.window),
-                group.check,
-                amount,
-                1,
-                {"peer": crew.start()[0].about} if kind is not None else {},
-                targets=share,
-                limit=None if goal is None else 1 / goal,
-                required=kind is None,
-            )
-        )
-    parameters = {"writers": writers, "item": item, **setting.parameters()}
-    parameters["batch"] = spec["batch"] if mode == "batches" else None
-    return Comparison("online", mode, label, variants, yardstick="memcpy", parameters=parameters)
+        about = {"peer": crew.start()[0].about} if kind is not None else {}
+        measure, limit = functools.partial(group.measure, setting.window), None if goal is None else 1 / goal
+        more: dict[str, Any] = {"targets": share, "limit": limit, "required": kind is None}
+        variants.append(Variant(name, measure, group.check, amount, 1, about, **more))
+    return variants

@@ -16,8 +16,6 @@ from benchmarks.options import command as as_command
 from benchmarks.options import numbers
 from benchmarks.workloads import W1
 
-__all__ = ["command"]
-
 BATCHES = (32, 64, 128, 256, 512, 1024)
 QUICK_BATCHES = (32, 256)
 

@@ -32,15 +32,14 @@ from torch.utils.data import DataLoader
 import gear_loader as gear
 from benchmarks import loading
 from benchmarks.engine import YARDSTICK, Copies, CudaEngine, Engine
-from benchmarks.harness import Comparison, Incorrect, Session, Variant
+from benchmarks.harness import Incorrect, Session, Variant
 from benchmarks.loading import Staged, close, iterated, map_style, memcpy
-from benchmarks.peers.batches import ALPHA, BETA, CHUNK
+from benchmarks.peers.batches import CHUNK
 from benchmarks.peers.catalog import library_of, peers_of
 from benchmarks.peers.process import PeerFailed, PeerProcess, start
+from benchmarks.peers.select import ALPHA, BETA
 from benchmarks.peers.source import Source
 from benchmarks.workloads import Data, Rows, Workload, expect, poison
-
-__all__ = ["TARGET_BATCH", "Store", "Way", "measured", "variant"]
 
 SEED = 3
 BLOCK_STEPS = 100
@@ -63,11 +62,8 @@ _MOST_BYTES = 2_560_000_000  # of a measurement, a fifth of a second: processors
 class Store:
     """A workload's trajectories as flat arrays and as a table; W1 has a priority for each.
 
-    Attributes:
-        data, source: the same values. table: the same again, private.
-        leaves: float64 [trajectories], the priorities to the power of alpha.
-        prioritized: whether its batches are drawn by priority.
-        spec: what peers are told about it.
+    data, source: the same values. table: the same again, private. leaves: float64 [trajectories], the priorities to the
+    power of alpha. prioritized: whether its batches are drawn by priority. spec: what peers are told about it.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -89,15 +85,10 @@ class Store:
         self.table = self.data.table(BLOCK_STEPS, priority=self.priorities)
 
     def close(self) -> None:
-        """Give back the table."""
         self.table.close()
 
     def verify(self, found: Mapping[str, Any], batch: int) -> np.ndarray:
-        """Compare a batch with what is stored; int64 [batch]: the trajectory of each row.
-
-        Raises:
-            Incorrect: a row is nowhere in what is stored, or there are not as many.
-        """
+        """Compare a batch with what is stored; int64 [batch]: the trajectory of each row."""
         workload, mark = self.workload, found[self.source.mark].cpu()
         if list(mark.shape) != [batch, workload.window.length]:
             raise Incorrect(f"{self.source.mark} has shape {list(mark.shape)}; {batch} rows were expected")
@@ -113,15 +104,7 @@ class Store:
     def check_draws(
         self, positions: np.ndarray, weights: Sequence[np.ndarray] | None, *, prioritized: bool
     ) -> None:
-        """Compare what was drawn with what should be, and importance weights with the priorities.
-
-        Args:
-            positions: int64 [batches, batch], trajectories.
-            weights: float [batch] of each batch, if there are any; each batch may have a scale of its own.
-
-        Raises:
-            Incorrect: frequencies or weights differ.
-        """
+        """Compare what was drawn with what should be, and importance weights with the priorities."""
         count = self.workload.trajectories
         leaves = self.leaves if prioritized else np.ones(count)
         bins = {
@@ -148,19 +131,13 @@ class Store:
                 raise Incorrect("the importance weights differ from what the priorities say")
 
 
-# ---------------------------------------------------------------- ways in this process
-
-
 @dataclasses.dataclass(frozen=True)
 class Way:
     """A way of getting batches in this process.
 
-    Attributes:
-        name: how rows and tables call it.
-        start: begin to iterate over batches: mappings of columns ``[B, L, *shape]``, with ``priority_weight``.
-        parameters: for the rows.
-        prioritized: whether it draws by priority; None if the store's batches are.
-        cost: how many times longer it takes about than the others: it gets fewer batches.
+    name: how rows and tables call it. start: begin to iterate over batches: mappings of columns ``[B, L, *shape]``,
+    with ``priority_weight``. parameters: for the rows. prioritized: whether it draws by priority; None if the store's
+    batches are. cost: how many times longer it takes about than the others: it gets fewer batches.
     """
 
     name: str
@@ -218,7 +195,6 @@ def _keep(prefetch: int, device: torch.device | str) -> int:
 
 
 def loader(store: Store, name: str, batch: int, prefetch: int, device: torch.device | str = "cpu") -> Way:
-    """Ours through `DataLoader`."""
     batches = DataLoader(ours(store, batch, prefetch, device), batch_size=None)
     parameters = {"block_steps": BLOCK_STEPS, "prefetch": prefetch, "keep": _keep(prefetch, device)}
     return Way(name, functools.partial(iter, batches), parameters)
@@ -300,9 +276,6 @@ def cuda_ways(engine: Engine, store: Store, batch: int, workers: Sequence[int] =
             yield _map_style(count, functools.partial(moved, batches))
 
 
-# ---------------------------------------------------------------- peers
-
-
 @contextlib.contextmanager
 def filled(session: Session, store: Store) -> Iterator[dict[str, PeerProcess]]:
     """Peers that have batches of the store's workload, with the same trajectories in theirs; a process a library."""
@@ -332,11 +305,7 @@ def filled(session: Session, store: Store) -> Iterator[dict[str, PeerProcess]]:
 
 
 def _peer(store: Store, name: str, process: PeerProcess, batch: int, batches: int, draws: int) -> Variant:
-    """A peer, in the setting that is the fastest for batches of that size.
-
-    Raises:
-        PeerFailed: it has none.
-    """
+    """A peer, in the setting that is the fastest for batches of that size."""
     setting = process.ask("prepare", name=name, batch=batch)["setting"]
     batches = max(2, batches // PEERS[name].cost)
 
@@ -358,9 +327,6 @@ def _peer(store: Store, name: str, process: PeerProcess, batch: int, batches: in
     )
 
 
-# ---------------------------------------------------------------- comparing
-
-
 def measured(
     session: Session,
     workloads: Sequence[Workload],
@@ -370,12 +336,7 @@ def measured(
     copy_bytes: int | None = None,
     workers: Sequence[int] = WORKERS,
 ) -> None:
-    """Measure batches of these sizes in all ways.
-
-    Args:
-        engine: the GPU, if batches are wanted there; tests bring another one.
-        copy_bytes: of a copy of its yardstick. workers: of map-style datasets there.
-    """
+    """Measure batches of these sizes in all ways."""
     if session.cuda and engine is None:
         engine = CudaEngine()
     copies = None
@@ -421,14 +382,6 @@ def measured(
                 if batch == TARGET_BATCH and engine is None:
                     variants[1].targets = TARGETS[workload.name]
                 parameters = {"batch": batch, "part": "batches", "trajectories": workload.trajectories}
-                comparison = Comparison(
-                    session.experiment,
-                    workload.name,
-                    label,
-                    variants,
-                    yardstick="memcpy" if engine is None else YARDSTICK,
-                    references=there,
-                    parameters=parameters,
-                )
-                session.show(session.run(comparison))
+                yardstick = "memcpy" if engine is None else YARDSTICK
+                session.compare(workload.name, label, variants, yardstick, parameters, there)
                 draws = 0  # frequencies do not depend on the size: from now on a few batches will do

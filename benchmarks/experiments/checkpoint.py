@@ -34,14 +34,12 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from benchmarks.harness import Comparison, Session, Variant
+from benchmarks.harness import Session, Variant
 from benchmarks.options import command as as_command
 from benchmarks.peers.catalog import peers_of, started
 from benchmarks.peers.checkpoint import UNIT
 from benchmarks.peers.process import PeerFailed, PeerProcess, start
 from benchmarks.workloads import W1, Workload
-
-__all__ = ["Kind", "command", "kinds", "measured"]
 
 SEED = 17
 YARDSTICKS = {"save": "write", "save again": "write", "load": "read", "load, cold": "read"}
@@ -55,10 +53,8 @@ SMALL = 2 * UNIT
 class Kind:
     """A variant.
 
-    Attributes:
-        name: how rows and tables call it; the yardstick's depends on the workload.
-        launch: starts the process that measures it. Raises `PeerFailed`.
-        ours: whether a failure ends the run; others are left out.
+    name: how rows and tables call it; the yardstick's depends on the workload. launch: starts the process that measures
+    it. Raises `PeerFailed`. ours: whether a failure ends the run; others are left out.
     """
 
     name: str
@@ -93,9 +89,6 @@ def kinds(session: Session) -> Iterator[Kind]:
         yield Kind(name, launch, ours=name != "torch.save")
     for name in peers_of("checkpoint"):
         yield Kind(name, functools.partial(started, session.pythons, "checkpoint", name, 2))
-
-
-# ---------------------------------------------------------------- measuring
 
 
 def measured(session: Session, workload: Workload, kinds: Iterable[Kind], folder: Path | None) -> None:
@@ -149,7 +142,6 @@ def _journey(
 def _report(
     session: Session, workload: Workload, more: int, found: Mapping[str, Sequence[dict[str, Any]]]
 ) -> None:
-    """Rows and tables of the workloads."""
     saved = {"save": workload.table_bytes}
     everything = workload.of(workload.trajectories + more).table_bytes
     for name, yardstick in YARDSTICKS.items():
@@ -159,16 +151,9 @@ def _report(
                 continue
             amount = everything if kind in ("yardstick", KEPT) else saved.get(name, everything)
             variants.append(_variant(kind, name, amount, journeys))
-        comparison = Comparison(
-            session.experiment,
-            name,
-            f"{workload.name}, {_TITLES[name]}",
-            variants,
-            yardstick,
-            references=[KEPT] if yardstick == "read" else [],
-            parameters={"bytes": saved.get(name, everything), "trajectories": workload.trajectories},
-        )
-        session.show(session.run(comparison))
+        parameters = {"bytes": saved.get(name, everything), "trajectories": workload.trajectories}
+        label, beside = f"{workload.name}, {_TITLES[name]}", [KEPT] if yardstick == "read" else []
+        session.compare(name, label, variants, yardstick, parameters, beside)
 
 
 _TITLES = {
@@ -188,14 +173,8 @@ def _variant(kind: str, workload: str, amount: int, journeys: Sequence[dict[str,
     parameters: dict[str, Any] = {"synced": journeys[0]["synced"]} if workload.startswith("save") else {}
     if kind in peers_of("checkpoint"):
         parameters["peer"] = journeys[0]["about"]
-    extras = [journey["extras"].get(workload, {}) for journey in journeys]
-    return Variant(
-        name=name,
-        measure=lambda: next(turns),
-        check=lambda: None,
-        amount=amount,
-        batches=1,
-        parameters=parameters,
-        targets={YARDSTICKS[workload]: TARGET} if kind == "ours" and workload != "save again" else {},
-        extras=lambda: {key: float(np.median([one[key] for one in extras])) for key in extras[0]},
-    )
+    found = [journey["extras"].get(workload, {}) for journey in journeys]
+    extras = {key: float(np.median([one[key] for one in found])) for key in found[0]}
+    targets = {YARDSTICKS[workload]: TARGET} if kind == "ours" and workload != "save again" else {}
+    measure, check = (lambda: next(turns)), (lambda: None)
+    return Variant(name, measure, check, amount, 1, parameters, targets, lambda: extras)

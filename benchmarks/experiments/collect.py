@@ -29,15 +29,13 @@ from torch.utils.data import DataLoader
 import gear_loader as gear
 from benchmarks import machine
 from benchmarks.experiments import collect_cuda
-from benchmarks.harness import Comparison, Session, Variant, per_batch
-from benchmarks.loading import check_dataset, dataset, iterated, map_style, memcpy
+from benchmarks.harness import Session, Variant, per_batch
+from benchmarks.loading import check_dataset, check_map_style, dataset, iterated, map_style, memcpy
 from benchmarks.options import command as as_command
 from benchmarks.showing import size
 from benchmarks.workloads import W1, W2, Data, Plain, PlainTrajectories, PlainWindows, Rows, expect, poison
 from gear_loader.collection.collector import Collector
 from gear_loader.storage.rows import SelectedRows
-
-__all__ = ["command"]
 
 BATCHES = (32, 256, 1024)
 QUICK_BATCHES = (32, 128)
@@ -71,10 +69,10 @@ def command(
             tables = {steps: stack.enter_context(data.table(steps)) for steps in BLOCK_STEPS}
             for batch in batches:
                 if not session.late(f"{workload.name}, batch {batch}"):
-                    session.show(session.run(_comparison(session, data, tables, batch)))
+                    _compare(session, data, tables, batch)
 
 
-def _comparison(session: Session, data: Data, tables: dict[int, gear.Table], batch: int) -> Comparison:
+def _compare(session: Session, data: Data, tables: dict[int, gear.Table], batch: int) -> None:
     workload = data.workload
     count = batch * workload.row_bytes
     batches = 3 if session.quick else max(4, min(64, 256_000_000 // count))
@@ -129,27 +127,17 @@ def _comparison(session: Session, data: Data, tables: dict[int, gear.Table], bat
         variants += [gathered("x[idx]", fancy, None), _map_style(data, batch, max(2, batches // 8))]
     through = functools.partial(DataLoader, batch_size=None)
     variants.append(ours("DataLoader, dataset", BLOCK_STEPS[0], PREFETCH[-1], through))
-    return Comparison(
-        "collect",
-        workload.name,
+    parameters, label = (
+        {"batch": batch, "trajectories": workload.trajectories},
         f"{workload.name}, batch {batch}",
-        variants,
-        yardstick="memcpy",
-        references=references,
-        parameters={"batch": batch, "trajectories": workload.trajectories},
     )
+    session.compare(workload.name, label, variants, "memcpy", parameters, references)
 
 
 def _map_style(data: Data, batch: int, batches: int) -> Variant:
-    loader = map_style(data, batch, numbered=True)
-
-    def check() -> None:
-        found = next(iter(loader))
-        expected = data.expected(Rows(found["index"], torch.zeros_like(found["index"])))
-        expect(found, {name: expected[name] for name in data.flat})
-
-    measure = iterated(lambda: iter(loader), batches)
-    return Variant("DataLoader, map-style", measure, check, batch * data.workload.row_bytes, batches)
+    loader, count = map_style(data, batch, numbered=True), batch * data.workload.row_bytes
+    check = functools.partial(check_map_style, data, loader)
+    return Variant("DataLoader, map-style", iterated(lambda: iter(loader), batches), check, count, batches)
 
 
 def _collector(

@@ -16,6 +16,7 @@ waits for the host; before every replay all launches get new random rows.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -34,11 +35,9 @@ from benchmarks.gather_rows import (
     launch,
     sweep_table,
 )
-from benchmarks.harness import Comparison, Session, Variant
+from benchmarks.harness import Session, Variant
 from benchmarks.loading import WARM_UP, Staged, check_dataset, dataset
 from benchmarks.workloads import W1, W2, Data, poison
-
-__all__ = ["Sizes", "measured"]
 
 BATCHES = (32, 256, 1024)
 BLOCK_STEPS = (100, 64)
@@ -51,13 +50,10 @@ TARGETS = {4096: 0.95, 512: 0.80}
 class Sizes:
     """What to sweep over.
 
-    Attributes:
-        rows: bytes of a row of the batch, in steps of 128 B (64 B for the smallest).
-        batches, uneven_batches: rows of a batch, with steps of 128 B and of 44 B.
-        programs: sizes of the grid.
-        steps, trajectories: of the table that is swept over.
-        queue_bytes, queue_launches: a queue is as many launches as make that many bytes, at most so many.
-        copy_bytes: bytes of a yardstick's copy; its source is four times as large.
+    rows: bytes of a row of the batch, in steps of 128 B (64 B for the smallest). batches, uneven_batches: rows of a
+    batch, with steps of 128 B and of 44 B. programs: sizes of the grid. steps, trajectories: of the table that is swept
+    over. queue_bytes, queue_launches: a queue is as many launches as make that many bytes, at most so many. copy_bytes:
+    bytes of a yardstick's copy; its source is four times as large.
     """
 
     rows: tuple[int, ...] = (64, 256, 512, 1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20)
@@ -71,17 +67,7 @@ class Sizes:
     copy_bytes: int = 256 << 20
 
 
-QUICK = Sizes(
-    rows=(64, 512, 4096, 65536),
-    batches=(32, 256),
-    uneven_batches=(256,),
-    programs=(1, 8, 132),
-    steps=512,
-    trajectories=512,
-    queue_bytes=4 << 20,
-    queue_launches=8,
-    copy_bytes=32 << 20,
-)
+QUICK = Sizes((64, 512, 4096, 65536), (32, 256), (256,), (1, 8, 132), 512, 512, 4 << 20, 8, 32 << 20)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,16 +86,9 @@ class _Rig:
         """The copy engine, these variants, and the driver's copies of the rows."""
         aligned = parameters.get("step_bytes", 128) % 64 == 0
         singly = copy_variants(self.engine, self.driver, rows, self.session) if aligned else []
-        comparison = Comparison(
-            "collect",
-            workload,
-            label,
-            [self.copies.variant(), *variants, *singly],
-            yardstick=YARDSTICK,
-            references=tuple(variant.name for variant in singly if variant.name == BATCHED),
-            parameters=parameters,
-        )
-        self.session.show(self.session.run(comparison))
+        references = tuple(variant.name for variant in singly if variant.name == BATCHED)
+        found = [self.copies.variant(), *variants, *singly]
+        self.session.compare(workload, label, found, YARDSTICK, parameters, references)
 
 
 def measured(
@@ -120,11 +99,7 @@ def measured(
     library: Any = None,
     sizes: Sizes | None = None,
 ) -> None:
-    """Measure the GPU side: both workloads, then sweeps over rows, batches and programs.
-
-    Args:
-        engine, library: the device and its driver; tests rehearse on others.
-    """
+    """Measure the GPU side: both workloads, then sweeps over rows, batches and programs."""
     engine = CudaEngine() if engine is None else engine
     sizes = (QUICK if session.quick else Sizes()) if sizes is None else sizes
     driver: Driver | None = None
@@ -147,9 +122,6 @@ def measured(
         _sweep(rig, table, even, sizes.batches)
         _sweep(rig, table, uneven, sizes.uneven_batches)
     session.show_summary("row_bytes", ("step_bytes", "batch"), workload="rows")
-
-
-# ---------------------------------------------------------------- workloads
 
 
 def _workload(rig: _Rig, data: Data, table: gear.Table, batch: int) -> None:
@@ -194,18 +166,16 @@ def _dataset(
         finally:
             iterator.close()
 
-    return Variant(
+    def extras() -> dict[str, float]:
+        return {"host_seconds": float(np.median(thread)), "process_seconds": float(np.median(process))}
+
+    name, count, told = (
         f"dataset, prefetch {prefetch}",
-        measure,
-        lambda: check_dataset(data, found, found),
         batch * data.workload.row_bytes,
-        batches,
         {"prefetch": prefetch},
-        extras=lambda: {
-            "host_seconds": float(np.median(thread)),
-            "process_seconds": float(np.median(process)),
-        },
     )
+    check = functools.partial(check_dataset, data, found, found)
+    return Variant(name, measure, check, count, batches, told, extras=extras)
 
 
 def _staged(engine: Engine, data: Data, batch: int, batches: int) -> Variant:
@@ -222,9 +192,6 @@ def _staged(engine: Engine, data: Data, batch: int, batches: int) -> Variant:
         return time.perf_counter() - begin
 
     return Variant("staged, index_select", measure, staged.check, batch * data.workload.row_bytes, batches)
-
-
-# ---------------------------------------------------------------- sweeps
 
 
 def _even_rows(sizes: Sizes) -> list[RowKind]:
@@ -245,13 +212,13 @@ def _uneven_rows(sizes: Sizes) -> list[RowKind]:
 
 def _sweep(rig: _Rig, table: gear.Table, kinds: Sequence[RowKind], batches: Sequence[int]) -> None:
     sizes = rig.sizes
-    size_of = {"steps": sizes.steps, "trajectories": sizes.trajectories}
+    size_of = sizes.steps, sizes.trajectories
     for batch in sorted(batches, reverse=True):  # the largest first: they matter most, should time run out
         for kind in kinds:
             label = f"rows of {kind.bytes} B in steps of {kind.step_bytes} B, batch {batch}"
             if rig.session.late(label):
                 continue
-            rows = SweepRows(rig.engine, table, kind, batch, _launches(batch * kind.bytes, sizes), **size_of)
+            rows = SweepRows(rig.engine, table, kind, batch, _launches(batch * kind.bytes, sizes), size_of)
             kernels = [_kernel(rig.engine, rows, programs) for programs in sizes.programs]
             target = max((share for least, share in TARGETS.items() if kind.bytes >= least), default=None)
             if target is not None and kind.aligned:
@@ -259,9 +226,6 @@ def _sweep(rig: _Rig, table: gear.Table, kinds: Sequence[RowKind], batches: Sequ
                     variant.targets = {YARDSTICK: target}
             parameters = {"batch": batch, "row_bytes": kind.bytes, "step_bytes": kind.step_bytes}
             rig.measure("rows", label, kernels, rows, **parameters)
-
-
-# ---------------------------------------------------------------- kernels
 
 
 def _kernel(engine: Engine, rows: QueueRows, programs: int | None) -> Variant:
@@ -289,15 +253,9 @@ def _kernel(engine: Engine, rows: QueueRows, programs: int | None) -> Variant:
         engine.synchronize()
         return engine.timed(queue[0])
 
-    return Variant(
-        "kernel, default" if programs is None else f"kernel, {programs} programs",
-        measure,
-        check,
-        rows.bytes,
-        len(launches),
-        {"programs": programs},
-        extras=lambda: {"launch_seconds": host[0]},
-    )
+    name = "kernel, default" if programs is None else f"kernel, {programs} programs"
+    told, extras = {"programs": programs}, lambda: {"launch_seconds": host[0]}
+    return Variant(name, measure, check, rows.bytes, len(launches), told, extras=extras)
 
 
 def _launches(count: int, sizes: Sizes) -> int:

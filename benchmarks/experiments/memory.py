@@ -44,8 +44,6 @@ from benchmarks.workloads import W1, W2
 from gear_loader.storage.layout import Layout
 from gear_loader.storage.schema import Schema
 
-__all__ = ["BLOCKS", "DISTRIBUTIONS", "Kind", "best_block", "command", "kinds", "measured"]
-
 SEED = 11
 BLOCKS = (8, 16, 32, 64)
 AT_MOST = 1.05
@@ -76,12 +74,9 @@ DISTRIBUTIONS: dict[str, Lengths] = {
 class Kind:
     """A variant.
 
-    Attributes:
-        name: how rows and tables call it.
-        launch: starts the process that measures it. Raises `PeerFailed`.
-        options: what it is told, and parameters of its rows.
-        ours: whether a failure ends the run; others are left out. padded: whether it has a row for each.
-        at_most: what is aimed for with uneven lengths.
+    name: how rows and tables call it. launch: starts the process that measures it. Raises `PeerFailed`. options: what
+    it is told, and parameters of its rows. ours: whether a failure ends the run; others are left out. padded: whether
+    it has a row for each. at_most: what is aimed for with uneven lengths.
     """
 
     name: str
@@ -131,7 +126,6 @@ class Setting:
 
 
 def _settings(session: Session, payload: int) -> Iterator[Setting]:
-    """What is measured, one after another."""
     for workload in (W2,) if session.quick else (W2, W1):
         columns = dict(workload.columns)
         for name, make in DISTRIBUTIONS.items():
@@ -159,12 +153,8 @@ def _enough(make: Lengths, steps: int) -> np.ndarray:
 
 
 def _hopper(steps: int = 40_000) -> np.ndarray:
-    """Lengths of real episodes."""
     episodes = gear.sources.collect("Hopper-v5", max_steps=steps, seed=SEED, progress=False)
     return np.array([len(episode["reward"]) for episode in episodes])
-
-
-# ---------------------------------------------------------------- variants
 
 
 def best_block(setting: Setting) -> int:
@@ -197,9 +187,6 @@ def kinds(session: Session, setting: Setting) -> Iterator[Kind]:
     for name in peers_of("memory"):
         if not (session.quick and name in ("Reverb, automatic chunks", "TorchRL, padded")):
             yield Kind(name, functools.partial(started, session.pythons, "memory", name, patience=900.0))
-
-
-# ---------------------------------------------------------------- measuring
 
 
 def measured(session: Session, setting: Setting, kinds: Iterator[Kind]) -> None:

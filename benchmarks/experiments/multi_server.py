@@ -37,14 +37,12 @@ from benchmarks.experiments import multi_server_bare
 from benchmarks.experiments.multi_server_job import Job, Subject
 from benchmarks.experiments.multi_server_nodes import Node, namespaces, processes
 from benchmarks.experiments.multi_server_ranks import TINY, WORKLOADS
-from benchmarks.harness import Comparison, Session, Variant
+from benchmarks.harness import Session, Variant
 from benchmarks.options import command as as_command
 from benchmarks.options import numbers, some_of
 from benchmarks.showing import size
 from gear_loader.storage.schema import Schema
 from gear_loader.transport.spec import WindowSpec
-
-__all__ = ["Setting", "command", "exchanging", "selecting"]
 
 PARTS = ("collect", "batches", "transport", "select")
 SELECTORS = ("uniform", "prioritized", "prioritized, without replacement", "top")
@@ -65,14 +63,11 @@ class Network(str, Enum):
 class Setting:
     """What is measured, and how long.
 
-    Attributes:
-        workloads: names. trajectories: of a shard. batches: rows of a batch of one rank. fractions: of them of its own
-            node. requests: bytes of requests where the transport is measured alone.
-        worlds: ranks where selection is measured. selection_batch: rows of a rank's batch there. exchanged: bytes from
-            each rank to each where the collective is measured alone.
-        window: seconds of a measurement.
-        environment: variables of all processes.
-        parameters: what all rows say.
+    workloads: names. trajectories: of a shard. batches: rows of a batch of one rank. fractions: of them of its own
+    node. requests: bytes of requests where the transport is measured alone. worlds: ranks where selection is measured.
+    selection_batch: rows of a rank's batch there. exchanged: bytes from each rank to each where the collective is
+    measured alone. window: seconds of a measurement. environment: variables of all processes. parameters: what all rows
+    say.
     """
 
     workloads: Sequence[str]
@@ -192,11 +187,7 @@ def measured(
 
 
 def _jobs(counts: Sequence[int], parts: Sequence[str], *, alone: bool) -> list[tuple[int, list[str]]]:
-    """Numbers of nodes, and the parts that are measured on so many.
-
-    Args:
-        alone: whether one node is one of them: nothing goes over a carrier there.
-    """
+    """Numbers of nodes, and the parts that are measured on so many."""
     batches = [part for part in parts if part in ("collect", "batches")]
     chosen = {count: list(batches) for count in counts if batches and (count > 1 or alone)}
     if "transport" in parts:
@@ -217,16 +208,10 @@ def _compare(
     workload, label = amounts
     try:
         if not session.late(label):
-            comparison = Comparison(
-                "multi-server", workload, label, variants(), yardstick, parameters=parameters, unit=unit
-            )
-            session.show(session.run(comparison))
+            session.compare(workload, label, variants(), yardstick, parameters, unit=unit)
     finally:
         for subject in subjects.values():
             subject.close()
-
-
-# ---------------------------------------------------------------- batches
 
 
 def exchanging(
@@ -267,20 +252,12 @@ def _batch(
     what = f"{bare['local'] / batch:.0%} of own node" if part == "collect" else "drawn by a dataset"
     through = f" over {carrier}" if count > 1 else ""
     label = f"{name}, batch {batch}, {count} node{'' if count == 1 else 's'}{through}, {what}"
-    parameters = {
-        **setting.parameters,
-        "part": part,
-        "nodes": count,
-        "carrier": carrier,
-        "batch": batch,
-        "local_fraction": bare["local"] / batch,
-        **{key: value for key, value in ours.items() if key == "selector"},
-    }
+    told = {"part": part, "nodes": count, "carrier": carrier, "batch": batch}
+    told |= {"local_fraction": bare["local"] / batch}
+    told |= {key: value for key, value in ours.items() if key == "selector"}
+    parameters = {**setting.parameters, **told}
     made = lambda: [subject.variant(title, amount) for title, subject in subjects.items()]  # noqa: E731
     _compare(session, subjects, (name, label), "bare", made, parameters)
-
-
-# ---------------------------------------------------------------- the transport alone
 
 
 def _transport(session: Session, setting: Setting, job: Job, name: str) -> None:
@@ -299,24 +276,14 @@ def _transport(session: Session, setting: Setting, job: Job, name: str) -> None:
             # One at a time is a matter of round trips; the targets are of throughput.
             target = next((least for least_bytes, least in _TARGETS if one >= _SHORT * least_bytes), None)
             targets = {"bare": target} if target is not None and in_flight > 1 else {}
-            parameters = {
-                **setting.parameters,
-                "part": "transport",
-                "nodes": len(job.nodes),
-                "carrier": job.carrier,
-                "request": wanted,
-                "request_bytes": one,
-                **options,
-            }
+            told = {"part": "transport", "nodes": len(job.nodes), "carrier": job.carrier}
+            parameters = {**setting.parameters, **told, "request": wanted, "request_bytes": one, **options}
             made = lambda bare=bare, ours=ours, amount=requests * one, targets=targets: [  # noqa: E731
                 bare.variant("bare", amount),
                 ours.variant("ours", amount, targets=targets),
             ]
             label = f"{name}, requests of {size(one)} over {job.carrier}, {in_flight} under way"
             _compare(session, {"bare": bare, "ours": ours}, (name, label), "bare", made, parameters)
-
-
-# ---------------------------------------------------------------- selection
 
 
 def selecting(session: Session, setting: Setting, world: int) -> None:

@@ -33,8 +33,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["CARRIERS", "MEMORY_BYTES", "Bare", "Piece", "Pieces", "missing", "open_bare"]
-
 CARRIERS = ("socket", "ucx", "nixl")
 MEMORY_BYTES = 1 << 26
 """Of the sender: no request is larger, nor, with nixl, all that one peer has under way."""
@@ -71,7 +69,6 @@ def memory() -> np.ndarray[Any, Any]:
 
 
 def open_bare(carrier: str, addresses: Sequence[tuple[str, int]]) -> Bare:
-    """Connect to senders."""
     kinds: dict[str, type[Bare]] = {"socket": SocketBare, "ucx": UcxBare, "nixl": NixlBare}
     return kinds[carrier](addresses)
 
@@ -79,11 +76,7 @@ def open_bare(carrier: str, addresses: Sequence[tuple[str, int]]) -> Bare:
 class Bare(abc.ABC):
     """The side that asks.
 
-    Args:
-        addresses: of the senders.
-
-    Attributes:
-        wall: uint8 [k], what has been received last from each of them, piece after piece.
+    addresses: of the senders. wall: uint8 [k], what has been received last from each of them, piece after piece.
     """
 
     def __init__(self, addresses: Sequence[tuple[str, int]]) -> None:
@@ -96,12 +89,7 @@ class Bare(abc.ABC):
     def exchange(
         self, pieces: Pieces, *, in_flight: int | None = None, meanwhile: Callable[[], object] = lambda: None
     ) -> None:
-        """Ask every sender for its pieces, and receive them.
-
-        Args:
-            in_flight: pieces that are asked for at a time, of each sender; None for all of them at once.
-            meanwhile: called when the first ones have been asked for.
-        """
+        """Ask every sender for its pieces, and receive them."""
         targets = [self._targets(peer, sizes, in_flight) for peer, sizes in enumerate(pieces)]
         self._exchange(pieces, targets, in_flight or max(map(len, pieces), default=0), meanwhile)
 
@@ -143,7 +131,6 @@ class Bare(abc.ABC):
     ) -> None: ...
 
     def close(self) -> None:
-        """Disconnect."""
         for each in self.sockets:
             each.close()
 
@@ -163,9 +150,6 @@ def _exactly(connection: socket.socket, count: int) -> bytearray:
             raise ConnectionResetError("the other side has gone")
         view = view[got:]
     return data
-
-
-# ---------------------------------------------------------------- sockets
 
 
 class SocketBare(Bare):
@@ -226,15 +210,8 @@ def _accepted(listening: socket.socket) -> socket.socket:
     return connection
 
 
-# ---------------------------------------------------------------- UCX
-
-
 class _Worker:
-    """A UCX worker that is driven by hand.
-
-    Args:
-        loopback: keep its sockets to the loopback device.
-    """
+    """A UCX worker that is driven by hand. loopback: keep its sockets to the loopback device."""
 
     def __init__(self, loopback: bool) -> None:
         from gear_loader.transport.ucx_library import quiet_environment
@@ -369,9 +346,6 @@ def _serve_ucx(listening: socket.socket) -> None:
         ucx.drive(anything)
 
 
-# ---------------------------------------------------------------- NIXL
-
-
 class NixlBare(Bare):
     """Reads of contiguous memory."""
 
@@ -473,9 +447,6 @@ def _serve_nixl(listening: socket.socket) -> None:
         if agent.get_new_notifs():
             busy = now
         time.sleep(_BUSY if now - busy < _STAY else _IDLE)
-
-
-# ---------------------------------------------------------------- the process
 
 
 def _main(carrier: str, host: str) -> None:

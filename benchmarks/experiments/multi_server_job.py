@@ -14,12 +14,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks import machine
-from benchmarks.experiments.multi_server_nodes import Node, Undo
+from benchmarks.experiments.multi_server_nodes import Node
 from benchmarks.harness import Incorrect, Variant
-from benchmarks.peers.process import PeerFailed, PeerProcess
+from benchmarks.peers.process import PeerFailed, PeerProcess, Undo
 from gear_loader.storage.region import region_path
-
-__all__ = ["Job", "Subject"]
 
 _MOST_BATCHES = 400
 _names = iter(range(10**9))
@@ -28,14 +26,9 @@ _names = iter(range(10**9))
 class Job:
     """Ranks, each with a shard of its own.
 
-    Args:
-        nodes: of each rank. Ranks of the same node share memory.
-        carrier: what rows of other nodes come over, ours and the bare ones; None where there are none.
-        environment: variables for all processes.
-        patience: seconds that an answer may take.
-
-    Raises:
-        PeerFailed: it cannot be started.
+    nodes: of each rank. Ranks of the same node share memory. carrier: what rows of other nodes come over, ours and the
+    bare ones; None where there are none. environment: variables for all processes. patience: seconds that an answer may
+    take.
     """
 
     def __init__(
@@ -110,11 +103,7 @@ class Job:
         first: bool = False,
         **shared: Any,
     ) -> list[dict[str, Any]]:
-        """Tell all ranks, or the first one alone, to do something; their answers.
-
-        Raises:
-            PeerFailed: naming the rank that could not.
-        """
+        """Tell all ranks, or the first one alone, to do something; their answers."""
         ranks = self.ranks[:1] if first else self.ranks
         own = arguments or [{}] * len(ranks)
         for process, extra in zip(ranks, own, strict=True):
@@ -148,12 +137,9 @@ class Job:
 class Subject:
     """Something that the ranks of a job do, as a `Variant`.
 
-    Attributes:
-        kind: of `multi_server_ranks.SUBJECTS`; options: its.
-        first: rank 0 alone does it.
-        window: seconds that a measurement should take.
-        seconds: of every batch of every rank, as measured.
-        figures: mean over the ranks of what they know of it.
+    kind: of `multi_server_ranks.SUBJECTS`; options: its. first: rank 0 alone does it. window: seconds that a
+    measurement should take. seconds: of every batch of every rank, as measured. figures: mean over the ranks of what
+    they know of it.
     """
 
     job: Job
@@ -170,7 +156,6 @@ class Subject:
         self.job.each("prepare", name=self.name, kind=self.kind, **self.options)
 
     def variant(self, name: str, amount: int, **more: Any) -> Variant:
-        """It, to be measured."""
         made = Variant(name, lambda: self._measure(made), lambda: self._check(made), amount, 1, **more)
         made.extras = self._extras
         return made

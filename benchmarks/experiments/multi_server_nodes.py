@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 
-from benchmarks.peers.process import PeerFailed
-
-__all__ = ["Node", "NodesFailed", "Undo", "namespaces", "processes"]
+from benchmarks.peers.process import PeerFailed, Undo
 
 _NETWORK = "10.199.73"
-_UNDO = """
-import json, subprocess, sys
-for line in reversed(sys.stdin.read().splitlines()):
-    subprocess.run(json.loads(line), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-"""
 
 
 class NodesFailed(PeerFailed):
@@ -31,11 +23,8 @@ class NodesFailed(PeerFailed):
 class Node:
     """Where the processes of one node run.
 
-    Attributes:
-        name: as `Shards` is told.
-        host: the address on which its servers listen.
-        device: the network device of that address.
-        prefix: what a command is preceded by to run there.
+    name: as `Shards` is told. host: the address on which its servers listen. device: the network device of that
+    address. prefix: what a command is preceded by to run there.
     """
 
     name: str
@@ -50,35 +39,6 @@ class Node:
         return ["env", *variables, *self.prefix, sys.executable, "-m", module, *arguments]
 
 
-class Undo:
-    """Commands that are run when this process has ended, however it ended, or this is left; the last one first.
-
-    A process in a session of its own waits for it.
-    """
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _UNDO],
-            stdin=subprocess.PIPE,
-            encoding="utf-8",
-            start_new_session=True,
-        )
-
-    def add(self, *command: str) -> None:
-        """Run this in the end. Called before what it undoes is done."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
-
-    def __enter__(self) -> Undo:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-
 @contextlib.contextmanager
 def processes(count: int) -> Iterator[list[Node]]:
     """Nodes that are names only: their processes reach each other over the loopback device."""
@@ -87,15 +47,7 @@ def processes(count: int) -> Iterator[list[Node]]:
 
 @contextlib.contextmanager
 def namespaces(count: int, *, bandwidth: float | None, latency: float | None) -> Iterator[list[Node]]:
-    """Nodes that are network namespaces, joined by a bridge that is in one as well.
-
-    Args:
-        bandwidth: of what each node sends, in Gbit/s. latency: added to what each node sends, in microseconds, so that
-            a round trip takes twice as much.
-
-    Raises:
-        NodesFailed: not root, no `ip` or `tc`, or a kernel that lacks something.
-    """
+    """Nodes that are network namespaces, joined by a bridge that is in one as well."""
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         raise NodesFailed("namespaces need root, `ip` and `tc` (iproute2); use --network processes")
     mark = f"gear{os.getpid():x}"
@@ -125,7 +77,6 @@ def _namespace(undo: Undo, name: str) -> None:
 
 
 def _shape(name: str, bandwidth: float | None, latency: float | None) -> None:
-    """Limit what a namespace sends."""
     rate = [] if bandwidth is None else ["rate", f"{round(bandwidth * 1e9)}bit"]
     if latency is not None:
         kind = ["netem", "delay", f"{latency:g}us", "limit", "100000", *rate]

@@ -33,8 +33,6 @@ from gear_loader.distributed.shard_sampler import records_of
 from gear_loader.distributed.shards import Shards
 from gear_loader.transport.spec import WindowSpec
 
-__all__ = ["SUBJECTS", "TINY", "WORKLOADS", "Rank", "wire_pieces"]
-
 _LAST: Any = "last"  # other benchmarks have no use for it
 TINY = Workload("tiny", (("value", ()),), 10_000, 1, gear.Window(length=1), _LAST)
 """Rows of 4 bytes: what a batch of them costs is selection."""
@@ -72,7 +70,6 @@ class Rank:
     # ---------------------------------------------------------------- commands
 
     def join(self, rank: int, world: int, store: str) -> None:
-        """Meet the other ranks."""
         self.rank, self.world = rank, world
         meeting: Any = dist.FileStore(store, world)  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world)
@@ -81,11 +78,7 @@ class Rank:
     def fill(
         self, workload: str, trajectories: int, seed: int, table: str, options: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Make a shard with a workload's trajectories, and `Shards` of all ranks' in place of those before.
-
-        Args:
-            table: name, of which this rank's begins so. options: of `Shards`.
-        """
+        """Make a shard with a workload's trajectories, and `Shards` of all ranks' in place of those before."""
         self.empty()
         self.workload, self.seed = WORKLOADS[workload].of(trajectories), seed
         source = self.data_of(self.rank)
@@ -112,7 +105,6 @@ class Rank:
         self.senders = multi_server_bare.open_bare(carrier, addresses) if addresses else None
 
     def prepare(self, name: str, kind: str, **parameters: Any) -> None:
-        """Make a subject."""
         self.subjects[name] = SUBJECTS[kind](self, **parameters)
 
     def check(self, name: str) -> dict[str, Any]:
@@ -138,11 +130,9 @@ class Rank:
         return {"each": np.diff(times).tolist(), "seconds": times[-1] - times[0]}
 
     def drop(self, name: str) -> None:
-        """Forget a subject."""
         self.subjects.pop(name).close()
 
     def empty(self) -> None:
-        """Give back the shard."""
         for name in list(self.subjects):
             self.drop(name)
         if self.shards is not None:
@@ -154,7 +144,6 @@ class Rank:
         self.data.clear()
 
     def close(self) -> None:
-        """Leave nothing behind."""
         self.empty()
         if self.senders is not None:
             self.senders.close()
@@ -201,7 +190,6 @@ class Traffic:
         self.last: tuple[list[int], list[int]] = ([], [])
 
     def follow(self) -> None:
-        """Count from now on."""
         call, rank = dist.all_to_all_single, dist.get_rank()
 
         def counted(output: Any, given: Any, ins: list[int], outs: list[int], **options: Any) -> Any:
@@ -214,19 +202,11 @@ class Traffic:
         dist.all_to_all_single = counted  # type: ignore[assignment]
 
     def reset(self) -> None:
-        """Count from zero."""
         self.calls = self.sent = self.received = 0
 
 
-# ---------------------------------------------------------------- subjects
-
-
 class Subject:
-    """Something that is measured.
-
-    Attributes:
-        figures: what else is known about it, once it has been checked.
-    """
+    """Something that is measured. figures: what else is known about it, once it has been checked."""
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
@@ -236,7 +216,6 @@ class Subject:
         """Inputs of one batch, which take no time of it."""
 
     def work(self, inputs: Any) -> None:
-        """One batch."""
         raise NotImplementedError
 
     def check(self) -> None:
@@ -251,10 +230,8 @@ class Collect(Subject):
     """Rows that are chosen here, by `ShardCollector`: so many of them of this node.
 
     A selection over all shards gives every rank as many rows of its own node as that has of all mass: 1 / nodes on
-    average over the ranks. Other shares on all ranks at once can only be had past the selection.
-
-    Args:
-        batch: rows. local: how many of them are of this rank's shard; the others are dealt over the other ranks'.
+    average over the ranks. Other shares on all ranks at once can only be had past the selection. batch: rows. local:
+    how many of them are of this rank's shard; the others are dealt over the other ranks'.
     """
 
     def __init__(self, rank: Rank, batch: int, local: int) -> None:
@@ -433,8 +410,7 @@ _SELECTORS: dict[str, Callable[[], Any]] = {
 class Fetch(Subject):
     """Requests to one other node into staging memory, a few of them under way: `fetch` and nothing else.
 
-    Args:
-        rows: of a request. in_flight: requests under way. requests: of a batch.
+    rows: of a request. in_flight: requests under way. requests: of a batch.
     """
 
     def __init__(self, rank: Rank, rows: int, in_flight: int, requests: int) -> None:
@@ -510,8 +486,7 @@ class BareFetch(Subject):
 class AllToAll(Subject):
     """torch.distributed's collective alone.
 
-    Args:
-        of: a subject of `Batches`: as many bytes, as often, as its last batch took. size: bytes from each to each.
+    of: a subject of `Batches`: as many bytes, as often, as its last batch took. size: bytes from each to each.
     """
 
     def __init__(self, rank: Rank, of: str | None = None, size: int = 0) -> None:

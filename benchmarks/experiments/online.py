@@ -38,7 +38,7 @@ import typer
 import gear_loader as gear
 from benchmarks.experiments.adding import Crew, Group, Setting, TableCache, crews_of, inserting, specify
 from benchmarks.experiments.select_subjects import Biased, DatasetSubject, Peer, TreeSubject, Truth, draw_many
-from benchmarks.harness import Comparison, Incorrect, Session, Variant
+from benchmarks.harness import Incorrect, Session, Variant
 from benchmarks.options import command as as_command
 from benchmarks.options import numbers, some_of
 from benchmarks.peers.catalog import started
@@ -49,8 +49,6 @@ from benchmarks.peers.select import measure as measure_here
 from benchmarks.workloads import W1
 from gear_loader.errors import RateLimitError
 from gear_loader.storage.limiters import SampleToInsertRatio
-
-__all__ = ["Reader", "command"]
 
 PARTS = ("insert", "priorities", "read", "loop")
 TRAJECTORIES = 6_000
@@ -110,9 +108,6 @@ def command(
     session.show_summary("writers", item="step")
 
 
-# ---------------------------------------------------------------- priorities
-
-
 class _Assign(Subject):
     """The yardstick: numpy's `leaves[items] = values`, and nothing else."""
 
@@ -139,15 +134,7 @@ class _Updates(DatasetSubject):
 
     def __init__(self, truth: Truth) -> None:
         super().__init__(truth)
-        self._dataset = gear.ReplayDataset(
-            self._table,
-            batch_size=UPDATE,
-            windows=gear.Window(1),
-            anchor="first",
-            selector=gear.Prioritized(alpha=ALPHA, beta=BETA),
-            device="cpu",
-            prefetch=0,
-        )
+        self._dataset = self._made(gear.Prioritized(alpha=ALPHA, beta=BETA), UPDATE)
 
 
 _UPDATERS = {"TorchRL": "TorchRL sampler", "cpprb": "cpprb"}
@@ -186,11 +173,7 @@ def prioritizing(session: Session, setting: Setting) -> None:
                         raise Incorrect(f"{name}, {label}: {error}") from error
                     session.leave(f"{name}, {label}", str(error))
             parameters = {"items": items, "batch": UPDATE, "item": "priority"}
-            names = {"experiment": "online", "workload": "update", "label": label}
-            comparison = Comparison(
-                **names, variants=variants, yardstick=ASSIGN, parameters=parameters, unit="rows"
-            )
-            session.show(session.run(comparison))
+            session.compare("update", label, variants, ASSIGN, parameters, unit="rows")
 
 
 def _updating(
@@ -218,25 +201,15 @@ def _updating(
 
     once = min(measure(4) for _ in range(3)) / 4
     batches = max(4, min(512, round(setting.window / 8 / once)))
-    return Variant(
-        name,
-        functools.partial(measure, batches),
-        lambda: None,  # done above, once: it takes long
-        UPDATE,
-        batches,
-        limit=UPDATE / UPDATES if name == "ours" else None,
-    )
-
-
-# ---------------------------------------------------------------- reading while others write
+    limit = UPDATE / UPDATES if name == "ours" else None
+    checked: Callable[[], None] = lambda: None  # noqa: E731 - above, once: it takes long
+    return Variant(name, functools.partial(measure, batches), checked, UPDATE, batches, limit=limit)
 
 
 class Reader:
     """`ReplayDataset.sample` of whole trajectories, in this process.
 
-    Args:
-        table: what writers of `spec` write into.
-        writers: how many of them have written at most.
+    table: what writers of `spec` write into. writers: how many of them have written at most.
     """
 
     def __init__(
@@ -259,7 +232,6 @@ class Reader:
         self._expected = {name: torch.from_numpy(values) for name, values in rows.items()}
 
     def read(self) -> Mapping[str, torch.Tensor]:
-        """One batch."""
         return self.dataset.sample()
 
     def verify(self, batch: Mapping[str, torch.Tensor]) -> None:
@@ -274,12 +246,7 @@ class Reader:
                 raise Incorrect(f"{name}: {int(wrong.sum())} of {self.batch} rows are torn or mixed up")
 
     def until(self, end: float, *, look: bool = False, patient: bool = False) -> int:
-        """Read batches, at least try one, until a time of the monotonic clock; returns how many.
-
-        Args:
-            look: verify each of them.
-            patient: add up every column, as a stand-in for training, and put up with the rate limiter's refusal.
-        """
+        """Read batches, at least try one, until a time of the monotonic clock; returns how many."""
         count = 0
         while True:
             with contextlib.suppress(*([RateLimitError] if patient else [])):
@@ -304,15 +271,9 @@ def reading(session: Session, setting: Setting, crew: Crew, tables: TableCache) 
             variants = [
                 _beside(setting, crew, table, selector, writers) for writers in setting.readers_writers
             ]
-            comparison = Comparison(
-                "online",
-                f"read, {name}",
-                f"{label}, batch {setting.rows}",
-                variants,
-                yardstick=variants[0].name,
-                parameters={"batch": setting.rows, "item": "batch", **setting.parameters()},
-            )
-            session.show(session.run(comparison))
+            parameters = {"batch": setting.rows, "item": "batch", **setting.parameters()}
+            title = f"{label}, batch {setting.rows}"
+            session.compare(f"read, {name}", title, variants, variants[0].name, parameters)
 
 
 def _beside(setting: Setting, crew: Crew, table: gear.Table, selector: Any, writers: int) -> Variant:
@@ -364,9 +325,6 @@ def _beside(setting: Setting, crew: Crew, table: gear.Table, selector: Any, writ
     return Variant(name, measure, check, count, 1, {"writers": writers}, extras=extras)
 
 
-# ---------------------------------------------------------------- all of it
-
-
 def looping(session: Session, setting: Setting, crew: Crew, tables: TableCache) -> None:
     """Two writers at full speed, and a reader that adds up each batch, with limits on how far one may run ahead."""
     label = f"2 writers and a reader, batch {setting.rows}"
@@ -388,9 +346,7 @@ def looping(session: Session, setting: Setting, crew: Crew, tables: TableCache) 
                 table.add(source.trajectory(number % spec["sources"]))
             variants.append(_loop(setting, spec, crew, table, ratio))
         parameters = {"batch": setting.rows, "writers": 2, "item": "batch", **setting.parameters(workload)}
-        names = {"experiment": "online", "workload": "loop", "label": label}
-        comparison = Comparison(**names, variants=variants, yardstick=variants[0].name, parameters=parameters)
-        session.show(session.run(comparison))
+        session.compare("loop", label, variants, variants[0].name, parameters)
 
 
 def _loop(

@@ -27,14 +27,12 @@ from torch.utils.data import DataLoader
 import gear_loader as gear
 from benchmarks import loading
 from benchmarks.experiments import overlap_cuda
-from benchmarks.harness import Comparison, Incorrect, Session
-from benchmarks.loading import check_dataset, close
+from benchmarks.harness import Incorrect, Session
+from benchmarks.loading import check_dataset
 from benchmarks.options import command as as_command
 from benchmarks.options import numbers
 from benchmarks.training import ALONE, MODELS, Feed, Training, fed, train
-from benchmarks.workloads import W1, Data, Rows, Workload, expect
-
-__all__ = ["command"]
+from benchmarks.workloads import W1, Data, Workload, expect
 
 STEPS = 20
 SECONDS = 0.2
@@ -66,16 +64,8 @@ def command(
                 continue
             feeds, training = _feeds(data, table, batch), Training(MODELS[model]())
             steps = max(4, min(200, round(seconds / _step_seconds(feeds[0], training))))
-            comparison = Comparison(
-                "overlap",
-                "step",
-                label,
-                fed(feeds, training, batch, steps),
-                yardstick=ALONE,
-                parameters={"batch": batch, "model": model, "steps": STEPS},
-                unit="rows",
-            )
-            session.show(session.run(comparison))
+            parameters = {"batch": batch, "model": model, "steps": STEPS}
+            session.compare("step", label, fed(feeds, training, batch, steps), ALONE, parameters, unit="rows")
 
 
 def workload(trajectories: int) -> Workload:
@@ -107,18 +97,8 @@ def _feeds(data: Data, table: gear.Table, batch: int) -> list[Feed]:
 
 def _map_style(data: Data, batch: int, workers: int) -> Feed:
     loader = loading.map_style(data, batch, workers, numbered=True)
-
-    def check() -> None:
-        batches: Any = iter(loader)
-        try:
-            for found in itertools.islice(batches, 2):
-                expected = data.expected(Rows(found["index"], torch.zeros_like(found["index"])))
-                expect(found, {name: expected[name] for name in data.flat})
-        finally:
-            close(batches)
-
-    name = f"DataLoader, map-style, {workers} workers"
-    return Feed(name, lambda: iter(loader), check, workers=workers)
+    check = functools.partial(loading.check_map_style, data, loader)
+    return Feed(f"DataLoader, map-style, {workers} workers", lambda: iter(loader), check, workers=workers)
 
 
 def _plain(data: Data, batch: int) -> Feed:
@@ -138,11 +118,6 @@ def _plain(data: Data, batch: int) -> Feed:
 
 
 def _step_seconds(feed: Feed, training: Training) -> float:
-    """About how long a step takes.
-
-    Raises:
-        Incorrect: it does not train.
-    """
     before = [values.clone() for values in training.model.parameters()]
     shortest = min(train(feed, training, 1)[0] for _ in range(3))
     if any(torch.equal(old, new) for old, new in zip(before, training.model.parameters(), strict=True)):

@@ -24,7 +24,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,12 +33,10 @@ import gear_loader as gear
 from benchmarks import loading
 from benchmarks.engine import YARDSTICK, Copies, CudaEngine, Engine, Launch
 from benchmarks.gather_rows import WorkloadRows, launch
-from benchmarks.harness import Comparison, Incorrect, Session, Variant
+from benchmarks.harness import Incorrect, Session, Variant
 from benchmarks.loading import Staged, check_dataset
 from benchmarks.training import ALONE, Clock, Feed, Training, Transformer, fed
 from benchmarks.workloads import W1, Data, Workload, poison
-
-__all__ = ["Sizes", "measured", "moved"]
 
 BLOCK_STEPS = 100
 MOST_LOADS = 4096
@@ -52,13 +50,9 @@ TOLERANCE = 1e-2
 class Sizes:
     """What to measure.
 
-    Attributes:
-        programs: sizes of the gather kernel's grid.
-        batch: rows of a batch.
-        load_bytes: bytes of a load: a few batches, or a copy.
-        matrix, products: rows and columns of the matrices, and products of a measurement.
-        width, layers, heads: of the transformer.
-        steps: training steps of a measurement.
+    programs: sizes of the gather kernel's grid. batch: rows of a batch. load_bytes: bytes of a load: a few batches, or
+    a copy. matrix, products: rows and columns of the matrices, and products of a measurement. width, layers, heads: of
+    the transformer. steps: training steps of a measurement.
     """
 
     programs: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 132)
@@ -83,11 +77,7 @@ def measured(
     sizes: Sizes | None = None,
     workload: Workload = W1,
 ) -> None:
-    """Measure both kinds of work beside each load, then training that is fed.
-
-    Args:
-        engine, sizes, workload: tests rehearse on another device, with less.
-    """
+    """Measure both kinds of work beside each load, then training that is fed."""
     engine = CudaEngine() if engine is None else engine
     sizes = (QUICK if session.quick else Sizes()) if sizes is None else sizes
     data = Data(workload.of(trajectories))
@@ -96,60 +86,24 @@ def measured(
         works: list[_Work] = [_Products(engine, sizes), _Steps(engine, data, sizes)]
         for work in works:
             if not session.late(work.name):
-                comparison = _comparison(work, _beside(engine, work, loads), data, sizes)
-                session.show(session.run(comparison))
+                _compare(session, work, _beside(engine, work, loads), data, sizes, work.name)
         name = f"fed {works[1].name}"
         if not session.late(name):
             feeds, training = _feeds(engine, data, table, sizes), _training(engine, sizes)
             variants = fed(feeds, training, sizes.batch, 2 * sizes.steps, engine.synchronize)
-            session.show(session.run(_comparison(works[1], variants, data, sizes, name)))
+            _compare(session, works[1], variants, data, sizes, name)
 
 
-def _comparison(
-    work: _Work, variants: Sequence[Variant], data: Data, sizes: Sizes, name: str | None = None
-) -> Comparison:
-    return Comparison(
-        experiment="overlap",
-        workload="step",
-        label=f"{name or work.name}, batch {sizes.batch}",
-        variants=variants,
-        yardstick=ALONE,
-        parameters={
-            "work": name or work.name,
-            "batch": sizes.batch,
-            "trajectories": data.workload.trajectories,
-            **work.parameters,
-        },
-        unit="rows",
-    )
-
-
-# ---------------------------------------------------------------- training work
-
-
-class _Work(Protocol):
-    """Work of a training that can be queued.
-
-    Attributes:
-        name, parameters: for the rows.
-        amount: rows of one of its units.
-        units: that `launch` queues.
-    """
-
-    name: str
-    parameters: dict[str, Any]
-    amount: int
-    units: int
-
-    def launch(self) -> None:
-        """Queue all of it."""
-
-    def check(self) -> None:
-        """Raise `Incorrect` unless what was queued last is right; waits for it."""
+def _compare(
+    session: Session, work: _Work, variants: Sequence[Variant], data: Data, sizes: Sizes, name: str
+) -> None:
+    told = {"work": name, "batch": sizes.batch, "trajectories": data.workload.trajectories}
+    label = f"{name}, batch {sizes.batch}"
+    session.compare("step", label, variants, ALONE, {**told, **work.parameters}, unit="rows")
 
 
 class _Products:
-    """Products of two random bf16 matrices."""
+    """Products of two random bf16 matrices: `launch` queues `units` of them, of `amount` rows each."""
 
     def __init__(self, engine: Engine, sizes: Sizes) -> None:
         size = sizes.matrix
@@ -210,37 +164,15 @@ class _Steps:
             raise Incorrect(f"the loss is {loss}")
 
 
+_Work = _Products | _Steps
+
+
 def _there(engine: Engine, data: Data, batch: int) -> dict[str, torch.Tensor]:
     return {name: values.to(engine.device) for name, values in data.expected(data.draw(batch)).items()}
 
 
-# ---------------------------------------------------------------- loads
-
-
-class _Load(Protocol):
-    """What a loader does, over and over.
-
-    Attributes:
-        name, parameters: for the rows.
-        bytes: that `launch` moves.
-    """
-
-    name: str
-    parameters: dict[str, Any]
-    bytes: int
-
-    def refresh(self) -> None:
-        """New random rows."""
-
-    def launch(self) -> None:
-        """Queue it once."""
-
-    def check(self) -> None:
-        """Raise `Incorrect` unless what was queued last is right; waits for it."""
-
-
 class _Kernel:
-    """The gather kernel on a few batches."""
+    """The gather kernel on a few batches: `launch` queues them once, and moves so many `bytes`."""
 
     def __init__(self, engine: Engine, rows: WorkloadRows, programs: int) -> None:
         self.name = f"ours, kernel, {programs} programs"
@@ -278,6 +210,9 @@ class _Copy:
         pass
 
 
+_Load = _Kernel | _Copy
+
+
 def _loads(engine: Engine, data: Data, table: gear.Table, sizes: Sizes) -> list[_Load]:
     launches = max(2, sizes.load_bytes // (sizes.batch * data.workload.row_bytes))
     rows = WorkloadRows(engine, data, table, sizes.batch, launches)
@@ -285,15 +220,8 @@ def _loads(engine: Engine, data: Data, table: gear.Table, sizes: Sizes) -> list[
     return [*kernels, _Copy(engine, table, sizes.load_bytes)]
 
 
-# ---------------------------------------------------------------- side by side
-
-
 def moved(ends: Sequence[float], seconds: float) -> float:
-    """How many loads, and parts of them, were done from time 0 to `seconds`.
-
-    Args:
-        ends: when each of them ended; one starts where the one before it ends.
-    """
+    """How many loads, and parts of them, were done from time 0 to `seconds`."""
     done = np.interp((0.0, seconds), ends, np.arange(1, len(ends) + 1))
     return float(done[1] - done[0])
 
@@ -301,8 +229,7 @@ def moved(ends: Sequence[float], seconds: float) -> float:
 class _Pair:
     """A piece of work and a load beside it.
 
-    Attributes:
-        rates: bytes a second that the load moved during the work, of each measurement.
+    rates: bytes a second that the load moved during the work, of each measurement.
     """
 
     def __init__(self, engine: Engine, work: _Work, load: _Load) -> None:
@@ -330,7 +257,6 @@ class _Pair:
         self.alone = 4 * load.bytes / engine.timed(four)
 
     def measure(self) -> float:
-        """Seconds of the work."""
         self._load.refresh()
         self._engine.synchronize()
         seconds, rate = self._run()
@@ -381,9 +307,6 @@ def _beside(engine: Engine, work: _Work, loads: Sequence[_Load]) -> list[Variant
 
     first = Variant(ALONE, alone, check, work.amount, work.units, extras=lambda: slowdown(ALONE))
     return [first, *(variant(load) for load in loads)]
-
-
-# ---------------------------------------------------------------- fed
 
 
 def _feeds(engine: Engine, data: Data, table: gear.Table, sizes: Sizes) -> list[Feed]:

@@ -42,19 +42,6 @@ from gear_loader.distributed.topology import Place
 from gear_loader.selection.base import SelectionContext
 from gear_loader.selection.selectors import Draw
 
-__all__ = [
-    "NETWORKS",
-    "Fit",
-    "Network",
-    "Played",
-    "command",
-    "fit",
-    "message_bytes",
-    "rounds",
-    "seconds",
-    "work",
-]
-
 Array = np.ndarray[Any, Any]
 
 WORLDS = (2, 8, 32, 64, 128, 256, 512, 1024)
@@ -69,17 +56,12 @@ _SHARD = 100_000  # trajectories of a shard, where only their number counts
 _MORE, _MARGIN = 32, 1.5  # candidates of a shard, as `CandidateDrawing` asks for them
 
 
-# ---------------------------------------------------------------- the network
-
-
 @dataclasses.dataclass(frozen=True)
 class Network:
     """What a message costs.
 
-    Attributes:
-        alpha: seconds of a message, on the side that waits longer; beta: seconds of a byte.
-        cores: that the ranks of this exchange share; None if each has its own.
-        start: seconds that any exchange takes.
+    alpha: seconds of a message, on the side that waits longer; beta: seconds of a byte. cores: that the ranks of this
+    exchange share; None if each has its own. start: seconds that any exchange takes.
     """
 
     alpha: float
@@ -106,19 +88,7 @@ Round = tuple[float, float, bool]
 
 
 def rounds(algorithm: str, world: int, each: float, group: int = 8) -> list[Round]:
-    """What the busiest rank does to give every rank `each` bytes, round by round.
-
-    Returns:
-        Messages, bytes of all of them together, and whether they stay in the node.
-
-    Args:
-        algorithm: ``"pairwise"``: a message to every rank, as gloo does it. ``"bruck"``: log2 W rounds, each of which
-            passes half of everything on (Bruck et al., 1997). ``"hierarchical"``: the ranks of a node give theirs to
-            one of them, these exchange a message a node, and deal what they got. ``"one copy a node"``: where a rank
-            sends the same to all (`MERGED`): gathered by one rank a node, passed on between these in log2 rounds, and
-            read by the others of the node.
-        group: ranks of a node.
-    """
+    """What the busiest rank does to give every rank `each` bytes, round by round."""
     if algorithm == "pairwise":
         return [(world - 1, (world - 1) * each, False)]
     if algorithm == "bruck":
@@ -149,8 +119,7 @@ def seconds(network: Network, world: int, schedule: Sequence[Round]) -> float:
 class Fit:
     """The loopback device as the rows have it.
 
-    Attributes:
-        points: (world, bytes from each to each, measured seconds, fitted seconds).
+    points: (world, bytes from each to each, measured seconds, fitted seconds).
     """
 
     network: Network
@@ -191,15 +160,8 @@ def fit(rows: Iterable[Mapping[str, Any]]) -> Fit | None:
     return Fit(network, points)
 
 
-# ---------------------------------------------------------------- messages
-
-
 def message_bytes(selector: str, world: int, batch: int) -> dict[str, float]:
-    """Bytes of what a rank sends each other rank with a batch, and of its parts.
-
-    Args:
-        batch: rows of one rank's batch. Rows fall to shards evenly.
-    """
+    """Bytes of what a rank sends each other rank with a batch, and of its parts."""
     record = record_dtype(0)
     room = Outbox(list(range(world)), world).capacity(batch)
     rows = batch / world
@@ -216,14 +178,10 @@ def message_bytes(selector: str, world: int, batch: int) -> dict[str, float]:
     }
 
 
-# ---------------------------------------------------------------- work
-
-
 class Played(SingleProcess):
     """The exchange of rank 0, with the other ranks made up: each has this rank's shard summary, and sends its rows.
 
-    Attributes:
-        took: seconds spent here.
+    took: seconds spent here.
     """
 
     def __init__(self, world: int, mass: float, leaves: Array) -> None:
@@ -275,28 +233,16 @@ def work(selector: str, world: int, batch: int, *, trajectories: int = 10_000, b
     with gear.Table.create(
         schema, max_steps=trajectories, max_trajectories=trajectories, block_steps=1
     ) as table:
-        table.extend(
-            {"value": torch.zeros(trajectories, 1)},
-            lengths=np.ones(trajectories, np.int64),
-            priority=priorities,
-        )
+        lengths = np.ones(trajectories, np.int64)
+        table.extend({"value": torch.zeros(trajectories, 1)}, lengths=lengths, priority=priorities)
         table.set_origin(0)
         chosen = SELECTORS[selector]
         leaves = np.sort(priorities.astype(np.float64) ** getattr(chosen, "alpha", 1.0))[::-1]
         played = Played(world, float(leaves.sum()) if selector != "uniform" else trajectories, leaves)
         places = [Place(rank, 0) for rank in range(world)]
-        shards: Any = types.SimpleNamespace(
-            num_shards=world,
-            num_slices=world,
-            num_stages=1,
-            leads=list(range(world)),
-            places=places,
-            place=places[0],
-            own={0: table},
-            lost=list,
-            block_steps={},
-            exchange=played,
-        )
+        told: dict[str, Any] = {"num_shards": world, "num_slices": world, "num_stages": 1, "block_steps": {}}
+        told |= {"leads": list(range(world)), "places": places, "place": places[0], "own": {0: table}}
+        shards: Any = types.SimpleNamespace(**told, lost=list, exchange=played)
         context = SelectionContext(table, chosen, "last", None)
         selection = GlobalSelection(context, shards, played, history=4, reach=None)
         taken = []
@@ -310,9 +256,6 @@ def work(selector: str, world: int, batch: int, *, trajectories: int = 10_000, b
             selection.draw(draw, selection.new_ticket())
             taken.append(time.thread_time() - began - (played.took - before))
         return float(np.median(taken[2:]))
-
-
-# ---------------------------------------------------------------- tables
 
 
 def command(
@@ -386,7 +329,6 @@ def _show_work(console: Console, taken: Mapping[str, Mapping[int, float]], batch
 
 
 def _exchange(network: Network, name: str, algorithm: str, world: int, batch: int, group: int) -> float:
-    """Seconds of one exchange."""
     return seconds(network, world, rounds(algorithm, world, message_bytes(name, world, batch)["all"], group))
 
 

@@ -37,6 +37,7 @@ import typer
 from benchmarks import machine
 from benchmarks.experiments import select_cuda
 from benchmarks.experiments.select_subjects import (
+    DATASET_MOST,
     MULTINOMIAL_MOST,
     Biased,
     CumsumNumpy,
@@ -51,14 +52,12 @@ from benchmarks.experiments.select_subjects import (
     check_draws,
     draw_many,
 )
-from benchmarks.harness import Comparison, Incorrect, Session, Variant, reason
+from benchmarks.harness import Incorrect, Session, Variant, reason
 from benchmarks.options import Device, numbers
 from benchmarks.options import command as as_command
 from benchmarks.peers.catalog import peers_of, started
 from benchmarks.peers.process import PeerFailed
 from benchmarks.peers.select import ALPHA, BETA, OPERATIONS, Subject, measure
-
-__all__ = ["Sizes", "command", "measured"]
 
 SEED = 3
 YARDSTICK = "ours, tree"
@@ -70,10 +69,8 @@ TOLERATED = 0.25
 class Sizes:
     """What to measure.
 
-    Attributes:
-        items, batches: all pairs of these.
-        seconds: about how long one measurement should take.
-        draws: items drawn to check a variant.
+    items, batches: all pairs of these. seconds: about how long one measurement should take. draws: items drawn to check
+    a variant.
     """
 
     items: tuple[int, ...]
@@ -108,9 +105,6 @@ def command(
         measured(session, [*cpu_kinds(), *_peer_kinds(session, stack)], chosen, yardstick=YARDSTICK)
 
 
-# ---------------------------------------------------------------- variants
-
-
 def cpu_kinds() -> list[Kind]:
     def kind(name: str, made: Any, **options: Any) -> Kind:
         return Kind(name, made, made.item_bytes, **options)
@@ -118,14 +112,8 @@ def cpu_kinds() -> list[Kind]:
     return [
         kind(YARDSTICK, TreeSubject, ours=True),
         kind("ours, with extremes", ExtremesSubject, ours=True),
-        kind(
-            "ours, dataset",
-            DatasetSubject,
-            ours=True,
-            most=10**6,
-            why="a table of as many trajectories takes minutes to fill",
-        ),
-        kind("torch.multinomial", Multinomial, most=MULTINOMIAL_MOST, why="it refuses more than 2**24 items"),
+        kind("ours, dataset", DatasetSubject, ours=True, **DATASET_MOST),
+        kind("torch.multinomial", Multinomial, **MULTINOMIAL_MOST),
         kind("cumsum, torch", CumsumTorch),
         kind("cumsum, numpy", CumsumNumpy),
     ]
@@ -142,9 +130,6 @@ def _peer_kinds(session: Session, stack: contextlib.ExitStack) -> Iterator[Kind]
         stack.callback(process.close)
         build = functools.partial(Peer, process, name)
         yield Kind(name, build, peer.item_bytes, parameters={"peer": process.about})
-
-
-# ---------------------------------------------------------------- measuring
 
 
 def measured(session: Session, kinds: Sequence[Kind], sizes: Sizes, *, yardstick: str) -> None:
@@ -235,11 +220,7 @@ def _measured(
                 raise
             session.leave(f"{kind.name}, {label}", reason(error))
     parameters = {"items": items, "batch": batch, "operation": operation}
-    names = {"experiment": "select", "workload": operation, "label": label}
-    comparison = Comparison(
-        **names, variants=variants, yardstick=yardstick, parameters=parameters, unit="rows"
-    )
-    session.show(session.run(comparison))
+    session.compare(operation, label, variants, yardstick, parameters, unit="rows")
 
 
 def _variant(kind: Kind, subject: Subject, operation: str, batch: int, sizes: Sizes) -> Variant:
@@ -255,15 +236,10 @@ def _variant(kind: Kind, subject: Subject, operation: str, batch: int, sizes: Si
         if len(found[0]) != batch:
             raise Incorrect(f"{len(found[0])} items were drawn instead of {batch}")
 
+    limit = kind.limit.get(batch) if operation == "cycle" else None
+    more: dict[str, Any] = {"limit": limit, "required": kind.ours}
     return Variant(
-        kind.name,
-        lambda: timed(operation, batch, batches),
-        check,
-        batch,
-        batches,
-        kind.parameters,
-        limit=kind.limit.get(batch) if operation == "cycle" else None,
-        required=kind.ours,
+        kind.name, lambda: timed(operation, batch, batches), check, batch, batches, kind.parameters, **more
     )
 
 

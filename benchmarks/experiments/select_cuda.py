@@ -23,6 +23,7 @@ import torch
 
 from benchmarks.engine import CudaEngine, Engine, Launch
 from benchmarks.experiments.select_subjects import (
+    DATASET_MOST,
     MULTINOMIAL_MOST,
     CumsumTorch,
     DatasetSubject,
@@ -35,8 +36,6 @@ from benchmarks.peers.select import ALPHA, Subject, weighed
 from gear_loader.kernels import priority
 from gear_loader.kernels.sum_tree import BAD_POSITION, EMPTY_DRAWS, NOWHERE, SumTree
 
-__all__ = ["YARDSTICK", "kinds"]
-
 YARDSTICK = "ours, graph"
 LIMITS = {1024: 40e-6}
 """Seconds of a cycle, by batch."""
@@ -44,25 +43,20 @@ _SEED = 17
 
 
 def kinds(engine: Engine | None = None, launches: int = 64) -> list[Kind]:
-    """The variants on a GPU.
-
-    Args:
-        engine: the device; tests rehearse on one that is none.
-        launches: operations in one graph.
-    """
+    """The variants on a GPU."""
     engine = CudaEngine() if engine is None else engine
     device = engine.device
 
     def graph(made: Callable[[Truth], _Queued]) -> Callable[[Truth], Subject]:
         return lambda truth: Graph(engine, made(truth), launches)
 
-    few = {"most": MULTINOMIAL_MOST, "why": "it refuses more than 2**24 items"}
-    table = {"most": 10**6, "why": "a table of as many trajectories takes minutes to fill"}
     return [  # memory of the host: what they are built from
         Kind(YARDSTICK, graph(lambda truth: DeviceTree(truth, engine)), 8, ours=True, limit=LIMITS),
         Kind("ours, eager", lambda truth: DeviceTree(truth, engine), 8, ours=True, limit=LIMITS),
-        Kind("ours, dataset", lambda truth: DatasetSubject(truth, str(device)), 700, ours=True, **table),
-        Kind("torch.multinomial", lambda truth: Multinomial(truth, device), 8, **few),
+        Kind(
+            "ours, dataset", lambda truth: DatasetSubject(truth, str(device)), 700, ours=True, **DATASET_MOST
+        ),
+        Kind("torch.multinomial", lambda truth: Multinomial(truth, device), 8, **MULTINOMIAL_MOST),
         Kind("cumsum, graph", graph(lambda truth: DeviceCumsum(truth, engine)), 8),
         Kind("cumsum, eager", lambda truth: DeviceCumsum(truth, engine), 8),
     ]
@@ -87,7 +81,6 @@ class _Queued(Subject):
         return drawn[0].cpu().numpy().copy(), drawn[1].cpu().numpy().copy()
 
     def leaves(self, items: torch.Tensor) -> torch.Tensor:
-        """What items weigh now."""
         raise NotImplementedError
 
     def verify(self) -> None:

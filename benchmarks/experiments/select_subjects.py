@@ -12,28 +12,12 @@ import torch
 import gear_loader as gear
 from benchmarks.harness import Incorrect
 from benchmarks.peers.catalog import peers_of
-from benchmarks.peers.process import PeerFailed, PeerProcess
+from benchmarks.peers.process import PeerProcess
 from benchmarks.peers.select import ALPHA, BETA, Subject, chunks, priorities, weighed
 from gear_loader.selection.tree import PriorityTree
 
-__all__ = [
-    "MULTINOMIAL_MOST",
-    "Biased",
-    "CumsumNumpy",
-    "CumsumTorch",
-    "DatasetSubject",
-    "ExtremesSubject",
-    "Kind",
-    "Multinomial",
-    "Peer",
-    "PeerFailed",
-    "TreeSubject",
-    "Truth",
-    "check_draws",
-    "draw_many",
-]
-
-MULTINOMIAL_MOST = 1 << 24
+MULTINOMIAL_MOST: dict[str, Any] = {"most": 1 << 24, "why": "it refuses more than 2**24 items"}
+DATASET_MOST: dict[str, Any] = {"most": 10**6, "why": "a table of as many trajectories takes minutes to fill"}
 _SEED = 11
 _FAR = 8.0  # standard deviations of a chi-square: farther than chance goes
 
@@ -41,8 +25,7 @@ _FAR = 8.0  # standard deviations of a chi-square: farther than chance goes
 class Biased(Incorrect):
     """Draws are not in proportion to the weights.
 
-    Attributes:
-        deviation: by which part a bin of items is drawn too often or too seldom, beyond what chance may explain.
+    deviation: by which part a bin of items is drawn too often or too seldom, beyond what chance may explain.
     """
 
     def __init__(self, message: str, deviation: float) -> None:
@@ -54,14 +37,9 @@ class Biased(Incorrect):
 class Kind:
     """A variant before it is built for a number of items.
 
-    Attributes:
-        name: how rows and tables call it.
-        build: make one. Raises `PeerFailed`.
-        item_bytes: memory that it needs about, for each item.
-        most, why: items that it takes at most, for which reason.
-        ours: whether a wrong result ends the run; others are left out.
-        parameters: for the rows.
-        limit: seconds that a cycle of a batch should take at most, by batch.
+    name: how rows and tables call it. build: make one. Raises `PeerFailed`. item_bytes: memory that it needs about, for
+    each item. most, why: items that it takes at most, for which reason. ours: whether a wrong result ends the run;
+    others are left out. parameters: for the rows. limit: seconds that a cycle of a batch should take at most, by batch.
     """
 
     name: str
@@ -74,15 +52,10 @@ class Kind:
     limit: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
 
-# ---------------------------------------------------------------- what is expected
-
-
 class Truth:
     """The priorities that all variants start with, and how often items should be drawn.
 
-    Args:
-        items: how many.
-        seed: of the priorities.
+    items: how many. seed: of the priorities.
     """
 
     def __init__(self, items: int, seed: int) -> None:
@@ -97,16 +70,7 @@ class Truth:
         update: Callable[[np.ndarray, np.ndarray], None],
         draws: int,
     ) -> None:
-        """Compare many draws with the priorities, then change some of these, look again, and put them back.
-
-        Args:
-            subject: as it was built; `draw` draws that many items or a few more, and returns what they weigh or None.
-            draws: how many to look at.
-
-        Raises:
-            Incorrect: items that do not exist, or weights that differ.
-            Biased: frequencies that chance does not explain; the worst.
-        """
+        """Compare many draws with the priorities, then change some of these, look again, and put them back."""
         total, shares = self._expected(subject.power)
         items, leaves = draw(draws)
         check_draws(items, leaves, self.items)
@@ -193,9 +157,6 @@ def _chi_square(found: np.ndarray, share: np.ndarray, what: str) -> Biased | Non
     )
 
 
-# ---------------------------------------------------------------- ours
-
-
 class TreeSubject(Subject):
     """`PriorityTree`: what the CPU path draws with and sets leaves in."""
 
@@ -244,21 +205,20 @@ class DatasetSubject(Subject):
             values = torch.arange(part.start, part.stop, dtype=torch.int32)[:, None]
             lengths = np.ones(len(values), dtype=np.int64)
             self._table.extend({"x": values}, lengths=lengths, priority=truth.priorities[part])
-        self._dataset = gear.ReplayDataset(
-            self._table,
-            batch_size=1024,
-            windows=gear.Window(1),
-            anchor="first",
-            selector=gear.Prioritized(alpha=ALPHA, beta=BETA, normalize="table"),
-            device=self._device,
-            prefetch=0,
-        )
+        self._dataset = self._made(gear.Prioritized(alpha=ALPHA, beta=BETA, normalize="table"))
         self._least = weighed(truth.priorities.min(), ALPHA)
         self._truth: Truth | None = truth
         self._index = torch.from_numpy(self._table.indices()).to(self._device)
         generations = self._table.reader().slot_states()[1][self._table.indices()]
         self._generations = torch.from_numpy(generations).to(self._device)
         self._check_weights()
+
+    def _made(self, selector: gear.Prioritized, batch: int = 1024) -> gear.ReplayDataset:
+        options: dict[str, Any] = {"anchor": "first", "device": self._device, "prefetch": 0}
+        windows = gear.Window(1)
+        return gear.ReplayDataset(
+            self._table, batch_size=batch, windows=windows, selector=selector, **options
+        )
 
     def _check_weights(self) -> None:
         batch = self._dataset.sample(256)
@@ -293,9 +253,6 @@ class DatasetSubject(Subject):
 
     def close(self) -> None:
         self._table.close()
-
-
-# ---------------------------------------------------------------- without a tree
 
 
 class Multinomial(Subject):
@@ -373,17 +330,10 @@ class CumsumNumpy(Subject):
         self._leaves[drawn[0]] = values
 
 
-# ---------------------------------------------------------------- peers
-
-
 class Peer(Subject):
     """A variant in another process, which also times it; draws and updates from here are for checks.
 
-    Args:
-        process: of the variant. truth: what it is built with.
-
-    Raises:
-        PeerFailed: it could not be built.
+    process: of the variant. truth: what it is built with.
     """
 
     def __init__(self, process: PeerProcess, variant: str, truth: Truth) -> None:
@@ -405,7 +355,6 @@ class Peer(Subject):
         self._process.ask("update", items=drawn[0].tolist(), priorities=values.tolist())
 
     def measure(self, operation: str, batch: int, batches: int) -> float:
-        """`peers.select.measure`, over there."""
         seconds = self._process.ask("measure", operation=operation, batch=batch, batches=batches)["seconds"]
         return float(seconds)
 

@@ -29,19 +29,16 @@ cuda`` batches are wanted on the GPU: see `benchmarks.experiments.batches`.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Annotated
 
 import typer
 
 from benchmarks.experiments.adding import Setting, crews_of, inserting
 from benchmarks.experiments.batches import TARGET_BATCH, measured
-from benchmarks.harness import Comparison, Session
+from benchmarks.harness import Session
 from benchmarks.options import command as as_command
 from benchmarks.options import some_of
 from benchmarks.workloads import W1, W2
-
-__all__ = ["command"]
 
 PARTS = ("W1", "W2", "insert")
 INSERT_TRAJECTORIES = 6_000
@@ -76,13 +73,4 @@ def command(
             window=0.04 if session.quick else 0.4,
         )
         with crews_of(session, ", insert") as (crews, tables):
-            inserting(session, setting, crews, tables, _as_insert)
-
-
-def _as_insert(comparison: Comparison) -> Comparison:
-    """What `online` measures under the names of this experiment."""
-    parameters = {**comparison.parameters, "part": "insert", "mode": comparison.workload}
-    label = f"adding, {comparison.label}"
-    return dataclasses.replace(
-        comparison, experiment="single-server", workload="insert", label=label, parameters=parameters
-    )
+            inserting(session, setting, crews, tables, "insert")

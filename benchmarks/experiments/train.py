@@ -41,7 +41,7 @@ import torch
 import typer
 
 from benchmarks.experiments import train_hopper
-from benchmarks.harness import Amount, Comparison, Incorrect, Session, Variant
+from benchmarks.harness import Amount, Incorrect, Session, Variant
 from benchmarks.options import command as as_command
 from benchmarks.options import numbers
 from benchmarks.peers import policy
@@ -49,11 +49,10 @@ from benchmarks.peers.catalog import library_of
 from benchmarks.peers.episodes import WINDOW, Data
 from benchmarks.peers.process import PeerFailed, PeerProcess, start
 
-__all__ = ["Setting", "Trainee", "command", "measured"]
-
 _QUICK: Mapping[str, Any] = {
     "loaders": ("ours", "batch ready", "DataLoader, map-style", "TorchRL", "Reverb, gRPC"),
     "batches": (16,),
+    "seeds": (0,),
     "episodes": 24,
     "horizon": 60,
     "steps": 4,
@@ -61,7 +60,6 @@ _QUICK: Mapping[str, Any] = {
     "limit": 20,
     "evaluations": 2,
     "goal": 0.2,
-    "seeds": (0,),
 }
 
 
@@ -88,7 +86,7 @@ def command(
     chosen = {**(_QUICK if session.quick else {}), **given}
     with tempfile.TemporaryDirectory(prefix="train-") as folder:
         device = "cuda" if session.cuda else "cpu"
-        setting = Setting(folder=Path(folder), device=device, **chosen)
+        setting = Setting(folder=Path(folder), device=device, threads=session.threads, **chosen)
         names = ("batches", "episodes", "horizon", "chunk", "limit", "evaluations", "goal", "seeds")
         session.configure(**{name: getattr(setting, name) for name in names})
         measured(session, setting)
@@ -116,14 +114,7 @@ LOADERS = {
     **{name: library_of("train", name) for name in ("TorchRL", "Reverb, gRPC")},
 }
 """Loader -> the library that it is of."""
-RACERS = (
-    "ours",
-    "plain torch",
-    "DataLoader, map-style",
-    "DataLoader, map-style, 2 workers",
-    "TorchRL",
-    "Reverb, gRPC",
-)
+RACERS = tuple(name for name in LOADERS if name not in ("ours, prefetch 2", YARDSTICK))
 """Those that train until they reach the return."""
 _ALIKE = 1e-4  # by how much the loss of the same weights may differ between versions of torch
 
@@ -132,17 +123,11 @@ _ALIKE = 1e-4  # by how much the loss of the same weights may differ between ver
 class Setting:
     """What to measure.
 
-    Attributes:
-        folder: for the data and weights.
-        loaders: their names.
-        batches: batch sizes; training to a return takes the smallest one.
-        episodes, horizon: that are collected, of at most so many steps.
-        steps: of a measurement, at the smallest batch.
-        chunk, limit: training steps between evaluations, and in all.
-        evaluations: episodes of an evaluation.
-        goal: the return to reach, as a share of the best behaviour's.
-        seeds: of the weights that training to a return starts with, one after another.
-        best: mean return of the best behaviour, once episodes are collected.
+    folder: for the data and weights. loaders: their names. batches: batch sizes; training to a return takes the
+    smallest one. episodes, horizon: that are collected, of at most so many steps. steps: of a measurement, at the
+    smallest batch. chunk, limit: training steps between evaluations, and in all. evaluations: episodes of an
+    evaluation. goal: the return to reach, as a share of the best behaviour's. seeds: of the weights that training to a
+    return starts with, one after another. best: mean return of the best behaviour, once episodes are collected.
     """
 
     folder: Path
@@ -166,7 +151,6 @@ class Setting:
         return self.folder / "episodes.npz"
 
     def weights(self, name: str) -> Path:
-        """A file of weights."""
         return self.folder / f"{name}.npz"
 
 
@@ -174,9 +158,7 @@ class Setting:
 class Trainee:
     """A loader and the training that it feeds, in a process.
 
-    Attributes:
-        name: the loader's. ours: whether its failure ends the run, as does that of plain torch.
-        parameters: for the rows.
+    name: the loader's. ours: whether its failure ends the run, as does that of plain torch. parameters: for the rows.
     """
 
     name: str
@@ -185,11 +167,7 @@ class Trainee:
     parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def check(self) -> None:
-        """What it delivers, compared with the data; then a few steps that are not timed.
-
-        Raises:
-            Incorrect: it is something else, or it fails.
-        """
+        """What it delivers, compared with the data; then a few steps that are not timed."""
         try:
             self.process.ask("check")
             self.process.ask("run", steps=3)
@@ -210,16 +188,9 @@ def prepare(setting: Setting) -> Setting:
     return dataclasses.replace(setting, best=best)
 
 
-# ---------------------------------------------------------------- processes
-
-
 @contextlib.contextmanager
 def started(session: Session, setting: Setting) -> Iterator[list[Trainee]]:
-    """A process for each loader; why one is missing is noted.
-
-    Raises:
-        PeerFailed: one of those that need nothing but this environment.
-    """
+    """A process for each loader; why one is missing is noted."""
     names = [name for name in setting.loaders if setting.device == "cpu" or not _elsewhere(name)]
     for name in setting.loaders:
         if name not in names:
@@ -273,18 +244,8 @@ def _environment(name: str, value: str) -> Iterator[None]:
         del os.environ[name]
 
 
-# ---------------------------------------------------------------- steps
-
-
 def steps(session: Session, setting: Setting, trainees: list[Trainee], batch: int) -> list[Trainee]:
-    """Measure training steps of all loaders in turn.
-
-    Returns:
-        Those that could do it, with their loaders of this batch size.
-
-    Raises:
-        Incorrect: ours, or plain torch, delivers something else than windows of the data.
-    """
+    """Measure training steps of all loaders in turn."""
     able = []
     with ThreadPoolExecutor(2) as pool:  # making them takes seconds and is not timed
         found = list(pool.map(lambda trainee: _build(trainee, setting, batch), trainees))
@@ -296,16 +257,9 @@ def steps(session: Session, setting: Setting, trainees: list[Trainee], batch: in
         else:
             session.leave(f"{trainee.name}, batch {batch}", str(error))
     count = max(2, round(setting.steps * min(setting.batches) / batch))
-    comparison = Comparison(
-        "train",
-        "steps",
-        f"training step, batch {batch}",
-        [variant for trainee in able for variant in _variants(trainee, batch, count)],
-        yardstick=YARDSTICK,
-        parameters={"batch": batch, "window": WINDOW},
-        unit="rows",
-    )
-    session.show(session.run(comparison))
+    variants = [variant for trainee in able for variant in _variants(trainee, batch, count)]
+    parameters, label = {"batch": batch, "window": WINDOW}, f"training step, batch {batch}"
+    session.compare("steps", label, variants, YARDSTICK, parameters, unit="rows")
     return able
 
 
@@ -322,12 +276,6 @@ def _build(trainee: Trainee, setting: Setting, batch: int) -> Exception | None:
 
 
 def _reset(trainee: Trainee, setting: Setting, seed: int) -> None:
-    """Start its training again.
-
-    Raises:
-        Incorrect: its model gives another loss than the same weights do here.
-        PeerFailed: see `PeerProcess.ask`.
-    """
     weights, data = str(setting.weights(f"start-{seed}")), Data(str(setting.data))
     found = trainee.process.ask("reset", weights=weights)["loss"]
     with torch.no_grad():
@@ -361,9 +309,6 @@ def _variant(trainee: Trainee, name: str, batch: int, count: int, *, ready: bool
         }
 
     return Variant(name, measure, trainee.check, batch, count, trainee.parameters, extras=extras)
-
-
-# ---------------------------------------------------------------- the way to a return
 
 
 @dataclasses.dataclass
@@ -432,24 +377,11 @@ def _advance(run: _Run, setting: Setting) -> None:
 
 def _amount(setting: Setting, goal: float, trainee: Trainee, runs: Sequence[_Run]) -> Amount:
     there = [run for run in runs if run.reached(goal)]
-    return Amount(
-        experiment="train",
-        workload="return",
-        label=f"training until the return is {goal:.0f}, batch {min(setting.batches)}",
-        variant=trainee.name,
-        values=[run.seconds for run in there],
-        unit="s",
-        parameters={
-            **trainee.parameters,
-            "batch": min(setting.batches),
-            "return": goal,
-            "curve": there[0].curve,
-            "curves": [run.curve for run in runs],
-        },
-        extras={
-            "reached": len(there),
-            "seeds": len(runs),
-            "steps": float(np.median([run.steps for run in there])),
-            "waiting": sum(run.waiting for run in there) / sum(run.seconds for run in there),
-        },
-    )
+    batch, seconds = min(setting.batches), [run.seconds for run in there]
+    curves = {"curve": there[0].curve, "curves": [run.curve for run in runs]}
+    parameters = {**trainee.parameters, "batch": batch, "return": goal, **curves}
+    extras = {"reached": len(there), "seeds": len(runs)}
+    extras["steps"] = float(np.median([run.steps for run in there]))
+    extras["waiting"] = sum(run.waiting for run in there) / sum(seconds)
+    label = f"training until the return is {goal:.0f}, batch {batch}"
+    return Amount("train", "return", label, trainee.name, seconds, "s", parameters, extras=extras)

@@ -16,8 +16,6 @@ import gear_loader as gear
 from benchmarks.peers.episodes import WINDOW
 from benchmarks.peers.policy import Policy
 
-__all__ = ["collect", "evaluate"]
-
 ENVIRONMENT = "Hopper-v5"
 # Torques of thigh, leg and foot as a linear function of the 11 observed positions and velocities: a hopping gait that
 # random search found (Mania et al. 2018, arXiv:1803.07055), rounded.
@@ -55,10 +53,7 @@ def _behaviour(foot_torque: float, random: np.random.Generator) -> Callable[[np.
 def collect(path: Path, *, episodes: int, horizon: int, seed: int) -> float:
     """Collect episodes of behaviours from good to bad, in random order, and write them to a file.
 
-    See `benchmarks.peers.episodes.Data` for what is in it.
-
-    Returns:
-        The mean return of the best behaviour.
+    See `benchmarks.peers.episodes.Data` for what is in it. Returns: The mean return of the best behaviour.
     """
     collected: list[dict[str, np.ndarray]] = []
     best = -np.inf

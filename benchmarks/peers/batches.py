@@ -13,10 +13,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.peers import source
-from benchmarks.peers.select import ALPHA, BETA
 from benchmarks.peers.source import Source
-
-__all__ = ["ALPHA", "BETA", "CHUNK", "WARM_UP", "Subject", "Worker", "measure"]
 
 WARM_UP = 4
 CHUNK = 500  # trajectories that are made at a time
@@ -26,14 +23,9 @@ _TRIES, _TRIED = 2, 8  # how often a setting is tried, with how many batches
 class Subject:
     """A store that is filled.
 
-    Args:
-        source: what with; its spec says the ``window`` of a row.
-
-    Attributes:
-        workload: whose batches it gives. prioritized: whether it draws by priority.
-        settings: to choose from. setting: the one in use.
-        batch: rows of a batch, set by `prepare`.
-        cost: how many times longer a batch takes about than ours: it is timed over fewer.
+    source: what with; its spec says the ``window`` of a row. workload: whose batches it gives. prioritized: whether it
+    draws by priority. settings: to choose from. setting: the one in use. batch: rows of a batch, set by `prepare`.
+    cost: how many times longer a batch takes about than ours: it is timed over fewer.
     """
 
     workload = "W1"
@@ -99,11 +91,9 @@ class Worker(source.Worker):
         self._subjects: dict[str, Subject] = {}
 
     def build(self, name: str, spec: dict[str, Any]) -> None:
-        """Fill a store."""
         self._subjects[name] = self.kinds[name](Source(spec))
 
     def prepare(self, name: str, batch: int) -> dict[str, Any]:
-        """See `Subject.prepare`."""
         return {"setting": self._built(name).prepare(batch)}
 
     def check(self, name: str, times: int) -> dict[str, Any]:
@@ -126,7 +116,6 @@ class Worker(source.Worker):
             return {"seconds": measure(self._built(name), batches)}
 
     def close(self) -> dict[str, Any]:
-        """Give back all stores."""
         while self._subjects:
             self._subjects.popitem()[1].close()
         return {}

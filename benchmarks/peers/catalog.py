@@ -10,8 +10,6 @@ from typing import Any
 from benchmarks.peers import cpprb, reverb, tianshou, torchrl
 from benchmarks.peers.process import PeerProcess, start
 
-__all__ = ["library_of", "peers_of", "started"]
-
 _LIBRARIES: dict[str, ModuleType] = {
     "reverb": reverb,
     "torchrl": torchrl,

@@ -15,8 +15,6 @@ from typing import Any
 from benchmarks.peers import source
 from benchmarks.peers.source import Source, Steps
 
-__all__ = ["UNIT", "Subject", "Worker"]
-
 UNIT = 20
 """Trajectories that are made, stored and compared at a time."""
 
@@ -24,11 +22,7 @@ UNIT = 20
 class Subject:
     """A store that can be saved and loaded.
 
-    Args:
-        source: all trajectories. folder: where to save.
-
-    Attributes:
-        synced: whether its save waits until everything is on the disk.
+    source: all trajectories. folder: where to save. synced: whether its save waits until everything is on the disk.
     """
 
     synced = False
@@ -77,11 +71,7 @@ class Worker(source.Worker):
     """Goes all the way with one variant."""
 
     def journey(self, spec: dict[str, Any], folder: str) -> dict[str, Any]:
-        """Seconds of each part; what is known further under "extras".
-
-        Args:
-            spec: of a `Source`; ``more``: trajectories that are added after the first save.
-        """
+        """Seconds of each part; what is known further under "extras"."""
         first = int(spec["trajectories"])
         trajectories = Source({**spec, "trajectories": first + int(spec["more"])})
         subject = self.kind(trajectories, folder)
@@ -111,7 +101,6 @@ class Worker(source.Worker):
 
 
 def timed(work: Any) -> float:
-    """Seconds that it takes."""
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin

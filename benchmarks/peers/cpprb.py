@@ -11,13 +11,10 @@ from benchmarks.peers import batches, checkpoint, memory, online, select
 from benchmarks.peers.select import ALPHA, BETA
 from benchmarks.peers.source import Source, Steps
 
-__all__ = ["KINDS", "PACKAGES", "load"]
-
 PACKAGES = ("cpprb", "numpy")
 
 
 def load(task: str, threads: int) -> str | None:
-    """Import it."""
     import cpprb  # noqa: F401
 
     return None

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["COLUMNS", "WINDOW", "Data", "Loader", "verify"]
-
 WINDOW = 20
 """Steps that the model looks back on."""
 COLUMNS = ("observation", "action", "return_to_go", "step")
@@ -17,11 +15,8 @@ COLUMNS = ("observation", "action", "return_to_go", "step")
 class Data:
     """Episodes one after another, from a file.
 
-    Attributes:
-        path: the file.
-        columns: name -> float32 ``[steps, ...]``; ``step`` is a step's number in its episode.
-        lengths: int64, of the episodes.
-        horizon: steps that an episode has at most. scale: what returns are divided by.
+    path: the file. columns: name -> float32 ``[steps, ...]``; ``step`` is a step's number in its episode. lengths:
+    int64, of the episodes. horizon: steps that an episode has at most. scale: what returns are divided by.
     """
 
     def __init__(self, path: str) -> None:
@@ -37,13 +32,7 @@ def verify(batch: Mapping[str, Any], data: Data) -> np.ndarray:
     """Compare a batch with the data, byte for byte.
 
     A row holds successive steps of one episode, then padding: zeros where the mask is False. It is shorter than the
-    window only at the begin of an episode.
-
-    Returns:
-        The first step of each row, int64 [B], counted over all episodes.
-
-    Raises:
-        ValueError: it holds something else.
+    window only at the begin of an episode. Returns: The first step of each row, int64 [B], counted over all episodes.
     """
     found = {name: batch[name].cpu().numpy() for name in COLUMNS}
     mask = batch["mask"].cpu().numpy()
@@ -72,9 +61,7 @@ def verify(batch: Mapping[str, Any], data: Data) -> np.ndarray:
 class Loader:
     """What delivers batches: name -> ``[batch, WINDOW, ...]`` of `COLUMNS`, and their mask.
 
-    Attributes:
-        ahead: batches that it may have ready before they are asked for.
-        varied: whether its batches differ.
+    ahead: batches that it may have ready before they are asked for. varied: whether its batches differ.
     """
 
     ahead = 0
@@ -85,11 +72,9 @@ class Loader:
         self.open()
 
     def open(self) -> None:
-        """Take over the data."""
         raise NotImplementedError
 
     def next(self) -> Mapping[str, Any]:
-        """The next batch."""
         raise NotImplementedError
 
     def close(self) -> None:

@@ -20,17 +20,12 @@ from benchmarks.peers.source import Steps
 from gear_loader.errors import RateLimitError, RegionError
 from gear_loader.storage.shared_memory import region_path
 
-__all__ = ["KINDS", "PACKAGES", "PATIENCE", "load"]
-
 PACKAGES = ("torch", "numpy")
 
 
 def load(task: str, threads: int) -> str | None:
     """All of it is imported already."""
     return None
-
-
-# ---------------------------------------------------------------- memory and checkpoint
 
 
 class Memory(memory.Subject):
@@ -119,8 +114,6 @@ class Checkpoint(checkpoint.Subject):
     def close(self) -> None:
         self._table.close()
 
-
-# ---------------------------------------------------------------- online
 
 PATIENCE = 0.2
 """Seconds that a writer waits for the rate limiter, until it looks whether its time is over."""
@@ -240,8 +233,6 @@ class Memcpy(online.Subject):
         if not np.array_equal(copied, self._arena[self._from : self._from + self._total]):
             raise ValueError("the copy differs")
 
-
-# ---------------------------------------------------------------- train
 
 BLOCK_STEPS = 32
 

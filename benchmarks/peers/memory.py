@@ -17,18 +17,12 @@ import numpy as np
 from benchmarks.peers import source
 from benchmarks.peers.source import Source, Steps
 
-__all__ = ["BATCH", "Subject", "Worker"]
-
 BATCH = 64
 """Trajectories that are handed over at a time, where that can be."""
 
 
 class Subject:
-    """A store of trajectories.
-
-    Args:
-        source: all of them. options: of the variant.
-    """
+    """A store of trajectories. source: all of them. options: of the variant."""
 
     def __init__(self, source: Source, **options: Any) -> None:
         self.source, self.options = source, options
@@ -44,7 +38,6 @@ class Subject:
             yield from batch
 
     def fill(self) -> None:
-        """Store them all."""
         raise NotImplementedError
 
     def read(self, i: int) -> Mapping[str, Any]:
@@ -69,7 +62,6 @@ class Subject:
         return 0
 
     def extras(self) -> dict[str, float]:
-        """Further figures."""
         return {}
 
     def close(self) -> None:
@@ -88,11 +80,7 @@ class Worker(source.Worker):
     """Measures one store."""
 
     def measure(self, spec: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-        """Bytes resident, and those of the payload.
-
-        Args:
-            spec: of a `Source`. options: of the variant.
-        """
+        """Bytes resident, and those of the payload. spec: of a `Source`. options: of the variant."""
         trajectories, lengths = Source(spec), spec["lengths"]
         few = lengths[
             -(BATCH + len(lengths) % BATCH) :

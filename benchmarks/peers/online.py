@@ -10,8 +10,6 @@ from typing import Any
 from benchmarks.peers import source
 from benchmarks.peers.source import Source, Steps
 
-__all__ = ["MODES", "Subject", "Worker", "item_of", "pieces", "trajectories_of"]
-
 MODES = ("whole", "batches", "steps", "chunks 10", "chunks 50")
 """Whole trajectories one by one, or in batches; single steps, or so many at a time, made a trajectory when complete."""
 _MOST_WRITERS = 64
@@ -36,15 +34,10 @@ def trajectories_of(spec: Mapping[str, Any]) -> Source:
 class Subject:
     """A writer of a store, which adds its trajectories over and over.
 
-    Args:
-        spec: ``columns``, ``steps``, ``seed`` as in a `Source`; ``trajectories`` that the store has room for,
-            ``sources`` of a writer, ``batch``.
-        mode: one of `modes`. number: of the writer, of so many. address: where the store is; None makes it.
-
-    Attributes:
-        modes: what it can do. several: whether more processes may write.
-        source: trajectories of all writers. each: its own, name -> ``[steps, *shape]``. stacked: the same in one.
-        batches: the same in batches.
+    spec: ``columns``, ``steps``, ``seed`` as in a `Source`; ``trajectories`` that the store has room for, ``sources``
+    of a writer, ``batch``. mode: one of `modes`. number: of the writer, of so many. address: where the store is; None
+    makes it. modes: what it can do. several: whether more processes may write. source: trajectories of all writers.
+    each: its own, name -> ``[steps, *shape]``. stacked: the same in one. batches: the same in batches.
     """
 
     modes: tuple[str, ...] = MODES
@@ -74,7 +67,6 @@ class Subject:
         raise NotImplementedError
 
     def fill(self) -> None:
-        """Make the store full."""
         if self.number == 0:
             done, wanted = 0, self.room * (1 if item_of(self.mode) == "trajectory" else self.steps)
             while done < wanted:
@@ -113,7 +105,6 @@ class Worker(source.Worker):
         return {"address": self.subject.address}
 
     def fill(self) -> None:
-        """Make the store full."""
         self.subject.fill()
 
     def run(self, begin: float, seconds: float) -> dict[str, Any]:
@@ -133,5 +124,4 @@ class Worker(source.Worker):
             gc.enable()
 
     def check(self) -> None:
-        """See `Subject.check`."""
         self.subject.check()

@@ -14,8 +14,6 @@ from torch.nn import functional
 from benchmarks.peers import checkpoint, episodes, memory, online
 from benchmarks.peers.source import Steps
 
-__all__ = ["KINDS", "PACKAGES", "load"]
-
 PACKAGES = ("torch", "numpy")
 _PIECE = 8 << 20
 
@@ -23,9 +21,6 @@ _PIECE = 8 << 20
 def load(task: str, threads: int) -> str | None:
     """All of it is imported already."""
     return None
-
-
-# ---------------------------------------------------------------- memory
 
 
 class FixedRows(memory.Subject):
@@ -65,9 +60,6 @@ class Listed(memory.Subject):
 
     def close(self) -> None:
         self._episodes.clear()
-
-
-# ---------------------------------------------------------------- checkpoint
 
 
 class Saved(checkpoint.Subject):
@@ -141,9 +133,6 @@ class Kept(Yardstick):
         self._memory = memory
 
 
-# ---------------------------------------------------------------- online
-
-
 class Torch(online.Subject):
     """torch alone: `copy_` into tensors ``[trajectories, steps, ...]`` that were made before, one after another."""
 
@@ -196,9 +185,6 @@ class Torch(online.Subject):
         if first not in (before, 0):
             raise ValueError(f"place {first} was written, after {before}")
         self.verify({n: values[first : self._place].numpy() for n, values in self._store.items()})
-
-
-# ---------------------------------------------------------------- train
 
 
 class Windows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

@@ -11,8 +11,6 @@ from torch.nn import functional as F
 
 from benchmarks.peers.episodes import WINDOW, Data
 
-__all__ = ["Batch", "Learner", "Policy", "first_windows", "load", "save"]
-
 Batch = Mapping[str, torch.Tensor]
 
 
@@ -44,11 +42,8 @@ class Block(nn.Module):
 class Policy(nn.Module):
     """(return to go, observation, action) of the last steps -> the action at each of them.
 
-    A step is one token: its return to go and observation, and the action before. Where that is not in the window,
-    it is zeros.
-
-    Args:
-        data: whose mean and deviation observations are normalized with.
+    A step is one token: its return to go and observation, and the action before. Where that is not in the window, it is
+    zeros. data: whose mean and deviation observations are normalized with.
     """
 
     mean: torch.Tensor
@@ -87,8 +82,7 @@ class Policy(nn.Module):
 class Learner:
     """A policy that learns: AdamW with a warm-up, gradients clipped.
 
-    Args:
-        data, weights, device: the policy's; see `load`.
+    data, weights, device: the policy's; see `load`.
     """
 
     def __init__(self, data: Data, weights: str, device: torch.device) -> None:
@@ -108,7 +102,6 @@ class Learner:
 
 
 def save(policy: Policy, path: str) -> None:
-    """Write a policy's weights."""
     np.savez(path, **{name: value.cpu().numpy() for name, value in policy.state_dict().items()})
 
 

@@ -16,10 +16,15 @@ from typing import Any, TypeVar
 
 from benchmarks import machine
 
-__all__ = ["FOLDER", "PeerFailed", "PeerProcess", "first", "interpreters", "start"]
-
 Made = TypeVar("Made")
 _SCRIPT = str(Path(__file__).with_name("serve.py"))
+
+
+_UNDO = """
+import json, subprocess, sys
+for line in reversed(sys.stdin.read().splitlines()):
+    subprocess.run(json.loads(line), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+"""
 
 
 class PeerFailed(Exception):
@@ -29,16 +34,8 @@ class PeerFailed(Exception):
 class PeerProcess:
     """A process that answers commands, and ends with its input.
 
-    Args:
-        command: what to start: an interpreter, a script, its arguments.
-        patience: seconds that an answer may take.
-        folder: where it runs; here by default.
-
-    Attributes:
-        about: what it said about itself: versions, and a note or None.
-
-    Raises:
-        PeerFailed: it could not be started, or what it needs is not there.
+    command: what to start: an interpreter, a script, its arguments. patience: seconds that an answer may take. folder:
+    where it runs; here by default. about: what it said about itself: versions, and a note or None.
     """
 
     def __init__(
@@ -65,20 +62,12 @@ class PeerProcess:
             raise
 
     def ask(self, what: str, **arguments: Any) -> dict[str, Any]:
-        """Send a command and wait for the answer.
-
-        Raises:
-            PeerFailed: it could not do it, ended, or took too long.
-        """
+        """Send a command and wait for the answer."""
         self.send(what, **arguments)
         return self.receive()
 
     def send(self, what: str, **arguments: Any) -> None:
-        """Send a command, whose answer `receive` brings.
-
-        Raises:
-            PeerFailed: it has ended.
-        """
+        """Send a command, whose answer `receive` brings."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"do": what, **arguments}) + "\n")
@@ -87,11 +76,6 @@ class PeerProcess:
             raise PeerFailed(f"it has ended: {self._last_error()}") from error
 
     def receive(self) -> dict[str, Any]:
-        """Wait for an answer.
-
-        Raises:
-            PeerFailed: it could not do it, ended, or took too long.
-        """
         assert self._process.stdout is not None
         late = threading.Timer(self._patience, self._process.kill)
         late.start()
@@ -108,7 +92,6 @@ class PeerProcess:
         return dict(answer)
 
     def close(self) -> None:
-        """End the process."""
         if self._process.stdin is not None and not self._process.stdin.closed:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
@@ -127,19 +110,41 @@ class PeerProcess:
         return lines[-1] if lines else "no message"
 
 
-# ---------------------------------------------------------------- interpreters
+class Undo:
+    """Commands that are run when this process has ended, however it ended, or this is left; the last one first.
+
+    A process in a session of its own waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _UNDO],
+            stdin=subprocess.PIPE,
+            encoding="utf-8",
+            start_new_session=True,
+        )
+
+    def add(self, *command: str) -> None:
+        """Run this in the end. Called before what it undoes is done."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(command) + "\n")
+        self._process.stdin.flush()
+
+    def __enter__(self) -> Undo:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
 
 FOLDER = machine.ROOT / ".peers"
 """Where `make.sh` puts the environments unless it is told otherwise."""
 
 
 def interpreters(given: Sequence[Path] | None) -> list[Path]:
-    """The interpreters that are meant.
-
-    Args:
-        given: interpreters, or folders of environments; None or none of them: those that GEAR_LOADER_PEERS names,
-            separated by colons, or else what lies in `FOLDER`. An empty GEAR_LOADER_PEERS means none at all.
-    """
+    """The interpreters that are meant."""
     named = os.environ.get("GEAR_LOADER_PEERS")
     paths = list(given or []) or [Path(part) for part in (named or "").split(":") if part]
     if not paths and named is None and FOLDER.is_dir():
@@ -165,16 +170,7 @@ def start(
     *,
     patience: float = 300.0,
 ) -> PeerProcess:
-    """A process that answers commands of a task with a library: see `benchmarks/peers/serve.py`.
-
-    Args:
-        pythons: of `interpreters`, of which the first one that has the library is taken; None: this one.
-        task, library, variant, threads: the script's arguments.
-        patience: seconds that an answer may take.
-
-    Raises:
-        PeerFailed: none has it; the message gives each one's reason.
-    """
+    """A process that answers commands of a task with a library: see `benchmarks/peers/serve.py`."""
 
     def made(python: Path) -> PeerProcess:
         command = [str(python), "-I", _SCRIPT, task, library, variant, str(threads)]
@@ -184,14 +180,7 @@ def start(
 
 
 def first(pythons: Sequence[Path], make: Callable[[Path], Made], *, environment: str | None = None) -> Made:
-    """What `make` makes of the first interpreter that it does not refuse with `PeerFailed`.
-
-    Args:
-        pythons, environment: see `start`.
-
-    Raises:
-        PeerFailed: it refused all; the message gives each one's reason.
-    """
+    """What `make` makes of the first interpreter that it does not refuse with `PeerFailed`."""
     reasons = []
     for python in sorted(pythons, key=lambda path: _environment(path) != environment):
         own = environment == _environment(python)

@@ -22,8 +22,6 @@ from benchmarks.peers import batches, checkpoint, episodes, memory, online
 from benchmarks.peers.select import ALPHA, BETA
 from benchmarks.peers.source import Source, Steps
 
-__all__ = ["KINDS", "PACKAGES", "load"]
-
 PACKAGES = ("dm-reverb", "tensorflow-cpu", "numpy")
 
 
@@ -46,13 +44,7 @@ def server_of(
     folder: str | None = None,
     **options: Any,
 ) -> Any:
-    """A server with a table of so many items, the oldest of which are removed.
-
-    Args:
-        columns: name -> shape of an item, float32; None: no signature.
-        folder: where it is saved to and loaded from.
-        options: further ones of the table.
-    """
+    """A server with a table of so many items, the oldest of which are removed."""
     import reverb
     import tensorflow as tf
     from reverb.platform.default import checkpointers
@@ -99,8 +91,7 @@ def columns_of(sample: Any, names: Any) -> dict[str, np.ndarray]:
 class Served:
     """This file in a process of its own: ``python -I reverb.py JOB``, with what it is told on its standard input.
 
-    Attributes:
-        port: that it has printed first; it ends with its input.
+    port: that it has printed first; it ends with its input.
     """
 
     def __init__(self, job: str, told: Mapping[str, Any]) -> None:
@@ -117,7 +108,6 @@ class Served:
         self.port = int(line)
 
     def stop(self) -> None:
-        """End it."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()

@@ -11,8 +11,6 @@ import numpy as np
 
 from benchmarks.peers import source
 
-__all__ = ["ALPHA", "BETA", "OPERATIONS", "Subject", "Worker", "chunks", "measure", "priorities", "weighed"]
-
 ALPHA, BETA = 0.6, 0.4
 """Of the variants that raise priorities to a power and weigh samples; the others take priorities as they are."""
 OPERATIONS = ("draw", "update", "cycle")
@@ -26,22 +24,19 @@ def priorities(items: int, seed: int) -> np.ndarray:
 
 
 def chunks(items: int, size: int = 1 << 18) -> Iterator[slice]:
-    """All items in parts."""
     for first in range(0, items, size):
         yield slice(first, min(items, first + size))
 
 
 def weighed(values: np.ndarray, power: float) -> np.ndarray:
-    """What priorities weigh, float64."""
     return values.astype(np.float64) ** power
 
 
 class Subject:
     """A way of selecting by priority.
 
-    Attributes:
-        items: how many there are. power: what priorities are raised to.
-        item_bytes: memory that it needs about, for each item.
+    items: how many there are. power: what priorities are raised to. item_bytes: memory that it needs about, for each
+    item.
     """
 
     power = 1.0
@@ -123,7 +118,6 @@ class Worker(source.Worker):
         return {"items": np.concatenate([part[0] for part in found]).tolist(), "leaves": leaves}
 
     def update(self, items: list[int], priorities: list[float]) -> None:
-        """Set priorities."""
         subject = self.subject
         chosen = subject.chosen(np.array(items, dtype=np.int64))
         subject.update(chosen, subject.values(np.array(priorities, dtype=np.float32)))

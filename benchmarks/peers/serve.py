@@ -21,16 +21,9 @@ import os
 import sys
 from typing import Any
 
-__all__ = ["answer_commands", "serve"]
-
 
 def answer_commands(greet: Any, make: Any) -> None:
-    """Answer commands until the input ends.
-
-    Args:
-        greet: returns the first message; the process ends with its error.
-        make: makes the object whose methods are called.
-    """
+    """Answer commands until the input ends."""
     # What libraries print must not come between the answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

@@ -9,21 +9,15 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Source", "Worker", "undisturbed"]
-
 Steps = dict[str, np.ndarray]
 
 
 class Source:
     """Trajectories of random values, in which each step says which it is.
 
-    Args:
-        spec: ``columns`` (name -> shape of a step, float32; the last one has one value a step: the number of the step
-            among all), ``lengths`` of the trajectories, or ``trajectories`` and ``steps`` of each; ``seed``.
-
-    Attributes:
-        mark: name of the last column. lengths, begins: steps and first step of each trajectory, int64.
-        steps: of the longest one.
+    spec: ``columns`` (name -> shape of a step, float32; the last one has one value a step: the number of the step among
+    all), ``lengths`` of the trajectories, or ``trajectories`` and ``steps`` of each; ``seed``. mark: name of the last
+    column. lengths, begins: steps and first step of each trajectory, int64. steps: of the longest one.
     """
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
@@ -43,12 +37,10 @@ class Source:
 
     @property
     def total(self) -> int:
-        """Steps of all trajectories."""
         return int(self.lengths.sum())
 
     @property
     def payload(self) -> int:
-        """Bytes of all steps."""
         return 4 * self.total * sum(int(np.prod(shape)) for shape in self.columns.values())
 
     @property
@@ -75,18 +67,7 @@ class Source:
             yield begin, {name: np.stack([one[name] for one in each]) for name in self.columns}
 
     def verify(self, rows: Mapping[str, Any], window: int | None = None) -> np.ndarray:
-        """Compare rows with the trajectories that they are of, to the byte.
-
-        Args:
-            rows: name -> ``[n, steps, *shape]`` (an array of ``[steps, *shape]`` each, where lengths differ).
-            window: steps of a row; None: those of its whole trajectory.
-
-        Returns:
-            The step that each row begins with, int64 [n].
-
-        Raises:
-            ValueError: a row is nowhere in what is stored.
-        """
+        """Compare rows with the trajectories that they are of, to the byte."""
         firsts = []
         for i, marks in enumerate(rows[self.mark]):
             first = float(np.ravel(marks)[0])
@@ -113,8 +94,7 @@ class Source:
 class Worker:
     """What a process does with one thing at a time: the base of the tasks' workers.
 
-    Args:
-        kinds: name -> class of the variants of a library. variant: the one that was asked for.
+    kinds: name -> class of the variants of a library. variant: the one that was asked for.
     """
 
     def __init__(self, kinds: Mapping[str, Any], variant: str) -> None:
@@ -122,7 +102,6 @@ class Worker:
 
     @property
     def subject(self) -> Any:
-        """What was built."""
         if self.held is None:
             raise RuntimeError("build comes first")
         return self.held

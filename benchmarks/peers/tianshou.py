@@ -8,13 +8,10 @@ import numpy as np
 
 from benchmarks.peers import select
 
-__all__ = ["KINDS", "PACKAGES", "load"]
-
 PACKAGES = ("tianshou", "numba", "numpy")
 
 
 def load(task: str, threads: int) -> str | None:
-    """Import it."""
     from tianshou.data import SegmentTree  # noqa: F401
 
     return None

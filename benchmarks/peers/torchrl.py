@@ -14,8 +14,6 @@ from benchmarks.peers import batches, checkpoint, episodes, memory, online, sele
 from benchmarks.peers.select import ALPHA, BETA
 from benchmarks.peers.source import Steps
 
-__all__ = ["KINDS", "PACKAGES", "load"]
-
 PACKAGES = ("torchrl", "tensordict", "torch")
 
 
@@ -46,7 +44,6 @@ def load(task: str, threads: int) -> str | None:
 
 
 def tensors(values: Mapping[Any, Any], *size: int) -> Any:
-    """Arrays as a `TensorDict`."""
     import torch
     from tensordict import TensorDict
 

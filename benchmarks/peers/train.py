@@ -13,8 +13,6 @@ import torch
 from benchmarks.peers import policy, source
 from benchmarks.peers.episodes import Data, verify
 
-__all__ = ["Worker"]
-
 
 class Worker(source.Worker):
     """A loader, and a learner that is fed by it."""
@@ -23,7 +21,6 @@ class Worker(source.Worker):
     ready: Mapping[str, Any] | None = None
 
     def build(self, data: str, batch: int, seed: int, device: str) -> None:
-        """Make the loader."""
         self.close()  # first gives back what the one before held
         self.held = self.kind(Data(data), batch, seed, torch.device(device))
 
@@ -63,11 +60,9 @@ class Worker(source.Worker):
             return {"seconds": clock() - begin, "waiting": waiting, "loss": value}
 
     def weights(self, path: str) -> None:
-        """Write the policy's weights."""
         policy.save(self._learning().policy, path)
 
     def close(self) -> dict[str, Any]:
-        """Give back everything."""
         self.ready = self.learner = None
         return super().close()
 

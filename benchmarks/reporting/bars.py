@@ -8,17 +8,8 @@ from typing import Any
 
 from benchmarks.reporting.findings import BATCH, headline
 from benchmarks.reporting.rows import Comparison, Row, is_ours, speed
-from benchmarks.reporting.style import Bar, bars, curve, figure, number, plain, png, rates, styles
+from benchmarks.reporting.style import Bar, bars, curve, figure, number, panels, plain, png, rates, styles
 from benchmarks.reporting.tables import times
-
-__all__ = [
-    "draw_checkpoint",
-    "draw_headline",
-    "draw_memory",
-    "draw_overlap",
-    "draw_single_server",
-    "draw_train",
-]
 
 
 def draw_headline(found: Sequence[Comparison]) -> bytes | None:
@@ -101,25 +92,18 @@ def _timed(comparison: Comparison) -> bool:
     return any("seconds" in row for row in comparison.rows.values())
 
 
-# ---------------------------------------------------------------- memory
-
-
 def draw_memory(found: Sequence[Comparison]) -> bytes | None:
     """Bytes resident for each byte of payload: a panel for each distribution of lengths, the plain variants alone."""
-    panels: dict[str, list[Row]] = {}
+    found_rows: dict[str, list[Row]] = {}
     for comparison in found:
         rows = [row for row in comparison.rows.values() if "amount" in row and ", " not in row["variant"]]
         if comparison.experiment == "memory" and rows:
-            panels[comparison.label] = sorted(rows, key=lambda row: not is_ours(row))
-    if not panels:
+            found_rows[comparison.label] = sorted(rows, key=lambda row: not is_ours(row))
+    if not found_rows:
         return None
-    columns = min(2, len(panels))
-    lines = -(-len(panels) // columns)
-    height = 1.3 + 0.34 * max(map(len, panels.values()))
-    with figure(lines, columns, (5.6 * columns, height * lines)) as (made, grid):
-        for axes in grid.flat[len(panels) :]:
-            axes.set_axis_off()
-        for axes, (title, rows) in zip(grid.flat, panels.items(), strict=False):
+    height = 1.3 + 0.34 * max(map(len, found_rows.values()))
+    with panels(len(found_rows), 5.6, height) as (made, places):
+        for axes, (title, rows) in zip(places, found_rows.items(), strict=True):
             goal = next((row["at_most"] for row in rows if "at_most" in row), None)
             values = [(row["variant"], *_quantiles(row["amount"])) for row in rows]
             shown = [(name, low, mid, high, f"{mid:.2f}") for name, low, mid, high in values]
@@ -130,9 +114,6 @@ def draw_memory(found: Sequence[Comparison]) -> bytes | None:
 
 def _quantiles(values: Mapping[str, float]) -> tuple[float, float, float]:
     return values["p10"], values["p50"], values["p90"]
-
-
-# ---------------------------------------------------------------- overlap
 
 
 def draw_overlap(found: Sequence[Comparison]) -> bytes | None:
@@ -183,9 +164,6 @@ def _slowdown_lines(axes: Any, swept: Sequence[Comparison]) -> None:
     plain(axes.xaxis, [value for comparison in swept for value, *_ in _programs(comparison)])
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8.5)
-
-
-# ---------------------------------------------------------------- train
 
 
 def draw_train(found: Sequence[Comparison]) -> bytes | None:

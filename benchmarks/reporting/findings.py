@@ -13,19 +13,6 @@ from rich.text import Text
 from benchmarks.reporting.rows import Comparison, Place, Row, speed
 from benchmarks.showing import verdict
 
-__all__ = [
-    "Growth",
-    "Loss",
-    "Target",
-    "by_way",
-    "duration",
-    "growths",
-    "headline",
-    "losses",
-    "tally",
-    "targets",
-]
-
 BATCH = 256
 
 
@@ -33,12 +20,9 @@ BATCH = 256
 class Target:
     """One figure that was aimed for.
 
-    Attributes:
-        place, experiment, label, variant: of what.
-        aim: the target in words.
-        reached: the figure in the target's unit, with p10 and p90.
-        share: how much of the target that is; 1 or more is met.
-        verdict: ``"met"``, ``"missed"`` or ``"noisy"``.
+    place, experiment, label, variant: of what. aim: the target in words. reached: the figure in the target's unit, with
+    p10 and p90. share: how much of the target that is; 1 or more is met. verdict: ``"met"``, ``"missed"`` or
+    ``"noisy"``.
     """
 
     place: Place
@@ -55,16 +39,10 @@ class Target:
 class Loss:
     """Another library, or plain torch, is faster than one of our ways.
 
-    Attributes:
-        place, experiment, workload: where.
-        other, ours: variants.
-        first: whether it is the way that others are compared with first.
-        lost, settings: comparisons in which the other is faster, and in which both are.
-        clear: of those lost, where p10 to p90 do not overlap.
-        worst: the least ratio of speeds, ours over the other's.
-        where: label of that comparison.
-        unit: what a ratio is of.
-        every: label -> ratio, of those lost.
+    place, experiment, workload: where. other, ours: variants. first: whether it is the way that others are compared
+    with first. lost, settings: comparisons in which the other is faster, and in which both are. clear: of those lost,
+    where p10 to p90 do not overlap. worst: the least ratio of speeds, ours over the other's. where: label of that
+    comparison. unit: what a ratio is of. every: label -> ratio, of those lost.
     """
 
     place: Place
@@ -91,23 +69,14 @@ def headline(found: Iterable[Comparison]) -> Comparison | None:
     return None
 
 
-# ---------------------------------------------------------------- losses
-
-
 def losses(found: Iterable[Comparison]) -> list[Loss]:
     """Whatever is faster than ours, the worst first; ways that are not compared first come last."""
     pairs: dict[tuple[Any, ...], list[tuple[Comparison, Row, Row]]] = {}
     for comparison in found:
         for mine in comparison.ours:
             for other in comparison.others:
-                name = (
-                    comparison.place,
-                    comparison.experiment,
-                    comparison.workload,
-                    other["variant"],
-                    mine["variant"],
-                    mine is comparison.ours[0],
-                )
+                where = (comparison.place, comparison.experiment, comparison.workload)
+                name = (*where, other["variant"], mine["variant"], mine is comparison.ours[0])
                 if not math.isnan(comparison.ratio(mine, other)):
                     pairs.setdefault(name, []).append((comparison, mine, other))
     result = []
@@ -115,19 +84,11 @@ def losses(found: Iterable[Comparison]) -> list[Loss]:
         lost = [(c.ratio(mine, other), c, mine, other) for c, mine, other in cases]
         lost = sorted((case for case in lost if case[0] < 1), key=lambda case: case[0])
         if lost:
-            worst, where, mine, _ = lost[0]
-            result.append(
-                Loss(
-                    *name,
-                    lost=len(lost),
-                    settings=len(cases),
-                    clear=sum(c.beyond_scatter(mine, other) for _, c, mine, other in lost),
-                    worst=worst,
-                    where=where.label,
-                    unit="speed" if "seconds" in mine else str(mine.get("unit", "")),
-                    every=tuple((c.label, ratio) for ratio, c, _, _ in lost),
-                )
-            )
+            worst, least, mine, _ = lost[0]
+            clear = sum(c.beyond_scatter(mine, other) for _, c, mine, other in lost)
+            unit = "speed" if "seconds" in mine else str(mine.get("unit", ""))
+            every = tuple((c.label, ratio) for ratio, c, _, _ in lost)
+            result.append(Loss(*name, len(lost), len(cases), clear, worst, least.label, unit, every))
     return sorted(result, key=lambda loss: (not loss.first, loss.worst))
 
 
@@ -149,9 +110,6 @@ def tally(found: Iterable[Comparison]) -> tuple[int, int]:
     ]
     ratios = [ratio for ratio in ratios if not math.isnan(ratio)]
     return sum(ratio >= 1 for ratio in ratios), len(ratios)
-
-
-# ---------------------------------------------------------------- targets
 
 
 def targets(found: Iterable[Comparison]) -> list[Target]:
@@ -204,20 +162,12 @@ def _verdict(shares: Sequence[float]) -> str:
     return Text.from_markup(verdict(values, 1.0)).plain
 
 
-# ---------------------------------------------------------------- growth
-
-
 @dataclasses.dataclass(frozen=True)
 class Growth:
     """How the speed of ours, and of the quickest other, changes along one parameter.
 
-    Attributes:
-        place: where.
-        along: what grows.
-        work: what is measured.
-        unit: of the figures.
-        lines: variant -> [(value, low, mid, high)], sorted; ours come first.
-        limits: which of the lines are limits.
+    place: where. along: what grows. work: what is measured. unit: of the figures. lines: variant -> [(value, low, mid,
+    high)], sorted; ours come first. limits: which of the lines are limits.
     """
 
     place: Place
@@ -251,33 +201,23 @@ def _is(workload: str, **held: Any) -> Callable[[Comparison], bool]:
 
 _GROWTHS = (
     _Along(
-        "number of items N",
-        "one cycle of 1,024: draw by priority, update",
-        "select",
-        "items",
-        _is("cycle", batch=1024),
-        "µs",
+        *("number of items N", "one cycle of 1,024: draw by priority, update"),
+        *("select", "items", _is("cycle", batch=1024), "µs"),
     ),
     _Along(
-        "batch, trajectories", "W1 through DataLoader, prioritized", "batch-size", "batch", _is("W1"), "GB/s"
+        *("batch, trajectories", "W1 through DataLoader, prioritized"),
+        *("batch-size", "batch", _is("W1"), "GB/s"),
     ),
     _Along("batch, trajectories", "W1, gathering", "collect", "batch", _is("W1"), "GB/s"),
     _Along(
         "bytes of a row", "gathering 256 rows, kernel", "collect", "row_bytes", _is("rows", batch=256), "GB/s"
     ),
     _Along(
-        "writer processes",
-        "adding whole trajectories one by one",
-        "online",
-        "writers",
-        _is("whole"),
-        "1,000/s",
+        *("writer processes", "adding whole trajectories one by one"),
+        *("online", "writers", _is("whole"), "1,000/s"),
     ),
     _Along(
-        "nodes",
-        "W1, batches of 256 a rank, drawn over all shards, sockets",
-        "multi-server",
-        "nodes",
+        *("nodes", "W1, batches of 256 a rank, drawn over all shards, sockets", "multi-server", "nodes"),
         lambda c: (
             _is("W1", part="batches", batch=256, network="processes")(c)
             and c.parameters.get("carrier") in ("socket", "none")

@@ -7,10 +7,8 @@ from typing import Any
 
 from benchmarks.reporting.findings import Growth, growths
 from benchmarks.reporting.rows import Comparison, Row, speed
-from benchmarks.reporting.style import curve, figure, legend_below, plain, png, rates, styles
+from benchmarks.reporting.style import curve, figure, legend_below, panels, plain, png, rates, styles
 from benchmarks.showing import size
-
-__all__ = ["draw_batch_size", "draw_collect", "draw_growth", "draw_rows"]
 
 Point = tuple[float, float, float, float]
 
@@ -44,26 +42,23 @@ def _kernel(row: Row) -> bool:
 def _by_batch(chosen: Sequence[Comparison], wanted: Callable[[Row], bool]) -> bytes | None:
     chosen = [c for c in chosen if "batch" in c.parameters]
     chosen = [c for c in chosen if any(wanted(row) for row in c.ours)]
-    panels: dict[str, list[Comparison]] = {}
+    kinds: dict[str, list[Comparison]] = {}
     for comparison in chosen:
         steps = comparison.parameters.get("block_steps")
         title = comparison.workload + (f", blocks of {steps} steps" if steps else "")
         part = comparison.parameters.get("part", "batches")
-        panels.setdefault(title if part in ("batches", title) else f"{title}, {part}", []).append(comparison)
-    if not panels:
+        kinds.setdefault(title if part in ("batches", title) else f"{title}, {part}", []).append(comparison)
+    if not kinds:
         return None
     rows = {
-        title: [row for c in kind for row in c.rows.values() if wanted(row)] for title, kind in panels.items()
+        title: [row for c in kind for row in c.rows.values() if wanted(row)] for title, kind in kinds.items()
     }
     limits = {c.limit["variant"] for c in chosen if c.limit is not None}
     names = dict.fromkeys(row["variant"] for kind in rows.values() for row in kind)
     looks = styles(names, limits)
-    columns = min(2, len(panels))
-    lines = -(-len(panels) // columns)
-    with figure(lines, columns, (9.5 if columns == 1 else 11.2, 4.1 * lines + 0.9)) as (made, grid):
-        for axes in grid.flat[len(panels) :]:
-            axes.set_axis_off()
-        for axes, (title, kind) in zip(grid.flat, panels.items(), strict=False):
+    wide = len(kinds) == 1
+    with panels(len(kinds), 9.5 if wide else 5.6, 4.1, 0.9) as (made, places):
+        for axes, (title, kind) in zip(places, kinds.items(), strict=True):
             for name in names:
                 there = [(c, c.rows[name]) for c in kind if name in c.rows and wanted(c.rows[name])]
                 points = [(float(c.parameters["batch"]), *rates(row)) for c, row in there]
@@ -73,7 +68,7 @@ def _by_batch(chosen: Sequence[Comparison], wanted: Callable[[Row], bool]) -> by
             plain(axes.xaxis, [float(c.parameters["batch"]) for c in kind])
             plain(axes.yaxis)
             axes.grid(alpha=0.3)
-        legend_below(made, grid.flat, columns=4 if columns == 2 else 3)
+        legend_below(made, places, columns=3 if wide else 4)
         return png(made)
 
 
@@ -134,20 +129,13 @@ def _programs(axes: Any, chosen: Sequence[Comparison]) -> None:
     plain(axes.xaxis, [float(value) for value in values if value])
 
 
-# ---------------------------------------------------------------- growth
-
-
 def draw_growth(found: Sequence[Comparison]) -> bytes | None:
     """A panel for each parameter along which cost was measured: ours, the limit, the quickest of the others."""
     there = growths(found)
     if not there:
         return None
-    columns = min(2, len(there))
-    lines = -(-len(there) // columns)
-    with figure(lines, columns, (5.4 * columns + 0.4, 3.9 * lines)) as (made, grid):
-        for axes in grid.flat[len(there) :]:
-            axes.set_axis_off()
-        for axes, growth in zip(grid.flat, there, strict=False):
+    with panels(len(there), 5.6, 3.9) as (made, places):
+        for axes, growth in zip(places, there, strict=True):
             _growth(axes, growth)
         return png(made)
 

@@ -13,21 +13,13 @@ from benchmarks.reporting import findings, provenance, tables
 from benchmarks.reporting.pictures import Picture
 from benchmarks.reporting.rows import Comparison, Place, Row, is_ours, speed
 
-__all__ = ["render", "sentence"]
-
 _HERE = Path(__file__).parent
 
 
 def render(
     rows: Sequence[Row], found: Sequence[Comparison], pictures: Sequence[Picture], *, quick: bool
 ) -> str:
-    """The page as text.
-
-    Args:
-        rows: all that were read, for what was left out.
-        found, pictures: what is shown.
-        quick: whether all rows come from ``--quick``.
-    """
+    """The page as text."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -113,14 +105,9 @@ def _experiment(
     parts = []
     for place in sorted({comparison.place for comparison in there}):
         chosen = [comparison for comparison in there if comparison.place == place]
-        parts.append(
-            {
-                "place": place,
-                "pictures": [p for p in pictures if (p.section, p.place) == (experiment.name, place)],
-                "matrices": tables.matrices(chosen),
-                "rows": tables.every_row(chosen),
-            }
-        )
+        drawn = [p for p in pictures if (p.section, p.place) == (experiment.name, place)]
+        found_here = {"matrices": tables.matrices(chosen), "rows": tables.every_row(chosen)}
+        parts.append({"place": place, "pictures": drawn, **found_here})
     return {"about": experiment, "parts": parts}
 
 
@@ -130,14 +117,8 @@ def _growth(growth: findings.Growth) -> dict[str, Any]:
     for variant, points in growth.lines.items():
         (least, *_), (most, *_) = points[0], points[-1]
         start, end = points[0][2], points[-1][2]
-        lines.append(
-            {
-                "variant": variant,
-                "span": f"{least:,.0f} to {most:,.0f}",
-                "start": f"{start:,.3g}",
-                "end": f"{end:,.3g}",
-                "factor": f"× {end / start:,.3g}" if most > least else "one value only",
-                "ours": is_ours({"experiment": "", "workload": "", "variant": variant}),
-            }
-        )
+        line: dict[str, Any] = {"variant": variant, "span": f"{least:,.0f} to {most:,.0f}"}
+        line |= {"start": f"{start:,.3g}", "end": f"{end:,.3g}"}
+        line["factor"] = f"× {end / start:,.3g}" if most > least else "one value only"
+        lines.append({**line, "ours": is_ours({"experiment": "", "workload": "", "variant": variant})})
     return {"about": growth, "lines": lines}

@@ -11,8 +11,6 @@ from benchmarks.reporting.findings import growths, headline
 from benchmarks.reporting.rows import Comparison, Place, Row, speed
 from benchmarks.reporting.style import rates
 
-__all__ = ["Picture", "draw_all"]
-
 Draw = Callable[[Sequence[Comparison]], bytes | None]
 
 
@@ -20,12 +18,9 @@ Draw = Callable[[Sequence[Comparison]], bytes | None]
 class Picture:
     """A plot of rows of one place.
 
-    Attributes:
-        name: of the file, without its ending.
-        place: where all its rows were measured.
-        section: the experiment it belongs to, ``"headline"`` or ``"growth"``.
-        caption, alt: what is seen; `alt` for those who do not see it.
-        png: the bytes of the file.
+    name: of the file, without its ending. place: where all its rows were measured. section: the experiment it belongs
+    to, ``"headline"`` or ``"growth"``. caption, alt: what is seen; `alt` for those who do not see it. png: the bytes of
+    the file.
     """
 
     name: str
@@ -41,71 +36,37 @@ class Picture:
         return int.from_bytes(self.png[16:20], "big") * 96 // 150
 
 
-_PICTURES: tuple[tuple[str, str, Draw, str], ...] = (
-    (
-        "headline",
-        "headline",
-        bars.draw_headline,
-        "Throughput; whiskers from p10 to p90; the dashed line is the limit.",
-    ),
-    (
-        "growth",
-        "growth",
-        lines.draw_growth,
-        "Ours, the limit, and of the others the one that is quickest most often.",
-    ),
-    (
-        "single-server",
-        "single-server",
-        bars.draw_single_server,
-        "Throughput; whiskers from p10 to p90; the dashed line is the limit.",
-    ),
-    (
-        "batch-size",
-        "batch-size",
-        lines.draw_batch_size,
-        "Throughput against the size of a batch; bands from p10 to p90.",
-    ),
-    (
-        "collect",
-        "collect",
+_BARS = "Throughput; whiskers from p10 to p90; the dashed line is the limit."
+_PICTURES: dict[str, tuple[Draw, str]] = {  # the name's beginning is the section
+    "headline": (bars.draw_headline, _BARS),
+    "growth": (lines.draw_growth, "Ours, the limit, and of the others the one that is quickest most often."),
+    "single-server": (bars.draw_single_server, _BARS),
+    "batch-size": (lines.draw_batch_size, "Throughput against the size of a batch; bands from p10 to p90."),
+    "collect": (
         lines.draw_collect,
         "Gathering against the size of a batch, with one size of blocks; bands from p10 to p90.",
     ),
-    ("collect-rows", "collect", lines.draw_rows, "The kernel's share of the copy engine's rate."),
-    (
-        "select",
-        "select",
+    "collect-rows": (lines.draw_rows, "The kernel's share of the copy engine's rate."),
+    "select": (
         lambda found: plot_select.draw(_rows(found)),
         "One cycle: draw a batch by priority, then set new priorities. Bands from p10 to p90; hollow marks where draws "
         "are not quite in proportion.",
     ),
-    (
-        "online",
-        "online",
+    "online": (
         lambda found: plot_online.draw(_rows(found)),
         "Adding, setting priorities, and reading meanwhile; bands and whiskers from p10 to p90.",
     ),
-    (
-        "checkpoint",
-        "checkpoint",
+    "checkpoint": (
         bars.draw_checkpoint,
         "Saving and loading; whiskers from p10 to p90; the dashed line is a plain write or read of as many bytes.",
     ),
-    (
-        "memory",
-        "memory",
+    "memory": (
         bars.draw_memory,
         "Bytes resident for each byte of payload, by distribution of lengths; the table has further variants.",
     ),
-    (
-        "overlap",
-        "overlap",
-        bars.draw_overlap,
-        "How many times as long training takes with the loader beside it.",
-    ),
-    ("train", "train", bars.draw_train, "End to end: return over time, and samples a second."),
-)
+    "overlap": (bars.draw_overlap, "How many times as long training takes with the loader beside it."),
+    "train": (bars.draw_train, "End to end: return over time, and samples a second."),
+}
 
 
 def draw_all(found: Sequence[Comparison]) -> list[Picture]:
@@ -123,7 +84,8 @@ def draw_all(found: Sequence[Comparison]) -> list[Picture]:
 
     for place in sorted({comparison.place for comparison in found}):
         there = [comparison for comparison in found if comparison.place == place]
-        for name, section, draw, caption in _PICTURES:
+        for name, (draw, caption) in _PICTURES.items():
+            section = name.removesuffix("-rows")
             add(name, place, section, caption, _alt(section, there, caption), draw(there))
         for i, (network, rows) in enumerate(plot_multi_server.networks(_rows(there)).items()):
             caption = (

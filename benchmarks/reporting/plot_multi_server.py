@@ -11,10 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.reporting.rows import Row
-from benchmarks.reporting.style import figure, plain, png
+from benchmarks.reporting.style import panels, plain, png
 from benchmarks.showing import size
-
-__all__ = ["draw", "networks"]
 
 _CARRIERS = {"socket": "#1d3557", "ucx": "#bc6c25", "nixl": "#0a9396", "none": "#6c757d"}
 _NODES = {1: "#6c757d", 2: "#c1121f", 3: "#457b9d"}
@@ -55,12 +53,8 @@ def draw(rows: Sequence[Row]) -> bytes:
         drawn.append(lambda axes: _transport(axes, _part(rows, "transport")))
     if "select" in parts:
         drawn.append(lambda axes: _selection(axes, _part(rows, "select"), _part(rows, "all_to_all")))
-    columns = min(2, len(drawn))
-    lines = -(-len(drawn) // columns)
-    with figure(lines, columns, (5.4 * columns + 0.4, 4.1 * lines)) as (made, panels):
-        for axes in panels.flat[len(drawn) :]:
-            axes.set_axis_off()
-        for axes, one in zip(panels.flat, drawn, strict=False):
+    with panels(len(drawn), 5.6, 4.1) as (made, places):
+        for axes, one in zip(places, drawn, strict=True):
             one(axes)
             if axes.get_legend_handles_labels()[0]:
                 below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": 3}

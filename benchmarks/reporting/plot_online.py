@@ -13,8 +13,6 @@ from typing import Any
 from benchmarks.reporting.rows import Row
 from benchmarks.reporting.style import curve, figure, goal, legend_below, plain, png, styles
 
-__all__ = ["draw"]
-
 _PANELS = {
     "whole": ("Adding whole trajectories one by one", "trajectories/s"),
     "batches": ("Adding whole trajectories in batches", "trajectories/s"),
@@ -24,7 +22,6 @@ _LIMITS = ("memcpy", "numpy assignment")
 
 
 def draw(rows: Iterable[Row]) -> bytes | None:
-    """Draw six panels."""
     rows = [row for row in rows if row["experiment"] == "online"]
     if not rows:
         return None

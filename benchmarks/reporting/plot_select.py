@@ -12,18 +12,14 @@ from typing import Any
 from benchmarks.reporting.rows import Row
 from benchmarks.reporting.style import curve, figure, goal, legend_below, plain, png, styles
 
-__all__ = ["cycles", "draw"]
-
 BATCH, ITEMS = 1024, 10**6
 
 
 def cycles(rows: Iterable[Row]) -> list[Row]:
-    """The rows of cycles."""
     return [row for row in rows if (row["experiment"], row["workload"]) == ("select", "cycle")]
 
 
 def draw(rows: Iterable[Row]) -> bytes | None:
-    """Draw both panels."""
     rows = cycles(rows)
     if not rows:
         return None

@@ -13,18 +13,13 @@ from benchmarks.experiments import EXPERIMENTS
 from benchmarks.reporting.rows import Comparison, Place, Row, place
 from benchmarks.showing import size
 
-__all__ = ["Left", "Run", "left_out", "not_measured", "runs"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Run:
     """One run of a command, as texts.
 
-    Attributes:
-        name: its id.
-        experiment, place, machine, versions, peers, commit, source, configuration, command: of the run.
-        first, last: dates of its rows.
-        repeats, rows: numbers of them.
+    name: its id. experiment, place, machine, versions, peers, commit, source, configuration, command: of the run.
+    first, last: dates of its rows. repeats, rows: numbers of them.
     """
 
     name: str
@@ -73,12 +68,14 @@ def _run(name: str, experiment: str, rows: Sequence[Row]) -> Run:
     repeats = sorted({one["repeats"] for one in rows if "repeats" in one})
     configuration = row.get("configuration") or {}
     return Run(
-        name=name,
-        experiment=experiment,
-        place=place(row),
-        machine=_machine(row["machine"]),
-        versions=_listed(row.get("versions") or {}),
-        peers=_peers(rows),
+        *(
+            name,
+            experiment,
+            place(row),
+            _machine(row["machine"]),
+            _listed(row.get("versions") or {}),
+            _peers(rows),
+        ),
         commit=f"{str(commit)[:12]}{dirty}" if commit else "unknown",
         source=str(row.get("source", "unknown")),
         configuration=", ".join(f"{key}: {json.dumps(value)}" for key, value in configuration.items()),

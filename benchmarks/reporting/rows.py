@@ -16,24 +16,6 @@ from typing import Any
 
 from benchmarks.showing import size
 
-__all__ = [
-    "OURS",
-    "BadRow",
-    "Comparison",
-    "Place",
-    "Row",
-    "band",
-    "comparisons",
-    "is_ours",
-    "key",
-    "less_is_better",
-    "measured",
-    "place",
-    "read",
-    "shown",
-    "speed",
-]
-
 Row = Mapping[str, Any]
 Quantiles = tuple[float, float, float]
 
@@ -57,9 +39,7 @@ class BadRow(Exception):
 class Place:
     """What was measured on: figures of two places are never compared in the report.
 
-    Attributes:
-        device: ``"cpu"`` or the name of a GPU.
-        cpu, cores, gpu: of the machine.
+    device: ``"cpu"`` or the name of a GPU. cpu, cores, gpu: of the machine.
     """
 
     device: str
@@ -79,12 +59,7 @@ class Place:
 
 
 def read(files: Iterable[Path]) -> list[Row]:
-    """The rows of files of JSON lines, the oldest first.
-
-    Raises:
-        BadRow: a line is none.
-        OSError: a file cannot be read.
-    """
+    """The rows of files of JSON lines, the oldest first."""
     found: list[Row] = []
     for file in files:
         for number, line in enumerate(file.read_bytes().splitlines(), 1):
@@ -186,11 +161,8 @@ def band(row: Row) -> tuple[float, float]:
 class Comparison:
     """Variants that were measured in turn.
 
-    Attributes:
-        place, experiment, workload, label: of all of them.
-        parameters: what they share.
-        rows: variant -> its last row; some may come from an older run than others.
-        runs: run -> variant -> row.
+    place, experiment, workload, label: of all of them. parameters: what they share. rows: variant -> its last row; some
+    may come from an older run than others. runs: run -> variant -> row.
     """
 
     place: Place

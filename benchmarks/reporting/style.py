@@ -10,20 +10,6 @@ from typing import Any
 
 from benchmarks.reporting.rows import OURS, Row
 
-__all__ = [
-    "Bar",
-    "bars",
-    "curve",
-    "figure",
-    "goal",
-    "legend_below",
-    "number",
-    "plain",
-    "png",
-    "rates",
-    "styles",
-]
-
 Point = tuple[float, float, float]
 Bar = tuple[str, float, float, float, str]  # variant, low, median, high, what is written beside it
 
@@ -41,22 +27,12 @@ _LIBRARIES = {
     "fixed rows": "#adb5bd",
     "cumsum": "#5f6f52",
     "x[idx]": "#48639c",
-    "index_select": "#1d3557",
-    "plain torch": "#1d3557",
-    "torch": "#1d3557",
-    "staged": "#1d3557",
+    **dict.fromkeys(("index_select", "plain torch", "torch", "staged"), "#1d3557"),
 }
 _LIMIT = "#6c757d"
 _MARKERS = "osD^vP*X<>"
-_FONTS = {
-    "font.size": 10,
-    "axes.titlesize": 10.5,
-    "axes.titlelocation": "left",
-    "axes.titlepad": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-}
+_FONTS = {"font.size": 10, "axes.titlesize": 10.5, "axes.titlelocation": "left", "axes.titlepad": 9}
+_FONTS |= dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False)
 
 
 @contextlib.contextmanager
@@ -75,6 +51,20 @@ def figure(rows: int, columns: int, size: tuple[float, float], **options: Any) -
             yield made, panels
         finally:
             plt.close(made)
+
+
+@contextlib.contextmanager
+def panels(count: int, width: float, height: float, more: float = 0.0) -> Iterator[tuple[Any, list[Any]]]:
+    """A figure with so many panels, two in a row, of so many inches each; `more` is the legend's height."""
+    columns = min(2, count)
+    lines = -(-count // columns)
+    with figure(lines, columns, (width * columns, height * lines + more)) as (made, grid):
+        for axes in grid.flat[count:]:
+            axes.set_axis_off()
+        yield made, list(grid.flat[:count])
+
+
+_WHITE = {"facecolor": "white", "edgecolor": "none"}
 
 
 def png(made: Any) -> bytes:
@@ -133,29 +123,19 @@ def bars(axes: Any, shown: Sequence[Bar], limit: tuple[str, float] | None, unit:
     for place, (name, low, mid, high, note) in enumerate(shown):
         axes.barh(place, mid, 0.66, color=looks[name]["color"])
         axes.errorbar(mid, place, xerr=[[mid - low], [high - mid]], color="black", linewidth=1, capsize=2)
+        options = {"textcoords": "offset points", "va": "center", "fontsize": 9, "zorder": 5}
         axes.annotate(
             note,
             (high, place),
             (6, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-            zorder=5,
-            bbox={"boxstyle": "square,pad=0.12", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
+            **options,
+            bbox={"boxstyle": "square,pad=0.12", "alpha": 0.85, **_WHITE},
         )
     if limit is not None:
         axes.axvline(limit[1], color=_LIMIT, linestyle="--", linewidth=1.3, zorder=1)
-        axes.annotate(
-            f"{limit[0]} {number(limit[1])}",
-            (limit[1], 1),
-            (0, 2),
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-            ha="center",
-            va="bottom",
-            color=_LIMIT,
-            fontsize=9,
-        )
+        where: Any = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+        look = {"ha": "center", "va": "bottom", "color": _LIMIT, "fontsize": 9}
+        axes.annotate(f"{limit[0]} {number(limit[1])}", (limit[1], 1), (0, 2), **where, **look)
     axes.set_yticks(range(len(shown)), [name for name, *_ in shown])
     axes.set(
         xlabel=unit, xlim=(0, highest * (1.15 + 0.012 * max((len(note) for *_, note in shown), default=0)))
@@ -198,18 +178,10 @@ def number(value: float) -> str:
 def goal(axes: Any, value: float, text: str) -> None:
     """A dotted line with its name at the right."""
     axes.axhline(value, color="black", linestyle=":", linewidth=1)
-    axes.annotate(
-        text,
-        (0.99, value),
-        (0, 2),
-        xycoords=("axes fraction", "data"),
-        textcoords="offset points",
-        ha="right",
-        va="bottom",
-        fontsize=8,
-        zorder=6,
-        bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
-    )
+    where: Any = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+    look = {"ha": "right", "va": "bottom", "fontsize": 8, "zorder": 6}
+    white = {"boxstyle": "square,pad=0.1", "alpha": 0.8, **_WHITE}
+    axes.annotate(text, (0.99, value), (0, 2), **where, **look, bbox=white)
 
 
 def legend_below(made: Any, panels: Iterable[Any], columns: int = 4) -> None:
@@ -219,10 +191,5 @@ def legend_below(made: Any, panels: Iterable[Any], columns: int = 4) -> None:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     if handles:
-        made.legend(
-            handles.values(),
-            handles.keys(),
-            loc="outside lower center",
-            ncols=min(columns, len(handles)),
-            fontsize=9,
-        )
+        place = {"loc": "outside lower center", "ncols": min(columns, len(handles))}
+        made.legend(handles.values(), handles.keys(), fontsize=9, **place)

@@ -11,8 +11,6 @@ from typing import Any
 from benchmarks.reporting.findings import duration
 from benchmarks.reporting.rows import Comparison, Row
 
-__all__ = ["Cell", "Matrix", "amount", "every_row", "matrices", "scatter", "times"]
-
 _COUNTED = ("online", "train")  # where rows a second say more than the time of a batch
 
 
@@ -20,10 +18,8 @@ _COUNTED = ("online", "train")  # where rows a second say more than the time of 
 class Cell:
     """A figure, and how many times as fast the table's first column is.
 
-    Attributes:
-        figure: with its unit; empty if there is none.
-        ratio: such as ``"4.7×"``; empty if they did not take turns.
-        lost: whether the other is faster.
+    figure: with its unit; empty if there is none. ratio: such as ``"4.7×"``; empty if they did not take turns. lost:
+    whether the other is faster.
     """
 
     figure: str = ""
@@ -35,12 +31,8 @@ class Cell:
 class Matrix:
     """Comparisons of one kind, one a line.
 
-    Attributes:
-        title: what is compared.
-        first: our variant that the others are compared with.
-        limit: the yardstick's name, or empty.
-        others, ways: further columns: of others, and of ours.
-        lines: (label, first's figure, its p10 to p90, cells).
+    title: what is compared. first: our variant that the others are compared with. limit: the yardstick's name, or
+    empty. others, ways: further columns: of others, and of ours. lines: (label, first's figure, its p10 to p90, cells).
     """
 
     title: str
@@ -125,23 +117,12 @@ def every_row(found: Iterable[Comparison]) -> list[dict[str, str]]:
     lines = []
     for comparison in found:
         for row in comparison.rows.values():
-            own = {
-                name: value
-                for name, value in row["parameters"].items()
-                if name not in ("about", "curve", "curves", "peer") and name not in comparison.parameters
-            }
+            hidden = {"about", "curve", "curves", "peer", *comparison.parameters}
+            own = {name: value for name, value in row["parameters"].items() if name not in hidden}
             mid = row.get("ratio", {}).get("p50")
-            lines.append(
-                {
-                    "label": comparison.label,
-                    "workload": comparison.workload,
-                    "variant": row["variant"],
-                    "own": json.dumps(own)[1:-1].replace('"', "") if own else "",
-                    "figure": amount(row),
-                    "scatter": scatter(row),
-                    "ratio": "" if mid is None else f"{mid:.2f}× {row['yardstick']}",
-                    "repeats": str(row.get("repeats", "")),
-                    "run": row["run"],
-                }
-            )
+            line = {"label": comparison.label, "workload": comparison.workload, "variant": row["variant"]}
+            line["own"] = json.dumps(own)[1:-1].replace('"', "") if own else ""
+            line |= {"figure": amount(row), "scatter": scatter(row), "run": row["run"]}
+            line["ratio"] = "" if mid is None else f"{mid:.2f}× {row['yardstick']}"
+            lines.append({**line, "repeats": str(row.get("repeats", ""))})
     return lines

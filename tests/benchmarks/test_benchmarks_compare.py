@@ -63,17 +63,6 @@ def test_a_yardstick_that_is_ours_takes_nothing_out() -> None:
     }
 
 
-def test_figures_that_are_no_times_count_the_right_way_round() -> None:
-    made = []
-    for name, value in (("a", 1.0), ("b", 1.5)):
-        made.append(Made(name))
-        made[-1].amount("memory", "uniform", "ours", value, "bytes resident / byte of payload")
-        made[-1].amount("overlap", "moved", "ours", value, "GB/s")
-        made[-1].amount("overlap", "share", "ours", value, "share", at_least=1.0)
-    found = [pair.verdict for pair in compare.pairs(made[0].rows, made[1].rows)]
-    assert found == ["slower", "faster", "faster"]
-
-
 def test_the_table_and_what_has_no_counterpart(tmp_path: Path) -> None:
     before, after = run("a", 2e9), run("b", 1e9)
     before.compare("collect", "W2", "W2", {"memcpy": 1e9}, "memcpy", {"batch": 1})

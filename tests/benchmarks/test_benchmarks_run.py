@@ -1,4 +1,4 @@
-"""The benchmarks' command line: what there is, several experiments in one go, the peers' processes."""
+"""The benchmarks' command line: what there is, several experiments in one go, peers' processes, scripts."""
 
 from __future__ import annotations
 
@@ -11,30 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
-from benchmarks_common import ROOT, all_rows, call, check_row, needs_no_gpu, reasons_of, rows_of, session
+from benchmarks_common import ROOT, call, needs_no_gpu
 
+catalog = importlib.import_module("benchmarks.peers.catalog")
 experiments = importlib.import_module("benchmarks.experiments")
 harness = importlib.import_module("benchmarks.harness")
 options = importlib.import_module("benchmarks.options")
 processes = importlib.import_module("benchmarks.peers.process")
 run = importlib.import_module("benchmarks.run")
 
-NAMES = (
-    "single-server",
-    "multi-server",
-    "batch-size",
-    "collect",
-    "select",
-    "online",
-    "checkpoint",
-    "memory",
-    "overlap",
-    "train",
-)
+PAPERS = ("single-server", "multi-server", "batch-size")
+NAMES = (*PAPERS, "collect", "select", "online", "checkpoint", "memory", "overlap", "train")
 
 
-# Experiments -----------------------------------------------------------------------------------------
+def words(text: str) -> str:
+    """Without the frames and the wrapping of rich's panels."""
+    return " ".join(text.replace("│", " ").split())
 
 
 def test_list_names_every_experiment_and_the_papers_three() -> None:
@@ -44,8 +38,7 @@ def test_list_names_every_experiment_and_the_papers_three() -> None:
     for experiment in experiments.EXPERIMENTS:
         assert experiment.name in done.output
         assert experiment.summary.split(",")[0] in " ".join(done.output.split())
-    for number in "123":
-        assert f"the paper's experiment {number}" in done.output
+    assert all(f"the paper's experiment {number}" in done.output for number in "123")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -55,24 +48,8 @@ def test_every_experiment_has_a_command_with_the_shared_options(name: str) -> No
     found = {parameter.name for parameter in typer.main.get_command(app).params}
     assert {"quick", "repeats", "out", "minutes"} <= found
     assert ("peers" in found) == bool(experiments.named(name).peers)
-    if "cuda" in experiments.named(name).devices:
-        assert "device" in found
+    assert ("device" in found) == ("cuda" in experiments.named(name).devices)
     assert call(name, "--help").exit_code == 0
-
-
-def test_an_unknown_experiment_is_an_error_that_names_the_known_ones() -> None:
-    with pytest.raises(KeyError):
-        experiments.named("speed")
-    done = call("run", "collect", "speed")
-    assert done.exit_code == 2
-    text = " ".join(done.output.replace("│", " ").split())
-    assert "speed; expected some of single-server" in text
-    assert call("run").exit_code == 2
-
-
-def made(name: str, command: Any, devices: tuple[str, ...] = ("cpu",)) -> Any:
-    experiment = experiments.Experiment(name, "made up", devices)
-    return type("Made", (), {**experiment.__dict__, "command": staticmethod(command)})()
 
 
 def test_run_gives_each_experiment_the_options_that_it_has(
@@ -80,42 +57,25 @@ def test_run_gives_each_experiment_the_options_that_it_has(
 ) -> None:
     seen: dict[str, Any] = {}
 
-    def shared(*names: str) -> Any:
-        """Gives a command these of the shared options."""
+    def made(name: str, names: str, failure: Exception | None = None, *devices: str) -> Any:
+        """A made-up experiment whose command has these of the shared options."""
 
-        def with_them(work: Any) -> Any:
-            work.__signature__ = inspect.Signature(options.parameters(names))
-            work.__annotations__ = {name: options.SHARED[name] for name in names}
-            return work
+        def work(**given: Any) -> None:
+            if failure is not None:
+                raise failure
+            seen[name] = tuple(given[option] for option in names.split())
 
-        return with_them
-
-    @shared("quick", "peers", "out")
-    def rich(quick: Any, peers: Any, out: Any) -> None:
-        seen["rich"] = quick, peers, out
-
-    @shared("repeats")
-    def poor(repeats: Any) -> None:
-        seen["poor"] = repeats
-
-    @shared("quick")
-    def broken(quick: Any) -> None:
-        raise RuntimeError("it broke")
-
-    @shared("quick")
-    def ended(quick: Any) -> None:
-        raise typer.Exit(1)
-
-    @shared("device")
-    def gpu(device: Any) -> None:
-        seen["gpu"] = device
+        work.__signature__ = inspect.Signature(options.parameters(names.split()))  # type: ignore[attr-defined]
+        work.__annotations__ = {option: options.SHARED[option] for option in names.split()}
+        about = experiments.Experiment(name, "made up", devices or ("cpu",))
+        return type("Made", (), {**about.__dict__, "command": staticmethod(work)})()
 
     kinds = (
-        made("rich", rich),
-        made("poor", poor),
-        made("broken", broken),
-        made("ended", ended),
-        made("gpu", gpu, ("cpu", "cuda")),
+        made("rich", "quick peers out"),
+        made("poor", "repeats"),
+        made("broken", "quick", RuntimeError("it broke")),
+        made("ended", "quick", typer.Exit(1)),
+        made("gpu", "device", None, "cpu", "cuda"),
     )
     monkeypatch.setattr(run, "EXPERIMENTS", kinds)
     monkeypatch.setattr(run, "named", {kind.name: kind for kind in kinds}.__getitem__)
@@ -123,41 +83,22 @@ def test_run_gives_each_experiment_the_options_that_it_has(
     paths = ("--peers", str(tmp_path / "a"), "--peers", str(tmp_path / "b"))
     done = call("run", "rich", "poor", "rich", "--quick", "--repeats", "3", "--out", str(out), *paths)
     assert done.exit_code == 0, done.output
-    assert seen == {"rich": (True, [tmp_path / "a", tmp_path / "b"], out), "poor": 3}
+    assert seen == {"rich": (True, [tmp_path / "a", tmp_path / "b"], out), "poor": (3,)}
     assert "poor has no --quick" in done.output
     assert "rich has no --repeats" in done.output
 
     seen.clear()
     done = call("run", "all")  # those that fail do not keep the last ones away
     assert done.exit_code == 1
-    assert seen == {"rich": (False, None, None), "poor": None, "gpu": None}
+    assert seen == {"rich": (False, None, None), "poor": (None,), "gpu": (None,)}
     assert "it broke" in done.output
     assert "failed: broken, ended" in done.output
 
     seen.clear()
     done = call("run", "rich", "gpu", "--device", "cuda")
     assert done.exit_code == 0, done.output
-    assert seen == {"gpu": options.Device.cuda}
+    assert seen == {"gpu": (options.Device.cuda,)}
     assert "rich is not measured on cuda: left out" in done.output
-
-
-# Sessions --------------------------------------------------------------------------------------------
-
-
-def test_what_is_left_out_and_what_is_no_time_are_rows_too(tmp_path: Path) -> None:
-    out = tmp_path / "new" / "rows.jsonl"
-    made = session(out, 2, "memory")
-    made.leave("Reverb", "no wheel for this Python")
-    names = ("memory", "even", "even lengths", "ours")
-    told = {"parameters": {"block_steps": 32}, "at_most": 1.05, "extras": {"bytes": 3.0}}
-    made.record(harness.Amount(*names, [1.0, 1.5, 2.0], "bytes / byte", **told))
-    assert reasons_of(out) == {"Reverb": "no wheel for this Python"}
-    (row,) = rows_of(out)
-    assert row["amount"] == {"p10": pytest.approx(1.1), "p50": 1.5, "p90": pytest.approx(1.9)}
-    assert (row["unit"], row["repeats"], row["at_most"]) == ("bytes / byte", 3, 1.05)
-    assert "at_least" not in row
-    check_row(row, "memory")
-    assert {row["experiment"] for row in all_rows(out)} == {"memory"}
 
 
 @pytest.mark.parametrize("error", [harness.Incorrect("rows differ"), processes.PeerFailed("it has ended")])
@@ -176,17 +117,20 @@ def test_a_wrong_result_ends_the_program_with_status_one(
 
 
 @needs_no_gpu
-@pytest.mark.parametrize("name", ["collect", "single-server", "batch-size", "select", "overlap", "train"])
+@pytest.mark.parametrize("name", [one.name for one in experiments.EXPERIMENTS if "cuda" in one.devices])
 def test_cuda_without_a_gpu_is_an_error_that_names_the_remedy(name: str) -> None:
     done = call(name, "--device", "cuda")
     assert done.exit_code == 2
-    assert "--device cpu" in " ".join(done.stderr.replace("│", " ").split())
+    assert "--device cpu" in words(done.stderr)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ("run", "EXPERIMENT"),
+        ("run collect speed", "speed; expected some of single-server"),
         ("collect --quick --trajectories 100", "100 is less than the largest batch, 128"),
+        ("checkpoint --folder nowhere", "nowhere is no folder; make it first"),
         ("single-server --parts W1,W3", "expected some of W1,W2,insert"),
         ("single-server --trajectories 200", "200 is less than a batch, 256"),
         ("batch-size --trajectories 200", "200 is less than the largest batch, 1024"),
@@ -210,7 +154,7 @@ def test_cuda_without_a_gpu_is_an_error_that_names_the_remedy(name: str) -> None
 def test_bad_options_are_errors_that_name_the_remedy(arguments: str, message: str) -> None:
     done = call(*arguments.split())
     assert done.exit_code == 2
-    assert message in " ".join(done.stderr.replace("│", " ").split())
+    assert message in words(done.stderr)
 
 
 def test_numbers_are_read_and_bad_ones_refused() -> None:
@@ -266,7 +210,6 @@ def test_the_first_interpreter_that_has_a_peer_is_taken_its_own_environment_befo
         return python.parent.parent.name
 
     assert processes.first([one, bad, two], make) == "two"
-    assert tried == [one, two]
     assert processes.first([one, two], make, environment="two") == "two"
     assert tried == [one, two, two]
     for wanted, message in (
@@ -279,25 +222,41 @@ def test_the_first_interpreter_that_has_a_peer_is_taken_its_own_environment_befo
         processes.first([], make)
 
 
+def test_interpreters_that_do_not_answer_are_named(tmp_path: Path) -> None:
+    with pytest.raises(processes.PeerFailed, match="No such file or directory"):
+        catalog.started([tmp_path / "none"], "select", "cpprb")
+    slow = script(tmp_path / "slow", "#!/bin/sh\necho sleepy >&2\nexec sleep 20\n")
+    with pytest.raises(processes.PeerFailed, match="took 0 s: sleepy"):
+        catalog.started([slow], "select", "cpprb", patience=0.3)
+
+
+# Scripts ---------------------------------------------------------------------------------------------
+
+
+def script(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
+def bash(name: str, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(ROOT / "benchmarks" / name), *map(str, arguments)]
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
 def test_what_cannot_be_installed_is_noted_with_the_reason(tmp_path: Path) -> None:
-    script = ["bash", str(ROOT / "benchmarks" / "peers" / "make.sh")]
-    pip = tmp_path / "python"  # an interpreter whose pip finds nothing
-    pip.write_text(
-        f"""#!/bin/sh
+    pip = f"""#!/bin/sh
 if [ "$2" = venv ]; then mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; exit; fi
 case "$*" in
     *tianshou*) echo "ERROR: No matching distribution found for tianshou" >&2; exit 1 ;;
     *) exit 0 ;;
 esac
 exec {sys.executable} "$@"
-""",
-        encoding="utf-8",
-    )
-    pip.chmod(0o755)
+"""
+    variables = {"PYTHON": str(script(tmp_path / "python", pip)), "TMPDIR": str(tmp_path)}
     folder = tmp_path / "peers"
-    variables = {**os.environ, "PYTHON": str(pip), "TMPDIR": str(tmp_path)}
-    arguments: dict[str, Any] = {"env": variables, "capture_output": True, "text": True, "timeout": 60}
-    done = subprocess.run([*script, str(folder), "tianshou", "cpprb"], **arguments)
+    done = bash("peers/make.sh", folder, "tianshou", "cpprb", **variables)
     assert done.returncode == 1, done.stdout + done.stderr
     note = "tianshou could not be installed: ERROR: No matching distribution found for tianshou"
     assert (folder / "tianshou" / "failed.txt").read_text(encoding="utf-8").strip() == note
@@ -306,8 +265,84 @@ exec {sys.executable} "$@"
     with pytest.raises(processes.PeerFailed, match=note):
         processes.start(processes.interpreters([folder]), "select", "tianshou", "Tianshou tree")
 
-    again = subprocess.run([*script, str(folder), "cpprb"], **arguments)  # what is there is kept
+    again = bash("peers/make.sh", folder, "cpprb", **variables)  # what is there is kept
     assert (again.returncode, again.stdout) == (0, "cpprb is there\n")
-    wrong = subprocess.run([*script, str(folder), "speed"], **arguments)
+    wrong = bash("peers/make.sh", folder, "speed", **variables)
     assert wrong.returncode == 2
     assert "expected some of: reverb torchrl cpprb tianshou" in wrong.stderr
+
+
+@pytest.mark.long
+@needs_no_gpu
+def test_gpu_check_says_that_there_is_no_gpu(tmp_path: Path) -> None:
+    done = bash("gpu_check.sh", tmp_path / "out", PYTHON=sys.executable)
+    assert done.returncode == 2, done.stderr
+    assert "NO GPU" in done.stdout
+    assert "NO GPU" in (tmp_path / "out" / "summary.txt").read_text(encoding="utf-8")
+    assert f"torch {torch.__version__}" in (tmp_path / "out" / "machine.txt").read_text(encoding="utf-8")
+
+
+def test_gpu_check_wants_a_folder() -> None:
+    done = bash("gpu_check.sh", PYTHON=sys.executable)
+    assert done.returncode == 2
+    assert "no output directory" in done.stderr
+
+
+_INTERPRETER = """#!/bin/bash
+echo "$*" >>"$CALLS"
+case "$*" in
+    *"import rich, typer"*) [[ -z $LACKS ]] || { echo "No module named '$LACKS'"; exit 1; } ;;
+    *"benchmarks select"*) exit 3 ;;
+    "-m pytest"*) cp "$OUT_DIR/summary.txt" "$OUT_DIR/before-$(wc -l <"$CALLS").txt" ;;
+esac
+"""
+"""In place of Python: has a GPU, and `select` fails; notes what it is called with."""
+
+
+def gpu_check(tmp_path: Path, lacks: str) -> tuple[int, str, list[str]]:
+    """Run the script with an interpreter that does nothing: its status, its summary, and all calls."""
+    python, calls, out = script(tmp_path / "python", _INTERPRETER), tmp_path / "calls", tmp_path / "out"
+    told = {"PYTHON": str(python), "CALLS": str(calls), "LACKS": lacks, "OUT_DIR": str(out)}
+    done = bash("gpu_check.sh", out, **told, BENCH="--repeats 2")
+    summary = (out / "summary.txt").read_text(encoding="utf-8")
+    assert summary in done.stdout
+    return done.returncode, summary, calls.read_text(encoding="utf-8").splitlines()
+
+
+def test_gpu_check_runs_the_most_important_first_within_nine_minutes(tmp_path: Path) -> None:
+    status, summary, calls = gpu_check(tmp_path, lacks="")
+    assert status == 1  # `select` failed, and those after it ran all the same
+    names = ["single-server", "collect", "select", "overlap", "batch-size", "train"]
+    stages = [f"{name} tests" for name in ("gather", "priority", "place", "shards")]
+    assert [line[:14].strip() for line in summary.splitlines()] == [*stages, *names]
+    assert [line[15:29].strip() for line in summary.splitlines()] == [
+        "FAILED (3)" if name == "select" else "passed" for name in (*stages, *names)
+    ]
+    found = [line.split() for line in calls if line.startswith("-m benchmarks")]
+    for name, told in zip(names, found, strict=True):
+        assert told[2:5] == [name, "--device", "cuda"]
+        assert told[7:] == ["--out", str(tmp_path / "out" / f"{name}-cuda.jsonl"), "--repeats", "2"]
+    minutes = [float(told[told.index("--minutes") + 1]) for told in found]
+    assert minutes == sorted(minutes)  # what one leaves, the next may have
+    assert 0.5 < minutes[0] < minutes[-1] < 8.5
+    # What must be correct comes first, each kind in a stage of its own, without the benchmarks' tests.
+    tests = [call for call in calls if call.startswith("-m pytest")]
+    for line, stage in zip(tests, stages, strict=True):
+        assert " -m gpu -v " in line  # a line a test, as it ends
+        assert (ROOT / line.split()[-1]).is_file()
+        name = stage.replace(" ", "-")
+        assert f"--junitxml={tmp_path}/out/{name}.xml" in line
+        assert (tmp_path / "out" / f"{name}.log").exists()
+    assert calls.index(tests[-1]) < calls.index(" ".join(found[0]))
+    # Each stage's line is there before the next begins.
+    seen = sorted((tmp_path / "out").glob("before-*.txt"), key=lambda path: int(path.stem.split("-")[1]))
+    assert [len(path.read_text(encoding="utf-8").splitlines()) for path in seen] == [0, 1, 2, 3]
+
+
+def test_gpu_check_without_a_package_of_the_benchmarks_still_tests(tmp_path: Path) -> None:
+    status, summary, calls = gpu_check(tmp_path, lacks="typer")
+    assert status == 1
+    assert "SKIPPED" in summary
+    assert "No module named 'typer'" in summary
+    assert any("pytest" in call for call in calls)
+    assert not any(call.startswith("-m benchmarks") for call in calls)

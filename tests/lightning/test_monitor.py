@@ -14,7 +14,9 @@ import pytest
 import torch
 from dataset_common import episode, make_table, named_table, nothing_left, snapshot
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning_ddp import IGNORED
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError
@@ -22,22 +24,7 @@ from gear_loader.lightning import monitor
 from gear_loader.lightning.monitor import ReplayMonitor
 from gear_loader.storage.counters import INSERT_WAIT, SAMPLE_WAIT
 
-pytestmark = [
-    # Lightning imports and calls what torch has deprecated meanwhile.
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*isinstance\\(treespec, LeafSpec\\).*"),
-    # Advice on machines with a GPU: the tests run on the CPU on purpose.
-    pytest.mark.filterwarnings("ignore:GPU available but not used"),
-    # The data module has no validation here, and the model needs none.
-    pytest.mark.filterwarnings("ignore:You passed in a `val_dataloader` but have no `validation_step`"),
-    # Advice that does not hold for batches that are made ready by the dataset.
-    pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined"),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    # The runs are shorter than the trainer's own interval of logs.
-    pytest.mark.filterwarnings(
-        "ignore:The number of training batches .* is smaller than the logging interval"
-    ),
-]
+pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in IGNORED]
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 RATES = ("insert_rate", "sample_rate", "evict_rate", "expire_rate", "insert_wait", "sample_wait")
@@ -48,8 +35,15 @@ AGES = ("age_mean", "age_max", "age_seconds_mean", "age_seconds_max", "times_sam
 class Clock:
     """The monitor's clock: it stands still until a test moves it."""
 
-    def __init__(self) -> None:
-        self.now = 1000.0
+    now = 1000.0
+
+    def script(self, seconds: float) -> Callable[[int, Any], None]:
+        """What a `Model` does in every step: let so much time pass."""
+
+        def script(number: int, batch: Any) -> None:
+            self.now += seconds
+
+        return script
 
 
 @pytest.fixture
@@ -59,7 +53,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-class Memory(Logger):
+class Memory(DummyLogger):
     """A logger that keeps what it is given, under names without ``replay/``, and nothing else."""
 
     def __init__(self) -> None:
@@ -67,17 +61,6 @@ class Memory(Logger):
         self.steps: list[int | None] = []
         self.logs: list[dict[str, float]] = []
         self.others: list[tuple[int | None, dict[str, float]]] = []
-
-    @property
-    def name(self) -> str:
-        return "memory"
-
-    @property
-    def version(self) -> int:
-        return 0
-
-    def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        pass
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         if any(name.startswith("replay/") for name in metrics):
@@ -117,8 +100,7 @@ class ManualModel(Model):
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, number: int) -> None:
-        loss = super().training_step(batch, number)
-        self.manual_backward(loss)
+        self.manual_backward(super().training_step(batch, number))
         for optimizer in self.optimizers():
             optimizer.step()
             optimizer.zero_grad()
@@ -128,39 +110,32 @@ class ManualModel(Model):
 
 
 def module(table: Any, **options: Any) -> gear.ReplayDataModule:
-    defaults = {"batch_size": 2, "windows": gear.Window(1), "val_fraction": 0, "prefetch": 0, "device": "cpu"}
-    return gear.ReplayDataModule(table, **{**defaults, "batches_per_epoch": 6, **options})
+    told = {"batch_size": 2, "windows": gear.Window(1), "val_fraction": 0, "prefetch": 0, "device": "cpu"}
+    return gear.ReplayDataModule(table, **{**told, "batches_per_epoch": 6, **options})
 
 
 def trainer(loggers: Any, *callbacks: Any, **options: Any) -> lightning.Trainer:
-    return lightning.Trainer(
-        accelerator="cpu",
-        logger=loggers,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        callbacks=list(callbacks),
-        **{"max_epochs": 1, **options},
-    )
+    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    told = {"max_epochs": 1, **quiet, **options}
+    return lightning.Trainer(accelerator="cpu", logger=loggers, callbacks=list(callbacks), **told)
 
 
 def add(table: gear.Table, *lengths: int) -> None:
     table.extend([episode(1000, length) for length in lengths])
 
 
-def approximately(expected: dict[str, float]) -> Any:
+def approximately(expected: Any) -> Any:
     return pytest.approx(expected, rel=1e-6, abs=0)
 
 
-# ---------------------------------------------------------------- values
+# Values ----------------------------------------------------------------------------------------------
 
 
 def test_a_sequence_computed_by_hand(clock: Clock) -> None:
     """Two trajectories a step are drawn, always the two oldest."""
-    with make_table(
-        (4, 4, 4, 4), max_steps=64, max_trajectories=8, block_steps=4, on_full="evict_oldest"
-    ) as table:
-        counters = table.index.arrays.counters
+    options = {"max_steps": 64, "max_trajectories": 8, "block_steps": 4, "on_full": "evict_oldest"}
+    with make_table((4, 4, 4, 4), **options) as table:
+        counters, blocks = table.index.arrays.counters, table.stats().num_blocks
 
         def script(number: int, batch: Any) -> None:
             clock.now += 2.0
@@ -173,12 +148,9 @@ def test_a_sequence_computed_by_hand(clock: Clock) -> None:
             if number == 4:
                 add(table, 4, 4, 4, 4)
 
-        memory = Memory()
-        callback = ReplayMonitor(every_n_steps=3)
+        memory, model = Memory(), Model(script)
         data = module(table, selector=gear.Fifo(), sample_info=True, batches_per_epoch=8)
-        model = Model(script)
-        trainer(memory, callback).fit(model, data)
-
+        trainer(memory, ReplayMonitor(every_n_steps=3)).fit(model, data)
         assert memory.steps == [2, 5]  # the last two batches of eight wait for a third
         first, second = memory.logs
         seconds = torch.cat([batch["sample_info"]["age_seconds"] for batch in model.batches[:6]])
@@ -186,7 +158,7 @@ def test_a_sequence_computed_by_hand(clock: Clock) -> None:
             {
                 "fill_trajectories": 7 / 8,
                 "fill_steps": 32 / 64,
-                "fill_blocks": 9 / table.stats().num_blocks,
+                "fill_blocks": 9 / blocks,
                 "insert_rate": 3 / 6,
                 "sample_rate": 6 / 6,
                 "samples_per_insert": 6 / 3,
@@ -207,7 +179,7 @@ def test_a_sequence_computed_by_hand(clock: Clock) -> None:
             {
                 "fill_trajectories": 8 / 8,
                 "fill_steps": (4 + 8 + 3 + 5 + 16) / 64,
-                "fill_blocks": (1 + 2 + 1 + 2 + 4) / table.stats().num_blocks,
+                "fill_blocks": (1 + 2 + 1 + 2 + 4) / blocks,
                 "insert_rate": 4 / 6,
                 "sample_rate": 6 / 6,
                 "samples_per_insert": 6 / 4,
@@ -226,12 +198,9 @@ def test_a_sequence_computed_by_hand(clock: Clock) -> None:
 
 
 def test_without_sample_info_and_without_insertions_these_are_left_out(clock: Clock) -> None:
-    def script(number: int, batch: Any) -> None:
-        clock.now += 1
-
+    memory = Memory()
     with make_table() as table:
-        memory = Memory()
-        trainer(memory, ReplayMonitor(every_n_steps=2)).fit(Model(script), module(table))
+        trainer(memory, ReplayMonitor(every_n_steps=2)).fit(Model(clock.script(1)), module(table))
     assert memory.steps == [1, 3, 5]
     for log in memory.logs:
         assert set(log) == {*FILL, *RATES}
@@ -239,22 +208,17 @@ def test_without_sample_info_and_without_insertions_these_are_left_out(clock: Cl
 
 
 def test_expired(clock: Clock) -> None:
-    def script(number: int, batch: Any) -> None:
-        clock.now += 4
-
+    memory = Memory()
     with make_table([3] * 10, max_times_sampled=1) as table:
-        memory = Memory()
         data = module(table, selector=gear.Fifo(), batches_per_epoch=3)
-        trainer(memory, ReplayMonitor(every_n_steps=3)).fit(Model(script), data)
-    assert memory.logs[0]["expire_rate"] == 6 / 12
-    assert memory.logs[0]["evict_rate"] == 0
+        trainer(memory, ReplayMonitor(every_n_steps=3)).fit(Model(clock.script(4)), data)
+    assert (memory.logs[0]["expire_rate"], memory.logs[0]["evict_rate"]) == (6 / 12, 0)
 
 
 def test_priorities(clock: Clock) -> None:
-    priorities = [float(number) for number in range(1, 12)]  # 1 to 11
+    memory = Memory()
     with make_table((), max_steps=64, max_trajectories=11, on_full="evict_oldest") as table:
-        table.extend([episode(number, 4) for number in range(11)], priority=priorities)
-        memory = Memory()
+        table.extend([episode(number, 4) for number in range(11)], priority=np.arange(1.0, 12.0))
         data = module(table, selector=gear.Prioritized(alpha=1.0), batches_per_epoch=2)
 
         def script(number: int, batch: Any) -> None:
@@ -265,36 +229,31 @@ def test_priorities(clock: Clock) -> None:
 
         trainer(memory, ReplayMonitor(every_n_steps=1, quantiles=(0, 0.25, 0.5, 1))).fit(Model(script), data)
         nothing_left(table)
-    before, after = memory.logs
-    assert {name: before[name] for name in before if name.startswith("priority")} == approximately(
-        {"priority_q0": 1.0, "priority_q25": 3.5, "priority_q50": 6.0, "priority_q100": 11.0}
-    )
-    assert {name: after[name] for name in after if name.startswith("priority")} == approximately(
-        {"priority_q0": 11.0, "priority_q25": 11.0, "priority_q50": 11.0, "priority_q100": 11.0}
-    )
-    assert (before["num_stale"], after["num_stale"]) == (0, 2)
+    found = [{name: log[name] for name in log if name.startswith("priority")} for log in memory.logs]
+    names = [f"priority_q{percent}" for percent in (0, 25, 50, 100)]
+    assert found[0] == approximately(dict(zip(names, (1.0, 3.5, 6.0, 11.0), strict=True)))
+    assert found[1] == approximately(dict.fromkeys(names, 11.0))
+    assert [log["num_stale"] for log in memory.logs] == [0, 2]
 
 
 def test_what_all_handles_of_a_table_do_together(clock: Clock) -> None:
+    memory = Memory()
     with named_table("test-monitor", on_full="evict_oldest") as table:
         others = [gear.Table.attach(table.name) for _ in range(2)]
+        reader = gear.ReplayDataset(others[0], batch_size=5, windows=gear.Window(1), device="cpu")
 
         def script(number: int, batch: Any) -> None:
             clock.now += 1
             for length, other in enumerate((table, *others), start=1):
                 with other.writer() as writer:
                     writer.append({name: rows[:length] for name, rows in episode(7, 4).items()})
+            reader.sample()
 
-        memory = Memory()
-        reader = gear.ReplayDataset(others[0], batch_size=5, windows=gear.Window(1), device="cpu")
-        data = module(table.name)  # attaches too
-        model = Model(lambda number, batch: (script(number, batch), reader.sample()))
-        trainer(memory, ReplayMonitor(every_n_steps=2)).fit(model, data)
+        trainer(memory, ReplayMonitor(every_n_steps=2)).fit(Model(script), module(table.name))  # attaches too
         for other in others:
             other.close()
-    assert [log["insert_rate"] for log in memory.logs] == [3.0, 3.0, 3.0]
-    assert [log["sample_rate"] for log in memory.logs] == [7.0, 7.0, 7.0]
-    assert [log["samples_per_insert"] for log in memory.logs] == approximately([7 / 3] * 3)
+    for name, rate in (("insert_rate", 3.0), ("sample_rate", 7.0), ("samples_per_insert", 7 / 3)):
+        assert [log[name] for log in memory.logs] == approximately([rate] * 3)
 
 
 def test_ages_wait_for_nothing_before_they_are_read() -> None:
@@ -307,17 +266,17 @@ def test_ages_wait_for_nothing_before_they_are_read() -> None:
         drawn.read()
 
 
-# ---------------------------------------------------------------- Lightning
+# Lightning -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("log_every_n_steps", [1, 3, 50])
-def test_the_trainers_own_interval_does_not_matter(log_every_n_steps: int) -> None:
+@pytest.mark.parametrize("interval", [1, 50])
+def test_the_trainers_own_interval_does_not_matter(interval: int) -> None:
     memory = Memory()
     with make_table() as table:
-        options = {"log_every_n_steps": log_every_n_steps, "max_epochs": 2}
+        options = {"log_every_n_steps": interval, "max_epochs": 2}
         trainer(memory, ReplayMonitor(every_n_steps=4), **options).fit(Model(), module(table))
     assert memory.steps == [3, 7, 11]
-    if log_every_n_steps == 1:  # the same steps as what the module logs has
+    if interval == 1:  # the same steps as what the module logs has
         assert [step for step, metrics in memory.others if "loss" in metrics] == list(range(12))
 
 
@@ -336,9 +295,8 @@ def test_several_loggers_and_manual_optimisation(tmp_path: Path, model: type[Mod
 def test_accumulated_gradients_and_another_prefix() -> None:
     memory = Memory()
     with make_table() as table:
-        options = {"accumulate_grad_batches": 2}
         callbacks = (ReplayMonitor(every_n_steps=2), ReplayMonitor(every_n_steps=1, prefix="other/"))
-        trainer(memory, *callbacks, **options).fit(Model(), module(table))
+        trainer(memory, *callbacks, accumulate_grad_batches=2).fit(Model(), module(table))
     assert memory.steps == [0, 1, 2]
     assert sum("other/insert_rate" in metrics for _, metrics in memory.others) == 6
 
@@ -354,54 +312,44 @@ class SaveAt(Callback):
             trainer.save_checkpoint(self.path)
 
 
-# The run is resumed without the callback that saved the checkpoint.
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create")
 def test_a_resumed_run_counts_from_where_it_was(tmp_path: Path, clock: Clock) -> None:
-    def script(number: int, batch: Any) -> None:
-        clock.now += 1
-
     path, whole, rest = tmp_path / "checkpoint", Memory(), Memory()
     with make_table() as table:
         callbacks = (ReplayMonitor(every_n_steps=3), SaveAt(path, 4))
-        trainer(whole, *callbacks, max_epochs=2).fit(Model(script), module(table))
+        trainer(whole, *callbacks, max_epochs=2).fit(Model(clock.script(1)), module(table))
         clock.now += 1e6  # the rates of the resumed run know nothing of the time in between
         resumed = trainer(rest, ReplayMonitor(every_n_steps=3), max_epochs=2)
-        resumed.fit(Model(script), module(table), ckpt_path=path)
+        resumed.fit(Model(clock.script(1)), module(table), ckpt_path=path)
     assert whole.steps == [2, 5, 8, 11]
     assert rest.steps == [6, 9]
     assert [log["sample_rate"] for log in (*whole.logs, *rest.logs)] == [2.0] * 6
 
 
-def test_a_callback_used_twice_begins_anew(clock: Clock) -> None:
-    def script(number: int, batch: Any) -> None:
-        clock.now += 1
-
+def test_a_callback_used_twice_begins_from_the_start(clock: Clock) -> None:
     callback = ReplayMonitor(every_n_steps=4)
     with make_table() as table:
         for _ in range(2):
             memory = Memory()
-            trainer(memory, callback).fit(Model(script), module(table))
+            trainer(memory, callback).fit(Model(clock.script(1)), module(table))
             assert memory.steps == [3]
             assert memory.logs[0]["sample_rate"] == 2.0
             clock.now += 100
 
 
-def test_a_dataset_that_is_given(clock: Clock) -> None:
-    def script(number: int, batch: Any) -> None:
-        clock.now += 1
-
+def test_a_dataset_that_is_given_or_missing(clock: Clock) -> None:
+    options = {"batch_size": 2, "windows": gear.Window(1), "device": "cpu", "batches_per_epoch": 6}
     with make_table() as table:
-        dataset = gear.ReplayDataset(
-            table, batch_size=2, windows=gear.Window(1), device="cpu", batches_per_epoch=6, sample_info=True
-        )
-        loader = torch.utils.data.DataLoader(dataset, batch_size=None)
-        memory = Memory()
-        trainer(memory, ReplayMonitor(dataset, every_n_steps=6)).fit(Model(script), loader)
+        dataset = gear.ReplayDataset(table, **options, sample_info=True)
+        loader, memory = torch.utils.data.DataLoader(dataset, batch_size=None), Memory()
+        trainer(memory, ReplayMonitor(dataset, every_n_steps=6)).fit(Model(clock.script(1)), loader)
         assert set(memory.logs[0]) == {*FILL, *RATES, *AGES}
         nothing_left(table)
+        message = r"ReplayMonitor found no dataset: .* Give it one, ReplayMonitor\("
+        with pytest.raises(SchemaError, match=message):
+            trainer(Memory(), ReplayMonitor()).fit(Model(), loader)
 
 
-# ---------------------------------------------------------------- nothing to do
+# Nothing to do ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -413,52 +361,27 @@ def no_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_looks")
-def test_no_logger() -> None:
+def test_without_a_logger_in_a_fast_dev_run_and_on_other_ranks_nothing_is_done() -> None:
+    memory, callback = Memory(), ReplayMonitor(every_n_steps=1)
     with make_table() as table:
         trainer(False, ReplayMonitor(every_n_steps=1)).fit(Model(), module(table, sample_info=True))
-
-
-@pytest.mark.usefixtures("no_looks")
-def test_fast_dev_run() -> None:
-    memory = Memory()
-    with make_table() as table:
         trainer(memory, ReplayMonitor(every_n_steps=1), fast_dev_run=3).fit(Model(), module(table))
-    assert memory.logs == []
-
-
-@pytest.mark.usefixtures("no_looks")
-def test_other_ranks_do_nothing() -> None:
-    memory = Memory()
-    with make_table() as table:
         data = module(table)
         data.setup()
-        rank = SimpleNamespace(loggers=[memory], is_global_zero=False, fast_dev_run=False, datamodule=data)
-        callback = ReplayMonitor(every_n_steps=1)
-        callback.on_train_start(rank, Model())
         assert data.train_dataset is not None
+        rank: Any = SimpleNamespace(
+            loggers=[memory], is_global_zero=False, fast_dev_run=False, datamodule=data
+        )
+        callback.on_train_start(rank, Model())
         callback.on_train_batch_end(rank, Model(), None, data.train_dataset.sample(), 0)
         callback.teardown(rank, Model(), "fit")
     assert memory.logs == []
-
-
-# ---------------------------------------------------------------- refused
-
-
-def test_nothing_to_watch() -> None:
-    with make_table() as table:
-        dataset = gear.ReplayDataset(table, batch_size=2, windows=gear.Window(1), device="cpu", prefetch=0)
-        loader = torch.utils.data.DataLoader(dataset, batch_size=None)
-        with pytest.raises(
-            SchemaError, match=r"ReplayMonitor found no dataset: .* Give it one, ReplayMonitor\("
-        ):
-            trainer(Memory(), ReplayMonitor()).fit(Model(), loader)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"every_n_steps": 0}, "every_n_steps is 0; expected"),
-        ({"every_n_steps": 2.5}, r"every_n_steps is 2\.5; expected"),
         ({"quantiles": (0.5, 1.5)}, r"quantiles is \(0\.5, 1\.5\); expected numbers from 0 to 1"),
         ({"quantiles": (np.nan,)}, r"quantiles is \(nan,\); expected"),
         ({"dataset": "replay"}, "dataset is a str; expected a ReplayDataset or None"),

@@ -1,4 +1,4 @@
-"""The benchmark of checkpoints compares what was loaded with what was saved, and says what it left out."""
+"""Checkpoint and memory: what is stored and loaded is compared; peers that fail are left out, ours end the run."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks_common import Here, call, check_row, interpreter, rows_of, run, session, worker
+from benchmarks_common import Here, check_row, rows_of, session, worker
 
-__all__ = ["interpreter"]  # a fixture
-
-checkpoint = importlib.import_module("benchmarks.experiments.checkpoint")
-harness = importlib.import_module("benchmarks.harness")
-peers = importlib.import_module("benchmarks.peers.checkpoint")
-process = importlib.import_module("benchmarks.peers.process")
 catalog = importlib.import_module("benchmarks.peers.catalog")
+checkpoint = importlib.import_module("benchmarks.experiments.checkpoint")
 gear = importlib.import_module("benchmarks.peers.gear")
+memory = importlib.import_module("benchmarks.experiments.memory")
+peers = importlib.import_module("benchmarks.peers.checkpoint")
 plain = importlib.import_module("benchmarks.peers.plain")
+process = importlib.import_module("benchmarks.peers.process")
 sources = importlib.import_module("benchmarks.peers.source")
 workloads = importlib.import_module("benchmarks.workloads")
 
-SPEC = {
-    "columns": {"observation": [3], "reward": []},
-    "steps": 10,
-    "trajectories": 60,
-    "more": 20,
-    "seed": 1,
-}
+SPEC = {"columns": {"observation": [3], "reward": []}, "steps": 10, "trajectories": 60, "more": 20, "seed": 1}
+COLUMNS = {"observation": (17,), "action": (6,), "reward": ()}
 WORKLOADS = ["save", "save again", "load", "load, cold"]
+
+
+def missing() -> Any:
+    raise process.PeerFailed("nowhere: No such file or directory")
+
+
+# Checkpoints -----------------------------------------------------------------------------------------
 
 
 class Stale(plain.Saved):  # type: ignore[misc, name-defined]
@@ -52,32 +52,23 @@ class Changed(gear.Checkpoint):  # type: ignore[misc, name-defined]
         super().add(first, {**rows, "action": -np.zeros_like(rows["action"])})
 
 
-def measured(tmp_path: Path, kinds: list[Any]) -> tuple[list[dict[str, Any]], str]:
+def saved(tmp_path: Path, kinds: list[Any]) -> tuple[list[dict[str, Any]], str]:
     """The rows, and what was left out."""
-    out = tmp_path / "new" / "rows.jsonl"
+    out, folder = tmp_path / "new" / "rows.jsonl", tmp_path / "disk"
     made = session(out, experiment="checkpoint")
-    folder = tmp_path / "disk"
     folder.mkdir()
     try:
         checkpoint.measured(made, workloads.W1.of(60), kinds, folder)
     finally:
         assert not list(folder.iterdir())  # nothing stays
-    return [row for row in rows_of(out) if "left_out" not in row], "\n".join(made.reasons)
+    return rows_of(out), "\n".join(made.reasons)
 
 
 def kind(name: str, subject: Any, *, ours: bool = False) -> Any:
     return checkpoint.Kind(name, lambda: Here(worker("checkpoint", subject)), ours)
 
 
-# What is measured ------------------------------------------------------------------------------------
-
-
-def test_rows_have_what_was_measured_and_others_that_fail_are_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def missing() -> Any:
-        raise process.PeerFailed("nowhere: No such file or directory")
-
+def test_rows_have_what_a_journey_took_and_others_that_fail_are_left_out(tmp_path: Path) -> None:
     kinds = [
         kind("yardstick", plain.Yardstick, ours=True),
         kind(checkpoint.KEPT, plain.Kept, ours=True),
@@ -86,31 +77,25 @@ def test_rows_have_what_was_measured_and_others_that_fail_are_left_out(
         kind("stale", Stale),
         checkpoint.Kind("cpprb", missing),
     ]
-    rows, reasons = measured(tmp_path, kinds)
+    rows, reasons = saved(tmp_path, kinds)
     for row in rows:
         check_row(row, "checkpoint")
     assert [(row["workload"], row["variant"]) for row in rows] == [
         *((workload, name) for workload in WORKLOADS[:2] for name in ("write", "ours", "torch.save")),
         *((load, name) for load in WORKLOADS[2:] for name in ("read", "read, kept", "ours", "torch.load")),
     ]
-    assert [row["targets"] for row in rows if row["variant"] == "ours"] == [
-        {"write": 0.7},
-        {},
-        {"read": 0.7},
-        {"read": 0.7},
-    ]
-    assert rows[1]["bytes"] == 60 * 42_000
-    assert rows[4]["bytes"] == 80 * 42_000
+    targets = [row["targets"] for row in rows if row["variant"] == "ours"]
+    assert targets == [{"write": 0.7}, {}, {"read": 0.7}, {"read": 0.7}]
+    assert (rows[1]["bytes"], rows[4]["bytes"]) == (60 * 42_000, 80 * 42_000)
     assert "left out: stale: ValueError: row 0 begins with nan" in reasons
     assert reasons.count("left out: ") == 2
     assert "left out: cpprb: nowhere: No such file or directory" in reasons
-    assert "seconds until it returns" in capsys.readouterr().out
 
 
 def test_ours_that_fails_ends_the_run(tmp_path: Path) -> None:
     kinds = [kind("yardstick", plain.Yardstick, ours=True), kind("ours", Changed, ours=True)]
     with pytest.raises(process.PeerFailed, match="ours: ValueError: action of row 0 differs"):
-        measured(tmp_path, kinds)
+        saved(tmp_path, kinds)
     assert not (tmp_path / "new").exists()
 
 
@@ -148,9 +133,6 @@ def test_what_was_not_loaded_is_found(tmp_path: Path) -> None:
         bare.check()
 
 
-# Peers -----------------------------------------------------------------------------------------------
-
-
 def test_the_journey_of_a_peer_in_its_own_interpreter(interpreter: Path, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     process_of = catalog.started([interpreter], "checkpoint", "cpprb")
@@ -163,29 +145,55 @@ def test_the_journey_of_a_peer_in_its_own_interpreter(interpreter: Path, tmp_pat
     assert all(found[workload] > 0 for workload in WORKLOADS)
 
 
-# The command line ------------------------------------------------------------------------------------
+# Memory ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
-def test_quick_measures_in_processes_and_names_what_is_missing(tmp_path: Path) -> None:
-    out = tmp_path / "rows.jsonl"
-    options = ["--quick", "--trajectories", "100", "--folder", str(tmp_path), "--out", str(out)]
-    done = run("checkpoint", *options, "--peers", str(tmp_path / "none"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [row for row in rows_of(out) if "left_out" not in row]
-    for row in rows:
-        check_row(row, "checkpoint")
-    assert len(rows) == 2 * 3 + 2 * 4
-    for name in catalog.peers_of("checkpoint"):
-        assert f"left out: {name}: " in done.stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+class Wrong(plain.Listed):  # type: ignore[misc, name-defined]
+    """Stores one value wrongly."""
+
+    def fill(self) -> None:
+        super().fill()
+        self._episodes[-1]["action"][-1, 3] += 1
 
 
-def test_options_and_lateness_are_told(tmp_path: Path) -> None:
-    done = call("checkpoint", "--folder", str(tmp_path / "nowhere"))
-    assert done.exit_code == 2
-    assert "make it first" in " ".join(done.stderr.replace("│", " ").split())
-    late = call("checkpoint", "--quick", "--minutes", "0", "--out", str(tmp_path / "rows.jsonl"))
-    assert late.exit_code == 0, late.output
-    assert "left out for lack of time: 1,000 trajectories" in late.stdout
+def test_ours_that_stores_wrongly_ends_the_run(tmp_path: Path) -> None:
+    lengths = np.random.default_rng(0).integers(1, 300, 200)
+    setting = memory.Setting("uneven", "W2", COLUMNS, lengths)
+    kind = memory.Kind("ours", lambda: Here(worker("memory", Wrong)), ours=True)
+    with pytest.raises(process.PeerFailed, match="differs from what was stored"):
+        memory.measured(session(tmp_path / "rows.jsonl", experiment="memory"), setting, iter([kind]))
     assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_a_named_table_is_counted_by_its_file_and_removed() -> None:
+    source = sources.Source({"columns": COLUMNS, "lengths": [40, 7, 300], "seed": 1})
+    subject = gear.Memory(source, block_steps=32, named=True)
+    path = Path(gear.region_path(subject._name))
+    try:
+        assert subject.beside() >= subject._table.stats().reserved_bytes > 0
+    finally:
+        subject.close()
+    assert not path.exists()
+    assert gear.Memory(source, block_steps=32).beside() == 0
+
+
+def test_the_longest_is_among_those_that_have_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "ROWS_BYTES", 50 * 300 * 96)
+    for lengths, expected in (
+        ([*[100] * 80, 300, *[20] * 80], [300, *[100] * 49]),
+        ([5, 300, 7], [300, 5, 7]),
+    ):
+        setting = memory.Setting("x", "W2", COLUMNS, np.array(lengths))
+        assert setting.of_rows().lengths.tolist() == expected
+
+
+@pytest.mark.parametrize(("lengths", "block"), [([100] * 64, 100), ([320, 64, 96] * 20, 32)])
+def test_the_best_block_is_found(lengths: list[int], block: int) -> None:
+    assert memory.best_block(memory.Setting("x", "W2", COLUMNS, np.array(lengths))) == block
+
+
+@pytest.mark.parametrize("name", memory.DISTRIBUTIONS)
+def test_distributions_have_as_many_steps_as_asked_for(name: str) -> None:
+    lengths = memory._enough(memory.DISTRIBUTIONS[name], 400_000)
+    assert lengths.min() >= 1
+    assert lengths.sum() == pytest.approx(400_000, rel=0.1)

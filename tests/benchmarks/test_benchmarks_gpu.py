@@ -1,0 +1,410 @@
+"""The GPU side of the benchmarks, rehearsed on the CPU: kernels, copies of the driver, work beside loads."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import importlib
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from benchmarks_common import check_row, needs_no_gpu, reasons_of, rows_of, session
+from benchmarks_rehearsal import STREAM, Library, Rehearsal
+
+import gear_loader as gear
+
+batches = importlib.import_module("benchmarks.experiments.batches")
+collect_cuda = importlib.import_module("benchmarks.experiments.collect_cuda")
+copies = importlib.import_module("benchmarks.copies")
+engine = importlib.import_module("benchmarks.engine")
+gather_rows = importlib.import_module("benchmarks.gather_rows")
+harness = importlib.import_module("benchmarks.harness")
+overlap_cuda = importlib.import_module("benchmarks.experiments.overlap_cuda")
+select = importlib.import_module("benchmarks.experiments.select")
+select_cuda = importlib.import_module("benchmarks.experiments.select_cuda")
+subjects = importlib.import_module("benchmarks.experiments.select_subjects")
+workloads = importlib.import_module("benchmarks.workloads")
+
+pytestmark = needs_no_gpu
+SIZES = collect_cuda.Sizes(
+    rows=(64, 512, 4096),
+    batches=(2,),
+    uneven_batches=(2,),
+    programs=(1, 3),
+    steps=64,
+    trajectories=3,
+    queue_launches=2,
+    copy_bytes=8192,
+)
+LOADS = overlap_cuda.Sizes(
+    programs=(1, 3), batch=2, load_bytes=8_000, matrix=32, products=2, width=16, layers=1, heads=2, steps=1
+)
+SHORT = dataclasses.replace(workloads.W1, steps=6, window=gear.Window(6))
+
+
+def overlapped(path: Path, trajectories: int, rehearsal: Rehearsal) -> list[dict[str, Any]]:
+    told = {"trajectories": trajectories, "sizes": LOADS, "workload": SHORT}
+    overlap_cuda.measured(session(path, 2, "overlap"), engine=rehearsal, **told)
+    return rows_of(path)
+
+
+# What is measured ------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_gathering_is_measured_with_all_programs_and_copies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    library, out = Library(), tmp_path / "rows.jsonl"
+    collect_cuda.measured(
+        session(out, experiment="collect"), trajectories=3, engine=Rehearsal(), library=library, sizes=SIZES
+    )
+    rows = rows_of(out)
+    for row in rows:
+        check_row(row, "collect")
+    assert {call[-1] for call in library.calls} == {STREAM}
+    copied = {
+        (row["workload"], row["parameters"].get("step_bytes"), row["parameters"].get("block_steps"))
+        for row in rows
+        if row["variant"] == "cuMemcpyBatchAsync"
+    }
+    assert copied == {("W1", None, 100), ("rows", 64, None), ("rows", 128, None)}
+    against = [row for row in rows if row["variant"].startswith("kernel") and row["ratios"]]
+    assert {row["workload"] for row in against} == {"W1", "rows"}
+    sweep = [row for row in rows if row["workload"] == "rows" and row["variant"].startswith("kernel")]
+    found = {tuple(row["parameters"][key] for key in ("step_bytes", "row_bytes", "batch")) for row in sweep}
+    uneven = {(44, 44), (44, 12 * 44), (44, 64 * 44)}
+    assert found == {(*kind, 2) for kind in {(64, 64), (128, 512), (128, 4096)} | uneven}
+    assert {row["parameters"]["programs"] for row in sweep} == {1, 3}
+    goals = {(row["parameters"]["row_bytes"], row["targets"].get(engine.YARDSTICK)) for row in sweep}
+    assert goals == {(64, None), (512, 0.8), (4096, 0.95)} | {(count, None) for _, count in uneven}
+    names = {row["variant"] for row in rows if row["workload"] == "W2"}
+    assert {"kernel, default", "dataset, prefetch 0", "dataset, prefetch 2", "staged, index_select"} <= names
+    hosts = [row["extras"]["host_seconds"] for row in rows if row["variant"].startswith("dataset")]
+    assert hosts
+    assert min(hosts) >= 0
+    shown = capsys.readouterr().out
+    for text in ("W1, batch 2, blocks 100", "By row_bytes (× yardstick)", "launch seconds"):
+        assert text in shown
+
+
+def test_batches_are_measured_in_all_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "QUICK_DRAWS", 64)
+    made = session(tmp_path / "rows.jsonl", experiment="single-server")
+    kinds = [workloads.W1.of(40), workloads.W2.of(40)]
+    batches.measured(made, kinds, (16,), engine=Rehearsal(), copy_bytes=8192, workers=(0,))
+    rows = rows_of(tmp_path / "rows.jsonl")
+    for row in rows:
+        check_row(row, "single-server")
+    both = {"cudaMemcpyAsync", "ours", "ours, prefetch 0", "plain torch"}
+    alone = {"plain torch, x[idx]", "DataLoader, map-style"}
+    assert {(row["workload"], row["variant"]) for row in rows} == {
+        (kind, name) for kind, found in (("W1", both | alone), ("W2", both)) for name in found
+    }
+    assert {row["parameters"]["prefetch"] for row in rows if row["variant"] == "ours"} == {2}
+    assert len(made.reasons) == len(batches.PEERS)
+    assert "left out: TorchRL, W1: peers are measured on the CPU alone (--device cpu)" in made.reasons
+
+
+@pytest.mark.long
+def test_work_is_measured_beside_every_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rehearsal = Rehearsal()
+    by_work: dict[str, set[str]] = {}
+    loads = {"ours, kernel, 1 programs", "ours, kernel, 3 programs", "cudaMemcpyAsync"}
+    for row in overlapped(tmp_path / "rows.jsonl", 5, rehearsal):
+        check_row(row, "overlap")
+        by_work.setdefault(row["parameters"]["work"], set()).add(row["variant"])
+        assert row["extras"]["slowdown"] > 0
+        assert row["variant"] != "alone" or row["extras"]["slowdown"] == 1.0
+        if row["variant"] in loads:
+            assert row["extras"]["gb_per_s"] > 0
+            assert row["extras"]["gb_per_s_alone"] > 0
+    fed = {"ours, prefetch 0", "ours, prefetch 2", "ours, prefetch 2, 1 programs", "staged, index_select"}
+    assert by_work["bf16 products"] == by_work["transformer steps"] == {"alone", *loads}
+    assert {"alone", *fed} <= by_work["fed transformer steps"]
+    # Four loads end before the work does: more are queued until they last, and then as many at once.
+    assert rehearsal.counts == ([4, 10] * 3 + [10] * 6) * 2
+    assert "gb per s alone" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_selection_is_measured_with_graphs_and_without(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert select_cuda.LIMITS == {1024: 40e-6}
+    monkeypatch.setattr(select_cuda, "LIMITS", {32: 40e-6})
+    kinds = select_cuda.kinds(Rehearsal(), launches=2)
+    assert [kind.limit for kind in kinds[:3]] == [{32: 40e-6}, {32: 40e-6}, {}]
+    made = session(tmp_path / "rows.jsonl", experiment="select")
+    sizes = select.Sizes((1500,), (32,), seconds=1e-9, draws=1 << 9)
+    select.measured(made, kinds, sizes, yardstick=select_cuda.YARDSTICK)
+    assert made.reasons == []
+    rows = rows_of(tmp_path / "rows.jsonl")
+    for row in rows:
+        check_row(row, "select")
+    assert {row["variant"] for row in rows} == {kind.name for kind in kinds}
+    limits = {(row["variant"], row["workload"], row["rows"]) for row in rows if "limit" in row}
+    assert limits == {("ours, graph", "cycle", 32), ("ours, eager", "cycle", 32)}
+    made.finish()
+    assert "at most" in capsys.readouterr().out
+
+
+# What is found ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["kernel alone", "kernel beside work", "product"])
+def test_nothing_wrong_is_timed(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, right = tmp_path / "rows.jsonl", gather_rows.kernel.gather
+    wrong = lambda plan, slots, *others, **options: right(plan, slots.flip(0), *others, **options)  # noqa: E731
+    if what == "product":
+        monkeypatch.setattr(overlap_cuda._Products, "_multiply", lambda self: self._out.zero_())
+        message = "alone, bf16 products, batch 2: a product is off by 1"
+    else:
+        monkeypatch.setattr(gather_rows.kernel, "gather", wrong)
+        message = "kernel, 1 programs, " + ("W1" if what == "kernel alone" else "bf16 products, batch 2")
+    measure = functools.partial(overlapped, out, 50, Rehearsal())
+    if what == "kernel alone":
+        told = {"library": Library(), "sizes": dataclasses.replace(SIZES, rows=(512,), batches=(3,))}
+        measure = functools.partial(
+            collect_cuda.measured,
+            session(out, experiment="collect"),
+            trajectories=3,
+            engine=Rehearsal(),
+            **told,
+        )
+    with pytest.raises(harness.Incorrect, match=message):
+        measure()
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("draw", "draws the same items at each replay"),
+        ("update", "items do not weigh what they were given"),
+    ],
+)
+def test_a_graph_that_does_something_else_is_found(
+    fault: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rehearsal = Rehearsal()
+    tree = select_cuda.DeviceTree(subjects.Truth(300, 1), rehearsal)
+    graph = select_cuda.Graph(rehearsal, tree, 2)
+    assert graph.measure("cycle", 8, 3) > 0
+    if fault == "draw":
+        tree._step = torch.zeros(1, dtype=torch.int64)  # another counter than the kernel's
+    else:
+        monkeypatch.setattr(select_cuda.priority, "update", lambda *arguments, **options: None)
+    with pytest.raises(harness.Incorrect, match=message):
+        graph.measure("draw" if fault == "draw" else "cycle", 16, 3)
+
+
+# Work beside loads -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ends", "seconds", "loads"),
+    [
+        ([0.0, 1.0, 2.0, 3.0], 2.0, 2.0),
+        ([-1.0, 1.0, 3.0, 5.0], 4.0, 2.0),  # half of the second, the third, half of the fourth
+        ([-0.5, 9.5, 19.5], 1.0, 0.1),
+    ],
+)
+def test_loads_are_counted_in_parts(ends: list[float], seconds: float, loads: float) -> None:
+    assert overlap_cuda.moved(ends, seconds) == pytest.approx(loads)
+
+
+def test_the_rate_beside_the_work_is_what_was_moved_meanwhile() -> None:
+    nothing = types.SimpleNamespace(launch=None, check=None, refresh=lambda: None, bytes=600)
+
+    class Timed(Rehearsal):
+        each = 0.5
+
+        def beside(self, work: Any, load: Any, count: int) -> tuple[float, list[float]]:
+            return 3.0, [i * self.each for i in range(count)]
+
+    pair = overlap_cuda._Pair(Timed(), nothing, nothing)
+    assert pair.measure() == 3.0
+    assert pair.rates == [1200.0]
+    ends = Timed()
+    ends.each = 0.0
+    with pytest.raises(harness.Incorrect, match="4096 loads end before the work does"):
+        overlap_cuda._Pair(ends, nothing, nothing).measure()
+
+
+class Line:
+    """Stands in for a stream: how many seconds of work have been queued on it."""
+
+    now: Line
+    cuda_stream = 7
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def wait_stream(self, other: Line) -> None:
+        self.time = max(self.time, other.time)
+
+    wait_event = wait_stream
+
+
+class Mark:
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.time = float("nan")
+
+    def record(self) -> None:
+        self.time = Line.now.time
+
+    def elapsed_time(self, other: Mark) -> float:
+        assert other.time >= self.time  # CUDA says nothing of what comes out otherwise
+        return (other.time - self.time) * 1e3
+
+
+def queued(seconds: float) -> None:
+    Line.now.time += seconds
+
+
+def test_a_gpu_starts_the_work_when_the_first_load_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    main, side = Line(), Line()
+
+    @contextlib.contextmanager
+    def on(line: Line) -> Iterator[None]:
+        before, Line.now = Line.now, line
+        yield
+        Line.now = before
+
+    monkeypatch.setattr(Line, "now", main, raising=False)
+    told = {"Event": Mark, "current_stream": lambda: Line.now, "stream": on, "synchronize": lambda: None}
+    for name, value in told.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    gpu = object.__new__(engine.CudaEngine)
+    gpu._side, gpu._begin, gpu._end = side, Mark(), Mark()
+    gpu._filler = types.SimpleNamespace(zero_=lambda: queued(0.1))
+    seconds, ends = gpu.beside(lambda: queued(3.0), lambda: queued(2.0), 4)
+    assert seconds == pytest.approx(3.0)
+    assert ends == pytest.approx([0.0, 2.0, 4.0, 6.0])
+    with gpu.aside() as handle:
+        assert Line.now is side
+        assert handle == 7
+    assert Line.now is main
+
+
+# Copies of the driver --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def swept() -> Iterator[tuple[Any, Any]]:
+    """A table of two trajectories of 64 steps, and rows of 5 steps of it for two batches of 3."""
+    with gather_rows.sweep_table(64, 2) as table:
+        kind = gather_rows.RowKind("step64", 5, 2, 64)
+        rows = gather_rows.SweepRows(Rehearsal(), table, kind, 3, 2, (64, 2))
+        rows.refresh()
+        yield table, rows
+
+
+@pytest.mark.parametrize("version", [12.8, 13.0])
+def test_copies_of_the_driver_give_the_kernels_batch(version: float, swept: Any, tmp_path: Path) -> None:
+    assert ctypes.sizeof(copies.Attributes) == 24
+    library, (table, rows) = Library(version), swept
+    left = session(tmp_path / "rows.jsonl")
+    found = copies.copy_variants(Rehearsal(), copies.Driver(library), rows, left)
+    assert [variant.name for variant in found] == [copies.BATCHED, copies.SINGLE]
+    assert left.reasons == []
+    assert all(variant.measure() > 0 for variant in found)
+    targets, sources, sizes = copies.row_copies(rows, 1)
+    column, out = table.region.column("step64"), rows.buffers[1].batch["step64"]
+    assert targets.tolist() == [out.data_ptr() + 320 * i for i in range(3)]
+    assert sizes.tolist() == [320] * 3
+    assert np.all(sources >= column.ctypes.data)
+    assert np.all(sources + sizes <= column.ctypes.data + column.nbytes)
+    assert [call for call in library.calls if call[0] == "batched"] == [
+        ("batched", 3, copies.ORDER_ANY, 0, [0, 0, 0, 0], STREAM)
+    ] * 4
+    assert len([call for call in library.calls if call[0] == "single"]) == 4 * 3
+
+
+class Registered(Library):
+    """A driver that copies from memory that was registered in pieces: not across two of them."""
+
+    bound = 0
+
+    def _move(self, target: int, source: int, count: int) -> None:
+        assert not source < self.bound < source + count
+        super()._move(target, source, count)
+
+
+@pytest.mark.parametrize("inside", [0, 100])
+def test_copies_of_the_driver_stop_where_a_registration_does(
+    inside: int, swept: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, (table, rows) = Registered(13.0), swept
+    whole = copies.row_copies(rows, 0)
+    _, sources, sizes = whole
+    library.bound = bound = int(sources[1]) + inside
+    spanning = sum(a < bound < a + b for a, b in zip(sources.tolist(), sizes.tolist(), strict=True))
+    assert spanning >= (inside > 0)
+    base = table.region.array("counters").ctypes.data
+    monkeypatch.setattr(table.region._mapping, "registered", [base, bound])
+    assert table.region.pinned_bounds == [bound]
+    left = session(tmp_path / "rows.jsonl")
+    found = copies.copy_variants(Rehearsal(), copies.Driver(library), rows, left)
+    assert (len(found), left.reasons) == (2, [])
+    parts = copies.split(whole, [bound])
+    assert {len(part) for part in parts} == {3 + spanning}
+    assert parts[2].sum() == sizes.sum()
+    assert all(variant.measure() > 0 for variant in found)
+
+
+def test_the_yardstick_s_copies_stop_there_too() -> None:
+    source = torch.arange(4096)
+    bounds = [source.data_ptr() + 8 * word for word in (512, 1000, 3000)]
+    spans: list[tuple[int, int]] = []
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if getattr(function, "__name__", "") == "copy_":
+                spans.append((args[1].data_ptr(), args[1].data_ptr() + args[1].nbytes))
+            return function(*args, **(kwargs or {}))
+
+    made = engine.Copies(Rehearsal(), source, 8 * 2048, bounds=bounds)
+    for _ in range(20):
+        with Watch():
+            made.copy()
+        made.compare()
+    assert len(spans) > 20
+    assert not any(begin < bound < end for begin, end in spans for bound in bounds)
+
+
+@pytest.mark.parametrize(
+    ("library", "reasons"),
+    [
+        (Library(12.4), {"cuMemcpyBatchAsync": "CUDA 12.8 and later"}),
+        (
+            Library(12.8, code=801),
+            {"cuMemcpyBatchAsync": "returned 801 at copy 7", "cuMemcpyHtoDAsync": "returned 801"},
+        ),
+        (Library(wrong=True), {"cuMemcpyBatchAsync": "differ", "cuMemcpyHtoDAsync": "differ"}),
+    ],
+)
+def test_copies_that_do_not_work_are_left_out_with_their_reason(
+    library: Any, reasons: dict[str, str], swept: Any, tmp_path: Path
+) -> None:
+    found = copies.copy_variants(
+        Rehearsal(), copies.Driver(library), swept[1], session(tmp_path / "rows.jsonl")
+    )
+    assert len(found) + len(reasons) == 2
+    noted = {what.split(",")[0]: why for what, why in reasons_of(tmp_path / "rows.jsonl").items()}
+    assert set(noted) == set(reasons)
+    assert all(why in noted[name] for name, why in reasons.items())
+
+
+def test_without_a_driver_there_are_no_copies(swept: Any, tmp_path: Path) -> None:
+    with pytest.raises(copies.Unavailable):
+        copies.Driver(object())
+    assert copies.copy_variants(Rehearsal(), None, swept[1], session(tmp_path / "rows.jsonl")) == []
