@@ -132,6 +132,12 @@ def test_far_windows_and_large_pieces() -> None:
         store = Store([step_bytes], [1, 2, 40], 4)
         slots, anchors = store.draw(6)
         check_gather(gather, store, [Spec(step_bytes, length, -1, shift=shift)], slots, anchors)
+    # A batch that is written past the caches, in pieces that begin and end anywhere in a line.
+    store = Store([1031, 36, 1], [1, 90, 200], 13)
+    slots, anchors = store.draw(60)
+    specs = [Spec(size, 90, -45, shift=shift) for size, shift in ((1031, 5), (36, 0), (1, 1))]
+    assert 60 * 90 * 1068 > copying.STREAM_BATCH_BYTES
+    check_gather(gather, store, specs, slots, anchors)
 
 
 def test_an_address_space_of_more_than_2_31_words() -> None:
