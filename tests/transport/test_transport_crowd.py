@@ -52,10 +52,8 @@ NO_UCX = pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="uc
 CARRIERS = ["socket", pytest.param("ucx", marks=[pytest.mark.long, NO_UCX])]
 NO_NIXL = pytest.mark.skipif(importlib.util.find_spec("nixl_cu12") is None, reason="NIXL is not installed")
 NIXL = pytest.param("nixl", marks=NO_NIXL)
-SECONDS, CROWD = (
-    12,
-    400,
-)  # of the attack, and its connections at a time: more than a server takes of either kind
+SECONDS = 12  # of the attack
+CROWD = 400  # connections that it has at a time: more than a server takes of either kind
 
 
 @pytest.fixture(scope="module")
