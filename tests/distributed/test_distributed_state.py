@@ -127,10 +127,8 @@ def saving_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
 
 def plain(table: gear.Table, **options: Any) -> gear.ReplayDataset:
     """A dataset of a single table, of which each rank of a process group gets its batches unasked."""
-    selector = gear.Uniform(replacement=False, unit="step")
-    return gear.ReplayDataset(
-        table, batch_size=4, windows=gear.Window(4, -2), selector=selector, seed=9, **options
-    )
+    options = {"selector": gear.Uniform(replacement=False, unit="step"), **options}
+    return gear.ReplayDataset(table, batch_size=4, windows=gear.Window(4, -2), seed=9, **options)
 
 
 def plain_batches(table: gear.Table) -> dict[str, Any]:
@@ -146,6 +144,7 @@ def plain_batches(table: gear.Table) -> dict[str, Any]:
     found["resumed"] = copies(resumed)
     found["worker"] = copies(DataLoader(plain(table), batch_size=None, num_workers=1))
     found["given"] = copies(plain(table, rank=0, world_size=1))
+    found["with replacement"] = copies(plain(table, selector=gear.Uniform()))
     return found
 
 
@@ -271,3 +270,9 @@ def test_ranks_deal_the_batches_of_a_single_table(ranks: list[dict[str, Any]]) -
             same_batches(copies(plain(table)), part["given"])
             assert part["pickled"] == (rank, WORLD)
         assert drawn(parts[0]["sample"]) != drawn(parts[1]["sample"])
+        # Trajectories, with replacement.
+        expected = copies(plain(table, selector=gear.Uniform()))
+        runs = [part["with replacement"] for part in parts]
+        assert {len(run) for run in runs} == {-(-len(expected) // WORLD)}
+        dealt = [batch for batches in zip(*runs, strict=True) for batch in batches]
+        same_batches(expected, dealt[: len(expected)])

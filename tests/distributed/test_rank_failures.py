@@ -6,7 +6,9 @@ import contextlib
 import os
 import re
 import signal
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,72 @@ def named_is_the_killed(answers: list[str], what: Any) -> None:
 @pytest.mark.parametrize("stage", mostly_long(STAGES, "batch"))
 def test_a_rank_that_is_killed_is_named_at_every_stage(stage: str, tmp_path: Path) -> None:
     named_is_the_killed(run_ranks(4, killed_rank, stage, str(tmp_path), os.getpid(), dies=(3,)), stage)
+
+
+def storm_rank(rank: int, world: int, delay: float, folder: str, parent: int) -> str:
+    """All stages again and again, until the last rank is killed after so many seconds."""
+    if rank == world - 1:
+        threading.Timer(delay, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    message = ""
+    while not message:
+        message = killed_rank(rank, world, "", folder, parent)
+    return message
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_a_rank_that_is_killed_at_any_moment_is_named(tmp_path: Path) -> None:
+    random = np.random.default_rng(7)
+    for delay in np.concatenate([random.uniform(0, 0.3, 12), random.uniform(0, 3, 8)]).tolist():
+        named_is_the_killed(run_ranks(4, storm_rank, delay, str(tmp_path), os.getpid(), dies=(3,)), delay)
+
+
+# ---------------------------------------------------------------- stopped
+
+
+def stopped_rank(rank: int, world: int, folder: str) -> str:
+    """Rank 1 is stopped; the others' error, of which they leave a sign before they report it."""
+
+    def work() -> None:
+        with shards_of(rank, COUNTS, timeout=TIMEOUT) as shards:
+            data = gear.ReplayDataset(shards, batch_size=8, windows=WINDOWS, batches_per_epoch=50, prefetch=0)
+            for number, _ in enumerate(data):
+                if rank == 1 and number == 3:
+                    Path(folder, "pid").write_text(str(os.getpid()))
+                    os.kill(os.getpid(), signal.SIGSTOP)
+
+    message = error_of(work)
+    Path(folder, f"failed-{rank}").touch()
+    return message
+
+
+@contextlib.contextmanager
+def killed_after_the_others_have_failed(folder: Path) -> Iterator[None]:
+    """Kill the stopped rank once the two others have had their error, or at the end."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(0.1) and len(list(folder.glob("failed-*"))) < 2:
+            pass
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.long
+def test_a_rank_that_is_stopped_is_named_while_it_is_still_there(tmp_path: Path) -> None:
+    with killed_after_the_others_have_failed(tmp_path):
+        answers = run_ranks(3, stopped_rank, str(tmp_path), dies=(1,))
+    for message in (answers[0], answers[2]):
+        assert message.startswith("RankError: Rank 1 "), message
+        assert "was waited for" in message
 
 
 # ---------------------------------------------------------------- ranks that leave

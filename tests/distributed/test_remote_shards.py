@@ -184,6 +184,59 @@ def test_rows_of_a_node_that_is_lost_are_drawn_elsewhere_until_it_is_back() -> N
     assert len(seen) < 150
 
 
+def failing_rank(rank: int, world: int) -> tuple[int, str]:
+    """Rank 1 stops its server after the third batch; how many batches came, and the error."""
+    with far_shards(rank, transport="socket", timeout=12) as shards:
+        seen, message = 0, ""
+        try:
+            for batch in dataset(shards, gear.Prioritized(), batches_per_epoch=10**6, prefetch=0):
+                check_batch(batch, WINDOWS)
+                if rank == 1 and seen == 2:
+                    os.kill(shards._servers.process.pid, signal.SIGSTOP)
+                seen += 1
+        except gear.errors.GearError as error:
+            message = f"{type(error).__name__}: {error}"
+        if rank == 1:
+            os.kill(shards._servers.process.pid, signal.SIGCONT)
+        shards.table.unlink()
+        return seen, message
+
+
+@pytest.mark.long
+def test_a_server_that_is_stopped_is_an_error_that_names_it() -> None:
+    (count, message), (_, other) = run_ranks(2, failing_rank)
+    assert count in (2, 3)  # rank 0 may still have read the batch at which rank 1 stops its server
+    assert message.startswith("PeerTimeoutError: node node-1 (rank 1)")
+    assert "rows" in message
+    assert other.startswith("RankError: Rank 0")  # which has failed after the exchange of this batch
+
+
+def cut_off_rank(rank: int, world: int) -> tuple[list[list[int]], int]:
+    """From the fourth batch on no server answers."""
+    with far_shards(rank, transport="socket", timeout=6, on_failure="redraw") as shards:
+        seen, pid = [], shards._servers.process.pid
+        data = dataset(shards, gear.Prioritized(), batches_per_epoch=12, prefetch=0)
+        for number, batch in enumerate(data):
+            check_batch(batch, WINDOWS)
+            seen.append(sorted(set(batch["shard"].tolist())))
+            if number == 2:
+                shards.exchange.barrier()
+                os.kill(pid, signal.SIGSTOP)
+                shards.exchange.barrier()
+        os.kill(pid, signal.SIGCONT)
+        shards.exchange.barrier()
+        shards.table.unlink()
+        return seen, data.num_lost
+
+
+@pytest.mark.long
+def test_nodes_that_all_cannot_reach_each_other_draw_each_from_its_own_shard() -> None:
+    for rank, (seen, lost) in enumerate(run_ranks(2, cut_off_rank)):
+        assert [0, 1] in seen[:3]
+        assert seen[3:] == [[rank]] * 9
+        assert lost > 0
+
+
 # ---------------------------------------------------------------- by hand
 
 

@@ -19,8 +19,11 @@ from dataset_common import (
     copies,
     episode,
     make_table,
+    named_table,
     nothing_left,
+    same_batches,
 )
+from torch.utils.data import DataLoader
 
 import gear_loader as gear
 from gear_loader.collection.collector import Collector
@@ -599,6 +602,15 @@ def test_workers_cannot_draw_by_priority(table: gear.Table, monkeypatch: pytest.
             next(iter(dataset(table, selector)))
 
 
+def test_real_workers_cannot_draw_by_priority_and_can_by_age() -> None:
+    with named_table("test-prioritized-workers") as table:
+        loader = DataLoader(dataset(table, gear.Prioritized()), batch_size=None, num_workers=1)
+        with pytest.raises(SchemaError, match=r"A DataLoader worker cannot draw for Prioritized\("):
+            next(iter(loader))
+        data, twin = (dataset(table, gear.Fifo(), batches_per_epoch=3) for _ in range(2))
+        same_batches(copies(twin), copies(DataLoader(data, batch_size=None, num_workers=2)))
+
+
 @pytest.mark.parametrize(("unit", "largest"), [("trajectory", True), ("step", False)])
 def test_the_best_come_in_order(table: gear.Table, unit: Any, largest: bool) -> None:
     data = dataset(table, gear.TopK(largest, unit=unit))
@@ -693,6 +705,39 @@ def test_updates_while_an_iterator_waits_and_after_it_is_gone(table: gear.Table,
     assert leaves_of(data)[4, 0] == 10.0
     data.update_priority([5], [20.0])
     assert numbers_of(next(iter(data))) == [5]
+
+
+def test_several_threads_update_priorities_while_another_draws(table: gear.Table) -> None:
+    data = dataset(table, gear.Prioritized(1, unit="step"), prefetch=2, batches_per_epoch=math.inf)
+    data.sample()
+    items, turns, failures = items_in("step"), 150, []
+
+    def work(member: int) -> None:
+        index, anchor = np.array([item for item in items if item[0] % 4 == member]).T
+        try:
+            for turn in range(turns):
+                data.update_priority(index, np.full(len(index), 1.0 + turn), anchor=anchor)
+                data.update_priority([13, 99], [7.0, 7.0], anchor=np.zeros(2, dtype=np.int64))  # not there
+            data.update_priority(index, index + anchor / 32 + 1.0, anchor=anchor)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(member,)) for member in range(4)]
+    iterator = iter(data)
+    next(iterator)
+    for thread in threads:
+        thread.start()
+    busy = True
+    while busy:
+        busy = any(thread.is_alive() for thread in threads)
+        for batch in itertools.islice(iterator, 5):
+            assert set(items_of(batch, "step")) <= set(items)
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert leaves_of(data) == {(number, step): number + step / 32 + 1 for number, step in items}
+    assert data.num_stale == 4 * turns * 2
+    del iterator
 
 
 def held_back(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -328,3 +330,36 @@ def test_a_file_that_changed_since_it_was_opened(tmp_path: Path) -> None:
     os.unlink(path)
     with pytest.raises(SourceError, match="does not exist"):
         list(reader)
+
+
+FUZZ = """
+import sys
+import numpy as np
+from pathlib import Path
+from gear_loader.errors import SourceError
+from gear_loader.sources import read_hdf5
+path = Path(sys.argv[1])
+whole = path.read_bytes()
+rng = np.random.default_rng(0)
+refused = 0
+for position in rng.integers(0, len(whole), 150):
+    data = bytearray(whole)
+    data[position] ^= int(rng.integers(1, 256))
+    path.write_bytes(data)
+    try:
+        for episode in read_hdf5(path, allow_nonfinite=True):
+            assert len({len(values) for values in episode.values()}) == 1
+    except SourceError:
+        refused += 1
+print(refused)
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_byte_that_is_changed_anywhere_gives_a_source_error_or_none(tmp_path: Path, layout: str) -> None:
+    """In a process of its own, so that a crash of the HDF5 library is seen as one."""
+    path = write(tmp_path / "data.hdf5", flat_arrays(), **LAYOUTS[layout])
+    result = subprocess.run([sys.executable, "-c", FUZZ, path], capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) > 0

@@ -53,6 +53,7 @@ from gear_loader.errors import (
     RateLimitError,
     StaleIndexError,
     TableEmptyError,
+    TableFullError,
 )
 from gear_loader.storage import operations
 from gear_loader.storage.counters import NUM_EVICTED, NUM_REMOVED
@@ -709,6 +710,57 @@ def test_a_rate_limiter_that_is_not_served() -> None:
             collections.deque((dataset.sample() for _ in range(20)), maxlen=0)
         writer.commit()
         assert (50, 0) in look(table).names()
+        nothing_is_left(table)
+
+
+def test_a_least_size_is_waited_for() -> None:
+    with named(rate_limiter=gear.MinSize(5)) as table:
+        reader = Child(_draw, table.name, 1, {"batch_size": 2, "prefetch": 0})
+        reader.hear()
+        Child(_feed, table.name, 1, 4, ("add",)).result()
+        assert not reader.has_spoken
+        dataset = gear.ReplayDataset(table, batch_size=2, windows=_WHOLE, device="cpu", prefetch=0)
+        message = (
+            r"^Waited 0\.1 s, then timed out\. MinSize\(min_size=5\) did not let 2 rows be sampled: it waits for 1 "
+            r"more trajectory to be added.*Counts: size 4 "
+        )
+        with waiting(table, 0.1), pytest.raises(RateLimitError, match=message):
+            dataset.sample()
+        assert not reader.has_spoken
+        Child(_feed, table.name, 2, 1, ("writer",)).result()
+        assert len(reader.result()) == 2
+        assert table.stats().sample_wait > 0
+
+
+def test_room_in_a_full_table_is_waited_for() -> None:
+    """on_full="wait": writers go on as trajectories are removed, nothing is lost, and the deadline is kept."""
+    with named(on_full="wait", max_steps=60, max_blocks=15, max_trajectories=8) as table:
+        writers = [Child(_feed, table.name, seed, 100, ("add", "extend", "writer")) for seed in (1, 2)]
+        seen: list[int] = []
+
+        def removed() -> bool:
+            now = look(table)
+            seen.extend(now.numbers.tolist())
+            table.remove(now.slots)
+            return len(seen) == 200
+
+        until(lambda: len(table) > 2)
+        until(removed, 1e-3)
+        for writer in writers:
+            writer.result()
+        for seed in (1000, 2000):
+            assert [number for number in seen if seed <= number < seed + 1000] == [*range(seed, seed + 100)]
+        table.add(rows(1, 50))
+        message = r"^Waited 0\.1 s, then timed out. The table is full"
+        with waiting(table, 0.1), pytest.raises(TableFullError, match=message):
+            table.add(rows(2, 20))
+        waited = table.stats().insert_wait
+        waits = Child(_add_that_waits, table.name, 3, 20)
+        waits.hear()
+        assert not waits.has_spoken
+        table.remove(table.indices())
+        assert waits.result() > waited
+        assert look(table).numbers.tolist() == [3]
         nothing_is_left(table)
 
 

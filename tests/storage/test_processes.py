@@ -17,7 +17,20 @@ import numpy as np
 import pytest
 import torch
 from concurrency_common import Child, Nursery, Voice, waiting
-from table_common import COLUMNS, bury, forked, forks, fresh_name, named, numbers_of, rows
+from table_common import (
+    COLUMNS,
+    Fragile,
+    bury,
+    forked,
+    forks,
+    fresh_name,
+    mortal,
+    named,
+    number_of,
+    numbers_of,
+    rows,
+    store,
+)
 
 import gear_loader as gear
 from gear_loader.errors import LockTimeoutError, RegionError, TableFullError
@@ -240,6 +253,43 @@ def test_what_a_dead_writer_had_is_taken_back_when_it_is_needed(on_full: Any) ->
         table.add(rows(2, 40))
         assert numbers_of(table) == [2]
         nothing_leaked(table)
+
+
+def _die_after(voice: Voice, name: str, stores: int, what: str) -> None:
+    """In the middle of an operation, by SIGKILL: nothing of this process runs any more."""
+    Fragile.die = staticmethod(lambda: os.kill(os.getpid(), signal.SIGKILL))  # type: ignore[method-assign]
+    table = gear.Table.attach(name, on_full="evict_oldest")
+    with mortal(table, stores, torn=stores % 2 == 1, disguised=False) as index:
+        if what == "extend":
+            store(table, index, [50, 51], [9, 3], evict=True)
+        else:
+            index.remove(np.array([1, 3]))
+
+
+@pytest.mark.parametrize(("what", "points"), [("extend", 90), ("remove", 40)])
+def test_a_process_killed_between_two_stores(what: str, points: int) -> None:
+    """See test_deaths.py for every point of each operation, without a real death."""
+    with named(max_steps=30, max_trajectories=5, block_steps=3, on_full="evict_oldest") as table:
+        dead = 0
+        for stores in range(0, points, 9):
+            table.remove(table.indices())
+            for number, length in [(1, 4), (2, 7), (3, 1), (4, 9), (5, 9)]:
+                table.add(rows(number, length))
+            before = {index: number_of(table[index]) for index in table.indices().tolist()}
+            assert sorted(before) == [0, 1, 2, 3, 4]
+            status = Child(_die_after, table.name, stores, what).reap()
+            assert status in (0, signal.SIGKILL)
+            dead += status == signal.SIGKILL
+            with waiting(table, 5):
+                nothing_leaked(table)
+            found = numbers_of(table)
+            if what == "extend":
+                left = [number for number in found if number < 50]
+                assert left == [*range(6 - len(left), 6)]
+                assert found[len(left) :] in ([], [50, 51])
+            else:
+                assert set(before.values()) - {before[1], before[3]} <= set(found) <= set(before.values())
+        assert dead > points // 18
 
 
 def _read_and_wait(voice: Voice, name: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import math
@@ -10,7 +11,7 @@ import pickle
 import random
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -431,6 +432,52 @@ def test_unlink_spares_another_table_of_the_same_name() -> None:
 
 
 # Threads ---------------------------------------------------------------------------------------------
+
+
+def test_threads_add_remove_and_read_a_private_table_at_once() -> None:
+    failures: list[BaseException] = []
+    stop = threading.Event()
+    sizes: dict[str, Any] = {"max_steps": 120, "max_trajectories": 8, "block_steps": 4}
+    with gear.Table.create(COLUMNS, on_full="evict_oldest", **sizes) as table:
+
+        def write(seed: int) -> None:
+            generator = random.Random(seed)
+            for number in range(1000 * seed, 1000 * seed + 120):
+                if number % 5 == 4:
+                    table.extend([rows(number, generator.randint(1, 12)) for _ in range(2)])
+                else:
+                    table.add(rows(number, generator.randint(1, 30)))
+
+        def read(seed: int) -> None:
+            generator = random.Random(seed)
+            while not stop.is_set():
+                with contextlib.suppress(StaleIndexError, IndexError):  # it is gone, or all are
+                    index = generator.choice(table.indices().tolist())
+                    number_of(table[index])
+                    if generator.random() < 0.1:
+                        table.remove(index)
+
+        def guarded(work: Callable[[int], None], seed: int) -> None:
+            try:
+                work(seed)
+            except BaseException as failure:
+                failures.append(failure)
+                stop.set()
+
+        writers = [threading.Thread(target=guarded, args=(write, seed)) for seed in range(3)]
+        readers = [threading.Thread(target=guarded, args=(read, seed)) for seed in range(2)]
+        for thread in writers + readers:
+            thread.start()
+        for thread in writers:
+            thread.join()
+        stop.set()
+        for thread in readers:
+            thread.join()
+        assert not failures, failures
+        table.check_valid()
+        numbers_of(table)
+        assert table.stats().num_inserted == 3 * (96 + 2 * 24)
+        assert not table.region.array("readers")[:, 2].any()
 
 
 def test_closing_while_another_thread_writes() -> None:

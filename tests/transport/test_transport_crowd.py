@@ -7,12 +7,14 @@ import ctypes
 import fcntl
 import gc
 import importlib.util
+import json
 import logging
 import multiprocessing
 import os
 import random
 import socket
 import struct
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -24,13 +26,23 @@ import pytest
 import transport_common as common
 from cases import mostly_long
 from table_common import COLUMNS, fresh_name, named, rows
-from transport_common import PATIENCE, Serving, check_fetch, open_files, serving, six, spec_of, wait_until
+from transport_common import (
+    PATIENCE,
+    SECRET,
+    Serving,
+    check_fetch,
+    open_files,
+    serving,
+    six,
+    spec_of,
+    wait_until,
+)
 
 import gear_loader as gear
 from gear_loader.storage.operations import UNSET
 from gear_loader.storage.schema import Window
 from gear_loader.storage.shared_memory import region_path
-from gear_loader.transport import Address, Limits, Peer, WindowSpec
+from gear_loader.transport import Address, Limits, Peer, WindowSpec, start_server
 from gear_loader.transport import carrier as carrier_of
 from gear_loader.transport.connection import Connection
 from gear_loader.transport.store_message import Store
@@ -38,6 +50,10 @@ from gear_loader.transport.wire import NONCE, Kind, pack_text
 
 NO_UCX = pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed")
 CARRIERS = ["socket", pytest.param("ucx", marks=[pytest.mark.long, NO_UCX])]
+NO_NIXL = pytest.mark.skipif(importlib.util.find_spec("nixl_cu12") is None, reason="NIXL is not installed")
+NIXL = pytest.param("nixl", marks=NO_NIXL)
+SECONDS = 12  # of the attack
+CROWD = 400  # connections that it has at a time: more than a server takes of either kind
 
 
 @pytest.fixture(scope="module")
@@ -145,6 +161,67 @@ def test_a_flood_of_connections_is_no_flood_of_log_lines(
                 raw.text()
         wait_until(lambda: "more connections" in caplog.text)
     assert sum("refused 127.0.0.1" in line for line in caplog.text.splitlines()) < 60
+
+
+ATTACK = """
+import contextlib, json, select, socket, sys, time
+place, seconds, crowd = (sys.argv[1], int(sys.argv[2])), float(sys.argv[3]), int(sys.argv[4])
+parts = [bytes.fromhex(each) for each in sys.argv[5:]]
+held, made, end = [], 0, time.monotonic() + seconds
+while time.monotonic() < end:
+    while len(held) >= crowd:
+        held.pop(0).close()
+    held.append(socket.socket())
+    held[-1].setblocking(False)
+    held[-1].connect_ex(place)
+    select.select([], held[-1:], [], 0.05)
+    with contextlib.suppress(OSError):
+        held[-1].send(parts[made % len(parts)])
+    made += 1
+    if made == crowd:
+        print("crowded", flush=True)
+print(json.dumps(made))
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("carrier", [*CARRIERS, NIXL])
+def test_an_attack_that_goes_on_refuses_no_requester(table: gear.Table, carrier: str) -> None:
+    """The crowd is renewed all the time; requesters connect anew for each request meanwhile."""
+    tcp = "socket" if carrier == "nixl" else carrier
+    name = str(table.name)
+    with contextlib.ExitStack() as stack:
+        options: dict[str, Any] = {"secret": SECRET, "one_sided": carrier == "nixl"}
+        server = stack.enter_context(start_server([name], carriers=(tcp,), **options))
+        address = server.addresses[tcp]
+
+        def peer() -> Peer:
+            return Peer(address, secret=SECRET, timeout=PATIENCE, name="node b")
+
+        old = peer()
+        stack.callback(old.close)
+        check_fetch(old, table, spec_of(table), [3, 1], [2, 2])
+        parts = Address.parse(address)
+        words = [parts.host, *map(str, (parts.port, SECONDS, CROWD))]
+        words += [each.hex() for each in partial_handshakes(tcp)]
+        command = [sys.executable, "-c", ATTACK, *words]
+        attacker = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        stack.callback(attacker.kill)
+        assert attacker.stdout is not None
+        assert attacker.stdout.readline() == "crowded\n"
+        served = 0
+        while attacker.poll() is None:
+            new = peer()
+            if carrier == "nixl":  # what its readers ask over TCP, before they read
+                assert new.metadata("nixl", name).result(PATIENCE)
+            else:
+                check_fetch(new, table, spec_of(table), [3, 1], [2, 2])
+            new.close()
+            check_fetch(old, table, spec_of(table), [3, 1], [2, 2])
+            served += 1
+        assert json.loads(attacker.stdout.read()) > 2 * CROWD
+        assert served >= 1
+        assert server.alive()
 
 
 # ---------------------------------------------------------------- what is left of connections

@@ -110,6 +110,31 @@ def test_a_server_killed_in_the_middle_of_a_reply_and_restarted_elsewhere(
         peer.close()
 
 
+@pytest.mark.long
+def test_a_stopped_server_is_given_up_at_the_deadline(table: gear.Table, process: ServerProcess) -> None:
+    peer, spec = peer_of(process.addresses["socket"], timeout=1.0), spec_of(table)
+    check_fetch(peer, table, spec, [3, 1], [1, 2])
+    row = np.array([3]), np.array([1]), generations_of(table, [3])
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        first = peer.fetch(spec, *row, poisoned(spec, 1))
+        second = peer.metadata("a", "b")
+        said = r"node b .* 1 rows .* did not answer within 1 s\. Its server may"
+        with pytest.raises(PeerTimeoutError, match=said):
+            first.result(PATIENCE)
+        with pytest.raises(TransportError, match=r"connection was closed|did not answer"):
+            second.result(PATIENCE)
+        said = r"waited for 1 s: it (could not be reached|did not answer)"
+        with pytest.raises(PeerTimeoutError, match=said):
+            peer.fetch(spec, *row, poisoned(spec, 1)).result(PATIENCE)
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+    patient = peer_of(process.addresses["socket"])
+    for each in (patient, peer):
+        check_fetch(each, table, spec, [3, 1], [1, 2])
+        each.close()
+
+
 def test_a_server_that_is_not_there(table: gear.Table) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"socket://127.0.0.1:{listening.getsockname()[1]}"
