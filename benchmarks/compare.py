@@ -19,7 +19,6 @@ from benchmarks.harness import RESULTS
 from benchmarks.reporting.rows import (
     BadRow,
     Row,
-    band,
     comparisons,
     is_ours,
     key,
@@ -27,6 +26,7 @@ from benchmarks.reporting.rows import (
     place,
     read,
     speed,
+    speeds,
 )
 from benchmarks.reporting.tables import amount
 from benchmarks.showing import grid, standard_console
@@ -36,11 +36,7 @@ _SHORTEST = 4  # letters of a run or a commit
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """One measurement in A and in B.
-
-    label: of its comparison. before, after: the rows. yardstick: whether both are relative to the same one, which is
-    not ours.
-    """
+    """One measurement in A and in B. yardstick: whether both are relative to the same one, which is not ours."""
 
     label: str
     before: Row
@@ -66,13 +62,9 @@ class Pair:
     @property
     def scatters(self) -> bool:
         """Whether p10 to p90 of both overlap."""
-        if self.yardstick:
-            (slow, fast), (slower, faster) = (
-                (row["ratio"]["p10"], row["ratio"]["p90"]) for row in (self.before, self.after)
-            )
-        else:
-            (slow, fast), (slower, faster) = band(self.before), band(self.after)
-        return bool(slow <= faster and slower <= fast)
+        rows = (self.before, self.after)
+        both = [(r["ratio"]["p10"], r["ratio"]["p90"]) if self.yardstick else speeds(r)[::2] for r in rows]
+        return bool(max(low for low, _ in both) <= min(high for _, high in both))
 
     @property
     def verdict(self) -> str:
@@ -177,7 +169,7 @@ def _rows(name: str, which: str) -> list[Row]:
         rows = read(files)
     except BadRow as error:
         raise typer.BadParameter(str(error), param_hint=which) from error
-    chosen = [row for row in rows if not run or _is_of(row, run)]
+    chosen = [row for row in rows if any(str(row.get(k) or "").startswith(run) for k in ("run", "commit"))]
     if not measured(chosen):
         where = (
             ", ".join(map(str, files))
@@ -189,27 +181,15 @@ def _rows(name: str, which: str) -> list[Row]:
     return chosen
 
 
-def _is_of(row: Row, name: str) -> bool:
-    return str(row["run"]).startswith(name) or str(row.get("commit") or "").startswith(name)
-
-
 def _warn(console: Any, found: Sequence[Pair]) -> None:
     """Say so if machines differ: then only what is relative to the yardstick says much."""
-    machines = dict.fromkeys(
-        (str(place(pair.before)), str(place(pair.after)))
-        for pair in found
-        if place(pair.before) != place(pair.after)
-    )
-    for one, other in machines:
-        text = f"The machines differ: A on {one}; B on {other}. Trust what is relative to the yardstick."
-        console.print(text, style="yellow", highlight=False, markup=False)
-    quick = [pair for pair in found for row in (pair.before, pair.after) if _quick(row)]
-    if quick:
+    for one, other in dict.fromkeys((str(place(pair.before)), str(place(pair.after))) for pair in found):
+        if one != other:
+            text = f"The machines differ: A on {one}; B on {other}. Trust what is relative to the yardstick."
+            console.print(text, style="yellow", highlight=False, markup=False)
+    both = [row for pair in found for row in (pair.before, pair.after)]
+    if any((row.get("configuration") or {}).get("quick") for row in both):
         console.print("Rows of --quick are no figures.", style="yellow", highlight=False)
-
-
-def _quick(row: Row) -> bool:
-    return bool((row.get("configuration") or {}).get("quick"))
 
 
 def _table(experiment: str, found: Sequence[Pair]) -> Any:

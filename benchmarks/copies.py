@@ -1,20 +1,16 @@
 """Gathering without a kernel: a batch's rows as copies of the driver, in one call or in a call each.
 
-========================== ===================================================================================
-cuMemcpyBatchAsync         all rows of a batch, of all columns, in one call (CUDA 12.8 and later); the sources may be
-                           read at any time, which leaves the driver the most freedom
-cuMemcpyHtoDAsync, a row   a call a row and column: what `cudaMemcpyAsync` does, without its overhead
-each
-========================== ===================================================================================
-
-Both need rows that lie in one piece, and both have their addresses computed beforehand. The driver refuses batches
-of copies on the default stream, so both go to one of their own, and copies that span two registrations of host memory,
-so a row that does is two copies.
+`cuMemcpyBatchAsync` (CUDA 12.8 and later) takes all rows of a batch, of all columns; the sources may be read at any
+time, which leaves the driver the most freedom. `cuMemcpyHtoDAsync` is a call a row and column: what `cudaMemcpyAsync`
+does, without its overhead. Both need rows that lie in one piece, and both have their addresses computed beforehand. The
+driver refuses batches of copies on the default stream, so both go to one of their own, and copies that span two
+registrations of host memory, so a row that does is two copies.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +19,7 @@ import numpy as np
 
 from benchmarks.engine import Engine
 from benchmarks.gather_rows import QueueRows
-from benchmarks.harness import Incorrect, Session, Variant
+from benchmarks.harness import Incorrect, Medians, Session, Variant
 from benchmarks.workloads import poison
 
 BATCHED = "cuMemcpyBatchAsync"
@@ -36,6 +32,7 @@ ORDER_ANY = 3
 
 Array = np.ndarray[Any, np.dtype[np.uint64]]
 Copy = tuple[Array, Array, Array]
+Work = Callable[[int], None]  # on a stream
 
 
 class Unavailable(Exception):
@@ -72,10 +69,10 @@ class Driver:
         self._single.argtypes = (ctypes.c_uint64, pointer, size, pointer)
         self._single.restype = ctypes.c_int
         # CUDA 13 dropped the argument that tells which copy failed, and gave the call a new symbol.
-        self._fails = False
         self._batched = getattr(self._library, "cuMemcpyBatchAsync_v2", None)
-        if self._batched is None:
-            self._batched, self._fails = getattr(self._library, "cuMemcpyBatchAsync", None), True
+        self._fails = self._batched is None
+        if self._fails:
+            self._batched = getattr(self._library, "cuMemcpyBatchAsync", None)
         if self._batched is not None:
             failed = (pointer,) if self._fails else ()
             self._batched.argtypes = (*(pointer,) * 3, size, pointer, pointer, size, *failed, pointer)
@@ -150,8 +147,16 @@ def copy_variants(engine: Engine, driver: Driver | None, rows: QueueRows, sessio
     """Both ways, of rows that lie in one piece; one that does not work here is left out with its reason."""
     if driver is None or not rows.whole:
         return []
+
+    def batched(copies: Copy) -> Work:
+        return functools.partial(driver.batched, copies)
+
+    def singly(copies: Copy) -> Work:
+        triples = list(zip(*(part.tolist() for part in copies), strict=True))
+        return functools.partial(driver.singly, triples)
+
     found = []
-    for name, made in ((BATCHED, _batched(driver)), (SINGLE, _singly(driver))):
+    for name, made in ((BATCHED, batched), (SINGLE, singly)):
         variant = _variant(engine, rows, name, made)
         try:
             variant.check()
@@ -161,33 +166,20 @@ def copy_variants(engine: Engine, driver: Driver | None, rows: QueueRows, sessio
     return found
 
 
-def _batched(driver: Driver) -> Callable[[Copy], Callable[[int], None]]:
-    return lambda copies: lambda stream: driver.batched(copies, stream)
-
-
-def _singly(driver: Driver) -> Callable[[Copy], Callable[[int], None]]:
-    def prepared(copies: Copy) -> Callable[[int], None]:
-        triples = list(zip(*(part.tolist() for part in copies), strict=True))
-        return lambda stream: driver.singly(triples, stream)
-
-    return prepared
-
-
-def _variant(
-    engine: Engine, rows: QueueRows, name: str, made: Callable[[Copy], Callable[[int], None]]
-) -> Variant:
+def _variant(engine: Engine, rows: QueueRows, name: str, made: Callable[[Copy], Work]) -> Variant:
     launches, batch = rows.slots.shape
     batches = max(1, min(launches, MOST_COPIES // (batch * len(rows.windows))))
-    host: list[float] = []
+    host = Medians()
 
-    def run(works: Sequence[Callable[[int], None]]) -> float:
-        """Seconds on the device; the host's are noted."""
+    def run(numbers: Sequence[int]) -> float:
+        """Seconds on the device for these batches of the queue; the host's are noted."""
+        works = [made(row_copies(rows, i)) for i in numbers]
 
         def queue() -> None:
             begin = time.perf_counter()
             for work in works:
                 work(stream)
-            host.append((time.perf_counter() - begin) / len(works))
+            host.note(launch_seconds=(time.perf_counter() - begin) / len(works))
 
         engine.synchronize()
         with engine.aside() as stream:
@@ -200,7 +192,7 @@ def _variant(
             target = rows.buffers[i % 2].batch
             poison(target)
             target["mask"].fill_(True)  # not copied: all steps exist
-            run([made(row_copies(rows, i))])
+            run([i])
             engine.synchronize()
             rows.check(i)
         host.clear()
@@ -208,7 +200,7 @@ def _variant(
     def measure() -> float:
         rows.refresh()
         engine.synchronize()
-        return run([made(row_copies(rows, i)) for i in range(batches)])
+        return run(range(batches))
 
-    told, extras = {"copies": batch * len(rows.windows)}, lambda: {"launch_seconds": float(np.median(host))}
-    return Variant(name, measure, check, rows.bytes, batches, told, extras=extras)
+    told = {"copies": batch * len(rows.windows)}
+    return Variant(name, measure, check, rows.bytes, batches, told, extras=host)

@@ -21,9 +21,8 @@ STEP_WORDS = {"step128": 32, "step64": 16, "step44": 11}
 class QueueRows:
     """Rows for a queue of launches, which write to two batches by turns.
 
-    table: where from. windows: column -> window. buffers: the two batches. index: the table's index on the device.
-    slots, anchors: int64 [launches, batch] on the device. bytes: of a batch. whole: whether each row of a column lies
-    in one piece in the table, and all its steps exist.
+    index: the table's on the device. slots, anchors: int64 [launches, batch] on the device. bytes: of a batch. whole:
+    whether each row of a column lies in one piece in the table, and all its steps exist.
     """
 
     whole = True
@@ -102,15 +101,14 @@ def sweep_table(steps: int, trajectories: int) -> gear.Table:
         block_steps=steps,
         max_blocks=trajectories,
     )
-    chunk = max(1, trajectories // 32)
-    for first in range(0, trajectories, chunk):
+    for first in range(0, trajectories, chunk := max(1, trajectories // 32)):
         count = min(chunk, trajectories - first)
-        stacked = {}
-        for name, words in STEP_WORDS.items():
-            each = steps * words
-            values = torch.arange(first * each, (first + count) * each, dtype=torch.int32)
-            stacked[name] = values.view(count, steps, words)
-        table.extend(stacked, lengths=[steps] * count)
+        stacked = {
+            name: torch.arange(first * steps * words, (first + count) * steps * words, dtype=torch.int32)
+            for name, words in STEP_WORDS.items()
+        }
+        shaped = {name: values.view(count, steps, -1) for name, values in stacked.items()}
+        table.extend(shaped, lengths=[steps] * count)
     return table
 
 

@@ -30,14 +30,12 @@ class Incorrect(Exception):
 
 @dataclasses.dataclass
 class Variant:
-    """One way of doing the work that a comparison is about.
+    """One way of doing the work that a comparison is about; `Incorrect` from `check` means that it does not.
 
-    name: how rows and tables call it. measure: do `batches` batches on inputs it has not seen before, and return the
-    seconds they took. check: raise `Incorrect` unless it gives the right result. amount: useful bytes of a batch, or
-    its rows: whatever the comparison counts in. batches: batches of one measurement. parameters: what sets it apart,
-    beside the comparison's parameters. targets: name of another variant -> the least ratio of throughputs aimed for.
-    extras: further figures, asked for after the last measurement. limit: seconds that a batch should take at most.
-    required: whether its failure ends the run; other libraries are left out, with the reason.
+    measure: does `batches` batches on inputs it has not seen before, and returns the seconds they took. amount: useful
+    bytes of a batch, or its rows. targets: name of another variant -> the least ratio of throughputs aimed for. extras:
+    further figures, asked for after the last measurement. limit: seconds that a batch should take at most. required:
+    whether its failure ends the run; other libraries are left out, with the reason.
     """
 
     name: str
@@ -54,11 +52,9 @@ class Variant:
 
 @dataclasses.dataclass
 class Comparison:
-    """Variants that are measured in turn and compared with a yardstick among them.
+    """Variants that are measured in turn; ratios are relative to the yardstick and the references among them.
 
-    experiment, workload: names, for the rows. label: how tables call it. variants: the yardstick and the references are
-    among them. yardstick: the variant that ratios are relative to. references: further variants that ratios are
-    relative to. parameters: what all variants share. unit: what amounts are counted in; only bytes have a rate in GB/s.
+    label: how tables call it. unit: what amounts are counted in; only bytes have a rate in GB/s.
     """
 
     experiment: str
@@ -71,13 +67,23 @@ class Comparison:
     unit: Literal["bytes", "rows"] = "bytes"
 
 
+class Medians(dict[str, list[float]]):
+    """Figures that are noted at each measurement; called, their medians."""
+
+    def note(self, **figures: float) -> None:
+        for name, value in figures.items():
+            self.setdefault(name, []).append(value)
+
+    def __call__(self) -> dict[str, float]:
+        return {name: float(np.median(values)) for name, values in self.items()}
+
+
 @dataclasses.dataclass
 class Result:
-    """What was measured of one variant.
+    """What was measured of one variant, without what was needed to measure it.
 
-    variant, comparison: of what; without what was needed to measure it. seconds: float64 [repeats], of one batch.
-    ratios: name of another variant -> float64 [repeats]: this one's throughput over that one's in the same turn, so
-    that a disturbance which lasts longer than a turn cancels out. extras: the variant's further figures.
+    seconds: float64 [repeats], of one batch. ratios: name of another variant -> float64 [repeats]: this one's
+    throughput over that one's in the same turn, so that a disturbance which lasts longer than a turn cancels out.
     """
 
     variant: Variant
@@ -109,11 +115,7 @@ class Result:
             rates = {name: variant.amount / seconds[other] / 1e9 for name, other in _MIRRORED.items()}
             amount["gb_per_s"] = rates
         return {
-            "experiment": comparison.experiment,
-            "workload": comparison.workload,
-            "label": comparison.label,
-            "variant": variant.name,
-            "parameters": {**comparison.parameters, **variant.parameters},
+            **_names(comparison, variant.name, {**comparison.parameters, **variant.parameters}),
             "repeats": len(self.seconds),
             "batches_per_repeat": variant.batches,
             "seconds": seconds,
@@ -129,12 +131,7 @@ class Result:
 
 @dataclasses.dataclass
 class Amount:
-    """Figures that are no times of batches: memory, a return, a slowdown.
-
-    experiment, workload, label, variant: as in a `Comparison`. values: one a repeat. unit: what they count, such as
-    ``"bytes in use / byte of payload"``. parameters: what sets it apart. at_most, at_least: what is aimed for. extras:
-    further figures.
-    """
+    """Figures that are no times of batches, one a repeat: memory, a return, a slowdown; what is aimed for."""
 
     experiment: str
     workload: str
@@ -151,17 +148,18 @@ class Amount:
         """The measurement's own part of its JSON line."""
         goals = {"at_most": self.at_most, "at_least": self.at_least}
         return {
-            "experiment": self.experiment,
-            "workload": self.workload,
-            "label": self.label,
-            "variant": self.variant,
-            "parameters": dict(self.parameters),
+            **_names(self, self.variant, dict(self.parameters)),
             "repeats": len(self.values),
             "amount": quantiles(np.array(self.values, dtype=np.float64)),
             "unit": self.unit,
             **{name: goal for name, goal in goals.items() if goal is not None},
             "extras": dict(self.extras),
         }
+
+
+def _names(of: Comparison | Amount, variant: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    told = {"experiment": of.experiment, "workload": of.workload, "label": of.label}
+    return {**told, "variant": variant, "parameters": parameters}
 
 
 class Deadline:
@@ -179,41 +177,36 @@ class Deadline:
         return late
 
 
+@dataclasses.dataclass(eq=False)
 class Session:
     """One run of a command: measures comparisons, appends their rows to a file and shows them.
 
-    out: file to append to; its folder is made. experiment: whose run this is. configuration: the command's options, for
-    the rows; see `configure`. device: name of the device that is measured. repeats: turns that each variant gets.
-    minutes: after which no comparison is started. pause: seconds before each measurement, in which the threads of the
-    variant before it go to sleep. quick, threads, pythons: as the command was told; interpreters of other libraries.
-    cuda: whether batches are wanted on a GPU. results, amounts: what was measured. reasons: what was not, and why.
+    configuration: the command's options, for the rows; see `configure`. repeats: turns that each variant gets. minutes:
+    after which no comparison is started. pause: seconds before each measurement, in which the threads of the variant
+    before it go to sleep. pythons: interpreters of other libraries. cuda: whether batches are wanted on a GPU. results,
+    amounts: what was measured. reasons: what was not, and why.
     """
 
-    def __init__(
-        self,
-        out: Path,
-        *,
-        experiment: str = "",
-        configuration: Mapping[str, Any],
-        device: str,
-        repeats: int,
-        minutes: float | None = None,
-        pause: float = 0.0,
-        quick: bool = False,
-        threads: int = 1,
-        pythons: Sequence[Path] = (),
-    ) -> None:
-        self.out, self.experiment, self.repeats = out, experiment, repeats
-        self.quick, self.threads, self.pythons, self.cuda = quick, threads, pythons, device != "cpu"
-        self.console = standard_console()
-        self.deadline = Deadline(minutes)
+    out: Path
+    _: dataclasses.KW_ONLY
+    experiment: str = ""
+    configuration: dataclasses.InitVar[Mapping[str, Any]]
+    device: str
+    repeats: int
+    minutes: dataclasses.InitVar[float | None] = None
+    pause: float = 0.0
+    quick: bool = False
+    threads: int = 1
+    pythons: Sequence[Path] = ()
+
+    def __post_init__(self, configuration: Mapping[str, Any], minutes: float | None) -> None:
+        self.cuda, self.console, self.deadline = self.device != "cpu", standard_console(), Deadline(minutes)
         self.results: list[Result] = []
         self.amounts: list[Amount] = []
         self.reasons: list[str] = []
-        self._pause = pause
         self._context = {
             "configuration": dict(configuration),
-            "device": device,
+            "device": self.device,
             "machine": machine.describe(),
             "versions": machine.versions(),
             **machine.code(),
@@ -242,13 +235,8 @@ class Session:
         assert not missing, missing
         assert len(set(names)) == len(names), names
         variants = [variant for variant in variants if self.checked(variant, comparison.label)]
-        while True:
-            try:
-                seconds = self._measured(variants)
-                break
-            except _Failed as failure:
-                self._excuse(failure.variant, comparison.label, failure.error)
-                variants.remove(failure.variant)
+        while (seconds := self._measured(variants, comparison.label)) is None:
+            pass
         names = [variant.name for variant in variants]
         references = [name for name in comparison.references if name in names]
         rates = {v.name: v.amount / np.array(seconds[v.name]) for v in variants}
@@ -280,42 +268,45 @@ class Session:
         names = (self.experiment, workload, label)
         self.show(self.run(Comparison(*names, variants, yardstick, references, parameters, unit)))
 
+    def attempt(self, what: str, work: Callable[[], Any], *, required: bool = False) -> Any:
+        """What `work` gives; None if it fails, which is noted. What is required ends the run instead."""
+        try:
+            return work()
+        except Exception as error:
+            if not required:
+                self.leave(what, reason(error))
+                return None
+            if isinstance(error, (Incorrect, PeerFailed)):
+                kind = PeerFailed if isinstance(error, PeerFailed) else Incorrect
+                raise kind(f"{what}: {error}") from error
+            raise
+
     def checked(self, variant: Variant, label: str) -> bool:
         """Whether it gives the right result; another library that does not is noted as left out."""
-        try:
-            variant.check()
-            return True
-        except (Incorrect, PeerFailed) as error:
-            if variant.required:
-                raise Incorrect(f"{variant.name}, {label}: {error}") from error
-            self._excuse(variant, label, error)
-        except Exception as error:
-            if variant.required:
-                raise
-            self._excuse(variant, label, error)
-        return False
+        done = self.attempt(f"{variant.name}, {label}", lambda: (variant.check(),), required=variant.required)
+        return done is not None
 
-    def _measured(self, variants: Sequence[Variant]) -> dict[str, list[float]]:
+    def _measured(self, variants: list[Variant], label: str) -> dict[str, list[float]] | None:
+        """Seconds of a batch, of each turn; None if one has failed, and been left out: then all start again."""
         seconds: dict[str, list[float]] = {variant.name: [] for variant in variants}
         gc.collect()
         gc.disable()
         try:
             for _ in range(self.repeats):
                 for variant in variants:
-                    time.sleep(self._pause)
+                    time.sleep(self.pause)
                     try:
                         seconds[variant.name].append(variant.measure() / variant.batches)
                     except Exception as error:
                         if variant.required:
                             raise
-                        raise _Failed(variant, error) from error
+                        self.leave(f"{variant.name}, {label}", reason(error))
+                        variants.remove(variant)
+                        return None
                 self._advance()
         finally:
             gc.enable()
         return seconds
-
-    def _excuse(self, variant: Variant, label: str, error: Exception) -> None:
-        self.leave(f"{variant.name}, {label}", reason(error))
 
     def record(self, amount: Amount) -> Amount:
         """Append a figure that is no time."""
@@ -462,14 +453,6 @@ class Session:
         self.console.print(f"{count} rows appended to {self.out}", highlight=False, soft_wrap=True)
 
 
-class _Failed(Exception):
-    """A variant that is not required has failed while it was measured."""
-
-    def __init__(self, variant: Variant, error: Exception) -> None:
-        super().__init__(str(error))
-        self.variant, self.error = variant, error
-
-
 def reason(error: Exception) -> str:
     """An error as rows give it: errors of our own by their message alone."""
     known = isinstance(error, (Incorrect, PeerFailed))
@@ -494,15 +477,22 @@ def _extra(key: str, extras: Mapping[str, float]) -> str:
     return f"{extras[key]:.1%}" if key.endswith("waiting") else number(extras[key])
 
 
-def per_batch(draw: Callable[[], Any], work: Callable[[Any], object], batches: int) -> Callable[[], float]:
+def per_batch(
+    draw: Callable[[], Any],
+    work: Callable[[Any], object],
+    batches: int,
+    synchronize: Callable[[], object] = lambda: None,
+) -> Callable[[], float]:
     """A `Variant.measure` that draws inputs beforehand, does one batch untimed and times the others together."""
 
     def measure() -> float:
         first, *inputs = [draw() for _ in range(batches + 1)]
         work(first)
+        synchronize()
         start = time.perf_counter()
         for item in inputs:
             work(item)
+        synchronize()
         return time.perf_counter() - start
 
     return measure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
@@ -82,13 +83,10 @@ def map_style(
 
 def check_map_style(data: Data, loader: DataLoader[Any]) -> None:
     """Compare two of its numbered batches with what they hold; raises `Incorrect`."""
-    batches = iter(loader)
-    try:
+    with closed(loader) as batches:
         for found in itertools.islice(batches, 2):
             expected = data.expected(Rows(found["index"], torch.zeros_like(found["index"])))
             expect(found, {name: expected[name] for name in data.flat})
-    finally:
-        close(batches)
 
 
 def dataset(data: Data, table: gear.Table, batch: int, **options: Any) -> gear.ReplayDataset:
@@ -114,8 +112,7 @@ def iterated(
     """
 
     def measure() -> float:
-        iterator = start()
-        try:
+        with closed(start()) as iterator:
             for _ in range(WARM_UP):
                 next(iterator)
             synchronize()
@@ -124,20 +121,22 @@ def iterated(
                 pass
             synchronize()
             return time.perf_counter() - begin
-        finally:
-            close(iterator)
 
     return measure
 
 
-def close(iterator: Any) -> None:
-    """End an iterator now, with the thread behind it, rather than when it is collected."""
-    fetcher = getattr(
-        iterator, "_dataset_fetcher", None
-    )  # DataLoader's iterator cannot be closed: its source can
-    end = getattr(iterator if fetcher is None else getattr(fetcher, "dataset_iter", None), "close", None)
-    if end is not None:
-        end()
+@contextlib.contextmanager
+def closed(batches: Any) -> Iterator[Iterator[Any]]:
+    """An iterator that ends in the end, with the thread behind it, rather than when it is collected."""
+    iterator = iter(batches)
+    try:
+        yield iterator
+    finally:
+        # DataLoader's iterator cannot be closed: its source can.
+        fetcher = getattr(iterator, "_dataset_fetcher", None)
+        end = getattr(iterator if fetcher is None else getattr(fetcher, "dataset_iter", None), "close", None)
+        if end is not None:
+            end()
 
 
 def check_dataset(data: Data, dataset: gear.ReplayDataset, batches: Any) -> None:
@@ -145,14 +144,10 @@ def check_dataset(data: Data, dataset: gear.ReplayDataset, batches: Any) -> None
     slots = dataset.table.indices()
     place = np.empty(slots.max() + 1, dtype=np.int64)
     place[slots] = np.arange(len(slots))
-    iterator = iter(batches)
-    try:
-        for _ in range(3):
-            batch = next(iterator)
+    with closed(batches) as iterator:
+        for batch in itertools.islice(iterator, 3):
             positions = torch.from_numpy(place[batch["index"].cpu().numpy()])
             expect(batch, data.expected(Rows(positions, batch["anchor"].cpu())))
-    finally:
-        close(iterator)
 
 
 class Staged:

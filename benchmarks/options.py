@@ -28,27 +28,25 @@ class Device(str, enum.Enum):
     cuda = "cuda"
 
 
+def option(kind: Any, text: str, **limits: Any) -> Any:
+    """The annotation of an option that need not be given. limits: `min`."""
+    return Annotated[kind | None, typer.Option(help=text, **limits)]
+
+
 SHARED: dict[str, Any] = {
-    "device": Annotated[
-        Device | None,
-        typer.Option(help="Where batches are wanted: cpu by default; auto: a GPU if there is one."),
-    ],
+    "device": option(Device, "Where batches are wanted: cpu by default; auto: a GPU if there is one."),
     "quick": Annotated[
         bool, typer.Option("--quick", help="Small sizes, to see that it works; not for figures.")
     ],
-    "peers": Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="A folder of environments with other libraries (benchmarks/peers/make.sh; .peers by default), or "
-            "the Python of one; may be repeated."
-        ),
-    ],
-    "repeats": Annotated[int | None, typer.Option(min=1, help="Turns that each variant gets.")],
-    "out": Annotated[Path | None, typer.Option(help="File to append JSON lines to.")],
-    "threads": Annotated[
-        int | None, typer.Option(min=1, help="Threads on the CPU: 2 by default, all with cuda.")
-    ],
-    "minutes": Annotated[float | None, typer.Option(help="Start no new comparison after so many.")],
+    "peers": option(
+        list[Path],
+        "A folder of environments with other libraries (benchmarks/peers/make.sh; .peers by default), or the Python of "
+        "one; may be repeated.",
+    ),
+    "repeats": option(int, "Turns that each variant gets.", min=1),
+    "out": option(Path, "File to append JSON lines to."),
+    "threads": option(int, "Threads on the CPU: 2 by default, all with cuda.", min=1),
+    "minutes": option(float, "Start no new comparison after so many."),
 }
 """Option -> its type; those that an experiment has no use for are left away."""
 
@@ -71,14 +69,8 @@ def command(
     """Make a command of a function ``work(session, *, options of its own)``.
 
     The command opens the session, shows the machine, does the work and shows what there is to say at the end; errors of
-    a run end the program with status 1.
-
-    Args:
-        name: of the experiment, and of its file in `benchmarks/results/`.
-        repeats: with ``--quick``, usually, and with CUDA if that differs.
-        pause: see `Session`; with CUDA there is none.
-        threads: of torch, if they are not for the user to choose.
-        device: the default.
+    a run end the program with status 1. repeats: with ``--quick``, usually, and with CUDA if that differs. pause: see
+    `Session`; with CUDA there is none. threads: of torch, if they are not for the user to choose. device: the default.
     """
     about = named(name)
     unused = {

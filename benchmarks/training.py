@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -11,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.harness import Variant
-from benchmarks.loading import close
+from benchmarks.harness import Medians, Variant
+from benchmarks.loading import closed
 
 ALONE = "alone"
 WARM_UP = 3
@@ -20,15 +21,9 @@ Batches = Iterator[Any]
 OBSERVATION, ACTION = 96, 8  # of a step of W1
 
 
-class Mlp(nn.Module):
+def mlp(width: int = 128) -> nn.Module:
     """Each step on its own: two layers."""
-
-    def __init__(self, width: int = 128) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(OBSERVATION + 1, width), nn.ReLU(), nn.Linear(width, ACTION))
-
-    def forward(self, steps: torch.Tensor) -> torch.Tensor:
-        return self.layers(steps)  # type: ignore[no-any-return]
+    return nn.Sequential(nn.Linear(OBSERVATION + 1, width), nn.ReLU(), nn.Linear(width, ACTION))
 
 
 class Transformer(nn.Module):
@@ -53,7 +48,7 @@ class Transformer(nn.Module):
         return self.head(hidden)  # type: ignore[no-any-return]
 
 
-MODELS = {"mlp": Mlp, "transformer": Transformer}
+MODELS = {"mlp": mlp, "transformer": Transformer}
 
 
 class Training:
@@ -76,37 +71,33 @@ class Training:
         return loss.detach()
 
 
+@dataclasses.dataclass
 class Feed:
-    """Where batches come from.
+    """Where batches come from. start: makes an iterator of batches without end. parameters: for the rows."""
 
-    name: of the variant. start: makes an iterator of batches without end. check: raises `Incorrect` unless its batches
-    are right. parameters: for the rows.
-    """
-
-    def __init__(
-        self, name: str, start: Callable[[], Batches], check: Callable[[], None], **parameters: Any
-    ) -> None:
-        self.name, self.start, self.check, self.parameters = name, start, check, parameters
+    name: str
+    start: Callable[[], Batches]
+    check: Callable[[], None]
+    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Clock:
     """Seconds of a step of every variant of a comparison, by turns, and the share of them spent waiting."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, list[float]] = {}
-        self.waiting: dict[str, list[float]] = {}
+        self.seconds, self.waiting = Medians(), Medians()
 
     def note(self, name: str, seconds: float, waiting: float) -> None:
         """One measurement, and the part of it that was spent waiting for batches."""
-        self.seconds.setdefault(name, []).append(seconds)
-        self.waiting.setdefault(name, []).append(waiting / seconds)
+        self.seconds.note(**{name: seconds})
+        self.waiting.note(**{name: waiting / seconds})
 
     def slowdown(self, name: str) -> float:
         """Median of a step's time over that of one alone in the same turn."""
         return float(np.median(np.array(self.seconds[name]) / np.array(self.seconds[ALONE])))
 
     def extras(self, name: str) -> dict[str, float]:
-        return {"slowdown": self.slowdown(name), "waiting": float(np.median(self.waiting[name]))}
+        return {"slowdown": self.slowdown(name), "waiting": self.waiting()[name]}
 
 
 def train(
@@ -114,8 +105,7 @@ def train(
 ) -> tuple[float, float]:
     """Seconds of so many steps after a few others, and the part of them spent waiting for batches."""
     waited = 0.0
-    batches = feed.start()
-    try:
+    with closed(feed.start()) as batches:
         for _ in range(WARM_UP):
             training.step(next(batches))
         synchronize()
@@ -127,8 +117,6 @@ def train(
             training.step(batch)
         synchronize()
         return time.perf_counter() - begin, waited
-    finally:
-        close(batches)
 
 
 def fed(
@@ -142,17 +130,15 @@ def fed(
     clock = Clock()
 
     def variant(feed: Feed) -> Variant:
-        host: list[float] = []
+        host = Medians()
 
         def measure() -> float:
             taken, waited = train(feed, training, steps, synchronize)
             clock.note(feed.name, taken, waited)
-            host.append(waited / steps)
+            host.note(host_seconds=waited / steps)
             return taken
 
-        def extras() -> dict[str, float]:
-            return {**clock.extras(feed.name), "host_seconds": float(np.median(host))}
-
+        extras = lambda: {**clock.extras(feed.name), **host()}  # noqa: E731
         return Variant(feed.name, measure, feed.check, batch, steps, feed.parameters, extras=extras)
 
     return [variant(feed) for feed in feeds]

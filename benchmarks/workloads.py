@@ -19,10 +19,10 @@ _ARENA_ALIGNMENT = 128
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Trajectories of even length, and the windows of them that a batch takes.
+    """Trajectories of even length, and the windows of them that a batch takes, the same for all columns.
 
-    columns: name -> shape of a step, float32. trajectories, steps: how many, of how many steps each. window: the same
-    for all columns. anchor: ``"first"``: the window is the whole trajectory; ``"uniform"``: it ends at a random step.
+    columns: name -> shape of a step, float32. anchor: ``"first"``: the window is the whole trajectory; ``"uniform"``:
+    it ends at a random step.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Data:
 
     The range asks for huge pages, as a table does, so that plain torch on the flat arrays is at no disadvantage. arena:
     float32, all of it; as large as the table's columns (and a few rows of zeros). flat: name -> float32 ``[trajectories
-    * steps, *shape]``, views of the arena: random values. ringed: name -> the same with as many rows of zeros before
+    * steps, *shape]``, views of the arena: random values. ringed: the same with rows of zeros around it, as many before
     and after as a window may reach out.
     """
 
@@ -173,21 +173,13 @@ def poison(batch: Mapping[str, Any]) -> None:
 
 
 class Plain:
-    """Batches of flat arrays by plain torch, into buffers that are kept: see the classes below.
+    """Batches of flat arrays by plain torch, into buffers that are kept: name -> ``[B, L, *shape]``, and ``mask``."""
 
-    data: the arrays. batch: rows. empty: makes the buffers. batch: name -> ``[B, L, *shape]``, and ``mask``.
-    """
-
-    def __init__(
-        self, data: Data, batch: int, empty: Empty = lambda shape, dtype: torch.empty(shape, dtype=dtype)
-    ) -> None:
+    def __init__(self, data: Data, batch: int, empty: Empty | None = None) -> None:
         workload, length = data.workload, data.workload.window.length
-        self.batch = {name: empty((batch, length, *shape), torch.float32) for name, shape in workload.columns}
-        self.batch["mask"] = empty((batch, length), torch.bool)
-        self._pairs = [
-            (source.view(len(source), -1), self.batch[name].view(batch * length, -1))
-            for name, source in data.ringed.items()
-        ]
+        made = empty or (lambda shape, dtype: torch.empty(shape, dtype=dtype))
+        self.batch = {name: made((batch, length, *shape), torch.float32) for name, shape in workload.columns}
+        self.batch["mask"] = made((batch, length), torch.bool)
 
     def gather(self, rows: Rows) -> None:
         raise NotImplementedError
@@ -197,13 +189,12 @@ class PlainTrajectories(Plain):
     """Whole trajectories: one `index_select` a column."""
 
     def __init__(self, data: Data, batch: int, empty: Empty | None = None) -> None:
-        super().__init__(data, batch, *([] if empty is None else [empty]))
-        workload = data.workload
-        assert workload.anchor == "first"
+        super().__init__(data, batch, empty)
+        assert data.workload.anchor == "first"
         self.batch["mask"].fill_(True)
         self._pairs = [
-            (data.flat[name].view(workload.trajectories, -1), self.batch[name].view(batch, -1))
-            for name in data.flat
+            (values.view(data.workload.trajectories, -1), self.batch[name].view(batch, -1))
+            for name, values in data.flat.items()
         ]
 
     def gather(self, rows: Rows) -> None:
@@ -226,7 +217,7 @@ class PlainWindows(Plain):
         way: Literal["zero row", "masked", "strided"],
         empty: Empty | None = None,
     ) -> None:
-        super().__init__(data, batch, *([] if empty is None else [empty]))
+        super().__init__(data, batch, empty)
         window = data.workload.window
         assert data.workload.anchor == "uniform"
         assert window.offset + window.length == 1
@@ -235,29 +226,29 @@ class PlainWindows(Plain):
         self._offsets = torch.arange(window.offset, window.offset + window.length)
         self._index = torch.empty(batch, window.length, dtype=torch.int64)
         self._zero = torch.tensor(0)  # a row of the margin
-        self._windows = []
-        for source, out in self._pairs:
+        self._columns = []
+        for name, values in data.ringed.items():
+            source, out = values.view(len(values), -1), self.batch[name].view(batch * window.length, -1)
             rows, width = source.shape
-            view = source.as_strided((rows - window.length, window.length * width), (width, 1))
-            self._windows.append((view, out.view(batch, -1)))
+            windows = source.as_strided((rows - window.length, window.length * width), (width, 1))
+            self._columns.append((source, out, windows, out.view(batch, -1)))
 
     def gather(self, rows: Rows) -> None:
         mask = self.batch["mask"]
         torch.ge(torch.add(rows.anchors[:, None], self._offsets, out=self._index), 0, out=mask)
-        anchors = torch.add(rows.anchors, rows.positions, alpha=self._steps).add_(
-            self._margin
-        )  # as rows of the arrays
+        # As rows of the arrays.
+        anchors = torch.add(rows.anchors, rows.positions, alpha=self._steps).add_(self._margin)
         if self._way == "strided":
             begin = anchors.add_(self._offsets[0])
             absent = mask.logical_not().view(-1).nonzero().view(-1)
-            for (source, window), (_, out) in zip(self._windows, self._pairs, strict=True):
-                torch.index_select(source, 0, begin, out=window)
+            for _, out, windows, whole in self._columns:
+                torch.index_select(windows, 0, begin, out=whole)
                 out.index_fill_(0, absent, 0)
             return
         index = torch.add(anchors[:, None], self._offsets, out=self._index)
         if self._way == "zero row":
             index = torch.where(mask, index, self._zero)
-        for source, out in self._pairs:
+        for source, out, _, _ in self._columns:
             torch.index_select(source, 0, index.view(-1), out=out)
             if self._way == "masked":
                 out.masked_fill_(mask.logical_not().view(-1, 1), 0)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,20 +22,6 @@ if str(ROOT) not in sys.path:  # `pytest` alone does not put it there, `python -
 
 HAS_GPU = torch.cuda.is_available()
 needs_no_gpu = pytest.mark.skipif(HAS_GPU, reason="there is a GPU, for which the real thing runs")
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command line, on few threads and without this process's interpreter of kernels."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment.update(COLUMNS="200", TERM="dumb")
-    return subprocess.run(
-        [sys.executable, "-m", "benchmarks", *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
 
 
 def call(*arguments: str) -> Any:

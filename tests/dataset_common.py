@@ -23,6 +23,27 @@ LENGTHS = (5, 1, 12, 8, 3, 20, 2, 7, 9, 4, 16, 6)  # 93 steps
 ROW_KEYS = ("index", "anchor", "generation")
 
 
+SELECTORS = {
+    "trajectories": gear.Uniform(),
+    "steps": gear.Uniform(unit="step"),
+    "trajectories once": gear.Uniform(replacement=False),
+    "steps once": gear.Uniform(replacement=False, unit="step"),
+}
+
+
+class Failing(gear.Uniform):
+    """Raises at one step."""
+
+    def __init__(self, at: int, error: BaseException) -> None:
+        super().__init__()
+        self.at, self.error = at, error
+
+    def select(self, snapshot: Any, draw: Any) -> Any:
+        if draw.step == self.at:
+            raise self.error
+        return super().select(snapshot, draw)
+
+
 def episode(number: int, length: int) -> dict[str, np.ndarray]:
     """Trajectory `number`: every value of every column tells number and step."""
     steps = np.arange(length)

@@ -282,7 +282,7 @@ def at_opcodes(names: str, count: int, seed: int) -> int:
                 call()
             subject.check()
             numbers = range(1, 1 + opcodes_of(call))
-            for number in sorted(generator.sample(numbers, count)) if count else numbers:
+            for number in sorted(generator.sample(numbers, min(count, len(numbers)))) if count else numbers:
                 error = interrupt_at(call, number)
                 done += error is not None
                 try:

@@ -18,7 +18,7 @@ from typing import Any
 import lightning
 import torch
 from distributed_common import filled
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 
 import gear_loader as gear
@@ -40,15 +40,40 @@ logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
 
 
 class Memory(DummyLogger):
-    """Keeps what is logged."""
+    """A logger that keeps what it is given: `logs` has what was named ``replay/``, without that."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.logged: list[dict[str, float]] = []
+        self.steps: list[int | None] = []
+        self.logs: list[dict[str, float]] = []
+        self.others: list[tuple[int | None, dict[str, float]]] = []
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         if any(name.startswith("replay/") for name in metrics):
-            self.logged.append(metrics)
+            assert all(name.startswith("replay/") for name in metrics)
+            assert all(type(value) is float or type(value) is int for value in metrics.values())
+            self.steps.append(step)
+            self.logs.append({name.removeprefix("replay/"): value for name, value in metrics.items()})
+        else:
+            self.others.append((step, dict(metrics)))
+
+
+class SaveAt(Callback):
+    """Saves a checkpoint by hand in a hook of the trainer, once a step count has been reached."""
+
+    def __init__(self, path: Path, hook: str, step: int) -> None:
+        self.path, self.step = path, step
+        setattr(self, hook, self.save)
+
+    def save(self, trainer: lightning.Trainer, *_: Any, **__: Any) -> None:
+        if trainer.global_step == self.step and not self.path.exists():
+            trainer.save_checkpoint(self.path)
+
+
+def quiet(**options: Any) -> lightning.Trainer:
+    """A trainer on the CPU that shows and keeps nothing unless it is told to."""
+    off = ("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing")
+    return lightning.Trainer(accelerator="cpu", **{**dict.fromkeys(off, False), **options})
 
 
 class Model(lightning.LightningModule):
@@ -121,17 +146,10 @@ def fit(data: gear.ReplayDataModule, folder: Path | None, ckpt_path: Path | None
     watch = gear.ReplayMonitor(every_n_steps=2)
     seconds = itertools.count()
     monitor.monotonic = lambda: float(next(seconds))  # one from a log to the next
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        logger=memory,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=folder is not None,
-        callbacks=[watch] if folder is None else [every, watch],
-        **{"max_epochs": EPOCHS, **options},
-    )
-    trainer.fit(model, data, ckpt_path=ckpt_path)
-    model.logged = memory.logged
+    callbacks = [watch] if folder is None else [every, watch]
+    told = {"logger": memory, "enable_checkpointing": folder is not None, "max_epochs": EPOCHS}
+    quiet(callbacks=callbacks, **told, **options).fit(model, data, ckpt_path=ckpt_path)
+    model.logged = memory.logs
     return model
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,19 @@ class Made:
         gpu = {"name": device, "driver_version": "580"} if device != "cpu" else None
         cpu = "Made-up CPU" if device == "cpu" else "Another CPU"
         machine = {"cpu": cpu, "cores": 2, "memory_bytes": 1 << 34, "huge_pages": "madvise", "load": 0.1}
-        self.context = {
-            "configuration": {"quick": False, "threads": 2},
+        told = {
             "device": device,
-            "machine": {**machine, "gpu": gpu},
-            "versions": {"python": "3.11.7", "torch": "2.13.0"},
-            "commit": "0123456789abcdef",
-            "dirty": False,
-            "source": "fedcba98",
             "run": run,
             "date": f"{date}T10:00:00+00:00",
-            **context,
+            "machine": {**machine, "gpu": gpu},
         }
+        told |= {
+            "configuration": {"quick": False, "threads": 2},
+            "commit": "0123456789abcdef",
+            "dirty": False,
+        }
+        told |= {"source": "fedcba98", "versions": {"python": "3.11.7", "torch": "2.13.0"}}
+        self.context = {**told, **context}
         self.rows: list[dict[str, Any]] = []
 
     def compare(
@@ -48,28 +50,19 @@ class Made:
         """A comparison: variant -> amount a second; `more` is for single variants, such as ``ours={"limit": 1}``."""
         amount = 10**9 if unit == "bytes" else 1000
         for variant, speed in speeds.items():
-            ratio = speed / speeds[yardstick]
-            self.rows.append(
-                {
-                    "experiment": experiment,
-                    "workload": workload,
-                    "label": label,
-                    "variant": variant,
-                    "parameters": {**parameters, **(own or {}).get(variant, {})},
-                    "repeats": 5,
-                    "batches_per_repeat": 2,
-                    "seconds": spread(amount / speed),
-                    unit: amount,
-                    "yardstick": yardstick,
-                    "ratio": spread(ratio),
-                    "ratios": {},
-                    "targets": {},
-                    "extras": {},
-                    **({"gb_per_s": spread(speed / 1e9)} if unit == "bytes" else {}),
-                    **more.get(variant, {}),
-                    **self.context,
-                }
-            )
+            row = {"experiment": experiment, "workload": workload, "label": label, "variant": variant}
+            row |= {"parameters": {**parameters, **(own or {}).get(variant, {})}, "yardstick": yardstick}
+            row |= {
+                "repeats": 5,
+                "batches_per_repeat": 2,
+                "ratios": {},
+                "targets": {},
+                "extras": {},
+                unit: amount,
+            }
+            row |= {"seconds": spread(amount / speed), "ratio": spread(speed / speeds[yardstick])}
+            row |= {"gb_per_s": spread(speed / 1e9)} if unit == "bytes" else {}
+            self.rows.append({**row, **more.get(variant, {}), **self.context})
 
     def amount(
         self, experiment: str, workload: str, variant: str, value: float, unit: str, **more: Any
@@ -91,70 +84,53 @@ def headline(made: Made, experiment: str = "single-server", batch: int = 256, fa
     speeds = {name: factor * value for name, value in _HEADLINE.items()}
     aims = {"Reverb, gRPC": 15.0, "cpprb": 1.9}
     ratios = {name: spread(_HEADLINE["ours"] / _HEADLINE[name]) for name in aims}
-    made.compare(
-        experiment,
-        "W1",
-        f"W1, batch {batch}",
-        speeds,
-        "memcpy",
-        {"batch": batch, "part": "batches", "trajectories": 20000},
-        own={"cpprb": {"peer": {"versions": {"cpprb": "11.0"}, "note": None}}},
-        ours={"targets": aims, "ratios": ratios},
-    )
+    where = {"batch": batch, "part": "batches", "trajectories": 20000}
+    own = {"cpprb": {"peer": {"versions": {"cpprb": "11.0"}, "note": None}}}
+    told = {"targets": aims, "ratios": ratios}
+    made.compare(experiment, "W1", f"W1, batch {batch}", speeds, "memcpy", where, own=own, ours=told)
 
 
 def every_experiment(made: Made) -> list[dict[str, Any]]:
     """Rows of all experiments in one run; ours loses to `index_select` by 0.5 and to nothing else."""
+    put, here = made.compare, {"batch": 256, "part": "batches"}
     headline(made)
     windows = {"memcpy": 9e9, "ours": 4e9, "TorchRL, slices": 1e9}
-    made.compare("single-server", "W2", "W2, batch 256", windows, "memcpy", {"batch": 256, "part": "batches"})
+    put("single-server", "W2", "W2, batch 256", windows, "memcpy", here)
     adding = {"memcpy": 6e9, "ours": 4e9, "Reverb": 1e9}
-    made.compare("single-server", "insert", "adding", adding, "memcpy", {"part": "insert"})
+    put("single-server", "insert", "adding", adding, "memcpy", {"part": "insert"})
+    gathered = {"memcpy": 2e10, "collector, blocks 100": 8e9, "index_select": 1.6e10}
+    gathered["DataLoader, map-style"] = 1e9
+    own = {"collector, blocks 100": {"block_steps": 100}}
     for batch in (32, 256, 1024):
         headline(made, "batch-size", batch, 1e9 * math.log(batch))
-        gathered = {
-            "memcpy": 2e10,
-            "collector, blocks 100": 8e9,
-            "index_select": 1.6e10,
-            "DataLoader, map-style": 1e9,
-        }
-        own = {"collector, blocks 100": {"block_steps": 100}}
-        made.compare("collect", "W1", f"W1, batch {batch}", gathered, "memcpy", {"batch": batch}, own=own)
-    for items in (10**4, 10**6, 10**8):
-        for batch in (32, 1024):
-            speeds = {"ours, tree": 3e6 / math.log(items) * batch / 32, "TorchRL tree": 1e6 / math.log(items)}
-            bias = {"TorchRL tree": {"bias": 0.01}} if items == 10**8 else {}
-            where = {"items": items, "batch": batch, "operation": "cycle"}
-            label = f"{items:,} items, batch {batch}"
-            made.compare("select", "cycle", label, speeds, "ours, tree", where, "rows", bias)
-    for writers in (1, 2, 8):
-        for workload in ("whole", "batches", "steps"):
-            speeds = {"memcpy": 9e5, "ours": 4e5 * writers**0.5, "Reverb": 1e5}
-            limit = {"limit": 0.01} if workload == "whole" else {}
-            label = f"{workload}, {writers} writers"
-            made.compare(
-                "online", workload, label, speeds, "memcpy", {"writers": writers}, "rows", ours=limit
-            )
+        put("collect", "W1", f"W1, batch {batch}", gathered, "memcpy", {"batch": batch}, own=own)
+    for items, batch in itertools.product((10**4, 10**6, 10**8), (32, 1024)):
+        speeds = {"ours, tree": 3e6 / math.log(items) * batch / 32, "TorchRL tree": 1e6 / math.log(items)}
+        bias = {"TorchRL tree": {"bias": 0.01}} if items == 10**8 else {}
+        where = {"items": items, "batch": batch, "operation": "cycle"}
+        put("select", "cycle", f"{items:,} items, batch {batch}", speeds, "ours, tree", where, "rows", bias)
+    for writers, kind in itertools.product((1, 2, 8), ("whole", "batches", "steps")):
+        speeds = {"memcpy": 9e5, "ours": 4e5 * writers**0.5, "Reverb": 1e5}
+        limit, where = {"limit": 0.01} if kind == "whole" else {}, {"writers": writers}
+        put("online", kind, f"{kind}, {writers} writers", speeds, "memcpy", where, "rows", ours=limit)
+    more: dict[str, Any] = {"2 writers": {"extras": {"trajectories_per_s": 30000.0}}}
     for selector in ("uniform", "prioritized"):
         reading = {"0 writers": 1e6, "2 writers": 4e5}
-        extras = {"extras": {"trajectories_per_s": 30000.0}}
-        where = {"batch": 256}
-        more: dict[str, Any] = {"2 writers": extras}
-        made.compare("online", f"read, {selector}", "reading", reading, "0 writers", where, "rows", **more)
-    for workload in ("save", "load"):
-        speeds = {"write" if workload == "save" else "read": 2e9, "ours": 1.5e9, "Reverb": 3e8}
-        made.compare("checkpoint", workload, workload, speeds, next(iter(speeds)), {"bytes": 1 << 30})
-    for workload in ("uniform 1 to 100", "two lengths"):
-        for variant, value in {"ours": 1.03, "fixed rows": 1.9, "TorchRL": 1.2}.items():
-            goal = {"at_most": 1.05} if variant == "ours" else {}
-            made.amount("memory", workload, variant, value, "bytes resident / byte of payload", **goal)
+        put("online", f"read, {selector}", "reading", reading, "0 writers", {"batch": 256}, "rows", **more)
+    for workload, yardstick in (("save", "write"), ("load", "read")):
+        speeds = {yardstick: 2e9, "ours": 1.5e9, "Reverb": 3e8}
+        put("checkpoint", workload, workload, speeds, yardstick, {"bytes": 1 << 30})
+    values = {"ours": 1.03, "fixed rows": 1.9, "TorchRL": 1.2}
+    for workload, (name, value) in itertools.product(("uniform 1 to 100", "two lengths"), values.items()):
+        goal = {"at_most": 1.05} if name == "ours" else {}
+        made.amount("memory", workload, name, value, "bytes resident / byte of payload", **goal)
     beside = {"alone": 1000.0, "ours, prefetch 0": 900.0, "plain torch": 700.0}
-    made.compare("overlap", "step", "small network, batch 32", beside, "alone", {"batch": 32}, "rows")
+    put("overlap", "step", "small network, batch 32", beside, "alone", {"batch": 32}, "rows")
     training = {"alone": 1000.0, "ours": 950.0, "Reverb": 500.0}
-    made.compare("train", "steps", "steps of training", training, "alone", {"batch": 64}, "rows")
-    for variant, seconds in {"ours": 20.0, "Reverb": 45.0}.items():
+    put("train", "steps", "steps of training", training, "alone", {"batch": 64}, "rows")
+    for name, seconds in {"ours": 20.0, "Reverb": 45.0}.items():
         curve = [[second, 50 * second / seconds] for second in range(0, 60, 5)]
-        made.amount("train", "return", variant, seconds, "s", parameters={"return": 50, "curve": curve})
+        made.amount("train", "return", name, seconds, "s", parameters={"return": 50, "curve": curve})
     network = {"network": "processes", "ucx_tls": "tcp", "bandwidth_gbit": None, "latency_us": None}
     _multi_server(made, network)
     made.leave("checkpoint", "TorchRL", "no interpreter with it is there")
@@ -162,28 +138,29 @@ def every_experiment(made: Made) -> list[dict[str, Any]]:
 
 
 def _multi_server(made: Made, network: Mapping[str, Any]) -> None:
-    latency = {"extras": {"latency_p50": 0.001, "latency_p95": 0.002}}
-    for nodes in (1, 2, 3):
-        carrier = "none" if nodes == 1 else "socket"
-        for part in ("collect", "batches"):
-            for local in (1.0,) if part == "batches" or nodes == 1 else (0.0, 0.5, 1.0):
-                where = {**network, "part": part, "nodes": nodes, "carrier": carrier, "batch": 256}
-                label = f"W1, {nodes} nodes, {part}, {local:.0%}"
-                speeds = {"bare": 9e9 / nodes, "ours": 6e9 / nodes * (0.2 + local)}
-                where["local_fraction"] = local
-                made.compare("multi-server", "W1", label, speeds, "bare", where, bare=latency, ours=latency)
+    def put(workload: str, label: str, speeds: dict[str, float], *told: str, **where: Any) -> None:
+        made.compare(
+            "multi-server", workload, label, speeds, told[0], {**network, **where}, *told[1:], **more
+        )
+
+    extras = {"extras": {"latency_p50": 0.001, "latency_p95": 0.002}}
+    more: dict[str, Any] = {"bare": extras, "ours": extras}
+    for nodes, part in itertools.product((1, 2, 3), ("collect", "batches")):
+        told = {"part": part, "nodes": nodes, "carrier": "none" if nodes == 1 else "socket", "batch": 256}
+        for local in (1.0,) if part == "batches" or nodes == 1 else (0.0, 0.5, 1.0):
+            speeds = {"bare": 9e9 / nodes, "ours": 6e9 / nodes * (0.2 + local)}
+            put("W1", f"W1, {nodes} nodes, {part}, {local:.0%}", speeds, "bare", **told, local_fraction=local)
+    more = {"ours": {"targets": {"bare": 0.9}}}
     for request in (1 << 16, 1 << 20):
-        where = {**network, "part": "transport", "carrier": "socket", "request": request, "in_flight": 4}
+        told = {"part": "transport", "carrier": "socket", "request": request, "in_flight": 4}
         speeds = {"bare": 1e9, "ours": 7e8}
-        where["request_bytes"] = request
-        aims = {"targets": {"bare": 0.9}}
-        made.compare("multi-server", "W1", f"requests of {request}", speeds, "bare", where, ours=aims)
+        put("W1", f"requests of {request}", speeds, "bare", **told, request_bytes=request)
+    more = {}
     for world in (1, 2, 4):
-        where = {**network, "part": "select", "world": world, "batch": 256, "selector": "prioritized"}
-        speeds = {"ours": 1e5, "all_to_all": 3e5}
-        made.compare("multi-server", "selection", f"{world} ranks", speeds, "all_to_all", where, "rows")
-        where = {**network, "part": "all_to_all", "world": world, "each_bytes": 512}
-        made.compare("multi-server", "all_to_all", f"{world} ranks", {"all_to_all": 1e8}, "all_to_all", where)
+        told = {"world": world, "batch": 256, "selector": "prioritized", "part": "select"}
+        put("selection", f"{world} ranks", {"ours": 1e5, "all_to_all": 3e5}, "all_to_all", "rows", **told)
+        told = {"part": "all_to_all", "world": world, "each_bytes": 512}
+        put("all_to_all", f"{world} ranks", {"all_to_all": 1e8}, "all_to_all", **told)
 
 
 def on_a_gpu(made: Made) -> list[dict[str, Any]]:
@@ -212,9 +189,3 @@ def on_a_gpu(made: Made) -> list[dict[str, Any]]:
 def written(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
-
-
-def changed(rows: Iterable[Mapping[str, Any]], **values: Any) -> Iterator[dict[str, Any]]:
-    """Copies of rows with other values."""
-    for row in rows:
-        yield {**row, **values}

@@ -31,9 +31,9 @@ from typing import Any
 import pytest
 import torch
 from cli_common import run
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from table_common import COLUMNS, named, numbers_of, rows
+from table_common import COLUMNS, numbers_of, rows
 
 import gear_loader as gear
 from gear_loader.cli import app
@@ -64,10 +64,16 @@ def shelf(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
+def said(*words: str, code: int = 0) -> str:
+    """What `gear-loader ...` shows, which ends with that code."""
+    found, text = run(*words)
+    assert found == code, text
+    return text
+
+
 def listed() -> dict[str, dict[str, Any]]:
     """What `gear-loader ls --json` shows, by name."""
-    code, output = run("ls", "--json")
-    assert code == 0
+    output = said("ls", "--json")
     entries = json.loads(output)
     assert [entry["name"] for entry in entries] == sorted(entry["name"] for entry in entries)
     return {entry["name"]: entry for entry in entries}
@@ -90,74 +96,61 @@ class Child:
 
     def __init__(self, work: Callable[[Any], None]) -> None:
         self.pipe, theirs = multiprocessing.Pipe()
-        context = multiprocessing.get_context("fork")
-        self.process = context.Process(target=_work, args=(work, theirs), daemon=True)
+
+        def guarded() -> None:
+            try:
+                work(theirs)
+            except BaseException:
+                theirs.send(RuntimeError(traceback.format_exc()))
+
+        self.process = multiprocessing.get_context("fork").Process(target=guarded, daemon=True)
         self.process.start()
         theirs.close()
 
     def hear(self) -> Any:
         assert self.pipe.poll(PATIENCE)
         value = self.pipe.recv()
-        assert not isinstance(value, _Failed), value.trace
+        if isinstance(value, BaseException):
+            raise value
         return value
 
-    def kill(self) -> None:
+    def kill(self, *_: Any) -> None:
         self.process.kill()
         _eventually(lambda: self.process.exitcode is not None)  # join() would wait for grandchildren too
 
+    def __enter__(self) -> Child:
+        return self
 
-class _Failed:
-    def __init__(self, trace: str) -> None:
-        self.trace = trace
-
-
-def _work(work: Callable[[Any], None], pipe: Any) -> None:
-    try:
-        work(pipe)
-    except BaseException:
-        pipe.send(_Failed(traceback.format_exc()))
-
-
-@contextlib.contextmanager
-def child(work: Callable[[Any], None]) -> Iterator[Child]:
-    made = Child(work)
-    try:
-        yield made
-    finally:
-        made.kill()
+    __exit__ = kill
 
 
 HOLDER = """
-import os, sys, torch, gear_loader as gear
-how, name = sys.argv[1:]
-if how == "create":
-    table = gear.Table.create({"x": gear.Column(torch.float32, (3,))}, max_steps=50, max_trajectories=5, name=name)
-    table.add({"x": torch.ones(7, 3)})
-else:
-    table = gear.Table.attach(name)
+import sys, torch, gear_loader as gear
+table = gear.Table.create({"x": gear.Column(torch.float32, (3,))}, max_steps=50, max_trajectories=5, name="held")
 print("ready", flush=True)
 sys.stdin.read()
 """
-
-
-@contextlib.contextmanager
-def holder(how: str, name: str, directory: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another program that has the table open until it is killed."""
-    command, pipe = [sys.executable, "-c", HOLDER, how, name], subprocess.PIPE
-    environment = {**os.environ, "GEAR_LOADER_DIR": str(directory)}
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT, env=environment) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            yield process
-        finally:
-            process.kill()
 
 
 def program(*words: str) -> subprocess.CompletedProcess[str]:
     """Another Python program, in the repository's root."""
     told = {"capture_output": True, "text": True, "timeout": PATIENCE, "cwd": ROOT}
     return subprocess.run([sys.executable, *words], **told)  # type: ignore[call-overload, no-any-return]
+
+
+LOOK = """
+import sys
+from gear_loader.storage import shared_memory
+shared_memory.DIRECTORY, name = sys.argv[1:]
+print("in use" if shared_memory.in_use(shared_memory.region_path(name)) else "left over")
+"""
+
+
+def _from_outside(shelf: Path, name: str) -> str:
+    """What a process sees that has inherited nothing."""
+    done = program("-c", LOOK, str(shelf), name)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
 
 
 # Listing ---------------------------------------------------------------------------------------------
@@ -206,7 +199,7 @@ def test_ls_changes_nothing_and_waits_for_nothing(shelf: Path) -> None:
             pipe.send("inside")
             pipe.recv()  # nothing comes: it stays until it is killed
 
-    with child(stop) as other:
+    with Child(stop) as other:
         assert other.hear() == "inside"
         before, times = path.read_bytes(), path.stat()
         assert listed()["left"]["trajectories"] == 2  # while the other one is inside
@@ -233,20 +226,10 @@ def test_neither_command_drops_a_lock_of_this_process(shelf: Path) -> None:
             assert run("rm", "mine")[0] == 1
             assert run("rm", "--all")[0] == 0
             assert shared_memory.in_use(region_path("mine"))
-            with child(attempt) as other:
+            with Child(attempt) as other:
                 assert other.hear() == "refused"
         assert numbers_of(table) == []
     assert run("rm", "mine")[0] == 0
-
-
-def test_closing_a_table_while_this_process_looks_at_another_unmaps_it(shelf: Path) -> None:
-    path = leave("other")
-    table = small("closed")
-    with shared_memory.opened(str(path)):
-        table.close()
-        assert table.region._mapping.key in shared_memory.descriptors
-    assert table.region._mapping.key not in shared_memory.descriptors
-    assert not shared_memory.in_use(region_path("closed"))
 
 
 # Files that are no tables ----------------------------------------------------------------------------
@@ -276,8 +259,7 @@ def test_damaged_files_are_listed_with_the_reason_and_removed(shelf: Path) -> No
         path.write_bytes(data[kind])
     entries = listed()
     assert entries["good"]["problem"] is None
-    code, text = run("ls")
-    assert code == 0
+    text = said("ls")
     assert text.count("unreadable, left over") == len(DAMAGE)
     everything = run("rm", "--all")
     assert everything[0] == 0
@@ -321,54 +303,16 @@ def _header(path: Path) -> dict[str, Any]:
     return fields
 
 
-HEADERS: list[dict[str, Any]] = [
-    {"max_steps": "a"},
-    {"num_blocks": 10**4000},
-    {"schema": [["\x1b[2J\x1b]0;mine\x07", "int8", []]]},
-    {"rules": []},
-    {"more": 1},
-]
-
-
-def test_a_header_of_other_types_is_one_bad_line(shelf: Path) -> None:
-    """Its checksum is right: attaching and listing call the same thing damaged."""
-    path = leave("bad", 1)
-    whole, fields = path.read_bytes(), _header(path)
-    leave("good", 1)
-    for change in HEADERS:
-        path.write_bytes(whole)
-        _with_header(path, {**fields, **change})
-        entries = listed()
-        assert "damaged" in entries["bad"]["problem"]
-        assert (entries["bad"]["trajectories"], entries["bad"]["columns"]) == (None, None)
-        assert entries["good"]["problem"] is None
-        with pytest.raises(RegionError, match="damaged"):
-            gear.Table.attach("bad")
-    code, text = run("ls")
-    assert code == 0
-    assert text.replace("\n", "").isprintable()
-    assert len(text.splitlines()) == 4, "a heading, two tables, and what is wrong with one"
-    assert run("rm", "bad")[0] == 0
-    assert list(listed()) == ["good"]
-
-
-@pytest.mark.parametrize("seconds", [-(10**15), 253402300800])
-def test_a_time_that_no_calendar_has(shelf: Path, seconds: int) -> None:
+def test_a_time_that_no_calendar_has(shelf: Path) -> None:
     path = leave("old", 1)
-    try:
-        os.utime(path, (seconds, seconds))
-    except OverflowError:
-        pytest.skip("this system has no such time")
-    if int(path.stat().st_mtime) != seconds:
-        pytest.skip("this file system has no such time")
-    leave("good", 1)
-    entries = listed()
-    assert (entries["old"]["created"], entries["old"]["problem"]) == (None, None)
-    assert entries["old"]["trajectories"] == 1
-    assert entries["good"]["created"] is not None
-    code, text = run("ls")
-    assert code == 0
-    assert len(text.splitlines()) == 3
+    for seconds in (-(10**15), 253402300800):
+        with contextlib.suppress(OverflowError):
+            os.utime(path, (seconds, seconds))
+        if int(path.stat().st_mtime) == seconds:  # this system and this file system have such a time
+            entry = listed()["old"]
+            assert (entry["created"], entry["problem"], entry["trajectories"]) == (None, None, 1)
+            code, text = run("ls")
+            assert (code, len(text.splitlines())) == (0, 2)
     assert run("rm", "old")[0] == 0
 
 
@@ -377,8 +321,7 @@ def test_column_names_do_not_reach_the_terminal_as_they_are(shelf: Path) -> None
     columns = {"right\u202eleft": gear.Column(torch.int8), "x" * 5000: gear.Column(torch.int8)}
     with gear.Table.create(columns, max_steps=9, max_trajectories=2, name="odd"):
         assert list(listed()["odd"]["columns"]) == list(columns)
-        code, text = run("ls")
-        assert code == 0
+        text = said("ls")
         assert text.replace("\n", "").isprintable()
         assert "right\\u202eleft int8" in text
         assert f"{'x' * 60}... int8" in text
@@ -405,7 +348,17 @@ _ROWS = st.lists(
 _FIELDS = ("max_steps", "max_trajectories", "block_steps", "num_blocks", "rules", "schema", "other")
 
 
+def changed(**changes: Any) -> Any:
+    """An example of the test below."""
+    return example(changes=changes, rows=None, dropped=set(), whole=None, seconds=None)
+
+
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@changed(max_steps="a")
+@changed(num_blocks=10**4000)
+@changed(schema=[["\x1b[2J\x1b]0;mine\x07", "int8", []]])
+@changed(rules=[])
+@changed(more=1)
 @given(
     changes=st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=3),
     rows=st.none() | _ROWS,
@@ -416,9 +369,11 @@ _FIELDS = ("max_steps", "max_trajectories", "block_steps", "num_blocks", "rules"
 def test_no_header_makes_ls_fail(
     shelf: Path, changes: dict[str, Any], rows: Any, dropped: set[str], whole: Any, seconds: int | None
 ) -> None:
+    """Attaching and listing call the same thing damaged, of which the checksum is right."""
     path = Path(region_path("bad"))
     path.unlink(missing_ok=True)
     leave("bad")
+    leave("good", 1)
     fields = {**_header(path), **changes, **({} if rows is None else {"schema": rows})}
     fields = {key: value for key, value in fields.items() if key not in dropped}
     _with_header(path, fields if whole is None else whole)
@@ -426,12 +381,19 @@ def test_no_header_makes_ls_fail(
         os.utime(path, (seconds, seconds))
     with pytest.MonkeyPatch.context() as patch:  # who uses it is looked up in all of /proc, which is slow
         patch.setattr(shared_memory, "users", lambda keys: {key: [] for key in keys})
-        entry = listed()["bad"]
+        entries = listed()
+        entry = entries["bad"]
         assert (entry["problem"] is None) == (entry["trajectories"] is not None)
-        code, text = run("ls")
-        assert code == 0
+        assert (entries["good"]["problem"], entries["good"]["trajectories"]) == (None, 1)
+        if set(changes) & {"more", "rules"} and isinstance(changes.get("rules", []), list) and whole is None:
+            assert "damaged" in entry["problem"]
+        if "damaged" in (entry["problem"] or ""):
+            assert entry["columns"] is None
+            with pytest.raises(RegionError, match="damaged"):
+                gear.Table.attach("bad")
+        text = said("ls")
         assert text.replace("\n", "").isprintable()
-        assert len(text.splitlines()) == (2 if entry["problem"] is None else 3)
+        assert len(text.splitlines()) == (3 if entry["problem"] is None else 4)
         assert run("rm", "--all")[0] == 0
 
 
@@ -448,22 +410,15 @@ def test_what_is_no_file_is_listed_and_left(
     paths["dangling"].symlink_to(tmp_path / "nowhere")
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(paths["socket"].name)
-        entries = listed()
-        assert list(entries) == list(kinds)
-        assert {entry["problem"] for entry in entries.values()} == {
-            "It is not a regular file, and so not a table."
-        }
+        entries, problem = listed(), "It is not a regular file, and so not a table."
+        assert {name: entry["problem"] for name, entry in entries.items()} == dict.fromkeys(kinds, problem)
         assert run("ls")[0] == 0
-        problems = {
-            kind: f"{path} is not a regular file, and so no table. Remove it by hand.\n"
-            for kind, path in paths.items()
-        }
-        for kind, problem in problems.items():
+        left = ""
+        for kind, path in paths.items():
+            problem = f"{path} is not a regular file, and so no table. Remove it by hand.\n"
             assert run("rm", kind) == (1, problem)
-        assert run("rm", "--all") == (
-            0,
-            "".join(f"Left {kind}: {problem}" for kind, problem in problems.items()),
-        )
+            left += f"Left {kind}: {problem}"
+        assert run("rm", "--all") == (0, left)
     assert all(os.path.lexists(path) for path in paths.values())
     assert target.read_bytes() == shared_memory.MAGIC
 
@@ -474,8 +429,7 @@ def test_names_that_no_table_can_have(shelf: Path) -> None:
     for name in names:
         (shelf / f"{shared_memory.PREFIX}{name}").write_bytes(b"x")
     assert list(listed()) == names
-    code, text = run("ls")
-    assert code == 0
+    text = said("ls")
     assert text.isascii()
     assert text.replace("\n", "").isprintable()
     lines = text.splitlines()[1:]
@@ -483,66 +437,58 @@ def test_names_that_no_table_can_have(shelf: Path) -> None:
     for name in names:
         shown = name if name.isprintable() and name and name.isascii() else ascii(name)
         assert any(line.startswith(shown) for line in lines)
-        code, text = run("rm", "--", name)
-        assert code == 1
+        text = said("rm", "--", name, code=1)
         assert text.startswith(f"Table name {name!r} was received; expected 1 to 128 letters, digits, ")
-    code, text = run("rm", "--all")
-    assert code == 0
+    text = said("rm", "--all")
     assert text.count("Left ") == len(names) == len(list(shelf.iterdir()))
 
 
-@pytest.mark.parametrize("mode", [0o600, 0o644])
-def test_without_permission(shelf: Path, mode: int) -> None:
+@pytest.mark.skipif(os.getuid() != 0, reason="becomes another user, which only root can")
+def test_without_permission(shelf: Path) -> None:
     """Another user's table, which may be read or not, is neither described wrongly nor removed."""
-    if os.getuid() != 0:
-        pytest.skip("becomes another user, which only root can")
     path = leave("other", 1)
-    path.chmod(mode)
 
     def look(pipe: Any) -> None:
         os.setgid(65534)
         os.setuid(65534)
-        pipe.send((listed(), run("rm", "other"), run("rm", "--all")))
+        pipe.send((listed()["other"], run("rm", "other"), run("rm", "--all")))
 
-    with child(look) as other:
-        entries, one, everything = other.hear()
-    entry = entries["other"]
-    if mode == 0o600:
-        assert entry["problem"] == f"It cannot be read: [Errno 13] Permission denied: '{path}'."
-        assert (entry["in_use"], entry["trajectories"]) == (None, None)
-    else:
-        assert (entry["problem"], entry["in_use"], entry["trajectories"]) == (None, False, 1)
-    assert entry["bytes"] == path.stat().st_size
-    number, reason = (13, "Permission denied") if mode == 0o600 else (1, "Operation not permitted")
-    problem = f"Table 'other' cannot be removed: [Errno {number}] {reason}: '{path}'."
-    problem += " Its owner or root can remove it.\n"
-    assert one == (1, problem)
-    assert everything == (0, f"Left other: {problem}")
+    cannot = f"It cannot be read: [Errno 13] Permission denied: '{path}'."
+    for mode, *seen, reason in (
+        (0o600, cannot, None, None, "[Errno 13] Permission denied"),
+        (0o644, None, False, 1, "[Errno 1] Operation not permitted"),
+    ):
+        path.chmod(mode)
+        with Child(look) as other:
+            entry, one, everything = other.hear()
+        assert [entry[name] for name in ("problem", "in_use", "trajectories")] == seen
+        assert entry["bytes"] == path.stat().st_size
+        problem = f"Table 'other' cannot be removed: {reason}: '{path}'. Its owner or root can remove it.\n"
+        assert (one, everything) == ((1, problem), (0, f"Left other: {problem}"))
     assert path.exists()
 
 
 # Removing --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["create", pytest.param("attach", marks=pytest.mark.long)])
-def test_a_table_is_left_over_when_its_process_is_killed(shelf: Path, how: str) -> None:
-    if how == "attach":
-        leave("held")
-    with holder(how, "held", shelf) as process:
-        code, text = run("rm", "held")
-        assert code == 1
-        assert text.startswith(f"Table 'held' is in use by process {process.pid} ({sys.executable} -c")
-        assert "Table.unlink()" in text
-        entry = listed()["held"]
-        assert (entry["in_use"], entry["processes"]) == (True, [process.pid])
-        process.kill()
-        process.wait(PATIENCE)
-        code, text = run("rm", "held")
-    assert code == 0
+def test_a_table_is_left_over_when_its_process_is_killed(shelf: Path) -> None:
+    command, pipe = [sys.executable, "-c", HOLDER], subprocess.PIPE
+    told: dict[str, Any] = {"cwd": ROOT, "env": {**os.environ, "GEAR_LOADER_DIR": str(shelf)}}
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, **told) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            text = said("rm", "held", code=1)
+            assert text.startswith(f"Table 'held' is in use by process {process.pid} ({sys.executable} -c")
+            assert "Table.unlink()" in text
+            entry = listed()["held"]
+            assert (entry["in_use"], entry["processes"]) == (True, [process.pid])
+        finally:
+            process.kill()
+    text = said("rm", "held")
     assert text.startswith("Removed held (")
     assert not os.path.exists(region_path("held"))
-    code, text = run("rm", "held")
-    assert code == 1
+    text = said("rm", "held", code=1)
     assert text.startswith("There is no table named 'held'; tables on this machine: none")
 
 
@@ -559,13 +505,12 @@ def test_a_forked_child_goes_on_using_the_table(shelf: Path) -> None:
         time.sleep(PATIENCE)
         table.close()
 
-    with child(make) as parent:
+    with Child(make) as parent:
         pid = parent.hear()
         parent.kill()
     try:
         assert listed()["family"]["processes"] == [pid]
-        code, text = run("rm", "family")
-        assert code == 1
+        text = said("rm", "family", code=1)
         assert f" in use by process {pid} (" in text
     finally:
         os.kill(pid, signal.SIGKILL)
@@ -579,29 +524,25 @@ def _eventually(true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_a_forked_child_that_closes_the_table_does_not_free_it(shelf: Path) -> None:
-    with small("family") as table:
+def test_a_table_is_in_use_before_it_has_its_name_and_while_there_is_a_view(
+    shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    genuine = os.link
 
-        def close(pipe: Any) -> None:
-            table.close()
-            pipe.send(shared_memory.in_use(region_path("family")))
+    def link(*words: Any, **options: Any) -> None:
+        genuine(*words, **options)
+        seen.append(_from_outside(shelf, "view"))
 
-        with child(close) as other:
-            assert other.hear() is True
-        assert run("rm", "family")[0] == 1
-    assert run("rm", "family")[0] == 0
-
-
-def test_a_view_that_outlives_its_table_is_a_use(shelf: Path) -> None:
+    monkeypatch.setattr(os, "link", link)
     table = small("view")
+    assert seen == ["in use"]
     table.add(rows(1, 5))
     view = table.region.column("number")
     table.close()
     assert listed()["view"]["in_use"]
-    code, text = run("rm", "view")
-    assert code == 1
+    text = said("rm", "view", code=1)
     assert text.startswith(f"Table 'view' is in use by process {os.getpid()} (")
-
     assert _from_outside(shelf, "view") == "in use"
     assert view.size
     del view
@@ -609,57 +550,43 @@ def test_a_view_that_outlives_its_table_is_a_use(shelf: Path) -> None:
     assert run("rm", "view")[0] == 0
 
 
-LOOK = """
-import sys
-from gear_loader.storage import shared_memory
-shared_memory.DIRECTORY, name = sys.argv[1:]
-print("in use" if shared_memory.in_use(shared_memory.region_path(name)) else "left over")
-"""
-
-
-def _from_outside(shelf: Path, name: str) -> str:
-    """What a process sees that has inherited nothing."""
-    done = program("-c", LOOK, str(shelf), name)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-def test_every_name_is_tried(shelf: Path) -> None:
+def test_names_and_all(shelf: Path) -> None:
+    """Every name is tried; `--all` removes what is not in use, and says what it left."""
     leave("a")
     leave("b")
-    with small("used"):
-        code, text = run("rm", "a", "used", "gone", "../a", "b", "b")
-        assert code == 1
+    for words in ([], ["a", "--all"]):
+        text = said("rm", *words, code=2)
+        assert "Give either the names of tables, or --all." in text
+    assert list(listed()) == ["a", "b"]
+    with small("used") as table:
+        text = said("rm", "a", "used", "gone", "../a", "b", "b", code=1)
         lines = text.splitlines()
         used = f"Table 'used' is in use by process {os.getpid()}"
         gone = "There is no table named 'gone'; tables on this machine: b, used."
         assert [line.split(" (")[0] for line in lines] == ["Removed a", used, gone, lines[3], "Removed b"]
         assert lines[3].startswith("Table name '../a' was received; expected ")
+        leave("a")
+        leave("b")
+        text = said("rm", "--all")
+        assert [line.split(" (")[0] for line in text.splitlines()] == [
+            "Removed a",
+            "Removed b",
+            f"Left used: {used}",
+        ]
         assert list(listed()) == ["used"]
 
+        def close(pipe: Any) -> None:
+            table.close()
+            pipe.send(shared_memory.in_use(region_path("used")))
 
-def test_all_removes_what_nobody_uses_and_says_what_it_left(shelf: Path) -> None:
-    leave("a")
-    leave("b")
-    with small("used") as table:
-        code, text = run("rm", "--all")
-        assert code == 0
-        lines = text.splitlines()
-        left = f"Left used: Table 'used' is in use by process {os.getpid()}"
-        assert [line.split(" (")[0] for line in lines] == ["Removed a", "Removed b", left]
+        with Child(close) as other:  # a forked child that closes the table does not free it
+            assert other.hear() is True
+        assert run("rm", "used")[0] == 1
         table.add(rows(1, 3))
-        assert list(listed()) == ["used"]
-    assert run("rm", "--all")[0] == 0
+        table.unlink()  # takes the name of a table in use
+        assert listed() == {}
+        table.add(rows(1, 3))
     assert run("rm", "--all") == (0, f"No tables in {shelf}.\n")
-
-
-@pytest.mark.parametrize("words", [[], ["a", "--all"]])
-def test_rm_wants_names_or_all(shelf: Path, words: list[str]) -> None:
-    leave("a")
-    code, text = run("rm", *words)
-    assert code == 2
-    assert "Give either the names of tables, or --all." in text
-    assert list(listed()) == ["a"]
 
 
 def test_a_mapping_without_a_lock_is_a_use(shelf: Path) -> None:
@@ -674,30 +601,26 @@ def test_a_mapping_without_a_lock_is_a_use(shelf: Path) -> None:
 
 def test_a_user_that_cannot_be_seen(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In another container, or another user's."""
+    path = leave("other")
     monkeypatch.setattr(shared_memory, "users", lambda keys: {key: [] for key in keys})
-    with small("far"):
-        entry = listed()["far"]
-        assert (entry["in_use"], entry["processes"]) == (True, [])
-        code, text = run("rm", "far")
-        assert code == 1
-        assert text.startswith("Table 'far' is in use by a process that cannot be seen from here (")
-
-
-def test_unlink_takes_the_name_of_a_table_in_use(shelf: Path) -> None:
-    with small("mine") as table:
-        table.unlink()
-        assert listed() == {}
-        table.add(rows(1, 3))
+    table = small("far")
+    entry = listed()["far"]
+    assert (entry["in_use"], entry["processes"]) == (True, [])
+    text = said("rm", "far", code=1)
+    assert text.startswith("Table 'far' is in use by a process that cannot be seen from here (")
+    with shared_memory.opened(str(path)):  # closing while this process looks at another table unmaps it
+        table.close()
+        assert table.region._mapping.key in shared_memory.descriptors
+    assert table.region._mapping.key not in shared_memory.descriptors
+    assert not shared_memory.in_use(region_path("far"))
 
 
 def test_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "DIRECTORY", "/nowhere/at/all")
     for words in (["ls"], ["rm", "--all"]):
-        code, text = run(*words)
-        assert code == 1
+        text = said(*words, code=1)
         assert text.startswith("/nowhere/at/all cannot be read: [Errno 2] ")
-    code, text = run("rm", "a")
-    assert code == 1
+    text = said("rm", "a", code=1)
     assert text.startswith("GEAR_LOADER_DIR is '/nowhere/at/all': [Errno 2] ")
 
 
@@ -735,10 +658,8 @@ def test_attach_waits_for_one_that_removes_or_looks(shelf: Path, removed: bool) 
         if removed:
             path.unlink()
     thread.join(PATIENCE)
-    if removed:
-        assert found[0].startswith("There is no table named 'busy'; tables on this machine: none.")
-    else:
-        assert found == [[1]]
+    gone = "There is no table named 'busy'; tables on this machine: none."
+    assert found[0].startswith(gone) if removed else found == [[1]]
 
 
 def test_attach_does_not_wait_for_ever(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -795,24 +716,6 @@ def test_a_file_that_takes_the_place_of_the_one_opened(
     assert replaced == [(shelf / "aside").stat().st_ino]
 
 
-def test_a_table_is_in_use_before_it_has_its_name(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    genuine = os.link
-
-    def link(*words: Any, **options: Any) -> None:
-        genuine(*words, **options)
-        seen.append(_from_outside(shelf, "new"))
-
-    monkeypatch.setattr(os, "link", link)
-    with small("new"):
-        assert seen == ["in use"]
-
-
-def _yes(answer: Any) -> bool:
-    assert isinstance(answer, bool), answer
-    return answer
-
-
 @pytest.mark.long
 def test_attach_races_with_rm(shelf: Path) -> None:
     """One of the two wins: a table that works and keeps its name, or an error and no table."""
@@ -825,7 +728,9 @@ def test_attach_races_with_rm(shelf: Path) -> None:
             try:
                 table = gear.Table.attach(name)
             except RegionError as error:
-                pipe.send(not str(error).startswith(f"There is no table named '{name}'; ") and repr(error))
+                pipe.send(
+                    "no table" if str(error).startswith(f"There is no table named '{name}'; ") else error
+                )
                 continue
             pipe.send(True)
             pipe.recv()  # rm has ended
@@ -844,16 +749,16 @@ def test_attach_races_with_rm(shelf: Path) -> None:
                 shared_memory.remove(name, anything=True)
                 pipe.send(True)
             except RegionError as error:
-                pipe.send(not str(error).startswith(f"Table {name!r} is in use by ") and repr(error))
+                pipe.send("in use" if str(error).startswith(f"Table {name!r} is in use by ") else error)
 
     won = 0
-    with child(attach) as user, child(attach) as another, child(remove) as remover:
+    with Child(attach) as user, Child(attach) as another, Child(remove) as remover:
         for i in range(rounds):
             path = leave(f"race.{i}", 1)
             for each in (user, another, remover):
                 each.pipe.send(path.name[len(shared_memory.PREFIX) :])
-            removed = _yes(remover.hear())
-            attached = [each for each in (user, another) if _yes(each.hear())]
+            removed = remover.hear() is True
+            attached = [each for each in (user, another) if each.hear() is True]
             for each in attached:
                 each.pipe.send("go on")
                 assert each.hear()
@@ -881,14 +786,6 @@ def test_the_program_that_is_installed() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
     module, _, attribute = scripts["gear-loader"].partition(":")
     assert getattr(importlib.import_module(module), attribute) is app
-
-
-def test_a_region_begins_with_the_magic() -> None:
-    with named() as table:
-        assert table.region.layout.preamble().startswith(shared_memory.MAGIC)
-
-
-def test_help() -> None:
     done = program("-m", "gear_loader", "--help")
     assert done.returncode == 0
     assert "python -m gear_loader [OPTIONS] COMMAND" in done.stdout

@@ -8,20 +8,19 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from cases import mostly_long
 from dataset_common import (
     LENGTHS,
     SCHEMA,
+    SELECTORS,
+    Failing,
     append_all,
     check_batch,
-    chi_square,
-    chi_square_limit,
     contents,
     copies,
     drawn,
@@ -29,7 +28,6 @@ from dataset_common import (
     equal,
     make_table,
     nothing_left,
-    open_tickets,
     prefetch_threads,
     same_batches,
     snapshot,
@@ -43,12 +41,6 @@ from gear_loader.errors import SchemaError, TableClosedError, TableEmptyError
 WINDOW = gear.Window(length=6, offset=-3)
 WINDOWS = dict.fromkeys(SCHEMA, WINDOW)
 STEPS = sum(LENGTHS)
-SELECTORS = {
-    "trajectories": gear.Uniform(),
-    "steps": gear.Uniform(unit="step"),
-    "trajectories once": gear.Uniform(replacement=False),
-    "steps once": gear.Uniform(replacement=False, unit="step"),
-}
 KINDS = pytest.mark.parametrize("selector", SELECTORS.values(), ids=SELECTORS)
 
 
@@ -106,46 +98,23 @@ def test_windows_are_what_the_trajectories_say(table: gear.Table, window: gear.W
             assert batch["anchor"].tolist() == (last if anchor == "last" else [0] * 7)
 
 
-def test_a_window_for_each_column_with_a_mask_for_each(table: gear.Table) -> None:
+def test_windows_of_columns_and_subsets_of_columns(table: gear.Table) -> None:
     windows = {"reward": gear.Window(9, -2, "head"), "observation": gear.Window(1, 1)}
     windows["action"] = gear.Window(5, -4, "tail")
-    for batch in itertools.islice(dataset(table, windows=windows, batch_size=9), 3):
-        assert list(batch["mask"]) == ["observation", "action", "reward"]  # the schema's order
-        check_batch(batch, contents(table), windows)
-
-
-def test_equal_windows_have_one_mask_whichever_way_they_are_given(table: gear.Table) -> None:
-    each = dataset(table, windows=WINDOWS)
-    same_batches(copies(dataset(table)), copies(each))
-    assert isinstance(each.sample()["mask"], torch.Tensor)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"columns": ["reward", "observation"]},
-        {"windows": {"action": WINDOW, "reward": gear.Window(2)}, "columns": ["reward", "action"]},
-    ],
-)
-def test_a_subset_of_columns(table: gear.Table, options: Any) -> None:
-    windows = options.get("windows") or dict.fromkeys(options["columns"], WINDOW)
-    for batch, full in zip(copies(dataset(table, **options)), copies(dataset(table)), strict=True):
-        check_batch(batch, contents(table), windows)
-        assert all(torch.equal(batch[key], full[key]) for key in ("index", "anchor", "generation"))
-
-
-def test_generation_tells_who_has_the_index(table: gear.Table) -> None:
-    _, generation, _ = table.reader().slot_states()
-    batch = dataset(table, batch_size=50).sample()
-    assert batch["generation"].tolist() == generation[batch["index"].numpy()].tolist()
-    reused = int(table.indices()[0])
-    before = int(generation[reused])
-    table.remove(reused)
-    assert table.add(episode(77, 4)) == reused
-    batch = dataset(table, batch_size=200).sample()
-    rows = batch["index"] == reused
-    assert rows.any()
-    assert (batch["generation"][rows] == before + 1).all()
+    full = copies(dataset(table))
+    assert isinstance(full[0]["mask"], torch.Tensor)
+    same_batches(full, copies(dataset(table, windows=WINDOWS)))  # equal windows have one mask
+    two = {"action": WINDOW, "reward": gear.Window(2)}
+    for told, options in (
+        (windows, {"windows": windows}),
+        (dict.fromkeys(("reward", "observation"), WINDOW), {"columns": ["reward", "observation"]}),
+        (two, {"windows": two, "columns": ["reward", "action"]}),
+    ):
+        for batch, expected in zip(copies(dataset(table, **options)), full, strict=True):
+            check_batch(batch, contents(table), told)
+            assert all(torch.equal(batch[key], expected[key]) for key in ("index", "anchor", "generation"))
+            if isinstance(batch["mask"], dict):
+                assert list(batch["mask"]) == [name for name in SCHEMA if name in told]  # the schema's order
 
 
 # Order and coverage ----------------------------------------------------------------------------------
@@ -169,14 +138,7 @@ def test_seeds_and_epochs_are_different_draws(table: gear.Table, selector: gear.
 
 @pytest.mark.parametrize(
     ("unit", "size", "drop_last"),
-    [
-        ("trajectory", 1, False),
-        ("trajectory", 5, False),
-        ("trajectory", 5, True),
-        ("trajectory", 13, False),
-        ("step", 13, True),
-        ("step", 93, True),
-    ],
+    [("trajectory", 1, False), ("trajectory", 5, True), ("step", 13, False), ("step", 93, True)],
 )
 def test_an_epoch_without_replacement(table: gear.Table, unit: Any, size: int, drop_last: bool) -> None:
     data = dataset(table, selector=gear.Uniform(False, unit), batch_size=size, drop_last=drop_last)
@@ -208,23 +170,6 @@ def test_ranks_interleave_the_batches_of_one(table: gear.Table, unit: Any, world
             check_batch(batch, contents(table), WINDOWS)
 
 
-@pytest.mark.parametrize(("unit", "replacement"), [("trajectory", False), ("step", True)])
-def test_batches_hold_every_item_equally_often(table: gear.Table, unit: Any, replacement: bool) -> None:
-    data = dataset(table, selector=gear.Uniform(replacement, unit), batch_size=31, columns=["reward"])
-    position = {int(index): i for i, index in enumerate(table.indices())}
-    lengths = np.array(LENGTHS)[:, None]
-    exists = np.arange(max(LENGTHS)) < lengths
-    observed = np.zeros(exists.shape)
-    while observed.sum() < 12_000:
-        for batch in data:
-            np.add.at(observed, ([position[i] for i in batch["index"].tolist()], batch["anchor"].numpy()), 1)
-    assert (observed[~exists] == 0).all()
-    share = exists / lengths / len(LENGTHS) if unit == "trajectory" else exists / STEPS
-    if not replacement:  # an epoch covers all items: nothing is left to chance but the anchors
-        assert len(set(observed.sum(1).tolist())) == 1
-    assert chi_square(observed[exists], (share * observed.sum())[exists]) < chi_square_limit(STEPS - 1)
-
-
 def test_batches_per_epoch_and_endless(table: gear.Table) -> None:
     data = dataset(table, batches_per_epoch=7)
     assert len(data) == len(copies(data)) == len(copies(data)) == 7
@@ -253,7 +198,7 @@ def test_a_longer_epoch_without_replacement_is_several_passes(
 
 
 def test_epochs_are_counted_when_an_iterator_is_used(table: gear.Table) -> None:
-    data = dataset(table)
+    data = dataset(table, keep=1, batches_per_epoch=20)
     epochs = [copies(data) for _ in range(3)]
     for epoch in (1, 0, 2):
         data.set_epoch(epoch)
@@ -262,19 +207,13 @@ def test_epochs_are_counted_when_an_iterator_is_used(table: gear.Table) -> None:
     iter(data)  # only made
     same_batches(epochs[0][:1], copies(data, 1))  # broken off
     same_batches(epochs[1], copies(data))
-    same_batches(epochs[2], copies(data))
-    for value in (-1, 1.5):
-        with pytest.raises(SchemaError, match=f"epoch is {value}; expected"):
-            data.set_epoch(value)  # type: ignore[arg-type]
-
-
-def test_two_iterators_at_once_are_two_epochs(table: gear.Table) -> None:
-    data = dataset(table, keep=1, batches_per_epoch=20)
-    epochs = [copies(data), copies(data)]
-    data.set_epoch(0)
+    data.set_epoch(0)  # two iterators at once are two epochs
     found = [(snapshot(one), snapshot(other)) for one, other in zip(data, data, strict=True)]
     same_batches(epochs[0], [one for one, _ in found])
     same_batches(epochs[1], [other for _, other in found])
+    for value in (-1, 1.5):
+        with pytest.raises(SchemaError, match=f"epoch is {value}; expected"):
+            data.set_epoch(value)  # type: ignore[arg-type]
 
 
 def test_a_subset_of_trajectories(table: gear.Table) -> None:
@@ -315,37 +254,30 @@ def settle(data: gear.ReplayDataset) -> None:
         time.sleep(0.003)
 
 
+def watched(batches: Iterable[Any], data: gear.ReplayDataset) -> tuple[Counter[int], Any]:
+    """Each batch stays as it was until `keep` more come: how often each buffer was used, and the last batch, twice."""
+    held: list[tuple[Any, Any]] = []
+    seen: Counter[int] = Counter()
+    for batch in batches:
+        held = [*held, (batch, snapshot(batch))][-data.keep :]
+        seen.update({batch["reward"].data_ptr()})
+        settle(data)
+        assert all(equal(one, copy) for one, copy in held)
+        assert len({one["reward"].data_ptr() for one, _ in held}) == len(held)
+    return seen, held[-1]
+
+
 @pytest.mark.parametrize(("keep", "prefetch"), [(1, 0), (2, 1), (3, 2)])
 def test_a_batch_stays_intact_until_keep_more_are_requested(
     table: gear.Table, prefetch: int, keep: int, way: str
 ) -> None:
     windows = {"reward": WINDOW, "action": gear.Window(2)}
     data = dataset(table, prefetch=prefetch, keep=keep, windows=windows, batches_per_epoch=9)
-    held: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    seen: Counter[int] = Counter()
-    for batch in itertools.chain(data, data, itertools.islice(data, 4), data):  # ends, and one is broken off
-        held = [*held, (batch, snapshot(batch))][-keep:]
-        seen.update({batch["reward"].data_ptr()})
-        settle(data)
-        assert all(equal(one, copy) for one, copy in held)
-        assert len({one["reward"].data_ptr() for one, _ in held}) == len(held)
+    # Epochs end, and one is broken off.
+    seen, _ = watched(itertools.chain(data, data, itertools.islice(data, 4), data), data)
     # They are recycled: 31 batches came out of a few buffers. An epoch that was broken off may lose some.
     assert len(seen) <= 2 * (prefetch + keep + 1)
     assert max(seen.values()) > 3
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_buffers_are_recycled_and_overwritten(table: gear.Table, prefetch: int, way: str) -> None:
-    data = dataset(table, prefetch=prefetch, keep=2, batches_per_epoch=30)
-    iterator = iter(data)
-    first = next(iterator)
-    copy, addresses = snapshot(first), pointers(first)
-    next(iterator)
-    settle(data)
-    assert equal(first, copy)
-    assert addresses in [pointers(next(iterator)) for _ in range(10)]
-    assert not equal(first, copy)
-    iterator.close()  # type: ignore[attr-defined]
 
 
 def test_all_epochs_use_the_same_buffers_broken_off_or_not(table: gear.Table, way: str) -> None:
@@ -372,17 +304,11 @@ def test_copies_never_change(table: gear.Table, way: str) -> None:
 @pytest.mark.parametrize("keep", [1, 4])
 def test_samples_stay_intact_too(table: gear.Table, keep: int) -> None:
     data = dataset(table, keep=keep)
-    held: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    seen: Counter[int] = Counter()
-    for _ in range(20):
-        batch = data.sample()
-        held = [*held, (batch, snapshot(batch))][-keep:]
-        seen.update({batch["reward"].data_ptr()})
-        assert all(equal(one, copy) for one, copy in held)
+    seen, last = watched((data.sample() for _ in range(20)), data)
     assert len(seen) <= keep + 1
     # Another size brings its own buffers and leaves the last batches alone; sizes do not pile up.
     assert len(data.sample(7)["index"]) == 7
-    assert equal(*held[-1])
+    assert equal(*last)
     list(data)
     for size in range(1, 50):
         data.sample(size)
@@ -428,19 +354,6 @@ def test_abandoning_an_iterator_leaves_nothing_behind(
     assert equal(snapshot(data.sample()), dataset(table).sample())
 
 
-class Failing(gear.Uniform):
-    """Raises at one step."""
-
-    def __init__(self, at: int, error: BaseException) -> None:
-        super().__init__()
-        self.at, self.error = at, error
-
-    def select(self, snapshot: Any, draw: Any) -> Any:
-        if draw.step == self.at:
-            raise self.error
-        return super().select(snapshot, draw)
-
-
 @pytest.mark.parametrize(
     ("prefetch", "error"), [(0, KeyError("x")), (1, KeyError("x")), (3, StopIteration())]
 )
@@ -459,16 +372,21 @@ def test_an_error_while_preparing_reaches_the_consumer(
     assert len(copies(data)) == 10
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_the_table_is_closed_meanwhile(prefetch: int) -> None:
-    table = make_table()
+@pytest.mark.parametrize("way", ["next", "prefetch", "while it is read"])
+def test_the_table_is_closed_meanwhile(way: str) -> None:
+    table, selector = make_table(), Slow() if way == "while it is read" else gear.Uniform()
     readers = table.region.array("readers")
-    data = dataset(table, prefetch=prefetch, batches_per_epoch=1000)
+    data = dataset(table, prefetch=0 if way == "next" else 2, selector=selector, batches_per_epoch=1000)
     iterator = iter(data)
     next(iterator)
-    table.close()
+    if isinstance(selector, Slow):  # another process would wait for that read until this process ends
+        assert selector.reading.wait(10)
+        table.close()
+        selector.go_on.set()
+    else:
+        table.close()
     with pytest.raises(TableClosedError, match=r"The table \(private\) is closed"):
-        append_all(iterator, [], prefetch + 2)
+        append_all(iterator, [], 5)
     assert list(iterator) == []
     assert prefetch_threads() == []
     assert (readers[:, 2] == 0).all()
@@ -491,25 +409,11 @@ class Slow(gear.Uniform):
         return super().select(snapshot, draw)
 
 
-def test_closing_a_table_while_it_is_read_leaves_no_read_open() -> None:
-    # Another process that has the same table would wait for that read until this process ends.
-    table, selector = make_table(), Slow()
-    readers = table.region.array("readers")
-    iterator = iter(dataset(table, prefetch=2, selector=selector, batches_per_epoch=1000))
-    next(iterator)
-    assert selector.reading.wait(10)
-    table.close()
-    selector.go_on.set()
-    with pytest.raises(TableClosedError):
-        append_all(iterator, [], 5)
-    assert (readers[:, 2] == 0).all()
-
-
 @pytest.mark.parametrize(
     ("name", "prefetch", "batches"),
     [("trajectories", 2, None), ("steps", 0, 3), ("trajectories once", 0, math.inf), ("steps once", 2, None)],
 )
-def test_an_empty_table_and_an_empty_subset(name: str, prefetch: int, batches: Any) -> None:
+def test_a_table_that_is_or_becomes_empty_and_an_empty_subset(name: str, prefetch: int, batches: Any) -> None:
     options = {"selector": SELECTORS[name], "prefetch": prefetch, "batches_per_epoch": batches}
     with make_table([]) as table:
         data = dataset(table, **options)
@@ -518,20 +422,13 @@ def test_an_empty_table_and_an_empty_subset(name: str, prefetch: int, batches: A
             with pytest.raises(TableEmptyError, match=r"The table is empty: .* Add trajectories first\."):
                 use()
         nothing_left(table)
-        table.extend([episode(i, 3) for i in range(5)])
+        table.extend([episode(i, 3) for i in range(8)])
         assert len(data.sample()["index"]) == len(next(iter(data))["index"]) == 4
         nothing = dataset(table, subset=lambda s: s > 99, **options)
         for use in (lambda: next(iter(nothing)), nothing.sample):
-            with pytest.raises(TableEmptyError, match="None of the table's 5 trajectories belongs to this"):
+            with pytest.raises(TableEmptyError, match="None of the table's 8 trajectories belongs to this"):
                 use()
-        nothing_left(table)
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-@KINDS
-def test_a_table_that_becomes_empty_meanwhile(selector: gear.Uniform, prefetch: int) -> None:
-    with make_table() as table:
-        iterator = iter(dataset(table, selector=selector, prefetch=prefetch, batches_per_epoch=100))
+        iterator = iter(dataset(table, **{**options, "batches_per_epoch": 100}))
         next(iterator)
         table.remove(table.indices())
         with pytest.raises(TableEmptyError, match="The table is empty"):
@@ -540,71 +437,6 @@ def test_a_table_that_becomes_empty_meanwhile(selector: gear.Uniform, prefetch: 
 
 
 # Tables that change meanwhile ------------------------------------------------------------------------
-
-
-def length_of(number: int) -> int:
-    return 1 + number * 7 % 13
-
-
-def check_rows(batch: Mapping[str, Any]) -> np.ndarray:
-    """Each row is of one trajectory, whole and unmixed; returns the trajectories' numbers."""
-    observation = batch["observation"].numpy().astype(np.float64)
-    numbers = observation[:, :, 0].max(1).astype(np.int64)
-    steps = batch["anchor"].numpy()[:, None] + WINDOW.offset + np.arange(WINDOW.length)
-    exists = (steps >= 0) & (steps < (1 + numbers * 7 % 13)[:, None])
-    assert (batch["mask"].numpy() == exists).all()
-    rows, action = np.broadcast_to(numbers[:, None], steps.shape), batch["action"].numpy()
-    assert (observation[:, :, 0] == rows * exists).all()
-    assert (observation[:, :, 1] == steps * exists).all()
-    assert (batch["reward"].numpy() == (rows * 4096.0 + steps) * exists).all()
-    assert (action[:, :, 0] == rows * exists).all()
-    assert (action[:, :, 1] == (-steps - 1) * exists).all()
-    return numbers
-
-
-@pytest.mark.parametrize(
-    ("name", "prefetch"), mostly_long(itertools.product(SELECTORS, (0, 2)), ("steps once", 2))
-)
-def test_no_row_is_torn_while_another_thread_evicts_at_full_speed(name: str, prefetch: int) -> None:
-    with make_table([], max_steps=200, max_trajectories=24, on_full="evict_oldest") as table:
-        written: dict[tuple[int, int], int] = {}
-        _, generation, _ = table.reader().slot_states()
-        stop, failures = threading.Event(), []
-
-        def add(number: int) -> None:
-            index = table.add(episode(number, length_of(number)))
-            written[index, int(generation[index])] = number
-
-        def write() -> None:
-            try:
-                for number in range(1, 32_000):
-                    add(number)
-                    if stop.is_set():
-                        return
-            except BaseException as error:
-                failures.append(error)
-
-        for number in range(30_000, 30_024):
-            add(number)
-        writer = threading.Thread(target=write)
-        writer.start()
-        found: list[tuple[int, int, int]] = []
-        deadline = time.monotonic() + 0.7
-        try:
-            data = dataset(table, selector=SELECTORS[name], prefetch=prefetch, batch_size=16)
-            while time.monotonic() < deadline:
-                for batch in data:
-                    parts = batch["index"].tolist(), batch["generation"].tolist(), check_rows(batch).tolist()
-                    found += zip(*parts, strict=True)
-        finally:
-            stop.set()
-            writer.join()
-        assert failures == []
-        assert len(found) > 500
-        assert len({number for _, _, number in found}) > 100  # the table moved on meanwhile
-        assert all(written[index, of] == number for index, of, number in found)
-        table.check_valid()
-        nothing_left(table)
 
 
 @pytest.mark.parametrize(("anchor", "prefetch"), [("uniform", 0), ("first", 2), ("last", 0)])
@@ -628,24 +460,6 @@ def test_evicted_items_of_an_epoch_are_replaced_by_live_ones(prefetch: int, anch
                 fresh += [step] if length == 5 else []
                 assert anchor == "uniform" or step == {"first": 0, "last": length - 1}[anchor]
         assert fresh  # some of the new ones stand in
-
-
-def test_stand_ins_are_as_likely_as_what_they_replace() -> None:
-    # A whole epoch is evicted under the iterator's feet; what comes instead follows the selector and the anchor.
-    lengths = (2, 9, 5, 16)
-    options: dict[str, Any] = {"prefetch": 0, "batch_size": 512, "columns": ["reward"]}
-    for unit in ("trajectory", "step"):
-        with make_table([1] * 4096, max_trajectories=4096, max_steps=4100) as table:
-            iterator = iter(dataset(table, selector=gear.Uniform(False, unit), **options))  # type: ignore[arg-type]
-            next(iterator)
-            table.remove(table.indices())
-            table.extend([episode(i, length) for i, length in enumerate(lengths)])
-            position = {int(index): i for i, index in enumerate(table.indices())}
-            counts = Counter((position[index], step) for index, step in drawn(iterator))
-        observed = [counts[i, step] for i, length in enumerate(lengths) for step in range(length)]
-        shares = [1 / 32 if unit == "step" else 1 / 4 / n for n in lengths for _ in range(n)]
-        assert sum(observed) == sum(counts.values()) == 7 * 512
-        assert chi_square(observed, np.array(shares) * 7 * 512) < chi_square_limit(31)
 
 
 @pytest.mark.parametrize(("name", "prefetch"), [("trajectories", 2), ("steps once", 0)])
@@ -741,9 +555,10 @@ def test_sample_while_the_table_shrinks(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 0}, "batch_size is 0; expected an integer of at least 1"),
-        ({"batch_size": True}, "batch_size is True; expected an integer of at least 1"),
-        ({"batch_size": 2.5}, "batch_size is 2.5; expected an integer of at least 1"),
+        *(
+            ({"batch_size": size}, f"batch_size is {size}; expected an integer of at least 1")
+            for size in (0, True, 2.5)
+        ),
         ({"prefetch": -1}, "prefetch is -1; expected an integer of at least 0"),
         ({"keep": 0}, "keep is 0; expected an integer of at least 1"),
         ({"programs": 0}, "programs is 0; expected an integer of at least 1"),
@@ -763,28 +578,30 @@ def test_sample_while_the_table_shrinks(
         ({"rank": 2, "world_size": 2}, "rank 2 of world_size 2; expected both, with 0 <= rank < world_size"),
         ({"rank": -1, "world_size": 2}, "rank -1 of world_size 2; expected both"),
         ({"windows": 20}, "windows is 20; expected a Window or a mapping of column names to Windows"),
+        ({"windows": {}}, "No columns were asked for; expected at least one in windows or columns"),
         ({"columns": []}, "No columns were asked for; expected at least one in windows or columns"),
         ({"windows": {"speed": WINDOW}}, r"Columns \['speed'\] were asked for; .* Unknown: \['speed'\]"),
-        ({"windows": {}}, "No columns were asked for; expected at least one in windows or columns"),
-        (
-            {"columns": ["reward", "speed"]},
-            r"Columns \['reward', 'speed'\] were asked .* Unknown: \['speed'\]",
-        ),
+        ({"columns": ["reward", "speed"]}, r"Columns \['reward', 'speed'\] were .* Unknown: \['speed'\]"),
         ({"columns": "reward"}, r"columns is 'reward'; expected a sequence of .* for example \['reward'\]"),
         ({"windows": {"reward": 4}}, r"The window of column 'reward' is 4; expected gear_loader\.Window"),
         (
             {"windows": {"reward": WINDOW}, "columns": ["action"]},
-            r"columns \['action'\] and the windows' columns \['reward'\] differ; give one",
+            r"\['action'\] and .* \['reward'\] differ; give one",
         ),
         ({"subset": "even"}, "subset is 'even'; expected a function of the sequence numbers"),
         ({"scope": "all"}, "scope is 'all'; expected 'global' or 'local'"),
         ({"selector": "prioritized"}, "selector is 'prioritized'; expected an object such as"),
         ({"selector": gear.Prioritized}, r"selector is <class .*>; expected an object .*Prioritized\(\)"),
+        ({"device": "cuda:0"}, r"device is 'cuda:0', but torch sees no CUDA device; use device='cpu' or"),
     ],
 )
-def test_wrong_options_are_refused(table: gear.Table, options: Any, message: str) -> None:
+def test_wrong_options_are_refused(
+    table: gear.Table, options: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SchemaError, match=message):
         dataset(table, **options)
+    assert dataset(table, device="auto").device == torch.device("cpu")
 
 
 @pytest.mark.parametrize("given", ["replay", None, SCHEMA])
@@ -795,26 +612,13 @@ def test_what_is_no_table_is_refused(given: Any) -> None:
         gear.ReplayDataset(given, batch_size=1, windows=WINDOW)
 
 
-def test_a_gpu_where_there_is_none(table: gear.Table, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    message = r"device is 'cuda:0', but torch sees no CUDA device; use device='cpu' or"
-    with pytest.raises(SchemaError, match=message):
-        dataset(table, device="cuda:0")
-    assert dataset(table, device="auto").device == torch.device("cpu")
-
-
-def test_drop_last_that_leaves_nothing(table: gear.Table) -> None:
+def test_what_only_an_epoch_shows_to_be_wrong(table: gear.Table) -> None:
     data = dataset(table, selector=gear.Uniform(False), batch_size=13, drop_last=True)
+    message = "drop_last leaves no batch: 12 items are fewer than batch_size 13"
     for use in (lambda: len(data), lambda: next(iter(data))):
-        with pytest.raises(
-            SchemaError, match="drop_last leaves no batch: 12 items are fewer than batch_size 13"
-        ):
+        with pytest.raises(SchemaError, match=message):
             use()
-
-
-def test_a_subset_of_the_wrong_shape(table: gear.Table) -> None:
     data = dataset(table, subset=lambda sequences: np.ones(3, dtype=bool))
     message = r"subset returned shape \[3\] for 12 sequence numbers; expected \[12\]"
     with pytest.raises(SchemaError, match=message):
         next(iter(data))
-    assert open_tickets(table) == 0

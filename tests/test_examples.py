@@ -25,15 +25,11 @@ def run(*command: object, cwd: Path, **variables: str) -> str:
 
 
 @pytest.mark.long
-def test_prioritized_dqn(tmp_path: Path) -> None:
+def test_prioritized_dqn_and_plain_pytorch(tmp_path: Path) -> None:
+    run(EXAMPLES / "plain_pytorch.py", cwd=tmp_path)
     run(EXAMPLES / "prioritized_dqn.py", "--quick", "--out", tmp_path, cwd=tmp_path)
     assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
     assert set(json.loads((tmp_path / "summary.json").read_text())["runs"]) == {"prioritized", "uniform"}
-
-
-@pytest.mark.long
-def test_plain_pytorch(tmp_path: Path) -> None:
-    run(EXAMPLES / "plain_pytorch.py", cwd=tmp_path)
 
 
 @pytest.mark.long
@@ -49,18 +45,8 @@ def test_online_actors(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_multi_node(tmp_path: Path) -> None:
     launch = ("-m", "torch.distributed.run", "--nproc-per-node", "4", EXAMPLES / "multi_node.py")
-    options = [
-        "--simulate-nodes",
-        "2",
-        "--transport",
-        "socket",
-        "--batches",
-        "40",
-        "--episodes",
-        "4",
-        "--check",
-    ]
-    shown = run(*launch, *options, cwd=tmp_path, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    options = "--simulate-nodes 2 --transport socket --batches 40 --episodes 4 --check"
+    shown = run(*launch, *options.split(), cwd=tmp_path, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
     assert "4 ranks on 2 nodes, 16 trajectories, rows of other nodes by socket" in shown
     assert "Checked: the loss curve is that of one process." in shown
 

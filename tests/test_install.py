@@ -56,34 +56,25 @@ def clone(tmp_path: Path) -> Path:
 
 
 @pytest.mark.long
-def test_an_installed_copy_imports_from_everywhere(clone: Path, tmp_path: Path) -> None:
-    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+def test_an_installed_copy_and_a_source_distribution(clone: Path, tmp_path: Path) -> None:
+    site, elsewhere, again = (tmp_path / name for name in ("site", "elsewhere", "again"))
     elsewhere.mkdir()
+    kernels = Path("gear_loader", "kernels", "gather.py")
     run(*PIP, site, ".", cwd=clone)
-    installed = site / "gear_loader" / "kernels" / "gather.py"
-    assert origin(elsewhere, site) == installed
+    assert origin(elsewhere, site) == site / kernels
     # In a clone its own folder comes first.
     assert origin(clone, site).resolve() == clone / "triton_kernels" / "gather.py"
-
-
-@pytest.mark.long
-def test_an_installed_copy_serves_and_a_source_distribution_installs(clone: Path, tmp_path: Path) -> None:
-    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    run(*PIP, site, ".", cwd=clone)
     assert "single-server" in run("-m", "benchmarks", "list", cwd=clone, path=site)
     server = child_command("serve", "--help")[2:]
     assert "--secret-file" in run(site / "gear_loader" / "transport" / "child_process.py", *server, cwd=clone)
 
-    build = "from setuptools import build_meta; build_meta.build_sdist('dist')"
-    run("-c", build, cwd=clone)
+    run("-c", "from setuptools import build_meta; build_meta.build_sdist('dist')", cwd=clone)
     (archive,) = (clone / "dist").glob("*.tar.gz")
     with tarfile.open(archive) as files:
         files.extractall(tmp_path / "unpacked", filter="data")
     (unpacked,) = (tmp_path / "unpacked").iterdir()
-    again = tmp_path / "again"
     run(*PIP, again, ".", cwd=unpacked)
-    assert origin(elsewhere, again) == again / "gear_loader" / "kernels" / "gather.py"
+    assert origin(elsewhere, again) == again / kernels
     assert origin(unpacked, again).is_relative_to(unpacked)
 
 

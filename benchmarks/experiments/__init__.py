@@ -10,12 +10,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """An experiment.
-
-    name: on the command line, in rows, and of its file in `benchmarks/results/`; of its module with underscores.
-    summary: one line. devices: where it can be measured. peers: other libraries that it compares with, where they are
-    installed. paper: which of the paper's three experiments it is.
-    """
+    """An experiment; its name is that on the command line, in rows and, with underscores, of its module."""
 
     name: str
     summary: str

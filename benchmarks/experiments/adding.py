@@ -43,10 +43,9 @@ _LEAD = 0.03  # seconds between telling writers to start and their start
 class Setting:
     """What is measured.
 
-    workload: what is added, and how much a table holds of it. block_steps: of tables. modes: of `peers.online.MODES`.
-    writers: how many at a time when adding. readers_writers: while reading. batch: trajectories of a call of `extend`.
-    rows: of a batch that is read. items: of tables whose priorities are set. window: seconds of a measurement. seed: of
-    everything.
+    workload: what is added, and how much a table holds of it. modes: of `peers.online.MODES`. writers: how many at a
+    time when adding; readers_writers: while reading. batch: trajectories of a call of `extend`. rows: of a batch that
+    is read. items: of tables whose priorities are set. window: seconds of a measurement.
     """
 
     workload: Workload
@@ -129,8 +128,7 @@ class TableCache(Undo):
 class Crew:
     """Processes of one kind, started when they are needed and kept for everything that follows.
 
-    name: of the variant. python: an interpreter with the library; None for this one. patience: seconds that an answer
-    may take.
+    python: an interpreter with the library; None for this one. patience: seconds that an answer may take.
     """
 
     def __init__(self, name: str, python: Path | None = None, patience: float = 300.0) -> None:
@@ -164,11 +162,10 @@ def crews_of(
             return crew
 
         for name in PEERS if others else ():
-            try:
-                library = library_of("online", name)
-                crews[name] = first(session.pythons, functools.partial(made, name), environment=library)
-            except PeerFailed as error:
-                session.leave(f"{name}{what}", str(error))
+            make, library = functools.partial(made, name), library_of("online", name)
+            found = functools.partial(first, session.pythons, make, environment=library)
+            if (crew := session.attempt(f"{name}{what}", found)) is not None:
+                crews[name] = crew
         for crew in crews.values():
             stack.callback(crew.close)
         yield crews, stack.enter_context(TableCache())
@@ -177,9 +174,8 @@ def crews_of(
 class Group:
     """Writers that add at the same time, each in its process.
 
-    crew: whose processes. spec, mode: what they add, and how. writers: how many. table: where to, if they are this
-    project's; others make their own store. target: the table that yardsticks copy into. fill: make the store full
-    first.
+    table: where to, if they are this project's; others make their own store. target: the table that yardsticks copy
+    into. fill: make the store full first.
     """
 
     def __init__(
@@ -329,12 +325,9 @@ def _adding(
         alone = name == "torch" or (kind is not None and not kind.several)
         if (alone and writers > 1) or (kind is not None and mode not in kind.modes):
             continue  # it has no call for that; the docstring of `online` says so
-        try:
-            group = Group(crew, spec, mode, writers, **places.get(name, {}))
-        except PeerFailed as error:
-            if kind is None:
-                raise Incorrect(f"{name}, {label}: {error}") from error
-            session.leave(f"{name}, {label}", str(error))
+        made = functools.partial(Group, crew, spec, mode, writers, **places.get(name, {}))
+        group = session.attempt(f"{name}, {label}", made, required=kind is None)
+        if group is None:
             continue
         groups.callback(group.close)
         goal = GOALS.get(mode) if name == "ours" and writers == 1 else None

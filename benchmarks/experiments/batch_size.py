@@ -13,19 +13,19 @@ import typer
 from benchmarks.experiments.batches import measured
 from benchmarks.harness import Session
 from benchmarks.options import command as as_command
-from benchmarks.options import numbers
+from benchmarks.options import numbers, option
 from benchmarks.workloads import W1
 
 BATCHES = (32, 64, 128, 256, 512, 1024)
 QUICK_BATCHES = (32, 256)
 
+Batches = option(str, f"Rows of batches: {','.join(map(str, BATCHES))} by default.")
+
 
 @as_command("batch-size", repeats=(2, 7), pause=0.005)
 def command(
     session: Session,
-    batches: Annotated[
-        str | None, typer.Option(help=f"Rows of batches: {','.join(map(str, BATCHES))} by default.")
-    ] = None,
+    batches: Batches = None,
     trajectories: Annotated[int | None, typer.Option(min=16, help="Of W1, 20,000 by default.")] = None,
 ) -> None:
     """Drawing batches of 32 to 1024 trajectories, beside what others do."""

@@ -3,18 +3,9 @@
 Every store holds the same trajectories, which each process makes again from a seed (`peers.source.Source`): random
 numbers, and one column that numbers all steps, so that every row of every batch says what it has to hold. Before
 anything is timed, the rows of many batches are compared with that to the byte, the frequencies of draws with what they
-should be, and importance weights with the priorities. On a GPU, a measurement begins and ends with an idle GPU:
-
-=============================== ==============================================================================
-cudaMemcpyAsync                 the yardstick: the copy engine, on pinned memory in one piece
-ours                            ``DataLoader(ReplayDataset(..., device="cuda"), batch_size=None)``: the kernel reads
-                                the table's pinned memory itself; with 2 batches ahead, and without
-plain torch                     `index_select` into one of two pinned buffers, and ``copy_(non_blocking=True)``
-plain torch, x[idx]             indexing, then ``pin_memory()``, then ``to("cuda", non_blocking=True)``
-DataLoader, map-style           ``pin_memory=True``, then ``to("cuda", non_blocking=True)``; also with 8 workers
-=============================== ==============================================================================
-
-Plain torch draws on the CPU as ours does. How peers' batches get to a GPU is not measured.
+should be, and importance weights with the priorities. On a GPU, a measurement begins and ends with an idle GPU, and the
+yardstick is the copy engine; plain torch is `index_select` into one of two pinned buffers and
+``copy_(non_blocking=True)``, and draws on the CPU as ours does. How peers' batches get to a GPU is not measured.
 """
 
 from __future__ import annotations
@@ -22,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +25,7 @@ import gear_loader as gear
 from benchmarks import loading
 from benchmarks.engine import YARDSTICK, Copies, CudaEngine, Engine
 from benchmarks.harness import Incorrect, Session, Variant
-from benchmarks.loading import Staged, close, iterated, map_style, memcpy
+from benchmarks.loading import Staged, closed, iterated, map_style, memcpy
 from benchmarks.peers.batches import CHUNK
 from benchmarks.peers.catalog import library_of, peers_of
 from benchmarks.peers.process import PeerFailed, PeerProcess, start
@@ -60,10 +52,9 @@ _MOST_BYTES = 2_560_000_000  # of a measurement, a fifth of a second: processors
 
 
 class Store:
-    """A workload's trajectories as flat arrays and as a table; W1 has a priority for each.
+    """A workload's trajectories as flat arrays, and as a private table; W1 has a priority for each.
 
-    data, source: the same values. table: the same again, private. leaves: float64 [trajectories], the priorities to the
-    power of alpha. prioritized: whether its batches are drawn by priority. spec: what peers are told about it.
+    leaves: float64 [trajectories], the priorities to the power of alpha. spec: what peers are told about it.
     """
 
     def __init__(self, workload: Workload) -> None:
@@ -133,11 +124,10 @@ class Store:
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """A way of getting batches in this process.
+    """A way of getting batches in this process: mappings of columns ``[B, L, *shape]``, with ``priority_weight``.
 
-    name: how rows and tables call it. start: begin to iterate over batches: mappings of columns ``[B, L, *shape]``,
-    with ``priority_weight``. parameters: for the rows. prioritized: whether it draws by priority; None if the store's
-    batches are. cost: how many times longer it takes about than the others: it gets fewer batches.
+    prioritized: whether it draws by priority; None if the store's batches are. cost: how many times longer it takes
+    about than the others: it gets fewer batches.
     """
 
     name: str
@@ -159,17 +149,13 @@ def variant(
     prioritized = store.prioritized if way.prioritized is None else way.prioritized
 
     def check() -> None:
-        iterator = way.start()
         positions, weights = [], []
-        try:
-            for _ in range(max(4, draws // batch)):
-                found = next(iterator)
+        with closed(way.start()) as iterator:
+            for found in itertools.islice(iterator, max(4, draws // batch)):
                 positions.append(store.verify(found, batch))
                 if prioritized:
                     weights.append(found["priority_weight"].double().cpu().numpy().copy())
                 poison({name: found[name] for name in store.source.columns})  # it may come again
-        finally:
-            close(iterator)
         store.check_draws(np.stack(positions), weights or None, prioritized=prioritized)
 
     count = max(2, batches // way.cost)
@@ -280,27 +266,30 @@ def cuda_ways(engine: Engine, store: Store, batch: int, workers: Sequence[int] =
 def filled(session: Session, store: Store) -> Iterator[dict[str, PeerProcess]]:
     """Peers that have batches of the store's workload, with the same trajectories in theirs; a process a library."""
     found: dict[str, PeerProcess] = {}
-    processes: dict[str, PeerProcess | str] = {}
+    processes: dict[str, PeerProcess | PeerFailed] = {}
     with contextlib.ExitStack() as stack:
         for name, peer in PEERS.items():
             if peer.workload != store.workload.name:
                 continue
             library = library_of("batches", name)
-            try:
+            what = f"{name}, {store.workload.name}"
+
+            def built(name: str = name, library: str = library) -> PeerProcess:
                 if library not in processes:
                     try:
                         process = start(session.pythons, "batches", library, name, session.threads)
-                        processes[library] = process
                         stack.callback(process.close)
+                        processes[library] = process
                     except PeerFailed as error:
-                        processes[library] = str(error)
+                        processes[library] = error
                 held = processes[library]
-                if isinstance(held, str):
-                    raise PeerFailed(held)
+                if isinstance(held, PeerFailed):
+                    raise held
                 held.ask("build", name=name, spec=store.spec)
-                found[name] = held
-            except PeerFailed as error:
-                session.leave(f"{name}, {store.workload.name}", str(error))
+                return held
+
+            if (process := session.attempt(what, built)) is not None:
+                found[name] = process
         yield found
 
 
@@ -364,21 +353,19 @@ def measured(
                 if session.late(label):
                     continue
                 count = 3 if session.quick else max(8, min(1024, _MOST_BYTES // (batch * workload.row_bytes)))
-                variants: list[Variant] = []
                 if engine is None or copies is None:
-                    variants.append(memcpy(store.data, batch * workload.row_bytes, count))
-                    variants += [variant(store, way, batch, count, draws) for way in cpu_ways(store, batch)]
+                    ways, wait = cpu_ways(store, batch), lambda: None
+                    variants = [memcpy(store.data, batch * workload.row_bytes, count)]
                 else:
-                    variants.append(copies.variant())
-                    for way in cuda_ways(engine, store, batch, workers):
-                        variants.append(variant(store, way, batch, count, draws, engine.synchronize))
+                    ways, wait = cuda_ways(engine, store, batch, workers), engine.synchronize
+                    variants = [copies.variant()]
+                variants += [variant(store, way, batch, count, draws, wait) for way in ways]
                 there = [] if engine is None else ["plain torch"]
                 for name, process in processes.items():
-                    try:
-                        variants.append(_peer(store, name, process, batch, count, draws))
+                    made = functools.partial(_peer, store, name, process, batch, count, draws)
+                    if (found := session.attempt(f"{name}, {label}", made)) is not None:
+                        variants.append(found)
                         there.append(name)
-                    except PeerFailed as error:
-                        session.leave(f"{name}, {label}", str(error))
                 if batch == TARGET_BATCH and engine is None:
                     variants[1].targets = TARGETS[workload.name]
                 parameters = {"batch": batch, "part": "batches", "trajectories": workload.trajectories}

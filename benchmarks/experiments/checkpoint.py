@@ -5,15 +5,9 @@ filled and saved; a hundredth is added and it is saved again, into the same fold
 the page cache, and with all of it there. What was loaded last is compared with what was stored, to the byte, before the
 turn counts; a small store goes that way first.
 
-=========== ======================================================================================================
-write, read the yardsticks: as many bytes to one file, and `fsync`; from it, into a buffer that is used again
-read, kept  the same into fresh memory for all of it, as whoever loads needs it
-ours        `Table.save`, which waits for the disk, and `Table.load`, which checks every byte
-torch.save  of a flat tensor for each column; `torch.load` with `weights_only`
-TorchRL     `dumps` and `loads` of a buffer over `LazyTensorStorage`   (these three in the interpreters that --peers
-Reverb      `checkpoint`, and a server that is started on it           names: benchmarks/peers/make.sh makes them)
-cpprb       `save_transitions` and `load_transitions`
-=========== ======================================================================================================
+The yardsticks write as many bytes to one file, with `fsync`, and read from it into a buffer that is used again; "read,
+kept" into fresh memory for all of it, as whoever loads needs it. Ours checks every byte that it loads. torch.save has a
+flat tensor for each column; TorchRL a buffer over `LazyTensorStorage`; Reverb a server that is started on its files.
 
 Saving takes until everything is on the disk. Only ours waits for that by itself (`synced`); what others leave in the
 page cache is brought there by the benchmark, and the rows' `extras` say when the call returned, and what memory it
@@ -25,20 +19,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import numpy as np
 import typer
 
-from benchmarks.harness import Session, Variant
+from benchmarks.harness import Medians, Session, Variant
 from benchmarks.options import command as as_command
+from benchmarks.options import option
 from benchmarks.peers.catalog import peers_of, started
 from benchmarks.peers.checkpoint import UNIT
-from benchmarks.peers.process import PeerFailed, PeerProcess, start
+from benchmarks.peers.process import PeerProcess, start
 from benchmarks.workloads import W1, Workload
 
 SEED = 17
@@ -51,26 +44,22 @@ SMALL = 2 * UNIT
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A variant.
-
-    name: how rows and tables call it; the yardstick's depends on the workload. launch: starts the process that measures
-    it. Raises `PeerFailed`. ours: whether a failure ends the run; others are left out.
-    """
+    """A variant; the yardstick's name depends on the workload. ours: whether a failure ends the run."""
 
     name: str
     launch: Callable[[], PeerProcess]
     ours: bool = False
 
 
+Trajectories = option(int, f"Of W1: {W1.trajectories:,} by default (0.84 GB).", min=2 * UNIT)
+Folder = option(Path, "On the disk to measure; the system's temporary one by default.")
+
+
 @as_command("checkpoint", repeats=(1, 5))
 def command(
     session: Session,
-    trajectories: Annotated[
-        int | None, typer.Option(min=2 * UNIT, help=f"Of W1: {W1.trajectories:,} by default (0.84 GB).")
-    ] = None,
-    folder: Annotated[
-        Path | None, typer.Option(help="On the disk to measure; the system's temporary one by default.")
-    ] = None,
+    trajectories: Trajectories = None,
+    folder: Folder = None,
 ) -> None:
     """Saving and loading a table, against writing and reading as many bytes."""
     if folder is not None and not folder.is_dir():
@@ -105,7 +94,8 @@ def measured(session: Session, workload: Workload, kinds: Iterable[Kind], folder
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in there}
     for _ in range(session.repeats):
         for name in list(found):
-            journey = _journey(session, there[name], folder, spec)
+            made = functools.partial(_journey, session, there[name], folder, spec)
+            journey = session.attempt(name, made, required=there[name].ours)
             if journey is None:
                 del found[name]
             else:
@@ -114,29 +104,21 @@ def measured(session: Session, workload: Workload, kinds: Iterable[Kind], folder
         _report(session, workload, more, found)
 
 
-def _journey(
-    session: Session, kind: Kind, folder: Path | None, spec: Mapping[str, Any]
-) -> dict[str, Any] | None:
-    """What a variant took, all the way and checked, after a small store; None if it failed, which is noted."""
-    place = Path(tempfile.mkdtemp(prefix="gear-loader-bench-", dir=folder))
+def _journey(session: Session, kind: Kind, folder: Path | None, spec: Mapping[str, Any]) -> dict[str, Any]:
+    """What a variant took, all the way and checked, after a small store."""
     found: dict[str, Any] = {}
-    try:
-        with (
-            session.console.status(f"{spec['trajectories']:,} trajectories: {kind.name}"),
-            contextlib.closing(kind.launch()) as process,
-        ):
-            for name, count in (("small", SMALL), ("whole", spec["trajectories"])):
-                (place / name).mkdir()
-                told = {**spec, "trajectories": count}
-                found = process.ask("journey", spec=told, folder=str(place / name))
-            return {**found, "about": process.about}
-    except PeerFailed as error:
-        if kind.ours:
-            raise PeerFailed(f"{kind.name}: {error}") from error
-        session.leave(kind.name, str(error))
-        return None
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
+    with (
+        tempfile.TemporaryDirectory(
+            prefix="gear-loader-bench-", dir=folder, ignore_cleanup_errors=True
+        ) as place,
+        session.console.status(f"{spec['trajectories']:,} trajectories: {kind.name}"),
+        contextlib.closing(kind.launch()) as process,
+    ):
+        for name, count in (("small", SMALL), ("whole", spec["trajectories"])):
+            (Path(place) / name).mkdir()
+            told = {**spec, "trajectories": count}
+            found = process.ask("journey", spec=told, folder=str(Path(place) / name))
+        return {**found, "about": process.about}
 
 
 def _report(
@@ -166,15 +148,14 @@ _TITLES = {
 
 def _variant(kind: str, workload: str, amount: int, journeys: Sequence[dict[str, Any]]) -> Variant:
     """A variant whose turns have been measured, and checked, already."""
-    turns = iter([journey[workload] for journey in journeys])
+    turns, extras = iter([journey[workload] for journey in journeys]), Medians()
     name = {"yardstick": YARDSTICKS[workload]}.get(kind, kind)
     if kind == "torch.save" and workload.startswith("load"):
         name = "torch.load"
     parameters: dict[str, Any] = {"synced": journeys[0]["synced"]} if workload.startswith("save") else {}
     if kind in peers_of("checkpoint"):
         parameters["peer"] = journeys[0]["about"]
-    found = [journey["extras"].get(workload, {}) for journey in journeys]
-    extras = {key: float(np.median([one[key] for one in found])) for key in found[0]}
+    for journey in journeys:
+        extras.note(**journey["extras"].get(workload, {}))
     targets = {YARDSTICKS[workload]: TARGET} if kind == "ours" and workload != "save again" else {}
-    measure, check = (lambda: next(turns)), (lambda: None)
-    return Variant(name, measure, check, amount, 1, parameters, targets, lambda: extras)
+    return Variant(name, lambda: next(turns), lambda: None, amount, 1, parameters, targets, extras)

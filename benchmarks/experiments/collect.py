@@ -1,24 +1,17 @@
 """``python -m benchmarks collect``: gathering batches, against a copy of as many bytes and against plain torch.
 
-On the CPU, of workloads W1 (whole trajectories) and W2 (windows), see `benchmarks.workloads`:
-
-=================== ==========================================================================================
-memcpy              the yardstick: one ``torch.Tensor.copy_`` of as many bytes as the batch's columns have, in one
-                    piece from a random place of a range as large as the table into a buffer that is kept
-collector           `Collector.collect` into the same buffers again and again, rows drawn beforehand
-dataset             `ReplayDataset` from the draw to the batch, with prefetch 0 and 2
-index_select        plain torch into buffers that are kept; for W2 in three ways, see `PlainWindows`
-x[idx]              plain torch into fresh memory
-DataLoader          over a map-style dataset, no workers; and over `ReplayDataset`
-=================== ==========================================================================================
-
-All use the same number of threads. All but `DataLoader` give the same columns and mask.
+On the CPU, of workloads W1 (whole trajectories) and W2 (windows), see `benchmarks.workloads`. The yardstick is one
+``torch.Tensor.copy_`` of as many bytes as the batch's columns have, in one piece from a random place of a range as
+large as the table into a buffer that is kept. `Collector.collect` and `index_select` (for W2 in three ways, see
+`PlainWindows`) write the same buffers again and again, rows drawn beforehand; ``x[idx]`` takes fresh memory; `dataset`
+goes from the draw to the batch. All use as many threads; all but `DataLoader` give the same columns and mask.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -88,81 +81,67 @@ def _compare(session: Session, data: Data, tables: dict[int, gear.Table], batch:
     made = functools.partial(Variant, amount=count)
     variants = [memcpy(data, count, batches)]
 
-    def gathered(name: str, work: Callable[[Rows], Any], written: dict[str, Any] | None) -> Variant:
-        """Plain torch, into buffers that are kept, or into fresh memory."""
+    def gathered(
+        name: str,
+        work: Callable[[Any], Any],
+        kept: dict[str, Any] | None,
+        request: Any = lambda rows: rows,
+        **more: Any,
+    ) -> Variant:
+        """Into buffers that are kept, or into fresh memory. request: of rows, what `work` takes."""
 
         def check() -> None:
             rows = data.draw(batch)
-            kept = ("mask",) if workload.anchor == "first" else ()
-            poison({key: value for key, value in (written or {}).items() if key not in kept})
-            found, expected = work(rows), data.expected(rows)
-            expect(written or found, {key: v for key, v in expected.items() if written or key in found})
+            # Plain torch leaves the mask of whole trajectories as it is.
+            same = ("mask",) if workload.anchor == "first" and name in plain else ()
+            poison({key: value for key, value in (kept or {}).items() if key not in same})
+            found, expected = work(request(rows)), data.expected(rows)
+            expect(kept or found, {key: v for key, v in expected.items() if kept or key in found})
 
-        measure = per_batch(functools.partial(data.draw, batch), work, batches)
-        return made(name, measure, check, batches=batches)
+        measure = per_batch(lambda: request(data.draw(batch)), work, batches)
+        return made(name, measure, check, batches=batches, **more)
+
+    def collector(steps: int, table: gear.Table) -> Variant:
+        windows = dict.fromkeys(workload.schema, workload.window)
+        found = Collector(table, windows, batch_size=batch, device=torch.device("cpu"))
+        buffers, slots = found.buffers(), table.indices()
+        generations = table.reader().slot_states()[1][slots]
+
+        def request(rows: Rows) -> tuple[Any, Any, Any]:
+            positions = rows.positions.numpy()
+            return slots[positions], rows.anchors.numpy(), generations[positions]
+
+        def work(rows: tuple[Any, Any, Any]) -> None:
+            found.gather(buffers, SelectedRows(*rows))
+
+        told: dict[str, Any] = {"parameters": {"block_steps": steps}, "targets": goals}
+        return gathered(f"collector, blocks {steps}", work, buffers.batch, request, **told)
 
     def ours(
         name: str, steps: int, prefetch: int, through: Callable[[Any], Any] = lambda source: source
     ) -> Variant:
         found = dataset(data, tables[steps], batch, device="cpu", prefetch=prefetch)
         source = through(found)
-        return made(
-            name,
-            iterated(lambda: iter(source), batches),
-            lambda: check_dataset(data, found, source),
-            batches=batches,
-            parameters={"block_steps": steps, "prefetch": prefetch},
-        )
+        check = functools.partial(check_dataset, data, found, source)
+        told = {"block_steps": steps, "prefetch": prefetch}
+        return made(name, iterated(lambda: iter(source), batches), check, batches=batches, parameters=told)
 
-    for steps, table in tables.items():
-        variants.append(_collector(data, table, batch, batches, steps, goals))
-    for steps in tables:
-        for prefetch in PREFETCH:
-            variants.append(ours(f"dataset, blocks {steps}, prefetch {prefetch}", steps, prefetch))
+    def map_styled() -> Variant:
+        loader, few = map_style(data, batch, numbered=True), max(2, batches // 8)
+        check = functools.partial(check_map_style, data, loader)
+        return made("DataLoader, map-style", iterated(lambda: iter(loader), few), check, batches=few)
+
+    variants += [collector(steps, table) for steps, table in tables.items()]
+    for steps, prefetch in itertools.product(tables, PREFETCH):
+        variants.append(ours(f"dataset, blocks {steps}, prefetch {prefetch}", steps, prefetch))
     for name, way in plain.items():
         variants.append(gathered(name, way.gather, way.batch))
     if workload.anchor == "first":
         stacked = data.stacked
         fancy = lambda rows: {name: values[rows.positions] for name, values in stacked.items()}  # noqa: E731
-        variants += [gathered("x[idx]", fancy, None), _map_style(data, batch, max(2, batches // 8))]
+        variants += [gathered("x[idx]", fancy, None), map_styled()]
     through = functools.partial(DataLoader, batch_size=None)
     variants.append(ours("DataLoader, dataset", BLOCK_STEPS[0], PREFETCH[-1], through))
-    parameters, label = (
-        {"batch": batch, "trajectories": workload.trajectories},
-        f"{workload.name}, batch {batch}",
-    )
+    parameters = {"batch": batch, "trajectories": workload.trajectories}
+    label = f"{workload.name}, batch {batch}"
     session.compare(workload.name, label, variants, "memcpy", parameters, references)
-
-
-def _map_style(data: Data, batch: int, batches: int) -> Variant:
-    loader, count = map_style(data, batch, numbered=True), batch * data.workload.row_bytes
-    check = functools.partial(check_map_style, data, loader)
-    return Variant("DataLoader, map-style", iterated(lambda: iter(loader), batches), check, count, batches)
-
-
-def _collector(
-    data: Data, table: gear.Table, batch: int, batches: int, steps: int, targets: dict[str, float]
-) -> Variant:
-    windows = dict.fromkeys(data.workload.schema, data.workload.window)
-    collector = Collector(table, windows, batch_size=batch, device=torch.device("cpu"))
-    buffers, slots = collector.buffers(), table.indices()
-    generations = table.reader().slot_states()[1][slots]
-
-    def request(rows: Rows) -> tuple[Any, Any, Any]:
-        positions = rows.positions.numpy()
-        return slots[positions], rows.anchors.numpy(), generations[positions]
-
-    def work(rows: tuple[Any, Any, Any]) -> None:
-        collector.gather(buffers, SelectedRows(*rows))
-
-    def check() -> None:
-        rows = data.draw(batch)
-        poison(buffers.batch)
-        work(request(rows))
-        expect(buffers.batch, data.expected(rows))
-
-    measure = per_batch(lambda: request(data.draw(batch)), work, batches)
-    count = batch * data.workload.row_bytes
-    return Variant(
-        f"collector, blocks {steps}", measure, check, count, batches, {"block_steps": steps}, targets
-    )

@@ -1,13 +1,9 @@
 """``python -m benchmarks collect --device cuda``: gathering from pinned host memory, against the copy engine.
 
-=================== ==========================================================================================
-cudaMemcpyAsync     the yardstick: ``copy_(non_blocking=True)`` of 256 MiB in one piece from a random place of a
-                    pinned tensor of 1 GiB, timed in turn with everything else; and the same out of the table
-kernel, p programs  the gather kernel alone, with p programs; the rows to gather are on the GPU
-cuMemcpy...         a copy a row instead, of the rows that lie in one piece: see `benchmarks.copies`
-dataset             `ReplayDataset` from the draw to the batch on the GPU, with prefetch 0 and 2
-staged              without the kernel: `index_select` into pinned buffers, then a copy to the GPU
-=================== ==========================================================================================
+The yardstick is ``copy_(non_blocking=True)`` of 256 MiB in one piece from a random place of a pinned tensor of 1 GiB,
+timed in turn with everything else; and the same out of the table. A kernel gathers rows that are on the GPU with p
+programs; cuMemcpy... is a copy a row instead, of the rows that lie in one piece: see `benchmarks.copies`; staged does
+without the kernel: `index_select` into pinned buffers, then a copy to the GPU.
 
 Kernels are timed by CUDA events around a queue of launches that was captured as a CUDA graph, so that the GPU never
 waits for the host; before every replay all launches get new random rows.
@@ -21,8 +17,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 import gear_loader as gear
 from benchmarks.copies import BATCHED, Driver, Unavailable, copy_variants
 from benchmarks.engine import YARDSTICK, Copies, CudaEngine, Engine, Launch
@@ -35,8 +29,8 @@ from benchmarks.gather_rows import (
     launch,
     sweep_table,
 )
-from benchmarks.harness import Session, Variant
-from benchmarks.loading import WARM_UP, Staged, check_dataset, dataset
+from benchmarks.harness import Medians, Session, Variant, per_batch
+from benchmarks.loading import WARM_UP, Staged, check_dataset, closed, dataset
 from benchmarks.workloads import W1, W2, Data, poison
 
 BATCHES = (32, 256, 1024)
@@ -51,9 +45,8 @@ class Sizes:
     """What to sweep over.
 
     rows: bytes of a row of the batch, in steps of 128 B (64 B for the smallest). batches, uneven_batches: rows of a
-    batch, with steps of 128 B and of 44 B. programs: sizes of the grid. steps, trajectories: of the table that is swept
-    over. queue_bytes, queue_launches: a queue is as many launches as make that many bytes, at most so many. copy_bytes:
-    bytes of a yardstick's copy; its source is four times as large.
+    batch, with steps of 128 B and of 44 B. steps, trajectories: of the table. queue_bytes, queue_launches: a queue is
+    as many launches as make that many bytes, at most so many. copy_bytes: of a yardstick's copy.
     """
 
     rows: tuple[int, ...] = (64, 256, 512, 1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20)
@@ -147,50 +140,30 @@ def _dataset(
     engine: Engine, data: Data, table: gear.Table, batch: int, batches: int, prefetch: int
 ) -> Variant:
     found = dataset(data, table, batch, device=engine.device, prefetch=prefetch)
-    thread: list[float] = []
-    process: list[float] = []
+    host = Medians()
 
     def measure() -> float:
-        iterator: Any = iter(found)
-        try:
+        with closed(found) as iterator:
             for _ in range(WARM_UP):
                 next(iterator)
             engine.synchronize()
             begin = time.perf_counter(), time.thread_time(), time.process_time()
             for _ in range(batches):
                 next(iterator)
-            thread.append((time.thread_time() - begin[1]) / batches)
-            process.append((time.process_time() - begin[2]) / batches)
+            thread, process = time.thread_time() - begin[1], time.process_time() - begin[2]
+            host.note(host_seconds=thread / batches, process_seconds=process / batches)
             engine.synchronize()
             return time.perf_counter() - begin[0]
-        finally:
-            iterator.close()
 
-    def extras() -> dict[str, float]:
-        return {"host_seconds": float(np.median(thread)), "process_seconds": float(np.median(process))}
-
-    name, count, told = (
-        f"dataset, prefetch {prefetch}",
-        batch * data.workload.row_bytes,
-        {"prefetch": prefetch},
-    )
+    name, told = f"dataset, prefetch {prefetch}", {"prefetch": prefetch}
+    count = batch * data.workload.row_bytes
     check = functools.partial(check_dataset, data, found, found)
-    return Variant(name, measure, check, count, batches, told, extras=extras)
+    return Variant(name, measure, check, count, batches, told, extras=host)
 
 
 def _staged(engine: Engine, data: Data, batch: int, batches: int) -> Variant:
     staged = Staged(engine, data, batch)
-
-    def measure() -> float:
-        first, *rows = [data.draw(batch) for _ in range(batches + 1)]
-        staged.batch(first)
-        engine.synchronize()
-        begin = time.perf_counter()
-        for item in rows:
-            staged.batch(item)
-        engine.synchronize()
-        return time.perf_counter() - begin
-
+    measure = per_batch(functools.partial(data.draw, batch), staged.batch, batches, engine.synchronize)
     return Variant("staged, index_select", measure, staged.check, batch * data.workload.row_bytes, batches)
 
 

@@ -4,28 +4,20 @@ Payload is the bytes of the steps themselves, float32 columns of random values. 
 it stores a few trajectories and forgets them, then stores all, reads some back and compares them; the growth of its
 own resident memory, over the payload, is the figure. What is needed only to draw is not counted.
 
-====================== =======================================================================================
-ours                   a table with as many blocks as these lengths need, of the size (`BLOCKS`, and the length
-                       itself where all are equal) that needs the fewest bytes for them
-ours, named            the same in shared memory
-ours, blocks of N      the same with other sizes of blocks; 64 is the default of `Table.create`
-fixed rows             GEAR's way: a row of the longest length for each, touched, as pinned memory is
-list of tensors        a list with a dictionary of tensors for each trajectory
-TorchRL                single steps for its `SliceSampler`     (these in the interpreters that --peers names:
-TorchRL, padded        a padded row for each                    benchmarks/peers/make.sh makes them)
-Reverb                 a server, filled by another process; each column of a trajectory is one chunk
-Reverb, automatic ...  the same with chunks as Reverb chooses them
-cpprb                  single steps
-====================== =======================================================================================
+Ours is a table with as many blocks as these lengths need, of the size (`BLOCKS`, and the length itself where all are
+equal) that needs the fewest bytes for them; the same in shared memory ("named"), and with other sizes of blocks. "fixed
+rows" is GEAR's way: a row of the longest length for each, touched, as pinned memory is. TorchRL holds single steps for
+its `SliceSampler`, or a padded row for each; each column of a trajectory is one chunk in Reverb, or chunks as it
+chooses them; cpprb holds single steps.
 
 Those with a row for each take as many of the trajectories as fit into `ROWS_BYTES`, the longest among them; rows say
-how much payload that was. The distributions of lengths are those of `DISTRIBUTIONS`; episodes of Hopper-v5 are
-collected with random actions, and repeated until there are enough. The parts of what a table takes beyond the payload
-(ends of blocks, padding of blocks, index) are in the rows' `extras`.
+how much payload that was. Episodes of Hopper-v5 are collected with random actions, and repeated until there are enough.
+The parts of what a table takes beyond the payload (ends of blocks, padding of blocks, index) are in the rows' `extras`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -39,7 +31,7 @@ import gear_loader as gear
 from benchmarks.harness import Amount, Session
 from benchmarks.options import command as as_command
 from benchmarks.peers.catalog import peers_of, started
-from benchmarks.peers.process import PeerFailed, PeerProcess, start
+from benchmarks.peers.process import PeerProcess, start
 from benchmarks.workloads import W1, W2
 from gear_loader.storage.layout import Layout
 from gear_loader.storage.schema import Schema
@@ -72,12 +64,7 @@ DISTRIBUTIONS: dict[str, Lengths] = {
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A variant.
-
-    name: how rows and tables call it. launch: starts the process that measures it. Raises `PeerFailed`. options: what
-    it is told, and parameters of its rows. ours: whether a failure ends the run; others are left out. padded: whether
-    it has a row for each. at_most: what is aimed for with uneven lengths.
-    """
+    """A variant. options: what its process is told. ours: whether a failure ends the run. at_most: its goal."""
 
     name: str
     launch: Callable[[], PeerProcess]
@@ -126,23 +113,20 @@ class Setting:
 
 
 def _settings(session: Session, payload: int) -> Iterator[Setting]:
+    def made(workload: str, name: str, columns: Mapping[str, Any], make: Lengths) -> Setting:
+        found = Setting(workload, name, columns, np.empty(0))
+        return dataclasses.replace(found, lengths=_enough(make, payload // found.step_bytes))
+
     for workload in (W2,) if session.quick else (W2, W1):
-        columns = dict(workload.columns)
-        for name, make in DISTRIBUTIONS.items():
-            if session.quick and name != "uniform 1-512":
-                continue
-            found = Setting(name, workload.name, columns, np.empty(0))
-            yield dataclasses.replace(found, lengths=_enough(make, payload // found.step_bytes))
+        for name in ("uniform 1-512",) if session.quick else DISTRIBUTIONS:
+            yield made(name, workload.name, dict(workload.columns), DISTRIBUTIONS[name])
     if not session.quick:
         try:
             episodes = _hopper()
         except ImportError as error:
             session.leave(HOPPER, str(error))
             return
-        found = Setting(HOPPER, "Hopper-v5", HOPPER_COLUMNS, np.empty(0))
-        yield dataclasses.replace(
-            found, lengths=_enough(lambda r, n: np.resize(episodes, n), payload // found.step_bytes)
-        )
+        yield made(HOPPER, "Hopper-v5", HOPPER_COLUMNS, lambda random, count: np.resize(episodes, count))
 
 
 def _enough(make: Lengths, steps: int) -> np.ndarray:
@@ -194,12 +178,10 @@ def measured(session: Session, setting: Setting, kinds: Iterator[Kind]) -> None:
     amounts = []
     for kind in kinds:
         with session.console.status(f"{setting.label}: {kind.name}"):
-            try:
-                amounts.append(session.record(_amount(session, setting, kind)))
-            except PeerFailed as error:
-                if kind.ours:
-                    raise
-                session.leave(f"{kind.name}, {setting.label}", str(error))
+            made = functools.partial(_amount, session, setting, kind)
+            found = session.attempt(f"{kind.name}, {setting.label}", made, required=kind.ours)
+            if found is not None:
+                amounts.append(session.record(found))
     session.show_amounts(amounts)
 
 
@@ -209,12 +191,9 @@ def _amount(session: Session, setting: Setting, kind: Kind) -> Amount:
     spec = {"columns": told.columns, "lengths": told.lengths.tolist(), "seed": SEED}
     values, answer, about = [], {}, {}
     for _ in range(session.repeats):
-        process = kind.launch()
-        try:
+        with contextlib.closing(kind.launch()) as process:
             about = process.about
             answer = process.ask("measure", spec=spec, options=dict(kind.options))
-        finally:
-            process.close()
         values.append(answer["bytes"] / answer["payload"])
     parameters = {
         "columns": setting.columns_name,
@@ -225,13 +204,5 @@ def _amount(session: Session, setting: Setting, kind: Kind) -> Amount:
         **kind.options,
         **({} if kind.ours else {"peer": about}),
     }
-    names = {"experiment": "memory", "workload": setting.workload, "label": setting.label}
-    return Amount(
-        **names,
-        variant=kind.name,
-        values=values,
-        unit=UNIT,
-        parameters=parameters,
-        at_most=kind.at_most,
-        extras=answer["extras"],
-    )
+    names = ("memory", setting.workload, setting.label, kind.name)
+    return Amount(*names, values, UNIT, parameters, kind.at_most, extras=answer["extras"])

@@ -5,14 +5,11 @@ bytes; on one machine they are told apart by name (``--network processes``), or 
 bridge between them and the bandwidth and latency that one asks for (``--network namespaces``, as root). Ranks do
 everything at the same time; rates are those of one rank, times the mean of all.
 
-========== ===========================================================================================================
-collect    batches of rows that the benchmark chooses, so many of them of the rank's own node, by `ShardCollector`.
-           A selection over all shards gives a rank 1 / nodes of its rows from its own node on average, whatever the
-           priorities are; other shares on all ranks at once can only be had past it
-batches    the same by `ReplayDataset`: by priority over all shards, masses equal; told to all, fetched, put in place
-transport  `fetch` into staging memory alone: one rank asks one other node, 1 or 4 requests under way
-select     batches of rows of 4 bytes: what it costs to draw over 1 to 8 shards, and the bytes that ranks exchange
-========== ===========================================================================================================
+collect measures batches of rows that the benchmark chooses, so many of them of the rank's own node, by
+`ShardCollector` (a selection over all shards gives a rank 1 / nodes of its rows from its own node on average, whatever
+the priorities are; other shares on all ranks at once can only be had past it); batches the same by `ReplayDataset`, by
+priority over all shards; transport `fetch` into staging memory alone: one rank asks one other node, 1 or 4 requests
+under way; select batches of rows of 4 bytes: what it costs to draw over 1 to 8 shards, and the bytes of the exchange.
 
 The yardstick of the first three (``bare``) moves the same bytes over the same carrier in as many pieces, and nothing
 else: `multi_server_bare`. Rows of the rank's own node are one copy there. That of selection is the
@@ -27,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Annotated, Any, Literal
 
@@ -36,16 +33,15 @@ import typer
 from benchmarks.experiments import multi_server_bare
 from benchmarks.experiments.multi_server_job import Job, Subject
 from benchmarks.experiments.multi_server_nodes import Node, namespaces, processes
-from benchmarks.experiments.multi_server_ranks import TINY, WORKLOADS
-from benchmarks.harness import Session, Variant
+from benchmarks.experiments.multi_server_ranks import SELECTORS, TINY, WORKLOADS
+from benchmarks.harness import Session
 from benchmarks.options import command as as_command
-from benchmarks.options import numbers, some_of
+from benchmarks.options import numbers, option, some_of
 from benchmarks.showing import size
 from gear_loader.storage.schema import Schema
 from gear_loader.transport.spec import WindowSpec
 
 PARTS = ("collect", "batches", "transport", "select")
-SELECTORS = ("uniform", "prioritized", "prioritized, without replacement", "top")
 _TARGETS = ((1 << 20, 0.9), (1 << 16, 0.7))
 """Bytes of a request, and the least share of the bare exchange's rate from there on."""
 _SHORT = 0.9  # of these bytes: a whole number of rows comes close to a size, and may lie below it
@@ -63,11 +59,10 @@ class Network(str, Enum):
 class Setting:
     """What is measured, and how long.
 
-    workloads: names. trajectories: of a shard. batches: rows of a batch of one rank. fractions: of them of its own
-    node. requests: bytes of requests where the transport is measured alone. worlds: ranks where selection is measured.
-    selection_batch: rows of a rank's batch there. exchanged: bytes from each rank to each where the collective is
-    measured alone. window: seconds of a measurement. environment: variables of all processes. parameters: what all rows
-    say.
+    trajectories: of a shard. batches: rows of a batch of one rank. fractions: of them of its own node. requests: bytes
+    of requests where the transport is measured alone. worlds, selection_batch: ranks where selection is measured, and
+    rows of a rank's batch there. exchanged: bytes from each rank to each where the collective is measured alone.
+    window: seconds of a measurement. environment: variables of all processes. parameters: what all rows say.
     """
 
     workloads: Sequence[str]
@@ -76,13 +71,17 @@ class Setting:
     fractions: Sequence[float]
     requests: Sequence[int]
     worlds: Sequence[int]
-    selectors: Sequence[str]
     selection_batch: int
     exchanged: Sequence[int]
     window: float
     environment: Mapping[str, str]
     parameters: Mapping[str, Any]
     seed: int = 17
+
+
+Bandwidth = option(float, "Of namespaces: Gbit/s that each node sends at most.", min=0.001)
+Latency = option(float, "Of namespaces: microseconds that each node's packets are late.", min=0.1)
+Local = option(str, "Shares of own rows: 1,0.75,0.5,0.25,0 by default.")
 
 
 @as_command("multi-server", repeats=(2, 9), threads=1)
@@ -96,17 +95,10 @@ def command(
         str, typer.Option(help="Which: socket, ucx, nixl; all that are installed by default.")
     ] = ",".join(multi_server_bare.CARRIERS),
     network: Annotated[Network, typer.Option(help="processes; or namespaces, as root.")] = Network.processes,
-    bandwidth: Annotated[
-        float | None, typer.Option(min=0.001, help="Of namespaces: Gbit/s that each node sends at most.")
-    ] = None,
-    latency: Annotated[
-        float | None,
-        typer.Option(min=0.1, help="Of namespaces: microseconds that each node's packets are late."),
-    ] = None,
+    bandwidth: Bandwidth = None,
+    latency: Latency = None,
     batches: Annotated[str | None, typer.Option(help="Rows of a rank's batch: 32,256 by default.")] = None,
-    local: Annotated[
-        str | None, typer.Option(help="Shares of own rows: 1,0.75,0.5,0.25,0 by default.")
-    ] = None,
+    local: Local = None,
     worlds: Annotated[str | None, typer.Option(help="Ranks that draw: 1,2,4,8 by default.")] = None,
     trajectories: Annotated[int | None, typer.Option(min=64, help="Of a node: 2,000 by default.")] = None,
     seconds: Annotated[float | None, typer.Option(min=0.01, help="Of a measurement: 0.2 by default.")] = None,
@@ -133,7 +125,6 @@ def command(
         or ((0.5, 0.0) if quick else (1.0, 0.75, 0.5, 0.25, 0.0)),
         requests=(1 << 16, 1 << 20) if quick else (1 << 16, 1 << 20, 1 << 23),
         worlds=numbers(worlds, "--worlds", 1, 64) or ((1, 2) if quick else (1, 2, 4, 8)),
-        selectors=SELECTORS,
         selection_batch=64 if quick else 256,
         exchanged=(512, 16_384) if quick else (512, 4_096, 32_768, 262_144),
         window=seconds or (0.03 if quick else 0.2),
@@ -163,13 +154,10 @@ def measured(
     session: Session, setting: Setting, parts: Sequence[str], counts: Sequence[int], carriers: Sequence[str]
 ) -> None:
     """Measure and show the parts."""
-    usable = []
-    for carrier in carriers:
-        why = multi_server_bare.missing(carrier)
-        if why is None:
-            usable.append(carrier)
-        else:
-            session.leave(carrier, why)
+    why = {carrier: multi_server_bare.missing(carrier) for carrier in carriers}
+    for carrier in filter(why.get, carriers):
+        session.leave(carrier, str(why[carrier]))
+    usable = [carrier for carrier in carriers if why[carrier] is None]
     most = max(max(counts), 2)
     with contextlib.ExitStack() as stack:
         nodes = processes(most)
@@ -198,17 +186,21 @@ def _jobs(counts: Sequence[int], parts: Sequence[str], *, alone: bool) -> list[t
 def _compare(
     session: Session,
     subjects: Mapping[str, Subject],
-    amounts: tuple[str, str],
-    yardstick: str,
-    variants: Callable[[], list[Variant]],
+    workload: str,
+    label: str,
+    amount: int,
     parameters: Mapping[str, Any],
+    *,
+    yardstick: str = "bare",
     unit: Literal["bytes", "rows"] = "bytes",
+    targets: Mapping[str, float] | None = None,
 ) -> None:
     """Measure a comparison of subjects, which are forgotten afterwards, unless it is too late."""
-    workload, label = amounts
     try:
         if not session.late(label):
-            session.compare(workload, label, variants(), yardstick, parameters, unit=unit)
+            goals = {"ours": targets or {}}
+            variants = [s.variant(name, amount, targets=goals.get(name, {})) for name, s in subjects.items()]
+            session.compare(workload, label, variants, yardstick, parameters, unit=unit)
     finally:
         for subject in subjects.values():
             subject.close()
@@ -255,9 +247,7 @@ def _batch(
     told = {"part": part, "nodes": count, "carrier": carrier, "batch": batch}
     told |= {"local_fraction": bare["local"] / batch}
     told |= {key: value for key, value in ours.items() if key == "selector"}
-    parameters = {**setting.parameters, **told}
-    made = lambda: [subject.variant(title, amount) for title, subject in subjects.items()]  # noqa: E731
-    _compare(session, subjects, (name, label), "bare", made, parameters)
+    _compare(session, subjects, name, label, amount, {**setting.parameters, **told})
 
 
 def _transport(session: Session, setting: Setting, job: Job, name: str) -> None:
@@ -270,20 +260,17 @@ def _transport(session: Session, setting: Setting, job: Job, name: str) -> None:
         for in_flight in _IN_FLIGHT:
             requests = max(in_flight, min(16, (1 << 23) // one))
             options = {"rows": rows, "in_flight": in_flight, "requests": requests}
-            bare, ours = (
-                Subject(job, kind, setting.window, options, first=True) for kind in ("bare fetch", "fetch")
-            )
+            subjects = {
+                kind: Subject(job, f"{prefix}fetch", setting.window, options, first=True)
+                for kind, prefix in (("bare", "bare "), ("ours", ""))
+            }
             # One at a time is a matter of round trips; the targets are of throughput.
             target = next((least for least_bytes, least in _TARGETS if one >= _SHORT * least_bytes), None)
             targets = {"bare": target} if target is not None and in_flight > 1 else {}
             told = {"part": "transport", "nodes": len(job.nodes), "carrier": job.carrier}
             parameters = {**setting.parameters, **told, "request": wanted, "request_bytes": one, **options}
-            made = lambda bare=bare, ours=ours, amount=requests * one, targets=targets: [  # noqa: E731
-                bare.variant("bare", amount),
-                ours.variant("ours", amount, targets=targets),
-            ]
             label = f"{name}, requests of {size(one)} over {job.carrier}, {in_flight} under way"
-            _compare(session, {"bare": bare, "ours": ours}, (name, label), "bare", made, parameters)
+            _compare(session, subjects, name, label, requests * one, parameters, targets=targets)
 
 
 def selecting(session: Session, setting: Setting, world: int) -> None:
@@ -292,22 +279,16 @@ def selecting(session: Session, setting: Setting, world: int) -> None:
     parameters = {**setting.parameters, "part": "select", "world": world, "batch": batch, "carrier": "gloo"}
     with Job([Node("node 0", "127.0.0.1", "lo")] * world, None, setting.environment) as job:
         job.fill(TINY.name, TINY.trajectories, setting.seed)
-        for selector in setting.selectors:
+        for selector in SELECTORS:
             ours = Subject(job, "batches", setting.window, {"batch": batch, "selector": selector})
             bare = Subject(job, "all_to_all", setting.window, {"of": ours.name})
             # Ours is checked first: the collective repeats what its last batch sent.
-            made = lambda ours=ours, bare=bare: [  # noqa: E731
-                ours.variant("ours", batch),
-                bare.variant("all_to_all", batch),
-            ]
+            subjects = {"ours": ours, "all_to_all": bare}
             label = f"selection, {selector}, {world} rank{'' if world == 1 else 's'}"
-            names, more = ("selection", label), {**parameters, "selector": selector}
-            _compare(session, {"bare": bare, "ours": ours}, names, "all_to_all", made, more, "rows")
+            told = {**parameters, "selector": selector}
+            _compare(session, subjects, "selection", label, batch, told, yardstick="all_to_all", unit="rows")
         for count in setting.exchanged if world > 1 else ():
-            alone = Subject(job, "all_to_all", setting.window, {"size": count})
-            made = lambda alone=alone, amount=count * (world - 1): [  # noqa: E731
-                alone.variant("all_to_all", amount)
-            ]
+            subjects = {"all_to_all": Subject(job, "all_to_all", setting.window, {"size": count})}
             label = f"all_to_all, {size(count)} from each to each of {world} ranks"
-            names, more = ("all_to_all", label), {**parameters, "part": "all_to_all", "each_bytes": count}
-            _compare(session, {"alone": alone}, names, "all_to_all", made, more)
+            told, amount = {**parameters, "part": "all_to_all", "each_bytes": count}, count * (world - 1)
+            _compare(session, subjects, "all_to_all", label, amount, told, yardstick="all_to_all")

@@ -41,6 +41,8 @@ Piece = tuple[int, int]
 """Bytes of an answer, and bytes of its request."""
 Pieces = Sequence[Sequence[Piece]]
 """Of each peer, what is asked for."""
+Targets = list[list[Any]]
+Work = Callable[[], object]
 
 _REQUEST = struct.Struct("<QI")
 _LONGEST_REQUEST = 1 << 12  # more would have to be sent while answers are received
@@ -87,7 +89,7 @@ class Bare(abc.ABC):
         self.wall = [np.empty(0, dtype=np.uint8) for _ in addresses]
 
     def exchange(
-        self, pieces: Pieces, *, in_flight: int | None = None, meanwhile: Callable[[], object] = lambda: None
+        self, pieces: Pieces, *, in_flight: int | None = None, meanwhile: Work = lambda: None
     ) -> None:
         """Ask every sender for its pieces, and receive them."""
         targets = [self._targets(peer, sizes, in_flight) for peer, sizes in enumerate(pieces)]
@@ -126,9 +128,7 @@ class Bare(abc.ABC):
         """The memory for a peer is another one."""
 
     @abc.abstractmethod
-    def _exchange(
-        self, pieces: Pieces, targets: list[list[Any]], in_flight: int, meanwhile: Callable[[], object]
-    ) -> None: ...
+    def _exchange(self, pieces: Pieces, targets: Targets, in_flight: int, meanwhile: Work) -> None: ...
 
     def close(self) -> None:
         for each in self.sockets:
@@ -152,12 +152,19 @@ def _exactly(connection: socket.socket, count: int) -> bytearray:
     return data
 
 
+def _greet(connection: socket.socket, address: bytes, number: int) -> None:
+    connection.sendall(_GREETING.pack(len(address), number) + address)
+
+
+def _greeting(connection: socket.socket) -> tuple[bytes, int]:
+    length, number = _GREETING.unpack(_exactly(connection, _GREETING.size))
+    return bytes(_exactly(connection, length)), number
+
+
 class SocketBare(Bare):
     """Blocking sockets; with several senders, whichever has something."""
 
-    def _exchange(
-        self, pieces: Pieces, targets: list[list[Any]], in_flight: int, meanwhile: Callable[[], object]
-    ) -> None:
+    def _exchange(self, pieces: Pieces, targets: Targets, in_flight: int, meanwhile: Work) -> None:
         for connection, sizes in zip(self.sockets, pieces, strict=True):
             connection.sendall(b"".join(map(_request, sizes[:in_flight])))
         meanwhile()
@@ -270,13 +277,11 @@ class UcxBare(Bare):
         # Tags are matched over all endpoints of a worker: each side chooses what is sent to it.
         self._ends = []
         for answers, connection in enumerate(self.sockets):
-            connection.sendall(_GREETING.pack(len(self._ucx.address), answers) + self._ucx.address)
-            length, requests = _GREETING.unpack(_exactly(connection, _GREETING.size))
-            self._ends.append((self._ucx.endpoint(bytes(_exactly(connection, length))), requests, answers))
+            _greet(connection, self._ucx.address, answers)
+            address, requests = _greeting(connection)
+            self._ends.append((self._ucx.endpoint(address), requests, answers))
 
-    def _exchange(
-        self, pieces: Pieces, targets: list[list[Any]], in_flight: int, meanwhile: Callable[[], object]
-    ) -> None:
+    def _exchange(self, pieces: Pieces, targets: Targets, in_flight: int, meanwhile: Work) -> None:
         ucx, kept, open_ = self._ucx, [], []
         left = [list(zip(sizes, parts, strict=True)) for sizes, parts in zip(pieces, targets, strict=True)]
 
@@ -336,11 +341,11 @@ def _serve_ucx(listening: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError):
             connection = _accepted(listening)
             connection.setblocking(True)
-            length, answers = _GREETING.unpack(_exactly(connection, _GREETING.size))
-            endpoint = ucx.endpoint(bytes(_exactly(connection, length)))
+            address, answers = _greeting(connection)
+            endpoint = ucx.endpoint(address)
             requests, room = len(kept), np.empty(_LONGEST_REQUEST, dtype=np.uint8)
             clients.append((endpoint, requests, answers, ucx.receive(endpoint, room, requests), room))
-            connection.sendall(_GREETING.pack(len(ucx.address), requests) + ucx.address)
+            _greet(connection, ucx.address, requests)
             kept.append(connection)
             anything = True
         ucx.drive(anything)
@@ -359,8 +364,8 @@ class NixlBare(Bare):
         self._agent = new_agent(f"bare-{os.getpid()}", loopback=all(h == "127.0.0.1" for h, _ in addresses))
         self._owners = []
         for connection in self.sockets:
-            length, base = _GREETING.unpack(_exactly(connection, _GREETING.size))
-            name = self._agent.add_remote_agent(bytes(_exactly(connection, length)))
+            described, base = _greeting(connection)
+            name = self._agent.add_remote_agent(described)
             self._owners.append((name.decode() if isinstance(name, bytes) else name, base))
         self._registered: dict[int, Any] = {}
         self._handles: dict[tuple[int, int, int], Any] = {}
@@ -372,9 +377,7 @@ class NixlBare(Bare):
         room = self.wall[peer]
         self._registered[peer] = self._register(self._agent, room.ctypes.data, room.nbytes)
 
-    def _exchange(
-        self, pieces: Pieces, targets: list[list[Any]], in_flight: int, meanwhile: Callable[[], object]
-    ) -> None:
+    def _exchange(self, pieces: Pieces, targets: Targets, in_flight: int, meanwhile: Work) -> None:
         # All that comes from one owner is one read, unless some are asked for at a time.
         left: list[tuple[int, int, int]] = []
         for peer, parts in enumerate(targets):
@@ -410,18 +413,16 @@ class NixlBare(Bare):
         key = (peer, first, size)
         if key not in self._handles:
             owner, base = self._owners[peer]
+            ends = (("NIXL_INIT_AGENT", self.wall[peer].ctypes.data), (owner, base))
             lists = [
-                self._agent.prep_xfer_dlist(name, np.array([[at, size, 0, size, 1]], dtype=np.uint64), "DRAM")
-                for name, at in (
-                    ("NIXL_INIT_AGENT", self.wall[peer].ctypes.data + first),
-                    (owner, base + first),
+                self._agent.prep_xfer_dlist(
+                    n, np.array([[b + first, size, 0, size, 1]], dtype=np.uint64), "DRAM"
                 )
+                for n, b in ends
             ]
             place = np.zeros(1, dtype=np.int32)
-            self._handles[key] = (
-                self._agent.make_prepped_xfer("READ", lists[0], place, lists[1], place),
-                lists,
-            )
+            made = self._agent.make_prepped_xfer("READ", lists[0], place, lists[1], place)
+            self._handles[key] = (made, lists)
         handle = self._handles[key][0]
         self._agent.transfer(handle, b"r")
         return handle
@@ -440,8 +441,7 @@ def _serve_nixl(listening: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError):
             connection = _accepted(listening)
             connection.setblocking(True)
-            described = agent.get_agent_metadata()
-            connection.sendall(_GREETING.pack(len(described), data.ctypes.data) + described)
+            _greet(connection, agent.get_agent_metadata(), data.ctypes.data)
             kept.append(connection)
         now = time.monotonic()
         if agent.get_new_notifs():

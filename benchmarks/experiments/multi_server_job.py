@@ -27,8 +27,7 @@ class Job:
     """Ranks, each with a shard of its own.
 
     nodes: of each rank. Ranks of the same node share memory. carrier: what rows of other nodes come over, ours and the
-    bare ones; None where there are none. environment: variables for all processes. patience: seconds that an answer may
-    take.
+    bare ones; None where there are none. patience: seconds that an answer may take.
     """
 
     def __init__(
@@ -57,43 +56,29 @@ class Job:
                     pool.submit(PeerProcess, command, patience=patience, folder=machine.ROOT)
                     for command in commands
                 ]
-                for future in concurrent.futures.as_completed(started):
-                    if future.exception() is None:
-                        self._processes.append(future.result())
+            self._processes = [future.result() for future in started if future.exception() is None]
             for future in started:
                 future.result()
-            self._processes = [future.result() for future in started]
-            self.ranks = self._processes[: len(nodes)]
-            self._join()
+            self.ranks, senders = self._processes[: len(nodes)], self._processes[len(nodes) :]
+            world, store = len(nodes), str(Path(self._folder.name) / "store")
+            self.each("join", [{"rank": rank, "world": world} for rank in range(world)], store=store)
+            if senders:
+                # The next rank's first: it is the one that is asked where one alone is.
+                addresses = [sender.about["address"] for sender in senders]
+                turned = [addresses[rank + 1 :] + addresses[:rank] for rank in range(world)]
+                self.each("bare", [{"addresses": others} for others in turned], carrier=carrier)
         except BaseException:
             self.close()
             raise
 
-    def _join(self) -> None:
-        store = str(Path(self._folder.name) / "store")
-        self.each(
-            "join", [{"rank": rank, "world": len(self.ranks)} for rank in range(len(self.ranks))], store=store
-        )
-        senders = self._processes[len(self.ranks) :]
-        if senders:
-            addresses = [sender.about["address"] for sender in senders]
-            others = [
-                [addresses[other] for other in range(len(addresses)) if other != rank]
-                for rank in range(len(addresses))
-            ]
-            # The next rank's first: it is the one that is asked where one alone is.
-            turned = [each[rank:] + each[:rank] for rank, each in enumerate(others)]
-            self.each("bare", [{"addresses": each} for each in turned], carrier=self.carrier)
-
     def fill(self, workload: str, trajectories: int, seed: int) -> None:
         """Give every rank a shard."""
-        options: list[dict[str, Any]] = []
-        for node in self.nodes:
-            if self.carrier is None:
-                options.append({"options": {}})
-            else:
-                options.append({"options": {"transport": self.carrier, "node": node.name, "host": node.host}})
-        self.each("fill", options, workload=workload, trajectories=trajectories, seed=seed, table=self._mark)
+        options = [
+            {"transport": self.carrier, "node": node.name, "host": node.host} if self.carrier else {}
+            for node in self.nodes
+        ]
+        told = {"workload": workload, "trajectories": trajectories, "seed": seed, "table": self._mark}
+        self.each("fill", [{"options": own} for own in options], **told)
 
     def each(
         self,
@@ -138,8 +123,7 @@ class Subject:
     """Something that the ranks of a job do, as a `Variant`.
 
     kind: of `multi_server_ranks.SUBJECTS`; options: its. first: rank 0 alone does it. window: seconds that a
-    measurement should take. seconds: of every batch of every rank, as measured. figures: mean over the ranks of what
-    they know of it.
+    measurement should take. seconds: of every batch of every rank, as measured. figures: means over the ranks.
     """
 
     job: Job

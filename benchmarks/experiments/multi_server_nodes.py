@@ -21,11 +21,7 @@ class NodesFailed(PeerFailed):
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """Where the processes of one node run.
-
-    name: as `Shards` is told. host: the address on which its servers listen. device: the network device of that
-    address. prefix: what a command is preceded by to run there.
-    """
+    """Where the processes of one node run. host, device: where its servers listen. prefix: of commands there."""
 
     name: str
     host: str

@@ -57,12 +57,10 @@ class Rank:
     def __init__(self) -> None:
         self.rank, self.world = 0, 1
         self.workload: Workload = TINY
-        self.options: dict[str, Any] = {}
         self.data: dict[int, Data] = {}
         self.seed = 0
         self.table: gear.Table | None = None
         self.shards: Any = None
-        self.carrier = ""
         self.senders: multi_server_bare.Bare | None = None
         self.subjects: dict[str, Any] = {}
         self.traffic = Traffic()
@@ -77,29 +75,27 @@ class Rank:
 
     def fill(
         self, workload: str, trajectories: int, seed: int, table: str, options: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    ) -> None:
         """Make a shard with a workload's trajectories, and `Shards` of all ranks' in place of those before."""
         self.empty()
         self.workload, self.seed = WORKLOADS[workload].of(trajectories), seed
         source = self.data_of(self.rank)
         count, steps = self.workload.trajectories, self.workload.steps
-        lengths = np.full(count, steps)
         self.table = gear.Table.create(
             self.workload.schema,
             name=f"{table}-{self.rank}",
             max_steps=count * steps,
             max_trajectories=count,
             block_steps=steps,
-            max_blocks=gear.Table.required_blocks(lengths, steps),
+            max_blocks=count,
         )
+        lengths = np.full(count, steps)
         slots = np.asarray(self.table.extend(source.stacked, lengths=lengths, priority=priorities_of(count)))
         assert (slots == np.arange(count)).all()
         self.shards = Shards(self.table, **options)
-        return {"region_bytes": self.table.region.layout.region_bytes}
 
     def bare(self, carrier: str, addresses: list[tuple[str, int]]) -> None:
         """Connect to the bare senders of the other nodes, in the order of their ranks."""
-        self.carrier = carrier
         if self.senders is not None:
             self.senders.close()
         self.senders = multi_server_bare.open_bare(carrier, addresses) if addresses else None
@@ -241,8 +237,7 @@ class Collect(Subject):
         self._shards = np.array([rank.rank] * local + [others[i % len(others)] for i in range(batch - local)])
         self._records = _all_records(rank)
         self._collector = ShardCollector(rank.shards, rank.windows(), batch_size=batch, device=_CPU)
-        self._ring = [self._collector.buffers() for _ in range(4)]
-        self._turn = 0
+        self._ring = [self._collector.buffers() for _ in range(4)]  # used in turn
 
     def draw(self) -> ShardRows:
         shards = self._random.permutation(self._shards)
@@ -250,8 +245,8 @@ class Collect(Subject):
         return ShardRows(shards, self._records[shards, places], None, None)
 
     def work(self, inputs: ShardRows) -> None:
-        self._turn = (self._turn + 1) % len(self._ring)
-        self._collector.gather(self._ring[self._turn], inputs)
+        self._ring.append(self._ring.pop(0))
+        self._collector.gather(self._ring[-1], inputs)
         inputs.tickets.end()
 
     def check(self) -> None:
@@ -259,7 +254,7 @@ class Collect(Subject):
             poison(buffers.batch)
         rows = self.draw()
         self.work(rows)
-        batch = self._ring[self._turn].batch
+        batch = self._ring[-1].batch
         if not np.array_equal(batch["shard"].numpy(), rows.shards):
             raise Incorrect("rows are of other shards")
         self.rank.expect(batch)
@@ -305,10 +300,7 @@ class BareExchange(Subject):
         if senders is None:
             self._copy.work(None)
         else:
-            senders.exchange(self._pieces, meanwhile=self._meanwhile)
-
-    def _meanwhile(self) -> None:
-        self._copy.work(None)
+            senders.exchange(self._pieces, meanwhile=lambda: self._copy.work(None))
 
     def check(self) -> None:
         if self.rank.senders is not None:
@@ -323,19 +315,18 @@ class Copy(Subject):
         super().__init__(rank)
         self._source = rank.data_of(rank.rank).arena
         words = rows * rank.workload.row_bytes // 4
-        self._ring = [torch.empty(words) for _ in range(4)]
+        self._ring = [torch.empty(words) for _ in range(4)]  # used in turn
         self._room = len(self._source) - words
         self._random = np.random.default_rng([7, rank.rank])
-        self._turn = self._first = 0
 
     def work(self, inputs: Any) -> None:
-        out = self._ring[self._turn]
-        self._turn = (self._turn + 1) % len(self._ring)
+        out = self._ring.pop(0)
+        self._ring.append(out)
         self._first = int(self._random.integers(self._room // 16 + 1)) * 16
         out.copy_(self._source[self._first : self._first + len(out)])
 
     def check(self) -> None:
-        out = self._ring[self._turn]
+        out = self._ring[0]
         out.fill_(float("nan"))
         self.work(None)
         if not torch.equal(out, self._source[self._first : self._first + len(out)]):
@@ -353,7 +344,7 @@ class Batches(Subject):
             batch_size=batch,
             windows=rank.workload.window,
             anchor=rank.workload.anchor,
-            selector=_SELECTORS[selector](),
+            selector=SELECTORS[selector](),
             device="cpu",
             prefetch=0,
             batches_per_epoch=float("inf"),
@@ -399,7 +390,7 @@ class Batches(Subject):
         self._batches.close()  # type: ignore[attr-defined]
 
 
-_SELECTORS: dict[str, Callable[[], Any]] = {
+SELECTORS: dict[str, Callable[[], Any]] = {
     "uniform": gear.Uniform,
     "prioritized": lambda: gear.Prioritized(alpha=0.6, beta=0.4),
     "prioritized, without replacement": lambda: gear.Prioritized(alpha=0.6, beta=0.4, replacement=False),
@@ -408,10 +399,7 @@ _SELECTORS: dict[str, Callable[[], Any]] = {
 
 
 class Fetch(Subject):
-    """Requests to one other node into staging memory, a few of them under way: `fetch` and nothing else.
-
-    rows: of a request. in_flight: requests under way. requests: of a batch.
-    """
+    """Requests of so many rows to one other node into staging memory, a few under way: `fetch` and nothing else."""
 
     def __init__(self, rank: Rank, rows: int, in_flight: int, requests: int) -> None:
         super().__init__(rank)

@@ -3,23 +3,15 @@
 Adding goes on in a table that is full and evicts the oldest trajectories, in shared memory, by 1, 2, 4 and 8 processes
 that attach to it by name; a tenth of its blocks is spare. Whole trajectories (W1: 42,000 bytes each) one by one or in
 batches; single steps through a writer, made a trajectory every 100 steps; the same with several steps at a time. Rates
-are totals over all writers.
+are totals over all writers. The yardstick, memcpy, copies as many bytes in one piece an item, by as many processes,
+into shared memory; torch copies into tensors made before, in one process, with no index and no eviction. Reverb,
+Writer is its older `Writer`, which knows no columns; it has no call for batches of trajectories, TorchRL and cpprb none
+for several processes.
 
-================ =============================================================================================
-memcpy           the yardstick: as many bytes in one piece an item, by as many processes, into shared memory
-ours             `Table.add`, `Table.extend`, `Writer.append` and `commit`
-torch            `copy_` into tensors made before: no index, no eviction, nobody else can see them; one process
-Reverb           `TrajectoryWriter`; whole trajectories as one append, single steps in chunks of a trajectory
-Reverb, Writer   its older `Writer`, which knows no columns     (these four in the interpreters that --peers
-TorchRL          `TensorDictReplayBuffer`, one process           names, each in processes of its own, which
-cpprb            `ReplayBuffer`, one process                     benchmarks/peers/make.sh makes)
-================ =============================================================================================
-
-Reverb has no call for batches of trajectories, TorchRL and cpprb none for several processes. New priorities: 1,024 of
-N by `ReplayDataset.update_priority`, checked against generations, beside a plain numpy assignment. Reading: batches of
-256 whole trajectories by `ReplayDataset.sample` while writers add at full speed. All of it: the same with a reader that
-adds up each batch, and a `SampleToInsertRatio`. Everything is checked before it is timed: what was added is what is
-there, every row that is read under way is whole, and the table's counts agree.
+New priorities: 1,024 of N by `ReplayDataset.update_priority`, checked against generations, beside a plain numpy
+assignment. Reading: batches of 256 whole trajectories by `ReplayDataset.sample` while writers add at full speed. All of
+it: the same with a reader that adds up each batch, and a `SampleToInsertRatio`. Everything is checked before it is
+timed: what was added is what is there, every row that is read under way is whole, and the table's counts agree.
 """
 
 from __future__ import annotations
@@ -38,9 +30,9 @@ import typer
 import gear_loader as gear
 from benchmarks.experiments.adding import Crew, Group, Setting, TableCache, crews_of, inserting, specify
 from benchmarks.experiments.select_subjects import Biased, DatasetSubject, Peer, TreeSubject, Truth, draw_many
-from benchmarks.harness import Incorrect, Session, Variant
+from benchmarks.harness import Incorrect, Medians, Session, Variant
 from benchmarks.options import command as as_command
-from benchmarks.options import numbers, some_of
+from benchmarks.options import numbers, option, some_of
 from benchmarks.peers.catalog import started
 from benchmarks.peers.online import MODES, trajectories_of
 from benchmarks.peers.process import PeerFailed
@@ -58,6 +50,9 @@ UPDATE = 1024
 UPDATES = 10_000_000
 """New priorities a second that ours should reach."""
 
+Trajectories = option(int, f"Of W1 in a table: {TRAJECTORIES:,} by default.", min=512)
+Items = option(str, "Items whose priorities are set: 1e5,1e6 by default.")
+
 
 @as_command("online", repeats=(2, 9))
 def command(
@@ -66,13 +61,9 @@ def command(
         ",".join(PARTS)
     ),
     writers: Annotated[str | None, typer.Option(help="Numbers of writers: 1,2,4,8 by default.")] = None,
-    trajectories: Annotated[
-        int | None, typer.Option(min=512, help=f"Of W1 in a table: {TRAJECTORIES:,} by default.")
-    ] = None,
+    trajectories: Trajectories = None,
     block_steps: Annotated[int, typer.Option(min=1, help="Steps of a block.")] = 100,
-    items: Annotated[
-        str | None, typer.Option(help="Items whose priorities are set: 1e5,1e6 by default.")
-    ] = None,
+    items: Items = None,
     seconds: Annotated[float | None, typer.Option(min=0.01, help="Of a measurement: 0.4 by default.")] = None,
 ) -> None:
     """Adding, setting priorities, and reading while others write."""
@@ -153,32 +144,33 @@ def prioritizing(session: Session, setting: Setting) -> None:
             "ours": functools.partial(_Updates, truth),
             "ours, the tree alone": functools.partial(TreeSubject, truth),
         }
-        mine = set(kinds)
+        mine, variants = set(kinds), []
         with contextlib.ExitStack() as stack:
             for name, variant in _UPDATERS.items():
                 with contextlib.suppress(PeerFailed):  # that it is missing has been said
-                    process = stack.enter_context(
-                        contextlib.closing(started(session.pythons, "select", variant))
-                    )
+                    process = started(session.pythons, "select", variant)
+                    stack.callback(process.close)
                     kinds[name] = functools.partial(Peer, process, variant, truth)
-            variants = []
             for name, build in kinds.items():
-                try:
-                    subject = build()
-                    stack.callback(subject.close)
-                    made = _updating(session, setting, truth, name, subject, label)
-                    variants.append(dataclasses.replace(made, required=name in mine))
-                except (Incorrect, PeerFailed) as error:
-                    if name in mine:
-                        raise Incorrect(f"{name}, {label}: {error}") from error
-                    session.leave(f"{name}, {label}", str(error))
+                made = functools.partial(_updating, session, setting, truth, name, build, label, stack)
+                if (found := session.attempt(f"{name}, {label}", made, required=name in mine)) is not None:
+                    variants.append(dataclasses.replace(found, required=name in mine))
             parameters = {"items": items, "batch": UPDATE, "item": "priority"}
             session.compare("update", label, variants, ASSIGN, parameters, unit="rows")
 
 
 def _updating(
-    session: Session, setting: Setting, truth: Truth, name: str, subject: Subject, label: str
+    session: Session,
+    setting: Setting,
+    truth: Truth,
+    name: str,
+    build: Callable[[], Subject],
+    label: str,
+    stack: contextlib.ExitStack,
 ) -> Variant:
+    subject = build()
+    stack.callback(subject.close)
+
     def update(items: np.ndarray, values: np.ndarray) -> None:
         subject.update(subject.chosen(items), subject.values(values))
 
@@ -193,12 +185,8 @@ def _updating(
             session.leave(f"{name}, {label}", f"inexact: {error}")
     random = np.random.default_rng(setting.seed)
 
-    def measure(batches: int) -> float:
-        own = getattr(subject, "measure", None)
-        if own is not None:
-            return float(own("update", UPDATE, batches))
-        return measure_here(subject, "update", UPDATE, batches, random)
-
+    timed = getattr(subject, "measure", lambda *told: measure_here(subject, *told, random))
+    measure = functools.partial(timed, "update", UPDATE)
     once = min(measure(4) for _ in range(3)) / 4
     batches = max(4, min(512, round(setting.window / 8 / once)))
     limit = UPDATE / UPDATES if name == "ours" else None
@@ -207,10 +195,7 @@ def _updating(
 
 
 class Reader:
-    """`ReplayDataset.sample` of whole trajectories, in this process.
-
-    table: what writers of `spec` write into. writers: how many of them have written at most.
-    """
+    """`ReplayDataset.sample` of whole trajectories, of what so many writers of `spec` write into a table."""
 
     def __init__(
         self, table: gear.Table, spec: Mapping[str, Any], selector: Any, *, batch: int, writers: int
@@ -281,8 +266,7 @@ def _beside(setting: Setting, crew: Crew, table: gear.Table, selector: Any, writ
     most = max(1, *setting.readers_writers)
     fresh = Group(crew, spec, "whole", most, table=table)  # every process has its mapping paged in
     reader = Reader(table, spec, selector, batch=setting.rows, writers=most)
-    beside: list[float] = []
-    alone: list[float] = []
+    seen = Medians()
 
     def group() -> Group | None:
         return Group(crew, spec, "whole", writers, table=table, fill=False) if writers else None
@@ -301,7 +285,7 @@ def _beside(setting: Setting, crew: Crew, table: gear.Table, selector: Any, writ
         if others is None:
             begin = time.monotonic()
         else:
-            alone.append(1 / others.measure(setting.window / 2))
+            alone = 1 / others.measure(setting.window / 2)
             begin = others.start(setting.window + 0.1) + 0.05  # they are at work before and after
         reader.read()
         time.sleep(max(0.0, begin - time.monotonic()))
@@ -309,20 +293,12 @@ def _beside(setting: Setting, crew: Crew, table: gear.Table, selector: Any, writ
         count = reader.until(begin + setting.window)
         seconds = (time.monotonic() - begin) / count
         if others is not None:
-            beside.append(others.rate())
+            seen.note(trajectories_per_s=others.rate(), trajectories_per_s_without_reader=alone)
         return seconds
-
-    def extras() -> dict[str, float]:
-        if not beside:
-            return {}
-        return {
-            "trajectories_per_s": float(np.median(beside)),
-            "trajectories_per_s_without_reader": float(np.median(alone)),
-        }
 
     count = setting.rows * setting.workload.steps * setting.step_bytes
     name = f"{writers} {'writer' if writers == 1 else 'writers'}"
-    return Variant(name, measure, check, count, 1, {"writers": writers}, extras=extras)
+    return Variant(name, measure, check, count, 1, {"writers": writers}, extras=seen)
 
 
 def looping(session: Session, setting: Setting, crew: Crew, tables: TableCache) -> None:
@@ -340,9 +316,8 @@ def looping(session: Session, setting: Setting, crew: Crew, tables: TableCache) 
                 limiter = SampleToInsertRatio(ratio, least, 4.0 * max(setting.rows, ratio))
             place = tables.table(workload, block_steps=setting.block_steps, limiter=limiter)
             table = stack.enter_context(place)
-            for number in range(
-                least
-            ):  # as many as there must be before anything is drawn, of the first writer's
+            # As many as there must be before anything is drawn, of the first writer's.
+            for number in range(least):
                 table.add(source.trajectory(number % spec["sources"]))
             variants.append(_loop(setting, spec, crew, table, ratio))
         parameters = {"batch": setting.rows, "writers": 2, "item": "batch", **setting.parameters(workload)}
@@ -353,7 +328,7 @@ def _loop(
     setting: Setting, spec: Mapping[str, Any], crew: Crew, table: gear.Table, ratio: int | None
 ) -> Variant:
     reader = Reader(table, spec, gear.Uniform(), batch=setting.rows, writers=2)
-    seen: dict[str, list[float]] = {}
+    seen = Medians()
 
     def turn(seconds: float, look: bool = False) -> float | None:
         group = Group(crew, spec, "whole", 2, table=table, fill=False)
@@ -366,13 +341,12 @@ def _loop(
         if not count:
             return None
         inserted, sampled = after.num_inserted - before.num_inserted, after.num_sampled - before.num_sampled
-        for name, value in (
-            ("trajectories_per_s", inserted / seconds),
-            ("rows_per_trajectory", sampled / max(inserted, 1)),
-            ("writers_waiting", (after.insert_wait - before.insert_wait) / seconds / 2),
-            ("reader_waiting", (after.sample_wait - before.sample_wait) / seconds),
-        ):
-            seen.setdefault(name, []).append(value)
+        seen.note(
+            trajectories_per_s=inserted / seconds,
+            rows_per_trajectory=sampled / max(inserted, 1),
+            writers_waiting=(after.insert_wait - before.insert_wait) / seconds / 2,
+            reader_waiting=(after.sample_wait - before.sample_wait) / seconds,
+        )
         return seconds / count
 
     def measure() -> float:
@@ -394,12 +368,5 @@ def _loop(
         seen.clear()
 
     count = setting.rows * setting.workload.steps * setting.step_bytes
-    return Variant(
-        "no limit" if ratio is None else f"{ratio} {'row' if ratio == 1 else 'rows'} a trajectory",
-        measure,
-        check,
-        count,
-        1,
-        {"samples_per_insert": ratio},
-        extras=lambda: {name: float(np.median(values)) for name, values in seen.items()},
-    )
+    name = "no limit" if ratio is None else f"{ratio} {'row' if ratio == 1 else 'rows'} a trajectory"
+    return Variant(name, measure, check, count, 1, {"samples_per_insert": ratio}, extras=seen)

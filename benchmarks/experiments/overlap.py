@@ -1,16 +1,9 @@
 """``python -m benchmarks overlap``: how much a training step slows down with the loader beside it.
 
-On the CPU, a small network trains on batches of W1's columns, 20 steps a row:
-
-===================== ========================================================================================
-alone                 the yardstick: the batch is there; the same one in every step
-ours, ...             `ReplayDataset` with prefetch 0 and 2, and through `DataLoader`
-DataLoader, map-style over a map-style dataset, with 0 and with 2 worker processes
-plain torch           `index_select` into buffers that are kept, in line with the training
-===================== ========================================================================================
-
-All use the same number of threads; what a loader does beside the training takes its time from the same cores. A step
-is forward, backward, optimizer, and waiting for the batch. On a GPU: see `overlap_cuda`.
+On the CPU, a small network trains on batches of W1's columns, 20 steps a row; the yardstick is a step with a batch that
+is there, the same one each time. All use the same number of threads; what a loader does beside the training takes its
+time from the same cores. A step is forward, backward, optimizer, and waiting for the batch. On a GPU: see
+`overlap_cuda`.
 """
 
 from __future__ import annotations
@@ -28,9 +21,9 @@ import gear_loader as gear
 from benchmarks import loading
 from benchmarks.experiments import overlap_cuda
 from benchmarks.harness import Incorrect, Session
-from benchmarks.loading import check_dataset
+from benchmarks.loading import check_dataset, check_map_style
 from benchmarks.options import command as as_command
-from benchmarks.options import numbers
+from benchmarks.options import numbers, option
 from benchmarks.training import ALONE, MODELS, Feed, Training, fed, train
 from benchmarks.workloads import W1, Data, Workload, expect
 
@@ -38,13 +31,13 @@ STEPS = 20
 SECONDS = 0.2
 """About how long one measurement takes."""
 
+Batches = option(str, "Batch sizes on the CPU: 32,256,1024 by default.")
+
 
 @as_command("overlap", repeats=(3, 9, 7))
 def command(
     session: Session,
-    batches: Annotated[
-        str | None, typer.Option(help="Batch sizes on the CPU: 32,256,1024 by default.")
-    ] = None,
+    batches: Batches = None,
     trajectories: Annotated[int | None, typer.Option(min=1, help="20,000 by default.")] = None,
 ) -> None:
     """How much a training step slows down with the loader beside it."""
@@ -82,23 +75,25 @@ def _feeds(data: Data, table: gear.Table, batch: int) -> list[Feed]:
         source: Any = DataLoader(dataset, batch_size=None) if loader else dataset
         name = f"ours, prefetch {prefetch}{', DataLoader' if loader else ''}"
         check = functools.partial(check_dataset, data, dataset, source)
-        return Feed(name, lambda: iter(source), check, prefetch=prefetch)
+        return Feed(name, lambda: iter(source), check, {"prefetch": prefetch})
+
+    def map_style(workers: int) -> Feed:
+        loader = loading.map_style(data, batch, workers, numbered=True)
+        check, name = (
+            functools.partial(check_map_style, data, loader),
+            f"DataLoader, map-style, {workers} workers",
+        )
+        return Feed(name, lambda: iter(loader), check, {"workers": workers})
 
     return [
         Feed(ALONE, lambda: itertools.repeat(there), lambda: expect(there, data.expected(rows))),
         ours(0),
         ours(2),
         ours(2, loader=True),
-        _map_style(data, batch, 0),
-        _map_style(data, batch, 2),
+        map_style(0),
+        map_style(2),
         _plain(data, batch),
     ]
-
-
-def _map_style(data: Data, batch: int, workers: int) -> Feed:
-    loader = loading.map_style(data, batch, workers, numbered=True)
-    check = functools.partial(loading.check_map_style, data, loader)
-    return Feed(f"DataLoader, map-style, {workers} workers", lambda: iter(loader), check, workers=workers)
 
 
 def _plain(data: Data, batch: int) -> Feed:

@@ -1,13 +1,8 @@
 """``python -m benchmarks overlap --device cuda``: what a loader beside the training costs it, and what it gets itself.
 
 Two kinds of training work are queued on one stream: products of two bf16 matrices, and steps (forward, backward,
-optimizer) of a small bf16 transformer on batches of W1. Beside each, on another stream and without a pause:
-
-======================= ======================================================================================
-alone                   the yardstick: nothing
-ours, kernel, p programs  the gather kernel on batches of W1 with a grid of p programs
-cudaMemcpyAsync         the copy engine, from contiguous pinned memory
-======================= ======================================================================================
+optimizer) of a small bf16 transformer on batches of W1. Beside each, on another stream and without a pause: nothing
+(the yardstick), the gather kernel on batches of W1 with a grid of p programs, or the copy engine on pinned memory.
 
 `extras` of a row: `slowdown`, time of the work over that of the work alone in the same turn; `gb_per_s`, what the
 loader moved meanwhile; `gb_per_s_alone`, what it moves by itself. A loader that ends before the work is given more to
@@ -50,9 +45,8 @@ TOLERANCE = 1e-2
 class Sizes:
     """What to measure.
 
-    programs: sizes of the gather kernel's grid. batch: rows of a batch. load_bytes: bytes of a load: a few batches, or
-    a copy. matrix, products: rows and columns of the matrices, and products of a measurement. width, layers, heads: of
-    the transformer. steps: training steps of a measurement.
+    programs: sizes of the gather kernel's grid. load_bytes: of a load: a few batches, or a copy. matrix, products: rows
+    and columns of the matrices, and products of a measurement. width, layers, heads: of the transformer. steps: of it.
     """
 
     programs: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 132)
@@ -105,22 +99,18 @@ def _compare(
 class _Products:
     """Products of two random bf16 matrices: `launch` queues `units` of them, of `amount` rows each."""
 
-    def __init__(self, engine: Engine, sizes: Sizes) -> None:
-        size = sizes.matrix
-        self.name = "bf16 products"
-        self.parameters = {"matrix": size}
-        self.amount, self.units = size, sizes.products
-        self._engine = engine
-        self._left, self._right = (
-            torch.randn(size, size, device=engine.device, dtype=torch.bfloat16) for _ in range(2)
-        )
-        self._out = torch.empty_like(self._left)
-        self._queue: Launch | None = None
+    name = "bf16 products"
 
-    def launch(self) -> None:
-        if self._queue is None:
-            self._queue = self._engine.queue([self._multiply] * self.units)
-        self._queue()
+    def __init__(self, engine: Engine, sizes: Sizes) -> None:
+        self.amount, self.units = sizes.matrix, sizes.products
+        self.parameters = {"matrix": sizes.matrix}
+        self._engine, shape = engine, (sizes.matrix, sizes.matrix)
+        made = (torch.randn(shape, device=engine.device, dtype=torch.bfloat16) for _ in range(3))
+        self._left, self._right, self._out = made
+
+    @functools.cached_property
+    def launch(self) -> Launch:
+        return self._engine.queue([self._multiply] * self.units)
 
     def check(self) -> None:
         self._engine.synchronize()
@@ -145,8 +135,9 @@ def _training(engine: Engine, sizes: Sizes) -> Training:
 class _Steps:
     """Training steps of a transformer on a batch that is there."""
 
+    name = "transformer steps"
+
     def __init__(self, engine: Engine, data: Data, sizes: Sizes) -> None:
-        self.name = "transformer steps"
         self.parameters = {"width": sizes.width, "layers": sizes.layers}
         self.amount, self.units = sizes.batch, sizes.steps
         self._engine, self._training = engine, _training(engine, sizes)
@@ -179,16 +170,11 @@ class _Kernel:
         self.parameters = {"programs": programs}
         self._engine, self._rows = engine, rows
         self._launches = [launch(rows, i, programs) for i in range(len(rows.slots))]
-        self.bytes = rows.bytes * len(self._launches)
-        self._queue: Launch | None = None
+        self.bytes, self.refresh = rows.bytes * len(self._launches), rows.refresh
 
-    def refresh(self) -> None:
-        self._rows.refresh()
-
-    def launch(self) -> None:
-        if self._queue is None:
-            self._queue = self._engine.queue(self._launches)
-        self._queue()
+    @functools.cached_property
+    def launch(self) -> Launch:
+        return self._engine.queue(self._launches)
 
     def check(self) -> None:
         self._engine.synchronize()
@@ -205,9 +191,7 @@ class _Copy:
         self.name, self.bytes = YARDSTICK, self._copies.bytes
         self.parameters: dict[str, Any] = {}
         self.launch, self.check = self._copies.copy, self._copies.compare
-
-    def refresh(self) -> None:
-        pass
+        self.refresh = lambda: None
 
 
 _Load = _Kernel | _Copy
@@ -227,10 +211,7 @@ def moved(ends: Sequence[float], seconds: float) -> float:
 
 
 class _Pair:
-    """A piece of work and a load beside it.
-
-    rates: bytes a second that the load moved during the work, of each measurement.
-    """
+    """A piece of work and a load beside it. rates: bytes a second that the load moved, of each measurement."""
 
     def __init__(self, engine: Engine, work: _Work, load: _Load) -> None:
         self._engine, self._work, self._load = engine, work, load
@@ -250,11 +231,7 @@ class _Pair:
         work.check()
         load.check()
 
-        def four() -> None:
-            for _ in range(4):
-                load.launch()
-
-        self.alone = 4 * load.bytes / engine.timed(four)
+        self.alone = 4 * load.bytes / engine.timed(lambda: [load.launch() for _ in range(4)])
 
     def measure(self) -> float:
         self._load.refresh()
@@ -277,36 +254,34 @@ class _Pair:
 def _beside(engine: Engine, work: _Work, loads: Sequence[_Load]) -> list[Variant]:
     clock = Clock()
 
+    def alone() -> float:
+        return engine.timed(work.launch)
+
     def check() -> None:
         work.launch()
         work.check()
 
-    def alone() -> float:
-        seconds = engine.timed(work.launch)
-        clock.note(ALONE, seconds, 0.0)
-        return seconds
-
-    def slowdown(name: str) -> dict[str, float]:
-        return {"slowdown": clock.slowdown(name)}
-
-    def variant(load: _Load) -> Variant:
-        pair = _Pair(engine, work, load)
+    def variant(load: _Load | None) -> Variant:
+        pair = None if load is None else _Pair(engine, work, load)
+        name = ALONE if load is None else load.name
 
         def measure() -> float:
-            seconds = pair.measure()
-            clock.note(load.name, seconds, 0.0)
+            seconds = alone() if pair is None else pair.measure()
+            clock.note(name, seconds, 0.0)
             return seconds
 
         def extras() -> dict[str, float]:
-            rate = float(np.median(pair.rates)) / 1e9
-            return {**slowdown(load.name), "gb_per_s": rate, "gb_per_s_alone": pair.alone / 1e9}
+            found = {"slowdown": clock.slowdown(name)}
+            if pair is not None:
+                found["gb_per_s"] = float(np.median(pair.rates)) / 1e9
+                found["gb_per_s_alone"] = pair.alone / 1e9
+            return found
 
-        return Variant(
-            load.name, measure, pair.check, work.amount, work.units, load.parameters, extras=extras
-        )
+        told = {} if load is None else load.parameters
+        checked = check if pair is None else pair.check
+        return Variant(name, measure, checked, work.amount, work.units, told, extras=extras)
 
-    first = Variant(ALONE, alone, check, work.amount, work.units, extras=lambda: slowdown(ALONE))
-    return [first, *(variant(load) for load in loads)]
+    return [variant(load) for load in (None, *loads)]
 
 
 def _feeds(engine: Engine, data: Data, table: gear.Table, sizes: Sizes) -> list[Feed]:
@@ -317,7 +292,7 @@ def _feeds(engine: Engine, data: Data, table: gear.Table, sizes: Sizes) -> list[
         dataset = loading.dataset(data, table, sizes.batch, **options)
         name = f"ours, prefetch {prefetch}" + ("" if programs is None else f", {programs} programs")
         check = functools.partial(check_dataset, data, dataset, dataset)
-        return Feed(name, lambda: iter(dataset), check, prefetch=prefetch, programs=programs)
+        return Feed(name, lambda: iter(dataset), check, {"prefetch": prefetch, "programs": programs})
 
     def staging() -> Iterator[Any]:
         while True:

@@ -27,9 +27,10 @@ import numpy as np
 import torch
 import typer
 from rich.console import Console
+from rich.table import Table
 
 import gear_loader as gear
-from benchmarks.experiments.multi_server_ranks import WORKLOADS
+from benchmarks.experiments import multi_server_ranks as ranks
 from benchmarks.harness import RESULTS
 from benchmarks.showing import grid, size
 from gear_loader.distributed import exchange as exchanges
@@ -45,12 +46,7 @@ from gear_loader.selection.selectors import Draw
 Array = np.ndarray[Any, Any]
 
 WORLDS = (2, 8, 32, 64, 128, 256, 512, 1024)
-SELECTORS: dict[str, Any] = {
-    "uniform": gear.Uniform(),
-    "prioritized": gear.Prioritized(alpha=0.6, beta=0.4),
-    "prioritized, without replacement": gear.Prioritized(alpha=0.6, beta=0.4, replacement=False),
-    "top": gear.TopK(),
-}
+SELECTORS = {name: make() for name, make in ranks.SELECTORS.items()}
 MERGED = ("prioritized, without replacement", "top")
 _SHARD = 100_000  # trajectories of a shard, where only their number counts
 _MORE, _MARGIN = 32, 1.5  # candidates of a shard, as `CandidateDrawing` asks for them
@@ -60,8 +56,8 @@ _MORE, _MARGIN = 32, 1.5  # candidates of a shard, as `CandidateDrawing` asks fo
 class Network:
     """What a message costs.
 
-    alpha: seconds of a message, on the side that waits longer; beta: seconds of a byte. cores: that the ranks of this
-    exchange share; None if each has its own. start: seconds that any exchange takes.
+    alpha: seconds of a message, on the side that waits longer; beta: of a byte; start: of any exchange. cores: that the
+    ranks of this exchange share; None if each has its own.
     """
 
     alpha: float
@@ -117,10 +113,7 @@ def seconds(network: Network, world: int, schedule: Sequence[Round]) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Fit:
-    """The loopback device as the rows have it.
-
-    points: (world, bytes from each to each, measured seconds, fitted seconds).
-    """
+    """The loopback device as the rows have it; (world, bytes from each to each, measured and fitted seconds)."""
 
     network: Network
     points: list[tuple[int, int, float, float]]
@@ -148,16 +141,12 @@ def fit(rows: Iterable[Mapping[str, Any]]) -> Fit | None:
             break
         kept = [place for place in kept if answer[place] >= 0]
     network = Network(float(answer[1]), float(answer[2]), cores, float(answer[0]))
-    points = [
-        (
-            int(world),
-            int(count),
-            float(value),
-            seconds(network, int(world), rounds("pairwise", int(world), count)),
-        )
-        for world, count, value in zip(worlds, each, taken, strict=True)
+    fitted = [
+        seconds(network, int(world), rounds("pairwise", int(world), int(count))) for world, count in found
     ]
-    return Fit(network, points)
+    return Fit(
+        network, [(*key, float(value), one) for key, value, one in zip(found, taken, fitted, strict=True)]
+    )
 
 
 def message_bytes(selector: str, world: int, batch: int) -> dict[str, float]:
@@ -181,20 +170,17 @@ def message_bytes(selector: str, world: int, batch: int) -> dict[str, float]:
 class Played(SingleProcess):
     """The exchange of rank 0, with the other ranks made up: each has this rank's shard summary, and sends its rows.
 
-    took: seconds spent here.
+    took: seconds spent here. batch: rows a rank of the next exchanges.
     """
 
     def __init__(self, world: int, mass: float, leaves: Array) -> None:
         self.rank, self.size = 0, world
-        self.took = 0.0
+        self.took, self.batch = 0.0, 0
         self._record = record_dtype(0)
         self._first = 16 + -(-world // 8)
         self._summary: Array = np.zeros(1, dtype=SUMMARY)
-        self._summary["mass"], self._summary["least"], self._summary["batch_least"] = (
-            mass,
-            leaves[-1],
-            leaves[-1],
-        )
+        for name, value in (("mass", mass), ("least", leaves[-1]), ("batch_least", leaves[-1])):
+            self._summary[name] = value
         pool: Array = np.zeros(len(leaves), dtype=self._record)
         pool["id"], pool["slot"], pool["leaf"] = np.arange(len(pool)), np.arange(len(pool)), leaves
         pool["time"] = np.cumsum(np.random.default_rng(3).exponential(size=len(pool))) / mass
@@ -207,7 +193,7 @@ class Played(SingleProcess):
         if failure is not None:
             raise failure
         answers = [parts[0]]
-        updates = Outbox(list(range(self.size)), self.size).capacity(self._count) * UPDATE.itemsize
+        updates = Outbox(list(range(self.size)), self.size).capacity(self.batch) * UPDATE.itemsize
         for count in sizes[1:]:
             message = np.zeros(count, dtype=np.uint8)
             at = self._first + self._summary.nbytes
@@ -217,12 +203,6 @@ class Played(SingleProcess):
             answers.append(message)
         self.took += time.thread_time() - began
         return answers
-
-    def expect(self, batch: int) -> None:
-        """The next exchanges are of batches of so many rows a rank."""
-        self._count = batch
-
-    _count = 0
 
 
 def work(selector: str, world: int, batch: int, *, trajectories: int = 10_000, batches: int = 5) -> float:
@@ -248,9 +228,8 @@ def work(selector: str, world: int, batch: int, *, trajectories: int = 10_000, b
         taken = []
         for number in range(batches + 2):
             if number == 0:
-                played.expect(0)
                 selection.known_summaries()
-                played.expect(batch)
+                played.batch = batch
             before, began = played.took, time.thread_time()
             draw = Draw(5, 0, number, 0, batch * world, number=number)
             selection.draw(draw, selection.new_ticket())
@@ -283,19 +262,19 @@ def command(
     if fitted is None:
         console.print("no rows of the collective alone: the loopback device is left out", style="yellow")
     else:
-        _show_fit(console, fitted)
-    _show_messages(console, numbers, batch)
+        console.print(_fitted(fitted))
+    console.print(_messages(numbers, batch))
     taken = {
         name: {world: work(name, world, batch, batches=3 if world > 256 else 5) for world in numbers}
         for name in SELECTORS
     }
-    _show_work(console, taken, batch)
-    _show_exchange(console, numbers, batch, group)
-    _show_limits(console, taken, batch, group, budget / 1e3)
-    _show_resources(console, numbers, batch, group)
+    console.print(_work(taken, batch))
+    console.print(_exchanges(numbers, batch, group))
+    console.print(_limits(taken, batch, group, budget / 1e3))
+    console.print(_resources(numbers, batch, group))
 
 
-def _show_fit(console: Console, fitted: Fit) -> None:
+def _fitted(fitted: Fit) -> Table:
     network = fitted.network
     title = (
         f"Loopback, fitted: start {network.start * 1e6:.0f} µs, alpha {network.alpha * 1e6:.1f} µs a message, "
@@ -305,34 +284,34 @@ def _show_fit(console: Console, fitted: Fit) -> None:
         (str(world), size(count), f"{measured * 1e6:,.0f}", f"{computed * 1e6:,.0f}")
         for world, count, measured, computed in sorted(fitted.points)
     ]
-    console.print(grid(title, ("ranks", "from each to each", "measured, µs", "fitted, µs"), lines))
+    return grid(title, ("ranks", "from each to each", "measured, µs", "fitted, µs"), lines)
 
 
 def _worlds(numbers: Iterable[int]) -> list[str]:
     return [f"W = {number:,}" for number in numbers]
 
 
-def _show_messages(console: Console, numbers: Sequence[int], batch: int) -> None:
+def _messages(numbers: Sequence[int], batch: int) -> Table:
     lines = []
     for name, called in (("prioritized", "uniform, prioritized"), ("top", "top, without replacement")):
         for part in ("fixed", "updates", "records", "all"):
             cells = [size((world - 1) * message_bytes(name, world, batch)[part]) for world in numbers]
             lines.append((called, part, *cells))
     title = f"Bytes that a rank sends with a batch of {batch}, to all others (computed by the code's own functions)"
-    console.print(grid(title, ("selector", "part", *_worlds(numbers)), lines, texts=2))
+    return grid(title, ("selector", "part", *_worlds(numbers)), lines, texts=2)
 
 
-def _show_work(console: Console, taken: Mapping[str, Mapping[int, float]], batch: int) -> None:
+def _work(taken: Mapping[str, Mapping[int, float]], batch: int) -> Table:
     lines = [(name, *(f"{value * 1e3:,.2f}" for value in found.values())) for name, found in taken.items()]
     title = f"Work of one rank for a batch of {batch}, ms (measured, processor time; the other ranks played)"
-    console.print(grid(title, ("selector", *_worlds(next(iter(taken.values())))), lines))
+    return grid(title, ("selector", *_worlds(next(iter(taken.values())))), lines)
 
 
 def _exchange(network: Network, name: str, algorithm: str, world: int, batch: int, group: int) -> float:
     return seconds(network, world, rounds(algorithm, world, message_bytes(name, world, batch)["all"], group))
 
 
-def _show_exchange(console: Console, numbers: Sequence[int], batch: int, group: int) -> None:
+def _exchanges(numbers: Sequence[int], batch: int, group: int) -> Table:
     lines = []
     for name in ("prioritized", "top"):
         for called, network in NETWORKS.items():
@@ -340,12 +319,10 @@ def _show_exchange(console: Console, numbers: Sequence[int], batch: int, group: 
                 taken = (_exchange(network, name, algorithm, world, batch, group) for world in numbers)
                 lines.append((name, called, algorithm, *(f"{value * 1e3:,.2f}" for value in taken)))
     title = f"One exchange of a batch of {batch}, ms (computed, not measured; {group} ranks a node)"
-    console.print(grid(title, ("selector", "network", "algorithm", *_worlds(numbers)), lines, texts=3))
+    return grid(title, ("selector", "network", "algorithm", *_worlds(numbers)), lines, texts=3)
 
 
-def _show_limits(
-    console: Console, taken: Mapping[str, Mapping[int, float]], batch: int, group: int, budget: float
-) -> None:
+def _limits(taken: Mapping[str, Mapping[int, float]], batch: int, group: int, budget: float) -> Table:
     """From which of the sizes on something takes longer than the budget."""
     lines = []
     for name, found in taken.items():
@@ -361,10 +338,10 @@ def _show_limits(
         f"The first W at which it takes more than {budget * 1e3:g} ms (work: measured; exchange: computed, pairwise / "
         "by node; a dash: at none of these)"
     )
-    console.print(grid(title, ("selector", "work", *NETWORKS), lines))
+    return grid(title, ("selector", "work", *NETWORKS), lines)
 
 
-def _show_resources(console: Console, numbers: Sequence[int], batch: int, group: int) -> None:
+def _resources(numbers: Sequence[int], batch: int, group: int) -> Table:
     """What is held, and asked for, beside selection."""
     nodes = {world: math.ceil(world / group) for world in numbers}
     away = {world: max(world - group, 0) for world in numbers}  # ranks, and shards, of other nodes
@@ -383,14 +360,14 @@ def _show_resources(console: Console, numbers: Sequence[int], batch: int, group:
     }
     found = {name: [cell(world) for world in numbers] for name, cell in of.items()}
     for name in ("W1", "W2"):
-        row = WORKLOADS[name].row_bytes
+        row = ranks.WORKLOADS[name].row_bytes
         one = {world: min(PART_BYTES, batch * row / (world * hit[world])) for world in numbers}
         staged = {world: 2 * away[world] * 2 ** math.ceil(math.log2(one[world])) for world in numbers}
         found[f"{name}: requests of a batch"] = [f"{away[world] * hit[world]:,.0f}" for world in numbers]
         found[f"{name}: bytes of a request"] = [size(one[world]) if away[world] else "–" for world in numbers]
         found[f"{name}: staging of a server"] = [size(staged[world]) for world in numbers]
     title = f"Beside selection (computed; {group} ranks a node, {_SHARD:,} trajectories a shard, batch {batch} a rank)"
-    console.print(grid(title, ("what", *_worlds(numbers)), [(name, *cells) for name, cells in found.items()]))
+    return grid(title, ("what", *_worlds(numbers)), [(name, *cells) for name, cells in found.items()])
 
 
 def _by_node(selector: str) -> str:

@@ -1,25 +1,14 @@
 """``python -m benchmarks select``: drawing by priority and setting new priorities, against the number of items.
 
 Three operations: draw a batch with replacement; update a batch of items with new priorities (uniformly random items);
-and the cycle, which is what training does: draw a batch, then update what was drawn. On the CPU:
-
-====================== =======================================================================================
-ours, tree             the yardstick: `PriorityTree`, sums only, as weights relative to the batch need them
-ours, with extremes    `PriorityTree` that also keeps minima and maxima, for weights relative to the table and for TopK
-ours, dataset          `ReplayDataset.sample` and `update_priority`, with weights and a batch of one int32 column
-torch.multinomial      in float64; refuses more than 2**24 items
-cumsum, torch / numpy  running sums over all items at each draw, and a search in them
-TorchRL tree           its C++ trees: 32-bit sums and minima        (these four in the interpreters that --peers
-TorchRL sampler        its `PrioritizedSampler`, with weights        names, each in a process of its own, which
-cpprb                  its buffer of one int32 column, with weights  also times it: benchmarks/peers/make.sh
-Tianshou tree          its numba tree, sums only                     makes them)
-====================== =======================================================================================
+and the cycle, which is what training does: draw a batch, then update what was drawn. The yardstick on the CPU is our
+`PriorityTree` with sums only, as weights relative to the batch need them; with extremes it also keeps minima and
+maxima, for weights relative to the table and for TopK. Peers run in processes of their own, which also time them.
 
 All start with the same priorities, uniform in (0, 1]. Those with weights raise them to alpha = 0.6, the others take
 them as they are. Before anything is timed, the draws of each are compared with the priorities by frequency, at the
 start and after an update. A variant of others that is off by a little (no bin of items by more than a quarter) is timed
-all the same and marked by a star; its rows say by how much, in `parameters`: `bias`. On a GPU: see
-`select_cuda`.
+all the same and marked by a star; its rows say by how much, in `parameters`: `bias`. On a GPU: see `select_cuda`.
 """
 
 from __future__ import annotations
@@ -27,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -52,11 +41,10 @@ from benchmarks.experiments.select_subjects import (
     check_draws,
     draw_many,
 )
-from benchmarks.harness import Incorrect, Session, Variant, reason
-from benchmarks.options import Device, numbers
+from benchmarks.harness import Incorrect, Session, Variant
+from benchmarks.options import Device, numbers, option
 from benchmarks.options import command as as_command
 from benchmarks.peers.catalog import peers_of, started
-from benchmarks.peers.process import PeerFailed
 from benchmarks.peers.select import ALPHA, BETA, OPERATIONS, Subject, measure
 
 SEED = 3
@@ -67,11 +55,7 @@ TOLERATED = 0.25
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What to measure.
-
-    items, batches: all pairs of these. seconds: about how long one measurement should take. draws: items drawn to check
-    a variant.
-    """
+    """All pairs of items and batches; about the seconds of a measurement; items drawn to check a variant."""
 
     items: tuple[int, ...]
     batches: tuple[int, ...]
@@ -79,12 +63,13 @@ class Sizes:
     draws: int = 1 << 16
 
 
+Items = option(str, "Numbers of items, for example 1e4,1e6. Up to 1e8 by default.")
+
+
 @as_command("select", repeats=(3, 9), device=Device.auto)
 def command(
     session: Session,
-    sizes: Annotated[
-        str | None, typer.Option(help="Numbers of items, for example 1e4,1e6. Up to 1e8 by default.")
-    ] = None,
+    sizes: Items = None,
     batches: Annotated[str | None, typer.Option(help="Batch sizes: 32,256,1024,4096 by default.")] = None,
 ) -> None:
     """Drawing by priority and updating, against the number of items and the batch size."""
@@ -106,30 +91,25 @@ def command(
 
 
 def cpu_kinds() -> list[Kind]:
-    def kind(name: str, made: Any, **options: Any) -> Kind:
-        return Kind(name, made, made.item_bytes, **options)
-
-    return [
-        kind(YARDSTICK, TreeSubject, ours=True),
-        kind("ours, with extremes", ExtremesSubject, ours=True),
-        kind("ours, dataset", DatasetSubject, ours=True, **DATASET_MOST),
-        kind("torch.multinomial", Multinomial, **MULTINOMIAL_MOST),
-        kind("cumsum, torch", CumsumTorch),
-        kind("cumsum, numpy", CumsumNumpy),
+    mine: list[tuple[str, Any, dict[str, Any]]] = [
+        (YARDSTICK, TreeSubject, {"ours": True}),
+        ("ours, with extremes", ExtremesSubject, {"ours": True}),
+        ("ours, dataset", DatasetSubject, {"ours": True, **DATASET_MOST}),
+        ("torch.multinomial", Multinomial, MULTINOMIAL_MOST),
+        ("cumsum, torch", CumsumTorch, {}),
+        ("cumsum, numpy", CumsumNumpy, {}),
     ]
+    return [Kind(name, made, made.item_bytes, **options) for name, made, options in mine]
 
 
 def _peer_kinds(session: Session, stack: contextlib.ExitStack) -> Iterator[Kind]:
     """The peers that one of the interpreters has; why the others are missing is noted."""
     for name, peer in peers_of("select").items():
-        try:
-            process = started(session.pythons, "select", name, session.threads)
-        except PeerFailed as error:
-            session.leave(name, str(error))
-            continue
-        stack.callback(process.close)
-        build = functools.partial(Peer, process, name)
-        yield Kind(name, build, peer.item_bytes, parameters={"peer": process.about})
+        launch = functools.partial(started, session.pythons, "select", name, session.threads)
+        if (process := session.attempt(name, launch)) is not None:
+            stack.callback(process.close)
+            build = functools.partial(Peer, process, name)
+            yield Kind(name, build, peer.item_bytes, parameters={"peer": process.about})
 
 
 def measured(session: Session, kinds: Sequence[Kind], sizes: Sizes, *, yardstick: str) -> None:
@@ -157,37 +137,31 @@ def _build(
     session: Session, stack: contextlib.ExitStack, kinds: Sequence[Kind], truth: Truth, sizes: Sizes
 ) -> list[tuple[Kind, Subject]]:
     """Those of the variants that take so many items and are found to be right."""
+
+    def build(kind: Kind, what: str) -> tuple[Kind, Subject]:
+        subject = kind.build(truth)
+        stack.callback(subject.close)
+        try:
+            _check(subject, truth, sizes)
+        except Biased as error:
+            if kind.ours or error.deviation > TOLERATED:
+                raise
+            session.leave(what, str(error), "inexact (*)")
+            kind = dataclasses.replace(kind, parameters={**kind.parameters, "bias": str(error)})
+        return kind, subject
+
     room = 0.8 * machine.available_bytes()
     subjects = []
     for kind in kinds:
-        what = f"{kind.name}, {truth.items:,} items"
+        what, needed = f"{kind.name}, {truth.items:,} items", kind.item_bytes * truth.items
         if kind.most is not None and truth.items > kind.most:
             session.leave(what, kind.why)
-            continue
-        room -= kind.item_bytes * truth.items
-        if room < 0:
-            room += kind.item_bytes * truth.items
-            session.leave(what, f"it needs about {kind.item_bytes * truth.items / 1e9:.0f} GB of memory")
-            continue
-        try:
-            subject = kind.build(truth)
-            stack.callback(subject.close)
-            try:
-                _check(subject, truth, sizes)
-            except Biased as error:
-                if kind.ours or error.deviation > TOLERATED:
-                    raise
-                session.leave(what, str(error), "inexact (*)")
-                kind = dataclasses.replace(kind, parameters={**kind.parameters, "bias": str(error)})
-            subjects.append((kind, subject))
-        except Exception as error:  # of others; with ours, it ends the run
-            if not kind.ours:
-                session.leave(what, reason(error))
-            elif isinstance(error, Incorrect):
-                raise Incorrect(f"{what}: {error}") from error
-            else:
-                raise
-    return subjects
+        elif needed > room:
+            session.leave(what, f"it needs about {needed / 1e9:.0f} GB of memory")
+        else:
+            room -= needed
+            subjects.append(session.attempt(what, lambda k=kind, w=what: build(k, w), required=kind.ours))
+    return [found for found in subjects if found is not None]
 
 
 def _check(subject: Subject, truth: Truth, sizes: Sizes) -> None:
@@ -213,18 +187,17 @@ def _measured(
     label = f"{operation}, {items:,} items, batch {batch}"
     variants = []
     for kind, subject in subjects:
-        try:
-            variants.append(_variant(kind, subject, operation, batch, sizes))
-        except Exception as error:
-            if kind.ours:
-                raise
-            session.leave(f"{kind.name}, {label}", reason(error))
+        made = functools.partial(_variant, kind, subject, operation, batch, sizes)
+        variants.append(session.attempt(f"{kind.name}, {label}", made, required=kind.ours))
+    variants = [variant for variant in variants if variant is not None]
     parameters = {"items": items, "batch": batch, "operation": operation}
     session.compare(operation, label, variants, yardstick, parameters, unit="rows")
 
 
 def _variant(kind: Kind, subject: Subject, operation: str, batch: int, sizes: Sizes) -> Variant:
-    timed = _timed(subject)
+    random = np.random.default_rng(SEED)
+    # Some are timed in another process, or on a device's own clock.
+    timed = getattr(subject, "measure", lambda *told: measure(subject, *told, random))
     once = [timed(operation, batch, 1)]
     while len(once) < 4 and sum(once) < 10 * sizes.seconds:  # a single one may have been disturbed
         once.append(timed(operation, batch, 1))
@@ -241,11 +214,3 @@ def _variant(kind: Kind, subject: Subject, operation: str, batch: int, sizes: Si
     return Variant(
         kind.name, lambda: timed(operation, batch, batches), check, batch, batches, kind.parameters, **more
     )
-
-
-def _timed(subject: Subject) -> Callable[[str, int, int], float]:
-    own = getattr(subject, "measure", None)
-    if own is not None:  # in another process, or on a device's own clock
-        return own  # type: ignore[no-any-return]
-    random = np.random.default_rng(SEED)
-    return lambda operation, batch, batches: measure(subject, operation, batch, batches, random)

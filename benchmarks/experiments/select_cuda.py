@@ -1,16 +1,9 @@
 """``python -m benchmarks select --device cuda``: selection by priority where the training is.
 
-=========================== ==================================================================================
-ours, graph                 the yardstick: `priority.draw` and `priority.update` on a `SumTree`, captured many times
-                            over in one CUDA graph, between CUDA events: what the GPU needs
-ours, eager                 the same, launched one after another: what the host needs is in it
-ours, dataset               `ReplayDataset.sample` and `update_priority` with everything that belongs to them
-torch.multinomial           eager; refuses more than 2**24 items
-cumsum, graph / eager       running sums over all items at each draw, and a search in them
-=========================== ==================================================================================
-
-The counter of the random numbers lies on the GPU and is counted up by an addition in place, within the graph too. The
-eager ones are timed by the clock between two moments at which the GPU is idle, over hundreds of operations.
+The yardstick is `priority.draw` and `priority.update` on a `SumTree`, captured many times over in one CUDA graph,
+between CUDA events: what the GPU needs. The eager ones launch them one after another, so what the host needs is in it:
+they are timed by the clock between two moments at which the GPU is idle, over hundreds of operations. The counter of
+the random numbers lies on the GPU and is counted up by an addition in place, within the graph too.
 """
 
 from __future__ import annotations
@@ -29,6 +22,7 @@ from benchmarks.experiments.select_subjects import (
     DatasetSubject,
     Kind,
     Multinomial,
+    OnDevice,
     Truth,
 )
 from benchmarks.harness import Incorrect
@@ -47,67 +41,46 @@ def kinds(engine: Engine | None = None, launches: int = 64) -> list[Kind]:
     engine = CudaEngine() if engine is None else engine
     device = engine.device
 
-    def graph(made: Callable[[Truth], _Queued]) -> Callable[[Truth], Subject]:
+    def tree(truth: Truth) -> DeviceTree:
+        return DeviceTree(truth, engine)
+
+    def cumsum(truth: Truth) -> CumsumTorch:
+        return CumsumTorch(truth, device)
+
+    def graph(made: Callable[[Truth], Any]) -> Callable[[Truth], Subject]:
         return lambda truth: Graph(engine, made(truth), launches)
 
+    mine: dict[str, Any] = {"ours": True, "limit": LIMITS}
     return [  # memory of the host: what they are built from
-        Kind(YARDSTICK, graph(lambda truth: DeviceTree(truth, engine)), 8, ours=True, limit=LIMITS),
-        Kind("ours, eager", lambda truth: DeviceTree(truth, engine), 8, ours=True, limit=LIMITS),
+        Kind(YARDSTICK, graph(tree), 8, **mine),
+        Kind("ours, eager", tree, 8, **mine),
         Kind(
             "ours, dataset", lambda truth: DatasetSubject(truth, str(device)), 700, ours=True, **DATASET_MOST
         ),
         Kind("torch.multinomial", lambda truth: Multinomial(truth, device), 8, **MULTINOMIAL_MOST),
-        Kind("cumsum, graph", graph(lambda truth: DeviceCumsum(truth, engine)), 8),
-        Kind("cumsum, eager", lambda truth: DeviceCumsum(truth, engine), 8),
+        Kind("cumsum, graph", graph(cumsum), 8),
+        Kind("cumsum, eager", cumsum, 8),
     ]
 
 
-class _Queued(Subject):
-    """A way of selecting that only queues work on the device, so that it can be captured."""
-
-    engine: Engine
-
-    def finish(self) -> None:
-        self.engine.synchronize()
-
-    def values(self, values: np.ndarray) -> Any:
-        return torch.from_numpy(values).to(self.engine.device)
-
-    def chosen(self, items: np.ndarray) -> Any:
-        return torch.from_numpy(items).to(self.engine.device), None
-
-    def found(self, drawn: Any) -> tuple[np.ndarray, np.ndarray | None]:
-        self.finish()
-        return drawn[0].cpu().numpy().copy(), drawn[1].cpu().numpy().copy()
-
-    def leaves(self, items: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-    def verify(self) -> None:
-        """Raise `Incorrect` if something went wrong on the device."""
-
-
-class DeviceTree(_Queued):
+class DeviceTree(OnDevice):
     """`priority.draw` and `priority.update`, which raises to alpha, on a `SumTree`."""
 
     power = ALPHA
 
     def __init__(self, truth: Truth, engine: Engine) -> None:
-        self.items, self.engine = truth.items, engine
-        self._tree = SumTree(truth.items, engine.device)
-        self._tree.leaves[: truth.items] = torch.from_numpy(truth.priorities).to(engine.device).pow(ALPHA)
+        super().__init__(truth, engine.device)
+        self._tree = SumTree(truth.items, self.device)
+        self._tree.leaves[: truth.items] = self.values(truth.priorities).pow(ALPHA)
         priority.build(self._tree)
-        self._random = torch.tensor([_SEED, 0], device=engine.device)
+        self._random = torch.tensor([_SEED, 0], device=self.device)
         self._step = self._random[1:]
-        self._drawn: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._drawn: dict[int, tuple[torch.Tensor, ...]] = {}
 
     def draw(self, batch: int) -> Any:
         if batch not in self._drawn:
-            device = self.engine.device
-            self._drawn[batch] = (
-                torch.empty(batch, dtype=torch.int64, device=device),
-                torch.empty(batch, dtype=torch.float32, device=device),
-            )
+            made = (torch.empty(batch, dtype=d, device=self.device) for d in (torch.int64, torch.float32))
+            self._drawn[batch] = tuple(made)
         self._step.add_(1)
         drawn = self._drawn[batch]
         priority.draw(self._tree, self._random, *drawn)
@@ -120,50 +93,31 @@ class DeviceTree(_Queued):
         return self._tree.leaves[items]
 
     def verify(self) -> None:
+        """Raise `Incorrect` if something went wrong on the device."""
         status = self._tree.status.tolist()
         if status[BAD_POSITION] != NOWHERE or status[EMPTY_DRAWS]:
             raise Incorrect(f"the tree's status is {status}")
 
 
-class DeviceCumsum(CumsumTorch, _Queued):
-    """`CumsumTorch` on the device."""
-
-    def __init__(self, truth: Truth, engine: Engine) -> None:
-        self.engine = engine
-        super().__init__(truth, engine.device)
-
-    def finish(self) -> None:
-        self.engine.synchronize()
-
-    def leaves(self, items: torch.Tensor) -> torch.Tensor:
-        return self._leaves[items]
-
-
 class Graph(Subject):
     """Many operations of a subject as one graph; before each replay all get new priorities, and updates new items.
 
-    Checks by frequency draw eagerly; those of the graph are made when it is captured, once for each operation and
-    batch.
+    Checks by frequency draw eagerly; those of the graph are made when it is captured, for each operation and batch.
     """
 
-    def __init__(self, engine: Engine, subject: _Queued, launches: int) -> None:
+    def __init__(self, engine: Engine, subject: Any, launches: int) -> None:
         self._engine, self._subject, self._launches = engine, subject, launches
         self.items, self.power = subject.items, subject.power
         for name in ("draw", "update", "found", "values", "chosen", "finish"):
             setattr(self, name, getattr(subject, name))
         self._random = np.random.default_rng(_SEED)
-        # Only the last one: a graph keeps its memory.
-        self._key: tuple[str, int] | None = None
-        self._replay: Launch | None = None
-        self._values = self._chosen = torch.empty(0)
-        self._last: Any = None
+        self._key: tuple[str, int] | None = None  # of the last graph alone: each keeps its memory
 
     def measure(self, operation: str, batch: int, batches: int) -> float:
         """Seconds for so many operations, from replays of the graph between events."""
         if self._key != (operation, batch):
             self._capture(operation, batch)
             self._verify(operation, batch)
-        assert self._replay is not None
         seconds, replays = 0.0, -(-batches // self._launches)
         for _ in range(replays):
             self._refresh()
@@ -196,13 +150,13 @@ class Graph(Subject):
 
     def _verify(self, operation: str, batch: int) -> None:
         """Replay twice and see that the last operation did what it should, differently each time."""
-        assert self._replay is not None
         drawn = []
         for _ in range(2):
             self._refresh()
             self._replay()
             self._engine.synchronize()
-            self._subject.verify()
+            if isinstance(self._subject, DeviceTree):
+                self._subject.verify()
             items = self._last[0].cpu().numpy().copy()
             drawn.append(items)
             if ((items < 0) | (items >= self.items)).any():

@@ -23,10 +23,7 @@ _FAR = 8.0  # standard deviations of a chi-square: farther than chance goes
 
 
 class Biased(Incorrect):
-    """Draws are not in proportion to the weights.
-
-    deviation: by which part a bin of items is drawn too often or too seldom, beyond what chance may explain.
-    """
+    """Draws are not in proportion: by this part a bin of items is drawn too often or too seldom, beyond chance."""
 
     def __init__(self, message: str, deviation: float) -> None:
         super().__init__(message)
@@ -37,9 +34,8 @@ class Biased(Incorrect):
 class Kind:
     """A variant before it is built for a number of items.
 
-    name: how rows and tables call it. build: make one. Raises `PeerFailed`. item_bytes: memory that it needs about, for
-    each item. most, why: items that it takes at most, for which reason. ours: whether a wrong result ends the run;
-    others are left out. parameters: for the rows. limit: seconds that a cycle of a batch should take at most, by batch.
+    item_bytes: memory that it needs about, for each item. most, why: items that it takes at most, for which reason.
+    ours: whether a wrong result ends the run; others are left out. limit: batch -> seconds of a cycle, at most.
     """
 
     name: str
@@ -53,10 +49,7 @@ class Kind:
 
 
 class Truth:
-    """The priorities that all variants start with, and how often items should be drawn.
-
-    items: how many. seed: of the priorities.
-    """
+    """The priorities that all variants start with, and how often items should be drawn."""
 
     def __init__(self, items: int, seed: int) -> None:
         self.items, self.seed = items, seed
@@ -80,7 +73,7 @@ class Truth:
                 raise Incorrect("items do not weigh what their priorities say")
         biases = []
         for name, share in shares.items():
-            found = np.bincount(self._bins(slice(None), items)[name], minlength=len(share))
+            found = np.bincount(self._bins(items)[name], minlength=len(share))
             biases.append(_chi_square(found, share, name))
 
         # A few items that weigh as much as all others together.
@@ -104,29 +97,23 @@ class Truth:
     def _expected(self, power: float) -> tuple[float, dict[str, np.ndarray]]:
         """What all items weigh together, and the share of each bin."""
         if power not in self._shares:
-            sums: dict[str, np.ndarray] = {name: np.zeros(count) for name, count in self._counts().items()}
+            sums = {name: np.zeros(count) for name, count in _BINS.items()}
             for part in chunks(self.items):
                 leaves = weighed(self.priorities[part], power)
-                bins = self._bins(part, np.arange(part.start, part.stop))
-                for name, places in bins.items():
+                for name, places in self._bins(np.arange(part.start, part.stop)).items():
                     sums[name] += np.bincount(places, weights=leaves, minlength=len(sums[name]))
             total = float(sums["positions"].sum())
             self._shares[power] = total, {name: values / total for name, values in sums.items()}
         return self._shares[power]
 
-    @staticmethod
-    def _counts() -> dict[str, int]:
-        return {"positions": 64, "positions within 32": 32, "priorities": 16}
-
-    def _bins(self, part: slice, items: np.ndarray) -> dict[str, np.ndarray]:
+    def _bins(self, items: np.ndarray) -> dict[str, np.ndarray]:
         """The bin of each item: by position, which the upper levels of a tree decide; by the last five bits, which
         its leaves do; and by priority."""
-        values = self.priorities[part] if part.start is not None else self.priorities[items]
-        return {
-            "positions": items * 64 // self.items,
-            "positions within 32": items % 32,
-            "priorities": np.minimum((values * 16).astype(np.int64), 15),
-        }
+        levels = np.minimum((self.priorities[items] * 16).astype(np.int64), 15)
+        return dict(zip(_BINS, (items * 64 // self.items, items % 32, levels), strict=True))
+
+
+_BINS = {"positions": 64, "positions within 32": 32, "priorities": 16}
 
 
 def check_draws(items: np.ndarray, leaves: np.ndarray | None, count: int) -> None:
@@ -184,7 +171,29 @@ class ExtremesSubject(TreeSubject):
     extremes = True
 
 
-class DatasetSubject(Subject):
+class OnDevice(Subject):
+    """What it takes and gives are tensors on a device. dtype: of priorities."""
+
+    dtype = torch.float32
+
+    def __init__(self, truth: Truth, device: str | torch.device = "cpu") -> None:
+        self.items, self.device = truth.items, torch.device(device)
+
+    def found(self, drawn: Any) -> tuple[np.ndarray, np.ndarray | None]:
+        return drawn[0].cpu().numpy().copy(), drawn[1].cpu().numpy().copy()
+
+    def values(self, values: np.ndarray) -> Any:
+        return torch.from_numpy(values).to(self.device, self.dtype)
+
+    def chosen(self, items: np.ndarray) -> Any:
+        return torch.from_numpy(items).to(self.device), None
+
+    def finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+class DatasetSubject(OnDevice):
     """`ReplayDataset.sample` and `update_priority`, end to end.
 
     A table of trajectories of one step with one int32 column. Includes following the table, drawing, importance
@@ -196,8 +205,8 @@ class DatasetSubject(Subject):
     power = ALPHA
 
     def __init__(self, truth: Truth, device: str = "cpu") -> None:
-        count = self.items = truth.items
-        self._device = torch.device(device)
+        super().__init__(truth, device)
+        count = truth.items
         self._table = gear.Table.create(
             {"x": gear.Column(torch.int32, ())}, max_steps=count, max_trajectories=count, block_steps=1
         )
@@ -206,28 +215,21 @@ class DatasetSubject(Subject):
             lengths = np.ones(len(values), dtype=np.int64)
             self._table.extend({"x": values}, lengths=lengths, priority=truth.priorities[part])
         self._dataset = self._made(gear.Prioritized(alpha=ALPHA, beta=BETA, normalize="table"))
-        self._least = weighed(truth.priorities.min(), ALPHA)
-        self._truth: Truth | None = truth
-        self._index = torch.from_numpy(self._table.indices()).to(self._device)
-        generations = self._table.reader().slot_states()[1][self._table.indices()]
-        self._generations = torch.from_numpy(generations).to(self._device)
-        self._check_weights()
+        slots = self._table.indices()
+        generations = self._table.reader().slot_states()[1][slots]
+        self._index, self._generations = (torch.from_numpy(a).to(self.device) for a in (slots, generations))
+        batch = self._dataset.sample(256)
+        drawn = weighed(truth.priorities[batch["index"].cpu().numpy()], ALPHA)
+        expected = (weighed(truth.priorities.min(), ALPHA) / drawn) ** BETA
+        if not np.allclose(batch["priority_weight"].cpu().numpy(), expected, rtol=1e-4):
+            raise Incorrect("the importance weights differ")
 
     def _made(self, selector: gear.Prioritized, batch: int = 1024) -> gear.ReplayDataset:
-        options: dict[str, Any] = {"anchor": "first", "device": self._device, "prefetch": 0}
+        options: dict[str, Any] = {"anchor": "first", "device": self.device, "prefetch": 0}
         windows = gear.Window(1)
         return gear.ReplayDataset(
             self._table, batch_size=batch, windows=windows, selector=selector, **options
         )
-
-    def _check_weights(self) -> None:
-        batch = self._dataset.sample(256)
-        assert self._truth is not None
-        values = self._truth.priorities[batch["index"].cpu().numpy()]
-        expected = (self._least / weighed(values, ALPHA)) ** BETA
-        if not np.allclose(batch["priority_weight"].cpu().numpy(), expected, rtol=1e-4):
-            raise Incorrect("the importance weights differ")
-        self._truth = None
 
     def draw(self, batch: int) -> Any:
         return self._dataset.sample(batch)
@@ -240,22 +242,15 @@ class DatasetSubject(Subject):
             raise Incorrect("the rows are not those of the items drawn")
         return drawn["index"].cpu().numpy().copy(), None
 
-    def values(self, values: np.ndarray) -> Any:
-        return torch.from_numpy(values).to(self._device)
-
     def chosen(self, items: np.ndarray) -> Any:
-        places = torch.from_numpy(items).to(self._device)
+        places = torch.from_numpy(items).to(self.device)
         return {"index": self._index[places], "generation": self._generations[places]}
-
-    def finish(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
 
     def close(self) -> None:
         self._table.close()
 
 
-class Multinomial(Subject):
+class Multinomial(OnDevice):
     """`torch.multinomial`, which refuses more than 2**24 items; an update is a plain assignment.
 
     In float64: in float32, of 10^7 items the sixteenth with the lowest priorities is drawn five times too seldom.
@@ -265,9 +260,8 @@ class Multinomial(Subject):
     dtype = torch.float64
 
     def __init__(self, truth: Truth, device: str | torch.device = "cpu") -> None:
-        self.items = truth.items
-        self._device = torch.device(device)
-        self._leaves = torch.from_numpy(truth.priorities.copy()).to(self._device, self.dtype)
+        super().__init__(truth, device)
+        self._leaves = self.values(truth.priorities.copy())
 
     def draw(self, batch: int) -> Any:
         items = self._items(batch)
@@ -279,18 +273,8 @@ class Multinomial(Subject):
     def update(self, drawn: Any, values: Any) -> None:
         self._leaves[drawn[0]] = values
 
-    def found(self, drawn: Any) -> tuple[np.ndarray, np.ndarray | None]:
-        return drawn[0].cpu().numpy(), drawn[1].cpu().numpy()
-
-    def values(self, values: np.ndarray) -> Any:
-        return torch.from_numpy(values).to(self._device, self.dtype)
-
-    def chosen(self, items: np.ndarray) -> Any:
-        return torch.from_numpy(items).to(self._device), None
-
-    def finish(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
+    def leaves(self, items: torch.Tensor) -> torch.Tensor:
+        return self._leaves[items]
 
 
 class CumsumTorch(Multinomial):
@@ -301,11 +285,11 @@ class CumsumTorch(Multinomial):
 
     def __init__(self, truth: Truth, device: str | torch.device = "cpu") -> None:
         super().__init__(truth, device)
-        self._sums = torch.empty(self.items, dtype=torch.float64, device=self._device)
+        self._sums = torch.empty(self.items, dtype=torch.float64, device=self.device)
 
     def _items(self, batch: int) -> torch.Tensor:
         torch.cumsum(self._leaves, 0, dtype=torch.float64, out=self._sums)
-        mass = torch.rand(batch, dtype=torch.float64, device=self._device) * self._sums[-1]
+        mass = torch.rand(batch, dtype=torch.float64, device=self.device) * self._sums[-1]
         return torch.searchsorted(self._sums, mass, right=True).clamp_(max=self.items - 1)
 
 
@@ -331,10 +315,7 @@ class CumsumNumpy(Subject):
 
 
 class Peer(Subject):
-    """A variant in another process, which also times it; draws and updates from here are for checks.
-
-    process: of the variant. truth: what it is built with.
-    """
+    """A variant in another process, which also times it; draws and updates from here are for checks."""
 
     def __init__(self, process: PeerProcess, variant: str, truth: Truth) -> None:
         self._process = process

@@ -2,18 +2,9 @@
 
 A robot that hops (Hopper-v5) is recorded with behaviours from good to bad; a transformer learns from windows of 20
 steps to do what leads to a given return. Model, optimizer, data and first weights are the same for all, and so are the
-loop and the threads; each loader trains in a process of its own, in turn with the others. The
-loaders are those of `benchmarks/peers/`:
-
-================================ =====================================================================================
-batch ready                      the yardstick: the same training step, with one batch that is there already
-ours                             `ReplayDataset` through `DataLoader(batch_size=None)`, without prefetch and with it
-plain torch                      indexing of whole tensors
-DataLoader, map-style            a window at a time, without workers and with two
-TorchRL                          `SliceSampler` with cached boundaries; its environment has a torch of its own, with
-                                 which the yardstick is measured too
-Reverb, gRPC                     `TrajectoryDataset`, overlapping windows as items, a server on the same machine
-================================ =====================================================================================
+loop and the threads; each loader (of `benchmarks/peers/`) trains in a process of its own, in turn with the others. The
+yardstick is the same training step, with one batch that is there already; TorchRL's environment has a torch of its own,
+with which the yardstick is measured too.
 
 Measured are training steps: how long one takes, and how much of that is waiting for its batch. Batches that were made
 while others were measured do not count: they are thrown away. Then each loader's training starts again and goes on
@@ -41,9 +32,9 @@ import torch
 import typer
 
 from benchmarks.experiments import train_hopper
-from benchmarks.harness import Amount, Incorrect, Session, Variant
+from benchmarks.harness import Amount, Incorrect, Medians, Session, Variant
 from benchmarks.options import command as as_command
-from benchmarks.options import numbers
+from benchmarks.options import numbers, option
 from benchmarks.peers import policy
 from benchmarks.peers.catalog import library_of
 from benchmarks.peers.episodes import WINDOW, Data
@@ -62,18 +53,17 @@ _QUICK: Mapping[str, Any] = {
     "goal": 0.2,
 }
 
+Goal = option(float, "Return to reach, as a share of the best behaviour's.", min=0.0)
+Seeds = option(int, "Times that each trains to it: 3 by default.", min=1)
+
 
 @as_command("train", repeats=(2, 15))
 def command(
     session: Session,
     batches: Annotated[str | None, typer.Option(help="Batch sizes: 64,256 by default.")] = None,
     episodes: Annotated[int | None, typer.Option(min=12, help="Episodes to collect.")] = None,
-    goal: Annotated[
-        float | None, typer.Option(min=0.0, help="Return to reach, as a share of the best behaviour's.")
-    ] = None,
-    seeds: Annotated[
-        int | None, typer.Option(min=1, help="Times that each trains to it: 3 by default.")
-    ] = None,
+    goal: Goal = None,
+    seeds: Seeds = None,
 ) -> None:
     """A small transformer end to end: steps and samples a second, seconds of training until it reaches a return."""
     given: dict[str, Any] = {
@@ -123,11 +113,10 @@ _ALIKE = 1e-4  # by how much the loss of the same weights may differ between ver
 class Setting:
     """What to measure.
 
-    folder: for the data and weights. loaders: their names. batches: batch sizes; training to a return takes the
-    smallest one. episodes, horizon: that are collected, of at most so many steps. steps: of a measurement, at the
-    smallest batch. chunk, limit: training steps between evaluations, and in all. evaluations: episodes of an
-    evaluation. goal: the return to reach, as a share of the best behaviour's. seeds: of the weights that training to a
-    return starts with, one after another. best: mean return of the best behaviour, once episodes are collected.
+    folder: for the data and weights. batches: training to a return takes the smallest one. episodes, horizon: that are
+    collected, of at most so many steps. steps: of a measurement, at the smallest batch. chunk, limit: training steps
+    between evaluations, and in all. evaluations: episodes of an evaluation. goal: a share of the best behaviour's
+    return, of which `best` is the mean, once episodes are collected. seeds: of the first weights, one after another.
     """
 
     folder: Path
@@ -156,10 +145,7 @@ class Setting:
 
 @dataclasses.dataclass
 class Trainee:
-    """A loader and the training that it feeds, in a process.
-
-    name: the loader's. ours: whether its failure ends the run, as does that of plain torch. parameters: for the rows.
-    """
+    """A loader and the training that it feeds, in a process. ours: whether its failure ends the run."""
 
     name: str
     process: PeerProcess
@@ -196,30 +182,24 @@ def started(session: Session, setting: Setting) -> Iterator[list[Trainee]]:
         if name not in names:
             session.leave(name, "it is measured on the CPU only")
 
-    def made(name: str) -> PeerProcess | PeerFailed:
-        try:
-            pythons = session.pythons if _elsewhere(name) else None
-            return start(pythons, "train", LOADERS[name], name, setting.threads)
-        except PeerFailed as error:
-            return error
+    def made(name: str) -> PeerProcess:
+        pythons = session.pythons if _elsewhere(name) else None
+        return start(pythons, "train", LOADERS[name], name, setting.threads)
 
     trainees: list[Trainee] = []
     with contextlib.ExitStack() as stack:
         # Threads that wait for each other shall sleep: spinning would take the cores from those that make batches.
         with _environment("OMP_WAIT_POLICY", "PASSIVE"), ThreadPoolExecutor(2) as pool:
-            found = list(pool.map(made, names))
-        for one in found:
-            if isinstance(one, PeerProcess):
-                stack.callback(one.close)
-        for name, one in zip(names, found, strict=True):
-            if isinstance(one, PeerProcess):
-                ours = not _elsewhere(name)
-                parameters = {"peer": one.about} if not ours else _PREFETCH.get(name, {})
-                trainees.append(Trainee(name, one, ours, parameters))
-            elif _elsewhere(name):
-                session.leave(name, str(one))
-            else:
-                raise one
+            found = {name: pool.submit(made, name) for name in names}
+        for one in found.values():
+            if one.exception() is None:
+                stack.callback(one.result().close)
+        for name, one in found.items():
+            ours = not _elsewhere(name)
+            process = session.attempt(name, one.result, required=ours)
+            if process is not None:
+                parameters = _PREFETCH.get(name, {}) if ours else {"peer": process.about}
+                trainees.append(Trainee(name, process, ours, parameters))
         yield trainees
 
 
@@ -234,28 +214,24 @@ def _elsewhere(name: str) -> bool:
 @contextlib.contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
     """A variable that processes get unless it is set already."""
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = value
+    before = os.environ.get(name)
+    os.environ.setdefault(name, value)
     try:
         yield
     finally:
-        del os.environ[name]
+        if before is None:
+            del os.environ[name]
 
 
 def steps(session: Session, setting: Setting, trainees: list[Trainee], batch: int) -> list[Trainee]:
     """Measure training steps of all loaders in turn."""
-    able = []
     with ThreadPoolExecutor(2) as pool:  # making them takes seconds and is not timed
-        found = list(pool.map(lambda trainee: _build(trainee, setting, batch), trainees))
-    for trainee, error in zip(trainees, found, strict=True):
-        if error is None:
-            able.append(trainee)
-        elif trainee.ours:
-            raise Incorrect(f"{trainee.name}, batch {batch}: {error}") from error
-        else:
-            session.leave(f"{trainee.name}, batch {batch}", str(error))
+        made = [pool.submit(_build, trainee, setting, batch) for trainee in trainees]
+    able = [
+        trainee
+        for trainee, done in zip(trainees, made, strict=True)
+        if session.attempt(f"{trainee.name}, batch {batch}", done.result, required=trainee.ours)
+    ]
     count = max(2, round(setting.steps * min(setting.batches) / batch))
     variants = [variant for trainee in able for variant in _variants(trainee, batch, count)]
     parameters, label = {"batch": batch, "window": WINDOW}, f"training step, batch {batch}"
@@ -263,16 +239,13 @@ def steps(session: Session, setting: Setting, trainees: list[Trainee], batch: in
     return able
 
 
-def _build(trainee: Trainee, setting: Setting, batch: int) -> Exception | None:
-    """Make its loader, check it; what went wrong."""
-    process, seed = trainee.process, setting.seeds[0]
-    try:
-        process.ask("build", data=str(setting.data), batch=batch, seed=seed, device=setting.device)
-        _reset(trainee, setting, seed)
-        trainee.check()
-    except (PeerFailed, Incorrect) as error:
-        return error
-    return None
+def _build(trainee: Trainee, setting: Setting, batch: int) -> bool:
+    """Make its loader, and check it; raises `PeerFailed` or `Incorrect`."""
+    seed, told = setting.seeds[0], {"data": str(setting.data), "device": setting.device}
+    trainee.process.ask("build", batch=batch, seed=seed, **told)
+    _reset(trainee, setting, seed)
+    trainee.check()
+    return True
 
 
 def _reset(trainee: Trainee, setting: Setting, seed: int) -> None:
@@ -293,22 +266,15 @@ def _variants(trainee: Trainee, batch: int, count: int) -> Iterator[Variant]:
 
 
 def _variant(trainee: Trainee, name: str, batch: int, count: int, *, ready: bool) -> Variant:
-    seconds: list[float] = []
-    waiting: list[float] = []
+    figures = Medians()
 
     def measure() -> float:
         answer = trainee.process.ask("run", steps=count, ready=ready)
-        seconds.append(answer["seconds"])
-        waiting.append(answer["waiting"])
-        return float(answer["seconds"])
+        seconds = float(answer["seconds"])
+        figures.note(waiting=answer["waiting"] / seconds, samples_per_s=batch * count / seconds)
+        return seconds
 
-    def extras() -> dict[str, float]:
-        return {
-            "waiting": float(np.median(np.array(waiting) / np.array(seconds))),
-            "samples_per_s": batch * count / float(np.median(seconds)),
-        }
-
-    return Variant(name, measure, trainee.check, batch, count, trainee.parameters, extras=extras)
+    return Variant(name, measure, trainee.check, batch, count, trainee.parameters, extras=figures)
 
 
 @dataclasses.dataclass

@@ -5,7 +5,6 @@ Gymnasium's Hopper-v5, simulated by MuJoCo; an episode ends when the robot falls
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,28 +39,25 @@ def _environment(horizon: int) -> Any:
     return gymnasium.make(ENVIRONMENT, max_episode_steps=horizon)
 
 
-def _behaviour(foot_torque: float, random: np.random.Generator) -> Callable[[np.ndarray], np.ndarray]:
-    torque = TORQUE + np.array([0.0, 0.0, foot_torque])
-
-    def policy(observation: np.ndarray) -> np.ndarray:
-        action = GAIT @ observation + torque + NOISE * random.standard_normal(3)
-        return np.asarray(action.clip(-1.0, 1.0), dtype=np.float32)
-
-    return policy
-
-
 def collect(path: Path, *, episodes: int, horizon: int, seed: int) -> float:
     """Collect episodes of behaviours from good to bad, in random order, and write them to a file.
 
     See `benchmarks.peers.episodes.Data` for what is in it. Returns: The mean return of the best behaviour.
     """
     collected: list[dict[str, np.ndarray]] = []
-    best = -np.inf
-    environment = _environment(horizon)
+    best, environment = -np.inf, _environment(horizon)
     for i, part in enumerate(np.array_split(range(episodes), len(FOOT_TORQUES))):
+        random = np.random.default_rng([seed, i])
+
+        def act(observation: np.ndarray, foot: float = FOOT_TORQUES[i], random: Any = random) -> np.ndarray:
+            action = (
+                GAIT @ observation + (TORQUE + np.array([0.0, 0.0, foot])) + NOISE * random.standard_normal(3)
+            )
+            return np.asarray(action.clip(-1.0, 1.0), dtype=np.float32)
+
         found = gear.sources.collect(
             environment,
-            _behaviour(FOOT_TORQUES[i], np.random.default_rng([seed, i])),
+            act,
             episodes=len(part),
             seed=1000 * seed + i,
             columns=("observation", "action", "reward"),
@@ -73,13 +69,10 @@ def collect(path: Path, *, episodes: int, horizon: int, seed: int) -> float:
     order = np.random.default_rng(seed).permutation(len(collected))
     chosen = [collected[i] for i in order]
     lengths = np.array([len(episode["reward"]) for episode in chosen])
-    columns = {
-        name: np.concatenate([episode[name] for episode in chosen]) for name in ("observation", "action")
-    }
     to_go = [np.cumsum(episode["reward"][::-1])[::-1] for episode in chosen]
     np.savez(
         path,
-        **{name: values.astype(np.float32) for name, values in columns.items()},
+        **{n: np.concatenate([e[n] for e in chosen]).astype(np.float32) for n in ("observation", "action")},
         return_to_go=np.concatenate(to_go).astype(np.float32),
         step=np.concatenate([np.arange(length) for length in lengths]).astype(np.float32),
         lengths=lengths,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,19 +19,14 @@ CHUNK = 500  # trajectories that are made at a time
 _TRIES, _TRIED = 2, 8  # how often a setting is tried, with how many batches
 
 
-class Subject:
-    """A store that is filled.
+class Subject(source.Subject):
+    """A store that is filled: `batches()` begins to iterate, without end; `weights(batch)` are importance weights."""
 
-    source: what with; its spec says the ``window`` of a row. workload: whose batches it gives. prioritized: whether it
-    draws by priority. settings: to choose from. setting: the one in use. batch: rows of a batch, set by `prepare`.
-    cost: how many times longer a batch takes about than ours: it is timed over fewer.
-    """
-
-    workload = "W1"
+    workload = "W1"  # whose batches it gives
     prioritized = True
-    settings: tuple[dict[str, Any], ...] = ({},)
-    batch = 0
-    cost = 1
+    settings: tuple[dict[str, Any], ...] = ({},)  # to choose from
+    batch = 0  # rows of a batch, set by `prepare`
+    cost = 1  # how many times longer a batch takes about than ours: it is timed over fewer
 
     def __init__(self, source: Source) -> None:
         self.source, self.window = source, int(source.spec["window"])
@@ -53,20 +47,9 @@ class Subject:
         """Iterate in this setting from now on."""
         self.setting = setting
 
-    def batches(self) -> Iterator[Any]:
-        """Begin to iterate; without end."""
-        raise NotImplementedError
-
     def rows(self, batch: Any) -> dict[str, np.ndarray]:
         """The columns of a batch: name -> ``[B, window, *shape]``."""
         return {name: np.asarray(batch[name]) for name in self.source.columns}
-
-    def weights(self, batch: Any) -> np.ndarray:
-        """Importance weights of a batch drawn by priority."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Give back what it holds."""
 
 
 def measure(subject: Subject, batches: int) -> float:
@@ -86,19 +69,16 @@ def measure(subject: Subject, batches: int) -> float:
 class Worker(source.Worker):
     """Batches of all variants of a library, by name."""
 
-    def __init__(self, kinds: Any, variant: str) -> None:
-        super().__init__(kinds, variant)
-        self._subjects: dict[str, Subject] = {}
-
     def build(self, name: str, spec: dict[str, Any]) -> None:
-        self._subjects[name] = self.kinds[name](Source(spec))
+        self.held = self.held or {}
+        self.held[name] = self.kinds[name](Source(spec))
 
     def prepare(self, name: str, batch: int) -> dict[str, Any]:
-        return {"setting": self._built(name).prepare(batch)}
+        return {"setting": self.subject[name].prepare(batch)}
 
     def check(self, name: str, times: int) -> dict[str, Any]:
         """Compare batches with what was stored; which step each row begins with, and what the rows weigh."""
-        subject, steps, weights = self._built(name), [], []
+        subject, steps, weights = self.subject[name], [], []
         iterator = subject.batches()
         for _ in range(times):
             batch = next(iterator)
@@ -113,14 +93,10 @@ class Worker(source.Worker):
     def measure(self, name: str, batches: int) -> dict[str, Any]:
         """Seconds of so many batches."""
         with source.undisturbed():
-            return {"seconds": measure(self._built(name), batches)}
+            return {"seconds": measure(self.subject[name], batches)}
 
     def close(self) -> dict[str, Any]:
-        while self._subjects:
-            self._subjects.popitem()[1].close()
+        subjects, self.held = self.held or {}, None
+        while subjects:
+            subjects.popitem()[1].close()
         return {}
-
-    def _built(self, name: str) -> Subject:
-        if name not in self._subjects:
-            raise RuntimeError("build comes first")
-        return self._subjects[name]

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from benchmarks.peers import cpprb, reverb, tianshou, torchrl
 from benchmarks.peers.process import PeerProcess, start
 
-_LIBRARIES: dict[str, ModuleType] = {
-    "reverb": reverb,
-    "torchrl": torchrl,
-    "cpprb": cpprb,
-    "tianshou": tianshou,
-}
+_LIBRARIES = {"reverb": reverb, "torchrl": torchrl, "cpprb": cpprb, "tianshou": tianshou}
 
 
 def peers_of(task: str) -> dict[str, Any]:

@@ -7,9 +7,10 @@ is compared with what was stored. A save takes until everything is on the disk, 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from benchmarks.peers import source
@@ -19,13 +20,18 @@ UNIT = 20
 """Trajectories that are made, stored and compared at a time."""
 
 
-class Subject:
-    """A store that can be saved and loaded.
+class Subject(source.Subject):
+    """A store of the trajectories of a source, which saves into a folder.
 
-    source: all trajectories. folder: where to save. synced: whether its save waits until everything is on the disk.
+    `open` makes it empty, with room for all, `add(first, rows)` stores `UNIT` trajectories, `save` saves it, `restore`
+    makes a store of what was saved, `everything` gives it in order: (number of the first, name -> values of `UNIT`).
+    synced: whether its save waits until everything is on the disk.
     """
 
     synced = False
+    save: Callable[[], object]
+    restore: Callable[[], None]
+    everything: Callable[[], Iterator[tuple[int, Mapping[str, Any]]]]
 
     def __init__(self, source: Source, folder: str) -> None:
         self.source, self.folder = source, folder
@@ -35,22 +41,10 @@ class Subject:
         return os.path.join(self.folder, name)
 
     def open(self) -> None:
-        """Make an empty store with room for all trajectories."""
+        """A yardstick has no store."""
 
     def add(self, first: int, rows: Steps) -> None:
-        """Store `UNIT` trajectories."""
-
-    def save(self) -> None:
-        """Save the store into the folder."""
-        raise NotImplementedError
-
-    def restore(self) -> None:
-        """Make a store of what was saved."""
-        raise NotImplementedError
-
-    def everything(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """What the store has, `UNIT` trajectories at a time, in order: (number of the first, name -> values)."""
-        raise NotImplementedError
+        """Nor anything to add to."""
 
     def check(self) -> None:
         """Raise `ValueError` unless the store has what was added, in order."""
@@ -63,9 +57,6 @@ class Subject:
         if place != len(self.source):
             raise ValueError(f"{place} trajectories were loaded; expected {len(self.source)}")
 
-    def close(self) -> None:
-        """Forget the store."""
-
 
 class Worker(source.Worker):
     """Goes all the way with one variant."""
@@ -74,30 +65,24 @@ class Worker(source.Worker):
         """Seconds of each part; what is known further under "extras"."""
         first = int(spec["trajectories"])
         trajectories = Source({**spec, "trajectories": first + int(spec["more"])})
-        subject = self.kind(trajectories, folder)
-        try:
-            return self._journey(subject, first, folder)
-        finally:
+        found: dict[str, Any] = {"extras": {}}
+        with contextlib.closing(self.kind(trajectories, folder)) as subject:
+            subject.open()
+            for name, begin, end in (("save", 0, first), ("save again", first, len(trajectories))):
+                for number, rows in trajectories.stacked(UNIT, begin, end):
+                    subject.add(number, rows)
+                returned, extras = peak_beyond(subject.save)
+                found[name] = returned + timed(lambda: _each(folder, os.O_RDWR, os.fsync))
+                found["extras"][name] = {**extras, "seconds until it returns": returned}
             subject.close()
-
-    def _journey(self, subject: Subject, first: int, folder: str) -> dict[str, Any]:
-        found: dict[str, Any] = {"synced": subject.synced, "extras": {}}
-        subject.open()
-        for name, begin, end in (("save", 0, first), ("save again", first, len(subject.source))):
-            for number, rows in subject.source.stacked(UNIT, begin, end):
-                subject.add(number, rows)
-            returned, extras = peak_beyond(subject.save)
-            found[name] = returned + timed(lambda: _each(folder, os.O_RDWR, os.fsync))
-            found["extras"][name] = {**extras, "seconds until it returns": returned}
-        subject.close()
-        found["extras"]["save again"]["bytes on disk"] = sum(map(os.path.getsize, _files(folder)))
-        _each(folder, os.O_RDONLY, lambda fd: os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED))
-        found["load, cold"] = timed(subject.restore)
-        subject.close()
-        _each(folder, os.O_RDONLY, _read)
-        found["load"] = timed(subject.restore)
-        subject.check()
-        return found
+            found["extras"]["save again"]["bytes on disk"] = sum(map(os.path.getsize, _files(folder)))
+            _each(folder, os.O_RDONLY, lambda fd: os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED))
+            found["load, cold"] = timed(subject.restore)
+            subject.close()
+            _each(folder, os.O_RDONLY, _read)
+            found["load"] = timed(subject.restore)
+            subject.check()
+            return {**found, "synced": subject.synced}
 
 
 def timed(work: Any) -> float:

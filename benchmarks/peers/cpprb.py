@@ -11,19 +11,24 @@ from benchmarks.peers import batches, checkpoint, memory, online, select
 from benchmarks.peers.select import ALPHA, BETA
 from benchmarks.peers.source import Source, Steps
 
-PACKAGES = ("cpprb", "numpy")
+PACKAGES = MODULES = ("cpprb", "numpy")
 
 
-def load(task: str, threads: int) -> str | None:
-    import cpprb  # noqa: F401
+def buffer(size: int, columns: Mapping[str, Any]) -> Any:
+    from cpprb import ReplayBuffer
 
-    return None
+    return ReplayBuffer(size, columns)
+
+
+def prioritized(size: int, columns: Mapping[str, Any]) -> Any:
+    from cpprb import PrioritizedReplayBuffer
+
+    return PrioritizedReplayBuffer(size, columns, alpha=ALPHA, eps=0.0)
 
 
 def rows_of(source: Source) -> dict[str, Any]:
     """Columns of a buffer that has a trajectory a row."""
-    shapes = source.columns.items()
-    return {name: {"shape": (source.steps, *shape), "dtype": np.float32} for name, shape in shapes}
+    return {n: {"shape": s, "dtype": np.float32} for n, s in source.shapes(source.steps).items()}
 
 
 def steps_of(source: Source) -> dict[str, Any]:
@@ -38,18 +43,15 @@ class Selection(select.Subject):
     power = ALPHA
 
     def __init__(self, items: int, priorities: np.ndarray) -> None:
-        from cpprb import PrioritizedReplayBuffer
-
-        self.items = items
-        self._buffer = PrioritizedReplayBuffer(items, {"x": {"dtype": np.int32}}, alpha=ALPHA, eps=0.0)
+        self.items, self.store = items, prioritized(items, {"x": {"dtype": np.int32}})
         for part in select.chunks(items):
-            self._buffer.add(x=np.arange(part.start, part.stop, dtype=np.int32), priorities=priorities[part])
+            self.store.add(x=np.arange(part.start, part.stop, dtype=np.int32), priorities=priorities[part])
 
     def draw(self, batch: int) -> Any:
-        return self._buffer.sample(batch, beta=BETA)
+        return self.store.sample(batch, beta=BETA)
 
     def update(self, drawn: Any, values: Any) -> None:
-        self._buffer.update_priorities(drawn["indexes"], values)
+        self.store.update_priorities(drawn["indexes"], values)
 
     def found(self, drawn: Any) -> tuple[np.ndarray, np.ndarray | None]:
         items = drawn["indexes"].astype(np.int64)
@@ -68,16 +70,13 @@ class Batches(batches.Subject):
 
     def __init__(self, source: Source) -> None:
         super().__init__(source)
-        from cpprb import PrioritizedReplayBuffer
-
-        self._buffer = PrioritizedReplayBuffer(len(source), rows_of(source), alpha=ALPHA, eps=0.0)
-        priorities = source.priorities
+        self.store, priorities = prioritized(len(source), rows_of(source)), source.priorities
         for first, values in source.stacked(batches.CHUNK):
-            self._buffer.add(**values, priorities=priorities[first : first + batches.CHUNK])
+            self.store.add(**values, priorities=priorities[first : first + batches.CHUNK])
 
     def batches(self) -> Iterator[Any]:
         while True:
-            yield self._buffer.sample(self.batch, beta=BETA)
+            yield self.store.sample(self.batch, beta=BETA)
 
     def weights(self, batch: Any) -> np.ndarray:
         return np.asarray(batch["weights"])
@@ -90,47 +89,40 @@ class Checkpoint(checkpoint.Subject):
     """
 
     def open(self) -> None:
-        from cpprb import ReplayBuffer
-
-        self._buffer = ReplayBuffer(len(self.source), rows_of(self.source))
+        self.store = buffer(len(self.source), rows_of(self.source))
 
     def add(self, first: int, rows: Steps) -> None:
-        self._buffer.add(**rows)
+        self.store.add(**rows)
 
     def save(self) -> None:
-        self._buffer.save_transitions(self.path("buffer.npz"))
+        self.store.save_transitions(self.path("buffer.npz"))
 
     def restore(self) -> None:
         self.open()
-        self._buffer.load_transitions(self.path("buffer.npz"))
+        self.store.load_transitions(self.path("buffer.npz"))
 
     def everything(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        rows, unit = self._buffer.get_all_transitions(), checkpoint.UNIT
-        for first in range(0, self._buffer.get_stored_size(), unit):
+        rows, unit = self.store.get_all_transitions(), checkpoint.UNIT
+        for first in range(0, self.store.get_stored_size(), unit):
             yield first, {name: rows[name][first : first + unit] for name in self.source.columns}
-
-    def close(self) -> None:
-        self._buffer = None
 
 
 class Memory(memory.Subject):
     """`ReplayBuffer` of single steps; ``done`` tells where a trajectory ends."""
 
     def open(self) -> None:
-        from cpprb import ReplayBuffer
-
-        columns = {**steps_of(self.source), "done": {"shape": 1, "dtype": np.bool_}}
-        self._buffer = ReplayBuffer(self.source.total, columns)
+        done = {"shape": 1, "dtype": np.bool_}
+        self.store = buffer(self.source.total, {**steps_of(self.source), "done": done})
 
     def fill(self) -> None:
         for one in self.each():
             done = np.zeros(len(one[self.source.mark]), dtype=np.bool_)
             done[-1] = True
-            self._buffer.add(**one, done=done)
-            self._buffer.on_episode_end()
+            self.store.add(**one, done=done)
+            self.store.on_episode_end()
 
     def check(self) -> None:
-        self._everything = self._buffer.get_all_transitions()
+        self._everything = self.store.get_all_transitions()
         super().check()
         del self._everything
 
@@ -138,45 +130,25 @@ class Memory(memory.Subject):
         part = slice(self.source.begins[i], self.source.begins[i] + self.source.lengths[i])
         return {name: values[part] for name, values in self._everything.items()}
 
-    def close(self) -> None:
-        del self._buffer
 
-
-class Writer(online.Subject):
+class Writer(online.Rows):
     """`ReplayBuffer.add`, of one row or of several."""
 
-    modes = ("whole", "batches", "steps")
-
-    def open(self) -> None:
-        from cpprb import ReplayBuffer
-
-        single = self.mode == "steps"
-        self._size = self.room * (self.steps if single else 1)
-        self._buffer = ReplayBuffer(self._size, (steps_of if single else rows_of)(self.source))
-        self._several = self.each if single else self.batches
-        self._each = self.rows() if single else [[one] for one in self.each]
+    def make(self, size: int, single: bool) -> None:
+        self.store = buffer(size, (steps_of if single else rows_of)(self.source))
 
     def work(self) -> int:
         if self.mode == "batches":
-            return self._extend()
-        rows = self.next(self._each)
+            return self.extend()
+        rows = self.next(self.singles)
         for row in rows:
-            self._buffer.add(**row)
+            self.store.add(**row)
         return len(rows)
 
-    def _extend(self) -> int:
-        batch = self.next(self._several)
-        self._buffer.add(**batch)
+    def extend(self) -> int:
+        batch = self.next(self.groups)
+        self.store.add(**batch)
         return len(batch[self.source.mark])
-
-    def fill(self) -> None:
-        while self._buffer.get_stored_size() < self._size:
-            self._extend()
-
-    def check(self) -> None:
-        self.work()
-        rows = self._buffer.sample(32)
-        self.verify({name: rows[name] for name in self.source.columns})
 
 
 KINDS: dict[str, dict[str, Any]] = {

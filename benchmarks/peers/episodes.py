@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+
+from benchmarks.peers import source
 
 WINDOW = 20
 """Steps that the model looks back on."""
@@ -15,8 +17,8 @@ COLUMNS = ("observation", "action", "return_to_go", "step")
 class Data:
     """Episodes one after another, from a file.
 
-    path: the file. columns: name -> float32 ``[steps, ...]``; ``step`` is a step's number in its episode. lengths:
-    int64, of the episodes. horizon: steps that an episode has at most. scale: what returns are divided by.
+    columns: name -> float32 ``[steps, ...]``; ``step`` is a step's number in its episode. lengths: int64, of the
+    episodes. horizon: steps that an episode has at most. scale: what returns are divided by.
     """
 
     def __init__(self, path: str) -> None:
@@ -58,24 +60,17 @@ def verify(batch: Mapping[str, Any], data: Data) -> np.ndarray:
     return firsts
 
 
-class Loader:
-    """What delivers batches: name -> ``[batch, WINDOW, ...]`` of `COLUMNS`, and their mask.
+class Loader(source.Subject):
+    """`open` makes it; `next` gives a batch: name -> ``[batch, WINDOW, ...]`` of `COLUMNS`, and their mask.
 
     ahead: batches that it may have ready before they are asked for. varied: whether its batches differ.
     """
 
     ahead = 0
     varied = True
+    open: Callable[[], None]
+    next: Callable[[], Mapping[str, Any]]
 
     def __init__(self, data: Data, batch: int, seed: int, device: Any) -> None:
         self.data, self.batch, self.seed, self.device = data, batch, seed, device
         self.open()
-
-    def open(self) -> None:
-        raise NotImplementedError
-
-    def next(self) -> Mapping[str, Any]:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Give back what it holds."""

@@ -20,12 +20,15 @@ from benchmarks.peers.source import Steps
 from gear_loader.errors import RateLimitError, RegionError
 from gear_loader.storage.shared_memory import region_path
 
-PACKAGES = ("torch", "numpy")
+PACKAGES = MODULES = ("torch", "numpy")
 
 
-def load(task: str, threads: int) -> str | None:
-    """All of it is imported already."""
-    return None
+def table_of(shapes: Mapping[str, Any], lengths: np.ndarray, **options: Any) -> gear.Table:
+    """A table with room for trajectories of these lengths and no more."""
+    if "block_steps" in options:
+        options["max_blocks"] = gear.Table.required_blocks(lengths, options["block_steps"])
+    columns = {name: gear.Column(torch.float32, shape) for name, shape in shapes.items()}
+    return gear.Table.create(columns, max_steps=int(lengths.sum()), max_trajectories=len(lengths), **options)
 
 
 class Memory(memory.Subject):
@@ -35,25 +38,14 @@ class Memory(memory.Subject):
     """
 
     def open(self) -> None:
-        lengths, block_steps = self.source.lengths, self.options["block_steps"]
         named = self.options.get("named", False)
         self._name = f"bench-memory-{os.getpid()}-{secrets.token_hex(4)}" if named else None
-        self._table = gear.Table.create(
-            {name: gear.Column(torch.float32, shape) for name, shape in self.source.columns.items()},
-            max_steps=int(lengths.sum()),
-            max_trajectories=len(lengths),
-            block_steps=block_steps,
-            max_blocks=gear.Table.required_blocks(lengths, block_steps),
-            name=self._name,
-        )
+        told = {"block_steps": self.options["block_steps"], "name": self._name}
+        self._table = table_of(self.source.columns, self.source.lengths, **told)
 
     def fill(self) -> None:
-        try:
-            for batch in (each for _, each in self.source.parts(memory.BATCH)):
-                self._table.extend(batch)
-        except BaseException:
-            self.close()
-            raise
+        for _, batch in self.source.parts(memory.BATCH):
+            self._table.extend(batch)
 
     def read(self, i: int) -> Mapping[str, Any]:
         return self._table[int(self._table.indices()[i])]
@@ -89,12 +81,7 @@ class Checkpoint(checkpoint.Subject):
     synced = True
 
     def open(self) -> None:
-        source = self.source
-        self._table = gear.Table.create(
-            {name: gear.Column(torch.float32, shape) for name, shape in source.columns.items()},
-            max_steps=len(source) * source.steps,
-            max_trajectories=len(source),
-        )
+        self._table = table_of(self.source.columns, self.source.lengths)
 
     def add(self, first: int, rows: Steps) -> None:
         self._table.extend(rows, lengths=np.full(checkpoint.UNIT, self.source.steps))
@@ -119,9 +106,7 @@ PATIENCE = 0.2
 """Seconds that a writer waits for the rate limiter, until it looks whether its time is over."""
 
 _KEPT = 4
-_tables: dict[
-    str, gear.Table
-] = {}  # the last few are kept: a mapping made anew would have to be paged in anew
+_tables: dict[str, gear.Table] = {}  # the last few are kept: a new mapping would have to be paged in anew
 _warm: set[str] = set()
 
 
@@ -144,12 +129,10 @@ class Writer(online.Subject):
         self._writer = None
         if self.mode not in ("whole", "batches"):
             self._writer = self._table.writer()
-            parts = online.pieces(self.mode, self.steps)
-            single = self.mode == "steps"
-            self._pieces = [
-                [{n: v[part.start if single else part] for n, v in one.items()} for part in parts]
-                for one in self.each
-            ]
+            parts: list[Any] = online.pieces(self.mode, self.steps)
+            if self.mode == "steps":
+                parts = [part.start for part in parts]
+            self._pieces = [[{n: v[part] for n, v in one.items()} for part in parts] for one in self.each]
 
     def work(self) -> int:
         try:
@@ -243,20 +226,11 @@ class Loader(episodes.Loader):
     prefetch = 0
 
     def open(self) -> None:
-        lengths = self.data.lengths
-        self._table = gear.Table.create(
-            {
-                name: gear.Column(torch.float32, self.data.columns[name].shape[1:])
-                for name in episodes.COLUMNS
-            },
-            max_steps=int(lengths.sum()),
-            max_trajectories=len(lengths),
-            block_steps=BLOCK_STEPS,
-            max_blocks=gear.Table.required_blocks(lengths, BLOCK_STEPS),
-        )
-        ends = (self.data.begins + lengths).tolist()
-        for begin, end in zip(self.data.begins.tolist(), ends, strict=True):
-            self._table.add({name: values[begin:end] for name, values in self.data.columns.items()})
+        data = self.data
+        shapes = {name: values.shape[1:] for name, values in data.columns.items()}
+        self._table = table_of(shapes, data.lengths, block_steps=BLOCK_STEPS)
+        for begin, end in zip(data.begins, data.begins + data.lengths, strict=True):
+            self._table.add({name: values[begin:end] for name, values in data.columns.items()})
         dataset = gear.ReplayDataset(
             self._table,
             batch_size=self.batch,

@@ -7,9 +7,10 @@ of the process's own resident memory (anonymous, as nothing is stored in files) 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,28 +22,25 @@ BATCH = 64
 """Trajectories that are handed over at a time, where that can be."""
 
 
-class Subject:
-    """A store of trajectories. source: all of them. options: of the variant."""
+class Subject(source.Subject):
+    """A store of trajectories, with options of the variant.
+
+    `open` makes it, with room for all trajectories of the source and no more, `fill` stores them, `read(i)` gives one
+    as it is in the store: name -> ``[T, *shape]``.
+    """
+
+    open: Callable[[], None]
+    fill: Callable[[], None]
+    read: Callable[[int], Mapping[str, Any]]
 
     def __init__(self, source: Source, **options: Any) -> None:
         self.source, self.options = source, options
         self.open()
 
-    def open(self) -> None:
-        """Make the store, with room for all trajectories of the source and no more."""
-        raise NotImplementedError
-
     def each(self) -> Iterator[Steps]:
         """All trajectories, one after another."""
         for _, batch in self.source.parts(BATCH):
             yield from batch
-
-    def fill(self) -> None:
-        raise NotImplementedError
-
-    def read(self, i: int) -> Mapping[str, Any]:
-        """A trajectory as it is in the store: name -> ``[T, *shape]``."""
-        raise NotImplementedError
 
     def check(self) -> None:
         """Raise `ValueError` unless some that are looked at are what was stored."""
@@ -64,9 +62,6 @@ class Subject:
     def extras(self) -> dict[str, float]:
         return {}
 
-    def close(self) -> None:
-        """Give back what it holds."""
-
 
 def resident() -> int:
     """Bytes of this process's own memory, after what is not in use has been given back: without files."""
@@ -85,17 +80,13 @@ class Worker(source.Worker):
         few = lengths[
             -(BATCH + len(lengths) % BATCH) :
         ]  # a whole batch, and the last one, which may be smaller
-        small = self.kind(Source({**spec, "lengths": few}), **options)
-        small.fill()
-        small.check()
-        small.close()
+        with contextlib.closing(self.kind(Source({**spec, "lengths": few}), **options)) as small:
+            small.fill()
+            small.check()
         del small
         before = resident()
-        subject = self.kind(trajectories, **options)
-        try:
+        with contextlib.closing(self.kind(trajectories, **options)) as subject:
             subject.fill()
             subject.check()
             held = resident() - before + subject.beside()
             return {"bytes": held, "payload": trajectories.payload, "extras": subject.extras()}
-        finally:
-            subject.close()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import numpy as np
 
 from benchmarks.peers import source
 from benchmarks.peers.source import Source, Steps
@@ -31,17 +33,20 @@ def trajectories_of(spec: Mapping[str, Any]) -> Source:
     return Source({**spec, "trajectories": _MOST_WRITERS * spec["sources"]})
 
 
-class Subject:
+class Subject(source.Subject):
     """A writer of a store, which adds its trajectories over and over.
 
-    spec: ``columns``, ``steps``, ``seed`` as in a `Source`; ``trajectories`` that the store has room for, ``sources``
-    of a writer, ``batch``. mode: one of `modes`. number: of the writer, of so many. address: where the store is; None
-    makes it. modes: what it can do. several: whether more processes may write. source: trajectories of all writers.
-    each: its own, name -> ``[steps, *shape]``. stacked: the same in one. batches: the same in batches.
+    `open` makes the store or attaches to it, `work` adds something and returns how many items that were, `check` raises
+    `ValueError` unless what was added is there. spec: ``columns``, ``steps``, ``seed`` as in a `Source`;
+    ``trajectories`` that the store has room for, ``sources`` of a writer, ``batch``. number: of the writer, of so many.
+    address: where the store is; None makes it. source: trajectories of all writers. each, stacked, batches: its own.
     """
 
-    modes: tuple[str, ...] = MODES
-    several = False
+    modes: tuple[str, ...] = MODES  # what it can do
+    several = False  # whether more processes may write
+    open: Callable[[], None]
+    work: Callable[[], int]
+    check: Callable[[], None]
 
     def __init__(self, spec: dict[str, Any], mode: str, number: int, of: int, address: Any = None) -> None:
         self.spec, self.mode, self.number, self.of, self.address = spec, mode, number, of, address
@@ -58,40 +63,62 @@ class Subject:
         """Its trajectories as single steps: for each trajectory, name -> ``[*shape]`` of each step."""
         return [[{n: v[t] for n, v in one.items()} for t in range(self.steps)] for one in self.each]
 
-    def open(self) -> None:
-        """Make the store or attach to it, and what is needed to write."""
-        raise NotImplementedError
-
-    def work(self) -> int:
-        """Add a trajectory or a batch of them; returns how many items that were."""
-        raise NotImplementedError
-
     def fill(self) -> None:
         if self.number == 0:
-            done, wanted = 0, self.room * (1 if item_of(self.mode) == "trajectory" else self.steps)
-            while done < wanted:
+            done = 0
+            while done < self.room * (1 if item_of(self.mode) == "trajectory" else self.steps):
                 done += self.work()
             self.finish()
 
     def finish(self) -> None:
         """Wait until everything is stored."""
 
-    def check(self) -> None:
-        """Raise `ValueError` unless what was added is there."""
-        raise NotImplementedError
-
     def verify(self, rows: Mapping[str, Any]) -> None:
         """Compare whole trajectories, name -> ``[n, steps, *shape]``, or single steps, where these are added."""
         alone = self.mode == "steps" and rows[self.source.mark].size == len(rows[self.source.mark])
         self.source.verify(rows, 1 if alone else self.steps)
 
-    def close(self) -> None:
-        """Give back what it holds."""
-
     def next(self, things: list[Any]) -> Any:
         """The next thing to add."""
         self.turn += 1
         return things[(self.turn - 1) % len(things)]
+
+
+class Rows(Subject):
+    """A writer of a buffer whose rows are trajectories or single steps.
+
+    `make` makes it, `extend` adds several rows; `packed` and `split` make trajectories, and the steps of one, what it
+    takes.
+    """
+
+    modes = ("whole", "batches", "steps")
+    make: Callable[[int, bool], None]
+    extend: Callable[[], int]
+
+    def open(self) -> None:
+        single = self.mode == "steps"
+        self.size = self.room * (self.steps if single else 1)
+        self.make(self.size, single)
+        parts = self.each if single else self.batches
+        self.groups = [self.packed(part, len(part[self.source.mark])) for part in parts]
+        whole = [[self.packed(one)] for one in self.each]
+        self.singles = [self.split(part) for part in self.groups] if single else whole
+
+    def packed(self, values: Steps, *size: int) -> Any:
+        return values
+
+    def split(self, steps: Any) -> list[Any]:
+        return [{n: v[t] for n, v in steps.items()} for t in range(self.steps)]
+
+    def fill(self) -> None:
+        done = 0
+        while done < self.size:
+            done += self.extend()
+
+    def check(self) -> None:
+        self.work()
+        sample = self.store.sample(32)
+        self.verify({name: np.asarray(sample[name]) for name in self.source.columns})
 
 
 class Worker(source.Worker):

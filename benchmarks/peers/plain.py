@@ -12,15 +12,15 @@ import torch
 from torch.nn import functional
 
 from benchmarks.peers import checkpoint, episodes, memory, online
-from benchmarks.peers.source import Steps
+from benchmarks.peers.source import Source, Steps
 
-PACKAGES = ("torch", "numpy")
+PACKAGES = MODULES = ("torch", "numpy")
 _PIECE = 8 << 20
 
 
-def load(task: str, threads: int) -> str | None:
-    """All of it is imported already."""
-    return None
+def empty_of(source: Source, rows: int) -> dict[str, torch.Tensor]:
+    """A tensor for each column, with a row as long as the longest trajectory for each of so many."""
+    return {name: torch.empty(rows, source.steps, *shape) for name, shape in source.columns.items()}
 
 
 class FixedRows(memory.Subject):
@@ -30,63 +30,54 @@ class FixedRows(memory.Subject):
     """
 
     def open(self) -> None:
-        shapes = self.source.columns.items()
-        self._rows = {n: torch.empty(len(self.source), self.source.steps, *s).zero_() for n, s in shapes}
+        self.store = empty_of(self.source, len(self.source))
+        for rows in self.store.values():
+            rows.zero_()
 
     def fill(self) -> None:
         for place, one in enumerate(self.each()):
             for name, values in one.items():
-                self._rows[name][place, : len(values)] = torch.from_numpy(values)
+                self.store[name][place, : len(values)] = torch.from_numpy(values)
 
     def read(self, i: int) -> Mapping[str, Any]:
-        return {name: rows[i, : int(self.source.lengths[i])] for name, rows in self._rows.items()}
-
-    def close(self) -> None:
-        self._rows.clear()
+        return {name: rows[i, : int(self.source.lengths[i])] for name, rows in self.store.items()}
 
 
 class Listed(memory.Subject):
     """A list with a dictionary of tensors for each trajectory: what one writes without any library."""
 
     def open(self) -> None:
-        self._episodes: list[dict[str, torch.Tensor]] = []
+        self.store = []
 
     def fill(self) -> None:
         for one in self.each():
-            self._episodes.append({n: torch.from_numpy(values).clone() for n, values in one.items()})
+            self.store.append({n: torch.from_numpy(values).clone() for n, values in one.items()})
 
     def read(self, i: int) -> Mapping[str, Any]:
-        return self._episodes[i]
-
-    def close(self) -> None:
-        self._episodes.clear()
+        return self.store[i]
 
 
 class Saved(checkpoint.Subject):
     """`torch.save` of a flat tensor for each column, and `torch.load`; nothing waits for the disk."""
 
     def open(self) -> None:
-        shapes = self.source.columns.items()
-        self._tensors = {n: torch.empty(len(self.source), self.source.steps, *s) for n, s in shapes}
+        self.store = empty_of(self.source, len(self.source))
 
     def add(self, first: int, rows: Steps) -> None:
         for name, values in rows.items():
-            self._tensors[name][first : first + checkpoint.UNIT] = torch.from_numpy(values)
+            self.store[name][first : first + checkpoint.UNIT] = torch.from_numpy(values)
 
     def save(self) -> None:
         # A part of a tensor is saved with all of its memory, which has room for the last percent.
-        torch.save(self._tensors, self.path("tensors.pt"))
+        torch.save(self.store, self.path("tensors.pt"))
 
     def restore(self) -> None:
-        self._tensors = torch.load(self.path("tensors.pt"), weights_only=True)
+        self.store = torch.load(self.path("tensors.pt"), weights_only=True)
 
     def everything(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
         for first in range(0, len(self.source), checkpoint.UNIT):
             part = slice(first, first + checkpoint.UNIT)
-            yield first, {name: values[part].numpy() for name, values in self._tensors.items()}
-
-    def close(self) -> None:
-        self._tensors = {}
+            yield first, {name: values[part].numpy() for name, values in self.store.items()}
 
 
 class Yardstick(checkpoint.Subject):
@@ -96,7 +87,6 @@ class Yardstick(checkpoint.Subject):
 
     def open(self) -> None:
         self._path = self.path("bytes")
-        self._memory: mmap.mmap | None = None
         self._buffer = np.random.default_rng(0).integers(256, size=_PIECE, dtype=np.uint8)
 
     def save(self) -> None:
@@ -116,9 +106,6 @@ class Yardstick(checkpoint.Subject):
         if self._read != self.source.payload:
             raise ValueError(f"{self._read} bytes were read; expected {self.source.payload}")
 
-    def close(self) -> None:
-        self._memory = None
-
 
 class Kept(Yardstick):
     """The same, read into memory that is mapped for it, and keeps all of it."""
@@ -130,39 +117,32 @@ class Kept(Yardstick):
         with open(self._path, "rb", buffering=0) as file:
             while count := file.readinto(view[self._read : self._read + _PIECE]):
                 self._read += count
-        self._memory = memory
+        self.store = memory
 
 
 class Torch(online.Subject):
     """torch alone: `copy_` into tensors ``[trajectories, steps, ...]`` that were made before, one after another."""
 
     def open(self) -> None:
-        shapes = self.source.columns.items()
-        self._store = {name: torch.empty(self.room, self.steps, *shape) for name, shape in shapes}
-        self._place = 0
+        self.store, self._place = empty_of(self.source, self.room), 0
 
-        def tensors(values: dict[str, np.ndarray]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-            return [(self._store[name], torch.from_numpy(array)) for name, array in values.items()]
+        def tensors(values: Steps) -> list[tuple[torch.Tensor, torch.Tensor]]:
+            return [(self.store[name], torch.from_numpy(array)) for name, array in values.items()]
 
-        self._each = [tensors(one) for one in self.each]
-        self._several = [tensors(batch) for batch in self.batches]
+        self._things = [tensors(part) for part in (self.batches if self.mode == "batches" else self.each)]
+        self._count = len(self._things[0][0][1]) if self.mode == "batches" else 1
         self._pieces = [] if self.mode in ("whole", "batches") else online.pieces(self.mode, self.steps)
 
     def work(self) -> int:
-        place = self._place
-        if self.mode == "batches":
-            batch = self.next(self._several)
-            count = len(batch[0][1])
-            if place + count > self.room:
-                place = 0
-            for store, values in batch:
-                store[place : place + count].copy_(values)
-            self._place = place + count
-            return count
-        if place == self.room:
+        count, place = self._count, self._place
+        if place + count > self.room:
             place = 0
-        one = self.next(self._each)
-        self._place = place + 1
+        self._place = place + count
+        one = self.next(self._things)
+        if self.mode == "batches":
+            for store, values in one:
+                store[place : place + count].copy_(values)
+            return count
         if self.mode == "whole":
             for store, values in one:
                 store[place].copy_(values)
@@ -175,16 +155,16 @@ class Torch(online.Subject):
         return self.steps
 
     def fill(self) -> None:
-        for values in self._store.values():
+        for values in self.store.values():
             values.zero_()
 
     def check(self) -> None:
         before = self._place % self.room
         self.work()
-        first = self._place - (len(self._several[0][0][1]) if self.mode == "batches" else 1)
+        first = self._place - self._count
         if first not in (before, 0):
             raise ValueError(f"place {first} was written, after {before}")
-        self.verify({n: values[first : self._place].numpy() for n, values in self._store.items()})
+        self.verify({n: values[first : self._place].numpy() for n, values in self.store.items()})
 
 
 class Windows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -271,11 +251,8 @@ class Ready(episodes.Loader):
     varied = False
 
     def open(self) -> None:
-        loader = PlainTorch(self.data, self.batch, self.seed, self.device)
-        self._batch = loader.next()
-
-    def next(self) -> Mapping[str, torch.Tensor]:
-        return self._batch
+        batch = PlainTorch(self.data, self.batch, self.seed, self.device).next()
+        self.next = lambda: batch
 
 
 KINDS: dict[str, dict[str, Any]] = {

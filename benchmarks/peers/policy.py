@@ -80,10 +80,7 @@ class Policy(nn.Module):
 
 
 class Learner:
-    """A policy that learns: AdamW with a warm-up, gradients clipped.
-
-    data, weights, device: the policy's; see `load`.
-    """
+    """A policy that learns: AdamW with a warm-up, gradients clipped."""
 
     def __init__(self, data: Data, weights: str, device: torch.device) -> None:
         self.policy = load(Policy(data), weights).to(device)

@@ -12,7 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar, cast
 
 from benchmarks import machine
 
@@ -43,18 +43,13 @@ class PeerProcess:
     ) -> None:
         self._patience = patience
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - closed by `close`
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors}
         try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                encoding="utf-8",
-                cwd=folder,
-            )
+            self._process = subprocess.Popen(command, encoding="utf-8", cwd=folder, **pipes)
         except OSError as error:
             self._errors.close()
             raise PeerFailed(f"{command[0]}: {error.strerror}") from error
+        self._in, self._out = cast(TextIO, self._process.stdin), cast(TextIO, self._process.stdout)
         try:
             self.about = self.receive()
         except PeerFailed:
@@ -68,40 +63,33 @@ class PeerProcess:
 
     def send(self, what: str, **arguments: Any) -> None:
         """Send a command, whose answer `receive` brings."""
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps({"do": what, **arguments}) + "\n")
-            self._process.stdin.flush()
+            print(json.dumps({"do": what, **arguments}), file=self._in, flush=True)
         except OSError as error:
             raise PeerFailed(f"it has ended: {self._last_error()}") from error
 
     def receive(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
         late = threading.Timer(self._patience, self._process.kill)
         late.start()
         try:
-            line = self._process.stdout.readline()
-        finally:
-            late.cancel()
-        try:
-            answer = json.loads(line)
+            answer = json.loads(self._out.readline())
         except ValueError:
             raise PeerFailed(f"it has ended, or took {self._patience:.0f} s: {self._last_error()}") from None
+        finally:
+            late.cancel()
         if "error" in answer:
             raise PeerFailed(" ".join(str(answer["error"]).split())[:200])
         return dict(answer)
 
     def close(self) -> None:
-        if self._process.stdin is not None and not self._process.stdin.closed:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
+        with contextlib.suppress(OSError):
+            self._in.close()
         try:
             self._process.wait(timeout=10)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        self._out.close()
         self._errors.close()
 
     def _last_error(self) -> str:
@@ -117,26 +105,19 @@ class Undo:
     """
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _UNDO],
-            stdin=subprocess.PIPE,
-            encoding="utf-8",
-            start_new_session=True,
-        )
+        command = [sys.executable, "-I", "-S", "-c", _UNDO]
+        options: dict[str, Any] = {"stdin": subprocess.PIPE, "encoding": "utf-8", "start_new_session": True}
+        self._process = subprocess.Popen(command, **options)
 
     def add(self, *command: str) -> None:
         """Run this in the end. Called before what it undoes is done."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
+        print(json.dumps(command), file=self._process.stdin, flush=True)
 
     def __enter__(self) -> Undo:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        self._process.communicate()
 
 
 FOLDER = machine.ROOT / ".peers"
@@ -151,13 +132,10 @@ def interpreters(given: Sequence[Path] | None) -> list[Path]:
         paths = [FOLDER]
     found: list[Path] = []
     for path in paths:
-        if path.is_dir():
-            inside = [path / "bin" / "python", *sorted(path.glob("*/bin/python"))]
-            failed = [place.parent / "bin" / "python" for place in sorted(path.glob("*/failed.txt"))]
-            there = [python for python in inside if python.exists()]
-            found += there + [python for python in failed if python not in there] or [path]
-        else:
-            found.append(path)
+        inside = [path / "bin" / "python", *sorted(path.glob("*/bin/python"))]
+        failed = (place.parent / "bin" / "python" for place in sorted(path.glob("*/failed.txt")))
+        there = dict.fromkeys([*(python for python in inside if python.exists()), *failed])
+        found += list(there) or [path]
     return found
 
 
@@ -173,8 +151,9 @@ def start(
     """A process that answers commands of a task with a library: see `benchmarks/peers/serve.py`."""
 
     def made(python: Path) -> PeerProcess:
-        command = [str(python), "-I", _SCRIPT, task, library, variant, str(threads)]
-        return PeerProcess(command, patience=patience)
+        return PeerProcess(
+            [str(python), "-I", _SCRIPT, task, library, variant, str(threads)], patience=patience
+        )
 
     return made(Path(sys.executable)) if pythons is None else first(pythons, made, environment=library)
 
@@ -182,9 +161,9 @@ def start(
 def first(pythons: Sequence[Path], make: Callable[[Path], Made], *, environment: str | None = None) -> Made:
     """What `make` makes of the first interpreter that it does not refuse with `PeerFailed`."""
     reasons = []
-    for python in sorted(pythons, key=lambda path: _environment(path) != environment):
-        own = environment == _environment(python)
-        note = python.parent.parent / "failed.txt"
+    for python in sorted(pythons, key=lambda path: path.parent.parent.name != environment):
+        place = python.parent.parent
+        own, note = place.name == environment, place / "failed.txt"
         if not note.is_file():
             try:
                 return make(python)
@@ -195,7 +174,3 @@ def first(pythons: Sequence[Path], make: Callable[[Path], Made], *, environment:
         if own:
             break  # the others have other peers
     raise PeerFailed("; ".join(reasons) or "no interpreter with peers is there (benchmarks/peers/make.sh)")
-
-
-def _environment(python: Path) -> str:
-    return python.parent.parent.name

@@ -1,35 +1,32 @@
-"""Reverb's servers and writers.
-
-A server that is to have a process of its own is this file, run as a script: `Served`.
-"""
+"""Reverb's servers and writers."""
 
 from __future__ import annotations
 
-import json
+import contextlib
+import functools
+import multiprocessing
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-if __name__ == "__main__":
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-
 from benchmarks.peers import batches, checkpoint, episodes, memory, online
 from benchmarks.peers.select import ALPHA, BETA
 from benchmarks.peers.source import Source, Steps
 
 PACKAGES = ("dm-reverb", "tensorflow-cpu", "numpy")
+MODULES = ()
 
 
 def load(task: str, threads: int) -> str | None:
     """Import it, and TensorFlow with so many threads."""
+    global reverb, tf, checkpointers
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    import reverb  # noqa: F401
+    import reverb
     import tensorflow as tf
+    from reverb.platform.default import checkpointers
 
     if task == "batches":
         tf.config.threading.set_intra_op_parallelism_threads(threads)
@@ -45,10 +42,6 @@ def server_of(
     **options: Any,
 ) -> Any:
     """A server with a table of so many items, the oldest of which are removed."""
-    import reverb
-    import tensorflow as tf
-    from reverb.platform.default import checkpointers
-
     signature = None
     if columns is not None:
         signature = {name: tf.TensorSpec(shape, tf.float32, name) for name, shape in columns.items()}
@@ -67,9 +60,13 @@ def server_of(
 
 def client_of(port: int) -> Any:
     """A client of a server on this machine."""
-    import reverb
-
     return reverb.Client(f"localhost:{port}")
+
+
+def samples_of(port: int, in_flight: int, workers: int) -> Any:
+    """A `TrajectoryDataset` on a server of this machine."""
+    options = {"max_in_flight_samples_per_worker": in_flight, "num_workers_per_iterator": workers}
+    return reverb.TrajectoryDataset.from_table_signature(f"localhost:{port}", "replay", **options)
 
 
 def writer_of(port: int, columns: Any, length: int) -> Any:
@@ -89,28 +86,35 @@ def columns_of(sample: Any, names: Any) -> dict[str, np.ndarray]:
 
 
 class Served:
-    """This file in a process of its own: ``python -I reverb.py JOB``, with what it is told on its standard input.
+    """A process of its own that does some work, whose result is a server, or None; it ends with this one's object.
 
-    port: that it has printed first; it ends with its input.
+    port: of the server.
     """
 
-    def __init__(self, job: str, told: Mapping[str, Any]) -> None:
-        command = [sys.executable, "-I", os.path.abspath(__file__), job]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, encoding="utf-8")
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(told) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line.strip():
-            raise RuntimeError("its process has ended")
-        self.port = int(line)
+    def __init__(self, work: Callable[[Any], Any], told: Any) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pipe, other = spawn.Pipe()
+        self._process = spawn.Process(target=_serve, args=(other, work, told), daemon=True)
+        self._process.start()
+        other.close()
+        try:
+            self.port = self._pipe.recv()
+        except EOFError:
+            raise RuntimeError("its process has ended") from None
 
     def stop(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        self._pipe.close()
+        self._process.join()
+
+
+def _serve(pipe: Any, work: Callable[[Any], Any], told: Any) -> None:
+    load("batches" if work is serve_trajectories else "", 2)
+    server = work(told)
+    pipe.send(None if server is None else server.port)
+    with contextlib.suppress(EOFError):
+        pipe.recv()
+    if server is not None:
+        server.stop()
 
 
 class Batches(batches.Subject):
@@ -124,22 +128,12 @@ class Batches(batches.Subject):
     cost = 8
     settings = tuple({"workers": n, "parallel": p} for n in (4, 2) for p in (False, True))
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, serve: Callable[[Source], Any] | None = None) -> None:
         super().__init__(source)
-        self._server = self._serve()
-
-    def _serve(self) -> Any:
-        return serve_trajectories(self.source)
+        self._server = (serve or serve_trajectories)(source)
 
     def batches(self) -> Iterator[Any]:
-        import reverb
-
-        samples = reverb.TrajectoryDataset.from_table_signature(
-            f"localhost:{self._server.port}",
-            "replay",
-            max_in_flight_samples_per_worker=3 * self.batch,
-            num_workers_per_iterator=self.setting["workers"],
-        )
+        samples = samples_of(self._server.port, 3 * self.batch, self.setting["workers"])
         parallel = int(os.environ["OMP_NUM_THREADS"]) if self.setting["parallel"] else None
         ready = samples.batch(self.batch, drop_remainder=True, num_parallel_calls=parallel).prefetch(1)
         for sample in ready.as_numpy_iterator():
@@ -161,14 +155,14 @@ class BatchesRemote(Batches):
 
     cost = 16
 
-    def _serve(self) -> Any:
-        return Served("trajectories", self.source.spec)
+    def __init__(self, source: Source) -> None:
+        super().__init__(source, functools.partial(Served, serve_trajectories))
 
 
 def serve_trajectories(source: Source) -> Any:
     """A server with all trajectories, as items with their priorities."""
-    shapes = {name: (source.steps, *shape) for name, shape in source.columns.items()}
-    server = server_of(len(source), shapes, lambda selectors: selectors.Prioritized(ALPHA))
+    sampler = lambda selectors: selectors.Prioritized(ALPHA)  # noqa: E731
+    server = server_of(len(source), source.shapes(source.steps), sampler)
     with client_of(server.port).trajectory_writer(num_keep_alive_refs=1) as writer:
         for number, priority in enumerate(source.priorities.tolist()):
             writer.append(source.trajectory(number))
@@ -189,10 +183,9 @@ class Checkpoint(checkpoint.Subject):
     _server: Any = None
 
     def open(self) -> None:
-        source = self.source
-        shapes = {name: (source.steps, *shape) for name, shape in source.columns.items()}
+        shapes = self.source.shapes(self.source.steps)
         fifo: Any = lambda selectors: selectors.Fifo()  # noqa: E731 - with one sample each: meets each item once
-        self._server = server_of(len(source), shapes, fifo, self.folder, max_times_sampled=1)
+        self._server = server_of(len(self.source), shapes, fifo, self.folder, max_times_sampled=1)
         self._client = client_of(self._server.port)
 
     def add(self, first: int, rows: Steps) -> None:
@@ -235,13 +228,11 @@ class Memory(memory.Subject):
     automatic = False
 
     def open(self) -> None:
-        shapes = {name: (None, *shape) for name, shape in self.source.columns.items()}
-        self._server = server_of(len(self.source), shapes)
+        self._server = server_of(len(self.source), self.source.shapes(None))
 
     def fill(self) -> None:
-        Served(
-            "write", {**self.source.spec, "port": self._server.port, "automatic": self.automatic}
-        ).stop()  # after it has written everything
+        columns = () if self.automatic else self.source.columns
+        Served(write, (self.source, self._server.port, columns)).stop()  # after it has written everything
 
     def check(self) -> None:
         client = client_of(self._server.port)
@@ -261,17 +252,16 @@ class MemoryAutomatic(Memory):
     automatic = True
 
 
-def write(told: Mapping[str, Any]) -> int:
-    """What the process of `Memory` that writes does; returns the server's port when everything is there."""
-    source = Source(told)
-    with writer_of(told["port"], () if told["automatic"] else source.columns, source.steps) as writer:
+def write(told: tuple[Source, int, Any]) -> None:
+    """What the process of `Memory` that writes does."""
+    source, port, columns = told
+    with writer_of(port, columns, source.steps) as writer:
         for _, batch in source.parts(memory.BATCH):
             for one in batch:
                 for t in range(len(one[source.mark])):
                     writer.append({name: values[t] for name, values in one.items()})
                 writer.create_item("replay", 1.0, {name: writer.history[name][:] for name in one})
                 writer.end_episode()
-    return int(told["port"])
 
 
 class Writer(online.Subject):
@@ -288,8 +278,7 @@ class Writer(online.Subject):
     def open(self) -> None:
         self._server = None
         if self.address is None:
-            shapes = {name: (self.steps, *shape) for name, shape in self.source.columns.items()}
-            self._server = server_of(self.room, shapes if self.signed else None)
+            self._server = server_of(self.room, self.source.shapes(self.steps) if self.signed else None)
             self.address = self._server.port
         self._client = client_of(self.address)
         self._length = 1 if self.mode == "whole" else self.steps
@@ -321,9 +310,8 @@ class Writer(online.Subject):
         if self._inserted() - before != items:
             raise ValueError(f"{self._inserted() - before} items arrived, of {items}")
         for sample in self._client.sample("replay", num_samples=32, emit_timesteps=False):
-            rows = columns_of(sample, self.source.columns).items()
-            shapes = {name: (1, self.steps, *shape) for name, shape in self.source.columns.items()}
-            self.source.verify({name: values.reshape(shapes[name]) for name, values in rows})
+            rows, shapes = columns_of(sample, self.source.columns), self.source.shapes(1, self.steps)
+            self.source.verify({name: values.reshape(shapes[name]) for name, values in rows.items()})
 
     def _inserted(self) -> int:
         info = self._client.server_info()["replay"]
@@ -363,16 +351,10 @@ class Loader(episodes.Loader):
     ahead = workers * in_flight + 1
 
     def open(self) -> None:
-        import reverb
         import torch
 
-        self._server = Served("windows", {"path": self.data.path})
-        dataset = reverb.TrajectoryDataset.from_table_signature(
-            f"localhost:{self._server.port}",
-            "replay",
-            max_in_flight_samples_per_worker=self.in_flight * self.batch,
-            num_workers_per_iterator=self.workers,
-        )
+        self._server = Served(serve_windows, self.data.path)
+        dataset = samples_of(self._server.port, self.in_flight * self.batch, self.workers)
         self._iterator = dataset.batch(self.batch, drop_remainder=True).prefetch(1).as_numpy_iterator()
         self._mask = torch.ones(self.batch, episodes.WINDOW, dtype=torch.bool)
 
@@ -390,9 +372,10 @@ class Loader(episodes.Loader):
         self._server.stop()
 
 
-def serve_windows(data: episodes.Data) -> Any:
+def serve_windows(path: str) -> Any:
     """A server with all windows of the data that lie in an episode."""
-    columns, lengths, window = data.columns, data.lengths, episodes.WINDOW
+    data, window = episodes.Data(path), episodes.WINDOW
+    columns, lengths = data.columns, data.lengths
     shapes = {name: (window, *values.shape[1:]) for name, values in columns.items()}
     server = server_of(int((lengths - window + 1).clip(0).sum()), shapes)
     with writer_of(server.port, columns, window) as writer:
@@ -414,28 +397,3 @@ KINDS: dict[str, dict[str, Any]] = {
     "memory": {"Reverb": Memory, "Reverb, automatic chunks": MemoryAutomatic},
     "train": {"Reverb, gRPC": Loader},
 }
-
-
-def _main(job: str) -> None:
-    """Do a job of `Served`: print a port, end with the input."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print must not come before it
-    load("batches" if job == "trajectories" else job, 2)
-    told, server = json.loads(sys.stdin.readline()), None
-    if job == "write":
-        port = write(told)
-    else:
-        server = (
-            serve_windows(episodes.Data(told["path"]))
-            if job == "windows"
-            else serve_trajectories(Source(told))
-        )
-        port = server.port
-    print(port, file=answers, flush=True)
-    sys.stdin.read()
-    if server is not None:
-        server.stop()
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -32,24 +32,17 @@ def weighed(values: np.ndarray, power: float) -> np.ndarray:
     return values.astype(np.float64) ** power
 
 
-class Subject:
-    """A way of selecting by priority.
+class Subject(source.Subject):
+    """A way of selecting by priority: `draw(batch)` with replacement; `update(drawn, values)` sets new priorities.
 
-    items: how many there are. power: what priorities are raised to. item_bytes: memory that it needs about, for each
-    item.
+    items: how many there are. power: what priorities are raised to. item_bytes: memory that each needs about.
     """
 
     power = 1.0
     item_bytes: float = 24
     items: int
-
-    def draw(self, batch: int) -> Any:
-        """Draw a batch with replacement; what it returns, `update` takes."""
-        raise NotImplementedError
-
-    def update(self, drawn: Any, values: Any) -> None:
-        """Give the items drawn new priorities."""
-        raise NotImplementedError
+    draw: Callable[[int], Any]
+    update: Callable[[Any, Any], None]
 
     def found(self, drawn: Any) -> tuple[np.ndarray, np.ndarray | None]:
         """The items drawn, int64, and what they weigh, where `draw` tells."""
@@ -63,11 +56,13 @@ class Subject:
         """Items, int64, in the form that `draw` returns."""
         return items, None
 
+    def set_all(self, priorities: np.ndarray) -> None:
+        for part in chunks(len(priorities)):
+            items = np.arange(part.start, part.stop)
+            self.update(self.chosen(items), self.values(priorities[part]))
+
     def finish(self) -> None:
         """Wait until everything is done."""
-
-    def close(self) -> None:
-        """Give back what it holds."""
 
 
 def measure(subject: Subject, operation: str, batch: int, batches: int, random: np.random.Generator) -> float:
@@ -112,10 +107,9 @@ class Worker(source.Worker):
     def draw(self, batch: int, times: int) -> dict[str, Any]:
         """So many batches, one after another in one list."""
         subject = self.subject
-        found = [subject.found(subject.draw(batch)) for _ in range(times)]
-        known = found[0][1] is not None
-        leaves = np.concatenate([np.asarray(part[1]) for part in found]).tolist() if known else None
-        return {"items": np.concatenate([part[0] for part in found]).tolist(), "leaves": leaves}
+        items, leaves = zip(*(subject.found(subject.draw(batch)) for _ in range(times)), strict=True)
+        told = None if leaves[0] is None else np.concatenate(leaves).tolist()
+        return {"items": np.concatenate(items).tolist(), "leaves": told}
 
     def update(self, items: list[int], priorities: list[float]) -> None:
         subject = self.subject

@@ -32,19 +32,20 @@ def answer_commands(greet: Any, make: Any) -> None:
         answers.write(json.dumps(message) + "\n")
         answers.flush()
 
-    try:
-        greeting = greet()
-    except Exception as error:
-        answer({"error": f"{type(error).__name__}: {error}"})
+    def done(work: Any, **arguments: Any) -> bool:
+        try:
+            answer(work(**arguments) or {})
+            return True
+        except Exception as error:
+            answer({"error": f"{type(error).__name__}: {error}"})
+            return False
+
+    if not done(greet):
         return
-    answer(greeting)
     worker = make()
     for line in sys.stdin:
         command = json.loads(line)
-        try:
-            answer(getattr(worker, command.pop("do"))(**command) or {})
-        except Exception as error:
-            answer({"error": f"{type(error).__name__}: {error}"})
+        done(lambda do, **arguments: getattr(worker, do)(**arguments), **command)
     with contextlib.suppress(Exception):
         worker.close()
 
@@ -56,7 +57,9 @@ def serve(task: str, library: str, variant: str, threads: int) -> None:
     def greet() -> dict[str, Any]:
         for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
             os.environ[name] = str(threads)
-        note = kinds.load(task, threads)
+        for module in kinds.MODULES:
+            importlib.import_module(module)
+        note = kinds.load(task, threads) if hasattr(kinds, "load") else None
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(threads)
         return {"versions": {name: importlib.metadata.version(name) for name in kinds.PACKAGES}, "note": note}

@@ -48,6 +48,10 @@ class Source:
         """Of the trajectories: float32, uniform in (0, 1]."""
         return np.float32(1) - np.random.default_rng([self.seed, len(self)]).random(len(self), np.float32)
 
+    def shapes(self, *steps: int | None) -> dict[str, tuple[int | None, ...]]:
+        """name -> shape of so many steps."""
+        return {name: (*steps, *shape) for name, shape in self.columns.items()}
+
     def trajectory(self, number: int) -> Steps:
         """name -> float32 ``[steps, *shape]``, arrays of their own."""
         random, count = np.random.default_rng([self.seed, 0, number]), int(self.lengths[number])
@@ -91,11 +95,18 @@ class Source:
         return np.array(firsts, dtype=np.int64)
 
 
-class Worker:
-    """What a process does with one thing at a time: the base of the tasks' workers.
+class Subject:
+    """A variant of a task: something with a store."""
 
-    kinds: name -> class of the variants of a library. variant: the one that was asked for.
-    """
+    store: Any = None
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        self.store = None
+
+
+class Worker:
+    """What a process does with one variant at a time, of those that a library has: name -> class."""
 
     def __init__(self, kinds: Mapping[str, Any], variant: str) -> None:
         self.kinds, self.kind, self.held = kinds, kinds.get(variant), None
@@ -107,10 +118,9 @@ class Worker:
         return self.held
 
     def close(self) -> dict[str, Any]:
-        """Give back what was built."""
-        held, self.held = self.held, None
-        if held is not None:
-            held.close()
+        if self.held is not None:
+            self.held.close()
+        self.held = None
         return {}
 
 

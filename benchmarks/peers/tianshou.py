@@ -9,12 +9,7 @@ import numpy as np
 from benchmarks.peers import select
 
 PACKAGES = ("tianshou", "numba", "numpy")
-
-
-def load(task: str, threads: int) -> str | None:
-    from tianshou.data import SegmentTree  # noqa: F401
-
-    return None
+MODULES = ("tianshou.data",)
 
 
 class Tree(select.Subject):
@@ -25,8 +20,7 @@ class Tree(select.Subject):
 
         self.items, self._tree = items, SegmentTree(items)
         self._random = np.random.default_rng(select.SEED)
-        for part in select.chunks(items):
-            self._tree[np.arange(part.start, part.stop)] = priorities[part]
+        self.set_all(priorities)
 
     def draw(self, batch: int) -> Any:
         index = self._tree.get_prefix_sum_idx(self._random.random(batch) * self._tree.reduce())

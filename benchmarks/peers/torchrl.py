@@ -15,14 +15,17 @@ from benchmarks.peers.select import ALPHA, BETA
 from benchmarks.peers.source import Steps
 
 PACKAGES = ("torchrl", "tensordict", "torch")
+MODULES = ("torch",)
 
 
 def load(task: str, threads: int) -> str | None:
     """Import it; for selection its C++ extension, even if it was built for another torch: then a note says so."""
-    import torch  # noqa: F401
+    global torch, tensordict, data
+    import torch
 
     if task != "select":
-        import torchrl.data
+        import tensordict
+        from torchrl import data
 
         return None
     with warnings.catch_warnings():
@@ -44,20 +47,30 @@ def load(task: str, threads: int) -> str | None:
 
 
 def tensors(values: Mapping[Any, Any], *size: int) -> Any:
-    import torch
-    from tensordict import TensorDict
-
-    return TensorDict({n: torch.from_numpy(np.asarray(v)) for n, v in values.items()}, batch_size=size)
+    return tensordict.TensorDict(
+        {n: torch.from_numpy(np.asarray(v)) for n, v in values.items()}, batch_size=size
+    )
 
 
 def buffer(rows: int, batch: int, **options: Any) -> Any:
     """An empty `TensorDictReplayBuffer` over `LazyTensorStorage`."""
-    from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-
-    return TensorDictReplayBuffer(storage=LazyTensorStorage(rows), batch_size=batch, **options)
+    return data.TensorDictReplayBuffer(storage=data.LazyTensorStorage(rows), batch_size=batch, **options)
 
 
-class Tree(select.Subject):
+class Selection(select.Subject):
+    """Items and priorities as tensors."""
+
+    def found(self, drawn: Any) -> tuple[np.ndarray, np.ndarray | None]:
+        return drawn[0].numpy(), None if isinstance(drawn[1], dict) else np.asarray(drawn[1])
+
+    def values(self, values: np.ndarray) -> Any:
+        return torch.from_numpy(values)
+
+    def chosen(self, items: np.ndarray) -> Any:
+        return self.values(items), {}
+
+
+class Tree(Selection):
     """Its C++ trees: sums (32-bit) to draw from and minima beside them, as its sampler keeps them."""
 
     def __init__(self, items: int, priorities: np.ndarray) -> None:
@@ -66,11 +79,9 @@ class Tree(select.Subject):
         self.items = items
         self._sums, self._mins = SumSegmentTreeFp32(items), MinSegmentTreeFp32(items)
         self._random = np.random.default_rng(select.SEED)
-        _set_all(self, priorities)
+        self.set_all(priorities)
 
     def draw(self, batch: int) -> Any:
-        import torch
-
         mass = self._random.uniform(0.0, self._sums.query(0, self.items), batch)
         index = torch.as_tensor(self._sums.scan_lower_bound(mass)).clamp_max_(self.items - 1)
         return index, self._sums[index]
@@ -78,27 +89,6 @@ class Tree(select.Subject):
     def update(self, drawn: Any, values: Any) -> None:
         self._sums[drawn[0]] = values
         self._mins[drawn[0]] = values
-
-    def found(self, drawn: Any) -> tuple[np.ndarray, np.ndarray | None]:
-        return drawn[0].numpy(), np.asarray(drawn[1])
-
-    def values(self, values: np.ndarray) -> Any:
-        return _tensor(values)
-
-    def chosen(self, items: np.ndarray) -> Any:
-        return _tensor(items), None
-
-
-def _tensor(values: np.ndarray) -> Any:
-    import torch
-
-    return torch.from_numpy(values)
-
-
-def _set_all(subject: select.Subject, priorities: np.ndarray) -> None:
-    for part in select.chunks(len(priorities)):
-        items = np.arange(part.start, part.stop)
-        subject.update(subject.chosen(items), subject.values(priorities[part]))
 
 
 class _Length:
@@ -114,7 +104,7 @@ class _Length:
         return self._items
 
 
-class Sampler(select.Subject):
+class Sampler(Selection):
     """`PrioritizedSampler.sample` and `update_priority`, with importance weights, without a buffer around it."""
 
     power = ALPHA
@@ -124,22 +114,13 @@ class Sampler(select.Subject):
 
         self.items, self._storage = items, _Length(items)
         self._sampler = PrioritizedSampler(items, alpha=ALPHA, beta=BETA, eps=0.0)
-        _set_all(self, priorities)
+        self.set_all(priorities)
 
     def draw(self, batch: int) -> Any:
         return self._sampler.sample(self._storage, batch)
 
     def update(self, drawn: Any, values: Any) -> None:
         self._sampler.update_priority(drawn[0], values)
-
-    def found(self, drawn: Any) -> tuple[np.ndarray, np.ndarray | None]:
-        return drawn[0].numpy(), None
-
-    def values(self, values: np.ndarray) -> Any:
-        return _tensor(values)
-
-    def chosen(self, items: np.ndarray) -> Any:
-        return _tensor(items), {}
 
 
 class Batches(batches.Subject):
@@ -154,21 +135,15 @@ class Batches(batches.Subject):
 
     def __init__(self, source: Any) -> None:
         super().__init__(source)
-        from torchrl.data import LazyTensorStorage
-
-        self._storage = LazyTensorStorage(self.source.total if self.steps else len(self.source))
+        self._storage = data.LazyTensorStorage(self.source.total if self.steps else len(self.source))
         filled = self._make(None, 1)
         for _, columns in source.stacked(batches.CHUNK):
             if self.steps:
                 columns = {name: values.reshape(-1, *values.shape[2:]) for name, values in columns.items()}
             filled.extend(tensors(columns, len(columns[source.mark])))
-        self._buffer: Any = None
 
     def _make(self, prefetch: int | None, batch: int) -> Any:
-        import torch
-        from torchrl.data import TensorDictPrioritizedReplayBuffer
-
-        made = TensorDictPrioritizedReplayBuffer(
+        made = data.TensorDictPrioritizedReplayBuffer(
             alpha=ALPHA, beta=BETA, storage=self._storage, batch_size=batch, prefetch=prefetch
         )
         if len(self._storage) == len(self.source):
@@ -177,11 +152,11 @@ class Batches(batches.Subject):
 
     def use(self, setting: dict[str, Any]) -> None:
         super().use(setting)
-        self._buffer = self._make(setting["prefetch"] or None, self.batch)
+        self.store = self._make(setting["prefetch"] or None, self.batch)
 
     def batches(self) -> Iterator[Any]:
         while True:
-            yield self._buffer.sample()
+            yield self.store.sample()
 
     def rows(self, batch: Any) -> dict[str, np.ndarray]:
         shapes = self.source.columns.items()
@@ -205,14 +180,11 @@ class Slices(Batches):
     steps = True
 
     def _make(self, prefetch: int | None, batch: int) -> Any:
-        import torch
-        from torchrl.data import SliceSampler, TensorDictReplayBuffer
-
         ends = torch.arange(1, self.source.total + 1) % self.source.steps == 0
         options = {"strict_length": True, "truncated_key": None, "init_key": None}
-        sampler = SliceSampler(slice_len=self.window, ends=ends, cache_values=True, **options)
+        sampler = data.SliceSampler(slice_len=self.window, ends=ends, cache_values=True, **options)
         size = batch * self.window
-        return TensorDictReplayBuffer(
+        return data.TensorDictReplayBuffer(
             storage=self._storage, sampler=sampler, batch_size=size, prefetch=prefetch
         )
 
@@ -224,25 +196,22 @@ class Checkpoint(checkpoint.Subject):
     """
 
     def open(self) -> None:
-        self._buffer = buffer(len(self.source), checkpoint.UNIT)
+        self.store = buffer(len(self.source), checkpoint.UNIT)
 
     def add(self, first: int, rows: Steps) -> None:
-        self._buffer.extend(tensors(rows, checkpoint.UNIT))
+        self.store.extend(tensors(rows, checkpoint.UNIT))
 
     def save(self) -> None:
-        self._buffer.dumps(self.path("buffer"))
+        self.store.dumps(self.path("buffer"))
 
     def restore(self) -> None:
         self.open()
-        self._buffer.loads(self.path("buffer"))
+        self.store.loads(self.path("buffer"))
 
     def everything(self) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        for first in range(0, len(self._buffer), checkpoint.UNIT):
-            found = self._buffer[first : first + checkpoint.UNIT]
+        for first in range(0, len(self.store), checkpoint.UNIT):
+            found = self.store[first : first + checkpoint.UNIT]
             yield first, {name: found[name].numpy() for name in self.source.columns}
-
-    def close(self) -> None:
-        self._buffer = None
 
 
 class Memory(memory.Subject):
@@ -252,88 +221,68 @@ class Memory(memory.Subject):
     """
 
     def open(self) -> None:
-        from torchrl.data import SliceSampler
-
-        sampler = SliceSampler(num_slices=8, end_key=("next", "done"), strict_length=False)
-        self._buffer = buffer(self.source.total, 64, sampler=sampler)
+        sampler = data.SliceSampler(num_slices=8, end_key=("next", "done"), strict_length=False)
+        self.store = buffer(self.source.total, 64, sampler=sampler)
 
     def fill(self) -> None:
         for one in self.each():
             steps = len(one[self.source.mark])
             done = np.zeros((steps, 1), dtype=np.bool_)
             done[-1] = True
-            self._buffer.extend(tensors({**one, ("next", "done"): done}, steps))
+            self.store.extend(tensors({**one, ("next", "done"): done}, steps))
 
     def read(self, i: int) -> Mapping[str, Any]:
         begin = int(self.source.begins[i])
-        found = self._buffer[begin : begin + int(self.source.lengths[i])]
+        found = self.store[begin : begin + int(self.source.lengths[i])]
         done = found["next", "done"].reshape(-1)
         if int(done.sum()) != 1 or not bool(done[-1]):
             raise ValueError(f"trajectory {i} does not end where it should")
         return dict(found.items())
-
-    def close(self) -> None:
-        del self._buffer
 
 
 class MemoryPadded(Memory):
     """A row a trajectory, padded by `tensordict.pad` to the longest; a mask says what exists."""
 
     def open(self) -> None:
-        self._buffer = buffer(len(self.source), 8)
+        self.store = buffer(len(self.source), 8)
 
     def fill(self) -> None:
-        from tensordict import pad
-
         for one in self.each():
             steps = len(one[self.source.mark])
             mask = np.ones(steps, dtype=np.bool_)
-            row = pad(tensors({**one, "mask": mask}, steps), [0, self.source.steps - steps])
+            row = tensordict.pad(tensors({**one, "mask": mask}, steps), [0, self.source.steps - steps])
             row.batch_size = []
-            self._buffer.add(row)
+            self.store.add(row)
 
     def read(self, i: int) -> Mapping[str, Any]:
-        found = self._buffer[i]
+        found = self.store[i]
         return {name: found[name][found["mask"]] for name in self.source.columns}
 
 
-class Writer(online.Subject):
+class Writer(online.Rows):
     """`TensorDictReplayBuffer` over `LazyTensorStorage`: `add` and `extend`."""
 
-    modes = ("whole", "batches", "steps")
+    def make(self, size: int, single: bool) -> None:
+        self.store = buffer(size, 32)
 
-    def open(self) -> None:
-        single = self.mode == "steps"
-        self._buffer = buffer(self.room * (self.steps if single else 1), 32)
-        several = [(one, self.steps) for one in self.each]
-        if not single:
-            several = [(part, len(part[self.source.mark])) for part in self.batches]
-        self._several = [tensors(values, size) for values, size in several]
-        self._each = [[tensors(one)] for one in self.each] if self.mode == "whole" else []
-        if single:
-            self._each = [[part[t] for t in range(len(part))] for part in self._several]
+    def packed(self, values: Steps, *size: int) -> Any:
+        return tensors(values, *size)
+
+    def split(self, steps: Any) -> list[Any]:
+        return [steps[t] for t in range(len(steps))]
 
     def work(self) -> int:
         if self.mode == "batches":
-            return self._extend()
-        rows = self.next(self._each)
+            return self.extend()
+        rows = self.next(self.singles)
         for row in rows:
-            self._buffer.add(row)
+            self.store.add(row)
         return len(rows)
 
-    def _extend(self) -> int:
-        batch = self.next(self._several)
-        self._buffer.extend(batch)
+    def extend(self) -> int:
+        batch = self.next(self.groups)
+        self.store.extend(batch)
         return len(batch)
-
-    def fill(self) -> None:
-        while len(self._buffer) < self._buffer._storage.max_size:
-            self._extend()
-
-    def check(self) -> None:
-        self.work()
-        sample = self._buffer.sample()
-        self.verify({name: sample[name].numpy() for name in self.source.columns})
 
 
 class Loader(episodes.Loader):
@@ -344,21 +293,18 @@ class Loader(episodes.Loader):
     """
 
     def open(self) -> None:
-        import torch
-        from torchrl.data import SliceSampler
-
         torch.manual_seed(self.seed)
         steps = int(self.data.lengths.sum())
         done = np.zeros((steps, 1), dtype=np.bool_)
         done[self.data.begins + self.data.lengths - 1] = True
         options = {"end_key": "done", "truncated_key": None, "init_key": None}
-        sampler = SliceSampler(slice_len=episodes.WINDOW, cache_values=True, **options)
-        self._buffer = buffer(steps, self.batch * episodes.WINDOW, sampler=sampler)
-        self._buffer.extend(tensors({**self.data.columns, "done": done}, steps))
+        sampler = data.SliceSampler(slice_len=episodes.WINDOW, cache_values=True, **options)
+        self.store = buffer(steps, self.batch * episodes.WINDOW, sampler=sampler)
+        self.store.extend(tensors({**self.data.columns, "done": done}, steps))
         self._mask = torch.ones(self.batch, episodes.WINDOW, dtype=torch.bool)
 
     def next(self) -> Mapping[str, Any]:
-        sample = self._buffer.sample()
+        sample = self.store.sample()
         batch = {name: sample[name].unflatten(0, (self.batch, episodes.WINDOW)) for name in episodes.COLUMNS}
         return {**batch, "mask": self._mask}
 

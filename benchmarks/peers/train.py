@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ class Worker(source.Worker):
     """A loader, and a learner that is fed by it."""
 
     learner: Any = None
-    ready: Mapping[str, Any] | None = None
+    ready: Any = None
 
     def build(self, data: str, batch: int, seed: int, device: str) -> None:
         self.close()  # first gives back what the one before held
@@ -43,7 +42,7 @@ class Worker(source.Worker):
 
     def run(self, steps: int, ready: bool = False) -> dict[str, Any]:
         """Train; `ready`: on one batch, which is there already."""
-        loader, learner = self.subject, self._learning()
+        loader, learner = self.subject, self._learning
         for _ in range(loader.ahead + 1):  # what was made while others were measured does not count
             batch = loader.next()
             self.ready = self.ready or {name: values.clone() for name, values in batch.items()}
@@ -60,12 +59,13 @@ class Worker(source.Worker):
             return {"seconds": clock() - begin, "waiting": waiting, "loss": value}
 
     def weights(self, path: str) -> None:
-        policy.save(self._learning().policy, path)
+        policy.save(self._learning.policy, path)
 
     def close(self) -> dict[str, Any]:
         self.ready = self.learner = None
         return super().close()
 
+    @property
     def _learning(self) -> Any:
         if self.learner is None:
             raise RuntimeError("reset comes first")

@@ -1,16 +1,17 @@
-"""Pictures made of lines: batch-size, collect, and how cost grows."""
+"""Pictures made of lines: batch-size, collect, select, and how cost grows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from benchmarks.reporting.findings import Growth, growths
-from benchmarks.reporting.rows import Comparison, Row, speed
-from benchmarks.reporting.style import curve, figure, legend_below, panels, plain, png, rates, styles
+from benchmarks.reporting.rows import Comparison, Row, grouped, speed, three
+from benchmarks.reporting.style import curve, goal, log_log, picture, plain, rates, size_ticks, styles
 from benchmarks.showing import size
 
-Point = tuple[float, float, float, float]
+_CYCLE = {"batch": 1024, "items": 10**6}
 
 
 def draw_batch_size(found: Sequence[Comparison]) -> bytes | None:
@@ -21,55 +22,40 @@ def draw_batch_size(found: Sequence[Comparison]) -> bytes | None:
 def draw_collect(found: Sequence[Comparison]) -> bytes | None:
     """Gathering W1 and W2 against the batch; of ours, with one size of blocks and the default number of programs."""
     chosen = [c for c in found if c.experiment == "collect" and c.workload != "rows"]
-    sizes = [
-        row["parameters"]["block_steps"]
-        for c in chosen
-        for row in c.ours
-        if "block_steps" in row["parameters"]
-    ]
+    ours = (row["parameters"] for c in chosen for row in c.ours)
+    first = next((told["block_steps"] for told in ours if "block_steps" in told), None)
 
     def wanted(row: Row) -> bool:
-        block = row["parameters"].get("block_steps", sizes[0] if sizes else None)
-        return block == sizes[0] and (not _kernel(row) or row["variant"] == "kernel, default")
+        varied = str(row["variant"]).startswith("kernel, ") and row["variant"] != "kernel, default"
+        return first is None or (row["parameters"].get("block_steps", first) == first and not varied)
 
-    return _by_batch(chosen, wanted if sizes else lambda row: True)
-
-
-def _kernel(row: Row) -> bool:
-    return str(row["variant"]).startswith("kernel, ")
+    return _by_batch(chosen, wanted)
 
 
-def _by_batch(chosen: Sequence[Comparison], wanted: Callable[[Row], bool]) -> bytes | None:
-    chosen = [c for c in chosen if "batch" in c.parameters]
-    chosen = [c for c in chosen if any(wanted(row) for row in c.ours)]
-    kinds: dict[str, list[Comparison]] = {}
-    for comparison in chosen:
+def _by_batch(found: Sequence[Comparison], wanted: Callable[[Row], bool]) -> bytes | None:
+    def title(comparison: Comparison) -> str:
         steps = comparison.parameters.get("block_steps")
-        title = comparison.workload + (f", blocks of {steps} steps" if steps else "")
+        text = comparison.workload + (f", blocks of {steps} steps" if steps else "")
         part = comparison.parameters.get("part", "batches")
-        kinds.setdefault(title if part in ("batches", title) else f"{title}, {part}", []).append(comparison)
-    if not kinds:
-        return None
-    rows = {
-        title: [row for c in kind for row in c.rows.values() if wanted(row)] for title, kind in kinds.items()
-    }
-    limits = {c.limit["variant"] for c in chosen if c.limit is not None}
-    names = dict.fromkeys(row["variant"] for kind in rows.values() for row in kind)
-    looks = styles(names, limits)
+        return text if part in ("batches", text) else f"{text}, {part}"
+
+    chosen = [c for c in found if "batch" in c.parameters and any(map(wanted, c.ours))]
+    kinds = grouped(chosen, title)
+    names = (n for kind in kinds.values() for c in kind for n, row in c.rows.items() if wanted(row))
+    looks = styles(names, {c.limit["variant"] for c in chosen if c.limit is not None})
+
+    def panel(axes: Any, title: str, kind: Sequence[Comparison]) -> None:
+        rows = [(c.parameters["batch"], row) for c in kind for row in c.rows.values() if wanted(row)]
+        for name, look in looks.items():
+            points = [(float(batch), *rates(row)) for batch, row in rows if row["variant"] == name]
+            curve(axes, points, name, look)
+        counted = "GB/s" if any("bytes" in row for _, row in rows) else "rows/s"
+        batches = [float(c.parameters["batch"]) for c in kind]
+        log_log(axes, batches, title=title, xlabel="rows in a batch", ylabel=counted)
+
     wide = len(kinds) == 1
-    with panels(len(kinds), 9.5 if wide else 5.6, 4.1, 0.9) as (made, places):
-        for axes, (title, kind) in zip(places, kinds.items(), strict=True):
-            for name in names:
-                there = [(c, c.rows[name]) for c in kind if name in c.rows and wanted(c.rows[name])]
-                points = [(float(c.parameters["batch"]), *rates(row)) for c, row in there]
-                curve(axes, points, name, looks[name])
-            counted = "GB/s" if any("bytes" in row for row in rows[title]) else "rows/s"
-            axes.set(xscale="log", yscale="log", title=title, xlabel="rows in a batch", ylabel=counted)
-            plain(axes.xaxis, [float(c.parameters["batch"]) for c in kind])
-            plain(axes.yaxis)
-            axes.grid(alpha=0.3)
-        legend_below(made, places, columns=3 if wide else 4)
-        return png(made)
+    panels = [partial(panel, title=title, kind=kind) for title, kind in kinds.items()]
+    return picture(panels, 9.5 if wide else 5.6, 4.1, more=0.9, legend=3 if wide else 4)
 
 
 def draw_rows(found: Sequence[Comparison]) -> bytes | None:
@@ -77,67 +63,91 @@ def draw_rows(found: Sequence[Comparison]) -> bytes | None:
     chosen = [c for c in found if c.experiment == "collect" and c.workload == "rows" and c.limit is not None]
     if not chosen:
         return None
-    steps = sorted({c.parameters.get("step_bytes") for c in chosen}, key=str)
-    with figure(1, len(steps) + 1, (4.6 * (len(steps) + 1), 4.4), sharey=True) as (made, (panels,)):
-        for axes, step in zip(panels, steps, strict=False):
-            kind = [c for c in chosen if c.parameters.get("step_bytes") == step]
-            _row_sizes(axes, kind, f"steps of {step} B, best number of programs")
-        _programs(panels[-1], chosen)
-        panels[0].set(ylabel="share of the copy engine's rate", ylim=(0, None))
-        for axes in panels:
-            axes.axhline(1, color="#6c757d", linestyle="--", linewidth=1)
-            axes.grid(alpha=0.3)
-            axes.legend(fontsize=8, ncols=2, loc="lower right")
-        return png(made)
+    steps = grouped(chosen, lambda c: c.parameters.get("step_bytes"))
+
+    def last(axes: Any) -> None:
+        _programs(axes, chosen)
+        every = axes.figure.axes
+        every[0].set(ylabel="share of the copy engine's rate", ylim=(0, None))
+        for each in every:
+            each.axhline(1, color="#6c757d", linestyle="--", linewidth=1)
+            each.grid(alpha=0.3)
+            each.legend(fontsize=8, ncols=2, loc="lower right")
+
+    panels = [*(partial(_row_sizes, step=step, kind=steps[step]) for step in sorted(steps, key=str)), last]
+    return picture(panels, 4.6, 4.4, columns=len(panels), sharey=True)
 
 
-def _share(row: Row) -> tuple[float, float, float]:
-    low, mid, high = (row["ratio"][q] for q in ("p10", "p50", "p90"))
-    return low, mid, high
-
-
-def _row_sizes(axes: Any, kind: Sequence[Comparison], title: str) -> None:
-    batches = sorted({c.parameters["batch"] for c in kind})
-    looks = styles(f"kernel, batch {batch}" for batch in batches)
-    for batch in batches:
-        points = [
-            (float(c.parameters["row_bytes"]), *_share(max(c.ours, key=speed)))
-            for c in kind
-            if c.parameters["batch"] == batch and c.ours
-        ]
+def _row_sizes(axes: Any, step: Any, kind: Sequence[Comparison]) -> None:
+    batches = grouped((c for c in kind if c.ours), lambda c: c.parameters["batch"])
+    looks = styles(f"kernel, batch {batch}" for batch in sorted({c.parameters["batch"] for c in kind}))
+    for batch in sorted(batches):
+        best = ((c.parameters["row_bytes"], max(c.ours, key=speed)) for c in batches[batch])
+        points = [(float(value), *three(row["ratio"])) for value, row in best]
         curve(axes, points, f"batch {batch}", looks[f"kernel, batch {batch}"])
-    axes.set(xscale="log", xlabel="bytes of a row", title=title)
-    ticks = sorted({c.parameters["row_bytes"] for c in kind})[::2]
-    axes.set_xticks(ticks, [size(value) for value in ticks], fontsize=8, rotation=30)
-    axes.minorticks_off()
+    axes.set(xscale="log", xlabel="bytes of a row", title=f"steps of {step} B, best number of programs")
+    size_ticks(axes, sorted({c.parameters["row_bytes"] for c in kind})[::2], fontsize=8, rotation=30)
 
 
 def _programs(axes: Any, chosen: Sequence[Comparison]) -> None:
     largest = max(c.parameters["batch"] for c in chosen)
     kind = [c for c in chosen if c.parameters["batch"] == largest]
     kind = sorted(kind, key=lambda c: c.parameters["row_bytes"])[:: max(1, len(kind) // 4)]
-    looks = styles(f"kernel, {i}" for i in range(len(kind)))
-    for i, comparison in enumerate(kind):
-        points = [
-            (float(row["parameters"]["programs"]), *_share(row))
-            for row in comparison.ours
-            if row["parameters"].get("programs")
-        ]
-        curve(axes, points, f"rows of {size(comparison.parameters['row_bytes'])}", looks[f"kernel, {i}"])
+    values = set()
+    for comparison, look in zip(kind, styles(f"kernel, {i}" for i in range(len(kind))).values(), strict=True):
+        rows = [row for row in comparison.ours if row["parameters"].get("programs")]
+        points = [(float(row["parameters"]["programs"]), *three(row["ratio"])) for row in rows]
+        curve(axes, points, f"rows of {size(comparison.parameters['row_bytes'])}", look)
+        values |= {point[0] for point in points}
     axes.set(xscale="log", xlabel="programs", title=f"batch {largest}")
-    values = [row["parameters"].get("programs") for comparison in kind for row in comparison.ours]
-    plain(axes.xaxis, [float(value) for value in values if value])
+    plain(axes.xaxis, values)
+
+
+def draw_select(found: Sequence[Comparison]) -> bytes | None:
+    """The cycle of a batch of 1024 against the number of items; that at 10^6 items against the batch."""
+    rows = [
+        row for c in found if (c.experiment, c.workload) == ("select", "cycle") for row in c.rows.values()
+    ]
+    if not rows:
+        return None
+    names = sorted(
+        dict.fromkeys(row["variant"] for row in rows), key=lambda name: not name.startswith("ours")
+    )
+    looks = styles(names)
+    values = {name: sorted({row["parameters"][name] for row in rows}) for name in _CYCLE}
+    held = {name: min(values[name], key=lambda value: abs(value - _CYCLE[name])) for name in _CYCLE}
+
+    def panel(axes: Any, along: str, fixed: str, **labels: str) -> None:
+        there = [row for row in rows if row["parameters"][fixed] == held[fixed]]
+        for name, style in looks.items():
+            mine = [row for row in there if row["variant"] == name]
+            points = [
+                (row["parameters"][along], *(1e6 * value for value in three(row["seconds"]))) for row in mine
+            ]
+            curve(axes, points, name, style)
+            # What is marked by a star in tables: draws that are not quite in proportion.
+            inexact = [p for p, row in zip(points, mine, strict=True) if "bias" in row["parameters"]]
+            axes.scatter([p[0] for p in inexact], [p[2] for p in inexact], 14, "white", zorder=4)
+        log_log(axes, values[along], **labels)
+        for limit in {row["limit"] for row in there if "limit" in row and along == "items"}:
+            goal(axes, limit * 1e6, f"target {limit * 1e6:.0f} µs")
+
+    told = {
+        "xlabel": "number of items N",
+        "ylabel": "one cycle, µs",
+        "title": f"Batches of {held['batch']:,}",
+    }
+    beside = {"xlabel": "items in a batch", "title": f"N = {held['items']:,} items"}
+    panels = [
+        partial(panel, along="items", fixed="batch", **told),
+        partial(panel, along="batch", fixed="items", **beside),
+    ]
+    return picture(panels, 5.6, 5.9, legend=5, sharey=True)
 
 
 def draw_growth(found: Sequence[Comparison]) -> bytes | None:
     """A panel for each parameter along which cost was measured: ours, the limit, the quickest of the others."""
-    there = growths(found)
-    if not there:
-        return None
-    with panels(len(there), 5.6, 3.9) as (made, places):
-        for axes, growth in zip(places, there, strict=True):
-            _growth(axes, growth)
-        return png(made)
+    return picture([partial(_growth, growth=growth) for growth in growths(found)], 5.6, 3.9)
 
 
 def _growth(axes: Any, growth: Growth) -> None:
@@ -146,11 +156,10 @@ def _growth(axes: Any, growth: Growth) -> None:
     for name, line in growth.lines.items():
         curve(axes, line, name, looks[name])
     wide = values[-1] > 8 * values[0]
-    axes.set(xscale="log" if wide else "linear", yscale="log")
     axes.set(xlabel=growth.along, ylabel=growth.unit, title=growth.work[0].upper() + growth.work[1:])
+    axes.set(xscale="log" if wide else "linear", yscale="log")
     if wide and values[-1] >= 4096 and "bytes" in growth.along:
-        axes.set_xticks(values[::2], [size(value) for value in values[::2]])
-        axes.minorticks_off()
+        size_ticks(axes, values[::2])
     else:
         plain(axes.xaxis, values)
     plain(axes.yaxis)

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.experiments import EXPERIMENTS
 from benchmarks.reporting import findings, provenance, tables
 from benchmarks.reporting.pictures import Picture
-from benchmarks.reporting.rows import Comparison, Place, Row, is_ours, speed
+from benchmarks.reporting.rows import OURS, Comparison, Place, Row, grouped, speed
 
 _HERE = Path(__file__).parent
 
@@ -22,17 +22,12 @@ def render(
     """The page as text."""
     import jinja2
 
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_HERE),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    options: dict[str, Any] = {"autoescape": True, "undefined": jinja2.StrictUndefined}
+    options |= {"trim_blocks": True, "lstrip_blocks": True}
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(_HERE), **options)
     environment.filters["png"] = lambda png: "data:image/png;base64," + base64.b64encode(png).decode()
     environment.filters["times"] = tables.times
-    template = environment.get_template("page.html.jinja")
-    return template.render(_content(rows, found, pictures, quick))
+    return environment.get_template("page.html.jinja").render(_content(rows, found, pictures, quick))
 
 
 def _content(
@@ -72,22 +67,20 @@ def _content(
 def _headline(place: Place, found: Sequence[Comparison], pictures: Sequence[Picture]) -> dict[str, Any]:
     chosen = findings.headline([comparison for comparison in found if comparison.place == place])
     picture = next((p for p in pictures if (p.section, p.place) == ("headline", place)), None)
-    return {"place": place, "picture": picture, "text": sentence(chosen) if chosen is not None else ""}
+    return {"place": place, "picture": picture, "text": _sentence(chosen) if chosen is not None else ""}
 
 
-def sentence(comparison: Comparison) -> str:
+def _sentence(comparison: Comparison) -> str:
     """The headline's figures, machine and date in words."""
-    mine = comparison.ours[0]
-    ratios = [
-        (comparison.ratio(mine, other), other) for other in sorted(comparison.others, key=speed, reverse=True)
-    ]
-    beside = [f"{tables.times(ratio)} {other['variant']}" for ratio, other in ratios if not math.isnan(ratio)]
+    mine, limit = comparison.ours[0], comparison.limit
+    others = sorted(comparison.others, key=speed, reverse=True)
+    ratios = [(comparison.ratio(mine, other), other["variant"]) for other in others]
+    beside = [f"{tables.times(ratio)} {name}" for ratio, name in ratios if not math.isnan(ratio)]
     text = f"Batches of {findings.BATCH} whole trajectories, drawn by priority, come through DataLoader at "
     text += f"{tables.amount(mine)} (p10 to p90: {tables.scatter(mine)})"
     if beside:
         text += f": {', '.join(beside[:-1]) + ' and ' if beside[1:] else ''}{beside[-1]}"
-    if comparison.limit is not None:
-        limit = comparison.limit
+    if limit is not None:
         share = comparison.ratio(mine, limit)
         text += f". The limit, {limit['variant']} of as many bytes, is {tables.amount(limit)}"
         text += "" if math.isnan(share) else f", of which that is {share:.0%}"
@@ -100,25 +93,25 @@ def _experiment(
     experiment: Any, found: Sequence[Comparison], pictures: Sequence[Picture]
 ) -> dict[str, Any] | None:
     there = [comparison for comparison in found if comparison.experiment == experiment.name]
-    if not there:
-        return None
-    parts = []
-    for place in sorted({comparison.place for comparison in there}):
-        chosen = [comparison for comparison in there if comparison.place == place]
-        drawn = [p for p in pictures if (p.section, p.place) == (experiment.name, place)]
-        found_here = {"matrices": tables.matrices(chosen), "rows": tables.every_row(chosen)}
-        parts.append({"place": place, "pictures": drawn, **found_here})
-    return {"about": experiment, "parts": parts}
+    parts = [
+        {
+            "place": place,
+            "pictures": [p for p in pictures if (p.section, p.place) == (experiment.name, place)],
+            "matrices": tables.matrices(chosen),
+            "rows": tables.every_row(chosen),
+        }
+        for place, chosen in sorted(grouped(there, lambda comparison: comparison.place).items())
+    ]
+    return {"about": experiment, "parts": parts} if parts else None
 
 
 def _growth(growth: findings.Growth) -> dict[str, Any]:
     """A growth as lines of a table: from the smallest to the largest value."""
     lines = []
     for variant, points in growth.lines.items():
-        (least, *_), (most, *_) = points[0], points[-1]
-        start, end = points[0][2], points[-1][2]
+        (least, _, start, _), (most, _, end, _) = points[0], points[-1]
         line: dict[str, Any] = {"variant": variant, "span": f"{least:,.0f} to {most:,.0f}"}
-        line |= {"start": f"{start:,.3g}", "end": f"{end:,.3g}"}
+        line |= {"start": f"{start:,.3g}", "end": f"{end:,.3g}", "ours": variant.startswith(OURS)}
         line["factor"] = f"× {end / start:,.3g}" if most > least else "one value only"
-        lines.append({**line, "ours": is_ours({"experiment": "", "workload": "", "variant": variant})})
+        lines.append(line)
     return {"about": growth, "lines": lines}

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 
-from benchmarks.reporting import bars, lines, plot_multi_server, plot_online, plot_select
+from benchmarks.reporting import bars, lines, plot_multi_server, plot_online
 from benchmarks.reporting.findings import growths, headline
-from benchmarks.reporting.rows import Comparison, Place, Row, speed
+from benchmarks.reporting.rows import Comparison, Place, grouped, speed
 from benchmarks.reporting.style import rates
-
-Draw = Callable[[Sequence[Comparison]], bytes | None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """A plot of rows of one place.
+    """A plot of rows of one place; `alt` is for those who do not see it, `png` the bytes of the file."""
 
-    name: of the file, without its ending. place: where all its rows were measured. section: the experiment it belongs
-    to, ``"headline"`` or ``"growth"``. caption, alt: what is seen; `alt` for those who do not see it. png: the bytes of
-    the file.
-    """
-
-    name: str
+    name: str  # of the file, without its ending
     place: Place
-    section: str
+    section: str  # an experiment, "headline" or "growth"
     caption: str
     alt: str
     png: bytes
@@ -37,7 +31,9 @@ class Picture:
 
 
 _BARS = "Throughput; whiskers from p10 to p90; the dashed line is the limit."
-_PICTURES: dict[str, tuple[Draw, str]] = {  # the name's beginning is the section
+_PICTURES: dict[
+    str, tuple[Callable[[Sequence[Comparison]], bytes | None], str]
+] = {  # the name's beginning is the section
     "headline": (bars.draw_headline, _BARS),
     "growth": (lines.draw_growth, "Ours, the limit, and of the others the one that is quickest most often."),
     "single-server": (bars.draw_single_server, _BARS),
@@ -48,12 +44,12 @@ _PICTURES: dict[str, tuple[Draw, str]] = {  # the name's beginning is the sectio
     ),
     "collect-rows": (lines.draw_rows, "The kernel's share of the copy engine's rate."),
     "select": (
-        lambda found: plot_select.draw(_rows(found)),
+        lines.draw_select,
         "One cycle: draw a batch by priority, then set new priorities. Bands from p10 to p90; hollow marks where draws "
         "are not quite in proportion.",
     ),
     "online": (
-        lambda found: plot_online.draw(_rows(found)),
+        plot_online.draw,
         "Adding, setting priorities, and reading meanwhile; bands and whiskers from p10 to p90.",
     ),
     "checkpoint": (
@@ -72,32 +68,27 @@ _PICTURES: dict[str, tuple[Draw, str]] = {  # the name's beginning is the sectio
 def draw_all(found: Sequence[Comparison]) -> list[Picture]:
     """Every picture that there are rows for. No picture has rows of two places."""
     made: list[Picture] = []
-    names: dict[str, int] = {}
-
-    def add(name: str, place: Place, section: str, caption: str, alt: str, png: bytes | None) -> None:
-        if png is not None:
-            stem = f"{name}-{_slug('gpu ' + place.device if place.is_gpu else place.device)}"
-            names[stem] = names.get(stem, 0) + 1
-            if names[stem] > 1:  # another machine with a device of this name
-                stem = f"{stem}-{names[stem]}"
-            made.append(Picture(stem, place, section, caption, alt, png))
-
-    for place in sorted({comparison.place for comparison in found}):
-        there = [comparison for comparison in found if comparison.place == place]
-        for name, (draw, caption) in _PICTURES.items():
-            section = name.removesuffix("-rows")
-            add(name, place, section, caption, _alt(section, there, caption), draw(there))
-        for i, (network, rows) in enumerate(plot_multi_server.networks(_rows(there)).items()):
+    names: Counter[str] = Counter()
+    for place, there in sorted(grouped(found, lambda comparison: comparison.place).items()):
+        device = _slug("gpu " + place.device if place.is_gpu else place.device)
+        drawn = [
+            (name, name.removesuffix("-rows"), caption, draw(there))
+            for name, (draw, caption) in _PICTURES.items()
+        ]
+        for i, (network, rows) in enumerate(plot_multi_server.networks(there).items()):
             caption = (
                 f"All nodes on one machine, over {network}; ours beside a bare exchange of as many bytes."
             )
             name = "multi-server" if i == 0 else f"multi-server-{_slug(network)}"
-            add(name, place, "multi-server", caption, caption, plot_multi_server.draw(rows))
+            drawn.append((name, "multi-server", caption, plot_multi_server.draw(rows)))
+        for name, section, caption, png in drawn:
+            if png is not None:
+                stem = f"{name}-{device}"
+                names[stem] += 1
+                if names[stem] > 1:  # another machine with a device of this name
+                    stem = f"{stem}-{names[stem]}"
+                made.append(Picture(stem, place, section, caption, _alt(section, there, caption), png))
     return made
-
-
-def _rows(found: Sequence[Comparison]) -> list[Row]:
-    return [row for comparison in found for row in comparison.rows.values()]
 
 
 def _slug(text: str) -> str:
@@ -106,10 +97,7 @@ def _slug(text: str) -> str:
 
 def _alt(section: str, there: Sequence[Comparison], caption: str) -> str:
     """The picture in words: the figures where it has few."""
-    if section == "headline":
-        chosen = headline(there)
-        if chosen is None:
-            return caption
+    if section == "headline" and (chosen := headline(there)) is not None:
         rows = sorted(chosen.rows.values(), key=speed, reverse=True)
         return "Bars: " + ", ".join(f"{row['variant']} {rates(row)[1]:.3g} GB/s" for row in rows) + "."
     if section == "growth":

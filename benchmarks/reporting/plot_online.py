@@ -1,69 +1,64 @@
 """A picture of what ``online`` has measured.
 
 Adding whole trajectories one by one, in batches and in single steps, against the number of writers; new priorities
-against the number of items; reading while others write; writers and a reader with a limiter between them. Medians, with
-p10 to p90 as a band or a bar.
+against the number of items; reading while others write; writers and a reader with a limiter between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from benchmarks.reporting.rows import Row
-from benchmarks.reporting.style import curve, figure, goal, legend_below, plain, png, styles
+from benchmarks.reporting.rows import Comparison, Point, Row, grouped, per
+from benchmarks.reporting.style import Draw, curve, goal, log_log, picture, standing, styles
 
-_PANELS = {
-    "whole": ("Adding whole trajectories one by one", "trajectories/s"),
-    "batches": ("Adding whole trajectories in batches", "trajectories/s"),
-    "steps": ("Adding single steps, a trajectory every 100", "steps/s"),
+_PANELS = {  # workload -> title, what is counted, along which parameter
+    "whole": ("Adding whole trajectories one by one", "trajectories/s", "writers"),
+    "batches": ("Adding whole trajectories in batches", "trajectories/s", "writers"),
+    "steps": ("Adding single steps, a trajectory every 100", "steps/s", "writers"),
+    "update": ("New priorities, 1,024 at a time", "priorities/s", "items"),
 }
 _LIMITS = ("memcpy", "numpy assignment")
 
 
-def draw(rows: Iterable[Row]) -> bytes | None:
-    rows = [row for row in rows if row["experiment"] == "online"]
+def draw(found: Sequence[Comparison]) -> bytes | None:
+    rows = [row for c in found if c.experiment == "online" for row in c.rows.values()]
     if not rows:
         return None
-    names = dict.fromkeys(row["variant"] for row in rows if row["workload"] in (*_PANELS, "update"))
+    kinds = grouped(rows, lambda row: row["workload"])
+    names = dict.fromkeys(row["variant"] for row in rows if row["workload"] in _PANELS)
     looks = styles(sorted(names, key=lambda name: not name.startswith("ours")), _LIMITS)
-    with figure(3, 2, (11.2, 12.2)) as (made, panels):
-        for axes, (workload, (title, unit)) in zip(panels.flat, _PANELS.items(), strict=False):
-            _lines(axes, [row for row in rows if row["workload"] == workload], "writers", looks)
-            axes.set(title=title, ylabel=unit, xlabel="writer processes")
-        priorities, reads, loop = panels.flat[3:]
-        _lines(priorities, [row for row in rows if row["workload"] == "update"], "items", looks)
-        priorities.set(title="New priorities, 1,024 at a time", ylabel="priorities/s", xlabel="items")
-        _reads(reads, rows)
-        _loop(loop, rows)
-        legend_below(made, panels.flat[:4], columns=5)
-        return png(made)
+    panels: list[Draw] = [
+        partial(_lines, rows=kinds.get(workload, []), told=told, looks=looks)
+        for workload, told in _PANELS.items()
+    ]
+    reads = {name: kinds[f"read, {name}"] for name in ("uniform", "prioritized") if f"read, {name}" in kinds}
+    panels += [partial(_reads, groups=reads), partial(_loop, rows=kinds.get("loop", []))]
+    return picture(panels, 5.6, 4, more=0.2, legend=5, named=4)
 
 
-def _rates(row: Row) -> tuple[float, float, float]:
-    """p10, p50 and p90 of items a second."""
-    count = row.get("rows", 1)
-    return tuple(count / row["seconds"][q] for q in ("p90", "p50", "p10"))  # type: ignore[return-value]
+def _rates(row: Row) -> Point:
+    """Items a second."""
+    return per(row.get("rows", 1), row["seconds"])
 
 
-def _lines(axes: Any, rows: Sequence[Row], along: str, looks: Mapping[str, Mapping[str, Any]]) -> None:
+def _lines(
+    axes: Any, rows: Sequence[Row], told: tuple[str, str, str], looks: Mapping[str, Mapping[str, Any]]
+) -> None:
+    title, unit, along = told
+    labels = {"title": title, "ylabel": unit, "xlabel": "writer processes" if along == "writers" else along}
     if not rows:
         axes.annotate("not measured", (0.5, 0.5), xycoords="axes fraction", ha="center", color="grey")
-        axes.set(xticks=[], yticks=[])
+        axes.set(xticks=[], yticks=[], **labels)
         return
-    axes.set(xscale="log", yscale="log")
     for name, style in looks.items():
-        curve(
-            axes,
-            [(row["parameters"][along], *_rates(row)) for row in rows if row["variant"] == name],
-            name,
-            style,
-        )
+        mine = [row for row in rows if row["variant"] == name]
+        curve(axes, [(row["parameters"][along], *_rates(row)) for row in mine], name, style)
+    axes.set(xscale="log", yscale="log")
     for aim in {row.get("rows", 1) / row["limit"] for row in rows if "limit" in row}:
         goal(axes, aim, f"target {aim:,.0f}")
-    plain(axes.xaxis, {row["parameters"][along] for row in rows})
-    plain(axes.yaxis)
-    axes.grid(alpha=0.3)
+    log_log(axes, {row["parameters"][along] for row in rows}, **labels)
 
 
 def _bars(axes: Any, groups: Mapping[str, Sequence[Row]], labels: Mapping[str, str]) -> None:
@@ -71,15 +66,14 @@ def _bars(axes: Any, groups: Mapping[str, Sequence[Row]], labels: Mapping[str, s
     width = 0.8 / max(len(groups), 1)
     names = list(dict.fromkeys(row["variant"] for rows in groups.values() for row in rows))
     for i, (group, rows) in enumerate(groups.items()):
+        look: dict[str, Any] = {"color": ("#c1121f", "#f77f00")[i % 2]}
         for row in rows:
-            low, mid, high = _rates(row)
             place = names.index(row["variant"]) + (i - (len(groups) - 1) / 2) * width
             label = group if row is rows[0] else None
-            axes.bar(place, mid, width * 0.92, color=("#c1121f", "#f77f00")[i % 2], label=label)
-            axes.errorbar(place, mid, [[mid - low], [high - mid]], color="black", linewidth=1)
+            standing(axes, place, width * 0.92, _rates(row), label=label, **look)
             lines = (labels[key].format(value) for key, value in row["extras"].items() if key in labels)
-            options = {"ha": "center", "va": "bottom", "fontsize": 7.5}
-            axes.annotate("\n".join(lines), (place, high), (0, 4), textcoords="offset points", **options)
+            options = {"ha": "center", "va": "bottom", "fontsize": 7.5, "textcoords": "offset points"}
+            axes.annotate("\n".join(lines), (place, _rates(row)[2]), (0, 4), **options)
     shown = [name.replace(" a trajectory", " a\ntrajectory") for name in names]
     axes.set_xticks(range(len(names)), shown)
     highest = max((_rates(row)[2] for rows in groups.values() for row in rows), default=1.0)
@@ -88,12 +82,7 @@ def _bars(axes: Any, groups: Mapping[str, Sequence[Row]], labels: Mapping[str, s
     axes.set_axisbelow(True)
 
 
-def _reads(axes: Any, rows: Sequence[Row]) -> None:
-    groups = {
-        name: [row for row in rows if row["workload"] == f"read, {name}"]
-        for name in ("uniform", "prioritized")
-    }
-    groups = {name: there for name, there in groups.items() if there}
+def _reads(axes: Any, groups: Mapping[str, Sequence[Row]]) -> None:
     _bars(axes, groups, {"trajectories_per_s": "{:,.0f}/s\nadded"})
     if groups:
         axes.legend(loc="upper right", fontsize=9)
@@ -107,6 +96,6 @@ def _loop(axes: Any, rows: Sequence[Row]) -> None:
         "writers_waiting": "writers wait {:.0%}",
         "reader_waiting": "reader waits {:.0%}",
     }
-    _bars(axes, {"": [row for row in rows if row["workload"] == "loop"]}, labels)
+    _bars(axes, {"": rows}, labels)
     bottom, top = axes.get_ylim()
     axes.set(title="Two writers and a reader, with a limiter", ylim=(bottom, 1.1 * top))

@@ -2,44 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.experiments import EXPERIMENTS
-from benchmarks.reporting.rows import Comparison, Place, Row, place
+from benchmarks.reporting.rows import Comparison, Place, Row, grouped, place
 from benchmarks.showing import size
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """One run of a command, as texts.
-
-    name: its id. experiment, place, machine, versions, peers, commit, source, configuration, command: of the run.
-    first, last: dates of its rows. repeats, rows: numbers of them.
-    """
-
-    name: str
-    experiment: str
-    place: Place
-    machine: str
-    versions: str
-    peers: str
-    commit: str
-    source: str
-    configuration: str
-    command: str
-    first: str
-    last: str
-    repeats: str
-    rows: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Left:
+class Left(NamedTuple):
     """Something that was to be measured, and was not."""
 
     experiment: str
@@ -50,41 +24,36 @@ class Left:
     date: str
 
 
-def runs(found: Sequence[Comparison]) -> list[Run]:
-    """The runs that rows in the report come from, the newest first."""
-    rows: dict[tuple[str, str], list[Row]] = {}
-    for comparison in found:
-        for row in comparison.rows.values():
-            rows.setdefault((row["run"], row["experiment"]), []).append(row)
-    made = [_run(name, experiment, of_run) for (name, experiment), of_run in rows.items()]
-    return sorted(made, key=lambda run: run.last, reverse=True)
+def runs(found: Sequence[Comparison]) -> list[dict[str, Any]]:
+    """The runs that rows in the report come from, as texts, the newest first."""
+    rows = (row for comparison in found for row in comparison.rows.values())
+    kinds = grouped(rows, lambda row: (row["run"], row["experiment"]))
+    return sorted(
+        (_run(*name, of_run) for name, of_run in kinds.items()), key=lambda run: run["last"], reverse=True
+    )
 
 
-def _run(name: str, experiment: str, rows: Sequence[Row]) -> Run:
-    row = rows[0]
-    dates = sorted(str(one["date"]) for one in rows)
+def _run(name: str, experiment: str, rows: Sequence[Row]) -> dict[str, Any]:
+    row, dates = rows[0], [str(one["date"]) for one in rows]
     dirty = {True: ", with uncommitted changes", False: ""}.get(row.get("dirty"), ", as the environment says")
-    commit = row.get("commit")
     repeats = sorted({one["repeats"] for one in rows if "repeats" in one})
     configuration = row.get("configuration") or {}
-    return Run(
-        *(
-            name,
-            experiment,
-            place(row),
-            _machine(row["machine"]),
-            _listed(row.get("versions") or {}),
-            _peers(rows),
-        ),
-        commit=f"{str(commit)[:12]}{dirty}" if commit else "unknown",
-        source=str(row.get("source", "unknown")),
-        configuration=", ".join(f"{key}: {json.dumps(value)}" for key, value in configuration.items()),
-        command=_command(experiment, place(row), configuration, repeats, rows),
-        first=dates[0],
-        last=dates[-1],
-        repeats=" or ".join(map(str, repeats)),
-        rows=len(rows),
-    )
+    return {
+        "name": name,
+        "experiment": experiment,
+        "place": place(row),
+        "machine": _machine(row["machine"]),
+        "versions": _listed(row.get("versions") or {}),
+        "peers": _peers(rows),
+        "commit": f"{str(row['commit'])[:12]}{dirty}" if row.get("commit") else "unknown",
+        "source": str(row.get("source", "unknown")),
+        "configuration": ", ".join(f"{key}: {json.dumps(value)}" for key, value in configuration.items()),
+        "command": _command(experiment, configuration, repeats, rows),
+        "first": min(dates),
+        "last": max(dates),
+        "repeats": " or ".join(map(str, repeats)),
+        "rows": len(rows),
+    }
 
 
 def _machine(machine: Mapping[str, Any]) -> str:
@@ -106,76 +75,61 @@ def _listed(values: Mapping[str, Any]) -> str:
 
 def _peers(rows: Sequence[Row]) -> str:
     """Versions of other libraries, as they said themselves."""
-    found: dict[str, None] = {}
-    for row in rows:
-        peer = row["parameters"].get("peer")
-        versions = peer.get("versions") if isinstance(peer, dict) else None
-        if isinstance(versions, dict):
-            found[f"{row['variant']}: {_listed(versions)}"] = None
-    return "; ".join(found)
+    peers = ((row["variant"], row["parameters"].get("peer")) for row in rows)
+    told = ((name, peer.get("versions")) for name, peer in peers if isinstance(peer, dict))
+    return "; ".join(dict.fromkeys(f"{name}: {_listed(v)}" for name, v in told if isinstance(v, dict)))
 
 
 def _command(
-    experiment: str,
-    there: Place,
-    configuration: Mapping[str, Any],
-    repeats: Sequence[int],
-    rows: Sequence[Row],
+    experiment: str, configuration: Mapping[str, Any], repeats: Sequence[int], rows: Sequence[Row]
 ) -> str:
     """The command with the options that rows know; others had their defaults or are in the configuration."""
     known = {one.name: one for one in EXPERIMENTS}.get(experiment)
     words = ["python", "-m", "benchmarks", experiment]
     options = inspect.signature(known.command).parameters if known is not None else {}
     given = {**configuration, **({"repeats": repeats[-1]} if repeats else {})}
-    if there.is_gpu:
+    if place(rows[0]).is_gpu:
         given["device"] = "cuda"
     if any("peer" in row["parameters"] for row in rows):
         given["peers"] = ".peers"
     for name, value in given.items():
-        if name not in options or value is None or value is False or isinstance(value, dict):
-            continue
-        words.append(f"--{name.replace('_', '-')}")
-        if value is not True:
-            words.append(",".join(map(str, value)) if isinstance(value, list) else str(value))
+        if name in options and value is not None and value is not False and not isinstance(value, dict):
+            words.append(f"--{name.replace('_', '-')}")
+            if value is not True:
+                words.append(",".join(map(str, value)) if isinstance(value, list) else str(value))
     return shlex.join(words)
 
 
 def left_out(rows: Sequence[Row], found: Sequence[Comparison]) -> list[Left]:
     """What rows say was left out, once each, unless it was measured afterwards."""
-    latest: dict[tuple[Place, str, str], str] = {}
+    latest: dict[tuple[Any, ...], str] = {}
     for comparison in found:
         for variant, row in comparison.rows.items():
             name = (comparison.place, comparison.experiment, variant)
             latest[name] = max(latest.get(name, ""), str(row["date"]))
-    kept: dict[tuple[Place, str, str], Left] = {}
+    kept: dict[tuple[Any, ...], Left] = {}
     for row in rows:
         if "left_out" in row:
-            name = (place(row), row["experiment"], str(row["left_out"]))
-            kept.pop(name, None)
-            kept[name] = Left(
-                row["experiment"],
-                place(row),
-                str(row["left_out"]),
-                str(row.get("why", "")),
-                str(row.get("verdict", "left out")),
-                str(row["date"]),
-            )
-    return [left for name, left in kept.items() if latest.get(name, "") <= left.date]
+            where, what, why = (row["experiment"], place(row)), str(row["left_out"]), str(row.get("why", ""))
+            kept.pop((*where, what), None)
+            left = Left(*where, what, why, str(row.get("verdict", "left out")), str(row["date"]))
+            kept[(*where, what)] = left
+    return [
+        left
+        for left in kept.values()
+        if latest.get((left.place, left.experiment, left.what), "") <= left.date
+    ]
 
 
 def not_measured(found: Sequence[Comparison]) -> list[str]:
     """Experiments that have no rows, or none on a device that they can be measured on."""
     texts = []
     for experiment in EXPERIMENTS:
-        there = [comparison for comparison in found if comparison.experiment == experiment.name]
+        there = {"cuda" if c.place.is_gpu else "cpu" for c in found if c.experiment == experiment.name}
         if not there:
             texts.append(f"{experiment.name}: no rows at all")
             continue
-        for device, measured in (
-            ("the CPU", any(not comparison.place.is_gpu for comparison in there)),
-            ("a GPU", any(comparison.place.is_gpu for comparison in there)),
-        ):
-            possible = "cuda" in experiment.devices if device == "a GPU" else "cpu" in experiment.devices
-            if possible and not measured:
-                texts.append(f"{experiment.name}: not on {device}")
+        for device, name in (("cpu", "the CPU"), ("cuda", "a GPU")):
+            if device in experiment.devices and device not in there:
+                texts.append(f"{experiment.name}: not on {name}")
     return texts

@@ -9,23 +9,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.showing import size
 
 Row = Mapping[str, Any]
-Quantiles = tuple[float, float, float]
+Point = tuple[float, float, float]
+Kind = TypeVar("Kind", bound=Hashable)
+Thing = TypeVar("Thing")
 
-_APART = (
-    "peer",
-    "about",
-    "curve",
-    "curves",
-    "setting",
-)  # parameters that describe a measurement and do not set it apart
+DESCRIBING = ("peer", "about", "curve", "curves")
+_APART = (*DESCRIBING, "setting")  # parameters that do not set a measurement apart
 OURS = ("ours", "collector", "dataset", "kernel", "DataLoader, dataset")
 _NEEDED = {"experiment": str, "device": str, "machine": dict, "run": str, "date": str}
 _MEASURED = {"workload": str, "variant": str, "parameters": dict}
@@ -37,12 +34,9 @@ class BadRow(Exception):
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Place:
-    """What was measured on: figures of two places are never compared in the report.
+    """What was measured on: figures of two places are never compared in the report."""
 
-    device: ``"cpu"`` or the name of a GPU. cpu, cores, gpu: of the machine.
-    """
-
-    device: str
+    device: str  # "cpu" or the name of a GPU
     cpu: str
     cores: int
     gpu: str
@@ -58,33 +52,50 @@ class Place:
         return "; ".join(part for part in parts if part)
 
 
+def grouped(things: Iterable[Thing], kind: Callable[[Thing], Kind]) -> dict[Kind, list[Thing]]:
+    """Things of one kind together, in their order."""
+    found: dict[Kind, list[Thing]] = {}
+    for thing in things:
+        found.setdefault(kind(thing), []).append(thing)
+    return found
+
+
+def three(values: Mapping[str, Any]) -> Point:
+    return values["p10"], values["p50"], values["p90"]
+
+
+def per(amount: float, values: Mapping[str, Any]) -> Point:
+    """An amount over times, from slow to fast; NaN where there is none."""
+    low, mid, high = (amount / value if value else math.nan for value in reversed(three(values)))
+    return low, mid, high
+
+
 def read(files: Iterable[Path]) -> list[Row]:
     """The rows of files of JSON lines, the oldest first."""
     found: list[Row] = []
     for file in files:
         for number, line in enumerate(file.read_bytes().splitlines(), 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                raise BadRow(f"{file}, line {number}: no JSON: {error}") from error
-            _check(row, f"{file}, line {number}")
-            found.append(row)
+            if line.strip():
+                found.append(_row(line, f"{file}, line {number}"))
     return sorted(found, key=lambda row: str(row["date"]))
 
 
-def _check(row: Any, where: str) -> None:
+def _row(line: bytes, where: str) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise BadRow(f"{where}: no JSON: {error}") from error
     if not isinstance(row, dict):
         raise BadRow(f"{where}: {type(row).__name__} in place of a row of a benchmark")
-    needed = _NEEDED | ({} if "left_out" in row else _MEASURED)
-    for name, kind in needed.items():
+    for name, kind in (_NEEDED | ({} if "left_out" in row else _MEASURED)).items():
         if not isinstance(row.get(name), kind):
             raise BadRow(f"{where}: expected {name!r} as {kind.__name__}, found {row.get(name)!r}")
-    if "left_out" not in row:
-        quantiles = row.get("seconds", row.get("amount"))
-        if not isinstance(quantiles, dict) or not {"p10", "p50", "p90"} <= set(quantiles):
-            raise BadRow(f"{where}: expected 'seconds' or 'amount' with p10, p50 and p90")
+    quantiles = row.get("seconds", row.get("amount"))
+    if "left_out" not in row and not (
+        isinstance(quantiles, dict) and {"p10", "p50", "p90"} <= set(quantiles)
+    ):
+        raise BadRow(f"{where}: expected 'seconds' or 'amount' with p10, p50 and p90")
+    return row
 
 
 def measured(rows: Iterable[Row]) -> list[Row]:
@@ -107,11 +118,7 @@ def place(row: Row) -> Place:
 
 def key(row: Row) -> tuple[Any, ...]:
     """What a row measures, and where."""
-    return (place(row), *_name(row, row["variant"]), _settings(row["parameters"]))
-
-
-def _name(row: Row, *more: str) -> tuple[str, ...]:
-    return (row["experiment"], row["workload"], *more)
+    return (place(row), row["experiment"], row["workload"], row["variant"], _settings(row["parameters"]))
 
 
 def _settings(parameters: Mapping[str, Any]) -> str:
@@ -129,40 +136,25 @@ def less_is_better(row: Row) -> bool:
     return "at_least" not in row and not str(row.get("unit", "")).endswith("/s")
 
 
-def speed(row: Row) -> float:
-    """What ratios are made of: amount a second, or a figure the right way round; NaN if there is none."""
+def speeds(row: Row) -> Point:
+    """What ratios are made of, from slow to fast: amount a second, or a figure the right way round; else NaN."""
     if "seconds" in row:
-        seconds = row["seconds"]["p50"]
-        return float(row.get("bytes", row.get("rows", 1)) / seconds) if seconds else math.nan
-    value = _number(row["amount"]["p50"])
+        return per(row.get("bytes", row.get("rows", 1)), row["seconds"])
     if less_is_better(row):
-        return 1 / value if value else math.nan
-    return value
+        return per(1, row["amount"])
+    low, mid, high = (math.nan if value is None else float(value) for value in three(row["amount"]))
+    return low, mid, high
 
 
-def _number(value: Any) -> float:
-    return math.nan if value is None else float(value)
-
-
-def band(row: Row) -> tuple[float, float]:
-    """The speeds at the slow and at the fast end of p10 to p90."""
-    values = row.get("seconds", row.get("amount"))
-    mid = _number(values["p50"])
-    ends = [_number(values["p10"]), _number(values["p90"])]
-    if "seconds" in row or less_is_better(row):
-        factors = [mid / end if end else math.nan for end in ends]
-    else:
-        factors = [end / mid if mid else math.nan for end in ends]
-    slow, fast = sorted(factors)
-    return slow * speed(row), fast * speed(row)
+def speed(row: Row) -> float:
+    return speeds(row)[1]
 
 
 @dataclasses.dataclass
 class Comparison:
-    """Variants that were measured in turn.
+    """Variants that were measured in turn, and the parameters that they share.
 
-    place, experiment, workload, label: of all of them. parameters: what they share. rows: variant -> its last row; some
-    may come from an older run than others. runs: run -> variant -> row.
+    rows: variant -> its last row; some may come from an older run than others. runs: run -> variant -> row.
     """
 
     place: Place
@@ -175,36 +167,31 @@ class Comparison:
 
     @cached_property
     def ours(self) -> list[Row]:
-        """Ours, the one that others are compared with first.
+        """First the one that others are compared with.
 
         It is the one called plainly ``ours``, else what all are relative to, else the kernel with the default number of
         programs, else the first measured.
         """
-        names = ("ours", *(row.get("yardstick") for row in self.rows.values()), "kernel, default")
+        names = ["ours", *(row.get("yardstick") for row in self.rows.values()), "kernel, default"]
         found = [row for row in self.rows.values() if is_ours(row)]
-        return sorted(
-            found, key=lambda row: names.index(row["variant"]) if row["variant"] in names else len(names)
-        )
+        return sorted(found, key=lambda row: [*names, row["variant"]].index(row["variant"]))
 
     @cached_property
     def limit(self) -> Row | None:
         """The yardstick, if it is not ours."""
-        for row in self.rows.values():
-            found = self.rows.get(row.get("yardstick", ""))
-            if found is not None and not is_ours(found):
-                return found
-        return None
+        found = (self.rows.get(row.get("yardstick", "")) for row in self.rows.values())
+        return next((row for row in found if row is not None and not is_ours(row)), None)
 
     @cached_property
     def others(self) -> list[Row]:
         """Peers and plain variants; further yardsticks are left away."""
-        yardstick = self.limit["variant"] if self.limit is not None else None
-        return [
-            row
-            for row in self.rows.values()
-            if not is_ours(row)
-            and (yardstick is None or row["variant"].split(", ")[0] != yardstick.split(", ")[0])
-        ]
+        yardstick = None if self.limit is None else self.limit["variant"].split(", ")[0]
+        rows = self.rows.values()
+        return [row for row in rows if not is_ours(row) and row["variant"].split(", ")[0] != yardstick]
+
+    @property
+    def timed(self) -> bool:
+        return any("seconds" in row for row in self.rows.values())
 
     def ratio(self, mine: Row, other: Row) -> float:
         """Speed of `mine` over that of `other` in the run of `other`; NaN if they never took turns."""
@@ -219,7 +206,7 @@ class Comparison:
         same = self.runs[other["run"]].get(mine["variant"])
         if same is None:
             return False
-        (slow, fast), (other_slow, other_fast) = band(same), band(other)
+        (slow, _, fast), (other_slow, _, other_fast) = speeds(same), speeds(other)
         return slow > other_fast or fast < other_slow
 
 
@@ -248,16 +235,11 @@ def comparisons(rows: Sequence[Row]) -> list[Comparison]:
         group.append(row)
     found: dict[Any, Comparison] = {}
     for group in groups:
-        first = group[0]
-        shared = _shared(group)
+        first, shared = group[0], _shared(group)
+        kind, label = (place(first), first["experiment"], first["workload"]), first.get("label") or ""
         # Figures that are no times stand alone in the file, each with parameters of its own.
-        alone = "seconds" not in first
-        settings = "" if alone else _settings(shared)
-        name = (place(first), *_name(first, first.get("label", "")), settings)
-        if name not in found:
-            label = first.get("label") or ""
-            found[name] = Comparison(place(first), *_name(first), label, shared, {}, {})
-        comparison = found[name]
+        name = (*kind, label, _settings(shared) if "seconds" in first else "")
+        comparison = found.setdefault(name, Comparison(*kind, label, shared, {}, {}))
         for row in group:
             comparison.rows.pop(row["variant"], None)
             comparison.rows[row["variant"]] = row
@@ -268,9 +250,8 @@ def comparisons(rows: Sequence[Row]) -> list[Comparison]:
 
 
 def _other_comparison(group: Sequence[Row], row: Row) -> bool:
-    first = group[0]
     same = ("experiment", "workload", "label", "yardstick", "device")
-    return any(first.get(name) != row.get(name) for name in same) or any(
+    return any(group[0].get(name) != row.get(name) for name in same) or any(
         one["variant"] == row["variant"] for one in group
     )
 
@@ -278,45 +259,35 @@ def _other_comparison(group: Sequence[Row], row: Row) -> bool:
 def _shared(group: Sequence[Row]) -> dict[str, Any]:
     """The parameters that all rows of a group have with the same value."""
     first, *others = (row["parameters"] for row in group)
-    return {
-        name: value
-        for name, value in first.items()
-        if name not in _APART and all(name in p and p[name] == value for p in others)
-    }
+    same = {n: v for n, v in first.items() if all(n in one and one[n] == v for one in others)}
+    return {name: value for name, value in same.items() if name not in _APART}
 
 
 def _label(found: Sequence[Comparison]) -> None:
-    """Give comparisons without a label one of the parameters that set them apart."""
-    without = [comparison for comparison in found if not comparison.label]
-    for comparison in without:
-        kin = [c for c in without if (c.place, *_kind(c)) == (comparison.place, *_kind(comparison))]
-        texts = (shown(name, comparison.parameters[name]) for name in _differing(comparison, kin))
-        comparison.label = ", ".join([comparison.workload, *(text for text in texts if text)])
-    for comparison in found:
-        name = (comparison.place, comparison.experiment, comparison.workload, comparison.label)
-        twins = [c for c in found if (c.place, c.experiment, c.workload, c.label) == name]
-        if len(twins) > 1:
-            for twin in twins:
-                texts = (
-                    shown(parameter, twin.parameters[parameter]) for parameter in _differing(twin, twins)
-                )
-                twin.label = ", ".join([twin.label, *(text for text in texts if text)])
+    """Give comparisons without a label, and those of the same label, what sets them apart from their kin."""
+
+    def kind(one: Comparison) -> tuple[Any, ...]:
+        return one.place, one.experiment, one.workload
+
+    without = [one for one in found if not one.label]
+    for kin in grouped(without, lambda one: (*kind(one), str(one.parameters.get("part")))).values():
+        for one in kin:
+            one.label = ", ".join([one.workload, *_differing(one, kin)])
+    for twins in grouped(found, lambda one: (*kind(one), one.label)).values():
+        for one in twins:
+            one.label = ", ".join([one.label, *_differing(one, twins)])
 
 
 def _differing(comparison: Comparison, kin: Sequence[Comparison]) -> list[str]:
-    """The parameters in which it differs from others of its kind."""
+    """The parameters in which it differs from others of its kind, as texts."""
     missing = object()
     follows = ("request_bytes", "rows", "requests") if "request" in comparison.parameters else ()
-    return [
-        name
+    texts = (
+        shown(name, value)
         for name, value in comparison.parameters.items()
-        if name not in follows and any(c.parameters.get(name, missing) != value for c in kin)
-    ]
-
-
-def _kind(comparison: Comparison) -> tuple[str, ...]:
-    part = str(comparison.parameters.get("part"))
-    return comparison.experiment, comparison.workload, part
+        if name not in follows and any(one.parameters.get(name, missing) != value for one in kin)
+    )
+    return [text for text in texts if text]
 
 
 def shown(name: str, value: Any) -> str:
@@ -331,3 +302,8 @@ def shown(name: str, value: Any) -> str:
             return f"{words.removesuffix(' bytes')} {size(value)}"
         return f"{words} {value:,}" if isinstance(value, int) else f"{words} {value:g}"
     return str(value) if isinstance(value, str) else f"{words} {json.dumps(value)}"
+
+
+def number(value: float) -> str:
+    """Three digits, never with an exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -2,45 +2,36 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import NamedTuple
 
 from benchmarks.reporting.findings import duration
-from benchmarks.reporting.rows import Comparison, Row
+from benchmarks.reporting.rows import DESCRIBING, Comparison, Row, grouped
 
 _COUNTED = ("online", "train")  # where rows a second say more than the time of a batch
 
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """A figure, and how many times as fast the table's first column is.
-
-    figure: with its unit; empty if there is none. ratio: such as ``"4.7×"``; empty if they did not take turns. lost:
-    whether the other is faster.
-    """
+class Cell(NamedTuple):
+    """A figure with its unit, and how many times as fast the table's first column is; empty if there is none."""
 
     figure: str = ""
     ratio: str = ""
-    lost: bool = False
+    lost: bool = False  # whether the other is faster
 
 
-@dataclasses.dataclass(frozen=True)
-class Matrix:
-    """Comparisons of one kind, one a line.
-
-    title: what is compared. first: our variant that the others are compared with. limit: the yardstick's name, or
-    empty. others, ways: further columns: of others, and of ours. lines: (label, first's figure, its p10 to p90, cells).
-    """
+class Matrix(NamedTuple):
+    """Comparisons of one kind, one a line."""
 
     title: str
-    first: str
-    limit: str
+    first: str  # our variant that the others are compared with
+    limit: str  # the yardstick's name, or empty
     others: Sequence[str]
-    ways: Sequence[str]
-    lines: Sequence[tuple[str, str, str, Sequence[Cell]]]
+    ways: Sequence[str]  # columns of ours
+    lines: Sequence[
+        tuple[str, str, str, Sequence[Cell]]
+    ]  # label, first's figure, its p10 to p90, the others'
 
 
 def amount(row: Row, quantile: str = "p50") -> str:
@@ -69,38 +60,35 @@ def scatter(row: Row) -> str:
 
 def matrices(found: Sequence[Comparison]) -> list[Matrix]:
     """A table for each workload whose comparisons have the same first variant and the same limit."""
-    kinds: dict[tuple[Any, ...], list[Comparison]] = {}
-    for comparison in found:
-        if comparison.ours:
-            limit = comparison.limit["variant"] if comparison.limit is not None else ""
-            part = comparison.parameters.get("part", "")
-            kind = (comparison.workload, part, comparison.ours[0]["variant"], limit)
-            kinds.setdefault(kind, []).append(comparison)
-    return [_matrix(*kind, comparisons) for kind, comparisons in kinds.items()]
+
+    def kind(comparison: Comparison) -> tuple[str, ...]:
+        limit = comparison.limit["variant"] if comparison.limit is not None else ""
+        part = comparison.parameters.get("part", "")
+        return comparison.workload, part, comparison.ours[0]["variant"], limit
+
+    kinds = grouped((comparison for comparison in found if comparison.ours), kind)
+    return [_matrix(*name, comparisons) for name, comparisons in kinds.items()]
 
 
 def _matrix(workload: str, part: str, first: str, limit: str, found: Sequence[Comparison]) -> Matrix:
     others = list(dict.fromkeys(row["variant"] for c in found for row in c.others))
     ways = list(dict.fromkeys(row["variant"] for c in found for row in c.ours[1:]))
-    lines = []
-    for comparison in found:
-        mine = comparison.ours[0]
-        names = [*([limit] if limit else []), *others, *ways]
-        cells = [_cell(comparison, mine, name, limit) for name in names]
-        lines.append((comparison.label, amount(mine), scatter(mine), cells))
+    names = [*([limit] if limit else []), *others, *ways]
+    lines = [
+        (c.label, amount(c.ours[0]), scatter(c.ours[0]), [_cell(c, name) for name in names]) for c in found
+    ]
     title = f"{workload}: {part}" if part and part != workload else workload
     return Matrix(title, first, limit, others, ways, lines)
 
 
-def _cell(comparison: Comparison, mine: Row, name: str, limit: str) -> Cell:
+def _cell(comparison: Comparison, name: str) -> Cell:
     row = comparison.rows.get(name)
     if row is None:
         return Cell()
-    ratio = comparison.ratio(mine, row)
+    ratio = comparison.ratio(comparison.ours[0], row)
     if math.isnan(ratio):
         return Cell(amount(row))
-    others = {other["variant"] for other in comparison.others}
-    return Cell(amount(row), times(ratio), lost=ratio < 1 and name in others and name != limit)
+    return Cell(amount(row), times(ratio), lost=ratio < 1 and row in comparison.others)
 
 
 def times(ratio: float) -> str:
@@ -114,15 +102,21 @@ def times(ratio: float) -> str:
 
 def every_row(found: Iterable[Comparison]) -> list[dict[str, str]]:
     """All rows of some comparisons, as texts."""
-    lines = []
-    for comparison in found:
-        for row in comparison.rows.values():
-            hidden = {"about", "curve", "curves", "peer", *comparison.parameters}
-            own = {name: value for name, value in row["parameters"].items() if name not in hidden}
-            mid = row.get("ratio", {}).get("p50")
-            line = {"label": comparison.label, "workload": comparison.workload, "variant": row["variant"]}
-            line["own"] = json.dumps(own)[1:-1].replace('"', "") if own else ""
-            line |= {"figure": amount(row), "scatter": scatter(row), "run": row["run"]}
-            line["ratio"] = "" if mid is None else f"{mid:.2f}× {row['yardstick']}"
-            lines.append({**line, "repeats": str(row.get("repeats", ""))})
-    return lines
+
+    def line(comparison: Comparison, row: Row) -> dict[str, str]:
+        hidden = {*DESCRIBING, *comparison.parameters}
+        own = {name: value for name, value in row["parameters"].items() if name not in hidden}
+        mid = row.get("ratio", {}).get("p50")
+        return {
+            "label": comparison.label,
+            "workload": comparison.workload,
+            "variant": row["variant"],
+            "own": json.dumps(own)[1:-1].replace('"', ""),
+            "figure": amount(row),
+            "scatter": scatter(row),
+            "run": row["run"],
+            "ratio": "" if mid is None else f"{mid:.2f}× {row['yardstick']}",
+            "repeats": str(row.get("repeats", "")),
+        }
+
+    return [line(comparison, row) for comparison in found for row in comparison.rows.values()]

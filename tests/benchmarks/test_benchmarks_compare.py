@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 from benchmarks_common import call
 from report_common import GPU, Made, written
 
-compare = importlib.import_module("benchmarks.compare")
+from benchmarks import compare
 
 _PARAMETERS = {"batch": 32}
 

@@ -6,9 +6,9 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
-import importlib
+import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +16,137 @@ import numpy as np
 import pytest
 import torch
 from benchmarks_common import check_row, needs_no_gpu, reasons_of, rows_of, session
-from benchmarks_rehearsal import STREAM, Library, Rehearsal
+from cases import mostly_long
 
 import gear_loader as gear
-
-batches = importlib.import_module("benchmarks.experiments.batches")
-collect_cuda = importlib.import_module("benchmarks.experiments.collect_cuda")
-copies = importlib.import_module("benchmarks.copies")
-engine = importlib.import_module("benchmarks.engine")
-gather_rows = importlib.import_module("benchmarks.gather_rows")
-harness = importlib.import_module("benchmarks.harness")
-overlap_cuda = importlib.import_module("benchmarks.experiments.overlap_cuda")
-select = importlib.import_module("benchmarks.experiments.select")
-select_cuda = importlib.import_module("benchmarks.experiments.select_cuda")
-subjects = importlib.import_module("benchmarks.experiments.select_subjects")
-workloads = importlib.import_module("benchmarks.workloads")
+from benchmarks import copies, engine, gather_rows, harness, workloads
+from benchmarks.experiments import batches, collect_cuda, overlap_cuda, select, select_cuda
+from benchmarks.experiments import select_subjects as subjects
 
 pytestmark = needs_no_gpu
+STREAM = 0x5EA  # the handle of the stream beside the default one
+
+
+class Event:
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Rehearsal:
+    """An engine that is no GPU: kernels run on the CPU in Triton's interpreter, one after another.
+
+    Attributes:
+        counts: loads that were asked for beside a piece of work, of each time.
+    """
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def timed(self, work: Callable[[], object]) -> float:
+        begin = time.perf_counter()
+        work()
+        return time.perf_counter() - begin
+
+    def queue(self, launches: Sequence[Callable[[], None]]) -> Callable[[], None]:
+        def replay() -> None:
+            for launch in launches:
+                launch()
+
+        return replay
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[int]:
+        yield STREAM
+
+    def beside(
+        self, work: Callable[[], None], load: Callable[[], None], count: int
+    ) -> tuple[float, list[float]]:
+        """Pretends that six loads end while the work goes on."""
+        self.counts.append(count)
+        seconds = self.timed(work)
+        load()
+        return seconds, [i * seconds / 6 for i in range(count)]
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def event(self) -> Event:
+        return Event()
+
+    def synchronize(self) -> None:
+        pass
+
+
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
+
+
+class Library:
+    """The driver's library, with copies by the CPU; what it is called with goes through C's types.
+
+    Args:
+        version: of CUDA: before 12.8 it has no copies in batches, from 13 on those of the newer signature.
+        wrong: copy one byte too few.
+        code: what the calls return.
+
+    Attributes:
+        calls: arguments of each call that matter: name, copies, order of access, flags, hints, stream.
+    """
+
+    def __init__(self, version: float = 13.0, *, wrong: bool = False, code: int = 0) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self._wrong, self._code = wrong, code
+        single = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, _POINTER, _SIZE, _POINTER)
+        shared = (_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE)
+        self.cuMemcpyHtoDAsync_v2 = single(self._single)
+        if version >= 12.8:
+            older = ctypes.CFUNCTYPE(ctypes.c_int, *shared, _POINTER, _POINTER)
+            self.cuMemcpyBatchAsync = older(self._older)
+        if version >= 13:
+            newer = ctypes.CFUNCTYPE(ctypes.c_int, *shared, _POINTER)
+            self.cuMemcpyBatchAsync_v2 = newer(self._batched)
+
+    def _move(self, target: int, source: int, count: int) -> None:
+        ctypes.memmove(target, source, count - self._wrong)
+
+    def _single(self, target: int, source: int, count: int, stream: int) -> int:
+        self.calls.append(("single", 1, None, None, None, stream))
+        if self._code == 0:
+            self._move(target, source, count)
+        return self._code
+
+    def _older(self, *arguments: Any) -> int:
+        *others, failed, stream = arguments
+        ctypes.c_size_t.from_address(failed).value = 7
+        return self._batched(*others, stream)
+
+    def _batched(
+        self,
+        targets: int,
+        sources: int,
+        sizes: int,
+        count: int,
+        attributes: int,
+        firsts: int,
+        kinds: int,
+        stream: int,
+    ) -> int:
+        order, *hints, flags = (ctypes.c_uint32 * 6).from_address(attributes)
+        assert kinds == 1
+        assert ctypes.c_size_t.from_address(firsts).value == 0
+        self.calls.append(("batched", count, order, flags, hints, stream))
+        if self._code == 0:
+            numbers = ctypes.c_uint64 * count
+            parts = (numbers.from_address(part) for part in (targets, sources, sizes))
+            for target, source, length in zip(*parts, strict=True):
+                self._move(target, source, length)
+        return self._code
+
+
 SIZES = collect_cuda.Sizes(
     rows=(64, 512, 4096),
     batches=(2,),
@@ -159,7 +273,9 @@ def test_selection_is_measured_with_graphs_and_without(
 # What is found ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", ["kernel alone", "kernel beside work", "product"])
+@pytest.mark.parametrize(
+    "what", mostly_long(["kernel alone", "kernel beside work", "product"], "kernel alone", "product")
+)
 def test_nothing_wrong_is_timed(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, right = tmp_path / "rows.jsonl", gather_rows.kernel.gather
     wrong = lambda plan, slots, *others, **options: right(plan, slots.flip(0), *others, **options)  # noqa: E731
@@ -209,34 +325,24 @@ def test_a_graph_that_does_something_else_is_found(
 # Work beside loads -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("ends", "seconds", "loads"),
-    [
+def test_loads_are_counted_in_parts_and_make_the_rate_beside_the_work() -> None:
+    for ends, seconds, loads in (
         ([0.0, 1.0, 2.0, 3.0], 2.0, 2.0),
         ([-1.0, 1.0, 3.0, 5.0], 4.0, 2.0),  # half of the second, the third, half of the fourth
         ([-0.5, 9.5, 19.5], 1.0, 0.1),
-    ],
-)
-def test_loads_are_counted_in_parts(ends: list[float], seconds: float, loads: float) -> None:
-    assert overlap_cuda.moved(ends, seconds) == pytest.approx(loads)
-
-
-def test_the_rate_beside_the_work_is_what_was_moved_meanwhile() -> None:
+    ):
+        assert overlap_cuda.moved(ends, seconds) == pytest.approx(loads)
     nothing = types.SimpleNamespace(launch=None, check=None, refresh=lambda: None, bytes=600)
 
-    class Timed(Rehearsal):
-        each = 0.5
+    def pair(each: float) -> Any:
+        timed = Rehearsal()
+        timed.beside = lambda work, load, count: (3.0, [i * each for i in range(count)])  # type: ignore[method-assign]
+        return overlap_cuda._Pair(timed, nothing, nothing)
 
-        def beside(self, work: Any, load: Any, count: int) -> tuple[float, list[float]]:
-            return 3.0, [i * self.each for i in range(count)]
-
-    pair = overlap_cuda._Pair(Timed(), nothing, nothing)
-    assert pair.measure() == 3.0
-    assert pair.rates == [1200.0]
-    ends = Timed()
-    ends.each = 0.0
+    made = pair(0.5)
+    assert (made.measure(), made.rates) == (3.0, [1200.0])
     with pytest.raises(harness.Incorrect, match="4096 loads end before the work does"):
-        overlap_cuda._Pair(ends, nothing, nothing).measure()
+        pair(0.0).measure()
 
 
 class Line:
@@ -381,30 +487,21 @@ def test_the_yardstick_s_copies_stop_there_too() -> None:
     assert not any(begin < bound < end for begin, end in spans for bound in bounds)
 
 
-@pytest.mark.parametrize(
-    ("library", "reasons"),
-    [
-        (Library(12.4), {"cuMemcpyBatchAsync": "CUDA 12.8 and later"}),
+def test_copies_that_do_not_work_are_left_out_with_their_reason(swept: Any, tmp_path: Path) -> None:
+    batched, single, failed = copies.BATCHED, copies.SINGLE.partition(",")[0], "returned 801"
+    for number, (library, reasons) in enumerate(
         (
-            Library(12.8, code=801),
-            {"cuMemcpyBatchAsync": "returned 801 at copy 7", "cuMemcpyHtoDAsync": "returned 801"},
-        ),
-        (Library(wrong=True), {"cuMemcpyBatchAsync": "differ", "cuMemcpyHtoDAsync": "differ"}),
-    ],
-)
-def test_copies_that_do_not_work_are_left_out_with_their_reason(
-    library: Any, reasons: dict[str, str], swept: Any, tmp_path: Path
-) -> None:
-    found = copies.copy_variants(
-        Rehearsal(), copies.Driver(library), swept[1], session(tmp_path / "rows.jsonl")
-    )
-    assert len(found) + len(reasons) == 2
-    noted = {what.split(",")[0]: why for what, why in reasons_of(tmp_path / "rows.jsonl").items()}
-    assert set(noted) == set(reasons)
-    assert all(why in noted[name] for name, why in reasons.items())
-
-
-def test_without_a_driver_there_are_no_copies(swept: Any, tmp_path: Path) -> None:
+            (Library(12.4), {batched: "CUDA 12.8 and later"}),
+            (Library(12.8, code=801), {batched: f"{failed} at copy 7", single: failed}),
+            (Library(wrong=True), {batched: "differ", single: "differ"}),
+        )
+    ):
+        out = tmp_path / f"{number}.jsonl"
+        found = copies.copy_variants(Rehearsal(), copies.Driver(library), swept[1], session(out))
+        assert len(found) + len(reasons) == 2
+        noted = {what.split(",")[0]: why for what, why in reasons_of(out).items()}
+        assert set(noted) == set(reasons)
+        assert all(why in noted[name] for name, why in reasons.items())
     with pytest.raises(copies.Unavailable):
         copies.Driver(object())
     assert copies.copy_variants(Rehearsal(), None, swept[1], session(tmp_path / "rows.jsonl")) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import signal
 import subprocess
@@ -18,16 +17,13 @@ import torch
 from benchmarks_common import ROOT
 
 import gear_loader as gear
+from benchmarks import harness, workloads
+from benchmarks.experiments import adding, online
+from benchmarks.peers import gear as gear_peer
+from benchmarks.peers import online as peers
+from benchmarks.peers import plain
+from benchmarks.peers import process as processes
 from gear_loader.storage import shared_memory
-
-adding = importlib.import_module("benchmarks.experiments.adding")
-gear_peer = importlib.import_module("benchmarks.peers.gear")
-harness = importlib.import_module("benchmarks.harness")
-online = importlib.import_module("benchmarks.experiments.online")
-peers = importlib.import_module("benchmarks.peers.online")
-plain = importlib.import_module("benchmarks.peers.plain")
-processes = importlib.import_module("benchmarks.peers.process")
-workloads = importlib.import_module("benchmarks.workloads")
 
 COLUMNS = (("observation", (3,)), ("action", (2, 2)), ("reward", ()))
 SMALL = workloads.Workload("small", COLUMNS, 24, 10, gear.Window(length=10), "first")
@@ -97,7 +93,7 @@ def test_yardsticks_copy_what_they_say(table: gear.Table, name: str, mode: str) 
         subject.check()
     per = {"whole": 1, "batches": 4}.get(mode, SMALL.steps)
     assert subject.work() == per
-    store = subject._memory if name == "memcpy" else subject._store["action"]
+    store = subject._memory if name == "memcpy" else subject.store["action"]
     store.fill(0) if name == "memcpy" else store.zero_()
     subject.work = lambda: per  # does nothing
     with pytest.raises(ValueError, match=r"differs|number of no step|was written, after|another"):

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks_common import call, check_row, reasons_of, rows_of, run
+from benchmarks_common import call, check_row, reasons_of, rows_of
 
+from benchmarks.experiments import scaling, train
 from gear_loader.storage import shared_memory
-
-train = importlib.import_module("benchmarks.experiments.train")
 
 IN_PROCESS = {"memcpy", "ours", "ours, prefetch 2", "ours, sample", "plain torch"}
 MAP_STYLE = {"DataLoader, map-style", "DataLoader, map-style, 2 workers"}
@@ -85,7 +83,7 @@ RUNS: dict[str, tuple[str, dict[str, set[str]], str]] = {
         "training until the return",
     ),
 }
-FAST = ("collect", "overlap")
+FAST = ("overlap",)
 
 
 def in_memory() -> set[str]:
@@ -166,10 +164,9 @@ def memory(rows: list[dict[str, Any]], reasons: dict[str, str]) -> None:
 def multi_server(rows: list[dict[str, Any]], reasons: dict[str, str]) -> None:
     targets = {row["parameters"]["request"]: row["targets"] for row in rows if row["targets"]}
     assert targets == {1 << 16: {"bare": 0.7}, 1 << 20: {"bare": 0.9}}
-    size = importlib.import_module("benchmarks.experiments.scaling").message_bytes
     for row in rows:  # what is computed of the messages is what was sent
         if row["parameters"]["part"] == "select" and row["variant"] == "ours":
-            each = size(row["parameters"]["selector"], 2, row["parameters"]["batch"])["all"]
+            each = scaling.message_bytes(row["parameters"]["selector"], 2, row["parameters"]["batch"])["all"]
             assert row["extras"]["exchanges"] == 1
             assert row["extras"]["sent_bytes"] == pytest.approx(each, rel=0.2)
 
@@ -230,8 +227,8 @@ def test_without_time_it_says_what_it_left_out(
 )
 def test_quick_on_a_gpu(name: str, variants: set[str], tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
-    done = run(name, "--device", "cuda", "--quick", "--repeats", "2", "--out", str(out))
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = call(name, "--device", "cuda", "--quick", "--repeats", "2", "--out", str(out))
+    assert done.exit_code == 0, done.output
     rows = rows_of(out)
     for row in rows:
         check_row(row, name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import html
-import importlib
 import itertools
 import json
 import math
@@ -17,19 +16,21 @@ from typing import Any
 
 import pytest
 from benchmarks_common import call
-from report_common import GPU, Made, changed, every_experiment, headline, on_a_gpu, spread, written
+from report_common import GPU, Made, every_experiment, headline, on_a_gpu, spread, written
+
+from benchmarks import experiments
+from benchmarks.reporting import findings, provenance, tables
+from benchmarks.reporting import rows as rows_module
 
 for package in ("jinja2", "matplotlib"):
     pytest.importorskip(package)
 
-rows_module = importlib.import_module("benchmarks.reporting.rows")
-findings = importlib.import_module("benchmarks.reporting.findings")
-page_module = importlib.import_module("benchmarks.reporting.page")
-provenance = importlib.import_module("benchmarks.reporting.provenance")
-tables = importlib.import_module("benchmarks.reporting.tables")
-experiments = importlib.import_module("benchmarks.experiments")
 
 HOSTILE = "<script>document.title='broken'</script>\"'&{{ 7 * 7 }}"
+
+
+def found_of(*made: Made) -> Any:
+    return rows_module.comparisons([json.loads(json.dumps(row)) for one in made for row in one.rows])
 
 
 class _Reader(HTMLParser):
@@ -39,6 +40,7 @@ class _Reader(HTMLParser):
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.texts: dict[str, str] = {}
+        self.text = text
         self._section = ""
         self.feed(text)
 
@@ -70,9 +72,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "new" / "report"
 
 
-def found_of(*made: Made) -> Any:
-    lines = [json.loads(json.dumps(row)) for one in made for row in one.rows]
-    return rows_module.comparisons(lines)
+@pytest.fixture(scope="module")
+def read(made: Path) -> _Reader:
+    """Its page."""
+    return _Reader((made / "index.html").read_text(encoding="utf-8"))
 
 
 def report_of(folder: Path, rows: Any) -> _Reader:
@@ -84,15 +87,13 @@ def report_of(folder: Path, rows: Any) -> _Reader:
 # The page --------------------------------------------------------------------------------------------
 
 
-def test_the_page_needs_nothing_else_and_has_the_pictures_in_it(made: Path) -> None:
-    text = (made / "index.html").read_text(encoding="utf-8")
-    read = _Reader(text)
+def test_the_page_needs_nothing_else_and_has_the_pictures_in_it(made: Path, read: _Reader) -> None:
     for tag, attributes in read.tags:
         assert tag not in ("script", "link", "iframe", "object"), tag
         for name in ("src", "href", "srcset"):
             value = attributes.get(name) or ""
             assert not value or value.startswith(("data:image/png;base64,", "#")), value[:60]
-    assert not re.search(r"https?://|url\(|@import", text)
+    assert not re.search(r"https?://|url\(|@import", read.text)
     images = {a["data-file"]: a for tag, a in read.tags if tag == "img"}
     files = {path.name: path.read_bytes() for path in made.glob("*.png")}
     assert set(images) == set(files)
@@ -107,9 +108,8 @@ def test_the_page_needs_nothing_else_and_has_the_pictures_in_it(made: Path) -> N
         assert f"{experiment.name}-cpu.png" in files
 
 
-def test_headings_contents_and_hostile_names(made: Path) -> None:
-    text = (made / "index.html").read_text(encoding="utf-8")
-    read = _Reader(text)
+def test_headings_contents_and_hostile_names(read: _Reader) -> None:
+    text = read.text
     levels = [int(tag[1]) for tag, _ in read.tags if re.fullmatch("h[1-6]", tag)]
     assert levels.count(1) == 1
     assert all(after <= before + 1 for before, after in itertools.pairwise(levels))
@@ -122,8 +122,7 @@ def test_headings_contents_and_hostile_names(made: Path) -> None:
     assert HOSTILE in read.section("not-measured")
 
 
-def test_the_headline_and_how_it_was_measured(made: Path) -> None:
-    read = _Reader((made / "index.html").read_text(encoding="utf-8"))
+def test_the_headline_and_how_it_was_measured(read: _Reader) -> None:
     shown = read.section("headline")
     assert "through DataLoader at 13 GB/s" in shown
     assert "1.86× cpprb and 16× Reverb, gRPC" in shown
@@ -141,8 +140,7 @@ def test_the_headline_and_how_it_was_measured(made: Path) -> None:
         assert text in growth
 
 
-def test_what_is_lost_is_as_plain_as_what_is_won(made: Path) -> None:
-    read = _Reader((made / "index.html").read_text(encoding="utf-8"))
+def test_what_is_lost_is_as_plain_as_what_is_won(read: _Reader) -> None:
     lost = read.section("lose")
     assert "collect, W1 index_select collector, blocks 100 0.50× W1, batch 32 3 of 3 3 cpu" in lost
     # Of both devices the same target is missed: 13 / 7 of cpprb, where 1.9 were aimed for.
@@ -154,15 +152,18 @@ def test_what_is_lost_is_as_plain_as_what_is_won(made: Path) -> None:
     assert "at least 15 × Reverb, gRPC 16.25 × (15.44 – 17.06) 108% met" in targets
 
 
-def test_without_gpu_rows_there_is_no_gpu_figure(tmp_path: Path) -> None:
-    made = Made("run-cpu")
-    headline(made)
-    read = report_of(tmp_path, made.rows)
+def test_without_gpu_rows_there_is_no_gpu_figure_and_quick_runs_are_left_away(tmp_path: Path) -> None:
+    quick, full = Made("quick", configuration={"quick": True}, date="2026-11-23"), Made("full")
+    headline(quick, factor=1e6)
+    headline(full)
+    read = report_of(tmp_path, quick.rows + full.rows)
+    assert "at 13 GB/s" in read.section("headline")
     assert not [path.name for path in (tmp_path / "report").glob("*.png") if "gpu" in path.name]
     assert "No figure on this page was measured on a GPU." in read.section("")
     assert "No figure was measured on a GPU." in read.section("not-measured")
     assert "single-server: not on a GPU" in read.section("not-measured")
-    assert "H100" not in (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
+    assert "H100" not in read.text
+    assert "They are no figures." in report_of(tmp_path, quick.rows).section("")
 
 
 def test_missing_pieces_are_named(tmp_path: Path) -> None:
@@ -171,23 +172,15 @@ def test_missing_pieces_are_named(tmp_path: Path) -> None:
     made.amount("train", "return", "ours", math.nan, "s", parameters={"return": 9, "curve": []})
     del made.rows[0]["versions"], made.rows[0]["configuration"]
     read = report_of(tmp_path, made.rows)
-    assert "Not measured here yet: python -m benchmarks single-server makes the rows." in read.section(
-        "headline"
-    )
-    assert "There are no rows of other libraries to compare with." in read.section("lose")
-    assert "No row has a target." in read.section("targets")
-    assert "select: no rows at all" in read.section("not-measured")
+    for section, text in (
+        ("headline", "Not measured here yet: python -m benchmarks single-server makes the rows."),
+        ("lose", "There are no rows of other libraries to compare with."),
+        ("targets", "No row has a target."),
+        ("not-measured", "select: no rows at all"),
+    ):
+        assert text in read.section(section)
     assert "nan" not in read.section("experiments")
     assert (tmp_path / "report" / "collect-cpu.png").is_file()
-
-
-def test_rows_of_quick_runs_are_left_away_where_there_are_others(tmp_path: Path) -> None:
-    quick, full = Made("quick", configuration={"quick": True}, date="2026-11-23"), Made("full")
-    headline(quick, factor=1e6)
-    headline(full)
-    assert "at 13 GB/s" in report_of(tmp_path, quick.rows + full.rows).section("headline")
-    alone = report_of(tmp_path, quick.rows)
-    assert "They are no figures." in alone.section("")
 
 
 def test_the_command_line_says_what_is_wrong(tmp_path: Path) -> None:
@@ -226,7 +219,7 @@ def test_the_last_of_equal_rows_counts_and_places_stay_apart() -> None:
     ]
     assert {c.place.device for c in found} == {"cpu", GPU}
     machine = {**first.rows[0]["machine"], "cores": 64}
-    elsewhere = [json.loads(json.dumps(row)) for row in changed(first.rows, machine=machine)]
+    elsewhere = [{**row, "machine": machine} for row in first.rows]
     assert len(rows_module.comparisons(first.rows + elsewhere)) == 2
 
 
@@ -338,8 +331,8 @@ for (const width of widths) {
 
 @pytest.mark.long
 @pytest.mark.skipif(_BROWSER is None, reason="no Chromium is installed")
-def test_a_browser_shows_it_on_a_phone_and_on_a_desk(made: Path, tmp_path: Path) -> None:
-    page = json.dumps((made / "index.html").read_text(encoding="utf-8")).replace("</", "<\\/")
+def test_a_browser_shows_it_on_a_phone_and_on_a_desk(made: Path, read: _Reader, tmp_path: Path) -> None:
+    page = json.dumps(read.text).replace("</", "<\\/")
     (tmp_path / "layout.html").write_text(_LAYOUT.replace("PAGE", page), encoding="utf-8")
     options = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync"
     options += " --disable-background-networking --disable-component-update --window-size=1400,1000"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 import subprocess
@@ -13,14 +12,11 @@ from typing import Any
 import pytest
 import torch
 import typer
-from benchmarks_common import ROOT, call, needs_no_gpu
+from benchmarks_common import HAS_GPU, ROOT, call, needs_no_gpu
 
-catalog = importlib.import_module("benchmarks.peers.catalog")
-experiments = importlib.import_module("benchmarks.experiments")
-harness = importlib.import_module("benchmarks.harness")
-options = importlib.import_module("benchmarks.options")
-processes = importlib.import_module("benchmarks.peers.process")
-run = importlib.import_module("benchmarks.run")
+from benchmarks import experiments, harness, options, run
+from benchmarks.peers import catalog
+from benchmarks.peers import process as processes
 
 PAPERS = ("single-server", "multi-server", "batch-size")
 NAMES = (*PAPERS, "collect", "select", "online", "checkpoint", "memory", "overlap", "train")
@@ -43,13 +39,17 @@ def test_list_names_every_experiment_and_the_papers_three() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_experiment_has_a_command_with_the_shared_options(name: str) -> None:
-    app = typer.Typer()
-    app.command()(experiments.named(name).command)
+    app, about = typer.Typer(), experiments.named(name)
+    app.command()(about.command)
     found = {parameter.name for parameter in typer.main.get_command(app).params}
     assert {"quick", "repeats", "out", "minutes"} <= found
-    assert ("peers" in found) == bool(experiments.named(name).peers)
-    assert ("device" in found) == ("cuda" in experiments.named(name).devices)
+    assert ("peers" in found) == bool(about.peers)
+    assert ("device" in found) == ("cuda" in about.devices)
     assert call(name, "--help").exit_code == 0
+    if "cuda" in about.devices and not HAS_GPU:
+        done = call(name, "--device", "cuda")
+        assert done.exit_code == 2
+        assert "--device cpu" in words(done.stderr)
 
 
 def test_run_gives_each_experiment_the_options_that_it_has(
@@ -101,27 +101,20 @@ def test_run_gives_each_experiment_the_options_that_it_has(
     assert "rich is not measured on cuda: left out" in done.output
 
 
-@pytest.mark.parametrize("error", [harness.Incorrect("rows differ"), processes.PeerFailed("it has ended")])
 def test_a_wrong_result_ends_the_program_with_status_one(
-    error: Exception, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    @options.command("memory", repeats=(1, 1), threads=1)
-    def wrong(session: Any) -> None:
-        raise error
+    for error in (harness.Incorrect("rows differ"), processes.PeerFailed("it has ended")):
 
-    with pytest.raises(typer.Exit) as ended:
-        wrong(quick=True, out=tmp_path / "x")
-    assert ended.value.exit_code == 1
-    assert str(error) in capsys.readouterr().out
-    assert not (tmp_path / "x").exists()
+        @options.command("memory", repeats=(1, 1), threads=1)
+        def wrong(session: Any, error: Exception = error) -> None:
+            raise error
 
-
-@needs_no_gpu
-@pytest.mark.parametrize("name", [one.name for one in experiments.EXPERIMENTS if "cuda" in one.devices])
-def test_cuda_without_a_gpu_is_an_error_that_names_the_remedy(name: str) -> None:
-    done = call(name, "--device", "cuda")
-    assert done.exit_code == 2
-    assert "--device cpu" in words(done.stderr)
+        with pytest.raises(typer.Exit) as ended:
+            wrong(quick=True, out=tmp_path / "x")
+        assert ended.value.exit_code == 1
+        assert str(error) in capsys.readouterr().out
+        assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize(
@@ -282,12 +275,6 @@ def test_gpu_check_says_that_there_is_no_gpu(tmp_path: Path) -> None:
     assert f"torch {torch.__version__}" in (tmp_path / "out" / "machine.txt").read_text(encoding="utf-8")
 
 
-def test_gpu_check_wants_a_folder() -> None:
-    done = bash("gpu_check.sh", PYTHON=sys.executable)
-    assert done.returncode == 2
-    assert "no output directory" in done.stderr
-
-
 _INTERPRETER = """#!/bin/bash
 echo "$*" >>"$CALLS"
 case "$*" in
@@ -339,7 +326,10 @@ def test_gpu_check_runs_the_most_important_first_within_nine_minutes(tmp_path: P
     assert [len(path.read_text(encoding="utf-8").splitlines()) for path in seen] == [0, 1, 2, 3]
 
 
-def test_gpu_check_without_a_package_of_the_benchmarks_still_tests(tmp_path: Path) -> None:
+def test_gpu_check_wants_a_folder_and_tests_without_a_package_of_the_benchmarks(tmp_path: Path) -> None:
+    done = bash("gpu_check.sh", PYTHON=sys.executable)
+    assert done.returncode == 2
+    assert "no output directory" in done.stderr
     status, summary, calls = gpu_check(tmp_path, lacks="typer")
     assert status == 1
     assert "SKIPPED" in summary

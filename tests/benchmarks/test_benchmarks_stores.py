@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,11 @@ import numpy as np
 import pytest
 from benchmarks_common import Here, check_row, rows_of, session, worker
 
-catalog = importlib.import_module("benchmarks.peers.catalog")
-checkpoint = importlib.import_module("benchmarks.experiments.checkpoint")
-gear = importlib.import_module("benchmarks.peers.gear")
-memory = importlib.import_module("benchmarks.experiments.memory")
-peers = importlib.import_module("benchmarks.peers.checkpoint")
-plain = importlib.import_module("benchmarks.peers.plain")
-process = importlib.import_module("benchmarks.peers.process")
-sources = importlib.import_module("benchmarks.peers.source")
-workloads = importlib.import_module("benchmarks.workloads")
+from benchmarks import workloads
+from benchmarks.experiments import checkpoint, memory
+from benchmarks.peers import catalog, gear, plain, process
+from benchmarks.peers import checkpoint as peers
+from benchmarks.peers import source as sources
 
 SPEC = {"columns": {"observation": [3], "reward": []}, "steps": 10, "trajectories": 60, "more": 20, "seed": 1}
 COLUMNS = {"observation": (17,), "action": (6,), "reward": ()}
@@ -37,7 +32,7 @@ class Stale(plain.Saved):  # type: ignore[misc, name-defined]
 
     def open(self) -> None:
         super().open()
-        for values in self._tensors.values():
+        for values in self.store.values():
             values.fill_(float("nan"))
 
     def save(self) -> None:
@@ -153,7 +148,7 @@ class Wrong(plain.Listed):  # type: ignore[misc, name-defined]
 
     def fill(self) -> None:
         super().fill()
-        self._episodes[-1]["action"][-1, 3] += 1
+        self.store[-1]["action"][-1, 3] += 1
 
 
 def test_ours_that_stores_wrongly_ends_the_run(tmp_path: Path) -> None:
@@ -177,23 +172,19 @@ def test_a_named_table_is_counted_by_its_file_and_removed() -> None:
     assert gear.Memory(source, block_steps=32).beside() == 0
 
 
-def test_the_longest_is_among_those_that_have_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "ROWS_BYTES", 50 * 300 * 96)
+def test_lengths_of_trajectories(monkeypatch: pytest.MonkeyPatch) -> None:
+    def setting(lengths: Any) -> Any:
+        return memory.Setting("x", "W2", COLUMNS, np.array(lengths))
+
+    for name in memory.DISTRIBUTIONS:  # as many steps as asked for
+        lengths = memory._enough(memory.DISTRIBUTIONS[name], 400_000)
+        assert lengths.min() >= 1
+        assert lengths.sum() == pytest.approx(400_000, rel=0.1)
+    for lengths, block in (([100] * 64, 100), ([320, 64, 96] * 20, 32)):
+        assert memory.best_block(setting(lengths)) == block
+    monkeypatch.setattr(memory, "ROWS_BYTES", 50 * 300 * 96)  # the longest is among those that have a row
     for lengths, expected in (
         ([*[100] * 80, 300, *[20] * 80], [300, *[100] * 49]),
         ([5, 300, 7], [300, 5, 7]),
     ):
-        setting = memory.Setting("x", "W2", COLUMNS, np.array(lengths))
-        assert setting.of_rows().lengths.tolist() == expected
-
-
-@pytest.mark.parametrize(("lengths", "block"), [([100] * 64, 100), ([320, 64, 96] * 20, 32)])
-def test_the_best_block_is_found(lengths: list[int], block: int) -> None:
-    assert memory.best_block(memory.Setting("x", "W2", COLUMNS, np.array(lengths))) == block
-
-
-@pytest.mark.parametrize("name", memory.DISTRIBUTIONS)
-def test_distributions_have_as_many_steps_as_asked_for(name: str) -> None:
-    lengths = memory._enough(memory.DISTRIBUTIONS[name], 400_000)
-    assert lengths.min() >= 1
-    assert lengths.sum() == pytest.approx(400_000, rel=0.1)
+        assert setting(lengths).of_rows().lengths.tolist() == expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,16 @@ import pytest
 import torch
 from benchmarks_common import Here, rows_of, session, worker
 
+from benchmarks import harness
+from benchmarks.experiments import train
+from benchmarks.experiments import train_hopper as hopper
+from benchmarks.peers import episodes, gear, plain
+from benchmarks.peers import policy as policies
+from benchmarks.peers import process as processes
+
 for package in ("gymnasium", "mujoco"):
     pytest.importorskip(package)
 
-harness = importlib.import_module("benchmarks.harness")
-hopper = importlib.import_module("benchmarks.experiments.train_hopper")
-episodes = importlib.import_module("benchmarks.peers.episodes")
-gear = importlib.import_module("benchmarks.peers.gear")
-plain = importlib.import_module("benchmarks.peers.plain")
-policies = importlib.import_module("benchmarks.peers.policy")
-processes = importlib.import_module("benchmarks.peers.process")
-train = importlib.import_module("benchmarks.experiments.train")
 
 HERE = {**gear.KINDS["train"], **plain.KINDS["train"]}
 CPU = torch.device("cpu")
@@ -31,19 +29,17 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def setting(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A few short episodes, collected."""
-    chosen = train.Setting(
-        folder=tmp_path_factory.mktemp("train"),
-        batches=(8,),
-        episodes=12,
-        horizon=60,
-        steps=2,
-        chunk=2,
-        limit=4,
-        evaluations=1,
-        seeds=(0, 1),
-        threads=1,
-    )
-    return train.prepare(chosen)
+    short = {
+        "horizon": 60,
+        "steps": 2,
+        "chunk": 2,
+        "limit": 4,
+        "evaluations": 1,
+        "seeds": (0, 1),
+        "threads": 1,
+    }
+    folder = tmp_path_factory.mktemp("train")
+    return train.prepare(train.Setting(folder=folder, batches=(8,), episodes=12, **short))
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +84,15 @@ def test_each_loader_delivers_windows_of_the_data(loader: Any, data: Any) -> Non
     assert isinstance(loader, plain.Ready) or min(lengths) < episodes.WINDOW  # of the begin of an episode
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_wrong_windows_are_refused(data: Any) -> None:
+    def batch_of(steps: Any) -> dict[str, Any]:
+        batch = {name: torch.from_numpy(values[steps]) for name, values in data.columns.items()}
+        return {**batch, "mask": torch.ones(steps.shape, dtype=torch.bool)}
+
+    window = np.arange(episodes.WINDOW)
+    begins = np.array([0, 7, 11, 20])
+    assert episodes.verify(batch_of(begins[:, None] + window), data).tolist() == begins.tolist()
+    for change, message in (
         (lambda b: b["action"][3, 5].add_(1), "action differs"),
         (lambda b: b["step"][0, -1].fill_(7), "step differs"),
         (lambda b: b["observation"][2, 0].neg_(), "row 2 begins with a step that is not in the data"),
@@ -98,37 +100,20 @@ def test_each_loader_delivers_windows_of_the_data(loader: Any, data: Any) -> Non
         (lambda b: b["mask"][3, 1:].fill_(False), "short although its episode began earlier"),
         (lambda b: b.update({n: v[:, :5] for n, v in b.items()}), "not the first ones"),
         (lambda b: b["return_to_go"].copy_(b["return_to_go"].flip(0)), "return_to_go differs"),
-    ],
-)
-def test_wrong_windows_are_refused(data: Any, change: Any, message: str) -> None:
-    steps = np.array([0, 7, 11, 20])[:, None] + np.arange(episodes.WINDOW)
-    batch = {name: torch.from_numpy(values[steps]) for name, values in data.columns.items()}
-    batch["mask"] = torch.ones(steps.shape, dtype=torch.bool)
-    assert episodes.verify(batch, data).tolist() == [0, 7, 11, 20]
-    change(batch)
-    with pytest.raises(ValueError, match=message):
-        episodes.verify(batch, data)
-    over = data.begins[1] - 3 + np.arange(episodes.WINDOW)[None]
-    batch = {name: torch.from_numpy(values[over]) for name, values in data.columns.items()}
-    batch["mask"] = torch.ones(over.shape, dtype=torch.bool)
-    with pytest.raises(ValueError, match="beyond the end of its episode"):
-        episodes.verify(batch, data)
-
-
-def test_the_same_windows_again_are_refused(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    process = inside("plain torch")
-    process.ask("build", data=str(setting.data), batch=8, seed=0, device="cpu")
-    batch = process.worker.subject.next()
-    monkeypatch.setattr(process.worker.subject, "next", lambda: batch)
-    with pytest.raises(processes.PeerFailed, match="3 batches of 8 hold only"):
-        process.ask("check")
+        (lambda b: b.update(batch_of(data.begins[1] - 3 + window[None])), "beyond the end of its episode"),
+    ):
+        batch = batch_of(begins[:, None] + window)
+        change(batch)
+        with pytest.raises(ValueError, match=message):
+            episodes.verify(batch, data)
 
 
 # Training --------------------------------------------------------------------------------------------
 
 
 def test_all_train_the_same_model(setting: Any, tmp_path: Path) -> None:
-    losses, learned = set(), []
+    path, losses, learned = tmp_path / "weights.npz", set(), []
+    first, second = (dict(np.load(setting.weights(f"start-{seed}"))) for seed in range(2))
     for name in ("ours", "plain torch", "batch ready"):
         process = inside(name)
         process.ask("build", data=str(setting.data), batch=8, seed=0, device="cpu")
@@ -136,15 +121,13 @@ def test_all_train_the_same_model(setting: Any, tmp_path: Path) -> None:
         answer = process.ask("run", steps=3, ready=name == "ours")
         assert 0 <= answer["waiting"] < answer["seconds"]
         assert np.isfinite(answer["loss"])
-        process.ask("weights", path=str(tmp_path / "weights.npz"))
-        with np.load(tmp_path / "weights.npz") as file, np.load(setting.weights("start-0")) as start:
-            assert set(file.files) == set(start.files)
-            learned.append(file["embed.weight"])
-            assert not np.array_equal(learned[-1], start["embed.weight"])
+        process.ask("weights", path=str(path))
+        learned.append(dict(np.load(path)))
         process.close()
     assert len(losses) == 1
-    with np.load(setting.weights("start-0")) as one, np.load(setting.weights("start-1")) as other:
-        assert not np.array_equal(one["embed.weight"], other["embed.weight"])
+    for found in (*learned, second):
+        assert set(found) == set(first)
+        assert not np.array_equal(found["embed.weight"], first["embed.weight"])
 
 
 @torch.no_grad()
@@ -159,7 +142,9 @@ def test_padding_does_not_matter_to_the_loss(data: Any) -> None:
     assert float(policy.loss(batch)) == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_chunk_starts_without_batches_made_before(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_windows_again_are_refused_and_no_chunk_starts_with_batches_made_before(
+    setting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     process = inside("plain torch")
     process.ask("build", data=str(setting.data), batch=8, seed=0, device="cpu")
     with pytest.raises(processes.PeerFailed, match="reset comes first"):
@@ -171,6 +156,10 @@ def test_a_chunk_starts_without_batches_made_before(setting: Any, monkeypatch: p
     monkeypatch.setattr(loader, "next", lambda: taken.append(1) or take())
     process.ask("run", steps=2)
     assert len(taken) == 5 + 1 + 2
+    batch = take()
+    monkeypatch.setattr(loader, "next", lambda: batch)
+    with pytest.raises(processes.PeerFailed, match="3 batches of 8 hold only"):
+        process.ask("check")
 
 
 @pytest.mark.long

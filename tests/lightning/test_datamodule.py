@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import logging
 import math
 import os
 import subprocess
@@ -24,7 +23,7 @@ import torch
 from cases import mostly_long, points
 from dataset_common import drawn, episode, make_table, named_table, nothing_left, prefetch_threads
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
-from lightning_ddp import IGNORED
+from lightning_ddp import IGNORED, SaveAt, quiet
 
 import gear_loader as gear
 from gear_loader import errors
@@ -32,7 +31,6 @@ from gear_loader.errors import SchemaError
 from gear_loader.lightning.datamodule import ReplayDataModule, Split
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in IGNORED]
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 LENGTHS = [int(length) for length in np.random.default_rng(0).integers(1, 12, 60)]
 WINDOW = gear.Window(4, -3)
@@ -83,11 +81,8 @@ def trainer(folder: Path | None = None, *callbacks: Callback, **options: Any) ->
     every: list[Callback] = []
     if folder is not None:
         every = [ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)]
-    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     told = {"max_epochs": 3, "num_sanity_val_steps": 0, "enable_checkpointing": folder is not None}
-    return lightning.Trainer(
-        accelerator="cpu", callbacks=[*every, *callbacks], **{**quiet, **told, **options}
-    )
+    return quiet(callbacks=[*every, *callbacks], **{**told, **options})
 
 
 def fit(data: Any, run: Any = None, checkpoint: Path | None = None, **options: Any) -> Model:
@@ -143,18 +138,6 @@ def test_resuming_from_the_checkpoint_of_every_step(
     nothing_left(table)
 
 
-class SaveAt(Callback):
-    """Saves a checkpoint by hand in a hook of the trainer, once a step count has been reached."""
-
-    def __init__(self, path: Path, hook: str, step: int) -> None:
-        self.path, self.step = path, step
-        setattr(self, hook, self.save)
-
-    def save(self, trainer: lightning.Trainer, *_: Any, **__: Any) -> None:
-        if trainer.global_step == self.step and not self.path.exists():
-            trainer.save_checkpoint(self.path)
-
-
 @pytest.mark.parametrize(
     ("hook", "step", "workers"),
     [
@@ -177,19 +160,6 @@ def test_saving_in_any_hook(table: gear.Table, tmp_path: Path, hook: str, step: 
     assert fit(module(table, **options), checkpoint=by_hand, **settings).seen == whole.seen[step:]
 
 
-@pytest.mark.parametrize(("stop", "workers"), mostly_long([(3, 0), (3, 2), (5, 0), (8, 0)], (3, 0)))
-def test_saving_after_a_run_was_stopped(table: gear.Table, tmp_path: Path, stop: int, workers: int) -> None:
-    options = {"batches_per_epoch": 5, "num_workers": workers}
-    whole = fit(module(table, **options))
-    stopped = trainer(max_epochs=-1, max_steps=stop)
-    first = fit(module(table, **options), stopped)
-    stopped.save_checkpoint(tmp_path / "last")
-    resumed = fit(module(table, **options), checkpoint=tmp_path / "last")
-    # For Lightning a stop within an epoch ends it: fewer epochs are left. The batches follow one another all the same.
-    assert first.seen + resumed.seen == whole.seen[: stop + len(resumed.seen)]
-    assert len(resumed.seen) >= (3 - -(-stop // 5)) * 5 - stop % 5
-
-
 def test_training_on_after_the_last_epoch(table: gear.Table, tmp_path: Path) -> None:
     whole, finished = fit(module(table)), trainer(tmp_path, max_epochs=2)
     first = fit(module(table), finished)
@@ -198,10 +168,9 @@ def test_training_on_after_the_last_epoch(table: gear.Table, tmp_path: Path) -> 
         assert first.seen + fit(module(table), checkpoint=tmp_path / name).seen == whole.seen
 
 
-# Lightning's own advice, whenever its callback is used.
 @pytest.mark.filterwarnings("ignore:`.fit\\(ckpt_path=None\\)` was called without a model")
 @pytest.mark.filterwarnings('ignore:.fit\\(ckpt_path="last"\\) is set, but there is no last checkpoint')
-@pytest.mark.parametrize("fail_at", [0, 5, 7])
+@pytest.mark.parametrize("fail_at", mostly_long([0, 5, 7], 0, 7))
 def test_resuming_after_an_exception(table: gear.Table, tmp_path: Path, fail_at: int) -> None:
     options = {"batches_per_epoch": 5}
     whole, failing = fit(module(table, **options)), Model(fail_at)
@@ -213,13 +182,6 @@ def test_resuming_after_an_exception(table: gear.Table, tmp_path: Path, fail_at:
     for name in ["rescue.ckpt"] + ([f"step={fail_at}.ckpt"] if fail_at else []):
         resumed = fit(module(table, **options), checkpoint=tmp_path / name)
         assert failing.seen + resumed.seen == whole.seen, name
-
-
-def test_one_data_module_in_several_runs(table: gear.Table) -> None:
-    data = module(table, batches_per_epoch=4)
-    first = fit(data, max_epochs=1)
-    assert data.state_dict()["train"]["step"] == 0
-    assert first.seen + fit(data, max_epochs=2).seen == fit(module(table, batches_per_epoch=4)).seen
 
 
 def test_the_state_by_itself(table: gear.Table) -> None:
@@ -243,10 +205,16 @@ def test_the_state_by_itself(table: gear.Table) -> None:
 
 def test_a_checkpoint_after_fit_with_a_table_by_name(table: gear.Table, tmp_path: Path) -> None:
     """By then the module has closed the table; the loader's state is the one that it had."""
-    data, fitted = module(table.name, val_fraction=0, load_options={"timeout": 5}), trainer(max_epochs=1)
+    options = {"val_fraction": 0, "batches_per_epoch": math.inf, "prefetch": 3}
+    data = module(table.name, load_options={"timeout": 5}, **options)
+    fitted = trainer(max_steps=3, max_epochs=-1)
+    before = set(threading.enumerate())
     fit(data, fitted)
     fitted.save_checkpoint(tmp_path / "last.ckpt")
     assert data.table is None
+    gc.collect()
+    assert prefetch_threads() == []
+    assert {thread.name for thread in set(threading.enumerate()) - before} <= {"gear-loader-0"}  # the crew
 
 
 # Loops -----------------------------------------------------------------------------------------------
@@ -287,50 +255,25 @@ def test_training_sees_the_batches_of_the_dataset(table: gear.Table) -> None:
     assert len(model.seen) == 2 * len(data)
 
 
-def test_a_table_that_grows_during_training() -> None:
-    with make_table([3] * 50, max_steps=2000, max_trajectories=400) as table:
-
-        class Growing(Model):
-            def training_step(self, batch: Any, number: int) -> torch.Tensor:
-                table.add(episode(1000 + len(self.seen), 5))
-                return super().training_step(batch, number)
-
-        model = Growing()
-        trainer(max_epochs=5).fit(model, module(table, selector=gear.Uniform(False)))
-        assert max(indices(model.seen)) >= 50
-        assert not indices(model.seen) & indices(itertools.chain(*model.validated))
-        nothing_left(table)
-
-
-def test_no_thread_is_left_after_training(table: gear.Table) -> None:
-    before = set(threading.enumerate())
-    fit(module(table, batches_per_epoch=math.inf, prefetch=3), max_steps=3, max_epochs=-1)
-    gc.collect()
-    assert prefetch_threads() == []
-    assert {thread.name for thread in set(threading.enumerate()) - before} <= {"gear-loader-0"}  # the crew
-
-
 @pytest.mark.parametrize("workers", mostly_long([0, 2], 0))
-def test_overfitting_repeats_the_same_batches(table: gear.Table, workers: int) -> None:
-    model = fit(module(table, num_workers=workers), overfit_batches=2)
+def test_overfitting_repeats_the_same_batches_and_is_resumed(
+    table: gear.Table, tmp_path: Path, workers: int
+) -> None:
+    model = fit(module(table, num_workers=workers), trainer(tmp_path, overfit_batches=2))
     assert len(model.seen) == 6
     assert model.seen[0] != model.seen[1]
     assert model.seen[:2] == model.seen[2:4] == model.seen[4:]
     assert model.validated == [model.validated[0]] * 3
     assert len(model.validated[0]) == 2
+    for step in (1, 4):
+        path = tmp_path / f"step={step}.ckpt"
+        resumed = fit(module(table, num_workers=workers), checkpoint=path, overfit_batches=2)
+        assert resumed.seen == model.seen[step:]
     gc.collect()
     nothing_left(table)
     share = fit(module(table, val_fraction=0, batch_size=6), overfit_batches=0.5, max_epochs=2)
     assert len(share.seen) == 10
     assert share.seen[:5] == share.seen[5:]
-
-
-@pytest.mark.parametrize("stop", [2, 4])
-def test_overfitting_is_resumed(table: gear.Table, tmp_path: Path, stop: int) -> None:
-    whole = fit(module(table), overfit_batches=3)
-    first = fit(module(table), trainer(tmp_path, overfit_batches=3, max_steps=stop))
-    second = fit(module(table), checkpoint=tmp_path / f"step={stop}.ckpt", overfit_batches=3)
-    assert first.seen + second.seen == whole.seen
 
 
 # Tables, names, files --------------------------------------------------------------------------------
@@ -367,26 +310,20 @@ def write_file(path: Path) -> Path:
     return path
 
 
-def test_a_file_is_loaded_and_closed(table: gear.Table, tmp_path: Path) -> None:
+def test_a_file_is_loaded_with_options_closed_and_resumed(table: gear.Table, tmp_path: Path) -> None:
     by_table = fit(module(table), max_epochs=1)
     for path in (write_file(tmp_path / "episodes.hdf5"), str(write_file(tmp_path / "episodes.h5"))):
         data = module(path, load_options={"progress": False})
         by_file = fit(data, max_epochs=1)
         assert (by_file.seen, by_file.validated) == (by_table.seen, by_table.validated)
         assert data.table is None
-
-
-def test_loading_a_file_with_options_and_resuming(tmp_path: Path) -> None:
-    path, run = write_file(tmp_path / "episodes.h5"), tmp_path / "run"
-    options = {"load_options": {"progress": False, "max_trajectories": 30}, "batches_per_epoch": 4}
-    whole = fit(module(path, **options), max_epochs=2)
-    first = fit(module(path, **options), trainer(run, max_epochs=-1, max_steps=3))
-    second = fit(module(path, **options), checkpoint=run / "step=3.ckpt", max_epochs=2)
-    assert first.seen + second.seen == whole.seen
+    run, options = tmp_path / "run", {"load_options": {"progress": False, "max_trajectories": 30}}
+    whole = fit(module(path, **options), trainer(run, max_epochs=2))
+    assert fit(module(path, **options), checkpoint=run / "step=3.ckpt", max_epochs=2).seen == whole.seen[3:]
     assert max(indices(whole.seen)) < 30
 
 
-def test_a_missing_file_or_table(tmp_path: Path) -> None:
+def test_what_is_not_there(table: gear.Table, tmp_path: Path) -> None:
     data = module(tmp_path / "nothing.h5")
     message = r"There is no file '.*nothing\.h5'; expected a D4RL-style HDF5 file, or a table's name"
     for use in (data.prepare_data, lambda: fit(data)):
@@ -400,13 +337,10 @@ def test_a_missing_file_or_table(tmp_path: Path) -> None:
         data.setup()
     assert data.table is None
     data.teardown()
-
-
-def test_workers_with_a_private_table() -> None:
-    message = r"(?s)private table.*name='replay'"
-    with make_table(LENGTHS) as table, pytest.raises(errors.PrivateTableError, match=message):
-        fit(module(table, num_workers=1, val_fraction=0))
-    gc.collect()
+    data, message = module(table), r"dataloader\(\) was called before setup\(\), .* call it first"
+    for loader in (data.train_dataloader, data.val_dataloader):
+        with pytest.raises(SchemaError, match=message):
+            loader()
 
 
 @pytest.mark.parametrize(
@@ -421,15 +355,9 @@ def test_workers_with_a_private_table() -> None:
         ({"num_workers": -1}, "num_workers is -1; expected an integer of at least 0"),
         ({"load_options": 3}, "load_options is 3; expected a mapping of options"),
         ({"val_batch_size": 0}, "val_batch_size is 0; expected an integer of at least 1"),
-        ({"batch_size": 0}, "batch_size is 0; expected an integer of at least 1"),
-        ({"windows": 4}, "windows is 4; expected a Window or a mapping"),
-        ({"keep": 0}, "keep is 0; expected an integer of at least 1"),
-        ({"anchor": "middle"}, "anchor is 'middle'; expected"),
-        ({"selector": "prioritized"}, "selector is 'prioritized'; expected an object such as"),
-        ({"device": "gpu"}, "device is 'gpu'; expected 'auto', 'cpu' or a CUDA device"),
-        ({"batches_per_epoch": 0}, "batches_per_epoch is 0; expected"),
-        ({"scope": "all"}, "scope is 'all'; expected 'global' or 'local'"),
+        ({"batch_size": 0}, "batch_size is 0; expected an integer of at least 1"),  # the dataset's own
         ({"windows": {"reward": 4}}, "The window of column 'reward' is 4; expected"),
+        ({"selector": "prioritized"}, "selector is 'prioritized'; expected an object such as"),
     ],
 )
 def test_wrong_options_are_refused_at_once(
@@ -456,30 +384,20 @@ def test_what_does_not_fit_an_open_table_is_refused_at_once(table: gear.Table) -
         module(shards, num_workers=1)
 
 
-def test_loaders_before_setup(table: gear.Table) -> None:
-    data = module(table)
-    for loader in (data.train_dataloader, data.val_dataloader):
-        with pytest.raises(
-            SchemaError, match=r"dataloader\(\) was called before setup\(\), .* call it first"
-        ):
-            loader()
-
-
 def test_too_few_trajectories_for_a_part() -> None:
-    message = (
-        r"val_fraction=0.1 sets none of the table's 3 trajectories aside for validation: it takes about one "
-        r"in 10. Add trajectories, raise val_fraction, or give val_fraction=0"
-    )
-    with make_table([5] * 3) as table:
-        with pytest.raises(errors.TableEmptyError, match=message):
-            fit(module(table, val_fraction=0.1))
-        fit(module(table, val_fraction=0), max_epochs=1)
     seed = next(seed for seed in range(1000) if Split(0.9, seed=seed, second=True)(np.arange(1)).all())
-    message = (
-        r"val_fraction=0.9 leaves none of the table's 1 trajectories for training. Add trajectories, or lower"
+    aside = (
+        "val_fraction=0.1 sets none of the table's 3 trajectories aside for validation: it takes about one "
+        "in 10. Add trajectories, raise val_fraction, or give val_fraction=0"
     )
-    with make_table([5]) as table, pytest.raises(errors.TableEmptyError, match=message):
-        fit(module(table, val_fraction=0.9, split_seed=seed))
+    leaves = (
+        "val_fraction=0.9 leaves none of the table's 1 trajectories for training. Add trajectories, or lower"
+    )
+    for count, part, message in ((3, {"val_fraction": 0.1}, aside), (1, {"val_fraction": 0.9}, leaves)):
+        with make_table([5] * count) as table:
+            with pytest.raises(errors.TableEmptyError, match=message):
+                fit(module(table, **part, split_seed=0 if count == 3 else seed))
+            fit(module(table, val_fraction=0), max_epochs=1)
 
 
 def test_all_options_of_the_dataset_pass_through(table: gear.Table) -> None:
@@ -524,9 +442,9 @@ def test_fit_waits_for_a_writer_that_begins_later(val_fraction: float) -> None:
 
 
 def test_nothing_is_waited_for_beyond_the_deadline() -> None:
+    message = "MinSize\\(min_size=5\\) did not let 8 rows be sampled"
     with make_table([3] * 4, rate_limiter=gear.MinSize(5), timeout=0.2) as table:
         for val_fraction in (0, 0.5):
-            message = "MinSize\\(min_size=5\\) did not let 8 rows be sampled"
             with pytest.raises(errors.RateLimitError, match=message):
                 fit(module(table, val_fraction=val_fraction))
         table.add(episode(4, 3))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +12,8 @@ import numpy as np
 import pytest
 import torch
 from dataset_common import episode, make_table, named_table, nothing_left, snapshot
-from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning_ddp import IGNORED
+from lightning_ddp import IGNORED, Memory, SaveAt, quiet
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError
@@ -25,7 +22,6 @@ from gear_loader.lightning.monitor import ReplayMonitor
 from gear_loader.storage.counters import INSERT_WAIT, SAMPLE_WAIT
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore:{message}") for message in IGNORED]
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 RATES = ("insert_rate", "sample_rate", "evict_rate", "expire_rate", "insert_wait", "sample_wait")
 FILL = ("fill_trajectories", "fill_steps", "fill_blocks")
@@ -51,25 +47,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(monitor, "monotonic", lambda: clock.now)
     return clock
-
-
-class Memory(DummyLogger):
-    """A logger that keeps what it is given, under names without ``replay/``, and nothing else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: list[int | None] = []
-        self.logs: list[dict[str, float]] = []
-        self.others: list[tuple[int | None, dict[str, float]]] = []
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        if any(name.startswith("replay/") for name in metrics):
-            assert all(name.startswith("replay/") for name in metrics)
-            assert all(type(value) is float or type(value) is int for value in metrics.values())
-            self.steps.append(step)
-            self.logs.append({name.removeprefix("replay/"): value for name, value in metrics.items()})
-        else:
-            self.others.append((step, dict(metrics)))
 
 
 class Model(lightning.LightningModule):
@@ -115,9 +92,7 @@ def module(table: Any, **options: Any) -> gear.ReplayDataModule:
 
 
 def trainer(loggers: Any, *callbacks: Any, **options: Any) -> lightning.Trainer:
-    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    told = {"max_epochs": 1, **quiet, **options}
-    return lightning.Trainer(accelerator="cpu", logger=loggers, callbacks=list(callbacks), **told)
+    return quiet(logger=loggers, callbacks=list(callbacks), **{"max_epochs": 1, **options})
 
 
 def add(table: gear.Table, *lengths: int) -> None:
@@ -136,81 +111,53 @@ def test_a_sequence_computed_by_hand(clock: Clock) -> None:
     options = {"max_steps": 64, "max_trajectories": 8, "block_steps": 4, "on_full": "evict_oldest"}
     with make_table((4, 4, 4, 4), **options) as table:
         counters, blocks = table.index.arrays.counters, table.stats().num_blocks
+        lengths = {1: (8,), 2: (3, 5), 4: (4, 4, 4, 4)}  # that are added in a step
 
         def script(number: int, batch: Any) -> None:
             clock.now += 2.0
-            if number == 1:
-                add(table, 8)
-                counters[INSERT_WAIT] += 1_500_000_000
-            if number == 2:
-                add(table, 3, 5)
-                counters[SAMPLE_WAIT] += 3_000_000_000
-            if number == 4:
-                add(table, 4, 4, 4, 4)
+            add(table, *lengths.get(number, ()))
+            counters[INSERT_WAIT] += 1_500_000_000 * (number == 1)
+            counters[SAMPLE_WAIT] += 3_000_000_000 * (number == 2)
 
         memory, model = Memory(), Model(script)
         data = module(table, selector=gear.Fifo(), sample_info=True, batches_per_epoch=8)
         trainer(memory, ReplayMonitor(every_n_steps=3)).fit(model, data)
+        seconds = torch.stack([batch["sample_info"]["age_seconds"] for batch in model.batches[:6]])
+        # First of 4, 4 and 5 trajectories, the oldest and the one after it; then of 7, 7 and 8 (numbers 3 to 10, as
+        # 0 to 2 had to make room).
+        expected = {
+            "fill_trajectories": (7 / 8, 8 / 8),
+            "fill_steps": (32 / 64, (4 + 8 + 3 + 5 + 16) / 64),
+            "fill_blocks": (9 / blocks, (1 + 2 + 1 + 2 + 4) / blocks),
+            "insert_rate": (3 / 6, 4 / 6),
+            "sample_rate": (6 / 6, 6 / 6),
+            "samples_per_insert": (6 / 3, 6 / 4),
+            "evict_rate": (0.0, 3 / 6),
+            "expire_rate": (0.0, 0.0),
+            "insert_wait": (1.5 / 6, 0.0),
+            "sample_wait": (3.0 / 6, 0.0),
+            "age_mean": ((3 + 2 + 3 + 2 + 4 + 3) / 6, (6 + 5 + 6 + 5 + 7 + 6) / 6),
+            "age_max": (4.0, 7.0),
+            "age_seconds_mean": (float(seconds[:3].mean()), float(seconds[3:].mean())),
+            "age_seconds_max": (float(seconds[:3].max()), float(seconds[3:].max())),
+            "times_sampled_mean": ((1 + 1 + 2 + 2 + 3 + 3) / 6, (4 + 4 + 5 + 5 + 1 + 1) / 6),
+        }
         assert memory.steps == [2, 5]  # the last two batches of eight wait for a third
-        first, second = memory.logs
-        seconds = torch.cat([batch["sample_info"]["age_seconds"] for batch in model.batches[:6]])
-        assert first == approximately(
-            {
-                "fill_trajectories": 7 / 8,
-                "fill_steps": 32 / 64,
-                "fill_blocks": 9 / blocks,
-                "insert_rate": 3 / 6,
-                "sample_rate": 6 / 6,
-                "samples_per_insert": 6 / 3,
-                "evict_rate": 0.0,
-                "expire_rate": 0.0,
-                "insert_wait": 1.5 / 6,
-                "sample_wait": 3.0 / 6,
-                # Of 4, 4 and 5 trajectories, the oldest and the one after it.
-                "age_mean": (3 + 2 + 3 + 2 + 4 + 3) / 6,
-                "age_max": 4.0,
-                "age_seconds_mean": float(seconds[:6].mean()),
-                "age_seconds_max": float(seconds[:6].max()),
-                "times_sampled_mean": (1 + 1 + 2 + 2 + 3 + 3) / 6,
-            }
-        )
-        # Of 7, 7 and 8 (numbers 3 to 10, as 0 to 2 had to make room).
-        assert second == approximately(
-            {
-                "fill_trajectories": 8 / 8,
-                "fill_steps": (4 + 8 + 3 + 5 + 16) / 64,
-                "fill_blocks": (1 + 2 + 1 + 2 + 4) / blocks,
-                "insert_rate": 4 / 6,
-                "sample_rate": 6 / 6,
-                "samples_per_insert": 6 / 4,
-                "evict_rate": 3 / 6,
-                "expire_rate": 0.0,
-                "insert_wait": 0.0,
-                "sample_wait": 0.0,
-                "age_mean": (6 + 5 + 6 + 5 + 7 + 6) / 6,
-                "age_max": 7.0,
-                "age_seconds_mean": float(seconds[6:].mean()),
-                "age_seconds_max": float(seconds[6:].max()),
-                "times_sampled_mean": (4 + 4 + 5 + 5 + 1 + 1) / 6,
-            }
-        )
+        for log, found in enumerate(memory.logs):
+            assert found == approximately({name: values[log] for name, values in expected.items()})
         nothing_left(table)
 
 
-def test_without_sample_info_and_without_insertions_these_are_left_out(clock: Clock) -> None:
+def test_what_is_left_out_and_what_expires(clock: Clock) -> None:
     memory = Memory()
     with make_table() as table:
         trainer(memory, ReplayMonitor(every_n_steps=2)).fit(Model(clock.script(1)), module(table))
     assert memory.steps == [1, 3, 5]
-    for log in memory.logs:
+    for log in memory.logs:  # without sample_info and without insertions
         assert set(log) == {*FILL, *RATES}
         assert (log["insert_rate"], log["sample_rate"]) == (0.0, 2.0)
-
-
-def test_expired(clock: Clock) -> None:
-    memory = Memory()
     with make_table([3] * 10, max_times_sampled=1) as table:
-        data = module(table, selector=gear.Fifo(), batches_per_epoch=3)
+        data, memory = module(table, selector=gear.Fifo(), batches_per_epoch=3), Memory()
         trainer(memory, ReplayMonitor(every_n_steps=3)).fit(Model(clock.script(4)), data)
     assert (memory.logs[0]["expire_rate"], memory.logs[0]["evict_rate"]) == (6 / 12, 0)
 
@@ -269,15 +216,24 @@ def test_ages_wait_for_nothing_before_they_are_read() -> None:
 # Lightning -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("interval", [1, 50])
-def test_the_trainers_own_interval_does_not_matter(interval: int) -> None:
-    memory = Memory()
+def test_steps_of_the_trainer_and_another_prefix(clock: Clock) -> None:
+    """The trainer's own interval does not matter; steps are those of the optimizer; a callback may be used twice."""
     with make_table() as table:
-        options = {"log_every_n_steps": interval, "max_epochs": 2}
-        trainer(memory, ReplayMonitor(every_n_steps=4), **options).fit(Model(), module(table))
-    assert memory.steps == [3, 7, 11]
-    if interval == 1:  # the same steps as what the module logs has
-        assert [step for step, metrics in memory.others if "loss" in metrics] == list(range(12))
+        for interval in (1, 50):
+            memory, options = Memory(), {"log_every_n_steps": interval, "max_epochs": 2}
+            trainer(memory, ReplayMonitor(every_n_steps=4), **options).fit(Model(), module(table))
+            assert memory.steps == [3, 7, 11]
+            if interval == 1:  # the same steps as what the module logs has
+                assert [step for step, metrics in memory.others if "loss" in metrics] == list(range(12))
+        callbacks = (ReplayMonitor(every_n_steps=2), ReplayMonitor(every_n_steps=1, prefix="other/"))
+        for _ in range(2):
+            memory = Memory()
+            run = trainer(memory, *callbacks, accumulate_grad_batches=2)
+            run.fit(Model(clock.script(1)), module(table))
+            assert memory.steps == [0, 1, 2]
+            assert [log["sample_rate"] for log in memory.logs] == [2.0] * 3
+            assert sum("other/insert_rate" in metrics for _, metrics in memory.others) == 6
+            clock.now += 100
 
 
 @pytest.mark.parametrize("model", [Model, ManualModel])
@@ -292,30 +248,10 @@ def test_several_loggers_and_manual_optimisation(tmp_path: Path, model: type[Mod
     assert set(header.split(",")) >= {f"replay/{name}" for name in (*FILL, *RATES)}
 
 
-def test_accumulated_gradients_and_another_prefix() -> None:
-    memory = Memory()
-    with make_table() as table:
-        callbacks = (ReplayMonitor(every_n_steps=2), ReplayMonitor(every_n_steps=1, prefix="other/"))
-        trainer(memory, *callbacks, accumulate_grad_batches=2).fit(Model(), module(table))
-    assert memory.steps == [0, 1, 2]
-    assert sum("other/insert_rate" in metrics for _, metrics in memory.others) == 6
-
-
-class SaveAt(Callback):
-    """Saves a checkpoint after so many steps."""
-
-    def __init__(self, path: Path, step: int) -> None:
-        self.path, self.step = path, step
-
-    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-
-
 def test_a_resumed_run_counts_from_where_it_was(tmp_path: Path, clock: Clock) -> None:
     path, whole, rest = tmp_path / "checkpoint", Memory(), Memory()
     with make_table() as table:
-        callbacks = (ReplayMonitor(every_n_steps=3), SaveAt(path, 4))
+        callbacks = (ReplayMonitor(every_n_steps=3), SaveAt(path, "on_train_batch_end", 4))
         trainer(whole, *callbacks, max_epochs=2).fit(Model(clock.script(1)), module(table))
         clock.now += 1e6  # the rates of the resumed run know nothing of the time in between
         resumed = trainer(rest, ReplayMonitor(every_n_steps=3), max_epochs=2)
@@ -323,17 +259,6 @@ def test_a_resumed_run_counts_from_where_it_was(tmp_path: Path, clock: Clock) ->
     assert whole.steps == [2, 5, 8, 11]
     assert rest.steps == [6, 9]
     assert [log["sample_rate"] for log in (*whole.logs, *rest.logs)] == [2.0] * 6
-
-
-def test_a_callback_used_twice_begins_from_the_start(clock: Clock) -> None:
-    callback = ReplayMonitor(every_n_steps=4)
-    with make_table() as table:
-        for _ in range(2):
-            memory = Memory()
-            trainer(memory, callback).fit(Model(clock.script(1)), module(table))
-            assert memory.steps == [3]
-            assert memory.logs[0]["sample_rate"] == 2.0
-            clock.now += 100
 
 
 def test_a_dataset_that_is_given_or_missing(clock: Clock) -> None:

