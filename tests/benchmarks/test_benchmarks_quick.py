@@ -134,7 +134,7 @@ def single_server(rows: list[dict[str, Any]], reasons: dict[str, str]) -> None:
     assert mine["ours"]["parameters"]["prefetch"] == 0
     assert mine["cpprb"]["parameters"]["peer"]["versions"]["cpprb"] == "11.0.0"
     assert mine["DataLoader, map-style"]["parameters"]["draws"] == "uniform"
-    assert "No module named 'torchrl'" in reasons["TorchRL, W1"]
+    assert "No module named 'tensordict'" in reasons["TorchRL, W1"]
     assert {"Reverb, in process, W1", "TorchRL, slices, W2", "Reverb, W2", "cpprb, W2"} <= set(reasons)
     assert {row["parameters"]["mode"] for row in rows if row["workload"] == "insert"} == {"whole", "batches"}
 
