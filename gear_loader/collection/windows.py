@@ -8,7 +8,7 @@ from typing import Any
 from gear_loader.errors import SchemaError
 from gear_loader.storage.schema import BATCH_KEYS, Schema, Window
 
-__all__ = ["check_windows", "reach_of", "source_of", "windows_of"]
+__all__ = ["check_windows", "in_schema_order", "reach_of", "source_of", "windows_of"]
 
 
 def check_windows(windows: Any, columns: Sequence[str] | None) -> None:
@@ -47,6 +47,12 @@ def source_of(name: str, window: Window) -> str:
     return name if window.column is None else window.column
 
 
+def in_schema_order(schema: Schema, windows: Mapping[str, Window]) -> dict[str, Window]:
+    """Name -> window, in the order of the columns that they read, all of which the schema has."""
+    order = {column: place for place, column in enumerate(schema)}
+    return dict(sorted(windows.items(), key=lambda item: order[source_of(*item)]))
+
+
 def windows_of(schema: Schema, windows: Any, columns: Sequence[str] | None) -> dict[str, Window]:
     """Name -> window, in the order of the columns that they read; raises SchemaError if they do not fit the schema."""
     check_windows(windows, columns)
@@ -60,8 +66,7 @@ def windows_of(schema: Schema, windows: Any, columns: Sequence[str] | None) -> d
         raise SchemaError(
             f"Columns {list(sources.values())} were asked for; the table has {list(schema)}. Unknown: {unknown}."
         )
-    order = {column: place for place, column in enumerate(schema)}
-    return {name: chosen[name] for name in sorted(chosen, key=lambda name: order[sources[name]])}
+    return in_schema_order(schema, chosen)
 
 
 def reach_of(windows: Mapping[str, Window]) -> tuple[int, int]:

@@ -213,6 +213,17 @@ def pointer(_context: Any, _address: Any) -> Any:
     return types.voidptr(types.int64), codegen
 
 
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _copy_past_caches(target, source, count) -> None:  # type: ignore[no-untyped-def]
+    """`_copy` of which all whole lines are written past the caches; the caller calls `_order_stores` at its end."""
+    done = min(-target % 64, count)
+    _copy(target, source, done)
+    while done + 64 <= count:
+        _stream_line(target + done, source + done)
+        done += 64
+    _copy(target + done, source + done, count - done)
+
+
 @compiled
 def scatter(columns, block_steps, ids, addresses, lengths) -> None:  # type: ignore[no-untyped-def]
     """Copy trajectories into their blocks.
@@ -236,12 +247,11 @@ def scatter(columns, block_steps, ids, addresses, lengths) -> None:  # type: ign
             for j in range(blocks):
                 count = min(block_steps, lengths[i] - j * block_steps) * step_bytes
                 target = base + int64(ids[first + j]) * stride
-                source, done = addresses[i, c] + j * block_bytes, int64(0)
-                if streams and target % 64 == 0:
-                    while done + 64 <= count:
-                        _stream_line(target + done, source + done)
-                        done += 64
-                _copy(target + done, source + done, count - done)
+                source = addresses[i, c] + j * block_bytes
+                if streams:
+                    _copy_past_caches(target, source, count)
+                else:
+                    _copy(target, source, count)
         first += blocks
     if streams:
         _order_stores()
@@ -308,14 +318,11 @@ def _copy_steps(  # type: ignore[no-untyped-def]
         if number < 0 or number >= blocks:
             return False
         source = base + number * stride + inside * step_bytes
-        size, done = take * step_bytes, int64(0)
+        size = take * step_bytes
         if streams and size >= 1024:
-            done = -target % 64
-            _copy(target, source, done)
-            while done + 64 <= size:
-                _stream_line(target + done, source + done)
-                done += 64
-        _copy(target + done, source + done, size - done)
+            _copy_past_caches(target, source, size)
+        else:
+            _copy(target, source, size)
         target += size
         step += take
     return True

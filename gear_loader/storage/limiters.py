@@ -51,6 +51,9 @@ class RateLimiter:
     _apart: Fraction | None = dataclasses.field(init=False, repr=False, compare=False)
     """Distance of the bounds plus the smallest step of a balance; None if a bound is infinite."""
 
+    _low: Fraction | float = dataclasses.field(init=False, repr=False, compare=False)  # min_diff
+    _high: Fraction | float = dataclasses.field(init=False, repr=False, compare=False)  # max_diff
+
     _loosen: ClassVar[str] = "set min_diff and max_diff further apart"
 
     def __post_init__(self) -> None:
@@ -59,9 +62,8 @@ class RateLimiter:
         high = _bound("max_diff", self.max_diff, never=-math.inf)
         gain, apart = _fraction(ratio), None
         if math.isfinite(low) and math.isfinite(high):
-            unit = (
-                gain.denominator
-            )  # balances are multiples of 1 / unit, so the bounds are rounded inwards to such
+            # Balances are multiples of 1 / unit, so the bounds are rounded inwards to such.
+            unit = gain.denominator
             apart = Fraction(math.floor(_fraction(high) * unit) - math.ceil(_fraction(low) * unit) + 1, unit)
         settled: dict[str, Any] = {
             "samples_per_insert": ratio,
@@ -70,6 +72,8 @@ class RateLimiter:
             "max_diff": high,
             "_gain": gain,
             "_apart": apart,
+            "_low": _limit(low),
+            "_high": _limit(high),
         }
         for name, value in settled.items():
             object.__setattr__(self, name, value)
@@ -85,13 +89,11 @@ class RateLimiter:
 
     def may_insert(self, count: int, *, size: int, inserted: int, sampled: int) -> bool:
         """Whether `count` (at least 1) more trajectories may be added at once."""
-        return size + count <= self.min_size or self._balance(inserted + count, sampled) <= _limit(
-            self.max_diff
-        )
+        return size + count <= self.min_size or self._balance(inserted + count, sampled) <= self._high
 
     def may_sample(self, count: int, *, size: int, inserted: int, sampled: int) -> bool:
         """Whether a batch of `count` (at least 1) rows may be drawn at once."""
-        return size >= self.min_size and self._balance(inserted, sampled + count) >= _limit(self.min_diff)
+        return size >= self.min_size and self._balance(inserted, sampled + count) >= self._low
 
     def _balance(self, inserted: int, sampled: int) -> Fraction:
         # int(): a counter may be a numpy integer, whose products overflow.
@@ -109,7 +111,7 @@ class RateLimiter:
             if self.may_insert(count, **counts):
                 reason = "it would let it now. Try again, with a longer timeout"
             else:
-                excess = balance + count * self._gain - _limit(self.max_diff)
+                excess = balance + count * self._gain - self._high
                 rows = _many(math.ceil(excess), "more row", "more rows")
                 reason = f"it waits for {rows} to be sampled"
                 if size < self.min_size:
@@ -130,7 +132,7 @@ class RateLimiter:
             else:
                 missing = max(self.min_size - size, 0)
                 if math.isfinite(self.min_diff):
-                    missing = max(missing, math.ceil((_limit(self.min_diff) + count - balance) / self._gain))
+                    missing = max(missing, math.ceil((self._low + count - balance) / self._gain))
                 more = _many(missing, "more trajectory", "more trajectories")
                 reason = f"it waits for {more} to be added. Add them (are the actors still there?)"
                 if size < self.min_size:
@@ -208,7 +210,7 @@ class RateLimiter:
         """Largest number of trajectories that may safely be added at once; None without a limit."""
         if math.isinf(self.max_diff):
             return None
-        safe = max(math.floor(_limit(self.max_diff) / self._gain) - self.min_size + 1, 1)
+        safe = max(math.floor(self._high / self._gain) - self.min_size + 1, 1)
         return safe if self._apart is None else min(safe, math.floor((self._apart - batch) / self._gain))
 
     def _bounds_for(self, count: int, batch: int) -> tuple[Fraction, Fraction]:

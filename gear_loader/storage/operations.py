@@ -1009,6 +1009,7 @@ def _store(p, columns, request):  # type: ignore[no-untyped-def]
     pid, process_start = request[REQUEST_PID], request[REQUEST_START]
     answer = begin(v, lengths, request[REQUEST_EVICT], pid, process_start, slots, ids)
     if answer == DONE:
+        # Its machine code is linked into the cached code of this file: a change of it needs a change here.
         scatter(columns, v.block_steps, ids, addresses, lengths)
         commit(v, slots, request[priorities:places].view(np.float64), request[REQUEST_NOW])
     return answer

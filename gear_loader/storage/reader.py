@@ -160,7 +160,6 @@ class TableReader:
         """
         if self._admission.has_conditions:
             return False
-
         return self._recovery.lock.run(lambda: ticket.begin_unchanged(self._readers, counter, value, samples))
 
     def _begin(self, samples: int, ticket: Ticket | None, look: Callable[[], _T]) -> tuple[Ticket, _T]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import weakref
@@ -176,19 +177,15 @@ class Table:
                     f"name is {name!r}, exist_ok {exist_ok} and replace {replace}; expected one of the two, and a "
                     "name. A private table is always new."
                 )
-            exists = os.path.lexists(region_path(name))
-            if exists and replace:
-                Region.attach(name).unlink()
-            elif exists:
-                return cls._existing(name, layout, timeout)
-            else:
-                try:
-                    return cls(Region.create(layout, name), timeout=timeout)
-                except RegionError:
-                    if replace or not os.path.lexists(region_path(name)):
-                        raise
-                    return cls._existing(name, layout, timeout)  # another process was faster
-        return cls(Region.create(layout, name), timeout=timeout)
+            if replace and os.path.lexists(region_path(name)):
+                with contextlib.closing(Region.attach(name)) as old:
+                    old.unlink()
+        try:
+            return cls(Region.create(layout, name), timeout=timeout)
+        except RegionError:
+            if not exist_ok or name is None or not os.path.lexists(region_path(name)):
+                raise
+            return cls._existing(name, layout, timeout)
 
     @classmethod
     def _existing(cls, name: str, layout: Layout, timeout: float | None) -> Table:
@@ -345,8 +342,7 @@ class Table:
 
     def check_open(self) -> None:
         """Raise GearError if the table is closed or lost in a fork."""
-        if self._index is None:
-            raise self._region.absence()
+        _ = self.index
 
     def __enter__(self) -> Table:
         return self

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from gear_loader.collection.windows import source_of
+from gear_loader.collection.windows import in_schema_order, source_of
 from gear_loader.errors import SchemaError, TransportError
 from gear_loader.storage.schema import Schema, Window
 
@@ -80,10 +80,7 @@ class WindowSpec:
             )
         self.table = table
         self.schema = schema
-        order = {column: place for place, column in enumerate(schema)}
-        self.windows = {
-            name: windows[name] for name in sorted(windows, key=lambda name: order[sources[name]])
-        }
+        self.windows = in_schema_order(schema, windows)
         self.sources = {name: sources[name] for name in self.windows}
         owners: dict[tuple[int, int, str], str] = {}
         for name, window in self.windows.items():
