@@ -199,18 +199,20 @@ class _Other:
 
 @functools.cache
 def never_interrupted(code: types.CodeType) -> frozenset[int]:
-    """Offsets between the end of a with-block and the call of ``__exit__``, where CPython looks for no signal.
+    """Offsets of ``try``, and between the end of a with-block and the call of ``__exit__``: CPython looks for no signal.
 
     It looks at the beginning of functions, at backward jumps and after calls; so ``with mutex:`` of a mutex in C always
     releases it. Everywhere else, also where CPython would look for none, the trace function does raise.
     """
     instructions = list(dis.get_instructions(code))
-    found: set[int] = set()
+    found = {one.offset for one in instructions if one.opname == "NOP"}
     for i in range(len(instructions) - 3):
         three = instructions[i : i + 3]
         nones = all(one.opname in ("LOAD_CONST", "DUP_TOP") and one.argval is None for one in three)
         if nones and three[0].opname == "LOAD_CONST":
             found.update(one.offset for one in three)
+            if i and instructions[i - 1].opname == "SWAP":  # `return` of a value inside the block
+                found.add(instructions[i - 1].offset)
             for one in instructions[i + 3 : i + 5]:
                 if one.opname.startswith(("PRECALL", "CALL")):
                     found.add(one.offset)
