@@ -199,7 +199,7 @@ class _Other:
 
 @functools.cache
 def never_interrupted(code: types.CodeType) -> frozenset[int]:
-    """Offsets of ``try``, and between the end of a with-block and the call of ``__exit__``: CPython looks for no signal.
+    """Offsets of ``try``, and of the end of a with-block before the call of ``__exit__``: CPython looks for no signal.
 
     It looks at the beginning of functions, at backward jumps and after calls; so ``with mutex:`` of a mutex in C always
     releases it. Everywhere else, also where CPython would look for none, the trace function does raise.
