@@ -35,6 +35,7 @@ OFFSET = tl.constexpr(_plan.OFFSET)
 PAD = tl.constexpr(_plan.PAD)
 MASK = tl.constexpr(_plan.MASK)
 LINES = tl.constexpr(_plan.LINES)
+FINAL = tl.constexpr(_plan.FINAL)
 WIDTH = tl.constexpr(_plan.WIDTH)
 PAD_KEEP = tl.constexpr(_plan.PAD_KEEP)
 PAD_HEAD = tl.constexpr(_plan.PAD_HEAD)
@@ -54,12 +55,13 @@ LAUNCH: dict[int, dict[str, int | None]] = {
 
 
 @triton.jit
-def _window(p_slots, p_anchors, p_extent, i_row, m_row, offset, length, pad):
+def _window(p_slots, p_anchors, p_extent, i_row, m_row, offset, length, pad, final):
     """Windows of rows of the batch: first step, number of existing steps, padding before them, block table offset."""
     slot = tl.load(p_slots + i_row, mask=m_row, other=0)
     begin = tl.load(p_anchors + i_row, mask=m_row, other=0) + offset
-    steps = tl.load(p_extent + slot * 2, mask=m_row, other=0)
-    o_ids = tl.load(p_extent + slot * 2 + 1, mask=m_row, other=0)
+    steps = tl.load(p_extent + slot * 3, mask=m_row, other=0)
+    o_ids = tl.load(p_extent + slot * 3 + 1, mask=m_row, other=0)
+    steps += tl.load(p_extent + slot * 3 + 2, mask=m_row & (final != 0), other=0)
     low = tl.minimum(tl.maximum(begin, 0), steps)
     count = (tl.maximum(tl.minimum(begin + length, steps), low) - low).to(tl.int32)
     head = tl.where(pad == PAD_HEAD, length - count, 0)
@@ -79,6 +81,7 @@ def _write_mask(
     offset,
     length,
     pad,
+    final,
     CHOSEN: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
@@ -86,7 +89,7 @@ def _write_mask(
     i_entry = i_tile * ENTRIES + tl.arange(0, ENTRIES)
     i_row = i_entry // length
     m_row = i_row < batch
-    _, count, head, _ = _window(p_slots, p_anchors, p_extent, i_row, m_row, offset, length, pad)
+    _, count, head, _ = _window(p_slots, p_anchors, p_extent, i_row, m_row, offset, length, pad, final)
     i_step = i_entry - i_row * length - head
     b_mask = ((i_step >= 0) & (i_step < count)).to(tl.int8)
     o_entry = i_entry
@@ -115,7 +118,7 @@ def gather_kernel(
     p_columns,  # int64 [C, WIDTH]
     p_slots,  # int64 [B]
     p_anchors,  # int64 [B]
-    p_extent,  # int64 [T, 2] in host memory
+    p_extent,  # int64 [T, 3] in host memory
     p_block_ids,  # int32 [H] in host memory
     p_rows,  # int64 [B] if CHOSEN
     num_columns,
@@ -148,6 +151,7 @@ def gather_kernel(
         length = tl.load(p_column + LENGTH).to(tl.int32)
         offset = tl.load(p_column + OFFSET)
         pad = tl.load(p_column + PAD)
+        final = tl.load(p_column + FINAL)
         a_out = tl.load(p_column + OUT)
 
         if lines == 0:
@@ -162,6 +166,7 @@ def gather_kernel(
                 offset,
                 length,
                 pad,
+                final,
                 CHOSEN,
                 ENTRIES,
             )
@@ -173,7 +178,9 @@ def gather_kernel(
             i_row = i_line // lines
             i_line = i_line - i_row * lines
             m_row = i_row < batch
-            low, count, head, o_ids = _window(p_slots, p_anchors, p_extent, i_row, m_row, offset, length, pad)
+            low, count, head, o_ids = _window(
+                p_slots, p_anchors, p_extent, i_row, m_row, offset, length, pad, final
+            )
 
             # The line's block, counted from the window's first, and the line's first byte within it. Lines are
             # numbered as if a trajectory's blocks were adjacent.                              [TILE]
@@ -260,7 +267,7 @@ def gather(
         plan: the columns; their sources, `extent` and `block_ids` lie in memory that the device can read.
         slots: int64 [n] on the plan's device, n <= batch size: slots of the trajectories.
         anchors: int64 [n]: the steps that the windows are relative to.
-        extent: int64 [T, 2]: slot -> length in steps, first entry in `block_ids`.
+        extent: int64 [T, 3]: slot -> length in steps, first entry in `block_ids`, number of final steps (0 or 1).
         block_ids: int32 [H]: block tables, each with consecutive entries.
         rows: int64 [n] on the plan's device, distinct: window b goes to row ``rows[b]`` of the outputs and masks; by
             default to row b. Values of `rows` and `slots` are not checked: an invalid one is written to, or read from,
@@ -275,9 +282,9 @@ def gather(
         TypeError, ValueError: arguments of another dtype, shape or device; nothing was launched.
     """
     count = plan.check_rows(slots, anchors, rows)
-    if extent.dtype != torch.int64 or extent.shape[1:] != (2,) or not extent.is_contiguous():
+    if extent.dtype != torch.int64 or extent.shape[1:] != (3,) or not extent.is_contiguous():
         raise TypeError(
-            f"extent is {extent.dtype} {list(extent.shape)}; expected contiguous torch.int64 [T, 2]."
+            f"extent is {extent.dtype} {list(extent.shape)}; expected contiguous torch.int64 [T, 3]."
         )
     if block_ids.dtype != torch.int32 or block_ids.ndim != 1 or not block_ids.is_contiguous():
         raise TypeError(

@@ -33,7 +33,7 @@ class Index:
     """A table's index, as seen by kernels.
 
     Attributes:
-        addresses: int64 [3] on the device: addresses of `generation` (int64 [T]), `extent` (int64 [T, 2]) and
+        addresses: int64 [3] on the device: addresses of `generation` (int64 [T]), `extent` (int64 [T, 3]) and
             `block_ids` (int32 [num_ids]), in memory that the device can read.
         num_ids: entries of `block_ids`.
         block_steps: steps of a block.
@@ -112,7 +112,7 @@ def locate_kernel(
         steps = tl.load(p_steps + i_slot, mask=m_known, other=0)
         m_known = m_known & (i_step >= 0) & (i_step < steps)
         i_number = tl.where(m_known, i_step // block_steps, 0)
-        o_ids = tl.load(p_extent + i_slot * 2 + 1, mask=m_known, other=0)
+        o_ids = tl.load(p_extent + i_slot * 3 + 1, mask=m_known, other=0)
         o_id = tl.minimum(tl.maximum(o_ids + i_number, 0), num_ids - 1)
         i_block = tl.load(p_ids + o_id, mask=m_known, other=0).to(tl.int64)
         i_block = tl.minimum(tl.maximum(i_block, 0), num_blocks - 1)
@@ -192,7 +192,7 @@ def resolve_kernel(
     p_owner,
     p_number,
     p_addresses,
-    p_rows,  # int64 [5, size]
+    p_rows,  # int64 [6, size]
     p_ids,  # int32 [size, width]
     count,
     size,
@@ -219,8 +219,9 @@ def resolve_kernel(
     p_extent = tl.load(p_addresses + 1).to(tl.pointer_type(tl.int64))
     p_blocks = tl.load(p_addresses + 2).to(tl.pointer_type(tl.int32))
     b_generation = tl.load(p_generation + i_slot, mask=m_item, other=0)
-    steps = tl.load(p_extent + i_slot * 2, mask=m_item, other=0)
-    o_ids = tl.load(p_extent + i_slot * 2 + 1, mask=m_item, other=0)
+    steps = tl.load(p_extent + i_slot * 3, mask=m_item, other=0)
+    final = tl.load(p_extent + i_slot * 3 + 2, mask=m_item, other=0)
+    o_ids = tl.load(p_extent + i_slot * 3 + 1, mask=m_item, other=0)
     if ANCHOR == UNIFORM:
         b_uniform = uniform(tl.load(p_random + 2), tl.load(p_random + 1), i_row.to(tl.uint32), 0)
         b_anchor = tl.minimum((b_uniform * steps.to(tl.float64)).to(tl.int64), steps - 1)
@@ -228,15 +229,16 @@ def resolve_kernel(
         b_anchor = steps * 0
     elif ANCHOR == LAST:
         b_anchor = steps - 1
-    low = tl.minimum(tl.maximum(b_anchor + first, 0), steps - 1) // block_steps
-    high = tl.minimum(tl.maximum(b_anchor + last, 0), steps - 1) // block_steps
+    low = tl.minimum(tl.maximum(b_anchor + first, 0), steps + final - 1) // block_steps
+    high = tl.minimum(tl.maximum(b_anchor + last, 0), steps + final - 1) // block_steps
     # A row without an item has no steps and becomes padding.
     tl.store(p_rows + i_row, tl.where(m_item, i_slot, -1), mask=m_row)
     tl.store(p_rows + size + i_row, tl.where(m_item, b_anchor, 0), mask=m_row)
     tl.store(p_rows + 2 * size + i_row, b_generation, mask=m_row)
     o_own = i_row.to(tl.int64) * width
-    tl.store(p_rows + 3 * size + 2 * i_row, steps, mask=m_row)
-    tl.store(p_rows + 3 * size + 2 * i_row + 1, tl.where(m_item, o_own - low, o_own), mask=m_row)
+    tl.store(p_rows + 3 * size + 3 * i_row, steps, mask=m_row)
+    tl.store(p_rows + 3 * size + 3 * i_row + 1, tl.where(m_item, o_own - low, o_own), mask=m_row)
+    tl.store(p_rows + 3 * size + 3 * i_row + 2, final, mask=m_row)
     for k in range(width):
         m_block = m_item & (low + k <= high)
         b_block = tl.load(p_blocks + o_ids + low + k, mask=m_block, other=0)
@@ -261,9 +263,9 @@ def resolve(
         items: int64 [n]; -1 for a row of padding only.
         random: int64 [3] in memory that the device can read: [1] is the counter, [2] the key of the anchors' random
             numbers.
-        rows: int64 [5, size], size >= n, whose first n entries are filled: index, anchor, generation; from ``rows[3]``
-            on, int64 [size, 2], the extents: length in steps, and the position in `ids` where the trajectory's block
-            table would start.
+        rows: int64 [6, size], size >= n, whose first n entries are filled: index, anchor, generation; from ``rows[3]``
+            on, int64 [size, 3], the extents: length in steps, the position in `ids` where the trajectory's block
+            table would start, and the number of final steps.
         ids: int32 [size, K], filled with the blocks of the windows.
         anchor: one of `ANCHORS`.
         first, last: first and last step covered by any window, relative to the anchor; they touch at most K blocks.
@@ -276,7 +278,7 @@ def resolve(
     count, device = len(items), known.known.device
     check("items", items, torch.int64, (count,), device)
     size = rows.shape[-1]
-    check("rows", rows, torch.int64, (5, max(size, count)), device)
+    check("rows", rows, torch.int64, (6, max(size, count)), device)
     check("ids", ids, torch.int32, (size, ids.shape[-1]), device)
     check("random", random, torch.int64, (3,), random.device)
     if anchor not in ANCHORS or (anchor == "item") != (known.blocks is not None):

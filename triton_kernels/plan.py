@@ -11,6 +11,7 @@ import torch
 __all__ = [
     "BASE",
     "BLOCKS",
+    "FINAL",
     "LENGTH",
     "LINE",
     "LINES",
@@ -47,7 +48,8 @@ PAD = 6  # PAD_KEEP, PAD_HEAD, PAD_TAIL
 MASK = 7  # address of the mask [batch, length], or 0
 LINES = 8  # most lines that one row of the batch can touch; 0 marks a mask, whose address is OUT
 BLOCKS = 9  # blocks of the column: a block id is below it
-WIDTH = 10
+FINAL = 10  # 1: the window may read the final step, which follows the last step; else 0
+WIDTH = 11
 
 PAD_KEEP, PAD_HEAD, PAD_TAIL = range(3)
 
@@ -62,6 +64,7 @@ class GatherColumn:
         offset: first step of the window relative to the anchor.
         pad: PAD_KEEP leaves padding in place, PAD_HEAD and PAD_TAIL collect it at one end.
         mask: bool [B, L], True where the step exists, or None.
+        final: whether the window may read a trajectory's final step.
     """
 
     source: torch.Tensor
@@ -69,6 +72,7 @@ class GatherColumn:
     offset: int
     pad: int = PAD_KEEP
     mask: torch.Tensor | None = None
+    final: bool = False
 
     @property
     def step_bytes(self) -> int:
@@ -188,6 +192,7 @@ class GatherPlan:
         row[MASK] = column.mask.data_ptr() if column.mask is not None else 0
         row[LINES] = column.lines(self.block_steps)
         row[BLOCKS] = column.source.shape[0]
+        row[FINAL] = int(column.final)
         return row
 
     def _launches(self) -> list[tuple[int, torch.Tensor]]:
@@ -204,12 +209,9 @@ class GatherPlan:
         for row in rows:
             if row[MASK]:
                 mask = [0] * WIDTH
-                mask[OUT], mask[LENGTH], mask[OFFSET], mask[PAD] = (
-                    row[MASK],
-                    row[LENGTH],
-                    row[OFFSET],
-                    row[PAD],
-                )
+                for place in (LENGTH, OFFSET, PAD, FINAL):
+                    mask[place] = row[place]
+                mask[OUT] = row[MASK]
                 masks.append(mask)
         parts = [(word, part) for word, part in parts if part]
         parts[0][1].extend(masks)

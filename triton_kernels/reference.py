@@ -21,8 +21,9 @@ def gather(
 ) -> None:
     """Fill the plan's outputs and masks; see `gear_loader.kernels.gather.gather`. `programs` is not used."""
     count = plan.check_rows(slots, anchors, rows)
-    steps, row = extent[slots].unbind(1)  # [B], [B]
+    lengths, row, finals = extent[slots].unbind(1)  # [B] each
     for column in plan.columns:
+        steps = lengths + finals if column.final else lengths
         length = column.out.shape[1]
         begin = anchors + column.offset
         low = begin.clamp(min=0).minimum(steps)

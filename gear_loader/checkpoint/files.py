@@ -101,7 +101,7 @@ def copy_pieces(targets: Array, sources: Array, counts: Array) -> None:
     columns[:, BASE], columns[:, OUT], columns[:, LENGTH] = sources, targets, counts
     columns[:, STEP_BYTES], columns[:, BLOCKS] = 1, 1
     steps = int(counts.max())
-    extent = np.array([[steps, 0]], dtype=np.int64)
+    extent = np.array([[steps, 0, 0]], dtype=np.int64)
     copying.gather(columns, _ZERO, _ZERO, extent, _ZERO_ID, steps, 0, 1)
 
 

@@ -22,7 +22,7 @@ from gear_loader.utils.arrays import Array
 __all__ = ["Entries", "read_entries"]
 
 _LARGEST_TIMES = 2**31 - 1
-_ENTRY_BYTES = 60  # of the index, for each trajectory
+_ENTRY_BYTES = 68  # of the index, for each trajectory
 _HEADER_BYTES = 1 << 16  # limit of the safetensors header, which has less than 1,000 bytes for these arrays
 
 
@@ -36,6 +36,8 @@ class Entries:
         age: int64, nanoseconds between commitment and save.
         ident: int64, global id that the trajectory was added with, -1 if the table assigned one.
         segment: int64, number of the segment. first: int64, first row in the segment.
+        final: int64, number of final steps (0 or 1), which follow the steps in the segment. The file has it only if
+            there is any.
     """
 
     sequence: Array
@@ -46,6 +48,13 @@ class Entries:
     ident: Array
     segment: Array
     first: Array
+    final: Array
+
+    @property
+    def rows(self) -> Array:
+        """Rows in the segment, int64 [n]: steps and final steps."""
+        rows: Array = self.length + self.final
+        return rows
 
     def take(self, chosen: Array) -> Entries:
         """Entries selected by a boolean mask or by integer positions."""
@@ -60,7 +69,7 @@ class Entries:
         return np.where(self.ident >= 0, self.ident, joined(self.sequence, origin or 0))
 
     def arrays(self) -> dict[str, Array]:
-        """Arrays by name, as in the index file."""
+        """Arrays by name."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
@@ -99,6 +108,7 @@ def read_entries(directory: Directory, manifest: Manifest) -> Entries:
     except (safetensors.SafetensorError, ValueError, KeyError) as error:
         raise CheckpointError(f"{path} is not a safetensors file ({error}). {REMEDY}") from error
     names = [field.name for field in dataclasses.fields(Entries)]
+    arrays.setdefault("final", np.zeros(manifest.num_trajectories, dtype=np.int64))
     if sorted(arrays) != sorted(names):
         raise CheckpointError(f"{path} has the tensors {sorted(arrays)}; expected {sorted(names)}. {REMEDY}")
     for name in names:
@@ -126,6 +136,8 @@ def _problem(entries: Entries, manifest: Manifest) -> str | None:
         return f"a length is not between 1 and {manifest.max_steps}"
     if length.sum() != manifest.num_steps:
         return f"lengths add up to {length.sum()}, expected {manifest.num_steps}"
+    if entries.final.min() < 0 or entries.final.max() > 1:
+        return "a number of final steps is not 0 or 1"
     priority = entries.priority[entries.priority != UNSET]
     if not (np.isfinite(priority) & (priority >= 0)).all():
         return f"a priority is neither {UNSET:g} nor finite and at least 0"
@@ -141,15 +153,15 @@ def _problem(entries: Entries, manifest: Manifest) -> str | None:
         return "two trajectories have the same id"
     if following(entries.ident, manifest.origin or 0) > manifest.next_sequence:
         return f"an id of the table's own origin has a number above {manifest.next_sequence - 1}"
-    steps = {segment.number: segment.steps for segment in manifest.segments}
+    steps, rows = {segment.number: segment.steps for segment in manifest.segments}, entries.rows
     for number in np.unique(entries.segment).tolist():
         if number not in steps:
             return f"segment {number} does not exist"
         here = np.flatnonzero(entries.segment == number)
         here = here[np.argsort(first[here], kind="stable")]
         # By subtraction: the sum of two invalid numbers could overflow.
-        if first[here[0]] < 0 or (first[here] > steps[number] - length[here]).any():
+        if first[here[0]] < 0 or (first[here] > steps[number] - rows[here]).any():
             return f"a trajectory lies outside segment {number}, which has {steps[number]} steps"
-        if (np.diff(first[here]) < length[here[:-1]]).any():
+        if (np.diff(first[here]) < rows[here[:-1]]).any():
             return f"two trajectories of segment {number} overlap"
     return None

@@ -134,7 +134,7 @@ def _load(
     check_files(directory, manifest)
     if as_saved:
         # Trajectories that shared blocks in the saved table get separate blocks.
-        needed = kind.required_blocks(entries.length, manifest.block_steps)
+        needed = kind.required_blocks(entries.rows, manifest.block_steps)
         sizes["max_blocks"] = max(manifest.num_blocks, needed)
     table = kind.create(
         manifest.schema,
@@ -200,6 +200,7 @@ class Contents:
     times_sampled: Array
     age: Array
     ident: Array
+    final: Array
     origin: int | None
     next_sequence: int
     num_inserted: int
@@ -208,7 +209,7 @@ class Contents:
 
 def contents_of(manifest: Manifest, entries: Entries) -> Contents:
     """The contents of the saved table."""
-    names = ("sequence", "length", "priority", "times_sampled", "age", "ident")
+    names = ("sequence", "length", "priority", "times_sampled", "age", "ident", "final")
     counts = ("origin", "next_sequence", "num_inserted", "num_sampled")
     return Contents(
         **{name: getattr(entries, name) for name in names},
@@ -232,11 +233,11 @@ def fill(
         CheckpointError: a file is damaged, or another process added to the table during the load.
     """
     index, where = table.index, directory.path
-    blocks = index.arrays.blocks_of(contents.length)
+    blocks = index.arrays.blocks_of(contents.length + contents.final)
     _check_sizes(table, where, contents.length, int(blocks.sum()))
     claim = Claim(len(contents.length))
     try:
-        slots, ids = index.begin(contents.length, claim=claim)
+        slots, ids = index.begin(contents.length, finals=contents.final, claim=claim)
         first_ids = np.cumsum(blocks) - blocks
         largest = max(column.step_bytes for column in table.schema.values())
         wanted = [_SegmentRead.of(part, segment) for part in parts for segment in part.manifest.segments]
@@ -291,7 +292,7 @@ class _SegmentRead:
     def of(part: Part, segment: Segment) -> _SegmentRead:
         which = np.flatnonzero(part.entries.segment == segment.number)
         which = which[np.argsort(part.entries.first[which], kind="stable")]
-        ranges = _row_ranges(part.entries.first[which], part.entries.length[which])
+        ranges = _row_ranges(part.entries.first[which], part.entries.rows[which])
         steps = int((ranges[:, 1] - ranges[:, 0]).sum())
         whole = steps > 0 and _WHOLE * steps >= segment.steps
         return _SegmentRead(part, segment, which, ranges, whole, segment.steps if whole else steps)
@@ -316,7 +317,7 @@ class _SegmentRead:
         if self.steps == 0:
             return
         segment, entries, layout = self.segment, self.part.entries, table.region.layout
-        rows = Rows(entries.first[self.which], entries.length[self.which], layout.block_steps)
+        rows = Rows(entries.first[self.which], entries.rows[self.which], layout.block_steps)
         places = first_ids[self.part.places[self.which]]
         with directory.child_to_load(self.part.segment(segment)) as folder:
             for name, column in table.schema.items():

@@ -106,14 +106,21 @@ class _Snapshot:
     times_sampled: Array
     ages: Array
     idents: Array
+    finals: Array
     origin: int | None
     next_sequence: int
     num_inserted: int
     num_sampled: int
 
+    @property
+    def rows(self) -> Array:
+        """Steps and final steps of each trajectory, int64 [n]."""
+        rows: Array = self.lengths + self.finals
+        return rows
+
     def take(self, chosen: Array) -> _Snapshot:
         """Trajectories selected by a boolean mask or by integer positions."""
-        arrays = ("slots", "sequences", "lengths", "priorities", "times_sampled", "ages", "idents")
+        arrays = ("slots", "sequences", "lengths", "priorities", "times_sampled", "ages", "idents", "finals")
         return dataclasses.replace(self, **{name: getattr(self, name)[chosen] for name in arrays})
 
 
@@ -135,6 +142,7 @@ def _take_snapshot(index: Index, ticket: Ticket) -> _Snapshot:
             times_sampled=arrays.sampled[slots].astype(np.int64),
             ages=np.maximum(now - arrays.created[slots], 0),
             idents=arrays.ident[slots],
+            finals=arrays.extent[slots, 2],
             origin=origin_of(arrays.view),
             next_sequence=next_sequence,
             num_inserted=next_sequence - int(arrays.counters[FIRST_SEQUENCE]),
@@ -242,7 +250,7 @@ class _Save:
             sweep(self.directory, read_manifest(self.directory))
 
     def _bytes(self, snapshot: _Snapshot) -> int:
-        return int(snapshot.lengths.sum()) * self.schema.step_bytes
+        return int(snapshot.rows.sum()) * self.schema.step_bytes
 
     # ---------------------------------------------------------------- stored trajectories
 
@@ -253,7 +261,10 @@ class _Save:
         if not len(self.stored.sequence):
             return np.full(len(snapshot.sequences), -1)
         found = self.stored.sequence[place] == snapshot.sequences
-        return np.where(found & (self.stored.length[place] == snapshot.lengths), place, -1)
+        found &= (self.stored.length[place] == snapshot.lengths) & (
+            self.stored.final[place] == snapshot.finals
+        )
+        return np.where(found, place, -1)
 
     def _is_stored(self, snapshot: _Snapshot) -> Array:
         found: Array = self._positions(snapshot) >= 0
@@ -266,7 +277,7 @@ class _Save:
         live = dict.fromkeys(self.segments, 0)
         numbers, inverse = np.unique(self.stored.segment[places], return_inverse=True)
         steps = np.zeros(len(numbers), dtype=np.int64)
-        np.add.at(steps, inverse, self.stored.length[places])
+        np.add.at(steps, inverse, self.stored.rows[places])
         live.update(zip(numbers.tolist(), steps.tolist(), strict=True))
         return live
 
@@ -298,9 +309,9 @@ class _Save:
             return
         number = self._free_number(segments)
         name = f"{number:06d}"
-        ends = np.cumsum(unsaved.lengths)
-        first, steps = ends - unsaved.lengths, int(ends[-1])
-        rows = Rows(first, unsaved.lengths, self.layout.block_steps)
+        ends = np.cumsum(unsaved.rows)
+        first, steps = ends - unsaved.rows, int(ends[-1])
+        rows = Rows(first, unsaved.rows, self.layout.block_steps)
         segments.mkdir(name + PART)
         files = {}
         with segments.child(name + PART) as folder:
@@ -328,6 +339,7 @@ class _Save:
             ident=unsaved.idents,
             segment=np.full(count, number, dtype=np.int64),
             first=first,
+            final=unsaved.finals,
         )
         everything = zip(self.stored.arrays().values(), written.arrays().values(), strict=True)
         joined = Entries(*(np.concatenate(pair) for pair in everything))
@@ -394,6 +406,8 @@ class _Save:
         saves = self.old.saves + 1 if self.old else 1
         name = index_file(saves)
         arrays = {key: np.ascontiguousarray(array) for key, array in entries.arrays().items()}
+        if not arrays["final"].any():
+            del arrays["final"]
         record: FileRecord = write_small(self.directory, name + PART, safetensors.numpy.save(arrays))
         self.directory.rename(name + PART, name)
         manifest = Manifest(
@@ -431,4 +445,4 @@ class _Save:
 
 def _no_entries() -> Entries:
     empty: Any = np.empty(0, dtype=np.int64)
-    return Entries(empty, empty, np.empty(0, dtype=np.float32), empty, empty, empty, empty, empty)
+    return Entries(empty, empty, np.empty(0, dtype=np.float32), empty, empty, empty, empty, empty, empty)

@@ -49,7 +49,7 @@ def own_share(directory: Directory, shards: ShardsManifest, rank: int) -> Share:
             contents, ident=entries.ids(manifest.origin), next_sequence=_next_sequence(shards)
         )
     contents = dataclasses.replace(contents, origin=rank)
-    blocks = Table.required_blocks(entries.length, manifest.block_steps)
+    blocks = Table.required_blocks(entries.rows, manifest.block_steps)
     sizes = {
         "max_steps": manifest.max_steps,
         "max_trajectories": manifest.max_trajectories,
@@ -103,10 +103,11 @@ def resharded_share(directory: Directory, shards: ShardsManifest, rank: int, wor
         times_sampled=chosen.times_sampled,
         age=chosen.age,
         ident=ids[mine],
+        final=chosen.final,
         origin=rank,
         **counts,
     )
-    sizes = _sizes(manifests, chosen.length, int(everything.length.max(initial=1)), world_size)
+    sizes = _sizes(manifests, chosen, int(everything.rows.max(initial=1)), world_size)
     return Share(parts, contents, sizes, manifests[0], "0")
 
 
@@ -126,26 +127,28 @@ def _counts(shards: ShardsManifest, manifests: list[Manifest], live: list[int], 
     }
 
 
-def _sizes(manifests: list[Manifest], lengths: Array, longest: int, world_size: int) -> dict[str, int]:
+def _sizes(manifests: list[Manifest], entries: Entries, longest: int, world_size: int) -> dict[str, int]:
     """Sizes of the table of one rank: its part of the saved tables' sizes, or more where its trajectories need it.
 
     Args:
-        lengths: int64, steps of its trajectories. longest: steps of the longest trajectory of all ranks.
+        entries: its trajectories. longest: rows of the longest trajectory of all ranks.
     """
     block_steps = max(manifest.block_steps for manifest in manifests)
     blocks = sum(-(-m.num_blocks * m.block_steps // block_steps) for m in manifests)
     limiter = manifests[0].rules.rate_limiter
     return {
-        "max_steps": max(_part(sum(m.max_steps for m in manifests), world_size), int(lengths.sum()), longest),
+        "max_steps": max(
+            _part(sum(m.max_steps for m in manifests), world_size), int(entries.length.sum()), longest
+        ),
         "max_trajectories": max(
             _part(sum(m.max_trajectories for m in manifests), world_size),
-            len(lengths),
+            len(entries.length),
             limiter.min_size if limiter else 1,
         ),
         "block_steps": block_steps,
         "max_blocks": max(
             _part(blocks, world_size),
-            Table.required_blocks(lengths, block_steps),
+            Table.required_blocks(entries.rows, block_steps),
             Table.required_blocks([longest], block_steps),
         ),
     }

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gear_loader.collection.windows import reach_of, source_of
+from gear_loader.collection.windows import mask_of, reach_of, source_of
 from gear_loader.kernels.plan import PAD_HEAD, PAD_KEEP, PAD_TAIL, WIDTH, GatherColumn, GatherPlan
 from gear_loader.native import copying, threads
 from gear_loader.storage.rows import CudaRows, SelectedRows
@@ -37,7 +37,7 @@ class GpuSide:
     """Auxiliary tensors and events of a batch on a GPU.
 
     Attributes:
-        host: pinned tensors that the host writes: int64 [5, B] of index, anchor, generation and the two numbers of
+        host: pinned tensors that the host writes: int64 [6, B] of index, anchor, generation and the three numbers of
             the extent; int32 [B, K] of the windows' block ids; float32 [B] of weights if batches carry them;
             int64 [2, B] and float32 [2, B] of ``sample_info`` if they carry it. None if the GPU cannot read the region.
         mirror: copies of `host` on the device.
@@ -161,7 +161,7 @@ class Collector:
             random = pinned(3, dtype=torch.int64)
             blocks = (self._last - self._first) // self._block_steps + 2
             host = (
-                pinned(5, self.batch_size, dtype=torch.int64),
+                pinned(6, self.batch_size, dtype=torch.int64),
                 pinned(self.batch_size, blocks, dtype=torch.int32).zero_(),
             )
             if self.weighs:
@@ -190,15 +190,16 @@ class Collector:
             return tensor.share_memory_() if shared else tensor
 
         size, schema, region = self.batch_size, self.table.schema, self.table.region
-        # One mask per span; in the plan it belongs to the column with the smallest steps.
+        # One mask for each key; in the plan it belongs to the column with the smallest steps.
         sources = {name: source_of(name, window) for name, window in self.windows.items()}
-        masks: dict[tuple[int, int, str], torch.Tensor] = {}
-        owners: dict[tuple[int, int, str], str] = {}
+        keys = {name: mask_of(schema, name, window) for name, window in self.windows.items()}
+        masks: dict[tuple[int, int, str, bool], torch.Tensor] = {}
+        owners: dict[tuple[int, int, str, bool], str] = {}
         for name, window in self.windows.items():
-            masks.setdefault(window.span, empty(size, window.length, dtype=torch.bool))
-            owner = owners.setdefault(window.span, name)
+            masks.setdefault(keys[name], empty(size, window.length, dtype=torch.bool))
+            owner = owners.setdefault(keys[name], name)
             if schema[sources[name]].step_bytes < schema[sources[owner]].step_bytes:
-                owners[window.span] = name
+                owners[keys[name]] = name
         batch: Batch = {}
         columns = []
         for name, window in self.windows.items():
@@ -211,14 +212,15 @@ class Collector:
                     out=out.view(size, window.length, -1).view(torch.uint8),
                     offset=window.offset,
                     pad=_PADS[window.pad],
-                    mask=masks[window.span] if owners[window.span] == name else None,
+                    mask=masks[keys[name]] if owners[keys[name]] == name else None,
+                    final=column.final,
                 )
             )
         shown = {
-            name: masks[window.span][:, 0] if window.squeeze else masks[window.span]
+            name: masks[keys[name]][:, 0] if window.squeeze else masks[keys[name]]
             for name, window in self.windows.items()
         }
-        alike = len({(window.span, window.squeeze) for window in self.windows.values()}) == 1
+        alike = len({(keys[name], window.squeeze) for name, window in self.windows.items()}) == 1
         batch["mask"] = next(iter(shown.values())) if alike else shown
         names = empty(3, size, dtype=torch.int64)
         batch.update(zip(_ROW_KEYS, names, strict=True))
@@ -332,7 +334,7 @@ class Collector:
         rows, ids = host[0].numpy(), host[1].numpy()
         for i, values in enumerate((drawn.slots, drawn.anchors, drawn.generations)):
             rows[i, :count] = values
-        resolve(self.table, drawn.slots, drawn.anchors, self.reach, rows[3:].reshape(-1, 2)[:count], ids)
+        resolve(self.table, drawn.slots, drawn.anchors, self.reach, rows[3:].reshape(-1, 3)[:count], ids)
         if drawn.weights is not None:
             host[2].numpy()[:count] = drawn.weights
         if drawn.counts is not None and drawn.numbers is not None:
@@ -351,7 +353,7 @@ class Collector:
             buffers.plan,
             self._numbers[:count],
             mirror[0][1, :count],
-            mirror[0][3:].view(-1, 2),
+            mirror[0][3:].view(-1, 3),
             mirror[1].view(-1),
             programs=self.programs,
         )
@@ -366,8 +368,8 @@ def resolve(
         table: table of the rows.
         slots, anchors: int64 [B].
         reach: first and last step covered by any window, relative to the anchor.
-        extent: int64 [B, 2], filled with lengths in steps, and the positions in `ids` where the trajectories' block
-            tables would start; may be negative, because `ids` holds the blocks of the windows only.
+        extent: int64 [B, 3], filled with lengths in steps, the positions in `ids` where the trajectories' block tables
+            would start (may be negative, because `ids` holds the blocks of the windows only), and numbers of final steps.
         ids: int32 [B, K], filled with the windows' blocks.
     """
     lengths, block_ids = table.reader().index_arrays()

@@ -8,7 +8,7 @@ from typing import Any
 from gear_loader.errors import SchemaError
 from gear_loader.storage.schema import BATCH_KEYS, Schema, Window
 
-__all__ = ["check_windows", "in_schema_order", "reach_of", "source_of", "windows_of"]
+__all__ = ["check_windows", "in_schema_order", "mask_of", "reach_of", "source_of", "windows_of"]
 
 
 def check_windows(windows: Any, columns: Sequence[str] | None) -> None:
@@ -45,6 +45,11 @@ def check_windows(windows: Any, columns: Sequence[str] | None) -> None:
 def source_of(name: str, window: Window) -> str:
     """The column that the window of this name reads."""
     return name if window.column is None else window.column
+
+
+def mask_of(schema: Schema, name: str, window: Window) -> tuple[int, int, str, bool]:
+    """Key of a window's mask: windows with the same key exist at the same steps."""
+    return *window.span, schema[source_of(name, window)].final
 
 
 def in_schema_order(schema: Schema, windows: Mapping[str, Window]) -> dict[str, Window]:

@@ -28,7 +28,7 @@ class DeviceRows:
     Attributes:
         keys: int64 [4, B]: index, anchor, generation and shard, in the order of the batch.
         anchors, rows: of rows of this node: step and row of the batch, int64 [B].
-        extent: int64 [B, 2], from `gear_loader.collection.collector.resolve`.
+        extent: int64 [B, 3], from `gear_loader.collection.collector.resolve`.
         block_ids: int32 [B, K], from the same function.
         places: of rows of other nodes: row of the batch, int64 [B].
         weights: importance weights, float32 [B].
@@ -55,7 +55,7 @@ class DeviceRows:
             empty(4, batch_size),
             empty(batch_size),
             empty(batch_size),
-            empty(batch_size, 2),
+            empty(batch_size, 3),
             empty(batch_size, blocks, dtype=torch.int32),
             empty(batch_size),
             empty(batch_size, dtype=torch.float32),

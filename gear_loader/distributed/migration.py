@@ -172,7 +172,7 @@ def _fitting(loads: Array, lengths: Array, budget: Budget) -> Array:
 def _shares_blocks(table: Table, slots: Array) -> Array:
     """Return which trajectories share a block with another one, bool [n]."""
     extent, block_ids = table.reader().index_arrays()
-    counts = -(-extent[slots, 0] // table.region.layout.block_steps)
+    counts = table.reader().arrays.blocks_at(slots)
     blocks = block_ids[ranges(extent[slots, 1], counts)]
     times = np.bincount(blocks, minlength=1)[blocks] > 1
     shared: Array = (
@@ -223,6 +223,7 @@ class Mover:
             alive = (state[slots] == READY) & (source.ids(slots) == ids)
             ids, slots = ids[alive], slots[alive]
             trajectories = [_read(source, slot) for slot in slots.tolist()]
+            finals = source.reader().arrays.extent[slots, 2].copy()
             priorities = source.reader().arrays.priority[slots].copy()
             ticket.end()
         finally:
@@ -231,14 +232,15 @@ class Mover:
             return
         if target.table is not None:
             # A full target raises an error: it evicts no trajectory for one that can stay in the source.
-            Table(target.table.region, on_full="error").store(trajectories, priorities, ids)
+            Table(target.table.region, on_full="error").store(trajectories, priorities, ids, finals)
         else:
-            for future in target.send(trajectories, priorities, ids):
+            for future in target.send(trajectories, priorities, ids, finals):
                 future.result()
 
 
 def _read(table: Table, slot: int) -> dict[str, torch.Tensor]:
-    """Return a copy of a trajectory; the caller holds a read ticket."""
+    """Return a copy of a trajectory, its final step as the last row; the caller holds a read ticket."""
     index = table.index
-    ids, length = index.arrays.row(slot), int(index.arrays.extent[slot, 0])
-    return {name: table._read_column(name, ids, length) for name in table.schema}
+    ids, extent = index.arrays.row(slot), index.arrays.extent[slot]
+    rows = int(extent[0] + extent[2])
+    return {name: table._read_column(name, ids, rows) for name in table.schema}

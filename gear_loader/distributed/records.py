@@ -78,7 +78,12 @@ def record_dtype(blocks: int) -> np.dtype[np.void]:
         ("time", "<f8"),  # of candidates: simulated time of the draw, by which shards are merged
     ]
     if blocks:
-        fields += [("steps", "<i8"), ("low", "<i8"), ("blocks", "<i4", (blocks + blocks % 2,))]
+        fields += [
+            ("steps", "<i8"),
+            ("low", "<i8"),
+            ("final", "<i8"),
+            ("blocks", "<i4", (blocks + blocks % 2,)),
+        ]
     return np.dtype(fields)
 
 

@@ -121,7 +121,7 @@ class RemoteShard:
     def _places(records: Array) -> dict[str, Array]:
         """Return the blocks of the rows' windows, as `gear_loader.native.copying.resolve` returns them."""
         ids = np.ascontiguousarray(records["blocks"])
-        extent: Array = np.empty((len(records), 2), dtype=np.int64)
-        extent[:, 0] = records["steps"]
+        extent: Array = np.empty((len(records), 3), dtype=np.int64)
+        extent[:, 0], extent[:, 2] = records["steps"], records["final"]
         extent[:, 1] = np.arange(len(records)) * ids.shape[1] - records["low"]
         return {"extent": extent, "block_ids": ids}

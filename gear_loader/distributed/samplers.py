@@ -77,9 +77,9 @@ class Samplers:
         for name in records.dtype.names or ():
             full[name] = records[name]
         width = full["blocks"].shape[1]
-        extent, ids = np.empty((len(full), 2), dtype=np.int64), np.zeros((len(full), width), dtype=np.int32)
+        extent, ids = np.empty((len(full), 3), dtype=np.int64), np.zeros((len(full), width), dtype=np.int32)
         resolve(table, full["slot"].copy(), full["step"].copy(), self._reach, extent, ids)
-        full["steps"], full["blocks"] = extent[:, 0], ids
+        full["steps"], full["final"], full["blocks"] = extent[:, 0], extent[:, 2], ids
         full["low"] = np.arange(len(full)) * width - extent[:, 1]
         return full
 

@@ -120,16 +120,21 @@ class StageTable:
         return table.store(list(trajectories), priorities, ids)
 
     def send(
-        self, trajectories: Sequence[Mapping[str, Any]], priorities: Array, ids: Array | None
+        self,
+        trajectories: Sequence[Mapping[str, Any]],
+        priorities: Array,
+        ids: Array | None,
+        finals: Array | None = None,
     ) -> list[concurrent.futures.Future[Array]]:
         """Send trajectories to a table of another node, in parts, each of which is stored all or none.
 
-        For the arguments see `store`.
+        For the arguments see `store` and `Table.store`.
 
         Returns:
             One future of slots a part.
         """
         given = np.full(len(trajectories), -1, dtype=np.int64) if ids is None else ids
+        ends = np.zeros(len(trajectories), dtype=np.int64) if finals is None else finals
         steps = sum(len(next(iter(each.values()))) for each in trajectories)
         known = priorities[priorities != UNSET]
         mass = float(known.sum()) + (len(priorities) - len(known)) * max(1.0, float(known.max(initial=0)))
@@ -139,11 +144,8 @@ class StageTable:
             size += len(next(iter(trajectory.values()))) * self.schema.step_bytes
             if size >= _PART_BYTES or end - first == _PART_ROWS or end == len(trajectories):
                 part = [dict(each) for each in trajectories[first:end]]
-                futures.append(
-                    self._peer.store(
-                        self.name, self.schema, part, priorities[first:end].copy(), given[first:end].copy()
-                    )
-                )
+                rows = (values[first:end].copy() for values in (priorities, given, ends))
+                futures.append(self._peer.store(self.name, self.schema, part, *rows))
                 first, size = end, 0
         return futures
 

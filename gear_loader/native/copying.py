@@ -18,6 +18,7 @@ from numba.extending import intrinsic
 from gear_loader.kernels.plan import (
     BASE,
     BLOCKS,
+    FINAL,
     LENGTH,
     MASK,
     OFFSET,
@@ -92,7 +93,7 @@ also where the batch is read at once."""
 
 
 assert (BASE, STRIDE, STEP_BYTES, OUT, LENGTH, OFFSET, PAD, MASK) == (0, 1, 2, 3, 4, 5, 6, 7)
-assert (BLOCKS, WIDTH) == (9, 10)
+assert (BLOCKS, FINAL, WIDTH) == (9, 10, 11)
 assert (PAD_KEEP, PAD_HEAD) == (0, 1)
 
 
@@ -336,13 +337,14 @@ def _gather_rows(  # type: ignore[no-untyped-def]
     streams = len(slots) * (columns[:, LENGTH] * columns[:, STEP_BYTES]).sum() >= STREAM_BATCH_BYTES
     for b in range(first, last):
         if slots[b] >= 0 and slots[b] < len(extent):
-            steps, row = extent[slots[b], 0], extent[slots[b], 1]
+            steps, row, more = extent[slots[b], 0], extent[slots[b], 1], extent[slots[b], 2]
         else:
-            steps, row, bad = int64(0), int64(0), bad + 1
+            steps, row, more, bad = int64(0), int64(0), int64(0), bad + 1
         target = rows[b] if chosen else b
         for c in range(columns.shape[0]):
             step_bytes, length = columns[c, STEP_BYTES], columns[c, LENGTH]
-            low, count, head = _window(anchors[b] + columns[c, OFFSET], length, steps, columns[c, PAD])
+            end = steps + more * columns[c, FINAL]
+            low, count, head = _window(anchors[b] + columns[c, OFFSET], length, end, columns[c, PAD])
             begin = columns[c, OUT] + target * length * step_bytes
             out = begin
             if head > 0:
@@ -376,7 +378,7 @@ def gather(  # type: ignore[no-untyped-def]
 
     Args:
         columns: int64 [C, WIDTH], one row a column, as defined in `gear_loader.kernels.plan`.
-        slots, anchors: int64 [n]. extent: int64 [T, 2]. block_ids: int32 [H]. block_steps: int.
+        slots, anchors: int64 [n]. extent: int64 [T, 3]. block_ids: int32 [H]. block_steps: int.
         rows: int64 [n], entry b fills row ``rows[b]`` of the batch; None: row b.
 
     Returns:
@@ -422,10 +424,10 @@ def resolve(  # type: ignore[no-untyped-def]
     """Copy the index entries of a batch's windows, so that a GPU does not read the index.
 
     Args:
-        slots, anchors: int64 [B]. extent: int64 [T, 2]. block_ids: int32 [H]. block_steps: int.
+        slots, anchors: int64 [B]. extent: int64 [T, 3]. block_ids: int32 [H]. block_steps: int.
         first, last: first and last step of all windows, relative to the anchor.
-        out_extent: int64 [B, 2], output: length in steps, and position in `out_ids` of the trajectory's first block;
-            negative if that block is before the windows, which alone are copied.
+        out_extent: int64 [B, 3], output: length in steps; position in `out_ids` of the trajectory's first block,
+            negative if that block is before the windows, which alone are copied; number of final steps.
         out_ids: int32 [B, K], output: blocks of the windows.
         num_blocks: number of blocks of the table.
 
@@ -434,12 +436,13 @@ def resolve(  # type: ignore[no-untyped-def]
     """
     width, bad = out_ids.shape[1], 0
     for b in range(len(slots)):
-        steps, row = int64(1), int64(-1)
+        steps, row, more = int64(1), int64(-1), int64(0)
         if slots[b] >= 0 and slots[b] < len(extent):
-            steps, row = extent[slots[b], 0], extent[slots[b], 1]
-        low = min(max(anchors[b] + first, 0), steps - 1) // block_steps
-        high = min(max(anchors[b] + last, 0), steps - 1) // block_steps
+            steps, row, more = extent[slots[b], 0], extent[slots[b], 1], extent[slots[b], 2]
+        low = min(max(anchors[b] + first, 0), steps + more - 1) // block_steps
+        high = min(max(anchors[b] + last, 0), steps + more - 1) // block_steps
         out_extent[b, 0] = steps
+        out_extent[b, 2] = more
         out_extent[b, 1] = b * width - low
         for i in range(min(high - low + 1, width)):
             place = row + low + i
@@ -469,7 +472,7 @@ def _work(mailbox: Array, base: int) -> bool:
         columns = carray(pointer(mailbox[_COLUMNS]), (mailbox[_NUM_COLUMNS], WIDTH), np.int64)
         slots = carray(pointer(mailbox[_SLOTS]), (rows,), np.int64)
         anchors = carray(pointer(mailbox[_ANCHORS]), (rows,), np.int64)
-        extent = carray(pointer(mailbox[_EXTENT]), (mailbox[_NUM_SLOTS], 2), np.int64)
+        extent = carray(pointer(mailbox[_EXTENT]), (mailbox[_NUM_SLOTS], 3), np.int64)
         ids = carray(pointer(mailbox[_IDS]), (mailbox[_NUM_IDS],), np.int32)
         steps = mailbox[_STEPS]
         first, last = rows * chunk // chunks, rows * (chunk + 1) // chunks

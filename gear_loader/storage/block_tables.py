@@ -45,7 +45,7 @@ class BlockTables:
         slots = np.flatnonzero(index.state != FREE)
         slots = slots[np.argsort(index.extent[slots, 1], kind="stable")]
         starts = index.extent[slots, 1]
-        ends = np.maximum.accumulate(starts + index.blocks_of(index.extent[slots, 0]))
+        ends = np.maximum.accumulate(starts + index.blocks_at(slots))
         new = np.ones(len(slots), dtype=bool)
         new[1:] = starts[1:] >= ends[:-1]
         piece = np.cumsum(new) - 1
@@ -124,10 +124,10 @@ class BlockTables:
         counters = index.counters
         half = int(counters[MOVING]) - 1
         slots = np.flatnonzero(index.state != FREE)
-        if (index.moved[slots] + index.blocks_of(index.extent[slots, 0]) > index.half_size).any():
+        if (index.moved[slots] + index.blocks_at(slots) > index.half_size).any():
             raise index.corrupt("a block table is being moved out of its half")
         index.extent[slots, 1] = half * index.half_size + index.moved[slots].astype(np.int64)
-        ends = index.extent[slots, 1] + index.blocks_of(index.extent[slots, 0])
+        ends = index.extent[slots, 1] + index.blocks_at(slots)
         counters[HEAD + half] = int(ends.max(initial=half * index.half_size)) - half * index.half_size
         counters[HEAD + 1 - half] = 0
         counters[FLIP_EPOCH] = counters[EPOCH]

@@ -70,11 +70,12 @@ def bad_slots(index: IndexArrays) -> str | None:
     left = np.where(starts < index.half_size, index.half_size, 2 * index.half_size) - starts
     inside = (lengths >= 1) & (lengths <= index.max_steps)
     inside &= (starts >= 0) & (starts < 2 * index.half_size)
-    inside &= lengths <= left * index.block_steps
+    finals = index.extent[:, 2]
+    inside &= (finals >= 0) & (finals <= 1) & (lengths + finals <= left * index.block_steps)
     bad = np.flatnonzero(used & ~inside)
     if len(bad):
-        length, start = index.extent[bad[0]].tolist()
-        return f"slot {bad[0]} has {length} steps and its block table at {start}"
+        length, start, final = index.extent[bad[0]].tolist()
+        return f"slot {bad[0]} has {length} steps, {final} final ones and its block table at {start}"
     priority = index.priority
     odd = used & ~(np.isfinite(priority) & ((priority >= 0) | (priority == UNSET)))
     odd &= index.state == READY

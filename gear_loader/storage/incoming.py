@@ -13,10 +13,19 @@ import torch
 
 from gear_loader.errors import SchemaError
 from gear_loader.storage.operations import UNSET
-from gear_loader.storage.schema import Schema, as_mapping, keeps, settled
+from gear_loader.storage.schema import Column, Schema, as_mapping, keeps, settled
 from gear_loader.utils.arrays import Array, as_array, narrowed, shown, unreadable
 
-__all__ = ["Steps", "checked_priorities", "checked_priority", "listed", "single_priority", "stacked"]
+__all__ = [
+    "Steps",
+    "checked_final",
+    "checked_priorities",
+    "checked_priority",
+    "listed",
+    "single_priority",
+    "stacked",
+    "with_final",
+]
 
 _TINY, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
@@ -71,6 +80,63 @@ def listed(schema: Schema, trajectories: Any) -> Steps:
         addresses.append(places)
         holds.append(hold)
     return Steps(np.array(addresses, dtype=np.int64), np.array(lengths, dtype=np.int64), holds)
+
+
+def checked_final(schema: Schema, final: Any) -> dict[str, Array]:
+    """Check the values after the last step.
+
+    Args:
+        schema: the table's columns.
+        final: column name -> array, tensor or number ``[*shape]``, for all columns with ``Column(final=True)``.
+
+    Returns:
+        Bytes of a step of every column, uint8 [1, step_bytes]: zeros for the other columns.
+
+    Raises:
+        SchemaError: a column is missing, or has no final values, or a value does not fit.
+    """
+    wanted = {name: column for name, column in schema.items() if column.final}
+    final = as_mapping(final)
+    if not isinstance(final, Mapping) or set(final) != set(wanted):
+        given = sorted(map(str, final)) if isinstance(final, Mapping) else type(final).__name__
+        known = f"the columns {sorted(wanted)}" if wanted else "no column"
+        raise SchemaError(
+            f"final has {given}; expected {known}: all columns with Column(final=True) and no other."
+        )
+    rows = {name: zeros_of(column) for name, column in schema.items()}
+    steps = {name: _one_step(name, final[name], column) for name, column in wanted.items()}
+    rows.update(Schema(wanted).validate(steps, what="final")[1] if wanted else {})
+    return rows
+
+
+def zeros_of(column: Column) -> Array:
+    """A step of zeros, uint8 [1, step_bytes]."""
+    return np.zeros((1, column.step_bytes), dtype=np.uint8)
+
+
+def _one_step(name: str, value: Any, column: Column) -> Any:
+    """A step ``[*shape]`` as ``[1, *shape]``; a number as the column's dtype."""
+    if isinstance(value, (bool, int, float, np.generic)) and not column.shape:
+        return torch.full((1,), value, dtype=column.dtype, device="cpu")
+    if isinstance(value, (np.ndarray, torch.Tensor)) and tuple(value.shape) == column.shape:
+        return value[None]
+    shape = list(value.shape) if isinstance(value, (np.ndarray, torch.Tensor)) else shown(value)
+    raise SchemaError(f"Column {name!r} of final is {shape}; expected shape {list(column.shape)}.")
+
+
+def with_final(schema: Schema, trajectory: Any, final: Any) -> dict[str, Any]:
+    """One trajectory with its final step as the last row, zeros in the columns without one.
+
+    Raises:
+        SchemaError: as `Schema.validate` and `checked_final`.
+    """
+    more = checked_final(schema, final)
+    _, arrays = schema.validate(trajectory)
+    rows: dict[str, Any] = {}
+    for name, column in schema.items():
+        data = torch.from_numpy(np.concatenate((arrays[name], more[name])))
+        rows[name] = data.view(column.dtype).reshape(len(data), *column.shape)
+    return rows
 
 
 def stacked(schema: Schema, columns: Any, lengths: Any) -> Steps:

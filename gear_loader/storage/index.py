@@ -79,6 +79,7 @@ class Index:
         self,
         lengths: Array,
         *,
+        finals: Array | None = None,
         evict: int = REFUSE,
         wait: bool = False,
         ids: Array | None = None,
@@ -88,6 +89,7 @@ class Index:
 
         Args:
             lengths: int64 [n], in steps.
+            finals: int64 [n], number of final steps (0 or 1) that follow the steps; None for none.
             evict: eviction policy: REFUSE, EVICT_OLDEST or EVICT_LOWEST.
             wait: whether to wait until other processes or threads free space.
             ids: int64 [n], distinct global ids to add the trajectories with; -1 for a new id.
@@ -104,7 +106,9 @@ class Index:
                 Evictions are not undone.
         """
         lengths = np.ascontiguousarray(lengths, dtype=np.int64)
-        blocks = int(self.arrays.blocks_of(lengths).sum())
+        finals = lengths[:0] if finals is None else np.ascontiguousarray(finals, dtype=np.int64)
+        rows = lengths + finals if len(finals) else lengths
+        blocks = int(self.arrays.blocks_of(rows).sum())
         claim = Claim(len(lengths)) if claim is None else claim
         slots, taken = claim.slots, np.empty(blocks, dtype=np.int32)
 
@@ -112,7 +116,7 @@ class Index:
             if ids is not None:
                 self._check_unused(ids)
             answer: int = self.arrays.ops.begin(
-                self.arrays.where, lengths, int(evict), *self.readers.here(), slots, taken
+                self.arrays.where, lengths, finals, int(evict), *self.readers.here(), slots, taken
             )
             if ids is not None and answer == DONE:
                 above = following(ids, origin_of(self.arrays.view) or 0)
@@ -372,11 +376,12 @@ class Index:
         self.allocator.obtain(needed, attempt, evict=evict, wait=wait, last=slot)
         return held, ids[: int(self.arrays.blocks_of(held)) - have]
 
-    def finish(self, slot: int, length: int, priority: float) -> None:
+    def finish(self, slot: int, length: int, priority: float, *, final: bool = False) -> None:
         """Commit a slot that holds `length` steps and free its unused blocks.
 
         Args:
             slot: from `begin`. length: steps. priority: of the trajectory.
+            final: whether the last one of them is the final step, which is no anchor.
 
         Raises:
             RateLimitError: as `commit`.
@@ -384,7 +389,9 @@ class Index:
         slots, priorities = np.array([slot], dtype=np.int64), np.array([priority], dtype=np.float32)
         self.admission.when_insertable(
             1,
-            lambda: self.arrays.ops.finish(self.arrays.where, slots, length, priorities, time.monotonic_ns()),
+            lambda: self.arrays.ops.finish(
+                self.arrays.where, slots, length, final, priorities, time.monotonic_ns()
+            ),
         )
 
     def roll(

@@ -77,6 +77,10 @@ class IndexArrays:
         """Number of blocks of trajectories with these lengths."""
         return -(-lengths // self.block_steps)
 
+    def blocks_at(self, slots: Any) -> Any:
+        """Number of blocks of the slots' steps and final steps."""
+        return self.blocks_of(self.extent[slots, 0] + self.extent[slots, 2])
+
     def num_ready(self) -> int:
         """Number of live trajectories. Takes no lock."""
         count = int(self.counters[NUM_READY])
@@ -86,9 +90,11 @@ class IndexArrays:
 
     def row(self, slot: int) -> Array:
         """The block ids of a slot, int32 [blocks] (a copy). The caller holds the lock or a read ticket."""
-        length, start = self.extent[slot].tolist()
-        blocks = self.blocks_of(length)
-        if not (0 < length <= self.max_steps and 0 <= start <= len(self.block_ids) - blocks):
+        length, start, final = self.extent[slot].tolist()
+        blocks = self.blocks_of(length + final)
+        if not (
+            0 < length <= self.max_steps and 0 <= final <= 1 and 0 <= start <= len(self.block_ids) - blocks
+        ):
             raise self.corrupt(f"slot {slot} has {length} steps and its block table at {start}")
         return self.ids_at(np.arange(start, start + blocks))
 

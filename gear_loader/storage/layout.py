@@ -5,7 +5,8 @@
                     counters   int64 [64]
                     readers    int64 [256, 4]             read tickets: process id, start of the process, epoch
                                                           (0: free), number of the ticket
-                    extent     int64 [T, 2]               slot -> length in steps, first entry in block_ids
+                    extent     int64 [T, 3]               slot -> length in steps, first entry in block_ids, number
+                                                          of final steps after the last one (0 or 1)
                     generation int64 [T]                  number of allocations of the slot
                     sequence   int64 [T]                  number of the trajectory in order of commitment
                     ident      int64 [T]                  global id that it was added with, or -1
@@ -65,7 +66,7 @@ __all__ = [
 LINE = 128
 """Bytes of one line: the unit in which a GPU reads host memory, and the alignment of all arrays."""
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 HEADER_LIMIT = 1 << 20
 """Largest size of preamble and JSON, in bytes."""
 MAX_READERS = 256
@@ -127,7 +128,7 @@ class Layout:
         sizes: list[tuple[str, Any, tuple[int, ...]]] = [
             ("counters", np.int64, (64,)),
             ("readers", np.int64, (MAX_READERS, 4)),
-            ("extent", np.int64, (slots, 2)),
+            ("extent", np.int64, (slots, 3)),
             ("generation", np.int64, (slots,)),
             ("sequence", np.int64, (slots,)),
             ("ident", np.int64, (slots,)),

@@ -182,6 +182,12 @@ def blocks_of(v: Any, length: Any) -> Any:
     return (length + v.block_steps - 1) // v.block_steps
 
 
+@_operation  # type: ignore[untyped-decorator]
+def slot_blocks(v: Any, slot: Any) -> Any:
+    """Number of blocks of a slot's steps and final step."""
+    return blocks_of(v, v.extent[slot, 0] + v.extent[slot, 2])
+
+
 # ---------------------------------------------------------------- commit, retire, free
 
 
@@ -240,7 +246,7 @@ def publish(v: Any, slots: Any) -> None:
         steps = v.extent[slot, 0]
         counters[NUM_WRITING] -= 1
         counters[WRITING_STEPS] -= steps
-        counters[WRITING_BLOCKS] -= blocks_of(v, steps)
+        counters[WRITING_BLOCKS] -= slot_blocks(v, slot)
         counters[NUM_READY] += 1
         counters[NUM_STEPS] += steps
     counters[VERSION] += 1
@@ -318,7 +324,7 @@ def retire(v: Any, slot: Any, count: Any) -> None:
     counters = v.counters
     require(slot >= 0 and v.state[slot] == READY)
     length, start = v.extent[slot, 0], v.extent[slot, 1]
-    blocks = blocks_of(v, length)
+    blocks = slot_blocks(v, slot)
     check_extent(v, start, blocks)
     unlink(v, slot)
     v.epoch[slot] = counters[EPOCH]
@@ -370,10 +376,10 @@ def let_go(v: Any, start: Any, count: Any, live: Any) -> None:
 @_operation  # type: ignore[untyped-decorator]
 def free(v: Any, slot: Any, live: Any) -> None:
     """Free a slot and its blocks."""
-    length, start = v.extent[slot, 0], v.extent[slot, 1]
+    start, blocks = v.extent[slot, 1], slot_blocks(v, slot)
     require(v.counters[NUM_FREE_SLOTS] >= 0)
     v.state[slot] = FREE
-    let_go(v, start, blocks_of(v, length), live)
+    let_go(v, start, blocks, live)
     v.free_slots[v.counters[NUM_FREE_SLOTS]] = slot
     v.counters[NUM_FREE_SLOTS] += 1
 
@@ -389,7 +395,7 @@ def abort(v: Any, slots: Any) -> None:
             steps = v.extent[slot, 0]
             counters[NUM_WRITING] -= 1
             counters[WRITING_STEPS] -= steps
-            counters[WRITING_BLOCKS] -= blocks_of(v, steps)
+            counters[WRITING_BLOCKS] -= slot_blocks(v, slot)
             free(v, slot, True)
     end_change(v)
 
@@ -531,7 +537,7 @@ def make_room(v: Any, slots: Any, blocks: Any, steps: Any, evict: Any) -> Any:
 
 
 @_operation  # type: ignore[untyped-decorator]
-def take_slot(v: Any, length: Any, start: Any, pid: Any, process_start: Any, stream: Any) -> Any:
+def take_slot(v: Any, length: Any, final: Any, start: Any, pid: Any, process_start: Any, stream: Any) -> Any:
     """Allocate a slot in state WRITING with an extent; the caller allocates the blocks."""
     counters = v.counters
     require(counters[NUM_FREE_SLOTS] > 0)
@@ -540,6 +546,7 @@ def take_slot(v: Any, length: Any, start: Any, pid: Any, process_start: Any, str
     counters[NUM_FREE_SLOTS] -= 1
     v.extent[slot, 0] = length
     v.extent[slot, 1] = start
+    v.extent[slot, 2] = final
     v.generation[slot] += 1
     v.sequence[slot] = -1
     v.ident[slot] = -1
@@ -550,7 +557,7 @@ def take_slot(v: Any, length: Any, start: Any, pid: Any, process_start: Any, str
     v.state[slot] = WRITING
     counters[NUM_WRITING] += 1
     counters[WRITING_STEPS] += length
-    counters[WRITING_BLOCKS] += blocks_of(v, length)
+    counters[WRITING_BLOCKS] += slot_blocks(v, slot)
     return slot
 
 
@@ -569,7 +576,13 @@ def take_block(v: Any, place: Any) -> Any:
 
 
 @_operation  # type: ignore[untyped-decorator]
-def allocate(v: Any, lengths: Any, pid: Any, process_start: Any, slots: Any, ids: Any) -> None:
+def final_of(finals: Any, i: Any) -> Any:
+    """Number of final steps of trajectory i; `finals` is empty if no trajectory has any."""
+    return finals[i] if len(finals) > 0 else 0
+
+
+@_operation  # type: ignore[untyped-decorator]
+def allocate(v: Any, lengths: Any, finals: Any, pid: Any, process_start: Any, slots: Any, ids: Any) -> None:
     """Allocate slots and blocks for trajectories of these lengths, after `make_room`."""
     counters = v.counters
     begin_change(v)
@@ -577,31 +590,33 @@ def allocate(v: Any, lengths: Any, pid: Any, process_start: Any, slots: Any, ids
     taken = 0
     for i in range(len(lengths)):
         start = half * v.half_size + counters[HEAD + half]
-        blocks = blocks_of(v, lengths[i])
+        blocks = blocks_of(v, lengths[i] + final_of(finals, i))
         for j in range(blocks):
             ids[taken] = take_block(v, start + j)
             taken += 1
         counters[HEAD + half] += blocks
         fence()
-        slots[i] = take_slot(v, lengths[i], start, pid, process_start, 0)
+        slots[i] = take_slot(v, lengths[i], final_of(finals, i), start, pid, process_start, 0)
     end_change(v)
 
 
 @_operation  # type: ignore[untyped-decorator]
-def begin(v: Any, lengths: Any, evict: Any, pid: Any, process_start: Any, slots: Any, ids: Any) -> Any:
+def begin(
+    v: Any, lengths: Any, finals: Any, evict: Any, pid: Any, process_start: Any, slots: Any, ids: Any
+) -> Any:
     """`make_room` and `allocate`.
 
     Args:
-        lengths: int64 [n], in steps.
+        lengths: int64 [n], in steps. finals: int64 [n], final steps (0 or 1), or [0] for none.
         slots: int64 [n], output. ids: int32 [blocks of all trajectories], output.
     """
     blocks, steps = 0, 0
     for i in range(len(lengths)):
-        blocks += blocks_of(v, lengths[i])
+        blocks += blocks_of(v, lengths[i] + final_of(finals, i))
         steps += lengths[i]
     answer = make_room(v, len(lengths), blocks, steps, evict)
     if answer == DONE:
-        allocate(v, lengths, pid, process_start, slots, ids)
+        allocate(v, lengths, finals, pid, process_start, slots, ids)
     return answer
 
 
@@ -675,11 +690,19 @@ def shorten(v: Any, slot: Any, length: Any) -> None:
 
 
 @_operation  # type: ignore[untyped-decorator]
-def finish(v: Any, slots: Any, length: Any, priorities: Any, now: Any) -> None:
-    """`shorten` and `commit` the single slot in `slots`."""
+def finish(v: Any, slots: Any, length: Any, final: Any, priorities: Any, now: Any) -> None:
+    """`shorten` and `commit` the single slot in `slots`; `final`: the last of the `length` steps is the final one."""
     begin_change(v)
     if v.extent[slots[0], 0] != length:
         shorten(v, slots[0], length)
+    if final:
+        require(v.state[slots[0]] == WRITING and length > 1)
+        v.extent[slots[0], 0] = (
+            length - 1
+        )  # first: the slot must never have fewer blocks than its extent says
+        fence()
+        v.extent[slots[0], 2] = 1
+        v.counters[WRITING_STEPS] -= 1
     describe(v, slots[0], v.counters[NEXT_SEQUENCE], priorities[0], now, 0)
     publish(v, slots)
     end_change(v)
@@ -712,7 +735,7 @@ def roll(
         v.counters[STREAMS] = (v.counters[STREAMS] + 1) & 0x7FFFFFFF
         fence()
         v.stream[slot] = max(v.counters[STREAMS], 1)
-    following = take_slot(v, steps, first + shared, pid, start, v.stream[slot])
+    following = take_slot(v, steps, 0, first + shared, pid, start, v.stream[slot])
     for i in range(first + shared, first + held):
         v.uses[v.block_ids[i], LIVE] += 1
         v.uses[v.block_ids[i], ALL] += 1
@@ -875,7 +898,7 @@ def _view(p: Any) -> Any:
     return View(
         carray(pointer(p[0]), (64,), np.int64),
         carray(pointer(p[1]), (p[27], 4), np.int64),
-        carray(pointer(p[2]), (slots, 2), np.int64),
+        carray(pointer(p[2]), (slots, 3), np.int64),
         carray(pointer(p[3]), (slots,), np.int64),
         carray(pointer(p[4]), (slots,), np.int64),
         carray(pointer(p[5]), (slots,), np.int64),
@@ -939,8 +962,8 @@ def _expire(p, before):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _begin(p, lengths, evict, pid, process_start, slots, ids):  # type: ignore[no-untyped-def]
-    return begin(_view(p), lengths, evict, pid, process_start, slots, ids)
+def _begin(p, lengths, finals, evict, pid, process_start, slots, ids):  # type: ignore[no-untyped-def]
+    return begin(_view(p), lengths, finals, evict, pid, process_start, slots, ids)
 
 
 @compiled
@@ -949,8 +972,8 @@ def _grow(p, slot, length, evict, run, ids):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _finish(p, slots, length, priorities, now):  # type: ignore[no-untyped-def]
-    finish(_view(p), slots, length, priorities, now)
+def _finish(p, slots, length, final, priorities, now):  # type: ignore[no-untyped-def]
+    finish(_view(p), slots, length, final, priorities, now)
 
 
 @compiled
@@ -1007,7 +1030,7 @@ def _store(p, columns, request):  # type: ignore[no-untyped-def]
         blocks += blocks_of(v, lengths[i])
     ids = np.empty(blocks, dtype=np.int32)
     pid, process_start = request[REQUEST_PID], request[REQUEST_START]
-    answer = begin(v, lengths, request[REQUEST_EVICT], pid, process_start, slots, ids)
+    answer = begin(v, lengths, lengths[:0], request[REQUEST_EVICT], pid, process_start, slots, ids)
     if answer == DONE:
         # Its machine code is linked into the cached code of this file: a change of it needs a change here.
         scatter(columns, v.block_steps, ids, addresses, lengths)

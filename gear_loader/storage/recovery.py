@@ -118,7 +118,7 @@ class Recovery:
         index = self.arrays
         lengths, starts = index.extent[:, 0], index.extent[:, 1]
         used = np.flatnonzero(index.state != FREE)
-        blocks = index.blocks_of(lengths)
+        blocks = index.blocks_of(lengths + index.extent[:, 2])
         uses = np.zeros((index.num_blocks, 2), dtype=np.int32)
         for column, slots in ((ALL, used), (LIVE, used[index.state[used] != RETIRED])):
             taken = index.block_ids[ranges(starts[slots], blocks[slots])]
@@ -247,9 +247,9 @@ class Recovery:
         counters = index.counters
         used = np.flatnonzero(index.state != FREE)
         lengths, starts = index.extent[used, 0], index.extent[used, 1]
-        taken = index.block_ids[ranges(starts, index.blocks_of(lengths))]
+        taken = index.block_ids[ranges(starts, index.blocks_at(used))]
         assert ((taken >= 0) & (taken < index.num_blocks)).all(), "a block id is out of range"
-        self._check_sharing(taken, np.repeat(index.stream[used], index.blocks_of(lengths)))
+        self._check_sharing(taken, np.repeat(index.stream[used], index.blocks_at(used)))
         derived = self.derive()
         for place, value in derived["counts"].items():
             assert counters[place] == value, f"counter {place} is {counters[place]}, expected {value}"

@@ -37,6 +37,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _UNPRINTABLE = frozenset({"Cc", "Zl", "Zp"})
 """Unicode categories of control characters and line breaks, which column names must not contain."""
 _MOST_DIMENSIONS = 64
+_OPTIONS = ("final",)
+"""Options of a column that are stored with a table where they are True."""
 _LARGEST_EXTENT = 2**37 - 1
 
 BATCH_KEYS = ("anchor", "generation", "index", "mask", "priority_weight", "sample_info", "shard")
@@ -50,6 +52,9 @@ class Column:
     Args:
         dtype: one of bool, uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64.
         shape: shape of one step; `()` is a scalar. Every extent is at least 1.
+        final: whether trajectories may have one more value of this column after their last step: the observation that
+            follows the last action, given as `final` to `Table.add` or `Writer.commit`. Windows read it; it is never
+            an anchor.
 
     Raises:
         SchemaError: an unsupported dtype, or a shape that is not a sequence of positive integers.
@@ -57,8 +62,11 @@ class Column:
 
     dtype: torch.dtype
     shape: tuple[int, ...] = ()
+    final: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.final, bool):
+            raise SchemaError(f"Column final is {self.final!r}; expected True or False.")
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in _NAMES:
             raise SchemaError(
                 f"Column dtype {self.dtype!r} is not supported; expected one of torch.{', torch.'.join(DTYPES)}."
@@ -202,8 +210,12 @@ class Schema(Mapping[str, Column]):
         return sum(column.step_bytes for column in self.values())
 
     def to_json(self) -> list[list[Any]]:
-        """``[[name, dtype name, shape], ...]``, as stored with a table."""
-        return [[name, column.dtype_name, list(column.shape)] for name, column in self.items()]
+        """``[[name, dtype name, shape], ...]``, with the options that are not the defaults, as stored with a table."""
+        rows: list[list[Any]] = []
+        for name, column in self.items():
+            options = {option: True for option in _OPTIONS if getattr(column, option)}
+            rows.append([name, column.dtype_name, list(column.shape), *([options] if options else [])])
+        return rows
 
     @classmethod
     def from_json(cls, rows: Any) -> Schema:
@@ -216,9 +228,17 @@ class Schema(Mapping[str, Column]):
             raise SchemaError(f"Columns {reprlib.repr(rows)} were received; expected a list of columns.")
         columns: dict[str, Column] = {}
         for row in rows:
-            if not isinstance(row, list) or len(row) != 3:
+            if not isinstance(row, list) or len(row) not in (3, 4):
                 raise SchemaError(f"Column {reprlib.repr(row)} was received; expected [name, dtype, shape].")
-            name, dtype, shape = row
+            name, dtype, shape, *rest = row
+            options = rest[0] if rest else {}
+            if not isinstance(options, dict) or any(
+                option not in _OPTIONS or value is not True for option, value in options.items()
+            ):
+                raise SchemaError(
+                    f"Column options {reprlib.repr(options)} were received; expected some of "
+                    f"{', '.join(_OPTIONS)}, each True."
+                )
             if not isinstance(name, str) or name in columns:
                 raise SchemaError(f"Column name {reprlib.repr(name)} was received; expected each name once.")
             if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -233,7 +253,7 @@ class Schema(Mapping[str, Column]):
                     f"Column shape {reprlib.repr(shape)} was received; expected at most {_MOST_DIMENSIONS} positive "
                     "integers."
                 )
-            columns[name] = Column(DTYPES[dtype], tuple(shape))
+            columns[name] = Column(DTYPES[dtype], tuple(shape), **options)
         return cls(columns)
 
     # ---------------------------------------------------------------- rows

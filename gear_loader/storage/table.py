@@ -24,7 +24,14 @@ from gear_loader.errors import (
 from gear_loader.native import copying
 from gear_loader.storage.counters import NUM_FREE_BLOCKS, NUM_STEPS, WRITING_STEPS
 from gear_loader.storage.ids import check_ids, check_origin, ids_of, origin_of
-from gear_loader.storage.incoming import Steps, checked_priorities, checked_priority, listed, stacked
+from gear_loader.storage.incoming import (
+    Steps,
+    checked_priorities,
+    checked_priority,
+    listed,
+    stacked,
+    with_final,
+)
 from gear_loader.storage.index import EVICT_LOWEST, EVICT_OLDEST, INLINE_BYTES, REFUSE, Claim, Index
 from gear_loader.storage.layout import Layout
 from gear_loader.storage.limiters import RateLimiter
@@ -368,7 +375,13 @@ class Table:
 
     # ---------------------------------------------------------------- adding
 
-    def add(self, trajectory: Trajectory, *, priority: float | None = None) -> int:
+    def add(
+        self,
+        trajectory: Trajectory,
+        *,
+        priority: float | None = None,
+        final: Mapping[str, Any] | None = None,
+    ) -> int:
         """Store one trajectory.
 
         Args:
@@ -376,6 +389,8 @@ class Table:
                 with the same T >= 1. It may be a TensorDict; a nested one has the columns ``outer.inner``.
             priority: initial priority for prioritized selectors, finite and not negative. By default the largest
                 priority that the selector has seen (initially 1), so that new trajectories are drawn soon.
+            final: the values after the last step of all columns with ``Column(final=True)``: column name -> ``[*shape]``,
+                the observation that follows the last action. Windows read it, but it is never an anchor.
 
         Returns:
             Index of the trajectory: valid until its removal or eviction, then reused.
@@ -389,8 +404,11 @@ class Table:
         After an error nothing was changed, except for evictions before the wait for space timed out.
         """
         index = self.index
-        length, addresses, hold = self.schema.locate(trajectory)
         first = checked_priority(priority)
+        if final is not None:
+            rows = with_final(self.schema, trajectory, final)
+            return int(self.store([rows], np.array([first], dtype=np.float32), finals=_ONE)[0])
+        length, addresses, hold = self.schema.locate(trajectory)
         if length * self._step_bytes <= INLINE_BYTES and length <= self.longest:
             slot = index.store_one(self._columns, length, addresses, first, evict=self.policy[0])
             if slot is not None:
@@ -470,13 +488,20 @@ class Table:
             return np.empty(0, dtype=np.int64)
         return self._store(index, steps, priorities, given if (given >= 0).any() else None)
 
-    def store(self, trajectories: Sequence[Trajectory], priorities: Array, ids: Array | None = None) -> Array:
+    def store(
+        self,
+        trajectories: Sequence[Trajectory],
+        priorities: Array,
+        ids: Array | None = None,
+        finals: Array | None = None,
+    ) -> Array:
         """`extend_as` with validated priorities and ids, for transports.
 
         Args:
             trajectories: mappings as for `add`.
             priorities: float32 [n], -1 for a trajectory without one.
             ids: int64 [n], -1 for a new id; None for new ids only.
+            finals: int64 [n], 1 if the last row of the trajectory is its final step, else 0; None for none.
 
         Returns:
             Indices of the trajectories, int64 [n].
@@ -484,7 +509,7 @@ class Table:
         Raises:
             As `extend_as`.
         """
-        return self._store(self.index, listed(self.schema, trajectories), priorities, ids)
+        return self._store(self.index, listed(self.schema, trajectories), priorities, ids, finals)
 
     def _checked(self, trajectories: Any, lengths: Any) -> Steps:
         return (
@@ -493,13 +518,21 @@ class Table:
             else stacked(self.schema, trajectories, lengths)
         )
 
-    def _store(self, index: Index, steps: Steps, priorities: Array, given: Array | None = None) -> Array:
-        self._check_lengths(steps.lengths)
+    def _store(
+        self,
+        index: Index,
+        steps: Steps,
+        priorities: Array,
+        given: Array | None = None,
+        finals: Array | None = None,
+    ) -> Array:
+        lengths = steps.lengths if finals is None else steps.lengths - finals
+        self._check_lengths(lengths)
         limiter = self.rules.rate_limiter
         if limiter is not None:
             limiter.check_insert(len(steps.lengths))
         evict, wait = self.policy
-        if given is None:
+        if given is None and finals is None:
             stored = index.store(
                 self.column_addresses(),
                 steps.lengths,
@@ -513,7 +546,7 @@ class Table:
                 return stored
         claim = Claim(len(steps.lengths))
         try:
-            slots, ids = index.begin(steps.lengths, evict=evict, wait=wait, ids=given, claim=claim)
+            slots, ids = index.begin(lengths, finals=finals, evict=evict, wait=wait, ids=given, claim=claim)
             self._write(ids, steps)
             index.commit(slots, priorities)
         except BaseException as error:
@@ -576,6 +609,20 @@ class Table:
         Raises:
             StaleIndexError: the index has no live trajectory.
         """
+        rows = self.rows(index)
+        assert rows is not None
+        return rows
+
+    def rows(self, index: int, *, final: bool = False) -> dict[str, torch.Tensor] | None:
+        """A copy of one trajectory's rows: column name -> tensor ``[T, *shape]`` on the CPU; for transports.
+
+        Args:
+            index: index of the trajectory.
+            final: with the final step as the last row (zeros in columns without one); None if it has none.
+
+        Raises:
+            StaleIndexError: the index has no live trajectory.
+        """
         live = self.index
         if isinstance(index, bool) or not isinstance(index, (int, np.integer)):
             if not (isinstance(index, torch.Tensor) and index.ndim == 0 and not index.is_floating_point()):
@@ -586,13 +633,30 @@ class Table:
         ticket = Ticket()
         try:
             live.reader.begin_read_of(int(index), ticket)
-            length = int(live.arrays.extent[index, 0])
+            length, _, more = live.arrays.extent[index].tolist()
             ids = live.arrays.row(int(index))
-            steps = {name: self._read_column(name, ids, length) for name in self.schema}
+            rows = None
+            if more or not final:
+                count = length + more if final else length
+                rows = {name: self._read_column(name, ids, count) for name in self.schema}
             ticket.end()
-            return steps
+            return rows
         finally:
             ticket.end()  # idempotent; an exception may arrive anywhere above
+
+    def final(self, index: int) -> dict[str, torch.Tensor] | None:
+        """A copy of the values after the last step of one trajectory: column name -> ``[*shape]`` on the CPU.
+
+        Returns:
+            The columns with ``Column(final=True)``; None if the trajectory was added without `final`.
+
+        Raises:
+            StaleIndexError: the index has no live trajectory.
+        """
+        rows = self.rows(index, final=True)
+        if rows is None:
+            return None
+        return {name: rows[name][-1] for name, column in self.schema.items() if column.final}
 
     def _read_column(self, name: str, ids: Array, length: int) -> torch.Tensor:
         column = self.schema[name]
@@ -692,6 +756,7 @@ class Table:
         return self._index
 
 
+_ONE = np.ones(1, dtype=np.int64)
 _tables: weakref.WeakSet[Table] = weakref.WeakSet()
 
 

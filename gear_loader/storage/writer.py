@@ -16,7 +16,7 @@ import torch
 
 from gear_loader.errors import GearError, SchemaError
 from gear_loader.native import copying
-from gear_loader.storage.incoming import single_priority
+from gear_loader.storage.incoming import checked_final, single_priority
 from gear_loader.storage.index import Claim
 from gear_loader.storage.schema import NUMPY_DTYPES, Column, as_mapping, settled
 from gear_loader.utils.arrays import Array, address_of, unreadable
@@ -339,30 +339,40 @@ class Writer:
 
     # ---------------------------------------------------------------- committing
 
-    def commit(self, priority: float | None = None) -> int:
+    def commit(self, priority: float | None = None, *, final: Mapping[str, Any] | None = None) -> int:
         """Commit the appended steps as a trajectory; the next step begins another one.
 
         Args:
-            priority: as for `Table.add`.
+            priority, final: as for `Table.add`.
 
         Returns:
             Index of the trajectory; with chunks, of the last one, which an `append` may have committed.
 
         Raises:
-            SchemaError: no step has been appended, or the priority does not fit.
+            SchemaError: no step has been appended, `priority` or `final` does not fit, or the trajectory and its final
+                step are longer than the table, or the chunks, allow.
             RateLimitError, LockTimeoutError: timed out. The appended steps are kept: retry or discard.
         """
         self._check_usable()
         checked = single_priority(priority)
-        if not self._fresh:
+        last = None if final is None else checked_final(self._table.schema, final)
+        if not self._fresh and (last is None or not self._overlap):
             if self._last_chunk is not None:
+                if last is not None:
+                    raise SchemaError(
+                        "The last chunk is complete and committed, so it cannot get a final step; give chunks an "
+                        "overlap_steps of at least 1, or commit() without final."
+                    )
                 index = self._last_chunk
                 self.discard()
                 return index
             raise SchemaError("Nothing has been appended since the last commit; append at least one step.")
+        if last is not None:
+            self._make_room(1)
+            self._copy_in([row.ctypes.data for row in last.values()], self._ids, self._steps, 1)
         slot = self._slot
         with self._all_or_nothing():
-            self._index.finish(slot, self._steps, checked)
+            self._index.finish(slot, self._steps + (last is not None), checked, final=last is not None)
             self._forget()
         return slot
 

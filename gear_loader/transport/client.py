@@ -141,6 +141,7 @@ class Peer:
         trajectories: list[Mapping[str, Array]],
         priorities: Array,
         ids: Array,
+        finals: Array | None = None,
     ) -> Future[Array]:
         """Add trajectories to a table of the server, all or none.
 
@@ -149,6 +150,7 @@ class Peer:
             trajectories: column name -> array or tensor ``[T, *shape]``.
             priorities: float32 [n], -1 for a trajectory without one.
             ids: int64 [n], global ids; -1 lets the table assign one.
+            finals: int64 [n], 1 if the last row of the trajectory is its final step, else 0; None for none.
 
         Returns:
             A future of their slots, int64 [n].
@@ -158,12 +160,17 @@ class Peer:
                 a fork.
         """
         n = len(trajectories)
-        for name, values, dtype in (("priorities", priorities, np.float32), ("ids", ids, np.int64)):
+        finals = np.zeros(n, dtype=np.int64) if finals is None else finals
+        for name, values, dtype in (
+            ("priorities", priorities, np.float32),
+            ("ids", ids, np.int64),
+            ("finals", finals, np.int64),
+        ):
             if not isinstance(values, np.ndarray) or values.dtype != dtype or values.shape != (n,):
                 raise SchemaError(f"{name} is {_shape(values)}; expected {np.dtype(dtype).name} [{n}].")
         located = [schema.validate(each, what=f"trajectory {i}") for i, each in enumerate(trajectories)]
         lengths = np.array([length for length, _ in located], dtype=np.int64)
-        request = Store(table, schema, lengths, ids, priorities)
+        request = Store(table, schema, lengths, ids, priorities, finals)
         data = np.zeros(request.bulk_bytes, dtype=np.uint8)
         for name, (at, _) in zip(schema, request.columns, strict=True):
             for _, arrays in located:

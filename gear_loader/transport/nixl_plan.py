@@ -16,9 +16,9 @@ __all__ = ["Rows", "columns_of", "pieces_of"]
 _PADS = {"keep": PAD_KEEP, "head": PAD_HEAD, "tail": PAD_TAIL}
 assert (PAD_KEEP, PAD_HEAD) == (0, 1)  # constants of the compiled function, which is cached on disk
 
-OFFSET, STRIDE, STEP_BYTES, OUT, LENGTH, FIRST, PAD = range(7)
+OFFSET, STRIDE, STEP_BYTES, OUT, LENGTH, FIRST, PAD, FINAL = range(8)
 """One row a column, int64: offset in the region, bytes from block to block, bytes of a step; offset in the reply;
-steps, offset and padding of the window. Of a mask the first three are 0, 0, 1."""
+steps, offset and padding of the window; whether it reads final steps. Of a mask the first three are 0, 0, 1."""
 
 
 @compiled
@@ -36,7 +36,7 @@ def _walk(  # type: ignore[no-untyped-def]
         stride, size = columns[c, STRIDE], columns[c, STEP_BYTES]
         length, pad = columns[c, LENGTH], columns[c, PAD]
         for b in range(len(anchors)):
-            steps = extent[b, 0]
+            steps = extent[b, 0] + extent[b, 2] * columns[c, FINAL]
             first = extent[b, 1] - b * width  # the place of block 0 in row b of `ids`
             begin = anchors[b] + columns[c, FIRST]
             low = min(max(begin, 0), steps)
@@ -86,8 +86,9 @@ class Rows:
 
     Args:
         slots, anchors, generations: int64 [n].
-        extent: int64 [n, 2]: length in steps, and the position in `block_ids` where the trajectory's block table would
-            begin (it has the blocks of the windows only), as `gear_loader.native.copying.resolve` writes them.
+        extent: int64 [n, 3]: length in steps, the position in `block_ids` where the trajectory's block table would
+            begin (it has the blocks of the windows only), and the number of final steps, as
+            `gear_loader.native.copying.resolve` writes them.
         block_ids: int32 [n, K], the windows' blocks.
 
     Raises:
@@ -100,7 +101,7 @@ class Rows:
         count = len(slots)
         given = {"slots": slots, "anchors": anchors, "generations": generations, "extent": extent}
         for name, array in given.items():
-            shape = (count, 2) if name == "extent" else (count,)
+            shape = (count, 3) if name == "extent" else (count,)
             if array.dtype != np.int64 or array.shape != shape:
                 raise SchemaError(
                     f"{name} is {array.dtype} {list(array.shape)}; expected int64 {list(shape)}."
@@ -117,7 +118,7 @@ class Rows:
 
 
 def columns_of(spec: WindowSpec, described: Description, count: int) -> Array:
-    """Columns and masks for `_walk`, int64 [C, 7].
+    """Columns and masks for `_walk`, int64 [C, 8].
 
     Raises:
         TransportError: the owner has other columns than the reader expects.
@@ -132,7 +133,8 @@ def columns_of(spec: WindowSpec, described: Description, count: int) -> Array:
     for piece in spec.pieces(count):
         window = spec.windows[piece.name]
         where = places[spec.sources[piece.name]] if piece.kind == "column" else (0, 0, 1)
-        table.append((*where, piece.offset, window.length, window.offset, _PADS[window.pad]))
+        final = spec.schema[spec.sources[piece.name]].final
+        table.append((*where, piece.offset, window.length, window.offset, _PADS[window.pad], final))
     return np.array(table, dtype=np.int64)
 
 
@@ -152,15 +154,15 @@ def pieces_of(spec: WindowSpec, described: Description, rows: Rows, out: Array) 
     """
     numbers, count = described.numbers, len(rows)
     columns = columns_of(spec, described, count)
-    slots, lengths = rows.slots, rows.extent[:, 0]
+    slots, lengths, finals = rows.slots, rows.extent[:, 0], rows.extent[:, 2]
     wrong = (slots < 0) | (slots >= numbers["num_slots"])
     wrong |= (lengths < 1) | (lengths > numbers["max_steps"])
-    wrong |= np.abs(rows.anchors) >= 2**40
+    wrong |= (finals < 0) | (finals > 1) | (np.abs(rows.anchors) >= 2**40)
     if wrong.any():
         raise _wrong(spec, rows, int(np.argmax(wrong)), numbers)
     block_steps = numbers["block_steps"]
     of_steps = columns[columns[:, STRIDE] > 0]
-    longest = np.minimum(of_steps[:, LENGTH], numbers["max_steps"])
+    longest = np.minimum(of_steps[:, LENGTH], numbers["max_steps"] + 1)
     most = count * int(((longest - 1) // block_steps + 2).sum())
     remote, local = np.empty((most, 5), dtype=np.int64), np.empty((most, 5), dtype=np.int64)
     found = int(

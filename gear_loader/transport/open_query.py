@@ -10,6 +10,7 @@ from gear_loader.errors import StaleIndexError, TransportError
 from gear_loader.kernels.plan import (
     BASE,
     BLOCKS,
+    FINAL,
     LENGTH,
     MASK,
     OFFSET,
@@ -77,6 +78,7 @@ class OpenQuery:
             row[[BASE, STRIDE, STEP_BYTES]] = base[order[self.spec.sources[name]]]
             row[BLOCKS] = layout.num_blocks
             row[LENGTH], row[OFFSET], row[PAD] = window.length, window.offset, _PADS[window.pad]
+            row[FINAL] = layout.schema[self.spec.sources[name]].final
         names = list(self.spec.windows)
         self._masked = [names.index(piece.name) for piece in self.spec.pieces(1) if piece.kind == "mask"]
         return attached
@@ -184,6 +186,6 @@ class OpenQuery:
 def warm_up() -> None:
     """Load the compiled gather, which may take seconds the first time on a machine."""
     empty = np.empty(0, dtype=np.int64)
-    table, extent = np.zeros((1, WIDTH), dtype=np.int64), np.zeros((1, 2), dtype=np.int64)
+    table, extent = np.zeros((1, WIDTH), dtype=np.int64), np.zeros((1, 3), dtype=np.int64)
     for rows in (None, empty):
         copying.gather(table, empty, empty, extent, np.zeros(1, dtype=np.int32), 1, 0, 0, rows)

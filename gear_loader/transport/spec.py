@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from gear_loader.collection.windows import in_schema_order, source_of
+from gear_loader.collection.windows import in_schema_order, mask_of, source_of
 from gear_loader.errors import SchemaError, TransportError
 from gear_loader.storage.schema import Schema, Window
 
@@ -51,7 +51,7 @@ class WindowSpec:
         column, column, ..., mask, mask, ...,  each uint8 [n, row_bytes], from a multiple of 128 bytes on
         status                                 uint8 [n]: SERVED or GONE, from `data_bytes(n)` on
 
-    Columns are in the order of the schema; there is one mask for each distinct span, in the order of the columns.
+    Columns are in the order of the schema; there is one mask for each distinct `mask_of`, in the order of the columns.
     Padding is zeros, placed as `Window.pad` says; masks are bool [n, length]. A row is GONE if its slot had no live
     trajectory of its generation when the read began; its bytes are zeros.
 
@@ -82,14 +82,14 @@ class WindowSpec:
         self.schema = schema
         self.windows = in_schema_order(schema, windows)
         self.sources = {name: sources[name] for name in self.windows}
-        owners: dict[tuple[int, int, str], str] = {}
+        owners: dict[tuple[int, int, str, bool], str] = {}
         for name, window in self.windows.items():
-            owners.setdefault(window.span, name)
+            owners.setdefault(mask_of(schema, name, window), name)
         self._rows: list[tuple[str, Literal["column", "mask"], int]] = [
             (name, "column", schema[sources[name]].step_bytes * window.length)
             for name, window in self.windows.items()
         ]
-        self._rows += [(name, "mask", length) for (length, _, _), name in owners.items()]
+        self._rows += [(name, "mask", length) for (length, *_), name in owners.items()]
         self.row_bytes = sum(size for _, _, size in self._rows)
         self._sizes = (0, 0)
         if self.row_bytes >= _MAX_ROW_BYTES:

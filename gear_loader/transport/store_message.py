@@ -23,7 +23,8 @@ class Store:
 
     Attributes:
         table: name of the table. schema: its columns.
-        lengths: int64 [n], steps of each trajectory. ids: int64 [n], global ids or -1. priorities: float32 [n].
+        lengths: int64 [n], rows of each trajectory. ids: int64 [n], global ids or -1. priorities: float32 [n].
+        finals: int64 [n], 1 if the last row is the final step, else 0.
     """
 
     table: str
@@ -31,6 +32,7 @@ class Store:
     lengths: Array
     ids: Array
     priorities: Array
+    finals: Array
 
     @property
     def columns(self) -> list[tuple[int, int]]:
@@ -52,10 +54,11 @@ class Store:
         """Serialize."""
         return b"".join(
             (
-                struct.pack("<II", len(self.lengths), 0),
+                struct.pack("<II", len(self.lengths), int(self.finals.any())),
                 self.lengths.astype("<i8").tobytes(),
                 self.ids.astype("<i8").tobytes(),
                 self.priorities.astype("<f4").tobytes(),
+                self.finals.astype("<i8").tobytes() if self.finals.any() else b"",
                 pack_text(self.table),
                 json.dumps(self.schema.to_json(), separators=(",", ":")).encode(),
             )
@@ -64,7 +67,7 @@ class Store:
     @classmethod
     def most(cls, limits: Limits) -> int:
         """Largest size of the small part."""
-        return 8 + 20 * limits.rows + 2 + MAX_TEXT + MAX_SPEC_BYTES
+        return 8 + 28 * limits.rows + 2 + MAX_TEXT + MAX_SPEC_BYTES
 
     @classmethod
     def parse(cls, small: Bytes, bulk: int, limits: Limits) -> Store:
@@ -82,10 +85,16 @@ class Store:
             raise ProtocolError(
                 f"n of a message STORE is {n:,}; at most {limits.rows:,} trajectories are taken."
             )
-        if fields.number(4, "The field after n"):
-            raise ProtocolError("The field after n of a message STORE is not zero.")
+        kind = fields.number(4, "The field after n")
+        if kind > 1:
+            raise ProtocolError("The field after n of a message STORE is not 0 or 1.")
         lengths, ids = fields.array(n, "<i8", "lengths"), fields.array(n, "<i8", "ids")
         priorities = fields.array(n, "<f4", "priorities")
+        finals = fields.array(n, "<i8", "finals") if kind else np.zeros(n, dtype=np.int64)
+        if n and (finals.min() < 0 or (finals >= np.minimum(lengths, 2)).any()):
+            raise ProtocolError(
+                "finals of a message STORE has a number other than 0 and 1, or a trajectory has no other row."
+            )
         if n and (lengths.min() < 1 or lengths.max() > bulk):
             raise ProtocolError(
                 f"lengths of a message STORE has a number outside of 1 to {bulk:,}, the bytes of the bulk part."
@@ -95,7 +104,7 @@ class Store:
             schema = read_schema(json.loads(str(fields.rest(), "utf-8")))
         except (ValueError, RecursionError):
             raise ProtocolError("schema of a message STORE is not JSON.") from None
-        store = cls(table, schema, lengths, ids, priorities)
+        store = cls(table, schema, lengths, ids, priorities, finals)
         needed = float(lengths.sum(dtype=np.float64)) * schema.step_bytes  # int64 could overflow
         if needed > bulk or store.bulk_bytes != bulk:
             raise ProtocolError(

@@ -137,17 +137,19 @@ class AttachedTable:
         ids = request.ids
         unset = priorities == UNSET
         # The public methods take either no priorities or one for each trajectory.
-        if unset.any() and not unset.all():
-            return self._store_mixed(trajectories, priorities, ids)
+        if request.finals.any() or (unset.any() and not unset.all()):
+            return self._store_mixed(trajectories, priorities, ids, request.finals)
         priority = None if unset.all() else priorities
         if (ids >= 0).any():
             return self.table.extend_as(trajectories, priority=priority, ids=ids)
         return self.table.extend(trajectories, priority=priority)
 
-    def _store_mixed(self, trajectories: list[dict[str, Any]], priorities: Array, ids: Array) -> Array:
+    def _store_mixed(
+        self, trajectories: list[dict[str, Any]], priorities: Array, ids: Array, finals: Array
+    ) -> Array:
         table = self.table
         given = check_ids(ids, len(trajectories))
-        return table.store(trajectories, priorities, given if (given >= 0).any() else None)
+        return table.store(trajectories, priorities, given if (given >= 0).any() else None, finals)
 
 
 def _attach(name: str, path: str, timeout: float) -> tuple[Table, Key]:

@@ -24,8 +24,8 @@ separate message of the channel. All integers are little-endian::
     OPENED             small: number u32                                server
     FETCH              small: number u32, n u32, slots, anchors, generations, each int64 [n]
     REPLY              bulk: pieces and status, as `WindowSpec` lays them out
-    STORE              small: n u32, zero u32, lengths int64 [n], ids int64 [n], priorities float32 [n],
-                       table text, schema as JSON
+    STORE              small: n u32, f u32, lengths int64 [n], ids int64 [n], priorities float32 [n],
+                       finals int64 [n] if f is 1, table text, schema as JSON
                        bulk: column after column, each from a multiple of 128 bytes on: the steps of one trajectory
                        after another
     STORED             small: slots int64 [n]
