@@ -9,6 +9,7 @@ from gear_loader import errors
 
 if TYPE_CHECKING:
     from gear_loader import distributed, sources
+    from gear_loader.collection.n_step import NStep
     from gear_loader.dataset import ReplayDataset
     from gear_loader.lightning.datamodule import ReplayDataModule
     from gear_loader.lightning.monitor import ReplayMonitor
@@ -25,6 +26,7 @@ __all__ = [
     "Lifo",
     "LinearSchedule",
     "MinSize",
+    "NStep",
     "Prioritized",
     "Queue",
     "RateLimiter",
@@ -54,6 +56,7 @@ _MODULES = {
     "Lifo": "selection.selectors",
     "LinearSchedule": "selection.selectors",
     "MinSize": "storage.limiters",
+    "NStep": "collection.n_step",
     "Prioritized": "selection.selectors",
     "Queue": "storage.limiters",
     "RateLimiter": "storage.limiters",

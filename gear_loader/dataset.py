@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 import math
@@ -19,7 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from gear_loader.collection.buffer_pools import BufferPools
 from gear_loader.collection.collector import Batch, Buffers, Collector
 from gear_loader.collection.prefetch import Prefetcher
-from gear_loader.collection.windows import check_windows, windows_of
+from gear_loader.collection.windows import check_windows, expand, windows_of
 from gear_loader.distributed.collector import ShardCollector
 from gear_loader.distributed.collector_cuda import CudaShardCollector
 from gear_loader.distributed.exchange import SingleProcess
@@ -34,6 +35,7 @@ from gear_loader.distributed.shards import Shards
 from gear_loader.errors import GearError, PrivateTableError, RankError, SchemaError
 from gear_loader.iteration import MAX_WORKERS, Position
 from gear_loader.selection.base import Selection, SelectionContext
+from gear_loader.selection.complete import CompleteAnchors
 from gear_loader.selection.prioritized import PrioritizedSelection, needs_priorities
 from gear_loader.selection.random import key
 from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Selector, Uniform
@@ -145,6 +147,8 @@ class ReplayDataset(IterableDataset[Batch]):
         windows: one `Window` for all columns, or a mapping of column name to window; columns without a window are not
             read.
         columns: with one window: the columns to read (all by default).
+        complete: draw only anchors at which every window lies wholly inside the trajectory, its final step included. A
+            trajectory that has none is never drawn; `stats` counts them.
         anchor: ``"uniform"`` over the trajectory's steps, ``"first"`` or ``"last"``. A selector with
             ``unit="step"`` chooses the anchors itself.
         selector: `Uniform()` by default.
@@ -188,6 +192,7 @@ class ReplayDataset(IterableDataset[Batch]):
         batch_size: int,
         windows: Window | Mapping[str, Window],
         columns: Sequence[str] | None = None,
+        complete: bool = False,
         anchor: Literal["uniform", "first", "last"] = "uniform",
         selector: Selector | None = None,
         seed: int = 0,
@@ -215,6 +220,7 @@ class ReplayDataset(IterableDataset[Batch]):
             batch_size=batch_size,
             windows=windows,
             columns=columns,
+            complete=complete,
             anchor=anchor,
             selector=selector,
             seed=seed,
@@ -234,6 +240,9 @@ class ReplayDataset(IterableDataset[Batch]):
         self.batch_size = int(batch_size)
         self.windows = windows_of(table.schema, windows, columns)
         self.selector: Selector = Uniform() if selector is None else selector
+        if not isinstance(complete, bool):
+            raise SchemaError(f"complete is {complete!r}; expected True or False.")
+        self.complete = CompleteAnchors.of(table.schema, self.windows) if complete else None
         self.anchor: Literal["uniform", "first", "last"] = anchor
         self.seed = int(seed)
         self.device = device_of(device)
@@ -491,7 +500,10 @@ class ReplayDataset(IterableDataset[Batch]):
                 "child: its connections to other ranks are the parent's. Make Shards and dataset in the child, or "
                 "start it with spawn."
             )
-        options = (self.table, self.selector, self.anchor, self.subset, self.rate_limited, self.sample_info)
+        options = (
+            *(self.table, self.selector, self.anchor, self.subset),
+            *(self.rate_limited, self.sample_info, self.complete),
+        )
         if self._selection is None or not all(map(operator.is_, options, self._selected_for)):
             self._selected_for = options
             self._selection = selection_for(
@@ -499,7 +511,7 @@ class ReplayDataset(IterableDataset[Batch]):
                 # A state may precede the prefetched batches and one that a trainer fetched ahead.
                 history=self.prefetch + self.keep + 2,
                 device=self.device,
-                windows=self.windows,
+                windows=expand(self.table.schema, self.windows)[0],
                 shards=self.shards,
                 exchange=self._exchange if self._is_global else None,
             )
@@ -683,6 +695,24 @@ class ReplayDataset(IterableDataset[Batch]):
 
     # ---------------------------------------------------------------- sizes
 
+    def stats(self) -> dict[str, int]:
+        """Numbers of what can be drawn from this process's table now.
+
+        Returns:
+            ``"trajectories"`` that can be drawn; ``"too_short"``: those of the subset that never are, because they have
+            no anchor with complete windows; ``"anchors"``: steps that can be drawn as anchors.
+        """
+        context = self._selected().context
+        snapshot = self.table.reader().snapshot()
+        if context.subset is not None:
+            snapshot = snapshot.take(dataclasses.replace(context, complete=None).chosen(snapshot.slots))
+        anchors = context.num_anchors(snapshot.slots)
+        return {
+            "trajectories": int((anchors > 0).sum()),
+            "too_short": int((anchors <= 0).sum()),
+            "anchors": int(anchors.sum()),
+        }
+
     def _pass_batches(self, view: Any) -> int:
         """Batches of one pass over all items, on all ranks together."""
         items, size = self.selector.num_items(view), self._global_size(self.batch_size)
@@ -837,9 +867,11 @@ class ReplayDataset(IterableDataset[Batch]):
         if not isinstance(state, Mapping) or not isinstance(state.get("config"), Mapping):
             raise SchemaError(f"The state is {state!r}; expected a state_dict() of a ReplayDataset.")
         values = Position.check_state(state)
-        mine = self._config()
+        saved, mine = state["config"], self._config()
         different = {
-            key: (value, mine[key]) for key, value in state["config"].items() if mine.get(key) != value
+            key: (saved.get(key), mine.get(key))
+            for key in {**saved, **mine}
+            if saved.get(key) != mine.get(key)
         }
         if different:
             raise SchemaError(
@@ -864,6 +896,7 @@ class ReplayDataset(IterableDataset[Batch]):
             "selector": repr(self.selector),
             "anchor": self.anchor,
             "drop_last": self.drop_last,
+            **({} if self.complete is None else {"complete": True}),
         }
 
 

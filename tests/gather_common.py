@@ -46,7 +46,10 @@ def pinned_memory(size: int) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """One column of a batch; `shift` moves its output that many bytes away from an aligned address."""
+    """One column of a batch; `shift` moves its output that many bytes away from an aligned address.
+
+    With `final` the window reads the final steps that every other trajectory or so has.
+    """
 
     step_bytes: int
     length: int
@@ -54,13 +57,15 @@ class Spec:
     pad: int = PAD_KEEP
     mask: bool = True
     shift: int = 0
+    final: bool = True
 
 
 class Store:
     """Trajectories of random bytes, in blocks that are out of order and have others between them.
 
     Attributes:
-        rows: for each column the trajectories themselves, uint8 [length, step_bytes].
+        rows: for each column the trajectories themselves, uint8 [length, step_bytes], and their final steps.
+        lengths, finals: steps of each trajectory, and its final steps, 0 or 1.
         sources, extent, block_ids: the same as a gather reads them.
     """
 
@@ -73,26 +78,29 @@ class Store:
         seed: int = 0,
         spare_lines: int = 0,
         memory: Memory = host_memory,
+        finals: bool = True,
     ) -> None:
         random = np.random.default_rng(seed)
         self.block_steps = block_steps
         self.lengths = list(lengths)
+        self.finals = random.integers(0, 1 + finals, len(self.lengths)).tolist()
+        count = [length + final for length, final in zip(self.lengths, self.finals, strict=True)]
         self.rows = [
-            [random.integers(0, 256, (length, size), dtype=np.uint8) for length in lengths]
+            [random.integers(0, 256, (length, size), dtype=np.uint8) for length in count]
             for size in step_bytes
         ]
-        blocks = [-(-length // block_steps) for length in lengths]
+        blocks = [-(-length // block_steps) for length in count]
         num_blocks = self.num_blocks = sum(blocks) + 3
         order = random.permutation(num_blocks)[: sum(blocks)]  # three blocks belong to no trajectory
 
         # Block tables in random order, with a gap before each that names an unused block.
         unused = int(np.setdiff1d(np.arange(num_blocks), order)[0])
         ids: list[int] = []
-        extent = np.zeros((len(lengths), 2), dtype=np.int64)
+        extent = np.zeros((len(lengths), 3), dtype=np.int64)
         taken = 0
         for slot in random.permutation(len(lengths)).tolist():
             ids.append(unused)
-            extent[slot] = lengths[slot], len(ids)
+            extent[slot] = lengths[slot], len(ids), self.finals[slot]
             ids.extend(order[taken : taken + blocks[slot]].tolist())
             taken += blocks[slot]
         ids.append(unused)
@@ -110,6 +118,14 @@ class Store:
                     piece = torch.from_numpy(row[i * block_steps : (i + 1) * block_steps].reshape(-1))
                     source[ids[first + i], : len(piece)] = piece
             self.sources.append(source)
+
+    def column(self, number: int, spec: Spec) -> Sequence[Array]:
+        """The rows of a column that a window can read."""
+        finals = self.finals if spec.final else [0] * len(self.lengths)
+        return [
+            row[: length + final]
+            for row, length, final in zip(self.rows[number], self.lengths, finals, strict=True)
+        ]
 
     def draw(self, count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Random slots and anchors, first and last steps among them."""
@@ -132,7 +148,7 @@ class Store:
                 index_arrays=lambda: (self.extent.numpy(), self.block_ids.numpy()), check_gathered=check
             ),
         )
-        extent = torch.full((len(slots), 2), -(2**40), dtype=torch.int64)
+        extent = torch.full((len(slots), 3), -(2**40), dtype=torch.int64)
         ids = torch.full(
             (batch, (last - first) // self.block_steps + 2), int(self.block_ids[0]), dtype=torch.int32
         )
@@ -179,7 +195,7 @@ class Outputs:
 
     def plan(self, store: Store | HugeStore) -> GatherPlan:
         columns = [
-            GatherColumn(source, out, spec.offset, spec.pad, mask)
+            GatherColumn(source, out, spec.offset, spec.pad, mask, spec.final)
             for source, out, spec, mask in zip(store.sources, self.outs, self.specs, self.masks, strict=True)
         ]
         return GatherPlan(columns, store.block_steps)
@@ -259,7 +275,7 @@ def check_gather(
         options["rows"] = rows.to(device)
     gather(plan, numbers.to(device), anchors.to(device), extent, ids, **options)
     outputs.check(
-        [windows_of(steps, spec, slots, anchors) for steps, spec in zip(store.rows, specs, strict=True)], rows
+        [windows_of(store.column(i, spec), spec, slots, anchors) for i, spec in enumerate(specs)], rows
     )
     return plan
 
@@ -287,7 +303,7 @@ def check_two_tables(gather: Gather, *, memory: Memory = host_memory, device: st
         given = [part.to(device) for part in (slots, anchors)]
         gather(each, *given, store.extent, store.block_ids, rows=rows.to(device))
         expected.append(
-            [windows_of(s, spec, slots, anchors) for s, spec in zip(store.rows, specs, strict=True)]
+            [windows_of(store.column(i, spec), spec, slots, anchors) for i, spec in enumerate(specs)]
         )
     both = [
         tuple(np.concatenate(parts) for parts in zip(*pair, strict=True))
@@ -325,7 +341,7 @@ class HugeStore:
             }
             for size in step_bytes
         ]
-        extent = reserve(16 * (2**30 + 8)).view(np.int64).reshape(-1, 2)
+        extent = reserve(24 * (2**30 + 8)).view(np.int64).reshape(-1, 3)
         ids = reserve(4 * (2**31 + 64)).view(np.int32)
         smallest = min(strides)
         num_blocks = 24 * 2**30 // smallest
@@ -339,7 +355,7 @@ class HugeStore:
         taken = 0
         for slot, length, start in zip(self.SLOTS, lengths, starts, strict=True):
             count = -(-length // block_steps)
-            extent[slot] = length, start
+            extent[slot] = length, start, 0
             ids[start : start + count] = blocks[taken : taken + count]
             taken += count
         self.extent, self.block_ids = torch.from_numpy(extent), torch.from_numpy(ids)
@@ -352,6 +368,9 @@ class HugeStore:
                     piece = row[i * block_steps : (i + 1) * block_steps].reshape(-1)
                     source[ids[start + i], : len(piece)] = piece
             self.sources.append(torch.from_numpy(source))
+
+    def column(self, number: int, spec: Spec) -> Mapping[int, Array]:
+        return self.rows[number]
 
     def draw(self, count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         return _draw(self.SLOTS, self.lengths, count, seed)

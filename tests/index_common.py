@@ -18,7 +18,7 @@ _ENOUGH = 50
 
 def values_of(table: gear.Table, slot: int) -> list[int]:
     """A trajectory of a table of `SCALAR`."""
-    length, start = table.region.array("extent")[slot].tolist()
+    length, start, _ = table.region.array("extent")[slot].tolist()
     return values_at(table, start, length)
 
 

@@ -40,6 +40,8 @@ class Index:
         known: int32 [T] on the device: low 32 bits of the generation of the slot's trajectory in the tree; 0 if the
             tree has no such trajectory.
         blocks: blocks of the tree's trajectories if an item is a step, else None.
+        anchors: which steps of a trajectory can be anchors: the first of them, the steps that must follow, and the same
+            with a final step counted; all steps by default. See `selection.complete`.
     """
 
     addresses: torch.Tensor
@@ -47,6 +49,7 @@ class Index:
     block_steps: int
     known: torch.Tensor
     blocks: Blocks | None
+    anchors: tuple[int, int, int] = (0, 0, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Blocks:
         place: int64 [num_blocks]: place of the block in its stream of steps; -1 for a free block.
         first: int64 [T]: place of the trajectory's first block. Its block number n has the place ``first + n``, also if
             shared.
-        steps: int32 [T]: length of the trajectory.
+        steps: int32 [T]: end of the steps that can be anchors.
     """
 
     owner: torch.Tensor
@@ -72,12 +75,14 @@ class Blocks:
 # ---------------------------------------------------------------- locate
 
 
-@triton.jit(do_not_specialize=["count", "num_slots", "num_blocks", "num_ids", "block_steps"])
+@triton.jit(do_not_specialize=["count", "num_slots", "num_blocks", "num_ids", "block_steps", "anchor_first"])
 def locate_kernel(
     p_index,  # int64 [B]
     p_anchor,  # int64 [B]
     p_generation,  # int64 [B]
     p_known,
+    p_owner,
+    p_number,
     p_place,
     p_first,
     p_steps,
@@ -89,6 +94,7 @@ def locate_kernel(
     num_blocks,
     num_ids,
     block_steps,
+    anchor_first,
     STEPS: tl.constexpr,
     CHECK: tl.constexpr,
     ROWS: tl.constexpr,
@@ -110,7 +116,7 @@ def locate_kernel(
         p_ids = tl.load(p_addresses + 2).to(tl.pointer_type(tl.int32))
         i_step = tl.load(p_anchor + i_row, mask=m_row, other=0)
         steps = tl.load(p_steps + i_slot, mask=m_known, other=0)
-        m_known = m_known & (i_step >= 0) & (i_step < steps)
+        m_known = m_known & (i_step >= anchor_first) & (i_step < steps)
         i_number = tl.where(m_known, i_step // block_steps, 0)
         o_ids = tl.load(p_extent + i_slot * 3 + 1, mask=m_known, other=0)
         o_id = tl.minimum(tl.maximum(o_ids + i_number, 0), num_ids - 1)
@@ -118,7 +124,13 @@ def locate_kernel(
         i_block = tl.minimum(tl.maximum(i_block, 0), num_blocks - 1)
         first = tl.load(p_first + i_slot, mask=m_known, other=0)
         m_known = m_known & (tl.load(p_place + i_block, mask=m_known, other=-1) == first + i_number)
-        i_item = i_block * block_steps + (i_step - i_number * block_steps)
+        i_inside = i_step - i_number * block_steps
+        i_item = i_block * block_steps + i_inside
+        # The item is a step of the block's owner, and must be one that can be an anchor there.
+        i_owner = tl.load(p_owner + i_block, mask=m_known, other=0).to(tl.int64)
+        i_own = tl.load(p_number + i_block, mask=m_known, other=0).to(tl.int64) * block_steps + i_inside
+        end = tl.load(p_steps + i_owner, mask=m_known, other=0)
+        m_known = m_known & (i_own >= anchor_first) & (i_own < end)
     tl.store(p_items + i_row, tl.where(m_known, i_item, -1), mask=m_row)
     stale = tl.sum((m_row & ~m_known).to(tl.int64), axis=0)
     if stale > 0:
@@ -165,6 +177,8 @@ def locate(
             index if blocks is None else anchor,
             index if generation is None else generation,
             known.known,
+            dummy if blocks is None else blocks.owner,
+            dummy if blocks is None else blocks.number,
             dummy if blocks is None else blocks.place,
             dummy if blocks is None else blocks.first,
             dummy if blocks is None else blocks.steps,
@@ -176,6 +190,7 @@ def locate(
             0 if blocks is None else len(blocks.place),
             known.num_ids,
             known.block_steps,
+            known.anchors[0],
             STEPS=blocks is not None,
             CHECK=generation is not None,
             **LAUNCH,
@@ -185,7 +200,12 @@ def locate(
 # ---------------------------------------------------------------- resolve
 
 
-@triton.jit(do_not_specialize=["count", "size", "width", "block_steps", "first", "last"])
+@triton.jit(
+    do_not_specialize=[
+        *("count", "size", "width", "block_steps", "first", "last"),
+        *("anchor_first", "ahead", "ahead_final"),
+    ]
+)
 def resolve_kernel(
     p_items,  # int64 [B]
     p_random,  # int64 [3]
@@ -200,6 +220,9 @@ def resolve_kernel(
     block_steps,
     first,
     last,
+    anchor_first,
+    ahead,
+    ahead_final,
     ANCHOR: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -222,13 +245,16 @@ def resolve_kernel(
     steps = tl.load(p_extent + i_slot * 3, mask=m_item, other=0)
     final = tl.load(p_extent + i_slot * 3 + 2, mask=m_item, other=0)
     o_ids = tl.load(p_extent + i_slot * 3 + 1, mask=m_item, other=0)
-    if ANCHOR == UNIFORM:
-        b_uniform = uniform(tl.load(p_random + 2), tl.load(p_random + 1), i_row.to(tl.uint32), 0)
-        b_anchor = tl.minimum((b_uniform * steps.to(tl.float64)).to(tl.int64), steps - 1)
-    elif ANCHOR == FIRST:
-        b_anchor = steps * 0
-    elif ANCHOR == LAST:
-        b_anchor = steps - 1
+    if ANCHOR != ITEM:
+        anchors = steps - anchor_first - tl.maximum(ahead, ahead_final - final)
+        if ANCHOR == UNIFORM:
+            b_uniform = uniform(tl.load(p_random + 2), tl.load(p_random + 1), i_row.to(tl.uint32), 0)
+            b_anchor = tl.minimum((b_uniform * anchors.to(tl.float64)).to(tl.int64), anchors - 1)
+        elif ANCHOR == FIRST:
+            b_anchor = anchors * 0
+        else:
+            b_anchor = anchors - 1
+        b_anchor += anchor_first
     low = tl.minimum(tl.maximum(b_anchor + first, 0), steps + final - 1) // block_steps
     high = tl.minimum(tl.maximum(b_anchor + last, 0), steps + final - 1) // block_steps
     # A row without an item has no steps and becomes padding.
@@ -301,6 +327,7 @@ def resolve(
             known.block_steps,
             first,
             last,
+            *known.anchors,
             ANCHOR=ANCHORS.index(anchor),
             **LAUNCH,
         )

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from gear_loader.collection.windows import mask_of, reach_of, source_of
+from gear_loader.collection.n_step import NStep, Returns
+from gear_loader.collection.windows import expand, mask_of, reach_of, source_of
 from gear_loader.kernels.plan import PAD_HEAD, PAD_KEEP, PAD_TAIL, WIDTH, GatherColumn, GatherPlan
 from gear_loader.native import copying, threads
 from gear_loader.storage.rows import CudaRows, SelectedRows
@@ -70,6 +71,7 @@ class Buffers:
         names: on the CPU, int64 [3, B]: view of index, anchor and generation.
         columns: on the CPU, int64 [C, WIDTH]: view of the plan's table.
         weights: on the CPU, float32 [B]: view of priority_weight if batches carry it.
+        returns: the n-step returns to compute after the gather.
     """
 
     batch: Batch
@@ -78,6 +80,12 @@ class Buffers:
     names: Array = dataclasses.field(default_factory=lambda: np.empty((3, 0), dtype=np.int64))
     columns: Array = dataclasses.field(default_factory=lambda: np.empty((0, WIDTH), dtype=np.int64))
     weights: Array = dataclasses.field(default_factory=lambda: np.empty(0, dtype=np.float32))
+    returns: tuple[Returns, ...] = ()
+
+    def compute(self, count: int) -> None:
+        """Compute what the first `count` rows have beside gathered windows; see `Returns.compute`."""
+        for returns in self.returns:
+            returns.compute(self.batch["anchor"][:count])
 
     def rows(self, count: int) -> Batch:
         """The batch's first `count` rows; views if the batch is smaller than the buffers."""
@@ -95,7 +103,7 @@ class Collector:
 
     Args:
         table: table to read.
-        windows: name in the batch -> window; columns that no window reads are not read.
+        windows: name in the batch -> window or `NStep`; columns that no window reads are not read.
         batch_size: rows of a batch.
         device: device of the batches.
         programs: size of the kernel's grid, see `gear_loader.kernels.gather.gather`.
@@ -109,7 +117,7 @@ class Collector:
     def __init__(
         self,
         table: Table,
-        windows: Mapping[str, Window],
+        windows: Mapping[str, Window | NStep],
         *,
         batch_size: int,
         device: torch.device,
@@ -120,7 +128,8 @@ class Collector:
         self.table = table
         self.weighs = weighs
         self.informs = informs
-        self.windows = dict(windows)
+        self.windows, self._hidden = expand(table.schema, windows)
+        self._computed = {name: window for name, window in windows.items() if isinstance(window, NStep)}
         self.batch_size = batch_size
         self.device = device
         self.programs = programs
@@ -133,9 +142,9 @@ class Collector:
             self._numbers = torch.arange(batch_size, device="cpu").to(device)
         self._row_bytes = sum(
             table.schema[source_of(name, window)].step_bytes * window.length
-            for name, window in windows.items()
+            for name, window in self.windows.items()
         )
-        self._first, self._last = reach_of(windows)
+        self._first, self._last = reach_of(self.windows)
         self.waits = False
         """Whether `gather` may wait for other processes, so that the training thread must not call it."""
 
@@ -220,7 +229,16 @@ class Collector:
             name: masks[keys[name]][:, 0] if window.squeeze else masks[keys[name]]
             for name, window in self.windows.items()
         }
-        alike = len({(keys[name], window.squeeze) for name, window in self.windows.items()}) == 1
+        returns = tuple(
+            Returns.of(
+                self._computed[name],
+                {part: batch.pop(hidden) for part, hidden in parts.items()},
+                {part: shown.pop(hidden) for part, hidden in parts.items()},
+            )
+            for name, parts in self._hidden.items()
+        )
+        batch.update((name, each.out) for name, each in zip(self._hidden, returns, strict=True))
+        alike = len({(keys[name], self.windows[name].squeeze) for name in shown}) == 1
         batch["mask"] = next(iter(shown.values())) if alike else shown
         names = empty(3, size, dtype=torch.int64)
         batch.update(zip(_ROW_KEYS, names, strict=True))
@@ -229,7 +247,7 @@ class Collector:
         if self.informs:
             counts = empty(2, size, dtype=torch.int64)
             batch["sample_info"] = _named(counts, empty(2, size, dtype=torch.float32))
-        made = Buffers(batch, GatherPlan(columns, self._block_steps))
+        made = Buffers(batch, GatherPlan(columns, self._block_steps), returns=returns)
         if device.type == "cpu":
             made.names, made.columns = names.numpy(), made.plan.table.numpy()
             if "priority_weight" in batch:
@@ -306,6 +324,8 @@ class Collector:
             )
             if bad:
                 self.table.reader().check_gathered(bad)
+            if buffers.returns:
+                buffers.compute(count)
             return
         for place, values in zip(buffers.names, (slots, anchors, rows.generations), strict=True):
             place[:count] = values
@@ -319,6 +339,7 @@ class Collector:
             self._row_bytes,
         )
         self.table.reader().check_gathered(bad)
+        buffers.compute(count)
 
     def _gather_zero_copy(
         self,
@@ -357,6 +378,7 @@ class Collector:
             mirror[1].view(-1),
             programs=self.programs,
         )
+        buffers.compute(count)
 
 
 def resolve(
@@ -369,7 +391,7 @@ def resolve(
         slots, anchors: int64 [B].
         reach: first and last step covered by any window, relative to the anchor.
         extent: int64 [B, 3], filled with lengths in steps, the positions in `ids` where the trajectories' block tables
-            would start (may be negative, because `ids` holds the blocks of the windows only), and numbers of final steps.
+            would start (may be negative, because `ids` holds the blocks of the windows only), and final steps (0 or 1).
         ids: int32 [B, K], filled with the windows' blocks.
     """
     lengths, block_ids = table.reader().index_arrays()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+from gear_loader.collection.n_step import NStep
 from gear_loader.errors import SchemaError
 from gear_loader.storage.schema import BATCH_KEYS, Schema, Window
 
-__all__ = ["check_windows", "in_schema_order", "mask_of", "reach_of", "source_of", "windows_of"]
+__all__ = ["check_windows", "expand", "in_schema_order", "mask_of", "reach_of", "source_of", "windows_of"]
+
+_W = TypeVar("_W", bound="Window | NStep")
 
 
 def check_windows(windows: Any, columns: Sequence[str] | None) -> None:
@@ -34,15 +37,37 @@ def check_windows(windows: Any, columns: Sequence[str] | None) -> None:
             f"columns {list(columns)} and the windows' columns {list(windows)} differ; give one."
         )
     for name, window in windows.items():
-        if not isinstance(window, Window):
-            raise SchemaError(f"The window of column {name!r} is {window!r}; expected gear_loader.Window.")
+        if not isinstance(window, (Window, NStep)):
+            raise SchemaError(
+                f"The window of column {name!r} is {window!r}; expected gear_loader.Window or gear_loader.NStep."
+            )
         if not isinstance(name, str) or not name or name in BATCH_KEYS:
             raise SchemaError(
                 f"A window has the name {name!r}; expected a non-empty string other than {', '.join(BATCH_KEYS)}."
             )
 
 
-def source_of(name: str, window: Window) -> str:
+def expand(
+    schema: Schema, windows: Mapping[str, Window | NStep]
+) -> tuple[dict[str, Window], dict[str, dict[str, str]]]:
+    """The windows that are gathered for those of a dataset.
+
+    Returns:
+        Name -> window; and for each `NStep` the names of its windows among them, by those of `NStep.windows`.
+    """
+    plain: dict[str, Window] = {}
+    hidden: dict[str, dict[str, str]] = {}
+    for name, window in windows.items():
+        if isinstance(window, Window):
+            plain[name] = window
+            continue
+        needed = window.windows(schema)
+        hidden[name] = {part: f"{name}:{part}" for part in needed}
+        plain.update({f"{name}:{part}": each for part, each in needed.items()})
+    return plain, hidden
+
+
+def source_of(name: str, window: Window | NStep) -> str:
     """The column that the window of this name reads."""
     return name if window.column is None else window.column
 
@@ -52,13 +77,13 @@ def mask_of(schema: Schema, name: str, window: Window) -> tuple[int, int, str, b
     return *window.span, schema[source_of(name, window)].final
 
 
-def in_schema_order(schema: Schema, windows: Mapping[str, Window]) -> dict[str, Window]:
+def in_schema_order(schema: Schema, windows: Mapping[str, _W]) -> dict[str, _W]:
     """Name -> window, in the order of the columns that they read, all of which the schema has."""
     order = {column: place for place, column in enumerate(schema)}
     return dict(sorted(windows.items(), key=lambda item: order[source_of(*item)]))
 
 
-def windows_of(schema: Schema, windows: Any, columns: Sequence[str] | None) -> dict[str, Window]:
+def windows_of(schema: Schema, windows: Any, columns: Sequence[str] | None) -> dict[str, Window | NStep]:
     """Name -> window, in the order of the columns that they read; raises SchemaError if they do not fit the schema."""
     check_windows(windows, columns)
     if isinstance(windows, Window):
@@ -71,6 +96,9 @@ def windows_of(schema: Schema, windows: Any, columns: Sequence[str] | None) -> d
         raise SchemaError(
             f"Columns {list(sources.values())} were asked for; the table has {list(schema)}. Unknown: {unknown}."
         )
+    for window in chosen.values():
+        if isinstance(window, NStep):
+            window.windows(schema)
     return in_schema_order(schema, chosen)
 
 

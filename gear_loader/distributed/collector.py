@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from gear_loader.collection.collector import Batch, Buffers, Collector, copy_batch
+from gear_loader.collection.n_step import NStep
 from gear_loader.collection.windows import source_of
 from gear_loader.distributed.remote import Part, RemoteShard, Staging
 from gear_loader.distributed.shards import Shards
@@ -102,7 +103,7 @@ class ShardCollector(Collector):
     def __init__(
         self,
         shards: Shards,
-        windows: Mapping[str, Window],
+        windows: Mapping[str, Window | NStep],
         *,
         batch_size: int,
         device: torch.device,
@@ -130,7 +131,7 @@ class ShardCollector(Collector):
         made.batch["shard"] = torch.empty(
             self.batch_size, dtype=torch.int64, device=device, pin_memory=pinned
         )
-        return ShardBuffers(made.batch, made.plan)
+        return ShardBuffers(made.batch, made.plan, returns=made.returns)
 
     # ---------------------------------------------------------------- collecting
 
@@ -185,6 +186,7 @@ class ShardCollector(Collector):
         if len(left):
             self._gather_local(buffers, rows, self._replace(rows, left, tickets))
         self._write_keys(buffers, rows)
+        buffers.compute(len(rows))
 
     def _read_or_replace(self, rows: ShardRows, which: Array, tickets: ReadTickets) -> Array:
         """Take read tickets for rows of this node's shards, and replace rows that are gone; return `which`."""

@@ -101,7 +101,7 @@ class CudaShardCollector(ShardCollector):
             made.batch[key] = mirror.keys[i]
         if self.weighs:
             made.batch["priority_weight"] = mirror.weights
-        return DeviceBuffers(made.batch, made.plan, gpu, host=host, mirror=mirror)
+        return DeviceBuffers(made.batch, made.plan, gpu, returns=made.returns, host=host, mirror=mirror)
 
     @contextlib.contextmanager
     def _filling(self, buffers: ShardBuffers) -> Iterator[None]:

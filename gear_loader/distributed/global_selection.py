@@ -88,7 +88,7 @@ class GlobalSelection(Selection):
     def look(self) -> PassView:
         """Return a view of the trajectories in all shards now."""
         self._begin()
-        own = tuple(Selection(sampler.context).view() for sampler in self.samplers.own.values())
+        own = tuple(Selection(sampler.context).look() for sampler in self.samplers.own.values())
         counts = [np.array([len(view), view.num_steps], dtype=np.int64) for view in own]
         sizes = np.stack(self._batches.share_arrays(counts))
         order = None

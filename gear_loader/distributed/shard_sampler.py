@@ -128,12 +128,12 @@ class SnapshotShardSampler(ShardSampler):
     def view(self) -> Snapshot:
         """Snapshot of the last summary."""
         if self._view is None:
-            self._view = self._selection.view()
+            self._view = self._selection.look()
         return self._view
 
     def summarize(self) -> Array:
         """See `ShardSampler.summarize`."""
-        self._view = self._selection.view()
+        self._view = self._selection.look()
         items = self.context.selector.num_items(self._view)
         summary: Array = np.zeros(1, dtype=SUMMARY)
         summary["mass"], summary["least"], summary["batch_least"] = items, 1.0, 1.0
@@ -148,9 +148,7 @@ class SnapshotShardSampler(ShardSampler):
         """See `ShardSampler.spare`."""
         slots, steps, generations = np.zeros((3, count), dtype=np.int64)
         self._replace(draw, np.arange(count), _TURNS + turn, slots, steps, generations)
-        records = records_of(self.table, slots, steps)
-        records["generation"] = generations
-        return records
+        return self._records(slots, steps, generations)
 
     def resolve_in(self, view: Snapshot, draw: Draw, rows: Array, items: Array) -> Array:
         """Resolve items of another snapshot; see `resolve`."""
@@ -168,9 +166,7 @@ class SnapshotShardSampler(ShardSampler):
                 break
             self._replace(draw, gone, turn, slots, steps, generations)
             gone = gone[(state[slots[gone]] != READY) | (generation[slots[gone]] != generations[gone])]
-        records = records_of(self.table, slots, steps)
-        records["generation"] = generations
-        return records
+        return self._records(slots, steps, generations)
 
     def _located(self, view: Snapshot, items: Array) -> tuple[Array, Array | None, Array, Array]:
         if self.context.selector.unit == "step":
@@ -183,7 +179,7 @@ class SnapshotShardSampler(ShardSampler):
         self, draw: Draw, which: Array, turn: int, slots: Array, steps: Array, generations: Array
     ) -> None:
         """Draw random rows of the current snapshot in place of rows `which`, which are gone."""
-        view = self._selection.view()
+        view = self._selection.look()
         if len(view) == 0:
             raise self.context.empty()
         stream = shard_stream(REDRAWN + 2 * turn, self.shard)
@@ -195,6 +191,12 @@ class SnapshotShardSampler(ShardSampler):
             at = anchors(self.context.anchor, highs, draw, stream + 1)[: len(which)]
         slots[which], steps[which], generations[which] = others, at, fresh
 
+    def _records(self, slots: Array, anchors: Array, generations: Array) -> Array:
+        """Records of rows; `anchors` are numbers of anchors of their trajectories, int64 [n]."""
+        records = records_of(self.table, slots, anchors + self.context.first)
+        records["generation"] = generations
+        return records
+
     def candidates(self, draw: Draw, count: int) -> Array:
         """See `ShardSampler.candidates`: the oldest or the newest rows, by id."""
         for _ in range(_TURNS):
@@ -202,7 +204,7 @@ class SnapshotShardSampler(ShardSampler):
             gone = self._gone(records)
             if len(gone) == 0:
                 break
-            self._view = self._selection.view()
+            self._view = self._selection.look()
         present: Array = np.delete(records, gone)
         return present
 
@@ -217,9 +219,7 @@ class SnapshotShardSampler(ShardSampler):
         if steps is None:
             # A candidate's row of the batch is not known yet: its anchor depends on its position in the shard.
             steps = _anchors(self.context, lengths, draw, self.shard)
-        records = records_of(self.table, slots, steps)
-        records["generation"] = generations
-        return records
+        return self._records(slots, steps, generations)
 
     def _gone(self, records: Array) -> Array:
         """Return the positions of records whose trajectories are gone."""
@@ -299,7 +299,7 @@ class PrioritizedShardSampler(PrioritizedSelection, ShardSampler):
         table = self.table
         slots, steps = self._map.locate(items)
         if self.context.selector.unit == "trajectory":
-            steps = self._anchors(table.reader().index_arrays()[0][slots, 0], draw, stream)
+            steps = self._anchors(slots, draw, stream)
         return records_of(table, slots, steps, leaves)
 
     def _gone(self, records: Array) -> Array:
@@ -381,7 +381,8 @@ class PrioritizedShardSampler(PrioritizedSelection, ShardSampler):
                 state, generation, _ = table.reader().slot_states()
                 present = (state[slots] == READY) & (generation[slots] == generations)
                 items = self._map.all_items(slots[present], *table.reader().index_arrays())
-                self._tree.update(items, np.ascontiguousarray(leaves[np.repeat(present, counts)]))
+                leaves = leaves[np.repeat(present, counts)]
+                self._tree.update(items[items >= 0], np.ascontiguousarray(leaves[items >= 0]))
                 ticket.end()
             finally:
                 ticket.end()  # again: an exception may arrive anywhere

@@ -10,6 +10,7 @@ import numpy as np
 
 from gear_loader.errors import SchemaError, TableEmptyError
 from gear_loader.native.random import FIRST, LAST, UNIFORM
+from gear_loader.selection.complete import CompleteAnchors
 from gear_loader.selection.selectors import (
     Draw,
     Selector,
@@ -41,6 +42,7 @@ class SelectionContext:
             from; None for all.
         limited: whether draws wait for the table's rate limiter and count for it.
         informs: whether batches carry ``sample_info``.
+        complete: the anchors to draw from, if not all.
     """
 
     table: Table
@@ -49,6 +51,25 @@ class SelectionContext:
     subset: Callable[[Array], Array] | None
     limited: bool = True
     informs: bool = False
+    complete: CompleteAnchors | None = None
+
+    @property
+    def filters(self) -> bool:
+        """Whether some trajectories are never drawn."""
+        return self.subset is not None or self.complete is not None
+
+    @property
+    def first(self) -> int:
+        """The first step of a trajectory that can be an anchor."""
+        return 0 if self.complete is None else self.complete.first
+
+    def num_anchors(self, slots: Array) -> Array:
+        """Number of steps of trajectories (slots int64 [n]) that can be anchors, int64 [n]."""
+        extent = self.table.reader().index_arrays()[0][slots]
+        if self.complete is None:
+            lengths: Array = extent[:, 0]
+            return lengths
+        return self.complete.counts(extent[:, 0], extent[:, 2])
 
     @property
     def counts(self) -> bool:
@@ -60,22 +81,24 @@ class SelectionContext:
         return count if self.limited else 0
 
     def chosen(self, slots: Array) -> Array:
-        """Mask of the trajectories in `slots` (int64 [n]) that belong to the subset, bool [n].
+        """Mask of the trajectories in `slots` (int64 [n]) that can be drawn, bool [n]: of the subset, with an anchor.
 
         The subset sees the sequence numbers of the table that stored the trajectories first.
 
         Raises:
             SchemaError: the user's function returned another shape.
         """
+        anchored = np.ones(len(slots), dtype=bool) if self.complete is None else self.num_anchors(slots) > 0
         if self.subset is None:
-            return np.ones(len(slots), dtype=bool)
+            return anchored
         chosen = np.asarray(self.subset(sequences_of(self.table.ids(slots))), dtype=bool)
         if chosen.shape != (len(slots),):
             raise SchemaError(
                 f"subset returned shape {list(chosen.shape)} for {len(slots)} sequence numbers; "
                 f"expected [{len(slots)}]."
             )
-        return chosen
+        both: Array = chosen & anchored
+        return both
 
     def empty(self) -> TableEmptyError:
         """The error for a table without a trajectory of the subset."""
@@ -83,6 +106,11 @@ class SelectionContext:
         explain = getattr(self.subset, "explain_empty", None)  # method of the subsets of `ReplayDataModule`
         if count and explain is not None:
             return TableEmptyError(explain(count))
+        if count and self.complete is not None and self.subset is None:
+            return TableEmptyError(
+                f"None of the table's {count:,} trajectories is long enough for the windows of this dataset, which has "
+                "complete=True. Add longer ones, or use shorter windows."
+            )
         if count:
             return TableEmptyError(
                 f"None of the table's {count:,} trajectories belongs to this dataset's subset."
@@ -96,26 +124,37 @@ class Selection:
     def __init__(self, context: SelectionContext) -> None:
         self.context = context
         self._seen: tuple[Snapshot, Snapshot] | None = None
+        self._reduced: tuple[Snapshot, Snapshot] | None = None
 
     def view(self, snapshot: Snapshot | None = None) -> Snapshot:
         """The subset's trajectories in `snapshot`, by default in a new snapshot."""
         snapshot = self.context.table.reader().snapshot() if snapshot is None else snapshot
-        if self.context.subset is None:
+        if not self.context.filters:
             return snapshot
         if self._seen is None or self._seen[0] is not snapshot:
             self._seen = (snapshot, snapshot.take(self.context.chosen(snapshot.slots)))
         return self._seen[1]
 
+    def anchors_of(self, view: Snapshot) -> Snapshot:
+        """`view`, with the number of steps that can be anchors as the lengths of its trajectories."""
+        complete = self.context.complete
+        if complete is None:
+            return view
+        if self._reduced is None or self._reduced[0] is not view:
+            extent = self.context.table.reader().index_arrays()[0]
+            self._reduced = (view, complete.reduce(view, extent))
+        return self._reduced[1]
+
     def look(self) -> Any:
         """The current items for the start of an epoch; has a length and `num_steps`."""
-        return self.view()
+        return self.anchors_of(self.view())
 
     def after_fork(self) -> None:
         """Drop locks of the parent's threads in a forked child."""
 
     def last_look(self) -> Any:
         """`look` for sizes only; may be out of date."""
-        return self.view()
+        return self.look()
 
     def new_ticket(self) -> Any:
         """A read ticket for one batch; `draw` takes it, so that an interrupted draw can be undone."""

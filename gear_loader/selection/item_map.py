@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gear_loader.kernels.sum_tree import GONE
+from gear_loader.kernels.sum_tree import GONE, UNSET
+from gear_loader.selection.complete import CompleteAnchors
 from gear_loader.storage.index_arrays import ranges
 from gear_loader.storage.reader import Changes
 from gear_loader.utils.arrays import Array
@@ -48,11 +49,12 @@ class Leaves:
 
 
 class _Share(NamedTuple):
-    """A trajectory that shares a block with its owner: its slot, its number of the block, its steps of it."""
+    """A trajectory that shares a block with its owner: its slot, its number of the block, and `ItemMap.inside`."""
 
     slot: int
     number: int
-    steps: int
+    first: int
+    end: int
 
 
 class ItemMap:
@@ -61,6 +63,7 @@ class ItemMap:
     Args:
         steps: whether an item is a step; else it is a trajectory.
         num_slots, num_blocks, block_steps: the table's sizes.
+        complete: the steps that can be drawn, if not all; the others have no item.
 
     Attributes:
         capacity: leaves of the tree.
@@ -74,11 +77,23 @@ class ItemMap:
             range of 2**32 places.
         start: int64 [num_slots]: place of the trajectory's first block. Its block number n has the place
             ``start + n``, also if shared, so kernels need no `_others` to test whether a trajectory has a block.
-        length: int32 [num_slots]: steps of the trajectory.
+        length: int32 [num_slots]: end of the steps that can be drawn.
+        inside: int32 [num_blocks, 2]: first step of the block that can be drawn, as one of its owner, and the step
+            after the last one.
     """
 
-    def __init__(self, *, steps: bool, num_slots: int, num_blocks: int, block_steps: int) -> None:
+    def __init__(
+        self,
+        *,
+        steps: bool,
+        num_slots: int,
+        num_blocks: int,
+        block_steps: int,
+        complete: CompleteAnchors | None = None,
+    ) -> None:
         self.steps = steps
+        self._complete = complete
+        self._first_step = 0 if complete is None else complete.first
         self.block_steps = block_steps
         self.capacity = num_blocks * block_steps if steps else num_slots
         self.position = -1
@@ -89,6 +104,7 @@ class ItemMap:
             self.place: Array = np.full(num_blocks, -1, dtype=np.int64)
             self.start: Array = np.zeros(num_slots, dtype=np.int64)
             self.length: Array = np.zeros(num_slots, dtype=np.int32)
+            self.inside: Array = np.zeros((num_blocks, 2), dtype=np.int32)
             self._streams = 0  # ranges of places allocated so far
             self._first: Array = np.full(num_slots, -1, dtype=np.int32)  # first block of a slot
             self._count: Array = np.zeros(num_slots, dtype=np.int32)  # number of blocks of a slot
@@ -119,9 +135,13 @@ class ItemMap:
             )
         blocks, kept = self._remove(changes.slots[stale])
         pieces = [(self._all(blocks), np.full(len(blocks) * self.block_steps, _GONE))]
-        for block, steps in kept:  # steps of the last owner beyond those of the new one
-            items = np.arange(block * self.block_steps + steps, (block + 1) * self.block_steps)
-            pieces.append((items, np.full(len(items), _GONE)))
+        step = np.arange(self.block_steps)
+        for block, before in kept:  # steps that only one of the last owner and the new one has
+            old, new = (
+                (step >= first) & (step < end) for first, end in (before, self.inside[block].tolist())
+            )
+            items = block * self.block_steps + step[old != new]
+            pieces.append((items, np.where(new, np.float32(UNSET), _GONE)[old != new]))
         order = np.flatnonzero(added)
         order = order[np.argsort(changes.sequences[order], kind="stable")]
         slots, priorities = changes.slots[order], changes.priorities[order]
@@ -153,9 +173,10 @@ class ItemMap:
             return [slice(None)]
         return [slice(i, i + 1) for i in range(len(slots))]
 
-    def _remove(self, slots: Array) -> tuple[Array, list[tuple[int, int]]]:
-        """Remove trajectories; returns the freed blocks, and the (block, steps) that another trajectory owns now."""
-        freed, kept = [], []
+    def _remove(self, slots: Array) -> tuple[Array, list[tuple[int, tuple[int, int]]]]:
+        """Remove trajectories; returns the freed blocks, and those that another one owns now with `inside` before."""
+        freed: list[int] = []
+        kept: dict[int, tuple[int, int]] = {}
         for slot in slots[self._first[slots] >= 0].tolist():
             block = int(self._first[slot])
             for _ in range(int(self._count[slot])):
@@ -165,8 +186,10 @@ class ItemMap:
                     others[:] = [share for share in others if share.slot != slot]
                 elif others:
                     share = others.pop()
+                    first, end = self.inside[block].tolist()
+                    kept.setdefault(block, (first, end))
                     self.owner[block], self.number[block] = share.slot, share.number
-                    kept.append((block, share.steps))
+                    self.inside[block] = share.first, share.end
                 else:
                     self.owner[block] = self.place[block] = -1
                     freed.append(block)
@@ -174,7 +197,9 @@ class ItemMap:
                     self._others.pop(block, None)
                 block = following
             self._first[slot] = -1
-        return np.array(freed, dtype=np.int64), [(b, steps) for b, steps in kept if self.owner[b] >= 0]
+        return np.array(freed, dtype=np.int64), [
+            (b, before) for b, before in kept.items() if self.owner[b] >= 0
+        ]
 
     def _add(
         self, slots: Array, priorities: Array, extent: Array, block_ids: Array
@@ -186,26 +211,31 @@ class ItemMap:
         which = np.repeat(np.arange(len(slots)), counts)
         number = ranges(np.zeros_like(counts), counts)
         blocks = block_ids[ranges(starts, counts)].astype(np.int64)
-        known = np.zeros(len(blocks), dtype=np.int64)  # steps of a block that its previous owner has
+        counts_of = lengths if self._complete is None else self._complete.counts(lengths, extent[slots, 2])
+        first = np.full_like(lengths, self._first_step)
+        before = np.zeros((len(blocks), 2), dtype=np.int64)  # `inside` for the previous owner
         start = (self._streams + np.arange(len(slots))) % _STREAMS * _STREAM_PLACES
         self._streams += len(slots)
         for place in np.flatnonzero(self.owner[blocks] >= 0).tolist():
             block = int(blocks[place])
-            owner, at = int(self.owner[block]), int(self.number[block])
-            known[place] = min(self.block_steps, int(extent[owner, 0]) - at * self.block_steps)
-            self._others.setdefault(block, []).append(_Share(owner, at, int(known[place])))
+            before[place] = self.inside[block]
+            share = _Share(int(self.owner[block]), int(self.number[block]), *self.inside[block].tolist())
+            self._others.setdefault(block, []).append(share)
             start[which[place]] = self.place[block] - number[place]  # a later part of the same stream
         self.owner[blocks] = slots[which]
         self.number[blocks] = number
         self.place[blocks] = start[which] + number
-        self.start[slots], self.length[slots] = start, lengths
+        self.start[slots], self.length[slots] = start, first + counts_of
         self._next[blocks[:-1]] = blocks[1:]
         self._first[slots] = blocks[ends - counts]
         self._count[slots] = counts
         step = np.arange(self.block_steps)
-        inside = number[:, None] * self.block_steps + step < lengths[which, None]
+        begin = number * self.block_steps
+        self.inside[blocks, 0] = np.clip(first[which] - begin, 0, self.block_steps)
+        self.inside[blocks, 1] = np.clip((first + counts_of)[which] - begin, 0, self.block_steps)
+        inside = (step >= self.inside[blocks, :1]) & (step < self.inside[blocks, 1:])
         values = np.where(inside, priorities[which, None], _GONE)
-        new = step >= known[:, None]
+        new = ~(inside & (step >= before[:, :1]) & (step < before[:, 1:]))
         return blocks, (blocks[:, None] * self.block_steps + step)[new], values[new]
 
     def locate(self, items: Array) -> tuple[Array, Array]:
@@ -220,8 +250,8 @@ class ItemMap:
         """Items of steps (int64 [n]) of live slots (int64 [n]); -1 for a step unknown to the map."""
         if not self.steps:
             return slots
-        lengths, starts = extent[slots, 0], extent[slots, 1]
-        inside = (steps >= 0) & (steps < lengths)
+        starts = extent[slots, 1]
+        inside = (steps >= self._first_step) & (steps < self.length[slots])
         number = np.where(inside, steps // self.block_steps, 0)
         blocks = block_ids[starts + number].astype(np.int64)
         known = inside & (self.owner[blocks] == slots) & (self.number[blocks] == number)
@@ -229,7 +259,9 @@ class ItemMap:
             for row in np.flatnonzero(inside & ~known).tolist():
                 shares = self._others.get(int(blocks[row]), [])
                 known[row] = any((s.slot, s.number) == (slots[row], number[row]) for s in shares)
-        return np.where(known, blocks * self.block_steps + steps % self.block_steps, -1)
+        at = steps % self.block_steps
+        known &= (at >= self.inside[blocks, 0]) & (at < self.inside[blocks, 1])
+        return np.where(known, blocks * self.block_steps + at, -1)
 
     def all_items(self, slots: Array, extent: Array, block_ids: Array) -> Array:
         """Items of these slots, concatenated."""

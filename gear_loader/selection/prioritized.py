@@ -104,6 +104,7 @@ class PrioritizedSelection(Selection):
             num_slots=layout.max_trajectories,
             num_blocks=layout.num_blocks,
             block_steps=layout.block_steps,
+            complete=context.complete,
         )
         if self._map.capacity >= 2**31:
             raise SchemaError(
@@ -206,7 +207,7 @@ class PrioritizedSelection(Selection):
                 ticket.end()  # again: an exception may arrive anywhere
 
     def _take_in(self, changes: Changes) -> None:
-        chosen = self.context.chosen(changes.slots) if self.context.subset is not None else changes.ready
+        chosen = self.context.chosen(changes.slots) if self.context.filters else changes.ready
         arrays = self.context.table.reader().index_arrays()
 
         def follow() -> None:
@@ -254,7 +255,7 @@ class PrioritizedSelection(Selection):
         selector, context = self.context.selector, self.context
         if type(selector) is not Prioritized or not selector.replacement or self._may_leave_range:
             return None
-        if context.counts:
+        if context.counts or (context.complete is not None and selector.unit == "trajectory"):
             return None
         table = context.table
         generation, sequence = table.reader().slot_states()[1:]
@@ -295,7 +296,7 @@ class PrioritizedSelection(Selection):
             raise
         slots, steps = self._map.locate(items)
         if selector.unit == "trajectory":
-            steps = self._anchors(table.reader().index_arrays()[0][slots, 0], draw, streams[1])
+            steps = self._anchors(slots, draw, streams[1])
         likely = None if leaves is None or not self.context.informs else leaves / self._tree.total
         return DrawnItems(
             slots[:0], slots, steps, table.reader().slot_states()[1][slots], None, leaves, likely
@@ -350,11 +351,12 @@ class PrioritizedSelection(Selection):
             rows.likely[which] = again.likely
         return True
 
-    def _anchors(self, lengths: Array, draw: Draw, stream: int) -> Array:
+    def _anchors(self, slots: Array, draw: Draw, stream: int) -> Array:
+        counts, first = self.context.num_anchors(slots), self.context.first
         if self.context.anchor != "uniform":
-            return anchors(self.context.anchor, lengths, draw)
-        numbers = uniforms(len(lengths), key=draw_key(draw, stream), step=draw.step)
-        steps: Array = np.minimum((numbers * lengths).astype(np.int64), lengths - 1)
+            return first + anchors(self.context.anchor, counts, draw)
+        numbers = uniforms(len(counts), key=draw_key(draw, stream), step=draw.step)
+        steps: Array = first + np.minimum((numbers * counts).astype(np.int64), counts - 1)
         return steps
 
     def _top(self, selector: TopK, count: int) -> Array:
@@ -414,7 +416,7 @@ class PrioritizedSelection(Selection):
 
     def _known_rows(self, request: PriorityUpdates, weighed: Array) -> tuple[Array, Array, float]:
         """Items and leaves of the rows that are not stale, and the largest of their priorities."""
-        if self._map.steps or self.context.subset is not None:
+        if self._map.steps or self.context.filters:
             items = self._items(request)
             known = items >= 0
             return items[known], weighed[known], float(request.priorities[known].max(initial=0))
@@ -443,7 +445,7 @@ class PrioritizedSelection(Selection):
             known &= generation[slots] == request.generations
         else:
             known &= sequence[slots] < self._map.next_sequence
-        if self.context.subset is not None:
+        if self.context.filters:
             known &= self.context.chosen(slots)
         items = self._map.items(slots, request.steps, *table.reader().index_arrays())
         return np.where(known, items, -1)
@@ -495,7 +497,7 @@ class PrioritizedSelection(Selection):
             }
 
     def _read(self, items: Array) -> Array:
-        leaves: Array = self._tree.leaves[items]
+        leaves: Array = np.where(items >= 0, self._tree.leaves[items], np.float32(0))
         return leaves
 
     def _write(self, items: Array, leaves: Array) -> None:
@@ -551,7 +553,8 @@ class PrioritizedSelection(Selection):
         items = [self._map.all_items(part.slots, extent, block_ids) for part in (old, added)]
         repeats = added.lengths if steps else 1
         values = (leaves[source], np.repeat(first, repeats))
-        self._write(np.concatenate(items), np.concatenate(values))
+        joined = np.concatenate(items)
+        self._write(joined[joined >= 0], np.concatenate(values)[joined >= 0])
         self._set_counters(maximum, num_stale)
 
     def forget_pending(self) -> None:

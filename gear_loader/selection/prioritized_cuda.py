@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Literal
@@ -73,7 +74,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
 
         self._wide = SumTree(capacity, self._device)
         self._cut = torch.zeros(1, dtype=torch.bool, device=self._device)
-        table, steps = self.context.table, self._map.steps
+        table, steps, complete = self.context.table, self._map.steps, self.context.complete
         generation = table.reader().slot_states()[1]
         extent, block_ids = table.reader().index_arrays()
         addresses = [array.ctypes.data for array in (generation, extent, block_ids)]
@@ -97,6 +98,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             )
             if steps
             else None,
+            **({} if complete is None else {"anchors": dataclasses.astuple(complete)}),
         )
 
     # ---------------------------------------------------------------- order of work

@@ -34,10 +34,10 @@ class SnapshotSelection(Selection):
         """See `Selection.draw`."""
         selector = self.context.selector
         assert isinstance(selector, SnapshotSelector)
-        if isinstance(selector, Fifo) and frozen is None and self.context.subset is None:
+        if isinstance(selector, Fifo) and frozen is None and not self.context.filters:
             return self._draw_from_end(selector, draw, ticket)
         _, snapshot = self.context.table.reader().begin_snapshot(self.context.samples(draw.count), ticket)
-        view = self.view(snapshot)
+        view = self.anchors_of(self.view(snapshot))
         if (
             frozen is None
             and type(selector) is Uniform
@@ -57,7 +57,7 @@ class SnapshotSelection(Selection):
             steps = anchors(self.context.anchor, lengths, draw)
         if items.version != view.version:
             self._replace_stale(view, draw, slots, steps, generations)
-        rows = (slots, steps, generations)
+        rows = (slots, steps + self.context.first, generations)
         times = self.count_samples(slots, generations, lambda *which: self._redraw(draw, rows, *which))
         likely = 1 / selector.num_items(items) if isinstance(selector, Uniform) else 1.0
         return self.rows(*rows, times, likely)
@@ -77,6 +77,7 @@ class SnapshotSelection(Selection):
             draw.epoch,
             names,
         )
+        names[1] += self.context.first
         return SelectedRows(*names)
 
     def _draw_from_end(self, selector: Fifo, draw: Draw, ticket: Ticket) -> SelectedRows:
@@ -107,7 +108,7 @@ class SnapshotSelection(Selection):
 
     def _redraw(self, draw: Draw, rows: tuple[Array, Array, Array], which: Array, turn: int) -> bool:
         """Replace rows `which` by random rows of a new snapshot; see `count_samples`."""
-        view = self.view()
+        view = self.anchors_of(self.view())
         if len(view) == 0:
             return False
         again, stream = dataclasses.replace(draw, count=len(which)), REDRAWN + 2 * turn
@@ -116,7 +117,9 @@ class SnapshotSelection(Selection):
         else:
             others = again.integers(stream, len(view))
             at = anchors(self.context.anchor, view.lengths[others], again, stream + 1)
-        for part, values in zip(rows, (view.slots[others], at, view.generations[others]), strict=True):
+        for part, values in zip(
+            rows, (view.slots[others], at + self.context.first, view.generations[others]), strict=True
+        ):
             part[which] = values
         return True
 

@@ -117,7 +117,8 @@ def zeros_of(column: Column) -> Array:
 def _one_step(name: str, value: Any, column: Column) -> Any:
     """A step ``[*shape]`` as ``[1, *shape]``; a number as the column's dtype."""
     if isinstance(value, (bool, int, float, np.generic)) and not column.shape:
-        return torch.full((1,), value, dtype=column.dtype, device="cpu")
+        number = value.item() if isinstance(value, np.generic) else value
+        return torch.full((1,), number, dtype=column.dtype, device="cpu")
     if isinstance(value, (np.ndarray, torch.Tensor)) and tuple(value.shape) == column.shape:
         return value[None]
     shape = list(value.shape) if isinstance(value, (np.ndarray, torch.Tensor)) else shown(value)

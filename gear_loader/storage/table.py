@@ -389,8 +389,8 @@ class Table:
                 with the same T >= 1. It may be a TensorDict; a nested one has the columns ``outer.inner``.
             priority: initial priority for prioritized selectors, finite and not negative. By default the largest
                 priority that the selector has seen (initially 1), so that new trajectories are drawn soon.
-            final: the values after the last step of all columns with ``Column(final=True)``: column name -> ``[*shape]``,
-                the observation that follows the last action. Windows read it, but it is never an anchor.
+            final: values after the last step of all columns with ``Column(final=True)``, column name -> ``[*shape]``: the
+                observation that follows the last action. Windows read it, but it is never an anchor.
 
         Returns:
             Index of the trajectory: valid until its removal or eviction, then reused.

@@ -47,7 +47,7 @@ BOTH = pytest.mark.parametrize("run", [gather, reference.gather], ids=["kernel",
 
 def test_a_window_by_hand() -> None:
     # The example of Window's docstring and its neighbours; `.` is padding.
-    store = Store([1] * 3, [3], 2)
+    store = Store([1] * 3, [3], 2, finals=False)
     store.rows = [[np.frombuffer(b"abc", dtype=np.uint8).reshape(3, 1)]] * 3
     first = int(store.extent[0, 1])
     for source in store.sources:
@@ -112,7 +112,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     windows = st.integers(1, 24)
     offsets = st.integers(-40, 40) | st.sampled_from([-400, 400])
     shifts = st.just(0) if aligned else st.integers(0, 5)
-    spec = st.tuples(windows, offsets, st.sampled_from(PADS), st.booleans(), shifts)
+    spec = st.tuples(windows, offsets, st.sampled_from(PADS), st.booleans(), shifts, st.booleans())
     count = draw(st.integers(0, 5))
     batch = max(1, count + draw(st.integers(0, 2)))
     options = {"seed": draw(st.integers(0, 99)), "spare_lines": draw(st.integers(0, 1))}
@@ -328,9 +328,9 @@ ROWS: Refused = [
     ({"slots": ints(3), "anchors": ints(3)}, ValueError, "3 slots and 3 anchors; expected as many of both, at most 2"),
 ]
 INDEX: Refused = [
-    ({"extent": ints(1, 2, dtype=I32)}, TypeError, "extent is torch.int32 .*; expected contiguous torch.int64"),
-    ({"extent": ints(2, 2).t()}, TypeError, r"extent is torch.int64 .*; expected contiguous"),
-    ({"extent": ints(4)}, TypeError, r"extent is torch.int64 \[4\]; expected .*\[T, 2\]"),
+    ({"extent": ints(1, 3, dtype=I32)}, TypeError, "extent is torch.int32 .*; expected contiguous torch.int64"),
+    ({"extent": ints(3, 3).t()}, TypeError, r"extent is torch.int64 .*; expected contiguous"),
+    ({"extent": ints(4)}, TypeError, r"extent is torch.int64 \[4\]; expected .*\[T, 3\]"),
     ({"block_ids": ints(9)}, TypeError, "block_ids is torch.int64 .*; expected .*torch.int32"),
     ({"block_ids": ints(9, dtype=I32)[::2]}, TypeError, "block_ids is torch.int32 .*; expected contig"),
     ({"block_ids": ints(3, 3, dtype=I32)}, TypeError, r"block_ids is torch.int32 \[3, 3\]; expected"),

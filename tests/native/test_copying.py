@@ -93,7 +93,10 @@ def cases(draw: st.DrawFn) -> tuple[Store, list[Spec], int, int, int]:
     lengths = draw(st.lists(st.integers(1, 200), min_size=1, max_size=6))
     store = Store(sizes, lengths, some(1, 110), seed=some(0, 999), spare_lines=some(0, 1))
     pads, masks = st.sampled_from(PADS), st.booleans()
-    specs = [Spec(n, some(1, 140), some(-230, 230), draw(pads), draw(masks), some(0, 70)) for n in sizes]
+    specs = [
+        Spec(n, some(1, 140), some(-230, 230), draw(pads), draw(masks), some(0, 70), draw(masks))
+        for n in sizes
+    ]
     count = some(0, 12)
     return store, specs, count, count + some(0, 3), some(0, 999)
 
@@ -243,7 +246,7 @@ def test_resolve(lengths: list[int], block_steps: int, first: int, span: int, co
     store = Store([1], lengths, block_steps, seed=seed)
     slots, anchors = store.draw(count, seed)
     width = span // block_steps + 2
-    extent = np.full((count + 1, 2), -7, dtype=np.int64)
+    extent = np.full((count + 1, 3), -7, dtype=np.int64)
     ids = np.full((count + 1, width), -7, dtype=np.int32)
     copying.resolve(
         slots.numpy(), anchors.numpy(), store.extent.numpy(), store.block_ids.numpy(), block_steps,
@@ -252,9 +255,10 @@ def test_resolve(lengths: list[int], block_steps: int, first: int, span: int, co
     assert (extent[count] == -7).all()
     assert (ids[count] == -7).all()
     for b, (slot, anchor) in enumerate(zip(slots.tolist(), anchors.tolist(), strict=True)):
-        steps, row = store.extent[slot].tolist()
+        steps, row, final = store.extent[slot].tolist()
         assert extent[b, 0] == steps
-        for step in range(max(anchor + first, 0), min(anchor + first + span + 1, steps)):
+        assert extent[b, 2] == final
+        for step in range(max(anchor + first, 0), min(anchor + first + span + 1, steps + final)):
             place = extent[b, 1] + step // block_steps
             assert b * width <= place < (b + 1) * width
             assert ids.reshape(-1)[place] == store.block_ids[row + step // block_steps]

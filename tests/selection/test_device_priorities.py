@@ -16,6 +16,7 @@ import gear_loader as gear
 from gear_loader.collection.collector import Collector, GpuSide
 from gear_loader.errors import PriorityError, SchemaError, StaleIndexError, TableEmptyError
 from gear_loader.selection.base import Anchor, SelectionContext
+from gear_loader.selection.complete import CompleteAnchors
 from gear_loader.selection.prioritized import ANCHORS, LEAVES, PrioritizedSelection, draw_key
 from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
 from gear_loader.selection.selectors import Draw, Selector
@@ -33,7 +34,7 @@ CLOSE = {"rtol": 2.4e-7, "atol": 0.0}
 
 @pytest.fixture
 def table() -> Iterator[gear.Table]:
-    schema = {"value": gear.Column(torch.float32, (2,))}
+    schema = {"value": gear.Column(torch.float32, (2,), final=True)}
     with gear.Table.create(
         schema, max_steps=500, max_trajectories=60, block_steps=8, on_full="evict_oldest"
     ) as made:
@@ -46,18 +47,25 @@ def table() -> Iterator[gear.Table]:
 def add(table: gear.Table, random: np.random.Generator, number: int) -> None:
     length = int(random.integers(1, 20))
     priority = None if number % 3 else float(number)
-    table.add({"value": np.full((length, 2), number, np.float32)}, priority=priority)
+    last = None if number % 4 else {"value": np.full(2, -number, np.float32)}
+    table.add({"value": np.full((length, 2), number, np.float32)}, priority=priority, final=last)
 
 
-def both(table: gear.Table, selector: Selector, anchor: Anchor = "uniform", subset: Any = None) -> Any:
-    context = SelectionContext(table, selector, anchor, subset)
+def both(
+    table: gear.Table,
+    selector: Selector,
+    anchor: Anchor = "uniform",
+    subset: Any = None,
+    complete: CompleteAnchors | None = None,
+) -> Any:
+    context = SelectionContext(table, selector, anchor, subset, complete=complete)
     return CudaPrioritizedSelection(context, history=4, device=CPU), PrioritizedSelection(context, history=4)
 
 
 def drawn(selection: CudaPrioritizedSelection, draw: Draw) -> tuple[torch.Tensor, ...]:
     """What the kernels write for a batch, with poison before."""
     mirror: tuple[torch.Tensor, ...] = (
-        torch.full((5, BATCH), -7, dtype=torch.int64),
+        torch.full((6, BATCH), -7, dtype=torch.int64),
         torch.full((BATCH, BLOCKS), -7, dtype=torch.int32),
     )
     if selection.context.selector.weighs:
@@ -118,11 +126,12 @@ SELECTORS = {
         ("bottom", "trajectory", "uniform"),
     ],
 )
+@pytest.mark.parametrize("complete", [None, CompleteAnchors(2, 1, 3)])
 def test_batches_are_those_of_the_cpu_while_the_table_changes(
-    table: gear.Table, name: str, unit: Any, anchor: Anchor
+    table: gear.Table, name: str, unit: Any, anchor: Anchor, complete: CompleteAnchors | None
 ) -> None:
     make = SELECTORS[name]
-    device, host = both(table, make(unit), anchor)
+    device, host = both(table, make(unit), anchor, complete=complete)
     random = np.random.default_rng(1)
     writer = table.writer(chunk_steps=24, overlap_steps=16)  # whose trajectories share blocks
     extent, block_ids = table.reader().index_arrays()
@@ -135,11 +144,13 @@ def test_batches_are_those_of_the_cpu_while_the_table_changes(
         np.testing.assert_array_equal(found[0][:3], np.stack((rows.slots, rows.steps, rows.generations)))
         if rows.weights is not None:
             np.testing.assert_allclose(found[2], rows.weights, rtol=1e-6)
-        looked_up = found[0][3:].reshape(BATCH, 2)
+        looked_up = found[0][3:].reshape(BATCH, 3)
         for row, (slot, anchor_step) in enumerate(zip(rows.slots, rows.steps, strict=True)):
-            length = extent[slot, 0]
-            assert looked_up[row, 0] == length
-            first, last = (np.clip(anchor_step + reach, 0, length - 1) // 8 for reach in REACH)
+            length, _, final = extent[slot]
+            assert looked_up[row, [0, 2]].tolist() == [length, final]
+            if complete is not None:
+                assert 2 <= anchor_step < length - max(1, 3 - final)
+            first, last = (np.clip(anchor_step + reach, 0, length + final - 1) // 8 for reach in REACH)
             for block in range(first, last + 1):
                 assert found[1].reshape(-1)[looked_up[row, 1] + block] == block_ids[extent[slot, 1] + block]
         generations = rows.generations.copy()
@@ -157,7 +168,7 @@ def test_batches_are_those_of_the_cpu_while_the_table_changes(
     assert states[0]["maximum"] == states[1]["maximum"]
     # Batches can be repeated as long as all of their trajectories are there.
     assert {part["step"] for part in states[0]["recent"]} <= {2, 3, 4, 5}
-    restored, _ = both(table, make(unit), anchor)
+    restored, _ = both(table, make(unit), anchor, complete=complete)
     restored.load_state_dict(states[0])
     for name in ("leaves", "sums", "mins", "maxs"):
         assert torch.equal(getattr(restored._wide, name), getattr(device._wide, name))
@@ -171,10 +182,13 @@ def shared_steps(table: gear.Table) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return tuple(torch.from_numpy(part) for part in (rows, table.reader().slot_states()[1][rows], steps))  # type: ignore[return-value]
 
 
+@pytest.mark.parametrize("complete", [None, CompleteAnchors(5, 4, 2)])
 @pytest.mark.parametrize("stale", ["ignore", "error"])
-def test_updates_of_shared_steps_are_those_of_the_cpu(table: gear.Table, stale: Any) -> None:
+def test_updates_of_shared_steps_are_those_of_the_cpu(
+    table: gear.Table, stale: Any, complete: CompleteAnchors | None
+) -> None:
     """Whichever of the trajectories that have a step names it, while writers go on between the draw and the update."""
-    device, host = both(table, gear.Prioritized(1.0, unit="step"))
+    device, host = both(table, gear.Prioritized(1.0, unit="step"), complete=complete)
     random = np.random.default_rng(4)
     writers = [
         table.writer(chunk_steps=chunk, overlap_steps=overlap) for chunk, overlap in ((24, 16), (32, 8))
@@ -305,7 +319,7 @@ def test_a_tree_without_positive_priorities_gives_padding_and_an_error_later(tab
     index = table.add({"value": np.zeros((3, 2), np.float32)}, priority=0.0)
     rows, _, weights = drawn(device, Draw(0, 0, 0, 0, BATCH))
     assert (rows[0] == -1).all()
-    assert (rows[3:].reshape(BATCH, 2)[:, 0] == 0).all()
+    assert (rows[3:].reshape(BATCH, 3)[:, 0] == 0).all()
     assert (weights == 0).all()
     with pytest.raises(PriorityError, match="no item left with a positive priority"):
         device._raise_late()
@@ -361,7 +375,7 @@ def test_a_batch_is_gathered_from_what_the_kernels_drew(
     ]
     expected_buffers, buffers = (collector.buffers() for collector in made)
     mirror: tuple[torch.Tensor, ...] = (
-        torch.full((5, BATCH), -7, dtype=torch.int64),
+        torch.full((6, BATCH), -7, dtype=torch.int64),
         torch.full((BATCH, BLOCKS), -7, dtype=torch.int32),
         torch.full((BATCH,), torch.nan),
     )

@@ -50,7 +50,8 @@ def put(array: str, place: Any, value: Any) -> Write:
 
 # fmt: off
 OUT_OF_BOUNDS = [
-    *(put("state", 7, 4), put("extent", (1, 0), 101), put("extent", (1, 0), 0), put("extent", 1, (50, 40))),
+    *(put("state", 7, 4), put("extent", (1, 0), 101), put("extent", (1, 0), 0), put("extent", 1, (50, 40, 0))),
+    *(put("extent", (1, 2), 2), put("extent", (1, 2), -1)),
     *(put("extent", (1, 1), -1), put("extent", (1, 1), 2**40), put("extent", (1, 1), 2**62)),
     *(put("block_ids", (0, 3), 10**6), put("block_ids", (1, 3), -1), put("links", (2, 1), 8)),
     *(put("free_slots", 0, 8), put("free_blocks", 0, -1), put("retired", 7, 8), put("touched", 7, -2)),
@@ -176,7 +177,7 @@ def test_a_gather_of_wrong_blocks_fills_with_zeros_and_says_how_many() -> None:
     blocks, out = np.ones((3, 128), dtype=np.uint8), np.full((4, 6), 7, dtype=np.uint8)
     columns[0, :5] = blocks.ctypes.data, 128, 1, out.ctypes.data, 6
     columns[0, 9] = 3
-    extent = np.array([[6, 0], [6, 5], [6, 2], [6, 0]], dtype=np.int64)
+    extent = np.array([[6, 0, 0], [6, 5, 0], [6, 2, 0], [6, 0, 0]], dtype=np.int64)
     ids = np.array([0, 2, 1, 3, -1, 0], dtype=np.int32)  # one of slot 1 is missing, one of slot 2 too large
     slots = np.array([0, 1, 2, 4], dtype=np.int64)
     assert copying.gather(columns, slots, np.zeros(4, dtype=np.int64), extent, ids, 4, 0, 4) == 3

@@ -102,7 +102,8 @@ def test_index_arrays() -> None:
         "moved": (np.uint32, (16,)),
         "priority": (np.float32, (16,)),
         "links": (np.int32, (16, 2)),
-        **dict.fromkeys(("extent", "owner"), (np.int64, (16, 2))),
+        "extent": (np.int64, (16, 3)),
+        "owner": (np.int64, (16, 2)),
     }
     expected = {
         **slots,

@@ -136,7 +136,7 @@ class World:
         region, windows = self.table.region, self.spec.windows.values()
         first = min(window.offset for window in windows)
         last = max(window.offset + window.length - 1 for window in windows)
-        extent = np.empty((len(slots), 2), np.int64)
+        extent = np.empty((len(slots), 3), np.int64)
         ids = np.full((len(slots), (last - first) // 4 + 2), -1, np.int32)
         held, block_ids = region.array("extent"), region.array("block_ids").reshape(-1)
         blocks = region.layout.num_blocks

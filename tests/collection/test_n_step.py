@@ -1,0 +1,113 @@
+"""n-step returns of a batch against a naive loop over the stored episodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gear_loader as gear
+from gear_loader.collection.n_step import n_step
+
+hypothesis = pytest.importorskip("hypothesis")
+st = pytest.importorskip("hypothesis.strategies")
+
+
+def naive(
+    rewards: list[float], done: list[bool], anchor: int, n: int, gamma: float, final: bool
+) -> tuple[float, float, int, bool]:
+    """Return, discount, bootstrap step and whether there is a target."""
+    counted = []
+    for step in range(anchor, min(anchor + n, len(rewards))):
+        counted.append(rewards[step])
+        if done[step]:
+            total = sum(gamma**i * reward for i, reward in enumerate(counted))
+            return total, 0.0, anchor + len(counted), True
+    if anchor + len(counted) >= len(rewards) + final:
+        counted.pop()
+    total = sum(gamma**i * reward for i, reward in enumerate(counted))
+    return total, gamma ** len(counted), anchor + len(counted), bool(counted)
+
+
+@pytest.mark.parametrize("final", [True, False])
+@pytest.mark.parametrize("reward", [torch.float32, torch.float64, torch.int16, torch.bfloat16])
+@pytest.mark.parametrize(("n", "gamma"), [(1, 0.99), (3, 0.5), (7, 1.0), (4, 0.0)])
+def test_against_a_naive_loop(final: bool, reward: torch.dtype, n: int, gamma: float) -> None:
+    schema = {
+        "obs": gear.Column(torch.float32, (2,), final=final),
+        "reward": gear.Column(reward),
+        "terminated": gear.Column(torch.bool),
+    }
+    random = np.random.default_rng(n)
+    stored: dict[int, tuple[list[float], list[bool], bool]] = {}
+    with gear.Table.create(schema, max_steps=400, max_trajectories=40, block_steps=3) as table:
+        for number in range(20):
+            length, ends = int(random.integers(1, 12)), number % 2 == 0
+            rewards = torch.from_numpy(random.integers(-4, 5, length)).to(reward)
+            done = torch.zeros(length, dtype=torch.bool)
+            done[-1] = ends
+            rows = {"obs": torch.full((length, 2), float(number)), "reward": rewards, "terminated": done}
+            last = {"obs": torch.full((2,), -float(number))} if final and number % 3 else None
+            stored[table.add(rows, final=last)] = rewards.tolist(), done.tolist(), last is not None
+        dataset = gear.ReplayDataset(
+            table,
+            batch_size=32,
+            windows={"obs": gear.Window(1), "target": gear.NStep("reward", n, gamma, "terminated")},
+            selector=gear.Uniform(replacement=False, unit="step"),
+            device="cpu",
+            prefetch=1,
+        )
+        rows_seen = 0
+        for batch in dataset:
+            target: Any = batch["target"]
+            assert set(batch) >= {"obs", "target", "mask"}
+            assert not any(":" in key for key in batch)
+            assert isinstance(batch["mask"], torch.Tensor)  # that of the only window
+            for row, (slot, anchor) in enumerate(
+                zip(batch["index"].tolist(), batch["anchor"].tolist(), strict=True)
+            ):
+                expected = naive(*stored[slot][:2], anchor, n, gamma, stored[slot][2])
+                found = [target[key][row].item() for key in ("return", "discount", "bootstrap", "mask")]
+                assert found == pytest.approx(list(expected), rel=1e-6), (slot, anchor)
+                rows_seen += 1
+        assert rows_seen == table.num_steps
+
+
+@hypothesis.given(st.integers(0, 10**6), st.integers(1, 6))
+@hypothesis.settings(max_examples=40, deadline=None)
+def test_tensor_operations_are_the_loop(seed: int, n: int) -> None:
+    """What a GPU computes; the compiled loop is compared with the naive one above."""
+    from gear_loader.native import returns
+
+    random = np.random.default_rng(seed)
+    count, gamma = 9, float(random.choice([0.0, 0.3, 0.99, 1.0]))
+    left = random.integers(1, n + 3, count)  # steps from the anchor to the end
+    steps = np.arange(n) < left[:, None]
+    follows = np.arange(n + 1) < (left + random.integers(0, 2, count))[:, None]
+    rewards = random.normal(size=(count, n)).astype(np.float32)
+    done = steps & (random.random((count, n)) < 0.2)
+    anchors = random.integers(0, 50, count)
+    out = [np.empty(count, dtype) for dtype in (np.float32, np.float32, np.int64, np.bool_)]
+    returns.n_step(rewards, done, steps, follows, anchors, gamma, *out)
+    parts = (torch.from_numpy(part) for part in (rewards, done, steps, follows, anchors))
+    for found, expected in zip(n_step(*parts, gamma), out, strict=True):
+        torch.testing.assert_close(found, torch.from_numpy(expected))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n": 0}, "n is 0"),
+        ({"gamma": 1.5}, "gamma is 1.5"),
+        ({"column": "none"}, r"Unknown: \['none'\]"),
+        ({"done": "obs"}, r"'obs' .* has shape \[2\]"),
+    ],
+)
+def test_invalid_options(options: dict[str, Any], message: str) -> None:
+    schema = {"obs": gear.Column(torch.float32, (2,)), "reward": gear.Column(torch.float32)}
+    with gear.Table.create(schema, max_steps=10, max_trajectories=2, block_steps=2) as table:
+        given = {"column": "reward", "n": 2, "gamma": 0.9, "done": "reward", **options}
+        with pytest.raises(gear.errors.SchemaError, match=message):
+            gear.ReplayDataset(table, batch_size=2, windows={"target": gear.NStep(**given)}, device="cpu")
