@@ -98,6 +98,7 @@ class ItemMap:
         self.capacity = num_blocks * block_steps if steps else num_slots
         self.position = -1
         self.next_sequence = 0
+        self._present: Array = np.zeros(num_slots, dtype=bool)
         if steps:
             self.owner: Array = np.full(num_blocks, -1, dtype=np.int32)
             self.number: Array = np.zeros(num_blocks, dtype=np.int32)
@@ -125,14 +126,21 @@ class ItemMap:
         """
         fresh = changes.ready & (changes.sequences >= self.next_sequence)
         stale = ~changes.ready | fresh  # slots whose known trajectory was removed
+        grown = changes.ready & ~fresh & chosen  # perhaps: with the same sequence number as before
+        fresh |= grown & ~self._present[changes.slots]  # had no step that could be drawn
+        grown &= self._present[changes.slots]
+        stale |= fresh
         added = fresh & chosen
         self.position, self.next_sequence = changes.position, changes.next_sequence
         if not self.steps:
             items = changes.slots[stale]
             empty = np.empty(0, dtype=np.int64)
+            self._present[items] = added[stale]
             return Leaves(
                 items, np.where(added, changes.priorities, _GONE)[stale], items, added[stale], empty
             )
+        self._present[changes.slots[stale]] = added[stale]
+        grown &= self._ends(changes.slots, extent) != self.length[changes.slots]
         blocks, kept = self._remove(changes.slots[stale])
         pieces = [(self._all(blocks), np.full(len(blocks) * self.block_steps, _GONE))]
         step = np.arange(self.block_steps)
@@ -142,10 +150,15 @@ class ItemMap:
             )
             items = block * self.block_steps + step[old != new]
             pieces.append((items, np.where(new, np.float32(UNSET), _GONE)[old != new]))
+        for place in np.flatnonzero(grown).tolist():
+            slot = int(changes.slots[place])
+            items = self._grow(slot, extent, block_ids)
+            pieces.append((items, np.full(len(items), changes.priorities[place], dtype=np.float32)))
         order = np.flatnonzero(added)
         order = order[np.argsort(changes.sequences[order], kind="stable")]
         slots, priorities = changes.slots[order], changes.priorities[order]
         changed = [blocks, np.array([block for block, _ in kept], dtype=np.int64)]
+        changed += [piece[0] // self.block_steps for piece in pieces[1:]]
         for part in self._disjoint_parts(slots, extent, block_ids):
             new_blocks, *piece = self._add(slots[part], priorities[part], extent, block_ids)
             changed.append(new_blocks)
@@ -155,7 +168,11 @@ class ItemMap:
         # An item that is both freed and added gets its last value.
         items, last = np.unique(items[::-1], return_index=True)
         return Leaves(
-            items, values[::-1][last], changes.slots[stale], added[stale], np.unique(np.concatenate(changed))
+            items,
+            values[::-1][last],
+            changes.slots[stale | grown],
+            (added | grown)[stale | grown],
+            np.unique(np.concatenate(changed)),
         )
 
     def _all(self, blocks: Array) -> Array:
@@ -201,6 +218,33 @@ class ItemMap:
             (b, before) for b, before in kept.items() if self.owner[b] >= 0
         ]
 
+    def _ends(self, slots: Array, extent: Array) -> Array:
+        """End of the steps that can be drawn of trajectories, int64 [n]."""
+        if self._complete is None:
+            ends: Array = extent[slots, 0]
+            return ends
+        return self._first_step + self._complete.counts(extent[slots, 0], extent[slots, 2])
+
+    def _grow(self, slot: int, extent: Array, block_ids: Array) -> Array:
+        """Add the steps that a known trajectory has got since; returns their items. No other shares its blocks."""
+        length, start, _ = extent[slot].tolist()
+        count, had = -(-length // self.block_steps), int(self._count[slot])
+        blocks = block_ids[start : start + count].astype(np.int64)
+        before, end = int(self.length[slot]), int(self._ends(np.array([slot]), extent)[0])
+        number = np.arange(count)
+        self.owner[blocks[had:]] = slot
+        self.number[blocks[had:]] = number[had:]
+        self.place[blocks[had:]] = self.start[slot] + number[had:]
+        self._next[blocks[:-1]] = blocks[1:]
+        self._count[slot] = count
+        begin = number * self.block_steps
+        self.inside[blocks, 0] = np.clip(self._first_step - begin, 0, self.block_steps)
+        self.inside[blocks, 1] = np.clip(end - begin, 0, self.block_steps)
+        self.length[slot] = end
+        steps = np.arange(before, end)
+        items: Array = blocks[steps // self.block_steps] * self.block_steps + steps % self.block_steps
+        return items
+
     def _add(
         self, slots: Array, priorities: Array, extent: Array, block_ids: Array
     ) -> tuple[Array, Array, Array]:
@@ -211,8 +255,7 @@ class ItemMap:
         which = np.repeat(np.arange(len(slots)), counts)
         number = ranges(np.zeros_like(counts), counts)
         blocks = block_ids[ranges(starts, counts)].astype(np.int64)
-        counts_of = lengths if self._complete is None else self._complete.counts(lengths, extent[slots, 2])
-        first = np.full_like(lengths, self._first_step)
+        ends_of = self._ends(slots, extent)
         before = np.zeros((len(blocks), 2), dtype=np.int64)  # `inside` for the previous owner
         start = (self._streams + np.arange(len(slots))) % _STREAMS * _STREAM_PLACES
         self._streams += len(slots)
@@ -225,14 +268,14 @@ class ItemMap:
         self.owner[blocks] = slots[which]
         self.number[blocks] = number
         self.place[blocks] = start[which] + number
-        self.start[slots], self.length[slots] = start, first + counts_of
+        self.start[slots], self.length[slots] = start, ends_of
         self._next[blocks[:-1]] = blocks[1:]
         self._first[slots] = blocks[ends - counts]
         self._count[slots] = counts
         step = np.arange(self.block_steps)
         begin = number * self.block_steps
-        self.inside[blocks, 0] = np.clip(first[which] - begin, 0, self.block_steps)
-        self.inside[blocks, 1] = np.clip((first + counts_of)[which] - begin, 0, self.block_steps)
+        self.inside[blocks, 0] = np.clip(self._first_step - begin, 0, self.block_steps)
+        self.inside[blocks, 1] = np.clip(ends_of[which] - begin, 0, self.block_steps)
         inside = (step >= self.inside[blocks, :1]) & (step < self.inside[blocks, 1:])
         values = np.where(inside, priorities[which, None], _GONE)
         new = ~(inside & (step >= before[:, :1]) & (step < before[:, 1:]))

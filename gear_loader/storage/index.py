@@ -25,6 +25,7 @@ from gear_loader.storage.operations import (
     EVICT_LOWEST,
     EVICT_OLDEST,
     FLIP,
+    GONE,
     PID,
     READY,
     REFUSE,
@@ -375,6 +376,55 @@ class Index:
         needed = (0, int(self.arrays.blocks_of(length)) - have, length - before)
         self.allocator.obtain(needed, attempt, evict=evict, wait=wait, last=slot)
         return held, ids[: int(self.arrays.blocks_of(held)) - have]
+
+    def add_steps(
+        self,
+        slot: int,
+        generation: int,
+        columns: Array,
+        addresses: Array,
+        count: int,
+        run: Array,
+        *,
+        final: bool,
+        evict: int,
+        wait: bool,
+    ) -> bool:
+        """Add steps, or its final step, to a trajectory that is visible already.
+
+        Args:
+            slot, generation: the trajectory.
+            columns: int64 [C, 3], as for `gear_loader.native.copying.append`.
+            addresses: int64 [C], address of the contiguous steps of each column. count: number of steps.
+            run: int64 [2], initially zeros: state of `operations.lengthen`.
+            final: whether the step is the final one; `count` is 1.
+            evict, wait: as for `begin`.
+
+        Returns:
+            False, having added nothing, if the trajectory was evicted or removed.
+
+        Raises:
+            As `begin`.
+        """
+        arrays, gone = self.arrays, False
+        more, last = (0, 1) if final else (count, 0)
+        given = (slot, generation, more, last, int(evict), run)
+        if self.admission.max_age is None:
+            answer = self.recovery.lock.run(
+                lambda: arrays.ops.add_steps(arrays.where, *given, columns, addresses)
+            )
+            if answer in (DONE, GONE):
+                return bool(answer == DONE)
+
+        def attempt() -> int:
+            nonlocal gone
+            answer: int = arrays.ops.add_steps(arrays.where, *given, columns, addresses)
+            gone = answer == GONE
+            return DONE if gone else answer
+
+        blocks = int(arrays.blocks_of(arrays.extent[slot, 0] + count) - arrays.blocks_at(slot))
+        self.allocator.obtain((0, blocks, more), attempt, evict=evict, wait=wait, last=slot)
+        return not gone
 
     def finish(self, slot: int, length: int, priority: float, *, final: bool = False) -> None:
         """Commit a slot that holds `length` steps and free its unused blocks.

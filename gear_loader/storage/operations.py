@@ -30,6 +30,7 @@ from numba.extending import intrinsic, overload, register_jitable
 
 from gear_loader.kernels.sum_tree import UNSET as UNSET
 from gear_loader.native.compile import compiled
+from gear_loader.native.copying import append as append_steps
 from gear_loader.native.copying import pointer, scatter
 from gear_loader.storage.counters import (
     COMMITTING,
@@ -87,6 +88,8 @@ DONE, SHORT, FULL, BUSY, READ, FLIP = range(6)
 REFUSE, EVICT_OLDEST, EVICT_LOWEST = range(3)
 UNREADY = 6
 """Additional result of `store` with REQUEST_AT_ONCE: the index needs recovery or has unfinished writes."""
+GONE = 7
+"""Additional result of `lengthen`: the trajectory was evicted or removed."""
 # Head of a request to `store`, int64; followed by lengths [n], slots [n] (output), priorities [n] (float64) and
 # addresses [n, C].
 REQUEST_COUNT, REQUEST_AT_ONCE, REQUEST_NOW, REQUEST_EVICT, REQUEST_PID, REQUEST_START, REQUEST_HEAD = range(
@@ -676,6 +679,67 @@ def grow(v: Any, slot: Any, length: Any, evict: Any, run: Any, ids: Any) -> Any:
 
 
 @_operation  # type: ignore[untyped-decorator]
+def lengthen(v: Any, slot: Any, generation: Any, more: Any, final: Any, evict: Any, run: Any) -> Any:
+    """Allocate the blocks for more steps of a trajectory that is visible already; `publish_steps` follows if DONE.
+
+    Args:
+        generation: of the trajectory. more: steps to add. final: 1 if a final step is added instead, else 0.
+        run: as for `grow`.
+
+    Returns:
+        As `make_room`, or GONE. After DONE the index stays dirty until `publish_steps`.
+    """
+    counters = v.counters
+    if v.state[slot] != READY or v.generation[slot] != generation or v.extent[slot, 2] != 0:
+        return GONE
+    before, start = v.extent[slot, 0], v.extent[slot, 1]
+    had, count = blocks_of(v, before), blocks_of(v, before + more + final)
+    check_extent(v, start, had)
+    answer = make_room(v, 0, count - had, more, evict)
+    if answer != DONE and answer != FLIP:
+        return answer
+    if v.state[slot] != READY:
+        return GONE  # `make_room` has evicted it
+    half = counters[HALF]
+    head = half * v.half_size + counters[HEAD + half]
+    room = v.half_size - counters[HEAD + half]
+    kept = run[1] == counters[RUNS] and count <= run[0]
+    last = start + had == head and count - had <= room
+    if count > had and not kept and not last and count > room:
+        return FLIP
+    begin_change(v)
+    if count > had:
+        if kept:
+            check_extent(v, start, count)
+        elif last:
+            counters[HEAD + half] += count - had
+            run[0], run[1] = count, counters[RUNS]
+        else:
+            run[0], run[1] = min(2 * count, room), counters[RUNS]
+            counters[HEAD + half] += run[0]
+            for i in range(had):
+                v.block_ids[head + i] = v.block_ids[start + i]
+            start = head
+        for i in range(had, count):
+            take_block(v, start + i)
+        fence()
+        v.extent[slot, 1] = start  # before the length: a reader finds the old steps at the new place too
+    return DONE
+
+
+@_operation  # type: ignore[untyped-decorator]
+def publish_steps(v: Any, slot: Any, more: Any, final: Any) -> None:
+    """Make the steps visible that were written after `lengthen`."""
+    fence()
+    v.extent[slot, 0] += more
+    v.extent[slot, 2] = final
+    v.counters[NUM_STEPS] += more
+    touch(v, slot)
+    v.counters[VERSION] += 1
+    end_change(v)
+
+
+@_operation  # type: ignore[untyped-decorator]
 def shorten(v: Any, slot: Any, length: Any) -> None:
     """Free the blocks of a slot being written that lie beyond `length` steps."""
     before, start = v.extent[slot, 0], v.extent[slot, 1]
@@ -875,6 +939,7 @@ def walk(v: Any, newest: Any, slots: Any) -> None:
 
 _OPERATIONS = (
     *(commit, commit_as, raise_numbering, abort, reclaim, remove, expire, begin, grow, finish, roll),
+    *(lengthen, publish_steps),
     *(begin_read, begin_unchanged, end_read, count_samples, set_priorities, walk),
 )
 PLAIN = types_module.SimpleNamespace(**{operation.__name__: operation for operation in _OPERATIONS})
@@ -972,6 +1037,31 @@ def _grow(p, slot, length, evict, run, ids):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def _lengthen(p, slot, generation, more, final, evict, run):  # type: ignore[no-untyped-def]
+    return lengthen(_view(p), slot, generation, more, final, evict, run)
+
+
+@compiled
+def _publish_steps(p, slot, more, final):  # type: ignore[no-untyped-def]
+    publish_steps(_view(p), slot, more, final)
+
+
+@compiled
+def _add_steps(p, slot, generation, more, final, evict, run, columns, addresses):  # type: ignore[no-untyped-def]
+    """`lengthen`, copy and `publish_steps`."""
+    v = _view(p)
+    if v.counters[DIRTY] != 0 or v.counters[INITIALIZED] == 0:
+        return UNREADY
+    answer = lengthen(v, slot, generation, more, final, evict, run)
+    if answer == DONE:
+        ids = v.block_ids[v.extent[slot, 1] :]
+        # Its machine code is linked into the cached code of this file: a change of it needs a change here.
+        append_steps(columns, v.block_steps, ids, v.extent[slot, 0], addresses, more + final)
+        publish_steps(v, slot, more, final)
+    return answer
+
+
+@compiled
 def _finish(p, slots, length, final, priorities, now):  # type: ignore[no-untyped-def]
     finish(_view(p), slots, length, final, priorities, now)
 
@@ -1039,6 +1129,8 @@ def _store(p, columns, request):  # type: ignore[no-untyped-def]
 
 
 COMPILED = types_module.SimpleNamespace(
-    store=_store, **{operation.__name__: globals()[f"_{operation.__name__}"] for operation in _OPERATIONS}
+    store=_store,
+    add_steps=_add_steps,
+    **{operation.__name__: globals()[f"_{operation.__name__}"] for operation in _OPERATIONS},
 )
 """The compiled operations, and `store`; the first argument is the result of `places_of`."""

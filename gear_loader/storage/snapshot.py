@@ -108,7 +108,9 @@ class Log:
         """Apply the changes of some slots, int64 [n]; return False if a rebuild is as fast."""
         rows = self._buffer[:, self._begin : self._end]
         last = rows[_SEQUENCE, -1] if rows.shape[1] else -1
-        fresh = touched[(index.state[touched] == READY) & (index.sequence[touched] > last)]
+        live = index.state[touched] == READY
+        rows = self._lengthened(index, rows, touched[live & (index.sequence[touched] <= last)])
+        fresh = touched[live & (index.sequence[touched] > last)]
         fresh = fresh[np.argsort(index.sequence[fresh], kind="stable")]
         removed = rows.shape[1] + len(fresh) - int(index.counters[NUM_READY])
         if not 0 <= removed <= rows.shape[1]:
@@ -128,6 +130,21 @@ class Log:
             self._make(rows, len(fresh))
         self._append(index, fresh)
         return True
+
+    def _lengthened(self, index: View, rows: Array, slots: Array) -> Array:
+        """`rows` with the present lengths of the trajectories in some slots, int64 [n]; the same array if none changed.
+
+        Then the buffer is a new one: the part that a snapshot shows is never written again.
+        """
+        places = np.searchsorted(rows[_SEQUENCE], index.sequence[slots])
+        lengths = index.extent[slots, 0]
+        if (rows[_LENGTH, places] == lengths).all():
+            return rows
+        self._make(rows, 0)
+        rows = self._buffer[:, self._begin : self._end]
+        rows[_LENGTH, places] = lengths
+        np.cumsum(rows[_LENGTH], out=rows[_END])
+        return rows
 
     def _make(self, rows: Array, more: int) -> None:
         """Allocate a buffer that begins with `rows`, with capacity for twice as many and twice `more`."""

@@ -42,6 +42,7 @@ from gear_loader.storage.rules import OnFull, Rules, check_on_full, check_second
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.shared_memory import region_path
 from gear_loader.storage.stats import TableStats, stats_of
+from gear_loader.storage.step_writer import StepWriter
 from gear_loader.storage.writer import Writer
 from gear_loader.utils.arrays import Array
 
@@ -389,8 +390,8 @@ class Table:
                 with the same T >= 1. It may be a TensorDict; a nested one has the columns ``outer.inner``.
             priority: initial priority for prioritized selectors, finite and not negative. By default the largest
                 priority that the selector has seen (initially 1), so that new trajectories are drawn soon.
-            final: values after the last step of all columns with ``Column(final=True)``, column name -> ``[*shape]``: the
-                observation that follows the last action. Windows read it, but it is never an anchor.
+            final: values after the last step of all columns with ``Column(final=True)``, column name -> ``[*shape]``:
+                the observation that follows the last action. Windows read it, but it is never an anchor.
 
         Returns:
             Index of the trajectory: valid until its removal or eviction, then reused.
@@ -416,16 +417,26 @@ class Table:
         steps = Steps(np.array([addresses], dtype=np.int64), np.array([length], dtype=np.int64), hold)
         return int(self._store(index, steps, np.array([first], dtype=np.float32))[0])
 
-    def writer(self, *, chunk_steps: int | None = None, overlap_steps: int = 0) -> Writer:
+    def writer(
+        self, *, chunk_steps: int | None = None, overlap_steps: int = 0, commit_every_step: bool = False
+    ) -> Writer:
         """Create a writer that adds trajectories step by step; see `Writer`.
 
         Args:
             chunk_steps: steps of each trajectory that the stream is cut into; None for no cuts.
             overlap_steps: common steps of consecutive trajectories.
+            commit_every_step: make each step visible at once, in one trajectory that grows; see `StepWriter`.
 
         Raises:
-            SchemaError: invalid sizes.
+            SchemaError: invalid sizes, or chunks that are to be committed step by step.
         """
+        if commit_every_step:
+            if chunk_steps is not None or overlap_steps:
+                raise SchemaError(
+                    f"commit_every_step goes without chunk_steps ({chunk_steps}) and overlap_steps ({overlap_steps}): "
+                    "the trajectory grows until commit()."
+                )
+            return StepWriter(self)
         return Writer(self, chunk_steps=chunk_steps, overlap_steps=overlap_steps)
 
     def extend(

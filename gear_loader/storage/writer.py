@@ -493,7 +493,10 @@ class _StepColumn:
         self._dtype = NUMPY_DTYPES.get(column.dtype)
         self._kind = "" if self._dtype is None else self._dtype.kind
         self._largest = torch.finfo(column.dtype).max if column.dtype.is_floating_point else 0.0
-        self._spare = self._as_steps(np.empty(step_bytes, dtype=np.uint8), 1)
+        spare: Array = np.empty(step_bytes, dtype=np.uint8)
+        self.spare_address: int = spare.ctypes.data
+        """Address of the value that `fits` has accepted last."""
+        self._spare = self._as_steps(spare, 1)
         self._view = self._spare
 
     def _as_steps(self, rows: Array, count: int) -> Array:

@@ -1,0 +1,140 @@
+"""The step writer: adds a trajectory whose steps are visible as soon as they are appended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from gear_loader.errors import SchemaError
+from gear_loader.storage.incoming import checked_final
+from gear_loader.storage.writer import Target, Writer
+
+__all__ = ["StepWriter"]
+
+
+class StepWriter(Writer):
+    """A `Writer` that commits each step at once: the trajectory in the table grows with every `append`.
+
+    Created by ``Table.writer(commit_every_step=True)``. A learner can draw a step as soon as `append` has returned, and
+    windows reach across all steps so far. The trajectory keeps its index, and its place in the order of insertion;
+    `commit` ends it. If the process dies, what was appended stays.
+
+    If the trajectory is evicted or removed while it grows, the next step begins another one.
+
+    Attributes:
+        priority: initial priority of the next trajectory and its steps; None for the selector's running maximum.
+    """
+
+    def __init__(self, table: Target) -> None:
+        super().__init__(table)
+        self._grown: tuple[int, int, int] | None = None  # slot, generation, and steps of the trajectory
+        self._reserved = np.zeros(2, dtype=np.int64)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the trajectory that grows."""
+        return 0 if self._grown is None else self._grown[2]
+
+    def append(self, steps: Mapping[str, Any] | None = None, /, **columns: Any) -> tuple[int, ...]:
+        """Append one step, or several, and make them visible.
+
+        Args:
+            steps, columns: as for `Writer.append`.
+
+        Returns:
+            Index of the trajectory, as a tuple of one.
+
+        Raises:
+            As `Writer.append` and `Writer.commit`. After an error nothing was appended.
+        """
+        rows = columns if steps is None else self._joined(steps, columns)
+        self._check_usable()
+        if self._grown is None:
+            return (self._begin_trajectory(rows),)
+        slot, generation, length = self._grown
+        if self._is_single(rows):
+            self._check_step(rows)  # leaves the values in the columns' spare steps
+            count, addresses, hold = 1, [column.spare_address for column in self._columns], None
+        else:
+            count, addresses, hold = self._table.schema.locate(dict(rows), what="the steps")
+        if length + count > self._table.longest:
+            raise self._too_long(length + count)
+        if not self._add(addresses, count, final=False):
+            return (self._begin_trajectory(rows),)
+        del hold
+        self._grown = slot, generation, length + count
+        return (slot,)
+
+    def _begin_trajectory(self, rows: Mapping[str, Any]) -> int:
+        self._grown = None
+        try:
+            super().append(rows)
+            length, generations = self._steps, self._open[-1].generations
+            assert generations is not None
+            generation = int(generations[0])
+            slot = super().commit(self.priority)
+        except BaseException:
+            super().discard()
+            raise
+        self._reserved[:] = 0
+        self._grown = slot, generation, length
+        return slot
+
+    def _add(self, addresses: list[int], count: int, *, final: bool) -> bool:
+        """Add steps to the trajectory; return False if it is gone."""
+        assert self._grown is not None
+        slot, generation, _ = self._grown
+        evict, wait = self._table.policy
+        return self._index.add_steps(
+            slot,
+            generation,
+            self._table.column_addresses(),
+            np.array(addresses, dtype=np.int64),
+            count,
+            self._reserved,
+            final=final,
+            evict=evict,
+            wait=wait,
+        )
+
+    def commit(self, priority: float | None = None, *, final: Mapping[str, Any] | None = None) -> int:
+        """End the trajectory; the next step begins another one.
+
+        Args:
+            priority: must be None: the trajectory has one since its first step, see `priority` of the writer.
+            final: as for `Table.add`.
+
+        Returns:
+            Index of the trajectory. If it was evicted meanwhile, another one may have it.
+
+        Raises:
+            SchemaError: no step has been appended, `priority` was given, or `final` does not fit.
+            TableFullError, LockTimeoutError: as `Table.add`, with `final`.
+        """
+        self._check_usable()
+        if priority is not None:
+            raise SchemaError(
+                f"priority is {priority!r}, but the trajectory is visible already; set writer.priority before its "
+                "first step, or call ReplayDataset.update_priority."
+            )
+        if self._grown is None:
+            raise SchemaError("Nothing has been appended since the last commit; append at least one step.")
+        if final is not None:
+            last = checked_final(self._table.schema, final)
+            self._add([row.ctypes.data for row in last.values()], 1, final=True)
+        slot = self._grown[0]
+        self._grown = None
+        return slot
+
+    def discard(self) -> None:
+        """End the trajectory as it is: its steps are visible already, and stay."""
+        self._check_process()
+        self._grown = None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
