@@ -231,7 +231,7 @@ class Reading:
 
     @staticmethod
     def of(table: gear.Table, slot: int) -> Reading:
-        length, start = table.region.array("extent")[slot].tolist()
+        length, start, _ = table.region.array("extent")[slot].tolist()
         return Reading(number_of(table[slot]), length, start)
 
     def check(self, table: gear.Table) -> None:

@@ -328,11 +328,18 @@ def test_an_index_that_says_something_else(path: Path) -> None:
         assert message in found
         assert str(path / INDEX) in found
         restore()
+    for finals in ([2] + [0] * 6, [-1] + [0] * 6):
+        put_in_index(path, "final", finals)
+        assert "a number of final steps is not 0 or 1" in refused(path)
+        restore()
+    put_in_index(path, "final", [1] + [0] * 6)  # its row would be that of the next trajectory
+    assert "two trajectories of segment 1 overlap" in refused(path)
+    restore()
     (path / INDEX).write_bytes(b"\xff" * 100)
     sign_index(path)
     assert "is not a safetensors file" in refused(path)
     restore()
-    size = 60 * 7 + (1 << 16) + 1
+    size = 68 * 7 + (1 << 16) + 1
     os.truncate(path / INDEX, size)
     rewrite(path, lambda fields: fields["index"].update(bytes=size))
     expected = f"{path / INDEX} has {size:,} bytes; expected at most {size - 1:,} for 7 trajectories"

@@ -20,7 +20,7 @@ from gear_loader.storage import operations
 from gear_loader.storage.counters import HALF, HEAD, NUM_REMOVED
 from gear_loader.storage.index import Index
 from gear_loader.storage.index_arrays import IndexArrays
-from gear_loader.storage.operations import FREE, READY, WRITING
+from gear_loader.storage.operations import DONE, FREE, READY, WRITING
 
 Act = Callable[[gear.Table, Index], Any]
 
@@ -33,6 +33,7 @@ class Scene:
         act: the operation, on the other process's index.
         prepare: gives the table its history; trajectory i holds i * 100, i * 100 + 1, ...
         new: what it adds, in order: of a later one nothing shows without the earlier ones; `at_once`: all or none.
+        stages: lengths of the only trajectory that it adds, which begins at 5000.
         may_lose: the trajectories (by first value) that it may remove, in order of removal where `in_order`.
         reader: whether another process reads meanwhile (and keeps room that the operation might need).
         options: of the table.
@@ -42,6 +43,7 @@ class Scene:
     act: Act
     prepare: Callable[[gear.Table], Any] = lambda table: None
     new: tuple[list[int], ...] = ()
+    stages: tuple[int, ...] = ()
     may_lose: tuple[int, ...] = ()
     at_once: bool = False
     in_order: bool = True
@@ -201,10 +203,49 @@ def _priorities(table: gear.Table) -> None:
     assert all(table.reader().arrays.priority[slot] in values for slot, values in enumerate(allowed))
 
 
+def _final(table: gear.Table, index: Index) -> None:
+    slots, ids = index.begin(np.array([8]))
+    data = table.region.column("x")[:, :24]
+    data[np.array(ids)] = (np.arange(9) + 5000).view(np.uint8).reshape(3, 24)
+    index.finish(int(slots[0]), 7, 1.0, final=True)  # the third block is given back
+
+
+def _lengthen(policy: int = 0, *, elsewhere: bool = False) -> Act:
+    """Steps that are added to a trajectory of two steps that begins at 5000, up to `_STAGES`, and a final one."""
+
+    def act(table: gear.Table, index: Index) -> None:
+        arrays, ops = index.arrays, index.arrays.ops
+        _adds(2, policy=policy)(table, index)
+        slot, run = int(table.indices()[-1]), np.zeros(2, dtype=np.int64)
+        if elsewhere:
+            _abort(table, index)  # takes the next entries of the block tables
+
+        def more(count: int, final: int) -> bool:
+            generation = int(arrays.generation[slot])
+            answer = ops.lengthen(arrays.where, slot, generation, count, final, policy, run)
+            if answer != DONE:
+                return False
+            length, start, _ = arrays.extent[slot].tolist()
+            values = table.region.column("x")[:, :24].view(np.int64)
+            for step in range(length, length + count + final):
+                values[arrays.block_ids[start + step // 3], step % 3] = 5000 + step
+            ops.publish_steps(arrays.where, slot, count, final)
+            return True
+
+        for before, after in itertools.pairwise(_STAGES):
+            if not index.recovery.locked(lambda count=after - before: more(count, 0)):
+                index.recovery.locked(lambda: index.block_tables.move(slot))
+                assert index.recovery.locked(lambda count=after - before: more(count, 0))
+        index.recovery.locked(lambda: more(0, 1))
+
+    return act
+
+
 def span(first: int, count: int) -> list[int]:
     return list(range(first, first + count))
 
 
+_STAGES = (2, 3, 4, 8, 9)
 _STREAM = (span(5000, 6), span(5003, 6), span(5006, 5))
 _TWO = (span(5000, 7), span(6000, 7))
 _STREAMS = (span(5000, 6), span(6000, 6), span(5003, 6), span(6003, 6))
@@ -241,6 +282,11 @@ SCENES: dict[str, Scene] = {
     "finish and give back blocks": Scene(
         _write(9), new=(span(5000, 9),), options={"max_steps": 300, "max_blocks": 100}
     ),
+    "finish with a final step": Scene(_final, some, new=(span(5000, 6),)),
+    "lengthen": Scene(_lengthen(), stages=_STAGES),
+    "lengthen elsewhere": Scene(_lengthen(elsewhere=True), some, stages=_STAGES),
+    "lengthen and move": Scene(_lengthen(), worn(3), stages=_STAGES, reader=False),
+    "lengthen evicts": Scene(_lengthen(1), full, stages=_STAGES, may_lose=_ALL, **_OLDEST),
     "grow, then discard": Scene(_write(10, "discard"), some),
     "grow elsewhere": Scene(_both("commit", 7), some, _TWO),
     "grow and move": Scene(_write(10), worn(2), (span(5000, 10),)),
@@ -307,7 +353,9 @@ def survive(scene: Scene, stores: int, *, torn: bool, again: int | None = None) 
         assert after[len(kept) :] == new
         if scene.at_once:
             assert new in ([], list(scene.new)), "a part of an addition shows"
-        assert new in [list(scene.new[:i]) for i in range(len(scene.new) + 1)] or (
+        assert new in [[span(5000, length)] for length in scene.stages] + [
+            list(scene.new[:i]) for i in range(len(scene.new) + 1)
+        ] or (
             scene.may_lose and new in [list(scene.new[i:j]) for i, j in itertools.combinations(range(4), 2)]
         )
         lost = {values[0] for values in before if values not in kept}
