@@ -38,7 +38,14 @@ __all__ = [
     "SPINS",
     "STATE",
     "STREAM_BYTES",
+    "VECTOR_BLOCK",
+    "VECTOR_COUNTED",
+    "VECTOR_END",
+    "VECTOR_HEAD",
+    "VECTOR_NEXT",
+    "VECTOR_WIDTH",
     "append",
+    "append_rows",
     "finish",
     "gather",
     "gather_batch",
@@ -279,6 +286,52 @@ def append(columns, block_steps, ids, first, addresses, count) -> None:  # type:
             target = base + int64(ids[block]) * stride + inside * step_bytes
             _copy(target, addresses[c] + done * step_bytes, steps * step_bytes)
             done += steps
+
+
+# Request to `append_rows`, int64: this head, the columns as for `append` [C, 3], the address of the rows of each column
+# [C], and the places [n, VECTOR_WIDTH].
+_VECTOR_COUNT, _VECTOR_COLUMNS, _VECTOR_ACTIVE, _VECTOR_DONE, VECTOR_HEAD = range(5)
+# Places of an environment: block of its next step; place of that step in the block; end of the places that may be
+# written; the place up to which its writer has counted the steps.
+VECTOR_BLOCK, VECTOR_NEXT, VECTOR_END, VECTOR_COUNTED, VECTOR_WIDTH = range(5)
+
+
+@compiled
+def append_rows(request):  # type: ignore[no-untyped-def]
+    """Copy one row for each of n environments into the block that it is writing.
+
+    Args:
+        request: int64, as described above: number of environments and of columns; addresses of the masks `active` and
+            `done`, bool [n], or 0 (all are active, none is done); columns, rows and places.
+
+    Returns:
+        Number of environments that are done or have come to the end of their places; -1, having written nothing, if an
+        active environment has no place left.
+    """
+    count, width = request[_VECTOR_COUNT], request[_VECTOR_COLUMNS]
+    rows = VECTOR_HEAD + 3 * width
+    columns = request[VECTOR_HEAD:rows].reshape((width, 3))
+    places = request[rows + width : rows + width + count * VECTOR_WIDTH].reshape((count, VECTOR_WIDTH))
+    every, none = request[_VECTOR_ACTIVE] == 0, request[_VECTOR_DONE] == 0
+    # An unused mask is never read; any valid address will do.
+    spare = places.ctypes.data
+    active = carray(pointer(spare if every else request[_VECTOR_ACTIVE]), (count,), np.uint8)
+    done = carray(pointer(spare if none else request[_VECTOR_DONE]), (count,), np.uint8)
+    for i in range(count):
+        if (every or active[i] != 0) and places[i, VECTOR_NEXT] >= places[i, VECTOR_END]:
+            return -1
+    for c in range(width):
+        base, stride, step_bytes = columns[c, 0], columns[c, 1], columns[c, 2]
+        for i in range(count):
+            if every or active[i] != 0:
+                target = base + places[i, VECTOR_BLOCK] * stride + places[i, VECTOR_NEXT] * step_bytes
+                _copy(target, request[rows + c] + i * step_bytes, step_bytes)
+    due = 0
+    for i in range(count):
+        if every or active[i] != 0:
+            places[i, VECTOR_NEXT] += 1
+            due += (not none and done[i] != 0) or places[i, VECTOR_NEXT] == places[i, VECTOR_END]
+    return due
 
 
 @njit(inline="always")

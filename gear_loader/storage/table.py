@@ -35,6 +35,7 @@ from gear_loader.storage.rules import OnFull, Rules, check_on_full, check_second
 from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.shared_memory import region_path
 from gear_loader.storage.stats import TableStats, stats_of
+from gear_loader.storage.vector_writer import VectorWriter
 from gear_loader.storage.writer import Writer
 from gear_loader.utils.arrays import Array
 
@@ -409,6 +410,18 @@ class Table:
             SchemaError: invalid sizes.
         """
         return Writer(self, chunk_steps=chunk_steps, overlap_steps=overlap_steps)
+
+    def writers(self, n: int, **options: Any) -> VectorWriter:
+        """Create a writer for the n environments of a vector environment; see `VectorWriter`.
+
+        Args:
+            n: number of environments, at most the trajectories and the blocks that the table holds.
+            options: of each environment's `writer`.
+
+        Raises:
+            SchemaError: invalid sizes.
+        """
+        return VectorWriter(self, n, lambda: self.writer(**options))
 
     def extend(
         self,
