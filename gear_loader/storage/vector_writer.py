@@ -10,14 +10,25 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
+import torch
 
 from gear_loader.errors import GearError, SchemaError
 from gear_loader.native import copying
-from gear_loader.native.copying import VECTOR_COUNTED, VECTOR_END, VECTOR_HEAD, VECTOR_NEXT, VECTOR_WIDTH
+from gear_loader.native.copying import (
+    VECTOR_ACTIVE,
+    VECTOR_BLOCK_STEPS,
+    VECTOR_COLUMNS,
+    VECTOR_COUNT,
+    VECTOR_COUNTED,
+    VECTOR_END,
+    VECTOR_HEAD,
+    VECTOR_NEXT,
+    VECTOR_WIDTH,
+)
 from gear_loader.storage.incoming import checked_priorities
 from gear_loader.storage.schema import Schema, as_mapping, settled
 from gear_loader.storage.writer import Target, Writer
-from gear_loader.utils.arrays import Array, as_array, data_address
+from gear_loader.utils.arrays import Array, address_of, as_array, data_address
 from gear_loader.utils.checks import at_least
 
 __all__ = ["VectorWriter"]
@@ -69,9 +80,10 @@ class VectorWriter:
         width = len(columns)
         rows = VECTOR_HEAD + 3 * width
         self._request = np.zeros(rows + width + count * VECTOR_WIDTH, dtype=np.int64)
-        self._request[:2] = count, width
+        self._request[[VECTOR_COUNT, VECTOR_COLUMNS, VECTOR_BLOCK_STEPS]] = count, width, layout.block_steps
         self._request[VECTOR_HEAD:rows] = columns.reshape(-1)
         self._places = self._request[rows + width :].reshape(count, VECTOR_WIDTH)
+        self._blocks = [np.empty(0, dtype=np.int32)] * count  # hold the memory that the places name
         self._bytes = memoryview(self._request)
         self._pack_masks = struct.Struct("=2q").pack_into
         self._pack_rows = struct.Struct(f"={width}q").pack_into
@@ -134,7 +146,7 @@ class VectorWriter:
         addresses, hold = self._located(rows, columns)
         self._pack_masks(
             self._bytes,
-            16,
+            8 * VECTOR_ACTIVE,
             0 if acting is None else data_address(acting),
             0 if ending is None else data_address(ending),
         )
@@ -170,6 +182,9 @@ class VectorWriter:
 
     def _mask(self, name: str, value: Any) -> Array:
         """A mask as a contiguous array, bool [n]."""
+        fits = type(value) is torch.Tensor and value.dtype is torch.bool and value.is_cpu and not value.is_nested
+        if fits and address_of(value):
+            value = value.numpy()
         if type(value) is not np.ndarray:
             try:
                 value = np.asarray(as_array(value, name))
@@ -201,12 +216,13 @@ class VectorWriter:
         return rows
 
     def _make_room(self, acting: Array | None) -> None:
-        """Give a place to each active environment that has none left."""
+        """Allocate blocks for each active environment that has reached the end of its blocks."""
         places = self._places
         without = places[:, VECTOR_NEXT] >= places[:, VECTOR_END]
         for i in np.flatnonzero(without if acting is None else without & acting).tolist():
-            block, place, end = self._writers[i].reserve()
-            places[i] = block, place, end, place
+            blocks, step, end = self._writers[i].reserve()
+            self._blocks[i] = np.array(blocks, dtype=np.int32)
+            places[i] = data_address(self._blocks[i]), step, end, step
 
     def _count(self, i: int) -> tuple[int, ...]:
         """Tell an environment's writer of the steps written since the last time; return chunks that it has cut."""
@@ -226,7 +242,7 @@ class VectorWriter:
         priorities: Array | None,
         final: Mapping[str, Any] | None,
     ) -> Array:
-        """Count the steps of environments at the end of a block, a chunk or a trajectory, and commit the last two."""
+        """Count the steps of environments at the end of their blocks, a chunk or a trajectory; commit the last two."""
         places = self._places
         due = places[:, VECTOR_NEXT] == places[:, VECTOR_END]
         if ending is not None:

@@ -339,20 +339,18 @@ class Writer:
 
     # ---------------------------------------------------------------- for VectorWriter
 
-    def reserve(self) -> tuple[int, int, int]:
+    def reserve(self) -> tuple[list[int], int, int]:
         """Make room for the next step, which the caller writes into its block itself and then counts by `written`.
 
         Returns:
-            Block of the step; its place in the block; end of the places that may be written before `written`.
+            Blocks of the open trajectory; the next step; end of the steps that may be written before `written`.
 
         Raises:
             As `append`.
         """
         self._check_usable()
         self._make_room(1)
-        before = self._steps // self._block_steps * self._block_steps
-        end = min(self._block_steps, self._held - before, self._chunk - before)
-        return int(self._ids[before // self._block_steps]), self._steps - before, end
+        return self._ids, self._steps, min(self._held, self._chunk)
 
     def written(self, count: int) -> tuple[int, ...]:
         """Count steps that were written after `reserve`, or, if negative, take back such steps of the open chunk.
