@@ -6,8 +6,6 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-
 from gear_loader.errors import SourceError
 from gear_loader.sources._optional import require
 from gear_loader.sources.episodes import Columns, Episode, check_count, describe
@@ -48,7 +46,9 @@ def collect(
     every autoreset mode. They are taken in turns, and not in the order in which they end, which would prefer short
     episodes: the k-th episode of environment i is number ``k * n + i`` of the result. `episodes` and `max_steps` count
     in this order, so they keep the same episodes however long each takes; further ones are dropped. In mode NEXT_STEP
-    the policy also sees the last observation of an episode; its action there is ignored.
+    the policy also sees the last observation of an episode; its action there is ignored. In mode SAME_STEP,
+    `next_observation` ends with the first observation of the next episode if an environment hands out one array again
+    and again, because Gymnasium does not copy it.
 
     Args:
         env: a Gymnasium environment or vector environment (left open), or the id,
@@ -128,9 +128,9 @@ def collect_iter(
         )
     check_count("num_envs", num_envs)
     vector = gymnasium.vector.VectorEnv
-    if not isinstance(env, (gymnasium.Env, vector, str, gymnasium.envs.registration.EnvSpec)) and not callable(
-        env
-    ):
+    if not isinstance(
+        env, (gymnasium.Env, vector, str, gymnasium.envs.registration.EnvSpec)
+    ) and not callable(env):
         raise SourceError(
             f"The environment is {describe(env)}; expected a gymnasium.Env or VectorEnv, an id, or a function that "
             "makes an environment."

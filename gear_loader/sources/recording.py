@@ -191,7 +191,9 @@ class Recorder:
         """Arrays of an episode."""
         return {name: self._array(values[role], role, name, number) for name, role in self._chosen.items()}
 
-    def _leaf(self, role: str, value: Any, count: tuple[int, ...], number: int | None, step: int) -> np.ndarray:
+    def _leaf(
+        self, role: str, value: Any, count: tuple[int, ...], number: int | None, step: int
+    ) -> np.ndarray:
         leaf = self._leaves[role]
         try:
             array = np.asarray(leaf.take(value))

@@ -209,6 +209,13 @@ class _Stepper:
                 "gymnasium.vector.AutoresetMode, to know when its environments are reset (Gymnasium 1.1 or newer)."
             )
         standard = gymnasium.vector.SyncVectorEnv, gymnasium.vector.AsyncVectorEnv
+        if self._mode == NEXT_STEP and not getattr(envs.unwrapped, "shared_memory", True):
+            # Its reset leaves resets pending, which would show as steps (Gymnasium 1.4).
+            raise SourceError(
+                f"The environment {recorder.name} has autoreset mode NEXT_STEP and shared_memory=False, with which "
+                "Gymnasium resets environments once more after reset(). Expected shared_memory=True or another "
+                "autoreset_mode."
+            )
         if self._cut is not None and not isinstance(envs.unwrapped, standard):
             raise SourceError(
                 f"max_episode_steps={self._cut} was given with a {type(envs.unwrapped).__name__}; expected a "

@@ -60,7 +60,8 @@ class VectorWriter:
 
     Attributes:
         num_envs: number of environments.
-        appended: bool [n], after an error of `append`: the environments whose row was appended nevertheless.
+        appended: bool [n], after an error of `append` (but SchemaError): the environments whose row was appended
+            nevertheless.
     """
 
     def __init__(self, table: Target, n: int, make_writer: Callable[[], Writer]) -> None:
@@ -70,9 +71,9 @@ class VectorWriter:
         most = min(layout.max_trajectories, layout.num_blocks, layout.max_steps)
         if count > most:
             raise SchemaError(
-                f"n is {count:,}; expected at most {most:,}, as every environment writes into a slot and a block of its "
-                f"own and the table holds {layout.max_trajectories:,} trajectories, {layout.num_blocks:,} blocks and "
-                f"{layout.max_steps:,} steps. Create the table larger."
+                f"n is {count:,}; expected at most {most:,}, as each environment writes into a slot and a block of "
+                f"its own and the table holds {layout.max_trajectories:,} trajectories, {layout.num_blocks:,} blocks "
+                f"and {layout.max_steps:,} steps. Create the table larger."
             )
         self._pid = os.getpid()
         self._writers = [make_writer() for _ in range(count)]
@@ -84,14 +85,16 @@ class VectorWriter:
         self._request[VECTOR_HEAD:rows] = columns.reshape(-1)
         self._places = self._request[rows + width :].reshape(count, VECTOR_WIDTH)
         self._blocks = [np.empty(0, dtype=np.int32)] * count  # hold the memory that the places name
-        self._bytes = memoryview(self._request)
+        self._bytes = self._request.data
         self._pack_masks = struct.Struct("=2q").pack_into
         self._pack_rows = struct.Struct(f"={width}q").pack_into
         self._rows_at = 8 * rows
         self._what = f"the rows (T = {count}, one for each environment)"
         self._final_schemas: dict[tuple[str, ...], Schema] = {}
         self._no_index = np.full(count, -1, dtype=np.int64)
-        self.appended: Array = np.zeros(count, dtype=bool)
+        self._nobody = np.zeros(count, dtype=bool)
+        self._nobody.flags.writeable = False
+        self.appended: Array = self._nobody
 
     # ---------------------------------------------------------------- appending
 
@@ -137,13 +140,13 @@ class VectorWriter:
         before: `appended`. To try again, repeat the call with ``active=active & ~writer.appended``. After any other
         exception (Ctrl-C) all open trajectories are discarded.
         """
-        self.appended[:] = False
         self._check_usable()
         ending = None if done is None else self._mask("done", done)
         acting = None if active is None else self._mask("active", active)
         priorities = None if priority is None else checked_priorities(priority, self.num_envs)
         last = None if final is None else self._checked_final(final)
         addresses, hold = self._located(rows, columns)
+        self.appended = self._nobody
         self._pack_masks(
             self._bytes,
             8 * VECTOR_ACTIVE,
@@ -182,7 +185,9 @@ class VectorWriter:
 
     def _mask(self, name: str, value: Any) -> Array:
         """A mask as a contiguous array, bool [n]."""
-        fits = type(value) is torch.Tensor and value.dtype is torch.bool and value.is_cpu and not value.is_nested
+        fits = (
+            type(value) is torch.Tensor and value.dtype is torch.bool and value.is_cpu and not value.is_nested
+        )
         if fits and address_of(value):
             value = value.numpy()
         if type(value) is not np.ndarray:
@@ -202,7 +207,9 @@ class VectorWriter:
         if not _TAKES_FINAL:
             raise SchemaError("final was given, which writers of this version do not store; leave it out.")
         if not isinstance(final, Mapping) or not final:
-            raise SchemaError(f"final is a {type(final).__name__}; expected a mapping of columns to [n, ...].")
+            raise SchemaError(
+                f"final is a {type(final).__name__}; expected a mapping of columns to [n, ...]."
+            )
         rows, schema = dict(settled(final)), self._table.schema
         names = tuple(rows)
         if names not in self._final_schemas:
@@ -212,7 +219,9 @@ class VectorWriter:
             self._final_schemas[names] = Schema({name: schema[name] for name in names})
         length, _, _ = self._final_schemas[names].locate(rows, what=f"final, {self._what}")
         if length != self.num_envs:
-            raise SchemaError(f"final has {length} rows; expected one for each of {self.num_envs} environments.")
+            raise SchemaError(
+                f"final has {length} rows; expected one for each of {self.num_envs} environments."
+            )
         return rows
 
     def _make_room(self, acting: Array | None) -> None:

@@ -44,7 +44,13 @@ class SeededEnv(gymnasium.Env[Any, Any]):
         done = self.left == 0
         self.ends += done
         kind = self.ends % 3
-        return self.observe(), float(action @ [1, 2]), done and kind != 0, done and kind != 1, {"left": self.left}
+        return (
+            self.observe(),
+            float(action @ [1, 2]),
+            done and kind != 0,
+            done and kind != 1,
+            {"left": self.left},
+        )
 
 
 def policy(observation: Any) -> Any:
@@ -52,9 +58,14 @@ def policy(observation: Any) -> Any:
     return (observation[..., :2] * 0.5).astype(np.float32)
 
 
-def in_turns(count: int, *, episodes: int | None = None, max_steps: int | None = None, **options: Any) -> list[Any]:
+def in_turns(
+    count: int, *, episodes: int | None = None, max_steps: int | None = None, **options: Any
+) -> list[Any]:
     """What `count` environments give alone, in the order and within the limits of `collect`."""
-    alone = [collect(SeededEnv(), policy, episodes=30, seed=5 + i, columns=COLUMNS, **options) for i in range(count)]
+    alone = [
+        collect(SeededEnv(), policy, episodes=30, seed=5 + i, columns=COLUMNS, **options)
+        for i in range(count)
+    ]
     found, steps = [], 0
     for number in range(30 * count if episodes is None else episodes):
         episode = alone[number % count][number // count]
@@ -72,12 +83,16 @@ def in_turns(count: int, *, episodes: int | None = None, max_steps: int | None =
     + [{"max_steps": steps} for steps in (8, 9, 10, 11, 12, 13)]
     + [{"episodes": 8, "max_steps": 40}],
 )
-def test_the_episodes_are_those_of_the_environments_alone(mode: AutoresetMode, options: dict[str, int]) -> None:
+def test_the_episodes_are_those_of_the_environments_alone(
+    mode: AutoresetMode, options: dict[str, int]
+) -> None:
     envs = SyncVectorEnv([SeededEnv] * N, autoreset_mode=mode)
     expected = in_turns(N, **options)
     lengths = [len(episode["reward"]) for episode in expected]
     same_episodes(collect(envs, policy, seed=5, columns=COLUMNS, **options), expected)
-    same_episodes(collect(envs, policy, seed=5, columns=COLUMNS, **options), expected)  # in the middle of others
+    same_episodes(
+        collect(envs, policy, seed=5, columns=COLUMNS, **options), expected
+    )  # in the middle of others
     if lengths[3:]:
         flags = {(bool(e["terminated"][-1]), bool(e["truncated"][-1])) for e in expected}
         assert len(flags) > 1
@@ -89,7 +104,12 @@ def test_the_episodes_are_those_of_the_environments_alone(mode: AutoresetMode, o
 def test_environments_in_other_processes(mode: AutoresetMode) -> None:
     for options in ({"shared_memory": True}, {"shared_memory": False, "copy": False}):
         envs = AsyncVectorEnv([SeededEnv] * N, autoreset_mode=mode, **options)
-        for limits in ({"max_steps": 50}, {"episodes": 7, "max_episode_steps": 4})[: 1 + options["shared_memory"]]:
+        if mode is AutoresetMode.NEXT_STEP and not options["shared_memory"]:
+            with pytest.raises(SourceError, match="NEXT_STEP and shared_memory=False, with which"):
+                collect(envs, policy, episodes=1)
+            envs.close()
+            continue
+        for limits in ({"max_steps": 50}, {"episodes": 7, "max_episode_steps": 4}):
             same_episodes(collect(envs, policy, seed=5, columns=COLUMNS, **limits), in_turns(N, **limits))
         envs.close()
 
