@@ -207,9 +207,7 @@ class VectorWriter:
         if not _TAKES_FINAL:
             raise SchemaError("final was given, which writers of this version do not store; leave it out.")
         if not isinstance(final, Mapping) or not final:
-            raise SchemaError(
-                f"final is a {type(final).__name__}; expected a mapping of columns to [n, ...]."
-            )
+            raise SchemaError(f"final is {final!r}; expected a mapping of columns to [n, ...].")
         rows, schema = dict(settled(final)), self._table.schema
         names = tuple(rows)
         if names not in self._final_schemas:
