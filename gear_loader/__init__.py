@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gear_loader.storage.schema import Column, Schema, Window
     from gear_loader.storage.stats import TableStats
     from gear_loader.storage.table import Table
+    from gear_loader.storage.vector_writer import VectorWriter
     from gear_loader.storage.writer import Writer
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "TableStats",
     "TopK",
     "Uniform",
+    "VectorWriter",
     "Window",
     "Writer",
     "distributed",
@@ -69,6 +71,7 @@ _MODULES = {
     "TableStats": "storage.stats",
     "TopK": "selection.selectors",
     "Uniform": "selection.selectors",
+    "VectorWriter": "storage.vector_writer",
     "Window": "storage.schema",
     "Writer": "storage.writer",
 }

@@ -39,7 +39,19 @@ __all__ = [
     "SPINS",
     "STATE",
     "STREAM_BYTES",
+    "VECTOR_ACTIVE",
+    "VECTOR_BLOCKS",
+    "VECTOR_BLOCK_STEPS",
+    "VECTOR_COLUMNS",
+    "VECTOR_COUNT",
+    "VECTOR_COUNTED",
+    "VECTOR_DONE",
+    "VECTOR_END",
+    "VECTOR_HEAD",
+    "VECTOR_NEXT",
+    "VECTOR_WIDTH",
     "append",
+    "append_rows",
     "finish",
     "gather",
     "gather_batch",
@@ -280,6 +292,55 @@ def append(columns, block_steps, ids, first, addresses, count) -> None:  # type:
             target = base + int64(ids[block]) * stride + inside * step_bytes
             _copy(target, addresses[c] + done * step_bytes, steps * step_bytes)
             done += steps
+
+
+# Request to `append_rows`, int64: this head, the columns as for `append` [C, 3], the address of the rows of each column
+# [C], and the places [n, VECTOR_WIDTH].
+VECTOR_COUNT, VECTOR_COLUMNS, VECTOR_BLOCK_STEPS, VECTOR_ACTIVE, VECTOR_DONE, VECTOR_HEAD = range(6)
+# Places of an environment: address of the blocks of its trajectory, int32; its next step; end of the steps that may be
+# written; the step up to which its writer has counted.
+VECTOR_BLOCKS, VECTOR_NEXT, VECTOR_END, VECTOR_COUNTED, VECTOR_WIDTH = range(5)
+
+
+@compiled
+def append_rows(request):  # type: ignore[no-untyped-def]
+    """Copy one row for each of n environments to the next step of its trajectory.
+
+    Args:
+        request: int64, as described above: number of environments and of columns; steps of a block; addresses of the
+            masks `active` and `done`, bool [n], or 0 (all are active, none is done); columns, rows and places.
+
+    Returns:
+        Number of environments that are done or have reached their end; -1, having written nothing, if an active one
+        had reached it before.
+    """
+    count, width, block_steps = request[VECTOR_COUNT], request[VECTOR_COLUMNS], request[VECTOR_BLOCK_STEPS]
+    rows = VECTOR_HEAD + 3 * width
+    columns = request[VECTOR_HEAD:rows].reshape((width, 3))
+    places = request[rows + width : rows + width + count * VECTOR_WIDTH].reshape((count, VECTOR_WIDTH))
+    every, none = request[VECTOR_ACTIVE] == 0, request[VECTOR_DONE] == 0
+    # An unused mask is never read: any valid address will do.
+    spare = request.ctypes.data
+    active = carray(pointer(spare if every else request[VECTOR_ACTIVE]), (count,), np.uint8)
+    done = carray(pointer(spare if none else request[VECTOR_DONE]), (count,), np.uint8)
+    for i in range(count):
+        if (every or active[i] != 0) and places[i, VECTOR_NEXT] >= places[i, VECTOR_END]:
+            return -1
+    due = 0
+    for i in range(count):
+        if not every and active[i] == 0:
+            continue
+        step = places[i, VECTOR_NEXT]
+        block = step // block_steps
+        inside = step - block * block_steps
+        number = int64(carray(pointer(places[i, VECTOR_BLOCKS]), (block + 1,), np.int32)[block])
+        for c in range(width):
+            step_bytes = columns[c, 2]
+            target = columns[c, 0] + number * columns[c, 1] + inside * step_bytes
+            _copy(target, request[rows + c] + i * step_bytes, step_bytes)
+        places[i, VECTOR_NEXT] = step + 1
+        due += (not none and done[i] != 0) or step + 1 == places[i, VECTOR_END]
+    return due
 
 
 @njit(inline="always")

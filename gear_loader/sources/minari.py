@@ -11,7 +11,6 @@ import numpy as np
 
 from gear_loader.errors import SourceError
 from gear_loader.sources._optional import require
-from gear_loader.sources.environment import leaf_column, leaves
 from gear_loader.sources.episodes import (
     FINITE_REMEDY,
     STANDARD,
@@ -27,6 +26,7 @@ from gear_loader.sources.episodes import (
     requested,
     select,
 )
+from gear_loader.sources.recording import leaf_column, leaves
 from gear_loader.storage.schema import Column
 
 __all__ = ["MinariEpisodes", "read_minari"]

@@ -52,27 +52,41 @@ class StepWriter(Writer):
         """
         rows = columns if steps is None else self._joined(steps, columns)
         self._check_usable()
-        if self._grown is None:
-            return (self._begin_trajectory(rows),)
-        slot, generation, length = self._grown
         if self._is_single(rows):
             self._check_step(rows)  # leaves the values in the columns' spare steps
-            count, addresses, hold = 1, [column.spare_address for column in self._columns], None
-        else:
-            count, addresses, hold = self._table.schema.locate(dict(rows), what="the steps")
-        if length + count > self._table.longest:
-            raise self._too_long(length + count)
-        if not self._add(addresses, count, final=False):
-            return (self._begin_trajectory(rows),)
+            return (self.append_at([column.spare_address for column in self._columns], 1),)
+        count, addresses, hold = self._table.schema.locate(dict(rows), what="the steps")
+        index = self.append_at(addresses, count)
         del hold
-        self._grown = slot, generation, length + count
-        return (slot,)
+        return (index,)
 
-    def _begin_trajectory(self, rows: Mapping[str, Any]) -> int:
+    def append_at(self, addresses: list[int], count: int) -> int:
+        """`append` of steps that have been checked.
+
+        Args:
+            addresses: address of the contiguous steps of each column. count: number of steps, at least 1.
+
+        Returns:
+            Index of the trajectory.
+
+        Raises:
+            As `append`.
+        """
+        if self.num_steps + count > self._table.longest:
+            raise self._too_long(self.num_steps + count)
+        if self._grown is not None and self._add(addresses, count, final=False):
+            slot, generation, length = self._grown
+            self._grown = slot, generation, length + count
+            return slot
+        return self._begin_trajectory(addresses, count)
+
+    def _begin_trajectory(self, addresses: list[int], count: int) -> int:
         self._grown = None
         try:
-            super().append(rows)
-            length, generations = self._steps, self._open[-1].generations
+            self._make_room(count)
+            self._copy_in(addresses, self._ids, 0, count)
+            self._appended(count)
+            generations = self._open[-1].generations
             assert generations is not None
             generation = int(generations[0])
             slot = super().commit(self.priority)
@@ -80,7 +94,7 @@ class StepWriter(Writer):
             super().discard()
             raise
         self._reserved[:] = 0
-        self._grown = slot, generation, length
+        self._grown = slot, generation, count
         return slot
 
     def _add(self, addresses: list[int], count: int, *, final: bool) -> bool:

@@ -43,6 +43,7 @@ from gear_loader.storage.schema import Column, Schema
 from gear_loader.storage.shared_memory import region_path
 from gear_loader.storage.stats import TableStats, stats_of
 from gear_loader.storage.step_writer import StepWriter
+from gear_loader.storage.vector_writer import VectorWriter
 from gear_loader.storage.writer import Writer
 from gear_loader.utils.arrays import Array
 
@@ -438,6 +439,18 @@ class Table:
                 )
             return StepWriter(self)
         return Writer(self, chunk_steps=chunk_steps, overlap_steps=overlap_steps)
+
+    def writers(self, n: int, **options: Any) -> VectorWriter:
+        """Create a writer for the n environments of a vector environment; see `VectorWriter`.
+
+        Args:
+            n: number of environments, at most the trajectories and the blocks that the table holds.
+            options: of each environment's `writer`.
+
+        Raises:
+            SchemaError: invalid sizes.
+        """
+        return VectorWriter(self, n, lambda: self.writer(**options))
 
     def extend(
         self,

@@ -337,6 +337,32 @@ class Writer:
             "earlier, cut it into chunks with table.writer(chunk_steps=...), or create the table larger."
         )
 
+    # ---------------------------------------------------------------- for VectorWriter
+
+    def reserve(self) -> tuple[list[int], int, int]:
+        """Make room for the next step, which the caller writes into its block itself and then counts by `written`.
+
+        Returns:
+            Blocks of the open trajectory; the next step; end of the steps that may be written before `written`.
+
+        Raises:
+            As `append`.
+        """
+        self._check_usable()
+        self._make_room(1)
+        return self._ids, self._steps, min(self._held, self._chunk)
+
+    def written(self, count: int) -> tuple[int, ...]:
+        """Count steps that were written after `reserve`, or, if negative, take back such steps of the open chunk.
+
+        Returns:
+            As `append`.
+
+        Raises:
+            As `append`; no step was counted.
+        """
+        return self._appended(count)
+
     # ---------------------------------------------------------------- committing
 
     def commit(self, priority: float | None = None, *, final: Mapping[str, Any] | None = None) -> int:

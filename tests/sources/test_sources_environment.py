@@ -282,10 +282,6 @@ def test_environments_policies_and_options_that_do_not_fit() -> None:
     for env, options, message in CALLS:
         with pytest.raises(SourceError, match=message):
             collect(env, **options)
-    vector = gymnasium.vector.SyncVectorEnv([ScriptedEnv, ScriptedEnv])
-    with pytest.raises(SourceError, match="a vector of 2 environments; expected a single one"):
-        collect(vector, episodes=1)
-    vector.close()
 
 
 def test_a_missing_package_is_named() -> None:

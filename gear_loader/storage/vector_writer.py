@@ -1,0 +1,397 @@
+"""The vector writer: adds the trajectories of n environments at once, one row of each per call."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from gear_loader.errors import GearError, SchemaError
+from gear_loader.native import copying
+from gear_loader.native.copying import (
+    VECTOR_ACTIVE,
+    VECTOR_BLOCK_STEPS,
+    VECTOR_COLUMNS,
+    VECTOR_COUNT,
+    VECTOR_COUNTED,
+    VECTOR_END,
+    VECTOR_HEAD,
+    VECTOR_NEXT,
+    VECTOR_WIDTH,
+)
+from gear_loader.storage.incoming import checked_priorities
+from gear_loader.storage.schema import Schema, as_mapping, settled
+from gear_loader.storage.step_writer import StepWriter
+from gear_loader.storage.writer import Target, Writer
+from gear_loader.utils.arrays import Array, address_of, as_array, data_address
+from gear_loader.utils.checks import at_least
+
+__all__ = ["VectorWriter"]
+
+_BOOL = np.dtype(np.bool_)
+
+
+class VectorWriter:
+    """Adds the trajectories of n environments, which take their steps at the same time.
+
+    Created by `Table.writers`. It behaves as n writers (`Writer`), but one call of compiled code writes the rows of all
+    environments into their blocks. It is for one thread. As a context manager it commits all open trajectories at the
+    end, or discards them if the block raises::
+
+        with table.writers(envs.num_envs) as writer:
+            observation, _ = envs.reset(seed=0)
+            reset = np.zeros(envs.num_envs, dtype=bool)  # rows of autoreset mode NEXT_STEP that are no step
+            for _ in range(1000):
+                action = policy(observation)
+                following, reward, terminated, truncated, _ = envs.step(action)
+                done = terminated | truncated
+                writer.append(
+                    observation=observation, action=action, reward=reward.astype(np.float32), done=done, active=~reset
+                )
+                observation, reset = following, done
+
+    With ``commit_every_step`` each row is visible when `append` returns (see `StepWriter`), one writer after another.
+    With ``chunk_steps`` the stream of each environment is cut into chunks, as `Writer` does; `done` ends its stream.
+
+    Attributes:
+        num_envs: number of environments.
+        appended: bool [n], after an error of `append` (but SchemaError): the environments whose row was appended
+            nevertheless.
+    """
+
+    def __init__(self, table: Target, n: int, make_writer: Callable[[], Writer]) -> None:
+        self._table = table
+        self.num_envs = count = at_least("n", n)
+        layout = table.region.layout
+        most = min(layout.max_trajectories, layout.num_blocks, layout.max_steps)
+        if count > most:
+            raise SchemaError(
+                f"n is {count:,}; expected at most {most:,}, as each environment writes into a slot and a block of "
+                f"its own and the table holds {layout.max_trajectories:,} trajectories, {layout.num_blocks:,} blocks "
+                f"and {layout.max_steps:,} steps. Create the table larger."
+            )
+        self._pid = os.getpid()
+        self._writers = [make_writer() for _ in range(count)]
+        columns = table.column_addresses()
+        width = len(columns)
+        rows = VECTOR_HEAD + 3 * width
+        self._request = np.zeros(rows + width + count * VECTOR_WIDTH, dtype=np.int64)
+        self._request[[VECTOR_COUNT, VECTOR_COLUMNS, VECTOR_BLOCK_STEPS]] = count, width, layout.block_steps
+        self._request[VECTOR_HEAD:rows] = columns.reshape(-1)
+        self._places = self._request[rows + width :].reshape(count, VECTOR_WIDTH)
+        self._blocks = [np.empty(0, dtype=np.int32)] * count  # hold the memory that the places name
+        self._bytes = self._request.data
+        self._pack_masks = struct.Struct("=2q").pack_into
+        self._pack_rows = struct.Struct(f"={width}q").pack_into
+        self._rows_at = 8 * rows
+        self._what = f"the rows (T = {count}, one for each environment)"
+        self._final_schema: Schema | None = None
+        self._step_bytes = columns[:, 2].tolist()
+        self._no_index = np.full(count, -1, dtype=np.int64)
+        self._nobody = np.zeros(count, dtype=bool)
+        self._nobody.flags.writeable = False
+        self.appended: Array = self._nobody
+
+    # ---------------------------------------------------------------- appending
+
+    @property
+    def num_steps(self) -> Array:
+        """Steps of each environment since its last commit, int64 [n]; with chunks, steps of its current chunk."""
+        counted = np.array([writer.num_steps for writer in self._writers], dtype=np.int64)
+        return counted + (self._places[:, VECTOR_NEXT] - self._places[:, VECTOR_COUNTED])
+
+    def append(
+        self,
+        rows: Mapping[str, Any] | None = None,
+        /,
+        *,
+        done: Any = None,
+        active: Any = None,
+        priority: Any = None,
+        final: Mapping[str, Any] | None = None,
+        **columns: Any,
+    ) -> Array:
+        """Append one step of each environment, and commit the trajectories that end with it.
+
+        Args:
+            rows, columns: ``[n, *shape]`` for every column, as one mapping or as keywords: numpy arrays or torch
+                tensors of exactly the column's dtype. Columns called as one of the options below are given in `rows`.
+            done: bool [n], array, tensor or list: environments whose trajectory ends with this row; it is committed. By
+                default none.
+            active: bool [n]: environments that took a step; rows of the others, and their `done`, are ignored. By
+                default all. Gymnasium's autoreset mode NEXT_STEP needs it: the row after `done` is a reset.
+            priority: initial priority of what this call commits, as for `Table.add`: one number, or [n].
+            final: values after the last step, as for `Writer.commit`: ``[n, *shape]`` for each column with
+                ``Column(final=True)``, of which the rows of the environments that are done are read.
+
+        Returns:
+            Index of the trajectory (or chunk) that this call has committed for each environment, -1 without one,
+            int64 [n].
+
+        Raises:
+            SchemaError: something does not fit, or a trajectory would be longer than the table can hold.
+            TableFullError, RateLimitError, LockTimeoutError: as `Writer.append` and `Writer.commit`.
+
+        After an error nothing was appended, except for environments whose trajectory or chunk this call had committed
+        before: `appended`. To try again, repeat the call with ``active=active & ~writer.appended``. After any other
+        exception (Ctrl-C) all open trajectories are discarded.
+        """
+        self._check_usable()
+        ending = None if done is None else self._mask("done", done)
+        acting = None if active is None else self._mask("active", active)
+        priorities = None if priority is None else checked_priorities(priority, self.num_envs)
+        last = None if final is None else self._checked_final(final)
+        addresses, hold = self._located(rows, columns)
+        self.appended = self._nobody
+        if isinstance(self._writers[0], StepWriter):
+            return self._append_each(addresses, ending, acting, priorities, last)
+        self._pack_masks(
+            self._bytes,
+            8 * VECTOR_ACTIVE,
+            0 if acting is None else data_address(acting),
+            0 if ending is None else data_address(ending),
+        )
+        self._pack_rows(self._bytes, self._rows_at, *addresses)
+        try:
+            due = copying.append_rows(self._request)
+            if due < 0:
+                self._make_room(acting)
+                due = copying.append_rows(self._request)
+            del hold
+            return self._ended(ending, acting, priorities, last) if due else self._no_index.copy()
+        except GearError:
+            raise
+        except BaseException:
+            self.close()  # how far the call has come is not known
+            raise
+
+    def _append_each(
+        self,
+        addresses: list[int],
+        ending: Array | None,
+        acting: Array | None,
+        priorities: Array | None,
+        final: Mapping[str, Any] | None,
+    ) -> Array:
+        """Append with writers that commit every step."""
+        indices = self._no_index.copy()
+        appended = self._nobody.copy()
+        chosen = range(self.num_envs) if acting is None else np.flatnonzero(acting).tolist()
+        for i in chosen:
+            writer = self._writers[i]
+            assert isinstance(writer, StepWriter)
+            if priorities is not None:
+                writer.priority = float(priorities[i]) if priorities[i] >= 0 else None
+            places = [at + i * size for at, size in zip(addresses, self._step_bytes, strict=True)]
+            try:
+                writer.append_at(places, 1)
+                appended[i] = True
+                if ending is not None and ending[i]:
+                    last = None if final is None else {name: values[i] for name, values in final.items()}
+                    indices[i] = writer.commit(final=last)
+            except GearError:
+                self.appended = appended
+                raise
+        return indices
+
+    def _located(self, rows: Any, columns: dict[str, Any]) -> tuple[list[int], object]:
+        """Check the rows; return the address of each column, and what holds their memory."""
+        if rows is None:
+            rows = columns
+        else:
+            rows = as_mapping(rows)
+            if columns and isinstance(rows, Mapping):
+                rows = {**settled(rows), **columns}
+        length, addresses, hold = self._table.schema.locate(rows, what=self._what)
+        if length != self.num_envs:
+            raise SchemaError(
+                f"The rows have {length} entries; expected arrays [n, ...] with one row for each of the "
+                f"{self.num_envs} environments. Nothing was appended."
+            )
+        return addresses, hold
+
+    def _mask(self, name: str, value: Any) -> Array:
+        """A mask as a contiguous array, bool [n]."""
+        fits = (
+            type(value) is torch.Tensor and value.dtype is torch.bool and value.is_cpu and not value.is_nested
+        )
+        if fits and address_of(value):
+            value = value.numpy()
+        if type(value) is not np.ndarray:
+            try:
+                value = np.asarray(as_array(value, name))
+            except (TypeError, ValueError, RuntimeError):
+                value = np.empty(0, dtype=object)
+        if value.dtype != _BOOL or value.shape != (self.num_envs,):
+            raise SchemaError(
+                f"{name} has dtype {value.dtype} and shape {list(value.shape)}; expected a mask, bool "
+                f"[{self.num_envs}], one value for each environment. Nothing was changed."
+            )
+        return value if value.flags.c_contiguous else np.ascontiguousarray(value)
+
+    def _checked_final(self, final: Any) -> dict[str, Any]:
+        final, schema = as_mapping(final), self._table.schema
+        wanted = {name: column for name, column in schema.items() if column.final}
+        if not isinstance(final, Mapping) or set(final) != set(wanted):
+            given = sorted(map(str, final)) if isinstance(final, Mapping) else type(final).__name__
+            raise SchemaError(
+                f"final has {given}; expected the columns {sorted(wanted)}: all with Column(final=True) and no other."
+            )
+        rows = dict(settled(final))
+        if not wanted:
+            return rows
+        if self._final_schema is None:
+            self._final_schema = Schema(wanted)
+        length, _, _ = self._final_schema.locate(rows, what=f"final, {self._what}")
+        if length != self.num_envs:
+            raise SchemaError(
+                f"final has {length} rows; expected one for each of {self.num_envs} environments."
+            )
+        return rows
+
+    def _make_room(self, acting: Array | None) -> None:
+        """Allocate blocks for each active environment that has reached the end of its blocks."""
+        places = self._places
+        without = places[:, VECTOR_NEXT] >= places[:, VECTOR_END]
+        for i in np.flatnonzero(without if acting is None else without & acting).tolist():
+            blocks, step, end = self._writers[i].reserve()
+            self._blocks[i] = np.array(blocks, dtype=np.int32)
+            places[i] = data_address(self._blocks[i]), step, end, step
+
+    def _count(self, i: int) -> tuple[int, ...]:
+        """Tell an environment's writer of the steps written since the last time; return chunks that it has cut."""
+        place = self._places[i]
+        chunks = self._writers[i].written(int(place[VECTOR_NEXT] - place[VECTOR_COUNTED]))
+        place[VECTOR_COUNTED] = place[VECTOR_NEXT]
+        if chunks:
+            place[:] = 0
+        return chunks
+
+    # ---------------------------------------------------------------- committing
+
+    def _ended(
+        self,
+        ending: Array | None,
+        acting: Array | None,
+        priorities: Array | None,
+        final: Mapping[str, Any] | None,
+    ) -> Array:
+        """Count the steps of environments at the end of their blocks, a chunk or a trajectory; commit the last two."""
+        places = self._places
+        due = places[:, VECTOR_NEXT] == places[:, VECTOR_END]
+        if ending is not None:
+            due |= ending
+        if acting is not None:
+            due &= acting
+        indices = self._no_index.copy()
+        for i in np.flatnonzero(due).tolist():
+            try:
+                for index in self._count_with(i, priorities):
+                    indices[i] = index
+                if ending is not None and ending[i]:
+                    indices[i] = self._commit(i, priorities, final)
+            except GearError:
+                self.appended = indices >= 0
+                self._take_back(~self.appended if acting is None else acting & ~self.appended)
+                raise
+        return indices
+
+    def _count_with(self, i: int, priorities: Array | None) -> tuple[int, ...]:
+        """`_count`, with a priority for the chunks."""
+        writer = self._writers[i]
+        writer.priority = None if priorities is None else float(priorities[i])
+        return self._count(i)
+
+    def _commit(self, i: int, priorities: Array | None, final: Mapping[str, Any] | None) -> int:
+        """Commit the trajectory of one environment, all of whose steps are counted."""
+        options = {} if final is None else {"final": {name: values[i] for name, values in final.items()}}
+        given = priorities is not None and not isinstance(self._writers[i], StepWriter)
+        index = self._writers[i].commit(float(priorities[i]) if given else None, **options)  # type: ignore[index]
+        self._places[i] = 0
+        return index
+
+    def _take_back(self, which: Array) -> None:
+        """Take back the last row of environments."""
+        for i in np.flatnonzero(which).tolist():
+            place = self._places[i]
+            if place[VECTOR_COUNTED] == place[VECTOR_NEXT]:
+                self._writers[i].written(-1)
+                place[VECTOR_COUNTED] -= 1
+            place[VECTOR_NEXT] -= 1
+
+    def commit(
+        self, mask: Any = None, *, priority: Any = None, final: Mapping[str, Any] | None = None
+    ) -> Array:
+        """Commit open trajectories; the next rows of their environments begin others.
+
+        Args:
+            mask: bool [n]: of which environments; all by default. Environments without a step are left out.
+            priority, final: as for `append`.
+
+        Returns:
+            Index of each environment's trajectory, -1 without one, int64 [n].
+
+        Raises:
+            SchemaError, RateLimitError, LockTimeoutError: as `Writer.commit`. The steps that are not committed are
+                kept: the call can be repeated.
+        """
+        self._check_usable()
+        chosen = np.ones(self.num_envs, dtype=bool) if mask is None else self._mask("mask", mask)
+        priorities = None if priority is None else checked_priorities(priority, self.num_envs)
+        last = None if final is None else self._checked_final(final)
+        indices = self._no_index.copy()
+        try:
+            for i in np.flatnonzero(chosen & (self.num_steps > 0)).tolist():
+                if not isinstance(self._writers[i], StepWriter):
+                    self._count(i)
+                indices[i] = self._commit(i, priorities, last)
+        except GearError:
+            raise
+        except BaseException:
+            self.close()
+            raise
+        return indices
+
+    def discard(self, mask: Any = None) -> None:
+        """Discard open trajectories; chunks that are complete stay.
+
+        Args:
+            mask: bool [n]: of which environments; all by default.
+        """
+        self._check_process()
+        chosen = np.ones(self.num_envs, dtype=bool) if mask is None else self._mask("mask", mask)
+        for i in np.flatnonzero(chosen).tolist():
+            self._writers[i].discard()
+            self._places[i] = 0
+
+    def close(self) -> None:
+        """As `discard`; idempotent."""
+        for writer in self._writers:
+            writer.close()
+        self._places[:] = 0
+
+    def _check_usable(self) -> None:
+        self._check_process()
+        self._table.check_open()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise GearError(
+                f"A vector writer of process {self._pid} was used in process {os.getpid()}; make one with "
+                "table.writers() in each process."
+            )
+
+    def __enter__(self) -> VectorWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.commit()
+        self.close()

@@ -1,0 +1,291 @@
+"""Rows of n environments written at once: what they hold, what is refused, and what is left after an error."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from table_common import forked, forks, named
+
+import gear_loader as gear
+from gear_loader.errors import GearError, RateLimitError, SchemaError, TableClosedError, TableFullError
+from gear_loader.native import copying
+
+COLUMNS = {
+    "x": gear.Column(torch.int64),
+    "value": gear.Column(torch.float32, (3,)),
+    "half": gear.Column(torch.bfloat16, (2,)),
+    "flag": gear.Column(torch.bool),
+}
+SCALAR = {"x": gear.Column(torch.int64)}
+
+
+def rows_of(step: int, n: int) -> dict[str, Any]:
+    """Rows that tell step and environment."""
+    x = np.arange(n) + 100 * step
+    value = (x[:, None] + np.array([0.25, 0.5, 0.75])).astype(np.float32)
+    half = torch.from_numpy(x[:, None] * np.ones(2)).to(torch.bfloat16)
+    return {"x": x, "value": value, "half": half, "flag": x % 3 == 0}
+
+
+def shown(table: gear.Table) -> list[Any]:
+    """Every trajectory, oldest first, with its priority."""
+    table.check_valid()
+    priorities = table.reader().arrays.priority
+    return [
+        (float(priorities[i]), {name: values.tolist() for name, values in table[i].items()})
+        for i in map(int, table.indices())
+    ]
+
+
+def scalars(table: gear.Table) -> list[list[int]]:
+    return [trajectory["x"] for _, trajectory in shown(table)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"chunk_steps": 6}, {"chunk_steps": 5, "overlap_steps": 2}, {"chunk_steps": 8, "overlap_steps": 4}],
+)
+@pytest.mark.parametrize("n", [1, 5])
+def test_it_leaves_what_single_writers_leave(n: int, options: dict[str, int]) -> None:
+    """Random ends, skipped rows and priorities, arrays and tensors, contiguous or not."""
+    random = np.random.default_rng(n)
+    sizes = {"max_steps": 4000, "max_trajectories": 400, "block_steps": 4}
+    with gear.Table.create(COLUMNS, **sizes) as table, gear.Table.create(COLUMNS, **sizes) as expected:
+        vector = table.writers(n, **options)
+        singles = [expected.writer(**options) for _ in range(n)]
+        for step in range(120):
+            rows = rows_of(step, n)
+            done, active = random.random(n) < 0.1, random.random(n) < 0.8
+            priority = random.random(n).astype(np.float32)
+            found = np.full(n, -1)
+            for i in np.flatnonzero(active):
+                singles[i].priority = float(priority[i])
+                for index in singles[i].append({name: values[i] for name, values in rows.items()}):
+                    found[i] = index
+                if done[i]:
+                    found[i] = singles[i].commit(float(priority[i]))
+            if step % 3 == 1:
+                rows = {name: torch.as_tensor(values) for name, values in rows.items()}
+            elif step % 3 == 2:
+                rows["value"] = np.asfortranarray(rows["value"])
+            given: Any = done.tolist() if step % 2 else torch.from_numpy(done)
+            indices = vector.append(rows, done=given, active=active, priority=priority)
+            assert ((indices >= 0) == (found >= 0)).all()
+            for ours, theirs in zip(indices[found >= 0], found[found >= 0], strict=True):
+                assert table[ours]["x"].tolist() == expected[theirs]["x"].tolist()
+            assert vector.num_steps.tolist() == [writer.num_steps for writer in singles]
+            if step == 60:
+                vector.discard(done)
+                for writer, which in zip(singles, done, strict=True):
+                    if which:
+                        writer.discard()
+        assert shown(table) == shown(expected)
+        mask = np.arange(n) != 1
+        open_before = vector.num_steps
+        indices = vector.commit(mask, priority=2.0)
+        assert ((indices >= 0) == (mask & (open_before > 0))).all()
+        vector.close()
+        for i, writer in enumerate(singles):
+            if mask[i] and writer.num_steps:
+                writer.commit(2.0)
+            writer.close()
+        assert shown(table) == shown(expected)
+        table.remove(table.indices())
+        table.check_valid()
+        assert table.stats().blocks_in_use == 0
+
+
+def test_the_end_of_a_block_commits_what_is_open_or_nothing() -> None:
+    with gear.Table.create(SCALAR, max_steps=40, max_trajectories=8, block_steps=4) as table:
+        with table.writers(3) as writer:
+            for step in range(5):
+                writer.append(x=np.arange(3) + 10 * step, active=np.arange(3) != 1)
+        assert scalars(table) == [[0, 10, 20, 30, 40], [2, 12, 22, 32, 42]]
+        writer = table.writers(3)
+        with contextlib.suppress(ZeroDivisionError), writer:
+            writer.append(x=np.arange(3))
+            _ = 1 / 0
+        assert len(table) == 2
+        assert table.stats().num_writing == 0
+
+
+GOOD = rows_of(1, 4)
+MISFITS: list[tuple[dict[str, Any], str]] = [
+    ({"rows": {**GOOD, "value": np.zeros((4, 2), np.float32)}},
+     r"'value' of the rows \(T = 4, one for each environment\) has shape \[4, 2\]; expected \[T, 3\]"),
+    ({"rows": {**GOOD, "value": np.zeros((4, 3))}}, r"'value' of the rows .* has dtype float64; expected torch.fl"),
+    ({"rows": {**GOOD, "x": [1, 2, 3, 4]}}, r"'x' of the rows .* is a list; expected a numpy array"),
+    ({"rows": {**GOOD, "x": np.arange(3)}}, r"uneven lengths: \{'x': 3, 'value': 4"),
+    ({"rows": rows_of(1, 3)}, r"The rows have 3 entries; expected .* one row for each of the 4 environments"),
+    ({"rows": {name: values[1] for name, values in GOOD.items()}}, r"'x' of the rows .* is a int64|shape"),
+    ({"rows": {"x": GOOD["x"]}}, r"missing: \['value', 'half', 'flag'\], unknown: \[\]"),
+    ({"rows": {**GOOD, "y": GOOD["x"]}}, r"missing: \[\], unknown: \['y'\]"),
+    ({"rows": 3}, r"the rows .* is a int; expected a mapping"),
+    ({"done": np.zeros(3, bool)}, r"done has dtype bool and shape \[3\]; expected a mask, bool \[4\]"),
+    ({"done": np.zeros(4, np.int64)}, r"done has dtype int64 and shape \[4\]; expected a mask, bool \[4\]"),
+    ({"done": True}, r"done has dtype bool and shape \[\]; expected a mask"),
+    ({"done": [[True], [False, True]]}, r"done has dtype object"),
+    ({"active": torch.ones(4)}, r"active has dtype float32 and shape \[4\]"),
+    ({"priority": np.ones(3)}, r"priority has shape \[3\]; expected one number or \[4\]"),
+    ({"priority": [1, 1, -1, 1]}, r"priority -1.0 of trajectory 2"),
+]  # fmt: skip
+
+
+def test_what_does_not_fit_changes_nothing() -> None:
+    with gear.Table.create(COLUMNS, max_steps=400, max_trajectories=8, block_steps=4) as table:
+        writer = table.writers(4)
+        for steps in (0, 4, 5):  # no room yet, the end of a block, and inside one
+            writer.discard()
+            for step in range(steps):
+                writer.append(rows_of(step, 4))
+            stats = table.stats()
+            for options, message in MISFITS:
+                options = dict(options)
+                with pytest.raises(SchemaError, match=message):
+                    writer.append(options.pop("rows", GOOD), **{"done": np.ones(4, bool), **options})
+                assert writer.num_steps.tolist() == [steps] * 4
+                assert table.stats() == stats
+        writer.append(GOOD, done=np.ones(4, bool))
+        assert [len(trajectory["x"]) for _, trajectory in shown(table)] == [6] * 4
+        for n, message in (
+            (0, "n is 0; expected an integer"),
+            (9, "n is 9; expected at most 8"),
+            (2.0, "n is 2.0"),
+        ):
+            with pytest.raises(SchemaError, match=message):
+                table.writers(n)  # type: ignore[arg-type]
+
+
+def test_a_full_table_and_a_rate_limiter_leave_a_call_that_can_be_repeated() -> None:
+    x = np.arange(3)
+    with gear.Table.create(SCALAR, max_steps=28, max_trajectories=8, block_steps=4, timeout=0.05) as table:
+        table.add({"x": np.arange(8)})
+        writer = table.writers(3)
+        for step in range(5):
+            writer.append(x=x + 10 * step, active=x < (3 if step < 4 else 2))
+        step = 5
+        with contextlib.suppress(TableFullError):
+            while step < 9:
+                writer.append(x=x + 10 * step)
+                step += 1
+        before = writer.num_steps
+        assert not writer.appended.any()
+        with pytest.raises(TableFullError):
+            writer.append(x=x + 10 * step)
+        assert writer.num_steps.tolist() == before.tolist() == [step, step, step - 1]
+        table.remove(0)
+        writer.append(x=x + 10 * step, done=np.ones(3, bool))
+        tens = [10 * i for i in range(step + 1)]
+        assert scalars(table) == [tens, [1 + i for i in tens], [2 + i for i in tens if i != 40]]
+    with gear.Table.create(
+        SCALAR, max_steps=400, max_trajectories=80, block_steps=4, timeout=0.05, rate_limiter=gear.Queue(2)
+    ) as table:
+        writer = table.writers(4)
+        for step in range(3):
+            writer.append(x=np.arange(4) + 10 * step)
+        done, rows = np.arange(4) > 0, np.arange(4) + 30  # the fourth row is the last one of a block
+        with pytest.raises(RateLimitError):
+            writer.append(x=rows, done=done)
+        assert writer.appended.tolist() == [False, True, True, False]
+        assert writer.num_steps.tolist() == [3, 0, 0, 3]
+        with pytest.raises(RateLimitError):
+            writer.append(x=rows, done=done, active=~np.array([False, True, True, False]))
+        assert writer.num_steps.tolist() == [3, 0, 0, 3]
+        ticket, _ = table.reader().begin_snapshot(samples=1)
+        ticket.end()
+        writer.append(x=rows, done=done, active=[True, False, False, True])
+        assert writer.num_steps.tolist() == [4, 0, 0, 0]
+        assert scalars(table) == [[i, 10 + i, 20 + i, 30 + i] for i in (1, 2, 3)]
+
+
+def test_a_chunk_that_may_not_be_committed_is_kept_without_its_last_step() -> None:
+    limiter = gear.Queue(1)
+    with gear.Table.create(
+        SCALAR, max_steps=400, max_trajectories=80, block_steps=4, timeout=0.05, rate_limiter=limiter
+    ) as table:
+        writer = table.writers(2, chunk_steps=6, overlap_steps=2)
+        for step in range(5):
+            writer.append(x=np.arange(2) + 10 * step)
+        for _ in range(2):
+            with pytest.raises(RateLimitError):
+                writer.append(x=np.arange(2) + 50, active=~writer.appended)
+            assert writer.num_steps.tolist() == [2, 5]
+            writer.appended = np.array([True, False])  # as after the first of the two
+        ticket, _ = table.reader().begin_snapshot(samples=1)
+        ticket.end()
+        writer.append(x=np.arange(2) + 50, active=[False, True])
+        assert scalars(table) == [[0, 10, 20, 30, 40, 50], [1, 11, 21, 31, 41, 51]]
+
+
+def test_an_interruption_discards_what_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    append_rows = copying.append_rows
+
+    def interrupted(request: Any) -> int:
+        append_rows(request)
+        raise KeyboardInterrupt
+
+    with gear.Table.create(SCALAR, max_steps=40, max_trajectories=8, block_steps=4) as table:
+        writer = table.writers(3)
+        writer.append(x=np.arange(3))
+        monkeypatch.setattr(copying, "append_rows", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            writer.append(x=np.arange(3), done=np.ones(3, bool))
+        monkeypatch.undo()
+        assert table.stats().num_writing == 0
+        writer.append(x=np.arange(3) + 5, done=np.ones(3, bool))
+        assert scalars(table) == [[5], [6], [7]]
+
+
+def test_a_closed_table() -> None:
+    with gear.Table.create(SCALAR, max_steps=40, max_trajectories=8) as table:
+        writer = table.writers(2)
+        writer.append(x=np.arange(2))
+    for call in (lambda: writer.append(x=np.arange(2)), writer.commit):
+        with pytest.raises(TableClosedError):
+            call()
+
+
+@forks
+def test_a_vector_writer_after_a_fork() -> None:
+    with named() as table:
+        writer = table.writers(2)
+
+        def work() -> None:
+            with pytest.raises(
+                GearError, match=rf"^A vector writer of process {os.getppid()} was used in process"
+            ):
+                writer.commit()
+            writer.close()
+
+        forked(work)
+
+
+@pytest.mark.parametrize("options", [{}, {"commit_every_step": True}])
+def test_final_steps_and_steps_at_once(options: dict[str, Any]) -> None:
+    columns = {"x": gear.Column(torch.int64, final=True), "y": gear.Column(torch.float32)}
+    with gear.Table.create(columns, max_steps=200, max_trajectories=20, block_steps=4) as table:
+        writer = table.writers(3, **options)
+        lengths = (2, 5, 3)
+        for step in range(5):
+            x = np.array([100 * i + step for i in range(3)])
+            done = np.array([step + 1 == length for length in lengths])
+            active = np.array([step < length for length in lengths])
+            final = {"x": x + 1}
+            if step == 0:
+                with pytest.raises(SchemaError, match=r"final has \['y'\]; expected the columns \['x'\]"):
+                    writer.append(x=x, y=np.zeros(3, np.float32), final={"y": np.zeros(3, np.float32)})
+            indices = writer.append(x=x, y=np.zeros(3, np.float32), done=done, active=active, final=final)
+            assert ((indices >= 0) == done).all()
+            for i in np.flatnonzero(done).tolist():
+                found = table.final(int(indices[i]))
+                assert found is not None
+                assert found["x"] == 100 * i + lengths[i]
+            if options:
+                assert table.num_steps == sum(min(step + 1, length) for length in lengths)
+            table.check_valid()
+        assert sorted(scalars(table)) == [list(range(100 * i, 100 * i + n)) for i, n in enumerate(lengths)]
