@@ -16,8 +16,9 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from gear_loader.collection.batches import Batch, is_stacked, refuse_stacking
 from gear_loader.collection.buffer_pools import BufferPools
-from gear_loader.collection.collector import Batch, Buffers, Collector
+from gear_loader.collection.collector import Buffers, Collector
 from gear_loader.collection.prefetch import Prefetcher
 from gear_loader.collection.windows import check_windows, windows_of
 from gear_loader.distributed.collector import ShardCollector
@@ -308,6 +309,20 @@ class ReplayDataset(IterableDataset[Batch]):
             },
         }
 
+    def __repr__(self) -> str:
+        if not hasattr(self, "_buffers"):
+            return "<ReplayDataset, not opened>"
+        source = self.table if self.shards is None else self.shards
+        epoch, before, step = self._position.current
+        length = "" if self.batches_per_epoch is None else f" of {self.batches_per_epoch:,}"
+        windows = ", ".join(f"{name}: {window!r}" for name, window in self.windows.items())
+        return (
+            f"<{type(self).__name__} of {source!r}\n"
+            f"  batches of {self.batch_size:,} rows on {self.device}, drawn by {self.selector!r}, seed {self.seed}\n"
+            f"  windows {windows}\n"
+            f"  epoch {epoch}, {before + step:,}{length} batches delivered>"
+        )
+
     @property
     def _is_global(self) -> bool:
         """Whether batches are drawn over all shards."""
@@ -347,6 +362,8 @@ class ReplayDataset(IterableDataset[Batch]):
         info = get_worker_info()
         number, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         self._check_worker(number, info is not None)
+        if is_stacked(self):
+            return refuse_stacking()
         self._position.current = self._position.next()
         return self._iterate(number, workers, in_worker=info is not None)
 

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
-from gear_loader.collection.collector import Batch
+from gear_loader.collection.batches import Batch
 from gear_loader.collection.windows import windows_of
 from gear_loader.dataset import ReplayDataset
 from gear_loader.distributed.shards import Shards
@@ -329,6 +329,24 @@ class ReplayDataModule(LightningDataModule):
             self.shards.close()
         self.table.close()
         self.table = self.shards = None
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "val_dataset"):
+            return "<ReplayDataModule, not opened>"
+        opened = self.shards or self.table
+        state = "" if opened is not None else ", opened in setup()"
+        options = [f"{name}={value!r}" for name, value in self._options.items() if name != "windows"]
+        lines = [
+            f"<ReplayDataModule of {self._source if opened is None else opened!r}{state}",
+            f"  {', '.join(options)}, val_fraction={self._val_fraction}",
+        ]
+        for part, dataset in (("train", self.train_dataset), ("validation", self.val_dataset)):
+            if dataset is not None:
+                epoch, before, step = dataset.position
+                lines.append(f"  {part}: epoch {epoch}, {before + step:,} batches delivered")
+        return "\n".join(lines) + ">"
+
+    __str__ = __repr__  # Lightning's makes loaders, and waits for their lengths
 
     # ---------------------------------------------------------------- parts
 
