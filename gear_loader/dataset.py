@@ -35,6 +35,7 @@ from gear_loader.distributed.shards import Shards
 from gear_loader.errors import GearError, PrivateTableError, RankError, SchemaError
 from gear_loader.iteration import MAX_WORKERS, Position
 from gear_loader.selection.base import Selection, SelectionContext
+from gear_loader.selection.epochs import notice_short_epoch
 from gear_loader.selection.prioritized import PrioritizedSelection, needs_priorities
 from gear_loader.selection.random import key
 from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Selector, Uniform
@@ -155,7 +156,8 @@ class ReplayDataset(IterableDataset[Batch]):
         copy: deliver each batch in new memory. Costs a copy within GPU memory; on the CPU an allocation per batch.
         keep: validity of a batch, see above; at least 1.
         batches_per_epoch: length of an epoch on each rank; by default that of one pass, ceil(items / batch_size) over
-            all ranks. ``math.inf`` never ends.
+            all ranks: items are trajectories, or steps if the selector has ``unit="step"``. The logger `gear_loader`
+            says once if such an epoch reads a small part of the table. ``math.inf`` never ends.
         drop_last: without replacement: skip a last batch that is not full (over `Shards`: on all ranks).
         subset: function of sequence numbers (int64 [n], the order of insertion into the table that stored the
             trajectories first) that returns bool [n]: whether they belong to this dataset. `ReplayDataModule` uses it
@@ -254,6 +256,7 @@ class ReplayDataset(IterableDataset[Batch]):
         self._exchange = self._new_exchange()
         self._position = Position()
         self._buffers = BufferPools()
+        self._noticed_epoch = False
         self._selection: Selection | None = None
         self._selected_for: tuple[Any, ...] = ()  # options of `_selection`
         self._forked_from = 0  # in a forked child with Shards: id of the process that made the connections
@@ -405,6 +408,8 @@ class ReplayDataset(IterableDataset[Batch]):
             self.table.reader().await_samplable(self.batch_size)  # the table may be empty until then
         view = self._selected().look()
         count = self._epoch_batches(view, world)
+        if not self._noticed_epoch and rank == number == 0 and (epoch == 0 or get_worker_info() is None):
+            self._noticed_epoch = self._notice_epoch(view)
         if self._exchange is not None and not self._is_global:
             count = begin_epoch(self._exchange, self._selected(), count, fresh=number == 0)
         seed, size = self._draw_seed(), self._global_size(self.batch_size)
@@ -713,6 +718,19 @@ class ReplayDataset(IterableDataset[Batch]):
                 )
             return items // size
         return -(-items // size)
+
+    def _notice_epoch(self, view: Any) -> bool:
+        """Log a notice if an epoch by default length reads a small part of the table; return whether it did."""
+        if self.batches_per_epoch is not None or (self.shards is not None and self.shards.place.data):
+            return False
+        return notice_short_epoch(
+            self.selector,
+            batches=self._pass_batches(view),
+            batch_size=self._global_size(self.batch_size),
+            trajectories=len(view),
+            steps=view.num_steps,
+            widest=max(window.length for window in self.windows.values()),
+        )
 
     def _epoch_batches(self, view: Any, world: int) -> float:
         if self.batches_per_epoch is not None:
