@@ -20,6 +20,7 @@ import typer
 
 from gear_loader.errors import RegionError
 from gear_loader.storage import shared_memory
+from gear_loader.utils.formatting import size
 
 __all__ = ["app"]
 
@@ -154,7 +155,7 @@ def _print(entries: list[_Entry]) -> None:
     for entry in entries:
         cells = (
             _shown(entry.name),
-            _size(entry.bytes),
+            size(entry.bytes),
             _fraction(entry.trajectories, entry.max_trajectories),
             _fraction(entry.steps, entry.max_steps),
             _columns(entry.columns),
@@ -193,13 +194,6 @@ def _columns(columns: dict[str, dict[str, Any]] | None, most: int = 4) -> str:
 
 def _fraction(value: int | None, limit: int | None) -> str:
     return "?" if value is None else f"{value:,} of {limit:,}"
-
-
-def _size(count: int) -> str:
-    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if count >= 1 << power:
-            return f"{count / (1 << power):.1f} {unit}"
-    return f"{count} B"
 
 
 def _date(seconds: float) -> str | None:
@@ -252,7 +246,7 @@ def _remove(chosen: list[str]) -> bool:
     for name in chosen:
         try:
             count = shared_memory.remove(name, anything=True)
-            typer.echo(f"Removed {name} ({_size(count)}).")
+            typer.echo(f"Removed {name} ({size(count)}).")
         except FileNotFoundError:
             here = [_shown(each) for each in _region_names()]
             typer.echo(
@@ -272,7 +266,7 @@ def _remove_all() -> None:
     for name in found:
         try:
             count = shared_memory.remove(name, anything=False)
-            typer.echo(f"Removed {name} ({_size(count)}).")
+            typer.echo(f"Removed {name} ({size(count)}).")
         except FileNotFoundError:  # removed by another process
             continue
         except OSError as error:
@@ -432,8 +426,8 @@ def _findings(found: dict[str, Any]) -> list[str]:
         f"Machine: {found['machine']['cores']} cores, Python {found['machine']['python']}, "
         f"{found['machine']['system']}",
         f"InfiniBand adapters: {', '.join(adapters) or 'none'}",
-        f"Memory that may be locked: {'all' if limit is None else _size(limit)}; {shared_memory.DIRECTORY}: "
-        f"{_size(memory['shm_free'])} of {_size(memory['shm_bytes'])} free",
+        f"Memory that may be locked: {'all' if limit is None else size(limit)}; {shared_memory.DIRECTORY}: "
+        f"{size(memory['shm_free'])} of {size(memory['shm_bytes'])} free",
         f"CUDA: {', '.join(cuda.get('devices') or ()) or 'no device'}{pinning}; torch {cuda.get('torch', 'unknown')}",
         f"Triton: {found['triton'].get('version') or found['triton']['problem']}; "
         f"numba: {found['numba'].get('version') or found['numba']['problem']}",

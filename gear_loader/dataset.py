@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from gear_loader.collection.batches import Batch, is_stacked, refuse_stacking
 from gear_loader.collection.buffer_pools import BufferPools
-from gear_loader.collection.collector import Batch, Buffers, Collector
+from gear_loader.collection.collector import Buffers, Collector
 from gear_loader.collection.prefetch import Prefetcher
 from gear_loader.collection.windows import check_windows, expand, windows_of
 from gear_loader.distributed.collector import ShardCollector
@@ -36,6 +37,7 @@ from gear_loader.errors import GearError, PrivateTableError, RankError, SchemaEr
 from gear_loader.iteration import MAX_WORKERS, Position
 from gear_loader.selection.base import Selection, SelectionContext
 from gear_loader.selection.complete import CompleteAnchors
+from gear_loader.selection.epochs import notice_short_epoch
 from gear_loader.selection.prioritized import PrioritizedSelection, needs_priorities
 from gear_loader.selection.random import key
 from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Selector, Uniform
@@ -158,7 +160,8 @@ class ReplayDataset(IterableDataset[Batch]):
         copy: deliver each batch in new memory. Costs a copy within GPU memory; on the CPU an allocation per batch.
         keep: validity of a batch, see above; at least 1.
         batches_per_epoch: length of an epoch on each rank; by default that of one pass, ceil(items / batch_size) over
-            all ranks. ``math.inf`` never ends.
+            all ranks: items are trajectories, or steps if the selector has ``unit="step"``. The logger `gear_loader`
+            says once if such an epoch reads a small part of the table. ``math.inf`` never ends.
         drop_last: without replacement: skip a last batch that is not full (over `Shards`: on all ranks).
         subset: function of sequence numbers (int64 [n], the order of insertion into the table that stored the
             trajectories first) that returns bool [n]: whether they belong to this dataset. `ReplayDataModule` uses it
@@ -262,6 +265,7 @@ class ReplayDataset(IterableDataset[Batch]):
         self._exchange = self._new_exchange()
         self._position = Position()
         self._buffers = BufferPools()
+        self._noticed_epoch = False
         self._selection: Selection | None = None
         self._selected_for: tuple[Any, ...] = ()  # options of `_selection`
         self._forked_from = 0  # in a forked child with Shards: id of the process that made the connections
@@ -317,6 +321,20 @@ class ReplayDataset(IterableDataset[Batch]):
             },
         }
 
+    def __repr__(self) -> str:
+        if not hasattr(self, "_buffers"):
+            return "<ReplayDataset, not opened>"
+        source = self.table if self.shards is None else self.shards
+        epoch, before, step = self._position.current
+        length = "" if self.batches_per_epoch is None else f" of {self.batches_per_epoch:,}"
+        windows = ", ".join(f"{name}: {window!r}" for name, window in self.windows.items())
+        return (
+            f"<{type(self).__name__} of {source!r}\n"
+            f"  batches of {self.batch_size:,} rows on {self.device}, drawn by {self.selector!r}, seed {self.seed}\n"
+            f"  windows {windows}\n"
+            f"  epoch {epoch}, {before + step:,}{length} batches delivered>"
+        )
+
     @property
     def _is_global(self) -> bool:
         """Whether batches are drawn over all shards."""
@@ -356,6 +374,8 @@ class ReplayDataset(IterableDataset[Batch]):
         info = get_worker_info()
         number, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         self._check_worker(number, info is not None)
+        if is_stacked(self):
+            return refuse_stacking()
         self._position.current = self._position.next()
         return self._iterate(number, workers, in_worker=info is not None)
 
@@ -397,6 +417,8 @@ class ReplayDataset(IterableDataset[Batch]):
             self.table.reader().await_samplable(self.batch_size)  # the table may be empty until then
         view = self._selected().look()
         count = self._epoch_batches(view, world)
+        if not self._noticed_epoch and rank == number == 0 and (epoch == 0 or get_worker_info() is None):
+            self._noticed_epoch = self._notice_epoch(view)
         if self._exchange is not None and not self._is_global:
             count = begin_epoch(self._exchange, self._selected(), count, fresh=number == 0)
         seed, size = self._draw_seed(), self._global_size(self.batch_size)
@@ -726,6 +748,19 @@ class ReplayDataset(IterableDataset[Batch]):
                 )
             return items // size
         return -(-items // size)
+
+    def _notice_epoch(self, view: Any) -> bool:
+        """Log a notice if an epoch by default length reads a small part of the table; return whether it did."""
+        if self.batches_per_epoch is not None or (self.shards is not None and self.shards.place.data):
+            return False
+        return notice_short_epoch(
+            self.selector,
+            batches=self._pass_batches(view),
+            batch_size=self._global_size(self.batch_size),
+            trajectories=len(view),
+            steps=view.num_steps,
+            widest=max(window.length for window in self.windows.values()),
+        )
 
     def _epoch_batches(self, view: Any, world: int) -> float:
         if self.batches_per_epoch is not None:

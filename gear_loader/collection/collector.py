@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gear_loader.collection.batches import Batch
 from gear_loader.collection.n_step import NStep, Returns
 from gear_loader.collection.windows import expand, mask_of, reach_of, source_of
 from gear_loader.kernels.plan import PAD_HEAD, PAD_KEEP, PAD_TAIL, WIDTH, GatherColumn, GatherPlan
@@ -19,7 +20,6 @@ from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, outside_inference
 
 __all__ = [
-    "Batch",
     "Buffers",
     "Collector",
     "clone_batch",
@@ -27,7 +27,6 @@ __all__ = [
     "resolve",
 ]
 
-Batch = dict[str, Any]
 _PADS = {"keep": PAD_KEEP, "head": PAD_HEAD, "tail": PAD_TAIL}
 _ROW_KEYS = ("index", "anchor", "generation")
 _COUNTS, _NUMBERS = ("times_sampled", "age"), ("probability", "age_seconds")  # keys of ``sample_info``
@@ -95,7 +94,8 @@ class Buffers:
                 {key: head(part) for key, part in value.items()} if isinstance(value, dict) else value[:count]
             )
 
-        return dict(self.batch) if count == self.plan.batch_size else head(self.batch)
+        whole = count == self.plan.batch_size
+        return Batch(self.batch if whole else {key: head(value) for key, value in self.batch.items()})
 
 
 class Collector:
@@ -209,7 +209,7 @@ class Collector:
             owner = owners.setdefault(keys[name], name)
             if schema[sources[name]].step_bytes < schema[sources[owner]].step_bytes:
                 owners[keys[name]] = name
-        batch: Batch = {}
+        batch = Batch()
         columns = []
         for name, window in self.windows.items():
             column = schema[sources[name]]
@@ -417,10 +417,10 @@ def clone_batch(batch: Batch) -> Batch:
             clones[id(value)] = value.clone()
         return clones[id(value)]
 
-    return {key: clone(value) for key, value in batch.items()}
+    return Batch({key: clone(value) for key, value in batch.items()})
 
 
-def copy_batch(target: Batch, source: Batch) -> None:
+def copy_batch(target: dict[str, Any], source: dict[str, Any]) -> None:
     """Copy all tensors of a batch. Does not wait for a GPU."""
     for key, value in source.items():
         if isinstance(value, dict):

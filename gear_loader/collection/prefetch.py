@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from gear_loader.collection.collector import Batch, Buffers, Collector, clone_batch
+from gear_loader.collection.batches import Batch
+from gear_loader.collection.collector import Buffers, Collector, clone_batch
 from gear_loader.errors import GearError, GpuError, LockTimeoutError
 from gear_loader.storage.lock import LOCK_TIMEOUT
 from gear_loader.utils.arrays import outside_inference
@@ -458,7 +459,7 @@ def allow_captures() -> None:
         )
 
 
-def _record(batch: Batch, stream: torch.cuda.Stream) -> None:
+def _record(batch: dict[str, Any], stream: torch.cuda.Stream) -> None:
     for value in batch.values():
         if isinstance(value, dict):
             _record(value, stream)

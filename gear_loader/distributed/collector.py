@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from gear_loader.collection.collector import Batch, Buffers, Collector, copy_batch
+from gear_loader.collection.batches import Batch
+from gear_loader.collection.collector import Buffers, Collector, copy_batch
 from gear_loader.collection.n_step import NStep
 from gear_loader.collection.windows import source_of
 from gear_loader.distributed.remote import Part, RemoteShard, Staging

@@ -13,70 +13,20 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
-from gear_loader.collection.collector import Batch
+from gear_loader.collection.batches import Batch
 from gear_loader.collection.windows import windows_of
 from gear_loader.dataset import ReplayDataset
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import SchemaError, SourceError
-from gear_loader.selection.random import hashed
-from gear_loader.selection.selectors import Uniform
+from gear_loader.lightning.evaluation import EvaluationDataset, evaluation_dataset, prediction_dataset
+from gear_loader.lightning.split import Split
 from gear_loader.storage.schema import Window
 from gear_loader.storage.table import Table
-from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import at_least
 
-__all__ = ["ReplayDataModule", "Split"]
+__all__ = ["ReplayDataModule"]
 
 _FILES = (".hdf5", ".h5")
-_SPLIT = 0x73706C69  # random number stream
-
-
-class Split:
-    """Splits trajectories into two parts by sequence number, deterministically over processes and runs.
-
-    One random trajectory of each 1 / fraction consecutive ones belongs to the second part. So every period of data
-    collection is represented, and a trajectory never changes parts when the table grows.
-
-    Args:
-        fraction: share of the second part, 0 <= fraction < 1.
-        seed: seed of the split.
-        second: whether calls select the second part or the first.
-    """
-
-    def __init__(self, fraction: float, *, seed: int, second: bool) -> None:
-        self.fraction = fraction
-        self.seed = seed
-        self.second = second
-
-    def __call__(self, sequences: Array) -> Array:
-        """Whether sequence numbers (int64 [n]) belong to this part, bool [n]."""
-        if self.fraction == 0:
-            return np.full(len(sequences), not self.second)
-        # Stratum j begins at ceil(j / fraction). Number i lies in stratum floor(i * fraction), except for rounding.
-        strata = np.floor(sequences * self.fraction).astype(np.int64)
-        strata -= self._first(strata) > sequences
-        strata += self._first(strata + 1) <= sequences
-        low, high = self._first(strata), self._first(strata + 1)
-        number = hashed(strata, seed=self.seed, stream=_SPLIT) % (high - low).astype(np.uint64)
-        chosen: Array = sequences == low + number.astype(np.int64)
-        return chosen if self.second else ~chosen
-
-    def explain_empty(self, count: int) -> str:
-        """The error message if no trajectory of a table with `count` trajectories belongs to this part."""
-        fraction = f"val_fraction={self.fraction:g}"
-        if self.second:
-            return (
-                f"{fraction} sets none of the table's {count:,} trajectories aside for validation: it takes about one "
-                f"in {1 / self.fraction:.3g}. Add trajectories, raise val_fraction, or give val_fraction=0 for no "
-                "validation."
-            )
-        return (
-            f"{fraction} leaves none of the table's {count:,} trajectories for training. Add trajectories, or lower "
-            "val_fraction."
-        )
-
-    def _first(self, strata: Array) -> Array:
-        return np.ceil(strata / self.fraction).astype(np.int64)
 
 
 class ReplayDataLoader(DataLoader[Batch]):
@@ -118,14 +68,6 @@ class ReplayDataLoader(DataLoader[Batch]):
         self._module.load_state_dict({"train": state} if state else {})
 
 
-class _ValidationDataset(ReplayDataset):
-    """A dataset that repeats the same pass."""
-
-    def __iter__(self) -> Any:
-        self.set_epoch(0)
-        return super().__iter__()
-
-
 class ReplayDataModule(LightningDataModule):
     """Data module of a table: ``Trainer.fit(model, ReplayDataModule(table, batch_size=..., windows=...))``.
 
@@ -152,7 +94,8 @@ class ReplayDataModule(LightningDataModule):
         batch_size, windows: as for `ReplayDataset`.
         val_fraction: share of the trajectories used for validation, a pass over all of their steps in a fixed order;
             over `Shards` all ranks share the pass. 0 disables validation.
-        val_batch_size: rows of a validation batch on each rank; `batch_size` by default.
+        val_batches: most batches of a validation run on each rank, the same ones each time; by default the whole pass.
+        val_batch_size: rows of a batch of validation, test and prediction on each rank; `batch_size` by default.
         split_seed: seed of the choice of validation trajectories.
         num_workers: workers of the `DataLoader`. 0 is fastest: batches are prefetched in the background anyway.
         load_options: for a path: options of `gear_loader.sources.load`; for a name: options of `Table.attach`.
@@ -162,6 +105,7 @@ class ReplayDataModule(LightningDataModule):
         table: the table from `setup` on; this rank's table of `Shards`.
         shards: the `Shards`, if given, from `setup` on.
         train_dataset, val_dataset: the datasets from `setup` on.
+        test_dataset, predict_dataset: the datasets from `test_dataloader` and `predict_dataloader` on.
 
     Raises:
         SchemaError, TypeError: invalid options, including those of `ReplayDataset`; in `setup`: options that do not fit
@@ -173,6 +117,8 @@ class ReplayDataModule(LightningDataModule):
     shards: Shards | None
     train_dataset: ReplayDataset | None
     val_dataset: ReplayDataset | None
+    test_dataset: ReplayDataset | None
+    predict_dataset: ReplayDataset | None
 
     def __init__(
         self,
@@ -181,6 +127,7 @@ class ReplayDataModule(LightningDataModule):
         batch_size: int,
         windows: Window | Mapping[str, Window],
         val_fraction: float = 0.1,
+        val_batches: int | None = None,
         val_batch_size: int | None = None,
         split_seed: int = 0,
         num_workers: int = 0,
@@ -194,8 +141,9 @@ class ReplayDataModule(LightningDataModule):
         if isinstance(split_seed, bool) or not isinstance(split_seed, (int, np.integer)):
             raise SchemaError(f"split_seed is {split_seed!r}; expected an integer.")
         at_least("num_workers", num_workers, least=0)
-        if val_batch_size is not None:
-            at_least("val_batch_size", val_batch_size)
+        for name, value in (("val_batches", val_batches), ("val_batch_size", val_batch_size)):
+            if value is not None:
+                at_least(name, value)
         if load_options is not None and not isinstance(load_options, Mapping):
             raise SchemaError(f"load_options is {load_options!r}; expected a mapping of options.")
         if "subset" in options:
@@ -210,6 +158,7 @@ class ReplayDataModule(LightningDataModule):
         self._source = os.fspath(table) if isinstance(table, (str, os.PathLike)) else table
         self._options = {"batch_size": batch_size, "windows": windows, **options}
         self._val_fraction = val_fraction
+        self._val_batches = val_batches
         self._val_batch_size = batch_size if val_batch_size is None else val_batch_size
         self._split_seed = int(split_seed)
         self._num_workers = num_workers
@@ -220,7 +169,7 @@ class ReplayDataModule(LightningDataModule):
         self.table = None
         self.shards = None
         self.train_dataset = None
-        self.val_dataset = None
+        self.val_dataset = self.test_dataset = self.predict_dataset = None
         self._check_options()
 
     def _check_options(self) -> None:
@@ -228,7 +177,7 @@ class ReplayDataModule(LightningDataModule):
         options = dict(self._options)
         device = options.get("device")
         if isinstance(device, torch.device) and device.type not in ("cpu", "cuda"):
-            options["device"] = "cpu"  # as in `_dataset`
+            options["device"] = "cpu"  # as in `_device_options`
         ReplayDataset.check_options(**options)
         if not isinstance(self._source, (Table, Shards)):
             return
@@ -254,8 +203,8 @@ class ReplayDataModule(LightningDataModule):
         if self.table is None:
             self._use_table(self._open())
         if self.train_dataset is None:
-            self.train_dataset = self._dataset(second=False)
-            self.val_dataset = self._dataset(second=True) if self._val_fraction else None
+            self.train_dataset = self._training_dataset()
+            self.val_dataset = self._held_out(self._val_batches) if self._val_fraction else None
             if self._restored is not None:
                 self._load_train_state(self._restored)
                 self._restored = None
@@ -284,20 +233,56 @@ class ReplayDataModule(LightningDataModule):
     def val_dataloader(self) -> list[DataLoader[Batch]]:
         """The validation loader, a pass over all validation steps; no loader if `val_fraction` is 0.
 
+        It passes over the first `val_batches` batches of the pass, if given.
+
         Over `Shards` each rank gets its slice of every batch. Slices differ by one row at most; if the last batch has
         fewer rows than there are ranks, some rows repeat on several ranks.
 
         Raises:
-            SchemaError: `setup` has not been called.
+            SchemaError: `setup` has not been called; in `validate`: `val_fraction` is 0.
             RateLimitError: in `fit`: timed out waiting for the table's rate limiter.
         """
         if not self._val_fraction:
+            if self.trainer is not None and self.trainer.state.fn == "validate":
+                raise _nothing_held_out("validate")
             return []
         if self.train_dataset is None or self.val_dataset is None:
             raise _not_set_up("val_dataloader")
         if self.trainer is not None and self.trainer.state.fn == "fit":
             self.train_dataset._await_first()  # validation itself does not count for the rate limiter
-        return [DataLoader(self.val_dataset, batch_size=None, num_workers=self._num_workers)]
+        return [self._loader(self.val_dataset)]
+
+    def test_dataloader(self) -> DataLoader[Batch]:
+        """The loader of `Trainer.test`: the whole pass over the validation steps, whatever `val_batches` is.
+
+        Raises:
+            SchemaError: `val_fraction` is 0, or `setup` has not been called.
+        """
+        if not self._val_fraction:
+            raise _nothing_held_out("test")
+        if self.train_dataset is None:
+            raise _not_set_up("test_dataloader")
+        if self.test_dataset is None:
+            self.test_dataset = self._held_out(None)
+        return self._loader(self.test_dataset)
+
+    def predict_dataloader(self) -> DataLoader[Batch]:
+        """The loader of `Trainer.predict`: once over all trajectories, of training and validation, oldest first.
+
+        With ``anchor="first"`` or ``"last"`` each trajectory is one row. Otherwise, and with a selector of steps, each
+        step is a row: the windows of step 0 of the oldest trajectory, of its step 1, and so on. A row's ``index`` and
+        ``anchor`` say what it is. If the last batches do not suffice for all ranks, some repeat the first ones.
+
+        Raises:
+            SchemaError: `setup` has not been called.
+        """
+        if self.train_dataset is None:
+            raise _not_set_up("predict_dataloader")
+        if self.predict_dataset is None:
+            self.predict_dataset = prediction_dataset(
+                self._opened(), self._device_options(), batch_size=self._val_batch_size
+            )
+        return self._loader(self.predict_dataset)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of training; see `ReplayDataset.state_dict`. Over `Shards` all ranks call it at the same time."""
@@ -321,14 +306,32 @@ class ReplayDataModule(LightningDataModule):
             return
         if self.train_dataset is not None:
             self._restored = self._train_state()
-        for dataset in (self.train_dataset, self.val_dataset):
+        for dataset in (self.train_dataset, self.val_dataset, self.test_dataset, self.predict_dataset):
             if dataset is not None and self.shards is not None:
                 dataset.settle()  # finish requests of a broken-off iteration, as the other ranks do
-        self.train_dataset = self.val_dataset = None
+        self.train_dataset = self.val_dataset = self.test_dataset = self.predict_dataset = None
         if self.shards is not None:
             self.shards.close()
         self.table.close()
         self.table = self.shards = None
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "val_dataset"):
+            return "<ReplayDataModule, not opened>"
+        opened = self.shards or self.table
+        state = "" if opened is not None else ", opened in setup()"
+        options = [f"{name}={value!r}" for name, value in self._options.items() if name != "windows"]
+        lines = [
+            f"<ReplayDataModule of {self._source if opened is None else opened!r}{state}",
+            f"  {', '.join(options)}, val_fraction={self._val_fraction}",
+        ]
+        for part, dataset in (("train", self.train_dataset), ("validation", self.val_dataset)):
+            if dataset is not None:
+                epoch, before, step = dataset.position
+                lines.append(f"  {part}: epoch {epoch}, {before + step:,} batches delivered")
+        return "\n".join(lines) + ">"
+
+    __str__ = __repr__  # Lightning's makes loaders, and waits for their lengths
 
     # ---------------------------------------------------------------- parts
 
@@ -376,24 +379,38 @@ class ReplayDataModule(LightningDataModule):
                 "rank. Use num_workers=0: batches are prefetched in the background anyway."
             )
 
-    def _dataset(self, *, second: bool) -> ReplayDataset:
+    def _opened(self) -> Table | Shards:
         source = self.table if self.shards is None else self.shards
         assert source is not None
+        return source
+
+    def _device_options(self) -> dict[str, Any]:
+        """The options of the datasets, with the device of the trainer."""
         options = dict(self._options)
         if options.get("device", "auto") == "auto" and self.trainer is not None:
             options["device"] = self.trainer.strategy.root_device
         if isinstance(options.get("device"), torch.device) and options["device"].type not in ("cpu", "cuda"):
             options["device"] = "cpu"  # another kind of accelerator: Lightning moves the batch there
+        return options
+
+    def _training_dataset(self) -> ReplayDataset:
+        options = self._device_options()
         if self._val_fraction:
-            options["subset"] = Split(self._val_fraction, seed=self._split_seed, second=second)
-        if not second:
-            return ReplayDataset(source, **options)
-        options.update(
-            batch_size=self._val_batch_size, anchor="uniform", batches_per_epoch=None, drop_last=False
+            options["subset"] = Split(self._val_fraction, seed=self._split_seed, second=False)
+        return ReplayDataset(self._opened(), **options)
+
+    def _held_out(self, most: int | None) -> EvaluationDataset:
+        """A pass over the validation steps, of at most `most` batches."""
+        return evaluation_dataset(
+            self._opened(),
+            self._device_options(),
+            batch_size=self._val_batch_size,
+            subset=Split(self._val_fraction, seed=self._split_seed, second=True),
+            most=most,
         )
-        options.update(sample_info=False, rate_limited=False, scope="global")
-        options["selector"] = Uniform(replacement=False, unit="step")
-        return _ValidationDataset(source, **options)
+
+    def _loader(self, dataset: ReplayDataset) -> DataLoader[Batch]:
+        return DataLoader(dataset, batch_size=None, num_workers=self._num_workers)
 
     def _overfits(self) -> bool:
         """Whether the trainer repeats the same batches in every epoch."""
@@ -436,6 +453,13 @@ def _not_set_up(what: str) -> SchemaError:
     return SchemaError(
         f"{what}() was called before setup(), which opens the table. A Trainer calls setup() itself; in a loop of your "
         "own call it first, or use ReplayDataset."
+    )
+
+
+def _nothing_held_out(what: str) -> SchemaError:
+    return SchemaError(
+        f"Trainer.{what} was called with a data module of val_fraction=0, which sets no trajectories aside. Make it "
+        f"with a val_fraction, such as 0.1, or give Trainer.{what} a DataLoader(dataset, batch_size=None) of your own."
     )
 
 

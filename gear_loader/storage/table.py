@@ -22,7 +22,7 @@ from gear_loader.errors import (
     StaleIndexError,
 )
 from gear_loader.native import copying
-from gear_loader.storage.counters import NUM_FREE_BLOCKS, NUM_STEPS, WRITING_STEPS
+from gear_loader.storage.counters import NUM_FREE_BLOCKS, NUM_READY, NUM_STEPS, WRITING_STEPS
 from gear_loader.storage.ids import check_ids, check_origin, ids_of, origin_of
 from gear_loader.storage.incoming import (
     Steps,
@@ -46,6 +46,7 @@ from gear_loader.storage.step_writer import StepWriter
 from gear_loader.storage.vector_writer import VectorWriter
 from gear_loader.storage.writer import Writer
 from gear_loader.utils.arrays import Array
+from gear_loader.utils.formatting import size
 
 __all__ = ["Table", "Ticket"]
 
@@ -56,6 +57,9 @@ _POLICIES: dict[str, tuple[int, bool]] = {  # `evict` and `wait` of `Index.begin
     "evict_lowest_priority": (EVICT_LOWEST, False),
     "wait": (REFUSE, True),
 }
+_INTERNAL = frozenset(  # for other parts of the package; completion does not offer them
+    ("check_open", "column_addresses", "index", "longest", "policy", "reader", "region", "store")
+)
 
 
 class Table:
@@ -370,10 +374,21 @@ class Table:
         return _attach, (self.name, self.on_full, self.index.admission.timeout)
 
     def __repr__(self) -> str:
-        if self._index is None:
-            state = "of the parent process" if self._region.is_lost else "closed"
-            return f"<Table {self.name or 'private'}, {state}>"
-        return f"<Table {self.name or 'private'}: {len(self):,} trajectories, {self.num_steps:,} steps>"
+        if not hasattr(self, "on_full"):
+            return "<Table, not opened>"
+        name, index, region = self.name or "private", self._index, self._region
+        if index is None:
+            return f"<Table {name}, {'of the parent process' if region.is_lost else 'closed'}>"
+        layout, counters = region.layout, index.arrays.counters
+        count, steps = int(counters[NUM_READY]), int(counters[NUM_STEPS])
+        text = (
+            f"{count:,} of {layout.max_trajectories:,} trajectories, {steps:,} of {layout.max_steps:,} steps, "
+            f"{size(max(steps, 0) * self._step_bytes)} in a region of {size(layout.region_bytes)}"
+        )
+        return f"<Table {name}{'' if count else ', empty'}: {text}>"
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in _INTERNAL]
 
     # ---------------------------------------------------------------- adding
 

@@ -116,6 +116,7 @@ class Writer:
         self._steps = 0
         self._fresh = 0  # steps that are in no committed chunk
         self._here = -1  # position of the block that the columns' views show
+        self._committed = 0
 
     def _check_two_chunks(self) -> None:
         """Check that a chunk and its overlap fit into the table: both count when the chunk is committed."""
@@ -135,6 +136,11 @@ class Writer:
     def num_steps(self) -> int:
         """Steps appended since the last `commit`; with chunks, steps of the current chunk."""
         return self._steps
+
+    @property
+    def num_committed(self) -> int:
+        """Trajectories that this writer has committed; with chunks, the number of chunks."""
+        return self._committed
 
     def append(self, steps: Mapping[str, Any] | None = None, /, **columns: Any) -> tuple[int, ...]:
         """Append one step, or several.
@@ -400,6 +406,7 @@ class Writer:
         with self._all_or_nothing():
             self._index.finish(slot, self._steps + (last is not None), checked, final=last is not None)
             self._forget()
+            self._committed += 1
         return slot
 
     def _cut(self) -> tuple[int, ...]:
@@ -439,6 +446,7 @@ class Writer:
                 self._forget()
             self._steps, self._fresh, self._here = self._overlap, 0, -1
             self._last_chunk = slot
+            self._committed += 1
         return (slot,)
 
     @contextlib.contextmanager
@@ -494,6 +502,15 @@ class Writer:
                 f"A writer of process {self._pid} was used in process {os.getpid()}; make one with table.writer() "
                 "in each process."
             )
+
+    def __repr__(self) -> str:
+        if getattr(self, "_committed", None) is None:
+            return "<Writer, not opened>"
+        chunks = f", chunks of {self._chunk:,} steps, {self._overlap:,} overlapping" if self._cuts else ""
+        return (
+            f"<Writer: {self._steps:,} steps appended since the last commit, {self._committed:,} trajectories "
+            f"committed{chunks}; to {self._table!r}>"
+        )
 
     def __enter__(self) -> Writer:
         return self

@@ -1,0 +1,81 @@
+"""The datasets of validation, test and prediction: passes over a table in a fixed order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from gear_loader.collection.batches import Batch
+from gear_loader.dataset import ReplayDataset
+from gear_loader.distributed.shards import Shards
+from gear_loader.selection.selectors import Fifo, Selector, Uniform
+from gear_loader.storage.table import Table
+from gear_loader.utils.arrays import Array
+
+__all__ = ["EvaluationDataset", "evaluation_dataset", "prediction_dataset"]
+
+
+class EvaluationDataset(ReplayDataset):
+    """A dataset that repeats the same pass.
+
+    Attributes:
+        most: most batches of the pass on each rank; None for all.
+    """
+
+    most: int | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.set_epoch(0)
+        return super().__iter__()
+
+    def _epoch_batches(self, view: Any, world: int) -> float:
+        count = super()._epoch_batches(view, world)
+        return count if self.most is None else min(count, self.most)
+
+
+def evaluation_dataset(
+    source: Table | Shards,
+    options: Mapping[str, Any],
+    *,
+    batch_size: int,
+    subset: Callable[[Array], Array],
+    most: int | None,
+) -> EvaluationDataset:
+    """A pass over all steps of a subset, in a fixed random order.
+
+    Args:
+        source, options: as for `ReplayDataset`; options of the draw are replaced.
+        batch_size, subset: of the pass.
+        most: see `EvaluationDataset`.
+    """
+    selector = Uniform(replacement=False, unit="step")
+    return _pass(source, {**options, "subset": subset}, selector, "uniform", batch_size, most)
+
+
+def prediction_dataset(
+    source: Table | Shards, options: Mapping[str, Any], *, batch_size: int
+) -> EvaluationDataset:
+    """A pass over all trajectories, oldest first: a row each at the anchor ``"first"`` or ``"last"``, else every step.
+
+    Args:
+        source, options, batch_size: as for `evaluation_dataset`.
+    """
+    anchor, selector = options.get("anchor", "uniform"), options.get("selector")
+    by_step = anchor == "uniform" or (selector is not None and selector.unit == "step")
+    chosen = Fifo(replacement=False, unit="step" if by_step else "trajectory")
+    return _pass(source, options, chosen, anchor, batch_size, None)
+
+
+def _pass(
+    source: Table | Shards,
+    options: Mapping[str, Any],
+    selector: Selector,
+    anchor: Any,
+    batch_size: int,
+    most: int | None,
+) -> EvaluationDataset:
+    replaced = {"sample_info": False, "rate_limited": False, "scope": "global", "drop_last": False}
+    replaced |= {"batches_per_epoch": None, "selector": selector, "anchor": anchor, "batch_size": batch_size}
+    dataset = EvaluationDataset(source, **{**options, **replaced})
+    dataset.most = most
+    return dataset

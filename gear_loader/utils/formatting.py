@@ -1,0 +1,27 @@
+"""Short texts of sizes, for `repr` and the command line. Loads no other package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["described", "size"]
+
+
+def size(count: int) -> str:
+    """A number of bytes with its unit, such as ``1.5 MiB``."""
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if count >= 1 << power:
+            return f"{count / (1 << power):.1f} {unit}"
+    return f"{count} B"
+
+
+def described(value: Any) -> str:
+    """Dtype, shape and device of a tensor or an array, such as ``float32 [256, 20, 11]``; else the type's name."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {described(part)}" for key, part in value.items()) + "}"
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", None)
+    if dtype is None or shape is None:
+        return type(value).__name__
+    device = str(getattr(value, "device", "cpu"))
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}{'' if device == 'cpu' else f' on {device}'}"
