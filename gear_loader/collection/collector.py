@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gear_loader.collection.references import BatchReferences, aliased
 from gear_loader.collection.windows import reach_of, source_of
 from gear_loader.kernels.plan import PAD_HEAD, PAD_KEEP, PAD_TAIL, WIDTH, GatherColumn, GatherPlan
 from gear_loader.native import copying, threads
@@ -70,6 +71,7 @@ class Buffers:
         names: on the CPU, int64 [3, B]: view of index, anchor and generation.
         columns: on the CPU, int64 [C, WIDTH]: view of the plan's table.
         weights: on the CPU, float32 [B]: view of priority_weight if batches carry it.
+        references: the references to the tensors, since the first `lend`.
     """
 
     batch: Batch
@@ -78,6 +80,20 @@ class Buffers:
     names: Array = dataclasses.field(default_factory=lambda: np.empty((3, 0), dtype=np.int64))
     columns: Array = dataclasses.field(default_factory=lambda: np.empty((0, WIDTH), dtype=np.int64))
     weights: Array = dataclasses.field(default_factory=lambda: np.empty(0, dtype=np.float32))
+    references: BatchReferences | None = None
+
+    def lend(self, count: int) -> Batch:
+        """`rows` as new tensors, whose references `is_held` finds."""
+        if self.references is None:
+            self.references = BatchReferences(self.batch)
+        self.references.mark()
+        batch: Batch = self.rows(count) if count < self.plan.batch_size else aliased(self.batch)
+        return batch
+
+    @property
+    def is_held(self) -> bool:
+        """Whether anything refers to the tensors that `lend` returned last, or to views of them."""
+        return self.references is not None and self.references.held
 
     def rows(self, count: int) -> Batch:
         """The batch's first `count` rows; views if the batch is smaller than the buffers."""
