@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from gear_loader.errors import SchemaError
+from gear_loader.storage.casting import can_cast, cast_to
 from gear_loader.utils.arrays import address_of, data_address, unreadable
 
 __all__ = ["BATCH_KEYS", "DTYPES", "Column", "Schema", "Window", "as_mapping", "copied", "keeps", "settled"]
@@ -43,20 +44,26 @@ BATCH_KEYS = ("anchor", "generation", "index", "mask", "priority_weight", "sampl
 """Reserved keys of batches, invalid as column names."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Column:
     """One value per step: a dtype and the shape of a single step.
 
     Args:
         dtype: one of bool, uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64.
         shape: shape of one step; `()` is a scalar. Every extent is at least 1.
+        cast: whether `Table.add`, `Table.extend` and `Writer.append` convert other dtypes, numbers and lists of them.
+            They then take what numpy casts by its rule ``same_kind`` (float64 to float32, int64 to int32 or float32,
+            but not floats to integers), of torch tensors too, with bfloat16 as a float; and integers in lists that the
+            dtype holds. A number that overflows the dtype is an error. Stored with the table and its checkpoints.
 
     Raises:
-        SchemaError: an unsupported dtype, or a shape that is not a sequence of positive integers.
+        SchemaError: an unsupported dtype, a shape that is not a sequence of positive integers, or a cast that is not a
+            bool.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...] = ()
+    cast: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in _NAMES:
@@ -77,6 +84,11 @@ class Column:
                 "step, for example (11,) or () for a scalar."
             )
         object.__setattr__(self, "shape", extents)
+        if not isinstance(self.cast, bool):
+            raise SchemaError(f"Column cast is {self.cast!r}; expected True or False.")
+
+    def __repr__(self) -> str:
+        return f"Column(dtype={self.dtype!r}, shape={self.shape!r}{', cast=True' if self.cast else ''})"
 
     @property
     def step_bytes(self) -> int:
@@ -179,6 +191,7 @@ class Schema(Mapping[str, Column]):
                     "for example Column(torch.float32, (11,))."
                 )
         self._columns = dict(columns)
+        self.casts = any(column.cast for column in columns.values())
         self._expected = {
             name: (column.dtype, NUMPY_DTYPES.get(column.dtype), column.shape)
             for name, column in columns.items()
@@ -202,8 +215,12 @@ class Schema(Mapping[str, Column]):
         return sum(column.step_bytes for column in self.values())
 
     def to_json(self) -> list[list[Any]]:
-        """``[[name, dtype name, shape], ...]``, as stored with a table."""
-        return [[name, column.dtype_name, list(column.shape)] for name, column in self.items()]
+        """``[[name, dtype name, shape], ...]``, as stored with a table; with a fourth entry ``"cast"`` for columns that
+        cast."""
+        return [
+            [name, column.dtype_name, list(column.shape), *(["cast"] if column.cast else [])]
+            for name, column in self.items()
+        ]
 
     @classmethod
     def from_json(cls, rows: Any) -> Schema:
@@ -216,9 +233,11 @@ class Schema(Mapping[str, Column]):
             raise SchemaError(f"Columns {reprlib.repr(rows)} were received; expected a list of columns.")
         columns: dict[str, Column] = {}
         for row in rows:
-            if not isinstance(row, list) or len(row) != 3:
-                raise SchemaError(f"Column {reprlib.repr(row)} was received; expected [name, dtype, shape].")
-            name, dtype, shape = row
+            if not isinstance(row, list) or len(row) < 3 or row[3:] not in ([], ["cast"]):
+                raise SchemaError(
+                    f"Column {reprlib.repr(row)} was received; expected [name, dtype, shape], and 'cast' if it casts."
+                )
+            name, dtype, shape = row[:3]
             if not isinstance(name, str) or name in columns:
                 raise SchemaError(f"Column name {reprlib.repr(name)} was received; expected each name once.")
             if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -233,7 +252,7 @@ class Schema(Mapping[str, Column]):
                     f"Column shape {reprlib.repr(shape)} was received; expected at most {_MOST_DIMENSIONS} positive "
                     "integers."
                 )
-            columns[name] = Column(DTYPES[dtype], tuple(shape))
+            columns[name] = Column(DTYPES[dtype], tuple(shape), cast=len(row) > 3)
         return cls(columns)
 
     # ---------------------------------------------------------------- rows
@@ -326,7 +345,8 @@ class Schema(Mapping[str, Column]):
         """Check one trajectory and return its length and its columns as bytes.
 
         Args:
-            rows: column name -> numpy array or torch tensor ``[T, *shape]`` of exactly the column's dtype.
+            rows: column name -> numpy array or torch tensor ``[T, *shape]`` of exactly the column's dtype; for columns
+                that cast, also of others, or lists.
             what: name of the trajectory in errors.
 
         Returns:
@@ -343,7 +363,7 @@ class Schema(Mapping[str, Column]):
                 f"with the columns {list(self)}."
             )
         self.validate_names(rows, what=what)
-        rows = settled(rows)
+        rows = self.cast(settled(rows), what=what)
         arrays = {name: self._as_bytes(name, rows[name], what) for name in self}
         lengths = {name: len(array) for name, array in arrays.items()}
         if len(set(lengths.values())) != 1:
@@ -354,6 +374,24 @@ class Schema(Mapping[str, Column]):
         if length == 0:
             raise SchemaError(f"{what} has zero steps; expected at least one.")
         return length, arrays
+
+    def cast(self, rows: Mapping[str, Any], *, what: str) -> Mapping[str, Any]:
+        """Convert the values of columns that cast, see `Column`; other values are returned unchanged.
+
+        Raises:
+            SchemaError: a value that cannot be converted.
+        """
+        if not self.casts:
+            return rows
+        return {name: self._cast(name, value, what) for name, value in rows.items()}
+
+    def _cast(self, name: str, value: Any, what: str) -> Any:
+        column = self._columns.get(name)
+        if column is None or not column.cast:
+            return value
+        named = f"Column {name!r} of {what}"
+        kind = unreadable(value) if isinstance(value, torch.Tensor) else None
+        return value if kind is not None else cast_to(value, column.dtype, named)
 
     def validate_names(self, rows: Mapping[str, Any], *, what: str) -> None:
         """Check that `rows` has exactly the schema's columns.
@@ -377,6 +415,7 @@ class Schema(Mapping[str, Column]):
             raise SchemaError(
                 f"Column {name!r} of {what} is a {kind}; expected a numpy array or a torch tensor "
                 f"of {column.dtype} and shape {expected}."
+                f"{' With cast=True the column takes lists.' if isinstance(value, (list, tuple)) else ''}"
             )
         dtype = value.dtype
         if isinstance(value, torch.Tensor):
@@ -386,7 +425,8 @@ class Schema(Mapping[str, Column]):
         if not fits:
             raise SchemaError(
                 f"Column {name!r} of {what} has dtype {dtype}; expected {column.dtype}. "
-                f"Convert it first ({_conversion(value, column.dtype)})."
+                f"Convert it first ({_conversion(value, column.dtype)})"
+                f"{', or give the column cast=True' if can_cast(dtype, column.dtype) else ''}."
             )
         if tuple(value.shape[1:]) != column.shape or value.ndim == 0:
             raise SchemaError(
@@ -444,6 +484,8 @@ def copied(value: Any) -> Any:
     """Copy an array or a readable tensor; return other values unchanged."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone() if unreadable(value) is None else value
+    if isinstance(value, (list, tuple)):
+        return [copied(each) for each in value]
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
