@@ -84,6 +84,8 @@ def keys_of(rows: Any, unit: str) -> list[Any]:
         (gear.Window(20, 0, "head"), "uniform"),
         (gear.Window(25, -12, "tail"), "first"),
         (gear.Window(3, -40, "tail"), "uniform"),
+        (gear.Window(4, -3, "edge"), "uniform"),
+        (gear.Window(30, -5, "edge"), "first"),
         (gear.Window(4, 2, "head"), "first"),
     ],
 )

@@ -11,7 +11,7 @@ import torch
 
 from gear_loader.collection.references import BatchReferences, aliased
 from gear_loader.collection.windows import reach_of, source_of
-from gear_loader.kernels.plan import PAD_HEAD, PAD_KEEP, PAD_TAIL, WIDTH, GatherColumn, GatherPlan
+from gear_loader.kernels.plan import PAD_EDGE, PAD_HEAD, PAD_KEEP, PAD_TAIL, WIDTH, GatherColumn, GatherPlan
 from gear_loader.native import copying, threads
 from gear_loader.storage.rows import CudaRows, SelectedRows
 from gear_loader.storage.schema import Window
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 Batch = dict[str, Any]
-_PADS = {"keep": PAD_KEEP, "head": PAD_HEAD, "tail": PAD_TAIL}
+_PADS = {"keep": PAD_KEEP, "head": PAD_HEAD, "tail": PAD_TAIL, "edge": PAD_EDGE}
 _ROW_KEYS = ("index", "anchor", "generation")
 _COUNTS, _NUMBERS = ("times_sampled", "age"), ("probability", "age_seconds")  # keys of ``sample_info``
 

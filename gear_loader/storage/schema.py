@@ -106,19 +106,21 @@ class Window:
     """The steps of a trajectory in a batch, relative to an anchor step.
 
     The window covers the steps ``anchor + offset`` to ``anchor + offset + length - 1``. Steps outside the
-    trajectory are padding: zeros in the column, False in the mask.
+    trajectory are padding: zeros in the column (unless `pad` is ``"edge"``), False in the mask.
 
     Args:
         length: number of steps, at least 1.
         offset: first step relative to the anchor; may be negative.
         pad: position of the padding. ``"keep"`` leaves it in place, ``"head"`` collects it at the head (the existing
-            steps end at the last position), ``"tail"`` at the tail (they start at the first).
+            steps end at the last position), ``"tail"`` at the tail (they start at the first). ``"edge"`` leaves it in
+            place and repeats the first or the last step of the trajectory instead of zeros, as frame stacks do; it is
+            False in the mask all the same.
         column: the column that is read, where the key of the batch has another name. So one column can have several
             windows: ``{"obs": Window(1), "next_obs": Window(1, 1, column="obs")}``.
         squeeze: of a window of one step, leave out the dimension of the steps: ``[B, *shape]``, and a mask ``[B]``.
 
     Example: a trajectory of 3 steps a b c, anchor 0, ``Window(length=4, offset=-1)``, is ``. a b c``; with
-    anchor 1 and ``offset=-3`` it is ``. . a b``, which ``pad="tail"`` turns into ``a b . .``.
+    anchor 1 and ``offset=-3`` it is ``. . a b``, which ``pad="tail"`` turns into ``a b . .`` and ``pad="edge"`` into ``a a a b``.
 
     Raises:
         SchemaError: a length below 1, a length or offset that is not an integer, another pad, or `squeeze` with a
@@ -127,7 +129,7 @@ class Window:
 
     length: int
     offset: int = 0
-    pad: Literal["keep", "head", "tail"] = "keep"
+    pad: Literal["keep", "head", "tail", "edge"] = "keep"
     column: str | None = None
     squeeze: bool = False
 
@@ -139,8 +141,8 @@ class Window:
             object.__setattr__(self, field, int(value))
         if self.length < 1:
             raise SchemaError(f"Window length is {self.length}; expected at least 1 step.")
-        if self.pad not in ("keep", "head", "tail"):
-            raise SchemaError(f"Window pad is {self.pad!r}; expected 'keep', 'head' or 'tail'.")
+        if self.pad not in ("keep", "head", "tail", "edge"):
+            raise SchemaError(f"Window pad is {self.pad!r}; expected 'keep', 'head', 'tail' or 'edge'.")
         if self.length >= 2**31 or abs(self.offset) >= 2**31:
             raise SchemaError(f"{self} is out of range; length and offset must be below 2**31 steps.")
         if self.column is not None and not isinstance(self.column, str):
