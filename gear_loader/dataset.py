@@ -63,6 +63,7 @@ def _check_options(
     seed: Any,
     device: Any,
     prefetch: Any,
+    copy: Any,
     keep: Any,
     batches_per_epoch: Any,
     subset: Any,
@@ -88,6 +89,11 @@ def _check_options(
     integer("seed", seed)
     check_device(device)
     at_least("prefetch", prefetch, least=0)
+    if copy is not None and not isinstance(copy, bool):
+        raise SchemaError(
+            f"copy is {copy!r}; expected None (memory is reused when nothing refers to the batch any longer), True "
+            "(new memory for each batch) or False (memory is reused whatever refers to it)."
+        )
     at_least("keep", keep)
     if batches_per_epoch is not None and batches_per_epoch != math.inf:
         at_least("batches_per_epoch", batches_per_epoch, otherwise=" or math.inf")
@@ -126,10 +132,14 @@ class ReplayDataset(IterableDataset[Batch]):
     ``probability``   float32 ``[B]``: probability with which the item was drawn
     ================= ===============================================================================
 
-    **Validity of a batch:** batches lie in a ring of recycled buffers. A batch is valid until `keep` more batches have
-    been requested from the same iterator or the next one (2 by default: the batch in use and one that a trainer fetched
-    ahead). ``copy=True`` delivers each batch in new memory: on a GPU a copy that the GPU makes without the host
-    waiting. `DataLoader` workers always do.
+    **Validity of a batch:** a batch does not change as long as anything refers to it: its tensors, slices of them,
+    numpy arrays over them, autograd. Its memory is reused after that, when `keep` more batches have been requested from
+    the same iterator or the next one (2 by default: the batch in use and one that a trainer fetched ahead); until it
+    can be, others take its place. What has only an address (``data_ptr()``) is no reference. On a GPU a reference must
+    also outlast the launch of the last kernel that reads the batch, as everywhere in PyTorch. ``copy=False`` saves
+    counting the references, some microseconds a batch: then a batch is valid until `keep` more have been requested,
+    whatever refers to it, and must not be sent to another process. ``copy=True`` delivers each batch in new memory: on
+    a GPU a copy that the GPU makes without the host waiting. `DataLoader` workers always do.
 
     **Order:** batch number and seed determine every draw, so `prefetch` and `num_workers` do not change the order.
     Rank r of w ranks gets the batches number r, r + w, r + 2 w, ...
@@ -157,8 +167,9 @@ class ReplayDataset(IterableDataset[Batch]):
         seed: seed of all draws.
         device: ``"auto"`` (the current GPU if there is one, else the CPU) or a torch device.
         prefetch: batches prepared ahead: by a thread on the CPU, on a side stream on a GPU. 0 disables prefetching.
-        copy: deliver each batch in new memory. Costs a copy within GPU memory; on the CPU an allocation per batch.
-        keep: validity of a batch, see above; at least 1.
+        copy: whether each batch lies in new memory: None where references to earlier ones require it, True always,
+            which costs a copy within GPU memory and on the CPU an allocation per batch; False never. See above.
+        keep: batches after which memory is reused, see above; at least 1.
         batches_per_epoch: length of an epoch on each rank; by default that of one pass, ceil(items / batch_size) over
             all ranks: items are trajectories, or steps if the selector has ``unit="step"``. The logger `gear_loader`
             says once if such an epoch reads a small part of the table. ``math.inf`` never ends.
@@ -201,7 +212,7 @@ class ReplayDataset(IterableDataset[Batch]):
         seed: int = 0,
         device: str | torch.device = "auto",
         prefetch: int = 2,
-        copy: bool = False,
+        copy: bool | None = None,
         keep: int = 2,
         batches_per_epoch: float | None = None,
         drop_last: bool = False,
@@ -229,6 +240,7 @@ class ReplayDataset(IterableDataset[Batch]):
             seed=seed,
             device=device,
             prefetch=prefetch,
+            copy=copy,
             keep=keep,
             batches_per_epoch=batches_per_epoch,
             subset=subset,
@@ -461,7 +473,8 @@ class ReplayDataset(IterableDataset[Batch]):
             batch_size: rows; by default the dataset's. Changing it allocates new buffers.
 
         Returns:
-            A batch that is valid until `sample` has been called `keep` more times (forever with `copy`).
+            A batch that does not change while anything refers to it; with ``copy=False``, until `sample` has been
+            called `keep` more times.
 
         Raises:
             TableEmptyError: there is nothing to draw from.
@@ -759,7 +772,7 @@ class ReplayDataset(IterableDataset[Batch]):
             batch_size=self._global_size(self.batch_size),
             trajectories=len(view),
             steps=view.num_steps,
-            widest=max(window.length for window in self.windows.values()),
+            widest=max(each.length for each in expand(self.table.schema, self.windows)[0].values()),
         )
 
     def _epoch_batches(self, view: Any, world: int) -> float:
@@ -781,7 +794,7 @@ class ReplayDataset(IterableDataset[Batch]):
     def _buffering(self, in_worker: bool) -> dict[str, Any]:
         """Options of `Prefetcher`, from those of the dataset."""
         complete = needs_priorities(self.selector) or self._is_global
-        return {"keep": self.keep, "fresh": self.copy or in_worker, "complete": complete}
+        return {"keep": self.keep, "copy": in_worker or self.copy, "complete": complete}
 
     def _collector(self, size: int) -> Collector:
         options: dict[str, Any] = {

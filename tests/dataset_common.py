@@ -91,7 +91,7 @@ def window_steps(length: int, anchor: int, window: gear.Window) -> list[int | No
         steps.append(step if 0 <= step < length else None)
     there = [step for step in steps if step is not None]
     padding: list[int | None] = [None] * (window.length - len(there))
-    return {"keep": steps, "head": padding + there, "tail": there + padding}[window.pad]
+    return {"keep": steps, "edge": steps, "head": padding + there, "tail": there + padding}[window.pad]
 
 
 def check_batch(
@@ -115,6 +115,9 @@ def check_batch(
             for position, step in enumerate(steps):
                 found = batch[name][b, position]
                 expected = torch.zeros_like(rows[0]) if step is None else rows[step]
+                if window.pad == "edge":
+                    place = int(batch["anchor"][b]) + window.offset + position
+                    expected = rows[min(max(place, 0), len(rows) - 1)]
                 assert torch.equal(
                     found.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)
                 )

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from gear_loader.collection.collector import resolve
-from gear_loader.kernels.plan import LINE, PAD_HEAD, PAD_KEEP, PAD_TAIL, GatherColumn, GatherPlan
+from gear_loader.kernels.plan import LINE, PAD_EDGE, PAD_HEAD, PAD_KEEP, PAD_TAIL, GatherColumn, GatherPlan
 
 POISON = 77
 """What every byte of an output is before a gather."""
@@ -23,7 +23,7 @@ FOREIGN = 0xEE
 GUARD = 256
 """Bytes before and after each output."""
 
-PADS = (PAD_KEEP, PAD_HEAD, PAD_TAIL)
+PADS = (PAD_KEEP, PAD_HEAD, PAD_TAIL, PAD_EDGE)
 
 STEP_BYTES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 44, 48, 64, 128, 132, 384, 1000)
 
@@ -246,6 +246,9 @@ def windows_of(
         for place, step in enumerate(inside):
             steps[b, start + place] = rows[slot][step]
             exists[b, start + place] = True
+        if spec.pad == PAD_EDGE:
+            for place, step in enumerate(range(first, first + spec.length)):
+                steps[b, place] = rows[slot][min(max(step, 0), len(rows[slot]) - 1)]
     return steps, exists
 
 

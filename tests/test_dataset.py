@@ -84,6 +84,8 @@ def keys_of(rows: Any, unit: str) -> list[Any]:
         (gear.Window(20, 0, "head"), "uniform"),
         (gear.Window(25, -12, "tail"), "first"),
         (gear.Window(3, -40, "tail"), "uniform"),
+        (gear.Window(4, -3, "edge"), "uniform"),
+        (gear.Window(30, -5, "edge"), "first"),
         (gear.Window(4, 2, "head"), "first"),
     ],
 )
@@ -124,7 +126,7 @@ def test_windows_of_columns_and_subsets_of_columns(table: gear.Table) -> None:
 def test_prefetch_and_copy_do_not_change_the_order(table: gear.Table, name: str, way: str) -> None:
     expected = copies(data := dataset(table, selector=SELECTORS[name], prefetch=0, keep=1))
     expected += copies(data)
-    for prefetch, copy, keep in ((0, True, 2), (1, False, 1), (2, False, 2), (3, True, 5)):
+    for prefetch, copy, keep in ((0, True, 2), (1, False, 1), (2, None, 1), (3, True, 5)):
         data = dataset(table, selector=SELECTORS[name], prefetch=prefetch, copy=copy, keep=keep)
         same_batches(expected, copies(data) + copies(DataLoader(data, batch_size=None)))
 
@@ -272,7 +274,7 @@ def test_a_batch_stays_intact_until_keep_more_are_requested(
     table: gear.Table, prefetch: int, keep: int, way: str
 ) -> None:
     windows = {"reward": WINDOW, "action": gear.Window(2)}
-    data = dataset(table, prefetch=prefetch, keep=keep, windows=windows, batches_per_epoch=9)
+    data = dataset(table, copy=False, prefetch=prefetch, keep=keep, windows=windows, batches_per_epoch=9)
     # Epochs end, and one is broken off.
     seen, _ = watched(itertools.chain(data, data, itertools.islice(data, 4), data), data)
     # They are recycled: 31 batches came out of a few buffers. An epoch that was broken off may lose some.
@@ -303,7 +305,7 @@ def test_copies_never_change(table: gear.Table, way: str) -> None:
 
 @pytest.mark.parametrize("keep", [1, 4])
 def test_samples_stay_intact_too(table: gear.Table, keep: int) -> None:
-    data = dataset(table, keep=keep)
+    data = dataset(table, copy=False, keep=keep)
     seen, last = watched((data.sample() for _ in range(20)), data)
     assert len(seen) <= keep + 1
     # Another size brings its own buffers and leaves the last batches alone; sizes do not pile up.
@@ -316,7 +318,7 @@ def test_samples_stay_intact_too(table: gear.Table, keep: int) -> None:
 
 
 def test_sampling_beside_an_iterator_disturbs_neither(table: gear.Table) -> None:
-    data = dataset(table, keep=1, prefetch=2, batches_per_epoch=20)
+    data = dataset(table, copy=False, keep=1, prefetch=2, batches_per_epoch=20)
     expected, samples = copies(dataset(table, batches_per_epoch=20)), dataset(table)
     for batch, copy in zip(data, expected, strict=True):
         sampled = data.sample()

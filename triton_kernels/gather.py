@@ -39,6 +39,7 @@ FINAL = tl.constexpr(_plan.FINAL)
 WIDTH = tl.constexpr(_plan.WIDTH)
 PAD_KEEP = tl.constexpr(_plan.PAD_KEEP)
 PAD_HEAD = tl.constexpr(_plan.PAD_HEAD)
+PAD_EDGE = tl.constexpr(_plan.PAD_EDGE)
 
 TILE = 32
 """Lines per tile: 4 KiB in flight per program."""
@@ -49,7 +50,7 @@ ENTRIES = 512
 LAUNCH: dict[int, dict[str, int | None]] = {
     16: {"num_warps": 4, "maxnreg": None},
     4: {"num_warps": 8, "maxnreg": 80},
-    1: {"num_warps": 8, "maxnreg": 80},
+    1: {"num_warps": 8, "maxnreg": 96},
 }
 """Launch options by word size; by default ptxas limits the last two to 64 registers and spills."""
 
@@ -65,8 +66,25 @@ def _window(p_slots, p_anchors, p_extent, i_row, m_row, offset, length, pad, fin
     low = tl.minimum(tl.maximum(begin, 0), steps)
     count = (tl.maximum(tl.minimum(begin + length, steps), low) - low).to(tl.int32)
     head = tl.where(pad == PAD_HEAD, length - count, 0)
-    head = tl.where(pad == PAD_KEEP, tl.where(count > 0, (low - begin).to(tl.int32), length), head)
+    head = tl.where(
+        (pad == PAD_KEEP) | (pad == PAD_EDGE), tl.where(count > 0, (low - begin).to(tl.int32), length), head
+    )
+    # Of a window without any, the step next to it.
+    low = tl.minimum(low, tl.maximum(steps - 1, 0))
     return low, count, head, o_ids
+
+
+@triton.jit
+def _edges(p_block_ids, o_ids, first, count, m_row, block_steps, stride, step_bytes):
+    """Source bytes of the first and of the last step of windows, or of the step next to them; int64 [TILE] each.
+
+    `o_ids` are the places of the windows' first blocks, `first` the steps within them.
+    """
+    last = first + tl.maximum(count - 1, 0)
+    n_block = last // block_steps
+    head = tl.load(p_block_ids + o_ids, mask=m_row, other=0).to(tl.int64) * stride + first * step_bytes
+    tail = tl.load(p_block_ids + o_ids + n_block, mask=m_row, other=0).to(tl.int64) * stride
+    return head, tail + (last - n_block * block_steps) * step_bytes
 
 
 @triton.jit
@@ -185,6 +203,7 @@ def gather_kernel(
             # The line's block, counted from the window's first, and the line's first byte within it. Lines are
             # numbered as if a trajectory's blocks were adjacent.                              [TILE]
             i_block = low // block_steps
+            o_ids += i_block
             first = (low - i_block * block_steps).to(tl.int32)  # step within the window's first block
             o_line = (first * step_bytes // 128 + i_line) * 128
             n_block = o_line // stride
@@ -193,7 +212,7 @@ def gather_kernel(
             # Start of the line relative to the window's first step, in bytes without block padding.
             o_steps = n_block * block_bytes + o_inside - first * step_bytes
             m_line = m_row & (o_steps < count * step_bytes)
-            block_id = tl.load(p_block_ids + o_ids + i_block + n_block, mask=m_line, other=0).to(tl.int64)
+            block_id = tl.load(p_block_ids + o_ids + n_block, mask=m_line, other=0).to(tl.int64)
             # Bytes [start, end) of the line are in the window; byte 0 of the line goes to `o_out`.
             start = -o_steps
             end = tl.where(m_line, tl.minimum(block_bytes - o_inside, count * step_bytes - o_steps), 0)
@@ -238,17 +257,37 @@ def gather_kernel(
                 tl.store(p_out + o_out[:, None] + o_word, b_line, mask=m_word)
                 m_pad = (o_word < pad_from[:, None]) | (o_word >= pad_to[:, None])
                 m_pad = m_pad & (o_word < pad_stop[:, None])
-                tl.store(p_out + o_row[:, None] + o_word, tl.zeros([TILE, 32], dtype=tl.int32), mask=m_pad)
+                b_pad = tl.zeros([TILE, 32], dtype=tl.int32)
+                if pad == PAD_EDGE:
+                    o_head, o_tail = _edges(
+                        p_block_ids, o_ids, first, count, m_row, block_steps, stride, step_bytes
+                    )
+                    o_edge = tl.where(o_word < pad_from[:, None], o_head[:, None], o_tail[:, None]) // 4
+                    o_edge += (i_line[:, None] * 32 + o_word) % (step_bytes // 4)
+                    b_pad = tl.load(p_source + o_edge, mask=m_pad, other=0)
+                tl.store(p_out + o_row[:, None] + o_word, b_pad, mask=m_pad)
             else:
                 p_out = a_out.to(tl.pointer_type(tl.int8))
                 o_row += i_line * 128
+                o_head = tl.zeros([TILE], dtype=tl.int64)
+                o_tail = tl.zeros([TILE], dtype=tl.int64)
+                if pad == PAD_EDGE:  # before the loop, which takes fewer registers than in it
+                    o_head, o_tail = _edges(
+                        p_block_ids, o_ids, first, count, m_row, block_steps, stride, step_bytes
+                    )
                 for k in tl.static_range(4):
                     o_byte = o_word * 4 + k
                     m_byte = (o_byte >= start[:, None]) & (o_byte < end[:, None])
                     tl.store(p_out + o_out[:, None] + o_byte, (b_line >> (8 * k)).to(tl.int8), mask=m_byte)
                     m_pad = (o_byte < pad_from[:, None]) | (o_byte >= pad_to[:, None])
                     m_pad = m_pad & (o_byte < pad_stop[:, None])
-                    tl.store(p_out + o_row[:, None] + o_byte, tl.zeros([TILE, 32], dtype=tl.int8), mask=m_pad)
+                    b_pad = tl.zeros([TILE, 32], dtype=tl.int8)
+                    if pad == PAD_EDGE:
+                        o_edge = tl.where(o_byte < pad_from[:, None], o_head[:, None], o_tail[:, None])
+                        o_edge += (i_line[:, None] * 128 + o_byte) % step_bytes
+                        b_word = tl.load(p_source + o_edge // 4, mask=m_pad, other=0)
+                        b_pad = (b_word >> (o_edge % 4 * 8).to(tl.int32)).to(tl.int8)
+                    tl.store(p_out + o_row[:, None] + o_byte, b_pad, mask=m_pad)
 
 
 def gather(

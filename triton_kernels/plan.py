@@ -19,6 +19,7 @@ __all__ = [
     "OFFSET",
     "OUT",
     "PAD",
+    "PAD_EDGE",
     "PAD_HEAD",
     "PAD_KEEP",
     "PAD_TAIL",
@@ -44,14 +45,14 @@ STEP_BYTES = 2  # bytes of a step
 OUT = 3  # address of the output [batch, length, step bytes]
 LENGTH = 4  # steps of the window
 OFFSET = 5  # first step of the window relative to the anchor
-PAD = 6  # PAD_KEEP, PAD_HEAD, PAD_TAIL
+PAD = 6  # PAD_KEEP, PAD_HEAD, PAD_TAIL, PAD_EDGE
 MASK = 7  # address of the mask [batch, length], or 0
 LINES = 8  # most lines that one row of the batch can touch; 0 marks a mask, whose address is OUT
 BLOCKS = 9  # blocks of the column: a block id is below it
 FINAL = 10  # 1: the window may read the final step, which follows the last step; else 0
 WIDTH = 11
 
-PAD_KEEP, PAD_HEAD, PAD_TAIL = range(3)
+PAD_KEEP, PAD_HEAD, PAD_TAIL, PAD_EDGE = range(4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,8 @@ class GatherColumn:
         source: uint8 [blocks, stride], the column's blocks; its address and stride are multiples of 128.
         out: uint8 [B, L, step_bytes], contiguous; on the device that gathers.
         offset: first step of the window relative to the anchor.
-        pad: PAD_KEEP leaves padding in place, PAD_HEAD and PAD_TAIL collect it at one end.
+        pad: PAD_KEEP leaves padding in place, PAD_HEAD and PAD_TAIL collect it at one end. PAD_EDGE leaves it in place
+            and fills it with the trajectory's first or last step; the others fill it with zeros.
         mask: bool [B, L], True where the step exists, or None.
         final: whether the window may read a trajectory's final step.
     """
@@ -121,8 +123,8 @@ class GatherColumn:
                 "kernels count; expected a block and a window, with the padding of the blocks that it crosses, "
                 "below 2**31 bytes together, and a batch below 2**31 lines of 128 bytes and 2**31 steps."
             )
-        if self.pad not in (PAD_KEEP, PAD_HEAD, PAD_TAIL):
-            raise ValueError(f"pad is {self.pad}; expected {PAD_KEEP}, {PAD_HEAD} or {PAD_TAIL}.")
+        if self.pad not in range(PAD_KEEP, PAD_EDGE + 1):
+            raise ValueError(f"pad is {self.pad}; expected {PAD_KEEP} to {PAD_EDGE}.")
 
     def lines(self, block_steps: int) -> int:
         """Most 128-byte lines of the source that one window can touch.

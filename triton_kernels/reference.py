@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gear_loader.kernels.plan import PAD_HEAD, PAD_KEEP, GatherPlan, PlacePlan
+from gear_loader.kernels.plan import PAD_EDGE, PAD_HEAD, PAD_KEEP, GatherPlan, PlacePlan
 
 __all__ = ["gather", "place"]
 
@@ -29,7 +29,7 @@ def gather(
         low = begin.clamp(min=0).minimum(steps)
         high = (begin + length).minimum(steps).maximum(low)
         valid = high - low
-        if column.pad == PAD_KEEP:
+        if column.pad in (PAD_KEEP, PAD_EDGE):
             head = torch.where(valid > 0, low - begin, length)
         elif column.pad == PAD_HEAD:
             head = length - valid
@@ -39,13 +39,17 @@ def gather(
             torch.arange(length, device=slots.device) - head[:, None]
         )  # [B, L] within the steps that exist
         mask = (position >= 0) & (position < valid[:, None])
+        shown = mask
         step = torch.where(mask, low[:, None] + position, 0)
-        block = block_ids[torch.where(mask, row[:, None] + step // plan.block_steps, 0)].long()
+        if column.pad == PAD_EDGE:
+            step = torch.arange(length, device=slots.device) + begin[:, None]
+            step, shown = step.clamp(min=0).minimum(steps[:, None] - 1), torch.ones_like(mask)
+        block = block_ids[torch.where(shown, row[:, None] + step // plan.block_steps, 0)].long()
         source = column.source
         steps_of = source.as_strided(
             (source.shape[0], plan.block_steps, column.step_bytes), (source.stride(0), column.step_bytes, 1)
         )
-        windows = steps_of[block, step % plan.block_steps].masked_fill_(~mask[:, :, None], 0)
+        windows = steps_of[block, step % plan.block_steps].masked_fill_(~shown[:, :, None], 0)
         into: slice | torch.Tensor = slice(count) if rows is None else rows
         column.out[into] = windows
         if column.mask is not None:

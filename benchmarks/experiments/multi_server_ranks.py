@@ -347,6 +347,7 @@ class Batches(Subject):
             selector=SELECTORS[selector](),
             device="cpu",
             prefetch=0,
+            copy=False,
             batches_per_epoch=float("inf"),
         )
         self._batches: Iterator[Any] = iter(self._data)

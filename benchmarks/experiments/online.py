@@ -210,6 +210,7 @@ class Reader:
             seed=spec["seed"],
             device="cpu",
             prefetch=0,
+            copy=False,
         )
         source, count = trajectories_of(spec), writers * spec["sources"]
         ((_, rows),) = source.stacked(count, 0, count)

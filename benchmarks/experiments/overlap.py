@@ -71,7 +71,7 @@ def _feeds(data: Data, table: gear.Table, batch: int) -> list[Feed]:
     there = data.expected(rows)
 
     def ours(prefetch: int, *, loader: bool = False) -> Feed:
-        dataset = loading.dataset(data, table, batch, device="cpu", prefetch=prefetch)
+        dataset = loading.dataset(data, table, batch, device="cpu", prefetch=prefetch, copy=False)
         source: Any = DataLoader(dataset, batch_size=None) if loader else dataset
         name = f"ours, prefetch {prefetch}{', DataLoader' if loader else ''}"
         check = functools.partial(check_dataset, data, dataset, source)

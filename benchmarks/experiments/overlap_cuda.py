@@ -288,7 +288,7 @@ def _feeds(engine: Engine, data: Data, table: gear.Table, sizes: Sizes) -> list[
     there, staged = _there(engine, data, sizes.batch), Staged(engine, data, sizes.batch)
 
     def ours(prefetch: int, programs: int | None = None) -> Feed:
-        options = {"device": engine.device, "prefetch": prefetch, "programs": programs}
+        options = {"device": engine.device, "prefetch": prefetch, "programs": programs, "copy": False}
         dataset = loading.dataset(data, table, sizes.batch, **options)
         name = f"ours, prefetch {prefetch}" + ("" if programs is None else f", {programs} programs")
         check = functools.partial(check_dataset, data, dataset, dataset)

@@ -3,11 +3,12 @@
 The paper's first experiment. Batches of 256 (see `batches`), on the CPU with the same number of threads for all.
 
 W1: whole trajectories (42,000 B each) out of 20,000, drawn by priority (alpha 0.6, beta 0.4, with importance weights).
-The yardstick copies as many bytes in one piece. Ours is ``DataLoader(ReplayDataset(...), batch_size=None)`` for a plain
-loop: nothing ahead, a batch valid until the next one (``prefetch=0, keep=1``); the same with the defaults, 2 batches
-ahead and 2 valid; `sample` without `DataLoader`. Plain torch is `torch.multinomial`, and `index_select` into buffers
-that are kept: no table that could be written meanwhile. A map-style dataset draws uniformly. Reverb's server has a
-process of its own (gRPC) or is in the same one; TorchRL and cpprb hold a trajectory a row.
+The yardstick copies as many bytes in one piece. Ours is ``DataLoader(ReplayDataset(...), batch_size=None)`` for a
+plain loop: nothing ahead, a batch valid until the next one (``prefetch=0, keep=1, copy=False``); the same with the
+defaults, 2 batches ahead, and valid while anything refers to them; `sample` without `DataLoader`. Plain torch is
+`torch.multinomial`, and `index_select` into buffers that are kept: no table that could be written meanwhile. A
+map-style dataset draws uniformly. Reverb's server has a process of its own (gRPC) or is in the same one; TorchRL and
+cpprb hold a trajectory a row.
 
 W2: windows of 20 steps (1,920 B) out of 2 million, uniformly. Ours end at any step, with zeros before the trajectory's
 first and a mask; those of ``TorchRL, slices`` (its `SliceSampler` with cached ends) lie within a trajectory, need no

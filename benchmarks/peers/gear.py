@@ -239,6 +239,7 @@ class Loader(episodes.Loader):
             seed=self.seed,
             device=self.device,
             prefetch=self.prefetch,
+            copy=False,
             batches_per_epoch=math.inf,
         )
         self._iterator: Any = iter(DataLoader(dataset, batch_size=None))

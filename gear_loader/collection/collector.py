@@ -11,8 +11,9 @@ import torch
 
 from gear_loader.collection.batches import Batch
 from gear_loader.collection.n_step import NStep, Returns
+from gear_loader.collection.references import BatchReferences, aliased
 from gear_loader.collection.windows import expand, mask_of, reach_of, source_of
-from gear_loader.kernels.plan import PAD_HEAD, PAD_KEEP, PAD_TAIL, WIDTH, GatherColumn, GatherPlan
+from gear_loader.kernels.plan import PAD_EDGE, PAD_HEAD, PAD_KEEP, PAD_TAIL, WIDTH, GatherColumn, GatherPlan
 from gear_loader.native import copying, threads
 from gear_loader.storage.rows import CudaRows, SelectedRows
 from gear_loader.storage.schema import Window
@@ -27,7 +28,7 @@ __all__ = [
     "resolve",
 ]
 
-_PADS = {"keep": PAD_KEEP, "head": PAD_HEAD, "tail": PAD_TAIL}
+_PADS = {"keep": PAD_KEEP, "head": PAD_HEAD, "tail": PAD_TAIL, "edge": PAD_EDGE}
 _ROW_KEYS = ("index", "anchor", "generation")
 _COUNTS, _NUMBERS = ("times_sampled", "age"), ("probability", "age_seconds")  # keys of ``sample_info``
 
@@ -71,6 +72,7 @@ class Buffers:
         columns: on the CPU, int64 [C, WIDTH]: view of the plan's table.
         weights: on the CPU, float32 [B]: view of priority_weight if batches carry it.
         returns: the n-step returns to compute after the gather.
+        references: the references to the tensors, since the first `lend`.
     """
 
     batch: Batch
@@ -85,6 +87,20 @@ class Buffers:
         """Compute what the first `count` rows have beside gathered windows; see `Returns.compute`."""
         for returns in self.returns:
             returns.compute(self.batch["anchor"][:count])
+
+    references: BatchReferences | None = None
+
+    def lend(self, count: int) -> Batch:
+        """`rows` as new tensors, whose references `is_held` finds."""
+        if self.references is None:
+            self.references = BatchReferences(self.batch)
+        self.references.mark()
+        return self.rows(count) if count < self.plan.batch_size else Batch(aliased(self.batch))
+
+    @property
+    def is_held(self) -> bool:
+        """Whether anything refers to the tensors that `lend` returned last, or to views of them."""
+        return self.references is not None and self.references.held
 
     def rows(self, count: int) -> Batch:
         """The batch's first `count` rows; views if the batch is smaller than the buffers."""

@@ -1,4 +1,4 @@
-"""Prefetching of batches in a ring of recycled buffers."""
+"""Prefetching of batches in a ring of buffers, which are recycled when nothing refers to their batch."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import torch
 
 from gear_loader.collection.batches import Batch
 from gear_loader.collection.collector import Buffers, Collector, clone_batch
+from gear_loader.collection.references import can_count
 from gear_loader.errors import GearError, GpuError, LockTimeoutError
 from gear_loader.storage.lock import LOCK_TIMEOUT
 from gear_loader.utils.arrays import outside_inference
@@ -29,6 +30,8 @@ __all__ = ["Pool", "Prefetcher"]
 
 Item = TypeVar("Item")
 _BATCH, _STOP, _END = object(), object(), object()
+_MOST_HELD = 8
+"""Buffers of batches that the consumer holds for longer, which a prefetcher looks after; older ones are left to it."""
 
 
 class _Order(NamedTuple):
@@ -48,7 +51,7 @@ class Pool:
 
     Attributes:
         free: unused buffers.
-        delivered: the last batches of an ended iterator, valid for `keep` more requests.
+        delivered: the last batches of an ended iterator, oldest first.
         stream: side stream that fills the buffers, on a GPU.
         releaser: releases read tickets, if the GPU reads the region.
     """
@@ -77,19 +80,24 @@ class Prefetcher:
     Args:
         pool: pool of the buffers.
         prefetch: batches filled ahead; 0 fills on request.
-        keep: a batch stays valid until this many more have been requested.
-        fresh: deliver each batch in new memory: new buffers on the CPU; on a GPU a copy, which the side stream makes
-            when the batch is complete.
+        keep: a batch's buffers are recycled when this many more have been requested.
+        copy: True delivers each batch in new memory: new buffers on the CPU; on a GPU a copy, which the side stream
+            makes when the batch is complete. None leaves a batch that is still referred to its memory, and takes other
+            buffers instead. False recycles it all the same.
         complete: finish requested draws after `close`, because they precede calls of `between`.
     """
 
-    def __init__(self, pool: Pool, *, prefetch: int, keep: int, fresh: bool, complete: bool = False) -> None:
+    def __init__(
+        self, pool: Pool, *, prefetch: int, keep: int, copy: bool | None, complete: bool = False
+    ) -> None:
         self.collector = pool.collector
         self._pool = pool
         self._prefetch = prefetch
         self._keep = keep
-        self._copies = fresh and pool.stream is not None
-        self._fresh = fresh and not self._copies
+        self._lends = copy is None and can_count()
+        copy = copy or (copy is None and not self._lends)
+        self._copies = copy and pool.stream is not None
+        self._fresh = copy and not self._copies
         self._complete = complete
         self._delivered, pool.delivered = pool.delivered, collections.deque()
         self._stream = pool.stream
@@ -307,14 +315,20 @@ class Prefetcher:
                 gpu.consumers.add(consumer.cuda_stream)
         if not self._fresh:
             self._delivered.append(buffers)
-        return buffers.rows(count)
+        return buffers.lend(count) if self._lends else buffers.rows(count)
 
     def _recycle(self) -> None:
-        while len(self._delivered) >= self._keep:
+        held = []
+        for _ in range(len(self._delivered) - self._keep + 1):
             buffers = self._delivered.popleft()
+            if self._lends and buffers.is_held:
+                held.append(buffers)
+                continue
             if buffers.gpu is not None and buffers.gpu.consumers:  # else only copies were delivered
                 buffers.gpu.released.record(torch.cuda.current_stream(self.collector.device))
             self._pool.free.append(buffers)
+        if held:  # the memory of the oldest is freed when nothing refers to it any longer
+            self._delivered.extendleft(reversed(held[-_MOST_HELD:]))
 
     # ---------------------------------------------------------------- tickets and closing
 
@@ -347,7 +361,7 @@ class Prefetcher:
         return self._stop.is_set()
 
     def close(self) -> bool:
-        """Stop the thread and return the buffers; the last delivered batches stay valid for `keep` more requests.
+        """Stop the thread and return the buffers; the last delivered batches are recycled by the next iterator.
 
         The garbage collector may call it at any point. If the calling thread holds a lock, for which the prefetch
         thread may be waiting, it does not wait for that thread, which ends by itself.

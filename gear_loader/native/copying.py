@@ -24,6 +24,7 @@ from gear_loader.kernels.plan import (
     OFFSET,
     OUT,
     PAD,
+    PAD_EDGE,
     PAD_HEAD,
     PAD_KEEP,
     STEP_BYTES,
@@ -106,7 +107,7 @@ also where the batch is read at once."""
 
 assert (BASE, STRIDE, STEP_BYTES, OUT, LENGTH, OFFSET, PAD, MASK) == (0, 1, 2, 3, 4, 5, 6, 7)
 assert (BLOCKS, FINAL, WIDTH) == (9, 10, 11)
-assert (PAD_KEEP, PAD_HEAD) == (0, 1)
+assert (PAD_KEEP, PAD_HEAD, PAD_EDGE) == (0, 1, 3)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -350,7 +351,7 @@ def _window(begin, length, steps, pad):  # type: ignore[no-untyped-def]
     count = max(min(begin + length, steps), low) - low
     if pad == PAD_HEAD:
         return low, count, length - count
-    if pad == PAD_KEEP:
+    if pad in (PAD_KEEP, PAD_EDGE):
         return low, count, low - begin if count > 0 else length
     return low, count, 0
 
@@ -390,6 +391,31 @@ def _copy_steps(  # type: ignore[no-untyped-def]
     return True
 
 
+@njit  # type: ignore[untyped-decorator]
+def _fill_edges(  # type: ignore[no-untyped-def]
+    begin, head, tail, base, stride, step_bytes, blocks, near, block_ids, row, block_steps, length
+) -> bool:
+    """Fill the padding of a window at `begin`, whose steps are copied, with the steps next to it.
+
+    Args:
+        near: if no step of the window exists, the one next to it.
+
+    Returns:
+        False as `_copy_steps`.
+    """
+    if head == length:
+        if not _copy_steps(
+            begin, base, stride, step_bytes, blocks, near, 1, block_ids, row, block_steps, False
+        ):
+            return False
+        head, tail = 0, length - 1
+    for i in range(head):
+        _copy(begin + i * step_bytes, begin + head * step_bytes, step_bytes)
+    for i in range(length - tail, length):
+        _copy(begin + i * step_bytes, begin + (length - tail - 1) * step_bytes, step_bytes)
+    return True
+
+
 @njit(inline="always")  # type: ignore[untyped-decorator]
 def _gather_rows(  # type: ignore[no-untyped-def]
     columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
@@ -420,6 +446,23 @@ def _gather_rows(  # type: ignore[no-untyped-def]
             tail = length - head - count
             if tail > 0:
                 _fill(out + count * step_bytes, 0, tail * step_bytes)
+            if columns[c, PAD] == PAD_EDGE and count < length and steps > 0:
+                near = min(low, steps - 1)
+                if not _fill_edges(
+                    begin,
+                    head,
+                    tail,
+                    base,
+                    stride,
+                    step_bytes,
+                    blocks,
+                    near,
+                    block_ids,
+                    row,
+                    block_steps,
+                    length,
+                ):
+                    bad += 1
             mask = columns[c, MASK]
             if mask != 0:
                 mask += target * length

@@ -191,7 +191,7 @@ def _locate_any(
     """
     flat: dict[str, Any] = {}
     padded = None
-    for name, value in settled(stacked).items():
+    for name, value in schema.cast(settled(stacked), what="the stacked trajectories").items():
         kind = unreadable(value) if isinstance(value, torch.Tensor) else None
         if not isinstance(value, (np.ndarray, torch.Tensor)) or kind is not None:
             raise SchemaError(

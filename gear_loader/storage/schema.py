@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from gear_loader.errors import SchemaError
+from gear_loader.storage.casting import can_cast, cast_to
 from gear_loader.utils.arrays import address_of, data_address, unreadable
 
 __all__ = ["BATCH_KEYS", "DTYPES", "Column", "Schema", "Window", "as_mapping", "copied", "keeps", "settled"]
@@ -37,7 +38,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _UNPRINTABLE = frozenset({"Cc", "Zl", "Zp"})
 """Unicode categories of control characters and line breaks, which column names must not contain."""
 _MOST_DIMENSIONS = 64
-_OPTIONS = ("final",)
+_OPTIONS = ("final", "cast")
 """Options of a column that are stored with a table where they are True."""
 _LARGEST_EXTENT = 2**37 - 1
 
@@ -45,7 +46,7 @@ BATCH_KEYS = ("anchor", "generation", "index", "mask", "priority_weight", "sampl
 """Reserved keys of batches, invalid as column names."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Column:
     """One value per step: a dtype and the shape of a single step.
 
@@ -55,14 +56,20 @@ class Column:
         final: whether trajectories may have one more value of this column after their last step: the observation that
             follows the last action, given as `final` to `Table.add` or `Writer.commit`. Windows read it; it is never
             an anchor.
+        cast: whether `Table.add`, `Table.extend` and `Writer.append` convert other dtypes, numbers and lists of them.
+            They then take what numpy casts by its rule ``same_kind`` (float64 to float32, int64 to int32 or float32,
+            but not floats to integers), of torch tensors too, with bfloat16 as a float; and integers in lists that the
+            dtype holds. A number that overflows the dtype is an error. Stored with the table and its checkpoints.
 
     Raises:
-        SchemaError: an unsupported dtype, or a shape that is not a sequence of positive integers.
+        SchemaError: an unsupported dtype, a shape that is not a sequence of positive integers, or a cast that is not a
+            bool.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...] = ()
     final: bool = dataclasses.field(default=False, kw_only=True)
+    cast: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.final, bool):
@@ -85,6 +92,11 @@ class Column:
                 "step, for example (11,) or () for a scalar."
             )
         object.__setattr__(self, "shape", extents)
+        if not isinstance(self.cast, bool):
+            raise SchemaError(f"Column cast is {self.cast!r}; expected True or False.")
+
+    def __repr__(self) -> str:
+        return f"Column(dtype={self.dtype!r}, shape={self.shape!r}{', cast=True' if self.cast else ''})"
 
     @property
     def step_bytes(self) -> int:
@@ -102,19 +114,22 @@ class Window:
     """The steps of a trajectory in a batch, relative to an anchor step.
 
     The window covers the steps ``anchor + offset`` to ``anchor + offset + length - 1``. Steps outside the
-    trajectory are padding: zeros in the column, False in the mask.
+    trajectory are padding: zeros in the column (unless `pad` is ``"edge"``), False in the mask.
 
     Args:
         length: number of steps, at least 1.
         offset: first step relative to the anchor; may be negative.
         pad: position of the padding. ``"keep"`` leaves it in place, ``"head"`` collects it at the head (the existing
-            steps end at the last position), ``"tail"`` at the tail (they start at the first).
+            steps end at the last position), ``"tail"`` at the tail (they start at the first). ``"edge"`` leaves it in
+            place and repeats the first or the last step of the trajectory instead of zeros, as frame stacks do; it is
+            False in the mask all the same.
         column: the column that is read, where the key of the batch has another name. So one column can have several
             windows: ``{"obs": Window(1), "next_obs": Window(1, 1, column="obs")}``.
         squeeze: of a window of one step, leave out the dimension of the steps: ``[B, *shape]``, and a mask ``[B]``.
 
     Example: a trajectory of 3 steps a b c, anchor 0, ``Window(length=4, offset=-1)``, is ``. a b c``; with
-    anchor 1 and ``offset=-3`` it is ``. . a b``, which ``pad="tail"`` turns into ``a b . .``.
+    anchor 1 and ``offset=-3`` it is ``. . a b``, which ``pad="tail"`` turns into ``a b . .`` and ``pad="edge"`` into
+    ``a a a b``.
 
     Raises:
         SchemaError: a length below 1, a length or offset that is not an integer, another pad, or `squeeze` with a
@@ -123,7 +138,7 @@ class Window:
 
     length: int
     offset: int = 0
-    pad: Literal["keep", "head", "tail"] = "keep"
+    pad: Literal["keep", "head", "tail", "edge"] = "keep"
     column: str | None = None
     squeeze: bool = False
 
@@ -135,8 +150,8 @@ class Window:
             object.__setattr__(self, field, int(value))
         if self.length < 1:
             raise SchemaError(f"Window length is {self.length}; expected at least 1 step.")
-        if self.pad not in ("keep", "head", "tail"):
-            raise SchemaError(f"Window pad is {self.pad!r}; expected 'keep', 'head' or 'tail'.")
+        if self.pad not in ("keep", "head", "tail", "edge"):
+            raise SchemaError(f"Window pad is {self.pad!r}; expected 'keep', 'head', 'tail' or 'edge'.")
         if self.length >= 2**31 or abs(self.offset) >= 2**31:
             raise SchemaError(f"{self} is out of range; length and offset must be below 2**31 steps.")
         if self.column is not None and not isinstance(self.column, str):
@@ -187,6 +202,7 @@ class Schema(Mapping[str, Column]):
                     "for example Column(torch.float32, (11,))."
                 )
         self._columns = dict(columns)
+        self.casts = any(column.cast for column in columns.values())
         self._expected = {
             name: (column.dtype, NUMPY_DTYPES.get(column.dtype), column.shape)
             for name, column in columns.items()
@@ -210,11 +226,11 @@ class Schema(Mapping[str, Column]):
         return sum(column.step_bytes for column in self.values())
 
     def to_json(self) -> list[list[Any]]:
-        """``[[name, dtype name, shape], ...]``, with the options that are not the defaults, as stored with a table."""
+        """``[[name, dtype name, shape, options...], ...]``, as stored with a table."""
         rows: list[list[Any]] = []
         for name, column in self.items():
-            options = {option: True for option in _OPTIONS if getattr(column, option)}
-            rows.append([name, column.dtype_name, list(column.shape), *([options] if options else [])])
+            options = [option for option in _OPTIONS if getattr(column, option)]
+            rows.append([name, column.dtype_name, list(column.shape), *options])
         return rows
 
     @classmethod
@@ -228,17 +244,13 @@ class Schema(Mapping[str, Column]):
             raise SchemaError(f"Columns {reprlib.repr(rows)} were received; expected a list of columns.")
         columns: dict[str, Column] = {}
         for row in rows:
-            if not isinstance(row, list) or len(row) not in (3, 4):
-                raise SchemaError(f"Column {reprlib.repr(row)} was received; expected [name, dtype, shape].")
-            name, dtype, shape, *rest = row
-            options = rest[0] if rest else {}
-            if not isinstance(options, dict) or any(
-                option not in _OPTIONS or value is not True for option, value in options.items()
-            ):
+            fits = isinstance(row, list) and len(row) >= 3 and len(row) <= 3 + len(_OPTIONS)
+            if not fits or any(option not in _OPTIONS for option in row[3:]):
                 raise SchemaError(
-                    f"Column options {reprlib.repr(options)} were received; expected some of "
-                    f"{', '.join(_OPTIONS)}, each True."
+                    f"Column {reprlib.repr(row)} was received; expected [name, dtype, shape], and its options out of "
+                    f"{', '.join(_OPTIONS)}."
                 )
+            name, dtype, shape, *options = row
             if not isinstance(name, str) or name in columns:
                 raise SchemaError(f"Column name {reprlib.repr(name)} was received; expected each name once.")
             if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -253,7 +265,7 @@ class Schema(Mapping[str, Column]):
                     f"Column shape {reprlib.repr(shape)} was received; expected at most {_MOST_DIMENSIONS} positive "
                     "integers."
                 )
-            columns[name] = Column(DTYPES[dtype], tuple(shape), **options)
+            columns[name] = Column(DTYPES[dtype], tuple(shape), **dict.fromkeys(options, True))
         return cls(columns)
 
     # ---------------------------------------------------------------- rows
@@ -346,7 +358,8 @@ class Schema(Mapping[str, Column]):
         """Check one trajectory and return its length and its columns as bytes.
 
         Args:
-            rows: column name -> numpy array or torch tensor ``[T, *shape]`` of exactly the column's dtype.
+            rows: column name -> numpy array or torch tensor ``[T, *shape]`` of exactly the column's dtype; for columns
+                that cast, also of others, or lists.
             what: name of the trajectory in errors.
 
         Returns:
@@ -363,7 +376,7 @@ class Schema(Mapping[str, Column]):
                 f"with the columns {list(self)}."
             )
         self.validate_names(rows, what=what)
-        rows = settled(rows)
+        rows = self.cast(settled(rows), what=what)
         arrays = {name: self._as_bytes(name, rows[name], what) for name in self}
         lengths = {name: len(array) for name, array in arrays.items()}
         if len(set(lengths.values())) != 1:
@@ -374,6 +387,24 @@ class Schema(Mapping[str, Column]):
         if length == 0:
             raise SchemaError(f"{what} has zero steps; expected at least one.")
         return length, arrays
+
+    def cast(self, rows: Mapping[str, Any], *, what: str) -> Mapping[str, Any]:
+        """Convert the values of columns that cast, see `Column`; other values are returned unchanged.
+
+        Raises:
+            SchemaError: a value that cannot be converted.
+        """
+        if not self.casts:
+            return rows
+        return {name: self._cast(name, value, what) for name, value in rows.items()}
+
+    def _cast(self, name: str, value: Any, what: str) -> Any:
+        column = self._columns.get(name)
+        if column is None or not column.cast:
+            return value
+        named = f"Column {name!r} of {what}"
+        kind = unreadable(value) if isinstance(value, torch.Tensor) else None
+        return value if kind is not None else cast_to(value, column.dtype, named)
 
     def validate_names(self, rows: Mapping[str, Any], *, what: str) -> None:
         """Check that `rows` has exactly the schema's columns.
@@ -397,6 +428,7 @@ class Schema(Mapping[str, Column]):
             raise SchemaError(
                 f"Column {name!r} of {what} is a {kind}; expected a numpy array or a torch tensor "
                 f"of {column.dtype} and shape {expected}."
+                f"{' With cast=True the column takes lists.' if isinstance(value, (list, tuple)) else ''}"
             )
         dtype = value.dtype
         if isinstance(value, torch.Tensor):
@@ -406,7 +438,8 @@ class Schema(Mapping[str, Column]):
         if not fits:
             raise SchemaError(
                 f"Column {name!r} of {what} has dtype {dtype}; expected {column.dtype}. "
-                f"Convert it first ({_conversion(value, column.dtype)})."
+                f"Convert it first ({_conversion(value, column.dtype)})"
+                f"{', or give the column cast=True' if can_cast(dtype, column.dtype) else ''}."
             )
         if tuple(value.shape[1:]) != column.shape or value.ndim == 0:
             raise SchemaError(
@@ -464,6 +497,8 @@ def copied(value: Any) -> Any:
     """Copy an array or a readable tensor; return other values unchanged."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone() if unreadable(value) is None else value
+    if isinstance(value, (list, tuple)):
+        return [copied(each) for each in value]
     return value.copy() if isinstance(value, np.ndarray) else value
 
 

@@ -50,7 +50,9 @@ class StepWriter(Writer):
         Raises:
             As `Writer.append` and `Writer.commit`. After an error nothing was appended.
         """
-        rows = columns if steps is None else self._joined(steps, columns)
+        rows: Mapping[str, Any] = columns if steps is None else self._joined(steps, columns)
+        if self._table.schema.casts:
+            rows = self._table.schema.cast(rows, what="the step")
         self._check_usable()
         if self._is_single(rows):
             self._check_step(rows)  # leaves the values in the columns' spare steps

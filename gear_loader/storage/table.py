@@ -402,8 +402,9 @@ class Table:
         """Store one trajectory.
 
         Args:
-            trajectory: column name -> numpy array or torch tensor ``[T, *shape]`` of exactly the column's dtype,
-                with the same T >= 1. It may be a TensorDict; a nested one has the columns ``outer.inner``.
+            trajectory: column name -> numpy array or torch tensor ``[T, *shape]`` of exactly the column's dtype
+                (see `Column` for ``cast=True``), with the same T >= 1. It may be a TensorDict; a nested one has the
+                columns ``outer.inner``.
             priority: initial priority for prioritized selectors, finite and not negative. By default the largest
                 priority that the selector has seen (initially 1), so that new trajectories are drawn soon.
             final: values after the last step of all columns with ``Column(final=True)``, column name -> ``[*shape]``:

@@ -16,6 +16,7 @@ import torch
 
 from gear_loader.errors import GearError, SchemaError
 from gear_loader.native import copying
+from gear_loader.storage.casting import can_cast
 from gear_loader.storage.incoming import checked_final, single_priority
 from gear_loader.storage.index import Claim
 from gear_loader.storage.schema import NUMPY_DTYPES, Column, as_mapping, settled
@@ -148,7 +149,7 @@ class Writer:
         Args:
             steps, columns: a value for every column, as one mapping or as keywords: for one step ``[*shape]``, for k
                 steps ``[k, *shape]``; a numpy array or torch tensor of exactly the column's dtype. One step of a column
-                of shape ``()`` may be a Python or numpy number.
+                of shape ``()`` may be a Python or numpy number. A column with ``cast=True`` takes more, see `Column`.
 
         Returns:
             Indices of the chunks completed by this call; () without chunks.
@@ -161,7 +162,9 @@ class Writer:
         After an error nothing was appended, except for the steps of completed chunks. After a time-out the call can be
         repeated with the same step.
         """
-        rows = columns if steps is None else self._joined(steps, columns)
+        rows: Mapping[str, Any] = columns if steps is None else self._joined(steps, columns)
+        if self._table.schema.casts:
+            rows = self._table.schema.cast(rows, what="the step")
         if len(rows) != len(self._columns):
             self._table.schema.validate_names(rows, what="the step")
         self._check_usable()
@@ -609,6 +612,10 @@ class _StepColumn:
         shape = list(self.shape)
         expected = f"{self._column.dtype} and shape {shape} (or [k, ...] of k steps in every column)"
         kind = unreadable(value) if isinstance(value, torch.Tensor) else None
+        given = getattr(value, "dtype", None)
+        casts = given != self._column.dtype and given != self._dtype and can_cast(given, self._column.dtype)
+        casts = isinstance(value, (list, tuple)) if given is None else casts
+        remedy = " With cast=True the column converts it." if casts and not self._column.cast else ""
         if kind is not None:
             what = f"is a {kind}"
         elif isinstance(value, (np.ndarray, torch.Tensor)):
@@ -617,7 +624,7 @@ class _StepColumn:
             what = f"is {value!r}, of type {type(value).__name__}"
         return SchemaError(
             f"Column {self.name!r} of the step {what}; expected an array or a tensor of {expected}"
-            f"{', or a number' if not shape else ''}. Nothing was appended."
+            f"{', or a number' if not shape else ''}.{remedy} Nothing was appended."
         )
 
 

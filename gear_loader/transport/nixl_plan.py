@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from gear_loader.errors import SchemaError, TransportError
-from gear_loader.kernels.plan import PAD_HEAD, PAD_KEEP, PAD_TAIL
+from gear_loader.kernels.plan import PAD_EDGE, PAD_HEAD, PAD_KEEP, PAD_TAIL
 from gear_loader.native.compile import compiled
 from gear_loader.transport.nixl_agent import Description
 from gear_loader.transport.spec import WindowSpec
@@ -13,8 +13,12 @@ from gear_loader.utils.arrays import Array
 
 __all__ = ["Rows", "columns_of", "pieces_of"]
 
-_PADS = {"keep": PAD_KEEP, "head": PAD_HEAD, "tail": PAD_TAIL}
-assert (PAD_KEEP, PAD_HEAD) == (0, 1)  # constants of the compiled function, which is cached on disk
+_PADS = {"keep": PAD_KEEP, "head": PAD_HEAD, "tail": PAD_TAIL, "edge": PAD_EDGE}
+assert (PAD_KEEP, PAD_HEAD, PAD_EDGE) == (
+    0,
+    1,
+    3,
+)  # constants of the compiled function, which is cached on disk
 
 OFFSET, STRIDE, STEP_BYTES, OUT, LENGTH, FIRST, PAD, FINAL = range(8)
 """One row a column, int64: offset in the region, bytes from block to block, bytes of a step; offset in the reply;
@@ -44,7 +48,7 @@ def _walk(  # type: ignore[no-untyped-def]
             head = 0
             if pad == PAD_HEAD:
                 head = length - real
-            elif pad == PAD_KEEP:
+            elif pad in (PAD_KEEP, PAD_EDGE):
                 head = low - begin if real > 0 else length
             target = columns[c, OUT] + b * length * size
             out[target : target + head * size] = 0
@@ -53,11 +57,14 @@ def _walk(  # type: ignore[no-untyped-def]
             if stride == 0:
                 out[target : target + real] = 1
                 continue
-            step, end = low, low + real
-            while step < end:
+            at, end = low, low + real
+            if pad == PAD_EDGE:  # each step of the padding is a transfer of its own
+                at, end, target = begin, begin + length, target - head * size
+            while at < end:
+                step = min(max(at, 0), steps - 1)
                 block = step // block_steps
                 inside = step - block * block_steps
-                take = min(block_steps - inside, end - step)
+                take = min(block_steps - inside, end - at, steps - step) if at == step else 1
                 place = first + block
                 if place < 0 or place >= width or ids[b, place] < 0 or ids[b, place] >= num_blocks:
                     return -1 - b
@@ -77,7 +84,7 @@ def _walk(  # type: ignore[no-untyped-def]
                         each[count, 1], each[count, 2], each[count, 3], each[count, 4] = many, 0, many, 1
                     count += 1
                 target += many
-                step += take
+                at += take
     return count
 
 
@@ -163,7 +170,8 @@ def pieces_of(spec: WindowSpec, described: Description, rows: Rows, out: Array) 
     block_steps = numbers["block_steps"]
     of_steps = columns[columns[:, STRIDE] > 0]
     longest = np.minimum(of_steps[:, LENGTH], numbers["max_steps"] + 1)
-    most = count * int(((longest - 1) // block_steps + 2).sum())
+    padded = of_steps[of_steps[:, PAD] == PAD_EDGE, LENGTH].sum()
+    most = count * int(((longest - 1) // block_steps + 2).sum() + padded)
     remote, local = np.empty((most, 5), dtype=np.int64), np.empty((most, 5), dtype=np.int64)
     found = int(
         _walk(

@@ -16,6 +16,7 @@ from gear_loader.kernels.plan import (
     OFFSET,
     OUT,
     PAD,
+    PAD_EDGE,
     PAD_HEAD,
     PAD_KEEP,
     PAD_TAIL,
@@ -30,7 +31,7 @@ from gear_loader.utils.arrays import Array
 
 __all__ = ["OpenQuery", "warm_up"]
 
-_PADS = {"keep": PAD_KEEP, "head": PAD_HEAD, "tail": PAD_TAIL}
+_PADS = {"keep": PAD_KEEP, "head": PAD_HEAD, "tail": PAD_TAIL, "edge": PAD_EDGE}
 _MOST_ANCHOR = 1 << 40
 _MOST_LAYOUTS = 16
 

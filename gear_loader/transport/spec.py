@@ -52,7 +52,7 @@ class WindowSpec:
         status                                 uint8 [n]: SERVED or GONE, from `data_bytes(n)` on
 
     Columns are in the order of the schema; there is one mask for each distinct `mask_of`, in the order of the columns.
-    Padding is zeros, placed as `Window.pad` says; masks are bool [n, length]. A row is GONE if its slot had no live
+    Padding is placed and filled as `Window.pad` says; masks are bool [n, length]. A row is GONE if its slot had no live
     trajectory of its generation when the read began; its bytes are zeros.
 
     Args:

@@ -103,9 +103,8 @@ def check(table: Table, windows: dict[str, Window], batch: Batch, rows: tuple[Ar
             .numpy()
             for slot in np.unique(slots)
         }
-        spec = Spec(
-            column.step_bytes, window.length, window.offset, PADS[("keep", "head", "tail").index(window.pad)]
-        )
+        pad = PADS[("keep", "head", "tail", "edge").index(window.pad)]
+        spec = Spec(column.step_bytes, window.length, window.offset, pad)
         steps, exists = windows_of(stored, spec, torch.from_numpy(slots), torch.from_numpy(anchors))
         found = batch[name]
         assert found.dtype == column.dtype
@@ -133,7 +132,14 @@ def three_threads() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "window",
-    [Window(1), Window(20, -10, "head"), Window(9, 3, "tail"), Window(100, -50), Window(5, 500)],
+    [
+        Window(1),
+        Window(20, -10, "head"),
+        Window(9, 3, "tail"),
+        Window(100, -50),
+        Window(5, 500),
+        Window(9, -6, "edge"),
+    ],
     ids=str,
 )
 def test_one_window_for_every_dtype(table: Table, window: Window) -> None:
@@ -151,7 +157,7 @@ def test_a_window_for_each_column(table: Table) -> None:
         "bfloat16": Window(8, -3, "head"),
         "int64": Window(8, -3, "tail"),
         "uint8": Window(20, -19),
-        "float64": Window(3, 40),
+        "float64": Window(3, 40, "edge"),
     }
     gatherer = collector(table, windows, 33)
     buffers = gatherer.buffers()

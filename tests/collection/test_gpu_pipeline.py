@@ -139,6 +139,7 @@ def test_a_smaller_last_batch_is_copied_alone(
         same(one, other)
 
 
+@pytest.mark.parametrize("copy", [None, False])
 @pytest.mark.parametrize("staged", [False, True], ids=["zero-copy", "staged"])
 def test_without_copies_buffers_are_used_again_behind_the_consumer(
     cuda: FakeCuda,
@@ -147,10 +148,11 @@ def test_without_copies_buffers_are_used_again_behind_the_consumer(
     table: gear.Table,
     monkeypatch: pytest.MonkeyPatch,
     staged: bool,
+    copy: bool | None,
 ) -> None:
     if staged:
         monkeypatch.setattr(type(table.region), "pin", lambda *_: False)
-    data = dataset(table, prefetch=2)
+    data = dataset(table, prefetch=2, copy=copy)
     expected = list(dataset(table, "cpu", copy=True))
     places = []
     for one, other in zip(data, expected, strict=True):
@@ -164,6 +166,25 @@ def test_without_copies_buffers_are_used_again_behind_the_consumer(
     (buffers, *_) = [*pool.delivered, *pool.free]
     assert (buffers.gpu.staging is not None) == staged  # type: ignore[union-attr]
     assert buffers.gpu.filled.records > 1  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("staged", [False, True], ids=["zero-copy", "staged"])
+def test_kept_batches_never_change(
+    cuda: FakeCuda,
+    driver: Driver,
+    on_cpu: OnCpu,
+    table: gear.Table,
+    monkeypatch: pytest.MonkeyPatch,
+    staged: bool,
+    prefetch: int,
+) -> None:
+    if staged:
+        monkeypatch.setattr(type(table.region), "pin", lambda *_: False)
+    data = dataset(table, prefetch=prefetch)
+    expected = dataset(table, "cpu", copy=True)
+    for one, other in zip([*data, *data], [*expected, *expected], strict=True):
+        same(one, other)
 
 
 def test_copies_made_ahead_in_inference_mode_serve_training(

@@ -28,6 +28,7 @@ from gear_loader.kernels.gather import gather
 from gear_loader.kernels.plan import (
     LINE,
     LINES,
+    PAD_EDGE,
     PAD_HEAD,
     PAD_KEEP,
     PAD_TAIL,
@@ -47,26 +48,27 @@ BOTH = pytest.mark.parametrize("run", [gather, reference.gather], ids=["kernel",
 
 def test_a_window_by_hand() -> None:
     # The example of Window's docstring and its neighbours; `.` is padding.
-    store = Store([1] * 3, [3], 2, finals=False)
-    store.rows = [[np.frombuffer(b"abc", dtype=np.uint8).reshape(3, 1)]] * 3
+    store = Store([1] * 4, [3], 2, finals=False)
+    store.rows = [[np.frombuffer(b"abc", dtype=np.uint8).reshape(3, 1)]] * 4
     first = int(store.extent[0, 1])
     for source in store.sources:
         for step, letter in enumerate(b"abc"):
             source[store.block_ids[first + step // 2], step % 2] = letter
     expected = {
-        (0, -1): (b".abc", b".abc", b"abc."),
-        (1, -3): (b"..ab", b"..ab", b"ab.."),
-        (1, 1): (b"c...", b"...c", b"c..."),
-        (2, 1): (b"....", b"....", b"...."),
-        (0, -4): (b"....", b"....", b"...."),
+        (0, -1): (b".abc", b".abc", b"abc.", b"aabc"),
+        (1, -3): (b"..ab", b"..ab", b"ab..", b"aaab"),
+        (1, 1): (b"c...", b"...c", b"c...", b"cccc"),
+        (2, 1): (b"....", b"....", b"....", b"cccc"),
+        (0, -4): (b"....", b"....", b"....", b"aaaa"),
     }
     for run, ((anchor, offset), results) in itertools.product((gather, reference.gather), expected.items()):
-        outputs = Outputs([Spec(1, 4, offset, pad) for pad in (PAD_KEEP, PAD_HEAD, PAD_TAIL)], 1)
+        outputs = Outputs([Spec(1, 4, offset, pad) for pad in PADS], 1)
         run(outputs.plan(store), torch.tensor([0]), torch.tensor([anchor]), store.extent, store.block_ids)
-        for out, mask, result in zip(outputs.outs, outputs.masks, results, strict=True):
+        exists = (*results[:3], results[PAD_KEEP])  # repeated steps are padding all the same
+        for out, mask, result, there in zip(outputs.outs, outputs.masks, results, exists, strict=True):
             assert out.numpy().tobytes() == result.replace(b".", b"\0")
             assert mask is not None
-            assert mask.numpy().tolist() == [[letter != ord(".") for letter in result]]
+            assert mask.numpy().tolist() == [[letter != ord(".") for letter in there]]
 
 
 @BOTH
@@ -132,7 +134,12 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
 @hypothesis.example(  # rows of masks and steps across tiles, all paddings, no row, chosen rows
     {
         "store": Store([1, 6, 64, 1000], [1, 31, 32, 33, 98, 150], 32),
-        "specs": [Spec(1, 20, -10), Spec(6, 20, -19, PAD_HEAD), Spec(64, 20, 2, PAD_TAIL), Spec(1000, 20, 0)],
+        "specs": [
+            Spec(1, 20, -10, PAD_EDGE),
+            Spec(6, 20, -19, PAD_HEAD),
+            Spec(64, 20, 2, PAD_TAIL),
+            Spec(1000, 20, 0),
+        ],
         "draw": (5, 1),
         "batch": 7,
         "rows": choose(5, 7),
@@ -233,7 +240,7 @@ COLUMNS: Refused = [
     ({"mask": flags(2, 4)}, ValueError, r"mask is torch.bool \[2, 4\] .*; expected .* \[2, 3\]"),
     ({"mask": flags(3, 2).t()}, ValueError, r"mask is torch.bool \[2, 3\] .*; expected contiguous bool \[2, 3\]"),
     ({"mask": flags(2, 3, device="meta")}, ValueError, r"\[2, 3\] on meta; expected contiguous bool \[2, 3\] on cpu"),
-    ({"pad": 3}, ValueError, "pad is 3; expected 0, 1 or 2"),
+    ({"pad": 4}, ValueError, "pad is 4; expected 0 to 3"),
 ]
 # fmt: on
 

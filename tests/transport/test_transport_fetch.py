@@ -72,7 +72,7 @@ def refused(peer: Peer, spec: WindowSpec, message: str, n: int = 0) -> BaseExcep
 @given(data=st.data())
 def test_any_windows_of_any_rows(shelf: Shelf, data: st.DataObject) -> None:
     table, _, peer = shelf
-    pads = st.sampled_from(["keep", "head", "tail"])
+    pads = st.sampled_from(["keep", "head", "tail", "edge"])
     window = st.builds(Window, st.integers(1, 9), st.integers(-9, 9), pads)
     windows = data.draw(st.dictionaries(st.sampled_from(list(COLUMNS)), window, min_size=1))
     chosen = data.draw(st.lists(st.tuples(st.integers(0, 7), st.integers(-5, 40)), max_size=12))

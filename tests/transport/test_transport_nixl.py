@@ -185,6 +185,8 @@ def naive(
                 whole += padding + real
             elif window.pad == "tail":
                 whole += real + padding
+            elif window.pad == "edge" and piece.kind == "column" and len(column):
+                whole += [column[min(max(i, 0), len(column) - 1)] for i in places]
             else:
                 whole += [column[i] if 0 <= i < len(column) else empty for i in places]
         found[piece.name, piece.kind] = np.concatenate(whole)
@@ -215,7 +217,7 @@ def world(owner: Owner) -> Iterator[World]:
 # ---------------------------------------------------------------- what arrives
 
 
-@pytest.mark.parametrize(("pad", "only"), [("keep", None), ("head", None), ("tail", "big")])
+@pytest.mark.parametrize(("pad", "only"), [("keep", None), ("head", None), ("tail", "big"), ("edge", None)])
 def test_windows_are_those_of_the_table(shared: World, pad: Any, only: str | None) -> None:
     random = np.random.default_rng(len(pad))
     windows = {"x": Window(9, -4, pad), "flag": Window(9, -4, pad), "big": Window(3, 1)}
