@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils.data._utils import fetch
 from torch.utils.data._utils.collate import default_collate, default_collate_fn_map
 
 from gear_loader.errors import SchemaError
@@ -56,8 +57,10 @@ def is_stacked(dataset: object) -> bool:
     A `DataLoader` of another dataset that wraps this one is not seen here; it fails when it stacks `Batch` objects.
     """
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_locals.get("self") is dataset:
+    while frame.f_back is not None and frame.f_code.co_name == "__iter__":
         frame = frame.f_back
+    if frame.f_code.co_filename != fetch.__file__:  # the locals of other frames would be kept, and batches among them
+        return False
     fetcher = frame.f_locals.get("self")
     collates = getattr(fetcher, "auto_collation", False) and getattr(fetcher, "dataset", None) is dataset
     return bool(collates) and getattr(fetcher, "collate_fn", None) is default_collate

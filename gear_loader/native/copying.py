@@ -446,8 +446,8 @@ def _gather_rows(  # type: ignore[no-untyped-def]
             tail = length - head - count
             if tail > 0:
                 _fill(out + count * step_bytes, 0, tail * step_bytes)
-            if columns[c, PAD] == PAD_EDGE and count < length and steps > 0:
-                near = min(low, steps - 1)
+            if columns[c, PAD] == PAD_EDGE and count < length and end > 0:
+                near = min(low, end - 1)
                 if not _fill_edges(
                     begin,
                     head,

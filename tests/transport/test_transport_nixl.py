@@ -350,7 +350,7 @@ def test_after_a_fork_and_after_close(monkeypatch: pytest.MonkeyPatch) -> None:
 
     spec = WindowSpec("t", SCHEMA, {"flag": Window(1)})
     one, out = np.zeros(1, np.int64), np.zeros(spec.reply_bytes(1), np.uint8)
-    arrays = {"extent": np.array([[1, 0]]), "block_ids": np.zeros((1, 1), np.int32)}
+    arrays = {"extent": np.array([[1, 0, 0]]), "block_ids": np.zeros((1, 1), np.int32)}
     peer = NixlPeer(Unreachable(), timeout=5.0, name="node c")
     with pytest.raises(TransportError, match=r"node c: it cannot be reached; 1 rows of table 't'"):
         peer.fetch(spec, one, one, one, out, **arrays).result(30)
