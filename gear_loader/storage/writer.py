@@ -253,6 +253,26 @@ class Writer:
 
     # ---------------------------------------------------------------- allocation
 
+    def reserve(self, count: int) -> tuple[int, list[int], int]:
+        """Allocate blocks for `count` more steps, for callers that write steps into them and then call `written`.
+
+        Returns:
+            Slot of the trajectory, its blocks, and the steps that they hold: at least those so far and `count` more.
+
+        Raises:
+            As `append`.
+        """
+        self._check_usable()
+        self._make_room(count)
+        return self._slot, self._ids, self._held
+
+    def written(self, count: int) -> None:
+        """Count steps as appended that the caller has written into blocks of `reserve`. Not for writers of chunks."""
+        assert not self._cuts
+        assert self._steps + count <= self._held
+        self._steps += count
+        self._fresh += count
+
     @property
     def open_slots(self) -> tuple[int, list[int]]:
         """Thread of the writer, and the slots that it is writing (empty in a forked child)."""
