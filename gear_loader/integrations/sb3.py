@@ -42,12 +42,12 @@ __all__ = ["ReplayBuffer"]
 _COLUMN_DTYPES = {dtype: torch_dtype for torch_dtype, dtype in NUMPY_DTYPES.items()}
 _NEXT = "next_observation"
 _BLOCK_STEPS = 16
-_AHEAD = 64  # steps that an open trajectory allocates at once
 _LONGEST = 1024  # steps at which an episode goes on in another trajectory, so that the oldest can be removed in pieces
-_SPARE = 1.5  # blocks for short episodes, relative to those of full blocks
+_SPARE = 1.75  # blocks for short episodes, relative to those of full blocks
+_LARGE = 1 << 20
 _SHORTEST = 8  # mean length of an episode in steps for which there are slots
 # Attributes that belong to one table.
-_PARTS = "table", "_writers", "_ids", "_open", "_pools", "_columns", "_sources", "_given", "_ahead", "_ended"
+_PARTS = ("table", "_writers", "_ids", "_open", "_pools", "_columns", "_sources", "_given", "_ahead", "_ended")
 
 
 class ReplayBuffer(_ReplayBuffer):
@@ -108,6 +108,7 @@ class ReplayBuffer(_ReplayBuffer):
         self.optimize_memory_usage = optimize_memory_usage
         self.handle_timeout_termination = handle_timeout_termination
         self.copy = copy
+        self._discrete = isinstance(observation_space, spaces.Discrete)
         self._added = 0  # calls of `add`
         self._first = 0  # first of them of which all transitions are live
         self._places: Array = np.zeros((self.buffer_size, n_envs, 2), dtype=np.int32)
@@ -127,9 +128,9 @@ class ReplayBuffer(_ReplayBuffer):
         if not self.optimize_memory_usage:
             schema[_NEXT] = observation
         self._longest = max(_BLOCK_STEPS, min(_LONGEST, self.buffer_size // 8 // _BLOCK_STEPS * _BLOCK_STEPS))
-        steps = self.n_envs * (self.buffer_size + 2 * self._longest + _AHEAD)
+        steps = self.n_envs * (self.buffer_size + 2 * self._longest + 1)
         trajectories = steps // _SHORTEST + 2 * self.n_envs
-        blocks = int(_SPARE * steps / _BLOCK_STEPS) + 2 * self.n_envs
+        blocks = int(_SPARE * steps / _BLOCK_STEPS) + self.n_envs * (self._longest // _BLOCK_STEPS + 2)
         self.table = Table.create(
             schema,
             max_steps=steps + (trajectories if self.optimize_memory_usage else 0),
@@ -148,26 +149,25 @@ class ReplayBuffer(_ReplayBuffer):
         self._sources = np.array([self._given[key].ctypes.data for key in schema], dtype=np.int64)
         self._ahead = self._given[_NEXT].ctypes.data if self.optimize_memory_usage else 0
         self._ended = np.zeros(self.n_envs, dtype=bool)
+        self._any_ended = False
         self._writers = [self.table.writer() for _ in range(self.n_envs)]
         self._ids = np.zeros((self.n_envs, self._longest // _BLOCK_STEPS + 2), dtype=np.int32)
         self._open = np.zeros((self.n_envs, 3), dtype=np.int64)  # slot, steps, capacity; see `copying.put_steps`
         self._pools = BufferPools()
         for member in range(self.n_envs):
-            self._reserve(member)
+            self._begin(member)
 
     @property
     def _extra(self) -> int:
         """Steps of a trajectory that are no transitions."""
         return 1 if self.optimize_memory_usage else 0
 
-    def _reserve(self, member: int) -> None:
-        """Allocate blocks for more steps of an environment's open trajectory."""
-        writer, steps = self._writers[member], int(self._open[member, 1])
-        writer.written(steps - writer.num_steps)
-        count = min(_AHEAD, self._longest - steps) + self._extra
+    def _begin(self, member: int) -> None:
+        """Begin an environment's next trajectory, with blocks for the longest one; `commit` returns unused ones."""
+        capacity = self._longest + self._extra
         while True:
             try:
-                slot, ids, held = writer.reserve(count)
+                slot, ids, _ = self._writers[member].reserve(capacity)
                 break
             except TableFullError:
                 if not self._pieces:
@@ -176,7 +176,7 @@ class ReplayBuffer(_ReplayBuffer):
                 self._remove_oldest()
         known = ids[: self._ids.shape[1]]
         self._ids[member, : len(known)] = known
-        self._open[member] = slot, steps, min(held, self._longest + self._extra)
+        self._open[member] = slot, 0, capacity
 
     def _remove_oldest(self) -> None:
         self.table.remove(self._pieces.popleft()[1])
@@ -186,12 +186,11 @@ class ReplayBuffer(_ReplayBuffer):
         writer, steps = self._writers[member], int(self._open[member, 1])
         if steps == 0:
             return
-        writer.written(steps - writer.num_steps)
+        writer.written(steps)
         if self.optimize_memory_usage:
             writer.append({name: rows[-1:] for name, rows in self._begun(member).items()})
         self._pieces.append((self._added - 1, writer.commit(), member))
-        self._open[member, 1] = 0
-        self._reserve(member)
+        self._begin(member)
 
     def _begun(self, member: int) -> dict[str, Array]:
         """A copy of an environment's open trajectory, as it would be committed now."""
@@ -218,18 +217,16 @@ class ReplayBuffer(_ReplayBuffer):
     ) -> None:
         """Add one transition of each environment, as SB3's buffer does; `sample` may draw it from now on."""
         given, ended = self._given, self._ended
-        observation, following, terminated = given["observation"], given[_NEXT], given["terminated"]
-        observation[...] = np.asarray(obs).reshape(observation.shape)
-        following[...] = np.asarray(next_obs).reshape(following.shape)
+        observation, following = given["observation"], given[_NEXT]
+        if self._discrete:  # [n_envs] -> [n_envs, 1]
+            obs, next_obs = obs.reshape(observation.shape), next_obs.reshape(observation.shape)
+        observation[...] = obs
+        following[...] = next_obs
         given["action"][...] = action.reshape(given["action"].shape)
         given["reward"][...] = reward
         ended[...] = done
-        terminated[...] = ended
-        if self.handle_timeout_termination:
-            truncated = given["truncated"]
-            truncated[...] = [info.get("TimeLimit.truncated", False) for info in infos]
-            np.logical_and(truncated, ended, out=truncated)
-            np.greater(ended, truncated, out=terminated)
+        if self._any_ended or True in ended.tolist():
+            self._note_ends(infos)
         while True:
             waiting = copying.put_steps(
                 self._columns,
@@ -251,17 +248,19 @@ class ReplayBuffer(_ReplayBuffer):
             self.full = True
             self.pos = 0
         if waiting:
-            self._attend()
+            for member in np.flatnonzero(ended | (self._open[:, 1] == self._longest)).tolist():
+                self._close(member)
         while self._pieces and self._pieces[0][0] < self._added - self.buffer_size:
             self._remove_oldest()
 
-    def _attend(self) -> None:
-        """Close trajectories that have ended, and allocate blocks for those that are full."""
-        for member, (_, steps, held) in enumerate(self._open.tolist()):
-            if self._ended[member] or steps == self._longest:
-                self._close(member)
-            elif steps + self._extra >= held:
-                self._reserve(member)
+    def _note_ends(self, infos: list[dict[str, Any]]) -> None:
+        """Set the columns ``terminated`` and ``truncated``, which are zeros while no episode ends."""
+        terminated, truncated, ended = self._given["terminated"], self._given["truncated"], self._ended
+        if self.handle_timeout_termination:
+            truncated[...] = [info.get("TimeLimit.truncated", False) for info in infos]
+            truncated &= ended
+        terminated[...] = ended & ~truncated
+        self._any_ended = bool(ended.any())
 
     # ---------------------------------------------------------------- contents
 
@@ -273,9 +272,8 @@ class ReplayBuffer(_ReplayBuffer):
             writer.discard()
         self._pieces.clear()
         self.table.clear()
-        self._open[:] = 0
         for member in range(self.n_envs):
-            self._reserve(member)
+            self._begin(member)
 
     def size(self) -> int:
         """Transitions of each environment that `sample` can draw."""
@@ -391,8 +389,10 @@ class ReplayBuffer(_ReplayBuffer):
         return self._get_samples(rows, env)
 
     def _get_samples(self, batch_inds: Array, env: Any = None) -> ReplayBufferSamples:
-        members = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
-        batch = self._gather(np.asarray(batch_inds), members)
+        count = len(batch_inds)
+        # With one environment SB3's draw takes nothing from the random state.
+        members = np.random.randint(0, self.n_envs, size=count) if self.n_envs > 1 else np.zeros(count, np.int64)
+        batch = self._gather(batch_inds, members)
         keys = ("observation", "action", _NEXT)
         observation, action, following = (batch[key] for key in keys)
         dones = batch["terminated"].to(torch.float32).reshape(-1, 1)
@@ -401,7 +401,7 @@ class ReplayBuffer(_ReplayBuffer):
             observation = self._normalized(observation, env)
             following = self._normalized(following, env)
             reward = self.to_torch(self._normalize_reward(reward.cpu().numpy(), env))
-        elif self.copy:
+        elif self.copy and not self._is_fresh(count):
             observation, action, following, reward = (
                 part.clone() for part in (observation, action, following, reward)
             )
@@ -419,13 +419,19 @@ class ReplayBuffer(_ReplayBuffer):
 
     def _gather(self, rows: Array, members: Array) -> Batch:
         """The transitions of calls `rows` of `add` (modulo the buffer's size) and environments `members`."""
-        count, keep = len(rows), 1 if self.copy else 2
-        prefetcher = self._pools.single(count, count, self._collector, keep=keep, fresh=False)
+        count = len(rows)
+        options = {"keep": 1 if self.copy else 2, "fresh": self._is_fresh(count)}
+        prefetcher = self._pools.single(count, count, self._collector, **options)
         if prefetcher.collector.device != self.device:
             self._pools = BufferPools()
-            prefetcher = self._pools.single(count, count, self._collector, keep=keep, fresh=False)
+            prefetcher = self._pools.single(count, count, self._collector, **options)
         drawn = self._drawn(rows, members)
         return prefetcher.one(lambda buffers, item: self._fill(prefetcher, buffers, item), drawn)
+
+    def _is_fresh(self, count: int) -> bool:
+        """Whether batches of `count` rows are gathered into new memory. A small one is faster to copy."""
+        large = count * self.table.schema.step_bytes >= _LARGE
+        return self.copy and (large or self.device.type != "cpu")
 
     def _drawn(self, rows: Array, members: Array) -> SelectedRows:
         slots, steps = np.empty(len(rows), dtype=np.int64), np.empty(len(rows), dtype=np.int64)

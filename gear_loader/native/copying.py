@@ -122,6 +122,20 @@ def _fill(_context: Any, _target: Any, _value: Any, _count: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def _differ(_context: Any, _one: Any, _other: Any, _count: Any) -> Any:
+    """Whether two places in memory hold different bytes, by the C library's `memcmp`."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        one, other, count = args
+        kind = ir.FunctionType(ir.IntType(32), [cgutils.voidptr_t, cgutils.voidptr_t, cgutils.intp_t])
+        function = cgutils.get_or_insert_function(builder.module, kind, "memcmp")
+        places = [builder.inttoptr(place, cgutils.voidptr_t) for place in (one, other)]
+        return builder.icmp_signed("!=", builder.call(function, [*places, count]), ir.IntType(32)(0))
+
+    return types.boolean(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def _stream_line(_context: Any, _target: Any, _source: Any) -> Any:
     """Copy 64 bytes to an address aligned to 64 with non-temporal stores, which do not read the line first."""
 
@@ -283,16 +297,6 @@ def append(columns, block_steps, ids, first, addresses, count) -> None:  # type:
             done += steps
 
 
-@njit(inline="always")
-def _equal(one, other, count) -> bool:  # type: ignore[no-untyped-def]
-    """Whether two places in memory hold the same bytes."""
-    left, right = carray(pointer(one), (count,), np.uint8), carray(pointer(other), (count,), np.uint8)
-    for i in range(count):
-        if left[i] != right[i]:
-            return False
-    return True
-
-
 @compiled
 def put_steps(  # type: ignore[no-untyped-def]
     columns, block_steps, blocks, open_steps, sources, ahead, ended, places, row
@@ -321,7 +325,7 @@ def put_steps(  # type: ignore[no-untyped-def]
             step = open_steps[e, 1]
             if step > 0:
                 known = base + int64(blocks[e, step // block_steps]) * stride + step % block_steps * step_bytes
-                if not _equal(known, sources[0] + e * step_bytes, step_bytes):
+                if _differ(known, sources[0] + e * step_bytes, step_bytes):
                     return -1 - e
     waiting = 0
     for e in range(len(open_steps)):
