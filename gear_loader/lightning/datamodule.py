@@ -94,7 +94,11 @@ class ReplayDataLoader(DataLoader[Batch]):
         # Lightning passes these two when it recreates the loader for `overfit_batches`; None for an IterableDataset.
         del sampler, batch_sampler
         super().__init__(
-            dataset, batch_size=None, num_workers=num_workers, persistent_workers=num_workers > 0
+            dataset,
+            batch_size=None,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            collate_fn=dataset.collate,
         )
         self._module = module
 
@@ -297,7 +301,8 @@ class ReplayDataModule(LightningDataModule):
             raise _not_set_up("val_dataloader")
         if self.trainer is not None and self.trainer.state.fn == "fit":
             self.train_dataset._await_first()  # validation itself does not count for the rate limiter
-        return [DataLoader(self.val_dataset, batch_size=None, num_workers=self._num_workers)]
+        options = {"num_workers": self._num_workers, "collate_fn": self.val_dataset.collate}
+        return [DataLoader(self.val_dataset, batch_size=None, **options)]
 
     def state_dict(self) -> dict[str, Any]:
         """The state of training; see `ReplayDataset.state_dict`. Over `Shards` all ranks call it at the same time."""

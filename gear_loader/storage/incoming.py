@@ -16,7 +16,7 @@ from gear_loader.storage.operations import UNSET
 from gear_loader.storage.schema import Schema, as_mapping, keeps, settled
 from gear_loader.utils.arrays import Array, as_array, narrowed, shown, unreadable
 
-__all__ = ["Steps", "checked_priorities", "checked_priority", "listed", "single_priority", "stacked"]
+__all__ = ["Steps", "checked_priorities", "checked_priority", "listed", "rectangular", "single_priority", "stacked"]
 
 _TINY, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
@@ -71,6 +71,14 @@ def listed(schema: Schema, trajectories: Any) -> Steps:
         addresses.append(places)
         holds.append(hold)
     return Steps(np.array(addresses, dtype=np.int64), np.array(lengths, dtype=np.int64), holds)
+
+
+def rectangular(trajectories: Any) -> Array | None:
+    """The lengths, int64 [n], of the trajectories in a TensorDict of batch size [n, T]; None for anything else."""
+    if type(trajectories) in (list, tuple, dict) or as_mapping(trajectories) is trajectories:
+        return None
+    size = tuple(trajectories.batch_size)
+    return np.full(size[0], size[1], dtype=np.int64) if len(size) >= 2 else None
 
 
 def stacked(schema: Schema, columns: Any, lengths: Any) -> Steps:
