@@ -475,7 +475,7 @@ class ReplayDataset(IterableDataset[Batch]):
         return batch if self.output == "dict" else as_tensordict(batch)
 
     @staticmethod
-    def collate(batch: Batch) -> Batch:
+    def collate(batch: Any) -> Any:
         """Return a batch as it is: the `collate_fn` of a `DataLoader`, whose own cannot handle TensorDicts."""
         return batch
 

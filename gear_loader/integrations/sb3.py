@@ -44,10 +44,22 @@ _NEXT = "next_observation"
 _BLOCK_STEPS = 16
 _LONGEST = 1024  # steps at which an episode goes on in another trajectory, so that the oldest can be removed in pieces
 _SPARE = 1.75  # blocks for short episodes, relative to those of full blocks
-_LARGE = 1 << 20
+_LARGE = 1 << 20  # bytes of a batch
+_randint: Any = np.random.randint
 _SHORTEST = 8  # mean length of an episode in steps for which there are slots
 # Attributes that belong to one table.
-_PARTS = ("table", "_writers", "_ids", "_open", "_pools", "_columns", "_sources", "_given", "_ahead", "_ended")
+_PARTS = (
+    "table",
+    "_writers",
+    "_ids",
+    "_open",
+    "_pools",
+    "_columns",
+    "_sources",
+    "_given",
+    "_ahead",
+    "_ended",
+)
 
 
 class ReplayBuffer(_ReplayBuffer):
@@ -55,15 +67,16 @@ class ReplayBuffer(_ReplayBuffer):
 
     From the same seed it samples the same batches as SB3's buffer. Each environment's episodes are trajectories of
     `table` (episodes above 1,024 steps several), with the columns ``observation``, ``next_observation``, ``action``,
-    ``reward``, ``terminated`` and ``truncated``. `sample` sees a transition as soon as `add` has returned; other readers
-    of the table see a trajectory when its episode has ended. Only this buffer may add to the table or remove from it.
+    ``reward``, ``terminated`` and ``truncated``. `sample` sees a transition as soon as `add` has returned; other
+    readers of the table see a trajectory when its episode has ended. Only this buffer may add to the table or remove
+    from it.
 
     With `optimize_memory_usage` observations are stored once: no column ``next_observation``; a trajectory of T
     transitions has T + 1 steps, the last of which holds the last next observation and zeros. Unlike SB3's buffer it
     takes `handle_timeout_termination` as well, and returns the true next observation at the end of every episode.
 
-    The buffer holds `buffer_size` transitions where episodes have at least 16 steps on average. If shorter ones fill the
-    table, the oldest are removed early; `size` tells how many remain.
+    The buffer holds `buffer_size` transitions where episodes have at least 16 steps on average. If shorter ones fill
+    the table, the oldest are removed early; `size` tells how many remain.
 
     Args:
         buffer_size: transitions of all environments together.
@@ -78,17 +91,20 @@ class ReplayBuffer(_ReplayBuffer):
 
     Attributes:
         table: the table.
-        pos, full: as in SB3's buffer.
+        pos: ring position that the next `add` fills. full: whether `buffer_size` calls of `add` have been made.
 
     Raises:
         SchemaError: a Dict space, or a dtype that columns do not support.
     """
 
+    pos: int
+    full: bool
+
     def __init__(
         self,
         buffer_size: int,
-        observation_space: spaces.Space,
-        action_space: spaces.Space,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
         device: torch.device | str = "auto",
         n_envs: int = 1,
         optimize_memory_usage: bool = False,
@@ -127,7 +143,8 @@ class ReplayBuffer(_ReplayBuffer):
         schema["truncated"] = Column(torch.bool)
         if not self.optimize_memory_usage:
             schema[_NEXT] = observation
-        self._longest = max(_BLOCK_STEPS, min(_LONGEST, self.buffer_size // 8 // _BLOCK_STEPS * _BLOCK_STEPS))
+        piece = min(_LONGEST, self.buffer_size // 8 // _BLOCK_STEPS * _BLOCK_STEPS)
+        self._longest = max(piece, _BLOCK_STEPS) - self._extra  # transitions of a trajectory that fills its blocks
         steps = self.n_envs * (self.buffer_size + 2 * self._longest + 1)
         trajectories = steps // _SHORTEST + 2 * self.n_envs
         blocks = int(_SPARE * steps / _BLOCK_STEPS) + self.n_envs * (self._longest // _BLOCK_STEPS + 2)
@@ -152,7 +169,9 @@ class ReplayBuffer(_ReplayBuffer):
         self._any_ended = False
         self._writers = [self.table.writer() for _ in range(self.n_envs)]
         self._ids = np.zeros((self.n_envs, self._longest // _BLOCK_STEPS + 2), dtype=np.int32)
-        self._open = np.zeros((self.n_envs, 3), dtype=np.int64)  # slot, steps, capacity; see `copying.put_steps`
+        self._open = np.zeros(
+            (self.n_envs, 3), dtype=np.int64
+        )  # slot, steps, capacity; see `copying.put_steps`
         self._pools = BufferPools()
         for member in range(self.n_envs):
             self._begin(member)
@@ -287,11 +306,18 @@ class ReplayBuffer(_ReplayBuffer):
         ]
         open_members = np.flatnonzero(self._open[:, 1]).tolist()
         pieces += [(self._added - 1, member, self._begun(member)) for member in open_members]
-        state = {key: value for key, value in self.__dict__.items() if key not in (*_PARTS, "_places", "_pieces")}
-        state["lasts"], state["members"] = [last for last, _, _ in pieces], [member for _, member, _ in pieces]
+        state = {
+            key: value for key, value in self.__dict__.items() if key not in (*_PARTS, "_places", "_pieces")
+        }
+        state["lasts"], state["members"] = (
+            [last for last, _, _ in pieces],
+            [member for _, member, _ in pieces],
+        )
         state["lengths"] = [len(rows["reward"]) for _, _, rows in pieces]
         state["columns"] = {
-            name: np.concatenate([rows[name] for _, _, rows in pieces]) for name in self.table.schema if pieces
+            name: np.concatenate([rows[name] for _, _, rows in pieces])
+            for name in self.table.schema
+            if pieces
         }
         return state
 
@@ -319,7 +345,7 @@ class ReplayBuffer(_ReplayBuffer):
 
     @property
     def observations(self) -> Array:
-        """A copy of all observations, as SB3's buffer holds them: ``[buffer_size, n_envs, *shape]``, zeros where none."""
+        """A copy of all observations, as SB3's buffer holds them: ``[buffer_size, n_envs, *shape]``, else zeros."""
         return self._all("observation")
 
     @property
@@ -383,15 +409,15 @@ class ReplayBuffer(_ReplayBuffer):
         if size == 0:
             raise TableEmptyError("The replay buffer is empty; add a transition before the first sample.")
         if self._added - self.buffer_size < self._first:  # ... or fewer than SB3 would hold
-            rows = np.random.randint(self._added - size, self._added, size=batch_size) % self.buffer_size
+            rows = _randint(self._added - size, self._added, size=batch_size) % self.buffer_size
         else:
-            rows = np.random.randint(0, size, size=batch_size)
+            rows = _randint(0, size, size=batch_size)
         return self._get_samples(rows, env)
 
     def _get_samples(self, batch_inds: Array, env: Any = None) -> ReplayBufferSamples:
         count = len(batch_inds)
         # With one environment SB3's draw takes nothing from the random state.
-        members = np.random.randint(0, self.n_envs, size=count) if self.n_envs > 1 else np.zeros(count, np.int64)
+        members = _randint(0, self.n_envs, size=count) if self.n_envs > 1 else np.zeros(count, np.int64)
         batch = self._gather(batch_inds, members)
         keys = ("observation", "action", _NEXT)
         observation, action, following = (batch[key] for key in keys)

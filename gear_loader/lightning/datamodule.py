@@ -301,8 +301,10 @@ class ReplayDataModule(LightningDataModule):
             raise _not_set_up("val_dataloader")
         if self.trainer is not None and self.trainer.state.fn == "fit":
             self.train_dataset._await_first()  # validation itself does not count for the rate limiter
-        options = {"num_workers": self._num_workers, "collate_fn": self.val_dataset.collate}
-        return [DataLoader(self.val_dataset, batch_size=None, **options)]
+        dataset = self.val_dataset
+        return [
+            DataLoader(dataset, batch_size=None, num_workers=self._num_workers, collate_fn=dataset.collate)
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """The state of training; see `ReplayDataset.state_dict`. Over `Shards` all ranks call it at the same time."""

@@ -324,7 +324,9 @@ def put_steps(  # type: ignore[no-untyped-def]
         for e in range(len(open_steps)):
             step = open_steps[e, 1]
             if step > 0:
-                known = base + int64(blocks[e, step // block_steps]) * stride + step % block_steps * step_bytes
+                known = (
+                    base + int64(blocks[e, step // block_steps]) * stride + step % block_steps * step_bytes
+                )
                 if _differ(known, sources[0] + e * step_bytes, step_bytes):
                     return -1 - e
     waiting = 0

@@ -11,7 +11,7 @@ import numpy as np
 
 from gear_loader.errors import SourceError
 from gear_loader.sources._optional import require
-from gear_loader.sources.environment import leaf_column, leaves
+from gear_loader.sources.environment import check_leaves, leaf_column, leaves
 from gear_loader.sources.episodes import (
     FINITE_REMEDY,
     STANDARD,
@@ -127,6 +127,7 @@ class MinariEpisodes(EpisodeReader):
             found = _walk_infos(self._load(source, 0).get("infos"))
             self._infos = {name: (values.dtype, values.shape[1:]) for name, values in found}
         self._chosen = select(wanted, [*self._leaves, *_FLAT, *self._infos], source)
+        check_leaves(self._leaves, self._chosen, source)
         schema = {
             name: self._column(role, f"{source}: column {role!r}", keep_float64)
             for name, role in self._chosen.items()

@@ -16,7 +16,15 @@ from gear_loader.storage.operations import UNSET
 from gear_loader.storage.schema import Schema, as_mapping, keeps, settled
 from gear_loader.utils.arrays import Array, as_array, narrowed, shown, unreadable
 
-__all__ = ["Steps", "checked_priorities", "checked_priority", "listed", "rectangular", "single_priority", "stacked"]
+__all__ = [
+    "Steps",
+    "checked_priorities",
+    "checked_priority",
+    "listed",
+    "rectangular",
+    "single_priority",
+    "stacked",
+]
 
 _TINY, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 

@@ -24,7 +24,14 @@ from gear_loader.errors import (
 from gear_loader.native import copying
 from gear_loader.storage.counters import NUM_FREE_BLOCKS, NUM_STEPS, WRITING_STEPS
 from gear_loader.storage.ids import check_ids, check_origin, ids_of, origin_of
-from gear_loader.storage.incoming import Steps, checked_priorities, checked_priority, listed, rectangular, stacked
+from gear_loader.storage.incoming import (
+    Steps,
+    checked_priorities,
+    checked_priority,
+    listed,
+    rectangular,
+    stacked,
+)
 from gear_loader.storage.index import EVICT_LOWEST, EVICT_OLDEST, INLINE_BYTES, REFUSE, Claim, Index
 from gear_loader.storage.layout import Layout
 from gear_loader.storage.limiters import RateLimiter
@@ -422,8 +429,8 @@ class Table:
         Args:
             trajectories: iterable of mappings as for `add`; or, with `lengths`, one mapping of stacked arrays
                 ``[n, T, *shape]``, where trajectory i is the first ``lengths[i]`` steps of row i. A TensorDict of batch
-                size [n, T] needs no `lengths`: its rows are whole trajectories. A list or a tuple is read in place. Any other iterable may refill the same arrays: each item is copied before the next one
-                is requested.
+                size [n, T] needs no `lengths`: its rows are whole trajectories. A list or a tuple is read in place. Any
+                other iterable may refill the same arrays: each item is copied before the next one is requested.
             lengths: int [n], with stacked arrays.
             priority: as for `add`; one number, or [n].
 
