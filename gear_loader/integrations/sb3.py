@@ -144,7 +144,9 @@ class ReplayBuffer(_ReplayBuffer):
         if not self.optimize_memory_usage:
             schema[_NEXT] = observation
         piece = min(_LONGEST, self.buffer_size // 8 // _BLOCK_STEPS * _BLOCK_STEPS)
-        self._longest = max(piece, _BLOCK_STEPS) - self._extra  # transitions of a trajectory that fills its blocks
+        self._longest = (
+            max(piece, _BLOCK_STEPS) - self._extra
+        )  # transitions of a trajectory that fills its blocks
         steps = self.n_envs * (self.buffer_size + 2 * self._longest + 1)
         trajectories = steps // _SHORTEST + 2 * self.n_envs
         blocks = int(_SPARE * steps / _BLOCK_STEPS) + self.n_envs * (self._longest // _BLOCK_STEPS + 2)

@@ -59,7 +59,9 @@ def test_trajectory_ids_tell_what_belongs_together() -> None:
     no = torch.zeros(4, dtype=torch.bool)
     first = batch(torch.tensor([0, 1, 50, 51]), no, torch.tensor([7, 7, 8, 8]))
     other = batch(torch.tensor([70, 71, 90, 91]), no, torch.tensor([3, 3, 4, 4]))
-    last = batch(torch.tensor([2, 3, 52, 60]), torch.tensor([False, True, True, False]), torch.tensor([7, 7, 8, 9]))
+    last = batch(
+        torch.tensor([2, 3, 52, 60]), torch.tensor([False, True, True, False]), torch.tensor([7, 7, 8, 9])
+    )
     with table_for(first) as table, CollectorWriter(table) as writer:
         assert "collector.traj_ids" not in table.schema
         for each in (first, other, last):
@@ -80,7 +82,9 @@ def test_what_does_not_fit_is_refused_before_anything_is_written() -> None:
             writer.add(missing)
         wrong = batch(torch.arange(3), no)
         wrong["observation"] = torch.zeros(3, 2)
-        with pytest.raises(SchemaError, match=r"'observation' of the batch is torch.float32 \[3, 2\]; expected"):
+        with pytest.raises(
+            SchemaError, match=r"'observation' of the batch is torch.float32 \[3, 2\]; expected"
+        ):
             writer.add(wrong)
         split = batch(torch.arange(3), no, torch.arange(3))
         split["collector"]["mask"] = ~no
