@@ -20,6 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from gear_loader.collection.batches import Batch, is_stacked, refuse_stacking
 from gear_loader.collection.buffer_pools import BufferPools
 from gear_loader.collection.collector import Buffers, Collector
+from gear_loader.collection.output import as_tensordict, check_nesting, check_output
 from gear_loader.collection.prefetch import Prefetcher
 from gear_loader.collection.windows import check_windows, expand, windows_of
 from gear_loader.distributed.collector import ShardCollector
@@ -41,7 +42,7 @@ from gear_loader.selection.epochs import notice_short_epoch
 from gear_loader.selection.prioritized import PrioritizedSelection, needs_priorities
 from gear_loader.selection.random import key
 from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Selector, Uniform
-from gear_loader.storage.schema import Window
+from gear_loader.storage.schema import Window, as_mapping
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import at_least, check_device, device_of, integer
@@ -71,6 +72,7 @@ def _check_options(
     scope: Any,
     rank: Any,
     world_size: Any,
+    output: Any,
     **_: Any,
 ) -> None:
     """Raise SchemaError for an option of `ReplayDataset` that is invalid with any table."""
@@ -107,6 +109,7 @@ def _check_options(
         )
     if scope not in ("global", "local"):
         raise SchemaError(f"scope is {scope!r}; expected 'global' or 'local'.")
+    check_output(output)
 
 
 class ReplayDataset(IterableDataset[Batch]):
@@ -186,6 +189,9 @@ class ReplayDataset(IterableDataset[Batch]):
             communicates only at the start of an iteration, and corrects importance weights for the shard's share of all
             priorities at that time.
         rank, world_size: by default those of `torch.distributed` if it is initialised, else 0 of 1.
+        output: ``"dict"``, or ``"tensordict"`` for batches that are a `tensordict.TensorDict` of batch size [B] with
+            the same entries; a dot in a name is a level of nesting (``("next", "reward")``). `DataLoader` then needs
+            ``collate_fn=dataset.collate``.
 
     **Forked children:** an iterator belongs to the process that made it and raises `GearError` in a forked child.
     `sample` and new iterators work there, except over `Shards`, and for priorities that the parent was changing during
@@ -223,6 +229,7 @@ class ReplayDataset(IterableDataset[Batch]):
         scope: Literal["global", "local"] = "global",
         rank: int | None = None,
         world_size: int | None = None,
+        output: Literal["dict", "tensordict"] = "dict",
     ) -> None:
         if not isinstance(table, (Table, Shards)):
             remedy = f" Attach to it by its name: gear_loader.Table.attach({table!r})."
@@ -248,12 +255,16 @@ class ReplayDataset(IterableDataset[Batch]):
             scope=scope,
             rank=rank,
             world_size=world_size,
+            output=output,
         )
         self.shards = table if isinstance(table, Shards) else None
         self.table: Table = table.table if isinstance(table, Shards) else table
         table = self.table
         self.batch_size = int(batch_size)
         self.windows = windows_of(table.schema, windows, columns)
+        self.output: Literal["dict", "tensordict"] = output
+        if output == "tensordict":
+            check_nesting(self.windows)
         self.selector: Selector = Uniform() if selector is None else selector
         if not isinstance(complete, bool):
             raise SchemaError(f"complete is {complete!r}; expected True or False.")
@@ -411,7 +422,7 @@ class ReplayDataset(IterableDataset[Batch]):
                 ):
                     step += 1
                     position.delivered(epoch, before, step)
-                    yield batch
+                    yield self._delivered(batch)
                 if not in_worker:
                     # A worker keeps its end position, so that it ends again if resumed while others have batches left.
                     position.end(epoch)
@@ -501,6 +512,15 @@ class ReplayDataset(IterableDataset[Batch]):
         batch = prefetcher.one(lambda buffers, item: self._fill(prefetcher, buffers, item, view), draw)
         self._position.samples += 1
         self._position.sampled_items += count
+        return self._delivered(batch)
+
+    def _delivered(self, batch: Batch) -> Batch:
+        """The batch in the form that `output` names."""
+        return batch if self.output == "dict" else as_tensordict(batch)
+
+    @staticmethod
+    def collate(batch: Any) -> Any:
+        """Return a batch as it is: the `collate_fn` of a `DataLoader`, whose own cannot handle TensorDicts."""
         return batch
 
     def _check_rate(self, size: int) -> None:
@@ -594,6 +614,7 @@ class ReplayDataset(IterableDataset[Batch]):
         selection = self._by_priority("update_priority")
         if stale not in ("ignore", "error"):
             raise SchemaError(f"stale is {stale!r}; expected 'ignore' or 'error'.")
+        index = as_mapping(index)
         if isinstance(index, Mapping):
             index, generation, anchor, shard = self._names(index, generation, anchor, shard)
         names = {"generation": generation, "anchor": anchor}

@@ -33,7 +33,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"transport"}),
     frozenset({"distributed", "doctor"}),
     frozenset({"dataset"}),
-    frozenset({"lightning"}),
+    frozenset({"integrations", "lightning"}),
     frozenset({FRONT_DOOR, "cli"}),
     frozenset({"__main__"}),
 )
@@ -43,7 +43,9 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 EVERYWHERE = frozenset({"numba", "numpy", "torch"})
 IN_ONE_ROOM: dict[str, frozenset[str]] = {
     "checkpoint": frozenset({"safetensors", "xxhash"}),
+    "collection": frozenset({"tensordict"}),
     "cli": frozenset({"psutil", "rich", "typer"}),
+    "integrations": frozenset({"gymnasium", "stable_baselines3"}),
     "lightning": frozenset({"lightning"}),
     "native": frozenset({"llvmlite"}),
     "sources": frozenset({"gymnasium", "h5py", "minari"}),
@@ -63,8 +65,12 @@ LOADED_ON_DEMAND = (
     "mujoco",
     "nixl",
     "pytorch_lightning",
+    "ray",
     "rich",
     "safetensors",
+    "stable_baselines3",
+    "tensordict",
+    "torchrl",
     "typer",
     "ucp",
     "ucxx",
@@ -188,6 +194,7 @@ def test_imports_point_down(module: str) -> None:
         ("gear_loader.dataset", "import lightning", False),
         ("gear_loader.__init__", "from .lightning.datamodule import ReplayDataModule", True),
         ("gear_loader.__init__", "from .cli import main", False),
+        ("gear_loader.integrations.sb3", "from ..lightning.datamodule import ReplayDataModule", False),
         ("gear_loader.attic", "import os", False),
     ],
 )

@@ -59,7 +59,9 @@ def is_stacked(dataset: object) -> bool:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_name == "__iter__":
         frame = frame.f_back
-    if frame.f_code.co_filename != fetch.__file__:  # the locals of other frames would be kept, and batches among them
+    if (
+        frame.f_code.co_filename != fetch.__file__
+    ):  # the locals of other frames would be kept, and batches among them
         return False
     fetcher = frame.f_locals.get("self")
     collates = getattr(fetcher, "auto_collation", False) and getattr(fetcher, "dataset", None) is dataset

@@ -44,7 +44,11 @@ class ReplayDataLoader(DataLoader[Batch]):
         # Lightning passes these two when it recreates the loader for `overfit_batches`; None for an IterableDataset.
         del sampler, batch_sampler
         super().__init__(
-            dataset, batch_size=None, num_workers=num_workers, persistent_workers=num_workers > 0
+            dataset,
+            batch_size=None,
+            num_workers=num_workers,
+            persistent_workers=num_workers > 0,
+            collate_fn=dataset.collate,
         )
         self._module = module
 
@@ -410,7 +414,7 @@ class ReplayDataModule(LightningDataModule):
         )
 
     def _loader(self, dataset: ReplayDataset) -> DataLoader[Batch]:
-        return DataLoader(dataset, batch_size=None, num_workers=self._num_workers)
+        return DataLoader(dataset, batch_size=None, num_workers=self._num_workers, collate_fn=dataset.collate)
 
     def _overfits(self) -> bool:
         """Whether the trainer repeats the same batches in every epoch."""

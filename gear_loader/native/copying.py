@@ -57,8 +57,10 @@ __all__ = [
     "gather",
     "gather_batch",
     "look",
+    "look_up",
     "place",
     "post",
+    "put_steps",
     "resolve",
     "scatter",
     "serve",
@@ -131,6 +133,20 @@ def _fill(_context: Any, _target: Any, _value: Any, _count: Any) -> Any:
         builder.call(memset, (builder.inttoptr(target, cgutils.voidptr_t), byte, count, cgutils.false_bit))
 
     return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _differ(_context: Any, _one: Any, _other: Any, _count: Any) -> Any:
+    """Whether two places in memory hold different bytes, by the C library's `memcmp`."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        one, other, count = args
+        kind = ir.FunctionType(ir.IntType(32), [cgutils.voidptr_t, cgutils.voidptr_t, cgutils.intp_t])
+        function = cgutils.get_or_insert_function(builder.module, kind, "memcmp")
+        places = [builder.inttoptr(place, cgutils.voidptr_t) for place in (one, other)]
+        return builder.icmp_signed("!=", builder.call(function, [*places, count]), ir.IntType(32)(0))
+
+    return types.boolean(types.int64, types.int64, types.int64), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -342,6 +358,62 @@ def append_rows(request):  # type: ignore[no-untyped-def]
         places[i, VECTOR_NEXT] = step + 1
         due += (not none and done[i] != 0) or step + 1 == places[i, VECTOR_END]
     return due
+
+
+@compiled
+def put_steps(  # type: ignore[no-untyped-def]
+    columns, block_steps, blocks, open_steps, sources, ahead, ended, places, row
+) -> int:
+    """Copy one step of each of E open trajectories into its blocks.
+
+    Args:
+        columns: int64 [C, 3], address of the column, bytes from block to block, bytes of a step.
+        block_steps: steps of a block.
+        blocks: int32 [E, W], blocks of each trajectory.
+        open_steps: int64 [E, 3], slot, steps so far and capacity in steps of each trajectory; steps are counted up.
+        sources: int64 [C], address of the E contiguous steps of each column.
+        ahead: address of E contiguous steps of column 0 that belong to the step after, or 0. They are written there,
+            and the next step's value must be the same.
+        ended: bool [E], whether the step is the trajectory's last.
+        places: int32 [N, E, 2], output: row `row` gets slot and step of each trajectory.
+
+    Returns:
+        Number of trajectories that have ended or are full now; or -1 - e, having done nothing, if the step of
+        trajectory e does not begin with the value that was written ahead.
+    """
+    more = 1 if ahead != 0 else 0
+    if ahead != 0:
+        base, stride, step_bytes = columns[0, 0], columns[0, 1], columns[0, 2]
+        for e in range(len(open_steps)):
+            step = open_steps[e, 1]
+            if step > 0:
+                known = (
+                    base + int64(blocks[e, step // block_steps]) * stride + step % block_steps * step_bytes
+                )
+                if _differ(known, sources[0] + e * step_bytes, step_bytes):
+                    return -1 - e
+    waiting = 0
+    for e in range(len(open_steps)):
+        step = open_steps[e, 1]
+        block, inside = int64(blocks[e, step // block_steps]), step % block_steps
+        for c in range(len(columns)):
+            base, stride, step_bytes = columns[c, 0], columns[c, 1], columns[c, 2]
+            _copy(base + block * stride + inside * step_bytes, sources[c] + e * step_bytes, step_bytes)
+        if ahead != 0:
+            base, stride, step_bytes = columns[0, 0], columns[0, 1], columns[0, 2]
+            block, inside = int64(blocks[e, (step + 1) // block_steps]), (step + 1) % block_steps
+            _copy(base + block * stride + inside * step_bytes, ahead + e * step_bytes, step_bytes)
+        places[row, e, 0], places[row, e, 1] = open_steps[e, 0], step
+        open_steps[e, 1] = step + 1
+        waiting += ended[e] or step + 1 + more >= open_steps[e, 2]
+    return waiting
+
+
+@compiled
+def look_up(places, rows, members, slots, steps) -> None:  # type: ignore[no-untyped-def]
+    """Slots and steps (int64 [n], outputs) at entries (rows, members) (int64 [n] each) of `put_steps`'s places."""
+    for i in range(len(rows)):
+        slots[i], steps[i] = places[rows[i], members[i], 0], places[rows[i], members[i], 1]
 
 
 @njit(inline="always")

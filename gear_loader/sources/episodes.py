@@ -45,6 +45,7 @@ __all__ = [
     "is_finite_role",
     "listing",
     "plan_dtype",
+    "refuse_objects",
     "requested",
     "select",
 ]
@@ -200,9 +201,34 @@ def plan_dtype(role: str, dtype: Any, what: str, *, keep_float64: bool) -> torch
         planned = _WIDENED.get(dtype) or _FROM_NUMPY.get(dtype)
         if planned is not None:
             return planned
+    kind = {"U": " (text)", "S": " (text)", "O": " (text or other objects)"}.get(dtype.kind, "")
     raise SourceError(
-        f"{what} has dtype {dtype}; expected one of {', '.join(DTYPES)}. Leave it out with columns=[...], or "
+        f"{what} has dtype {dtype}{kind}; expected one of {', '.join(DTYPES)}. Leave it out with columns=[...], or "
         "convert the data first."
+    )
+
+
+def refuse_objects(where: str, unfit: Mapping[str, str], chosen: Mapping[str, str], expected: str) -> None:
+    """Raise SourceError if a source has columns of text or other objects, which no table holds.
+
+    Args:
+        where: the source in errors.
+        unfit: column in the source -> what it is, as the end of a sentence.
+        chosen: {name in the table: name in the source}, with the unfit ones.
+        expected: what a column may be.
+    """
+    if not unfit:
+        return
+    rest = {name: role for name, role in chosen.items() if role not in unfit}
+    listed = list(rest) if all(name == role for name, role in rest.items()) else rest
+    found = ", ".join(f"column {role!r} is {what}" for role, what in unfit.items())
+    remedy = (
+        f"Leave {'it' if len(unfit) == 1 else 'them'} out with columns={listed!r}, or turn"
+        if rest
+        else "Turn"
+    )
+    raise SourceError(
+        f"{where}: {found}; expected {expected}. {remedy} the values into arrays of numbers first."
     )
 
 

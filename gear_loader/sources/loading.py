@@ -22,6 +22,7 @@ from gear_loader.sources.episodes import (
     describe,
     is_finite_role,
     plan_dtype,
+    refuse_objects,
     requested,
     select,
 )
@@ -212,6 +213,8 @@ class _IterableReader(EpisodeReader):
                 )
             if not chosen:
                 chosen = select(requested(columns, list(episode)), list(episode), f"{where},")
+                objects = {role: _object(episode[role]) for role in chosen.values() if _object(episode[role])}
+                refuse_objects(where, objects, chosen, "numbers or flags [T, ...]")
             arrays = {}
             for name, role in chosen.items():
                 if role not in episode:
@@ -255,6 +258,16 @@ def _watched(episodes: Iterable[Any], source: str) -> Iterator[Any]:
         raise SourceError(
             f"{source} raised {type(error).__name__} at episode {number}: {error}. Nothing was added."
         ) from error
+
+
+def _object(values: Any) -> str:
+    """What a column is that holds text or other objects; "" for any other."""
+    if isinstance(values, str):
+        return "text"
+    first = values[0] if isinstance(values, (list, tuple)) and values else None
+    if isinstance(first, str) or (isinstance(values, np.ndarray) and values.dtype.kind in "US"):
+        return "text"
+    return "an array of objects" if isinstance(values, np.ndarray) and values.dtype.kind == "O" else ""
 
 
 def _array(values: Any, where: str) -> _Values:

@@ -26,7 +26,7 @@ from gear_loader.sources.episodes import (
     requested,
     select,
 )
-from gear_loader.sources.recording import leaf_column, leaves
+from gear_loader.sources.recording import check_leaves, leaf_column, leaves
 from gear_loader.storage.schema import Column
 
 __all__ = ["MinariEpisodes", "read_minari"]
@@ -127,6 +127,7 @@ class MinariEpisodes(EpisodeReader):
             found = _walk_infos(self._load(source, 0).get("infos"))
             self._infos = {name: (values.dtype, values.shape[1:]) for name, values in found}
         self._chosen = select(wanted, [*self._leaves, *_FLAT, *self._infos], source)
+        check_leaves(self._leaves, self._chosen, source)
         schema = {
             name: self._column(role, f"{source}: column {role!r}", keep_float64)
             for name, role in self._chosen.items()

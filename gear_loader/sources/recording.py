@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,22 @@ from gear_loader.sources.episodes import (
     convert,
     is_finite_role,
     plan_dtype,
+    refuse_objects,
     requested,
     select,
 )
 from gear_loader.storage.schema import Column
 
-__all__ = ["Limits", "Recorder", "Values", "action_seed", "first_too_long", "leaf_column", "leaves"]
+__all__ = [
+    "Limits",
+    "Recorder",
+    "Values",
+    "action_seed",
+    "check_leaves",
+    "first_too_long",
+    "leaf_column",
+    "leaves",
+]
 
 Values = dict[str, list[Any]]
 """Values of one episode: standard column -> one value a step."""
@@ -87,17 +98,29 @@ def leaves(space: Any, name: str) -> dict[str, _Leaf]:
     return found
 
 
-def leaf_column(leaf: _Leaf, role: str, what: str, *, keep_float64: bool) -> Column:
-    """The column for a leaf of a space.
+def check_leaves(found: Mapping[str, _Leaf], chosen: Mapping[str, str], where: str) -> None:
+    """Check that all chosen leaves are arrays of one fixed shape.
+
+    Args:
+        found: leaves by column of the source. chosen: {name in the table: name in the source}.
+        where: the source in errors.
 
     Raises:
-        SourceError: a kind of space that no column holds (text, sequences, graphs).
+        SourceError: kinds of space that no column holds (text, sequences, graphs); the message names all such columns,
+            and the `columns` without them.
     """
-    if leaf.shape is None:
-        raise SourceError(
-            f"{what} is of the space {leaf.space}; expected Box, Discrete, MultiDiscrete or MultiBinary. "
-            "Leave it out with columns=[...], or turn it into an array with a wrapper."
-        )
+    roles = [role for role in chosen.values() if role in found and found[role].shape is None]
+    unfit = {role: f"of the space {found[role].space}" for role in roles}
+    refuse_objects(where, unfit, chosen, "Box, Discrete, MultiDiscrete or MultiBinary")
+
+
+def leaf_column(leaf: _Leaf, role: str, what: str, *, keep_float64: bool) -> Column:
+    """The column for a leaf of a space, which `check_leaves` has accepted.
+
+    Raises:
+        SourceError: a dtype that no column holds.
+    """
+    assert leaf.shape is not None
     # Discrete values are indices; the table's own index dtype serves for all of them.
     dtype = (
         torch.int64
@@ -138,6 +161,7 @@ class Recorder:
         self._leaves = observed | leaves(action_space, "action") | followed
         available = [*self._leaves, "reward", "terminated", "truncated"]
         self._chosen = select(requested(columns, STANDARD), available, source)
+        check_leaves(self._leaves, self._chosen, source)
         self.schema: dict[str, Column] = {}
         for name, role in self._chosen.items():
             if role in self._leaves:

@@ -22,6 +22,7 @@ __all__ = [
     "checked_priorities",
     "checked_priority",
     "listed",
+    "rectangular",
     "single_priority",
     "stacked",
     "with_final",
@@ -138,6 +139,14 @@ def with_final(schema: Schema, trajectory: Any, final: Any) -> dict[str, Any]:
         data = torch.from_numpy(np.concatenate((arrays[name], more[name])))
         rows[name] = data.view(column.dtype).reshape(len(data), *column.shape)
     return rows
+
+
+def rectangular(trajectories: Any) -> Array | None:
+    """The lengths, int64 [n], of the trajectories in a TensorDict of batch size [n, T]; None for anything else."""
+    if type(trajectories) in (list, tuple, dict) or as_mapping(trajectories) is trajectories:
+        return None
+    size = tuple(trajectories.batch_size)
+    return np.full(size[0], size[1], dtype=np.int64) if len(size) >= 2 else None
 
 
 def stacked(schema: Schema, columns: Any, lengths: Any) -> Steps:

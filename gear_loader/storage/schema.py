@@ -458,16 +458,25 @@ def as_mapping(rows: Any) -> Any:
     A TensorDict (or tensorclass) of the package tensordict is a mapping that iterates over its steps instead of its
     keys. It is recognised by its interface: `keys`, `items` and `batch_size`. A nested one gives a column for each
     leaf, with the keys joined by dots: ``next.observation``. No data are copied.
+
+    Raises:
+        SchemaError: two leaves would be the same column.
     """
     if isinstance(rows, dict) or not all(hasattr(rows, name) for name in ("batch_size", "items", "keys")):
         return rows
     columns: dict[Any, Any] = {}
     for name, value in rows.items():
         inner = as_mapping(value)
-        if inner is value:
-            columns[name] = value
-        else:
-            columns.update({f"{name}.{leaf}": part for leaf, part in inner.items()})
+        # Text and other objects are TensorDicts without entries that are not empty.
+        plain = inner is value or (not inner and hasattr(value, "is_empty") and not value.is_empty())
+        leaves = {name: value} if plain else {f"{name}.{leaf}": part for leaf, part in inner.items()}
+        twice = [leaf for leaf in leaves if leaf in columns]
+        if twice:
+            raise SchemaError(
+                f"Two entries of the TensorDict would be the column {twice[0]!r}, as keys of nested TensorDicts are "
+                "joined by dots; rename one of them: td.rename_key_(...)."
+            )
+        columns.update(leaves)
     return columns
 
 

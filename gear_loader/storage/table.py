@@ -29,6 +29,7 @@ from gear_loader.storage.incoming import (
     checked_priorities,
     checked_priority,
     listed,
+    rectangular,
     stacked,
     with_final,
 )
@@ -479,9 +480,9 @@ class Table:
 
         Args:
             trajectories: iterable of mappings as for `add`; or, with `lengths`, one mapping of stacked arrays
-                ``[n, T, *shape]``, where trajectory i is the first ``lengths[i]`` steps of row i. A list or a tuple is
-                read in place. Any other iterable may refill the same arrays: each item is copied before the next one
-                is requested.
+                ``[n, T, *shape]``, where trajectory i is the first ``lengths[i]`` steps of row i. A TensorDict of batch
+                size [n, T] needs no `lengths`: its rows are whole trajectories. A list or a tuple is read in place. Any
+                other iterable may refill the same arrays: each item is copied before the next one is requested.
             lengths: int [n], with stacked arrays.
             priority: as for `add`; one number, or [n].
 
@@ -552,6 +553,8 @@ class Table:
         return self._store(self.index, listed(self.schema, trajectories), priorities, ids, finals)
 
     def _checked(self, trajectories: Any, lengths: Any) -> Steps:
+        if lengths is None:
+            lengths = rectangular(trajectories)
         return (
             listed(self.schema, trajectories)
             if lengths is None

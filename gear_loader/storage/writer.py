@@ -346,10 +346,10 @@ class Writer:
             "earlier, cut it into chunks with table.writer(chunk_steps=...), or create the table larger."
         )
 
-    # ---------------------------------------------------------------- for VectorWriter
+    # ---------------------------------------------------------------- for callers that write into the blocks
 
-    def reserve(self) -> tuple[list[int], int, int]:
-        """Make room for the next step, which the caller writes into its block itself and then counts by `written`.
+    def reserve(self, count: int = 1) -> tuple[list[int], int, int]:
+        """Make room for the next steps, which the caller writes into their blocks itself and then counts by `written`.
 
         Returns:
             Blocks of the open trajectory; the next step; end of the steps that may be written before `written`.
@@ -358,7 +358,7 @@ class Writer:
             As `append`.
         """
         self._check_usable()
-        self._make_room(1)
+        self._make_room(count)
         return self._ids, self._steps, min(self._held, self._chunk)
 
     def written(self, count: int) -> tuple[int, ...]:

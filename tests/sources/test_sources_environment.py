@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from typing import Any
@@ -146,8 +147,13 @@ def test_dict_and_tuple_spaces_become_columns() -> None:
 
 
 def test_a_space_that_no_column_holds_is_named() -> None:
-    with pytest.raises(SourceError, match=r"'observation.mission' is of the space Text.*columns="):
+    with pytest.raises(SourceError, match=r"'observation.mission' is of the space Text.*columns=") as caught:
         collect(NestedEnv(), episodes=1)
+    # The message shows the columns that can be taken.
+    rest = ast.literal_eval(str(caught.value).partition("columns=")[2].partition("]")[0] + "]")
+    (episode,) = collect(NestedEnv(), episodes=1, columns=rest)
+    assert list(episode) == rest
+    assert set(rest) > {"observation.image", "reward"}
 
 
 def test_columns_are_selected_and_renamed() -> None:

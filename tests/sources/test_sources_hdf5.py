@@ -216,7 +216,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # changes of the arra
     *(({name: None}, {}, rf"has no '{name}'") for name in ("terminals", "timeouts")),
     (EMPTY, {}, "holds zero steps"),
     (dict.fromkeys(EMPTY), {}, "it has nothing"),
-    ({"actions": np.array([b"left"] * 142)}, {}, r"column 'actions' has dtype \|S4; expected one of bool"),
+    ({"actions": np.array([b"left"] * 142)}, {}, r"column 'actions' has dtype \|S4 \(text\); expected one of bool"),
     ({"actions": np.zeros((142, 0), np.float32)}, {}, r"column 'actions' cannot become a column.*\(0,\)"),
     ({"terminals": np.zeros((142, 2), bool), "rewards": REWARDS[:9]}, {},
      r"'terminals' has shape \[142, 2\]; expected one flag a step"),

@@ -95,6 +95,22 @@ def test_a_reader_with_options_of_its_own(tmp_path: Path) -> None:
         same(table[0]["state"], next(iter(reader))["observation"])
 
 
+def test_columns_of_text_are_named_with_the_columns_that_leave_them_out() -> None:
+    numbers = {"observation.state": np.zeros((3, 2), np.float32), "action": np.zeros((3, 1), np.float32)}
+    words = np.array(["left", "right", "left"])
+    texts = {"task": "pick up", "steps": ["a", "b", "c"], "words": words, "things": words.astype(object)}
+    message = (
+        r"episode 0: column 'task' is text, column 'steps' is text, column 'words' is text, column 'things' is an "
+        r"array of objects; .*Leave them out with columns=\['observation.state', 'action'\]"
+    )
+    with pytest.raises(SourceError, match=message):
+        load([numbers | texts], progress=False)
+    with load([numbers | texts], columns=["observation.state", "action"], progress=False) as table:
+        assert list(table.schema) == list(numbers)
+    with pytest.raises(SourceError, match=r"Leave it out with columns=\{'a': 'action'\}"):
+        load([numbers | texts], columns={"a": "action", "t": "task"}, progress=False)
+
+
 def test_max_trajectories_takes_the_first(tmp_path: Path) -> None:
     path = write(tmp_path / "data.hdf5", flat_arrays())
     for source, most in ((path, 4), (episodes(), 1), (read_hdf5(path), 100)):

@@ -69,8 +69,14 @@ def test_one_and_many(table: gear.Table, kind: Any) -> None:
     indices = table.extend(rollout(kind, 1, 6, 2), lengths=[6, 4])
     same(table, int(indices[0]), 1, 6)
     same(table, int(indices[1]), 1, 4)
+    whole = table.extend(rollout(kind, 2, 5, 2))  # [2, 5]: two trajectories of 5 steps
+    same(table, int(whole[1]), 2, 5)
     with pytest.raises(SchemaError, match="One mapping was received without lengths"):
-        table.extend(rollout(kind, 1, 6, 2))
+        table.extend(rollout(kind, 1, 6))
+    twice = rollout(kind, 0, 4)
+    twice["next.reward"] = torch.zeros(4)
+    with pytest.raises(SchemaError, match=r"Two entries of the TensorDict would be the column 'next.reward'"):
+        table.add(twice)
     with table.writer() as writer:
         for step in range(3):
             writer.append(rollout(kind, 4, 3)[step])

@@ -1,0 +1,496 @@
+"""A replay buffer for stable-baselines3 that keeps its transitions in a `gear_loader.Table`.
+
+::
+
+    from gear_loader.integrations.sb3 import ReplayBuffer
+    model = stable_baselines3.SAC("MlpPolicy", "Hopper-v5", replay_buffer_class=ReplayBuffer)
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import numpy as np
+import torch
+
+from gear_loader.collection.batches import Batch
+from gear_loader.collection.buffer_pools import BufferPools
+from gear_loader.collection.collector import Buffers, Collector
+from gear_loader.collection.prefetch import Prefetcher
+from gear_loader.errors import SchemaError, TableEmptyError, TableFullError
+from gear_loader.native import copying
+from gear_loader.storage.readers import Ticket
+from gear_loader.storage.rows import SelectedRows
+from gear_loader.storage.schema import NUMPY_DTYPES, Column, Window
+from gear_loader.storage.table import Table
+from gear_loader.utils.arrays import Array
+
+try:
+    from gymnasium import spaces
+    from stable_baselines3.common.buffers import BaseBuffer
+    from stable_baselines3.common.buffers import ReplayBuffer as _ReplayBuffer
+    from stable_baselines3.common.type_aliases import ReplayBufferSamples
+except ImportError as error:
+    raise ImportError(
+        f"gear_loader.integrations.sb3 needs stable-baselines3, which cannot be imported ({error}). "
+        "Install it: pip install '.[sb3]' (in a clone of Gear Loader)",
+        name="stable_baselines3",
+    ) from error
+
+__all__ = ["ReplayBuffer"]
+
+_COLUMN_DTYPES = {dtype: torch_dtype for torch_dtype, dtype in NUMPY_DTYPES.items()}
+_NEXT = "next_observation"
+_BLOCK_STEPS = 16
+_LONGEST = 1024  # steps at which an episode goes on in another trajectory, so that the oldest can be removed in pieces
+_SPARE = 1.75  # blocks for short episodes, relative to those of full blocks
+_LARGE = 1 << 20  # bytes of a batch
+_randint: Any = np.random.randint
+_SHORTEST = 8  # mean length of an episode in steps for which there are slots
+# Attributes that belong to one table.
+_PARTS = (
+    "table",
+    "_writers",
+    "_ids",
+    "_open",
+    "_pools",
+    "_columns",
+    "_sources",
+    "_given",
+    "_ahead",
+    "_ended",
+)
+
+
+class ReplayBuffer(_ReplayBuffer):
+    """Drop-in for `stable_baselines3.common.buffers.ReplayBuffer`, as `replay_buffer_class` of DQN, SAC, TD3 and DDPG.
+
+    From the same seed it samples the same batches as SB3's buffer. Each environment's episodes are trajectories of
+    `table` (episodes above 1,024 steps several), with the columns ``observation``, ``next_observation``, ``action``,
+    ``reward``, ``terminated`` and ``truncated``. `sample` sees a transition as soon as `add` has returned; other
+    readers of the table see a trajectory when its episode has ended. Only this buffer may add to the table or remove
+    from it.
+
+    With `optimize_memory_usage` observations are stored once: no column ``next_observation``; a trajectory of T
+    transitions has T + 1 steps, the last of which holds the last next observation and zeros. Unlike SB3's buffer it
+    takes `handle_timeout_termination` as well, and returns the true next observation at the end of every episode.
+
+    The buffer holds `buffer_size` transitions where episodes have at least 16 steps on average. If shorter ones fill
+    the table, the oldest are removed early; `size` tells how many remain.
+
+    Args:
+        buffer_size: transitions of all environments together.
+        observation_space: a space that is not a Dict. action_space: any that SB3 supports.
+        device: where `sample` puts its batches. A GPU reads them out of the table itself.
+        n_envs: number of environments.
+        optimize_memory_usage: see above.
+        handle_timeout_termination: an episode that ended by ``TimeLimit.truncated`` in its info does not count as done
+            in batches.
+        copy: deliver each batch in new memory, as SB3 does; else a batch is valid until two more have been sampled.
+        name: name of the table, by which other processes attach to read it; None for private memory.
+
+    Attributes:
+        table: the table.
+        pos: ring position that the next `add` fills. full: whether `buffer_size` calls of `add` have been made.
+
+    Raises:
+        SchemaError: a Dict space, or a dtype that columns do not support.
+    """
+
+    pos: int
+    full: bool
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        device: torch.device | str = "auto",
+        n_envs: int = 1,
+        optimize_memory_usage: bool = False,
+        handle_timeout_termination: bool = True,
+        *,
+        copy: bool = True,
+        name: str | None = None,
+    ) -> None:
+        if isinstance(observation_space, spaces.Dict):
+            raise SchemaError(
+                f"The observation space {observation_space} was received; expected one that is not a Dict. Flatten it "
+                "with gymnasium.wrappers.FlattenObservation, or use SB3's DictReplayBuffer."
+            )
+        # Not SB3's own constructor, which allocates its arrays.
+        BaseBuffer.__init__(self, buffer_size, observation_space, action_space, device, n_envs=n_envs)
+        self.buffer_size = max(buffer_size // n_envs, 1)
+        self.optimize_memory_usage = optimize_memory_usage
+        self.handle_timeout_termination = handle_timeout_termination
+        self.copy = copy
+        self._discrete = isinstance(observation_space, spaces.Discrete)
+        self._added = 0  # calls of `add`
+        self._first = 0  # first of them of which all transitions are live
+        self._places: Array = np.zeros((self.buffer_size, n_envs, 2), dtype=np.int32)
+        # Committed trajectories, oldest first: last call of `add`, slot and environment.
+        self._pieces: collections.deque[tuple[int, int, int]] = collections.deque()
+        self._make_table(name)
+
+    # ---------------------------------------------------------------- the table
+
+    def _make_table(self, name: str | None) -> None:
+        """Create the table, and everything that refers to it."""
+        action_dtype = np.dtype(self._maybe_cast_dtype(self.action_space.dtype))
+        observation = _column("observation", self.observation_space.dtype, self.obs_shape)
+        schema = {"observation": observation, "action": _column("action", action_dtype, (self.action_dim,))}
+        schema |= {"reward": Column(torch.float32), "terminated": Column(torch.bool)}
+        schema["truncated"] = Column(torch.bool)
+        if not self.optimize_memory_usage:
+            schema[_NEXT] = observation
+        piece = min(_LONGEST, self.buffer_size // 8 // _BLOCK_STEPS * _BLOCK_STEPS)
+        self._longest = (
+            max(piece, _BLOCK_STEPS) - self._extra
+        )  # transitions of a trajectory that fills its blocks
+        steps = self.n_envs * (self.buffer_size + 2 * self._longest + 1)
+        trajectories = steps // _SHORTEST + 2 * self.n_envs
+        blocks = int(_SPARE * steps / _BLOCK_STEPS) + self.n_envs * (self._longest // _BLOCK_STEPS + 2)
+        self.table = Table.create(
+            schema,
+            max_steps=steps + (trajectories if self.optimize_memory_usage else 0),
+            max_trajectories=trajectories,
+            max_blocks=blocks,
+            block_steps=_BLOCK_STEPS,
+            name=name,
+        )
+        self._columns = self.table.column_addresses()
+        # Where `add` puts what it is given, converted: [n_envs, ...] of each column.
+        self._given = {
+            key: np.zeros((self.n_envs, *column.shape), dtype=NUMPY_DTYPES[column.dtype])
+            for key, column in schema.items()
+        }
+        self._given.setdefault(_NEXT, np.zeros_like(self._given["observation"]))
+        self._sources = np.array([self._given[key].ctypes.data for key in schema], dtype=np.int64)
+        self._ahead = self._given[_NEXT].ctypes.data if self.optimize_memory_usage else 0
+        self._ended = np.zeros(self.n_envs, dtype=bool)
+        self._any_ended = False
+        self._writers = [self.table.writer() for _ in range(self.n_envs)]
+        self._ids = np.zeros((self.n_envs, self._longest // _BLOCK_STEPS + 2), dtype=np.int32)
+        self._open = np.zeros(
+            (self.n_envs, 3), dtype=np.int64
+        )  # slot, steps, capacity; see `copying.put_steps`
+        self._pools = BufferPools()
+        for member in range(self.n_envs):
+            self._begin(member)
+
+    @property
+    def _extra(self) -> int:
+        """Steps of a trajectory that are no transitions."""
+        return 1 if self.optimize_memory_usage else 0
+
+    def _begin(self, member: int) -> None:
+        """Begin an environment's next trajectory, with blocks for the longest one; `commit` returns unused ones."""
+        capacity = self._longest + self._extra
+        while True:
+            try:
+                ids, _, _ = self._writers[member].reserve(capacity)
+                slot = self._writers[member].open_slots[1][-1]
+                break
+            except TableFullError:
+                if not self._pieces:
+                    raise
+                self._first = max(self._first, self._pieces[0][0] + 1)
+                self._remove_oldest()
+        known = ids[: self._ids.shape[1]]
+        self._ids[member, : len(known)] = known
+        self._open[member] = slot, 0, capacity
+
+    def _remove_oldest(self) -> None:
+        self.table.remove(self._pieces.popleft()[1])
+
+    def _close(self, member: int) -> None:
+        """Commit an environment's open trajectory, if it has steps, and begin another one."""
+        writer, steps = self._writers[member], int(self._open[member, 1])
+        if steps == 0:
+            return
+        writer.written(steps)
+        if self.optimize_memory_usage:
+            writer.append({name: rows[-1:] for name, rows in self._begun(member).items()})
+        self._pieces.append((self._added - 1, writer.commit(), member))
+        self._begin(member)
+
+    def _begun(self, member: int) -> dict[str, Array]:
+        """A copy of an environment's open trajectory, as it would be committed now."""
+        steps = int(self._open[member, 1]) + self._extra
+        rows = {}
+        for name, column in self.table.schema.items():
+            data = self.table.region.column(name)[self._ids[member, : -(-steps // _BLOCK_STEPS)]]
+            data = data[:, : _BLOCK_STEPS * column.step_bytes].reshape(-1)[: steps * column.step_bytes]
+            rows[name] = data.view(self._given[name].dtype).reshape(steps, *column.shape)
+            if self.optimize_memory_usage and name != "observation":
+                rows[name][-1] = 0
+        return rows
+
+    # ---------------------------------------------------------------- adding
+
+    def add(
+        self,
+        obs: Array,
+        next_obs: Array,
+        action: Array,
+        reward: Array,
+        done: Array,
+        infos: list[dict[str, Any]],
+    ) -> None:
+        """Add one transition of each environment, as SB3's buffer does; `sample` may draw it from now on."""
+        given, ended = self._given, self._ended
+        observation, following = given["observation"], given[_NEXT]
+        if self._discrete:  # [n_envs] -> [n_envs, 1]
+            obs, next_obs = obs.reshape(observation.shape), next_obs.reshape(observation.shape)
+        observation[...] = obs
+        following[...] = next_obs
+        given["action"][...] = action.reshape(given["action"].shape)
+        given["reward"][...] = reward
+        ended[...] = done
+        if self._any_ended or True in ended.tolist():
+            self._note_ends(infos)
+        while True:
+            waiting = copying.put_steps(
+                self._columns,
+                _BLOCK_STEPS,
+                self._ids,
+                self._open,
+                self._sources,
+                self._ahead,
+                ended,
+                self._places,
+                self.pos,
+            )
+            if waiting >= 0:
+                break
+            self._close(-1 - waiting)  # the observation does not follow the one before
+        self._added += 1
+        self.pos += 1
+        if self.pos == self.buffer_size:
+            self.full = True
+            self.pos = 0
+        if waiting:
+            for member in np.flatnonzero(ended | (self._open[:, 1] == self._longest)).tolist():
+                self._close(member)
+        while self._pieces and self._pieces[0][0] < self._added - self.buffer_size:
+            self._remove_oldest()
+
+    def _note_ends(self, infos: list[dict[str, Any]]) -> None:
+        """Set the columns ``terminated`` and ``truncated``, which are zeros while no episode ends."""
+        terminated, truncated, ended = self._given["terminated"], self._given["truncated"], self._ended
+        if self.handle_timeout_termination:
+            truncated[...] = [info.get("TimeLimit.truncated", False) for info in infos]
+            truncated &= ended
+        terminated[...] = ended & ~truncated
+        self._any_ended = bool(ended.any())
+
+    # ---------------------------------------------------------------- contents
+
+    def reset(self) -> None:
+        """Remove all transitions."""
+        super().reset()
+        self._added = self._first = 0
+        for writer in self._writers:
+            writer.discard()
+        self._pieces.clear()
+        self.table.clear()
+        for member in range(self.n_envs):
+            self._begin(member)
+
+    def size(self) -> int:
+        """Transitions of each environment that `sample` can draw."""
+        return min(self._added, self.buffer_size, self._added - self._first)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything, with the transitions as arrays. A copy's table has no name."""
+        pieces = [
+            (last, member, {name: rows.numpy() for name, rows in self.table[slot].items()})
+            for last, slot, member in self._pieces
+        ]
+        open_members = np.flatnonzero(self._open[:, 1]).tolist()
+        pieces += [(self._added - 1, member, self._begun(member)) for member in open_members]
+        state = {
+            key: value for key, value in self.__dict__.items() if key not in (*_PARTS, "_places", "_pieces")
+        }
+        state["lasts"], state["members"] = (
+            [last for last, _, _ in pieces],
+            [member for _, member, _ in pieces],
+        )
+        state["lengths"] = [len(rows["reward"]) for _, _, rows in pieces]
+        state["columns"] = {
+            name: np.concatenate([rows[name] for _, _, rows in pieces])
+            for name in self.table.schema
+            if pieces
+        }
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        saved = ("lasts", "members", "lengths", "columns")
+        lasts, members, lengths, columns = (state[key] for key in saved)
+        self.__dict__.update({key: value for key, value in state.items() if key not in saved})
+        self._places = np.zeros((self.buffer_size, self.n_envs, 2), dtype=np.int32)
+        self._pieces = collections.deque()
+        self._make_table(None)
+        ends = np.cumsum(lengths)
+        slots = self.table.extend(
+            [
+                {name: rows[end - length : end] for name, rows in columns.items()}
+                for end, length in zip(ends, lengths, strict=True)
+            ]
+        )
+        for last, member, length, slot in zip(lasts, members, lengths, slots.tolist(), strict=True):
+            steps = np.arange(length - self._extra)
+            calls = last + 1 - len(steps) + steps
+            live = calls >= self._added - self.buffer_size
+            self._places[calls[live] % self.buffer_size, member, 0] = slot
+            self._places[calls[live] % self.buffer_size, member, 1] = steps[live]
+            self._pieces.append((last, slot, member))
+
+    @property
+    def observations(self) -> Array:
+        """A copy of all observations, as SB3's buffer holds them: ``[buffer_size, n_envs, *shape]``, else zeros."""
+        return self._all("observation")
+
+    @property
+    def next_observations(self) -> Array:
+        """A copy, as `observations`."""
+        return self._all(_NEXT)
+
+    @property
+    def actions(self) -> Array:
+        """A copy, as `observations`: ``[buffer_size, n_envs, action_dim]``."""
+        return self._all("action")
+
+    @property
+    def rewards(self) -> Array:
+        """A copy, as `observations`: float32 ``[buffer_size, n_envs]``."""
+        return self._all("reward")
+
+    @property
+    def dones(self) -> Array:
+        """A copy, as `observations`: float32 ``[buffer_size, n_envs]``, 1 where an episode ended in any way."""
+        return np.maximum(self._all("terminated"), self._all("truncated")).astype(np.float32)
+
+    @property
+    def timeouts(self) -> Array:
+        """A copy, as `observations`: float32 ``[buffer_size, n_envs]``, 1 where an episode ended by its time limit."""
+        return self._all("truncated").astype(np.float32)
+
+    def _all(self, name: str) -> Array:
+        size = self.size()
+        window = self._windows().get(name, Window(1, squeeze=True))
+        column = self.table.schema[window.column or name]
+        out = np.zeros((self.buffer_size, self.n_envs, *column.shape), dtype=NUMPY_DTYPES[column.dtype])
+        rows = np.repeat(np.arange(self._added - size, self._added) % self.buffer_size, self.n_envs)
+        members = np.tile(np.arange(self.n_envs), size)
+        if size:
+            collector = Collector(
+                self.table, {name: window}, batch_size=len(rows), device=torch.device("cpu")
+            )
+            buffers = collector.buffers()
+            collector.gather(buffers, self._drawn(rows, members))
+            out[rows, members] = buffers.batch[name].numpy()
+        return out
+
+    # ---------------------------------------------------------------- sampling
+
+    def sample(self, batch_size: int, env: Any = None) -> ReplayBufferSamples:
+        """Draw transitions uniformly with replacement, by numpy's global random state, as SB3's buffer does.
+
+        Args:
+            batch_size: number of transitions B.
+            env: a `VecNormalize`, which then normalises observations and rewards; or None.
+
+        Returns:
+            observations and next_observations ``[B, *shape]``, actions ``[B, action_dim]``, dones and rewards
+            float32 ``[B, 1]``, on the buffer's device.
+
+        Raises:
+            TableEmptyError: nothing has been added.
+        """
+        size = self.size()
+        if size == 0:
+            raise TableEmptyError("The replay buffer is empty; add a transition before the first sample.")
+        if self._added - self.buffer_size < self._first:  # ... or fewer than SB3 would hold
+            rows = _randint(self._added - size, self._added, size=batch_size) % self.buffer_size
+        else:
+            rows = _randint(0, size, size=batch_size)
+        return self._get_samples(rows, env)
+
+    def _get_samples(self, batch_inds: Array, env: Any = None) -> ReplayBufferSamples:
+        count = len(batch_inds)
+        # With one environment SB3's draw takes nothing from the random state.
+        members = _randint(0, self.n_envs, size=count) if self.n_envs > 1 else np.zeros(count, np.int64)
+        batch = self._gather(batch_inds, members)
+        keys = ("observation", "action", _NEXT)
+        observation, action, following = (batch[key] for key in keys)
+        dones = batch["terminated"].to(torch.float32).reshape(-1, 1)
+        reward = batch["reward"].reshape(-1, 1)
+        if env is not None:
+            observation = self._normalized(observation, env)
+            following = self._normalized(following, env)
+            reward = self.to_torch(self._normalize_reward(reward.cpu().numpy(), env))
+        elif self.copy and not self._is_fresh(count):
+            observation, action, following, reward = (
+                part.clone() for part in (observation, action, following, reward)
+            )
+        return ReplayBufferSamples(observation, action, following, dones, reward)
+
+    def _normalized(self, observation: torch.Tensor, env: Any) -> torch.Tensor:
+        normalized: torch.Tensor = self.to_torch(self._normalize_obs(observation.cpu().numpy(), env))
+        return normalized
+
+    def _windows(self) -> dict[str, Window]:
+        windows = {key: Window(1, squeeze=True) for key in self.table.schema if key != "truncated"}
+        if self.optimize_memory_usage:
+            windows[_NEXT] = Window(1, 1, column="observation", squeeze=True)
+        return windows
+
+    def _gather(self, rows: Array, members: Array) -> Batch:
+        """The transitions of calls `rows` of `add` (modulo the buffer's size) and environments `members`."""
+        count = len(rows)
+        options = {"keep": 1 if self.copy else 2, "fresh": self._is_fresh(count)}
+        prefetcher = self._pools.single(count, count, self._collector, **options)
+        if prefetcher.collector.device != self.device:
+            self._pools = BufferPools()
+            prefetcher = self._pools.single(count, count, self._collector, **options)
+        drawn = self._drawn(rows, members)
+        return prefetcher.one(lambda buffers, item: self._fill(prefetcher, buffers, item), drawn)
+
+    def _is_fresh(self, count: int) -> bool:
+        """Whether batches of `count` rows are gathered into new memory. A small one is faster to copy."""
+        large = count * self.table.schema.step_bytes >= _LARGE
+        return self.copy and (large or self.device.type != "cpu")
+
+    def _drawn(self, rows: Array, members: Array) -> SelectedRows:
+        slots, steps = np.empty(len(rows), dtype=np.int64), np.empty(len(rows), dtype=np.int64)
+        copying.look_up(self._places, rows, members, slots, steps)
+        return SelectedRows(slots, steps, slots)  # generations are not looked at
+
+    def _collector(self, size: int) -> Collector:
+        device = torch.device(self.device)
+        return Collector(self.table, self._windows(), batch_size=size, device=device)
+
+    @staticmethod
+    def _fill(prefetcher: Prefetcher, buffers: Buffers, rows: SelectedRows) -> int:
+        ticket = Ticket()
+        collector = prefetcher.collector
+        try:
+            if collector.zero_copy:  # the GPU reads the table after this returns
+                collector.table.reader().begin_read(ticket)
+            collector.gather(buffers, rows)
+            prefetcher.release(buffers, ticket)
+        except BaseException:
+            prefetcher.abandon(buffers, ticket.end, ticket)
+            raise
+        return len(rows)
+
+
+def _column(what: str, dtype: Any, shape: tuple[int, ...]) -> Column:
+    known = _COLUMN_DTYPES.get(np.dtype(dtype))
+    if known is None:
+        raise SchemaError(
+            f"The {what} space has dtype {dtype}; expected one of {', '.join(map(str, _COLUMN_DTYPES))}."
+        )
+    return Column(known, tuple(shape))

@@ -1,0 +1,182 @@
+"""The replay buffer for stable-baselines3, beside SB3's own."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gear_loader as gear
+from gear_loader.errors import SchemaError, TableEmptyError
+
+stable_baselines3 = pytest.importorskip("stable_baselines3", reason="needs pip install '.[sb3]'")
+
+from gymnasium import spaces  # noqa: E402
+from stable_baselines3.common import buffers, vec_env  # noqa: E402
+
+from gear_loader.integrations.sb3 import ReplayBuffer  # noqa: E402
+
+BOX = spaces.Box(-np.inf, np.inf, (5,), np.float32)
+PARTS = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
+
+
+def calls(n_envs: int, steps: int, mean: float, seed: int = 0) -> Iterator[tuple[Any, ...]]:
+    """Arguments of `add`: episodes of random lengths, of which half end by a time limit."""
+    rng = np.random.default_rng(seed)
+
+    def observe() -> np.ndarray:
+        return rng.standard_normal((n_envs, 5)).astype(np.float32)
+
+    observation = observe()
+    for _ in range(steps):
+        following, done = observe(), rng.random(n_envs) < 1 / mean
+        infos = [{"TimeLimit.truncated": bool(rng.random() < 0.5)} if end else {} for end in done]
+        yield observation, following, rng.integers(0, 3, n_envs), rng.standard_normal(n_envs), done, infos
+        observation = np.where(done[:, None], observe(), following)
+
+
+def same_samples(ours: ReplayBuffer, theirs: Any, seed: int, **options: Any) -> None:
+    """The same batch, and the same random state after it."""
+    drawn = []
+    for each in (theirs, ours):
+        np.random.seed(seed)  # noqa: NPY002
+        drawn.append((each.sample(32, **options), np.random.randint(1 << 30)))  # noqa: NPY002
+    assert drawn[0][1] == drawn[1][1]
+    for expected, found in zip(drawn[0][0], drawn[1][0], strict=True):
+        assert expected is found is None or (expected.dtype == found.dtype and torch.equal(expected, found))
+
+
+@pytest.mark.parametrize(
+    ("n_envs", "optimize", "copy"), [(1, False, True), (3, False, False), (3, True, True)]
+)
+def test_the_same_batches_as_the_buffer_of_sb3(n_envs: int, optimize: bool, copy: bool) -> None:
+    """Through filling, wrapping around, and pickling in the middle of an episode."""
+    theirs = buffers.ReplayBuffer(600, BOX, spaces.Discrete(3), device="cpu", n_envs=n_envs)
+    options = {"optimize_memory_usage": optimize, "copy": copy, "n_envs": n_envs, "device": "cpu"}
+    ours = ReplayBuffer(600, BOX, spaces.Discrete(3), **options)
+    for number, call in enumerate(calls(n_envs, 1500 // n_envs, mean=30)):
+        theirs.add(*call)
+        ours.add(*call)
+        assert (ours.pos, ours.full, ours.size()) == (theirs.pos, theirs.full, theirs.size())
+        if number % 23 == 0:
+            same_samples(ours, theirs, number)
+        if number in (100, 400):
+            ours = pickle.loads(pickle.dumps(ours))
+            same_samples(ours, theirs, number)
+    for part in PARTS:
+        np.testing.assert_array_equal(getattr(ours, part), getattr(theirs, part), strict=True)
+    ours.table.check_valid()
+    ours.reset()
+    assert ours.size() == len(ours.table) == 0
+    ours.add(*call)
+    np.testing.assert_array_equal(ours.observations[0], call[0])
+
+
+def test_timeouts_and_normalisation_are_those_of_sb3() -> None:
+    class Idle(vec_env.DummyVecEnv):
+        def __init__(self) -> None:
+            vec_env.VecEnv.__init__(self, 2, BOX, spaces.Discrete(3))
+
+        def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
+            return [None, None]
+
+    normalize = vec_env.VecNormalize(Idle())
+    for handle in (False, True):
+        options = {"n_envs": 2, "device": "cpu", "handle_timeout_termination": handle}
+        theirs = buffers.ReplayBuffer(200, BOX, spaces.Discrete(3), **options)
+        ours = ReplayBuffer(200, BOX, spaces.Discrete(3), **options)
+        for call in calls(2, 150, mean=25):
+            theirs.add(*call)
+            ours.add(*call)
+        same_samples(ours, theirs, 1)
+        same_samples(ours, theirs, 2, env=normalize)
+
+
+def test_episodes_are_trajectories_of_a_table_that_others_read() -> None:
+    """Also with observations stored once, where a trajectory has one step more."""
+    name = f"sb3-{np.random.default_rng().integers(1 << 40)}"
+    ours = ReplayBuffer(4000, BOX, spaces.Discrete(3), device="cpu", optimize_memory_usage=True, name=name)
+    try:
+        given = list(calls(1, 200, mean=25))
+        for call in given:
+            ours.add(*call)
+        ends = np.flatnonzero([call[4][0] for call in given])
+        with gear.Table.attach(name) as table:
+            assert len(table) == len(ends)
+            first = 0
+            for index, end in zip(table.indices(), ends, strict=True):
+                found = table[int(index)]
+                episode = given[first : end + 1]
+                expected = np.concatenate([call[0] for call in episode] + [given[end][1]])
+                np.testing.assert_array_equal(found["observation"], expected)
+                stops = found["terminated"] | found["truncated"]
+                assert torch.nonzero(stops).flatten().tolist() == [end - first]
+                first = end + 1
+        # A stream that is cut without a done: the true next observation stays.
+        ours.add(*next(calls(1, 1, mean=1e9, seed=9)))
+        ours.add(*next(calls(1, 1, mean=1e9, seed=8)))
+        np.testing.assert_array_equal(ours.next_observations[200], next(calls(1, 1, mean=1e9, seed=9))[1])
+    finally:
+        ours.table.unlink()
+
+
+def test_very_short_episodes_leave_fewer_transitions_never_wrong_ones() -> None:
+    theirs = buffers.ReplayBuffer(2000, BOX, spaces.Discrete(3), device="cpu")
+    ours = ReplayBuffer(2000, BOX, spaces.Discrete(3), device="cpu", optimize_memory_usage=True)
+    for call in calls(1, 5000, mean=1.5):
+        theirs.add(*call)
+        ours.add(*call)
+    assert 200 < ours.size() < 2000
+    live = np.arange(5000 - ours.size(), 5000) % 2000
+    for part in PARTS:
+        np.testing.assert_array_equal(getattr(ours, part)[live], getattr(theirs, part)[live])
+    known = {row.tobytes() for row in ours.observations[live, 0]}
+    assert {row.tobytes() for row in ours.sample(500).observations.numpy()} <= known
+    ours.table.check_valid()
+
+
+def test_what_it_refuses() -> None:
+    empty = ReplayBuffer(100, BOX, spaces.Discrete(3), device="cpu")
+    with pytest.raises(TableEmptyError, match="add a transition before the first sample"):
+        empty.sample(4)
+    with pytest.raises(SchemaError, match="expected one that is not a Dict"):
+        ReplayBuffer(100, spaces.Dict({"a": BOX}), spaces.Discrete(3))
+    with pytest.raises(SchemaError, match="observation space has dtype uint16"):
+        ReplayBuffer(100, spaces.Box(0, 9, (2,), np.uint16), spaces.Discrete(3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("algorithm", "env", "n_envs"),
+    [("DQN", "CartPole-v1", 2), ("SAC", "Pendulum-v1", 1), ("TD3", "Pendulum-v1", 2)],
+)
+def test_training_is_the_same_to_the_bit(tmp_path: Path, algorithm: str, env: str, n_envs: int) -> None:
+    """And goes on after save_replay_buffer and load_replay_buffer."""
+    from stable_baselines3.common.env_util import make_vec_env
+
+    trained = []
+    for kind in (buffers.ReplayBuffer, ReplayBuffer):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = getattr(stable_baselines3, algorithm)(
+                "MlpPolicy",
+                make_vec_env(env, n_envs=n_envs, seed=3),
+                replay_buffer_class=kind,
+                buffer_size=300,
+                learning_starts=50,
+                seed=3,
+                device="cpu",
+                policy_kwargs={"net_arch": [16]},
+            )
+            model.learn(250)
+            model.save_replay_buffer(tmp_path / "buffer.pkl")
+            model.load_replay_buffer(tmp_path / "buffer.pkl")
+            model.learn(250, reset_num_timesteps=False)
+        trained.append(torch.cat([value.flatten() for value in model.policy.state_dict().values()]))
+    assert torch.equal(*trained)
