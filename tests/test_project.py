@@ -33,7 +33,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"transport"}),
     frozenset({"distributed", "doctor"}),
     frozenset({"dataset"}),
-    frozenset({"lightning"}),
+    frozenset({"lightning", "warmup"}),
     frozenset({FRONT_DOOR, "cli"}),
     frozenset({"__main__"}),
 )
@@ -44,7 +44,7 @@ EVERYWHERE = frozenset({"numba", "numpy", "torch"})
 IN_ONE_ROOM: dict[str, frozenset[str]] = {
     "checkpoint": frozenset({"safetensors", "xxhash"}),
     "cli": frozenset({"psutil", "rich", "typer"}),
-    "lightning": frozenset({"lightning"}),
+    "lightning": frozenset({"lightning", "warmup"}),
     "native": frozenset({"llvmlite"}),
     "sources": frozenset({"gymnasium", "h5py", "minari"}),
     "storage": frozenset({"llvmlite"}),
