@@ -1,4 +1,4 @@
-"""The command line: listing and removing tables in shared memory, serving tables, and diagnosis.
+"""The command line: tables in shared memory, serving them, compiling ahead, and diagnosis.
 
 Listing and removing neither change a table nor wait for its lock. torch is loaded only to describe a table.
 """
@@ -367,6 +367,27 @@ def _secret_of_environment() -> bytes:
             "prints, and the same to all nodes."
         )
     return check_secret(secret)
+
+
+# ---------------------------------------------------------------- warmup
+
+
+@app.command("warmup")
+def warm_up_loops() -> None:
+    """Compile the loops of the CPU path for this machine, which their first use would do otherwise."""
+    # Imported here because it loads torch.
+    import logging
+
+    from gear_loader import warmup
+
+    logging.getLogger("gear_loader").setLevel(logging.ERROR)  # the notice about what this does
+    start = time.perf_counter()
+    compiled = warmup.warm_up(lambda stage: typer.echo(f"{stage} ...", err=True))
+    seconds = time.perf_counter() - start
+    if compiled:
+        typer.echo(f"Compiled {len(compiled)} loops in {seconds:.1f} s.")
+    else:
+        typer.echo(f"All loops were compiled already; tried in {seconds:.1f} s.")
 
 
 # ---------------------------------------------------------------- doctor

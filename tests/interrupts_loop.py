@@ -31,6 +31,7 @@ import torch
 import gear_loader as gear
 from gear_loader.storage.operations import PID, READING, WRITING
 from gear_loader.utils.mutex import holds_any
+from gear_loader.warmup import warm_up
 
 FILES = (str(Path(gear.__file__).parent), contextlib.__file__)
 SCHEMA = {"x": gear.Column(torch.float32, (4,))}
@@ -278,6 +279,7 @@ def at_opcodes(names: str, count: int, seed: int) -> int:
     done = 0
     subject = Subject()
     try:
+        warm_up()
         for name in list(subject.calls) if names == "all" else names.split(","):
             call = subject.calls[name]
             for _ in range(3):
@@ -332,6 +334,7 @@ def at_signals(count: int, seed: int) -> int:
             raise Interruption
 
     try:
+        warm_up()  # numba does not bear an interruption while it loads machine code
         for call in subject.calls.values():
             call()
         subject.check()

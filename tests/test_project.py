@@ -33,7 +33,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"transport"}),
     frozenset({"distributed", "doctor"}),
     frozenset({"dataset"}),
-    frozenset({"integrations", "lightning"}),
+    frozenset({"integrations", "lightning", "warmup"}),
     frozenset({FRONT_DOOR, "cli"}),
     frozenset({"__main__"}),
 )

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 from numba import njit
+from numba.core import event
 from numba.core.compiler_lock import global_compiler_lock
 
 from gear_loader.utils.notices import notice
 
-__all__ = ["compiled"]
+__all__ = ["compiled", "loops", "timings"]
+
+loops: list[Any] = []
+"""The loops that `compiled` has made, each a numba dispatcher."""
+timings: dict[str, float] = {}
+"""Name of each loop that was compiled in this process, and not read from the cache -> seconds."""
 
 # A fork while another thread compiles, or loads cached code, would leave this lock held forever in the child. So a fork
 # waits for the lock.
@@ -28,11 +35,44 @@ def compiled(function: Any) -> Any:
     constants from other files are asserted there.
     """
     try:
-        return njit(nogil=True, cache=True)(function)
+        loop = njit(nogil=True, cache=True)(function)
     except RuntimeError as error:
         notice(
             "numba-cache",
             f"numba finds no directory to cache compiled loops in ({error}): every process compiles them again, "
             "which takes some seconds. Set NUMBA_CACHE_DIR to a directory that can be written to.",
         )
-        return njit(nogil=True)(function)
+        loop = njit(nogil=True)(function)
+    loops.append(loop)
+    return loop
+
+
+class _Watch(event.Listener):  # type: ignore[misc]
+    """Logs that loops are compiled, and how long each took. Called under numba's compiler lock."""
+
+    def __init__(self) -> None:
+        self._started: list[tuple[Any, float]] = []  # the one in progress; those it calls compile within it
+
+    def on_start(self, event: Any) -> None:
+        loop = (event.data or {}).get("dispatcher")
+        if self._started or not any(loop is one for one in loops):
+            return
+        self._started.append((loop, time.perf_counter()))
+        notice(
+            "numba-compile",
+            f"numba compiles loops of the CPU path on their first use, {_name(loop)} to begin with: seconds for each, "
+            "once for this machine. `gear-loader warmup` compiles them all in advance.",
+        )
+
+    def on_end(self, event: Any) -> None:
+        loop = (event.data or {}).get("dispatcher")
+        if self._started and self._started[-1][0] is loop:
+            _, start = self._started.pop()
+            timings[_name(loop)] = timings.get(_name(loop), 0.0) + time.perf_counter() - start
+
+
+def _name(loop: Any) -> str:
+    return f"{loop.py_func.__module__.rpartition('.')[2]}.{loop.py_func.__name__.strip('_')}"
+
+
+event.register("numba:compile", _Watch())

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, types
+from numba import carray, njit, types
 from numba.extending import intrinsic, overload, register_jitable
 
 from gear_loader.kernels.sum_tree import UNSET as UNSET
@@ -86,9 +86,10 @@ MARKED = -1
 DONE, SHORT, FULL, BUSY, READ, FLIP = range(6)
 # Eviction policies.
 REFUSE, EVICT_OLDEST, EVICT_LOWEST = range(3)
-UNREADY = 6
-"""Additional result of `store` with REQUEST_AT_ONCE: the index needs recovery or has unfinished writes."""
-GONE = 7
+UNREADY, TIGHT = 6, 7
+"""Additional results: of `store` with REQUEST_AT_ONCE, that the index needs recovery or has unfinished writes; of
+operations with `evict` None, that they need `make_room`."""
+GONE = 8
 """Additional result of `lengthen`: the trajectory was evicted or removed."""
 # Head of a request to `store`, int64; followed by lengths [n], slots [n] (output), priorities [n] (float64) and
 # addresses [n, C].
@@ -540,6 +541,17 @@ def make_room(v: Any, slots: Any, blocks: Any, steps: Any, evict: Any) -> Any:
 
 
 @_operation  # type: ignore[untyped-decorator]
+def has_room(v: Any, slots: Any, blocks: Any, steps: Any) -> Any:
+    """As `make_room` where nothing needs to be evicted, reclaimed or compacted; else TIGHT, having done nothing."""
+    counters = v.counters
+    require(counters[HALF] >= 0 and counters[HALF] <= 1 and counters[HEAD + counters[HALF]] >= 0)
+    head = counters[HEAD + counters[HALF]]
+    if counters[NUM_RETIRED] != 0 or missing(v, slots, blocks, steps) or head + blocks > v.half_size:
+        return TIGHT
+    return DONE
+
+
+@_operation  # type: ignore[untyped-decorator]
 def take_slot(v: Any, length: Any, final: Any, start: Any, pid: Any, process_start: Any, stream: Any) -> Any:
     """Allocate a slot in state WRITING with an extent; the caller allocates the blocks."""
     counters = v.counters
@@ -607,7 +619,7 @@ def allocate(v: Any, lengths: Any, finals: Any, pid: Any, process_start: Any, sl
 def begin(
     v: Any, lengths: Any, finals: Any, evict: Any, pid: Any, process_start: Any, slots: Any, ids: Any
 ) -> Any:
-    """`make_room` and `allocate`.
+    """`make_room` and `allocate`; with `evict` None `has_room` instead, which compiles in half of the time.
 
     Args:
         lengths: int64 [n], in steps. finals: int64 [n], final steps (0 or 1), or [0] for none.
@@ -617,7 +629,10 @@ def begin(
     for i in range(len(lengths)):
         blocks += blocks_of(v, lengths[i] + final_of(finals, i))
         steps += lengths[i]
-    answer = make_room(v, len(lengths), blocks, steps, evict)
+    if evict is None:  # decided when it is compiled
+        answer = has_room(v, len(lengths), blocks, steps)
+    else:
+        answer = make_room(v, len(lengths), blocks, steps, evict)
     if answer == DONE:
         allocate(v, lengths, finals, pid, process_start, slots, ids)
     return answer
@@ -643,7 +658,10 @@ def grow(v: Any, slot: Any, length: Any, evict: Any, run: Any, ids: Any) -> Any:
     had, count = blocks_of(v, before), blocks_of(v, length)
     check_extent(v, start, had)
     require(v.state[slot] == WRITING and had <= count and count - had <= len(ids))
-    answer = make_room(v, 0, count - had, length - before, evict)
+    if evict is None:  # decided when it is compiled
+        answer = has_room(v, 0, count - had, length - before)
+    else:
+        answer = make_room(v, 0, count - had, length - before, evict)
     if answer != DONE and answer != FLIP:
         return answer
     half = counters[HALF]
@@ -790,7 +808,10 @@ def roll(
     check_extent(v, v.extent[slot, 1], blocks_of(v, v.extent[slot, 0]))
     steps = v.extent[slot, 0] - shared * v.block_steps
     require(v.state[slot] == WRITING and steps > 0)
-    answer = make_room(v, 1, 0, steps - (v.extent[slot, 0] - length), evict)
+    if evict is None:  # decided when it is compiled
+        answer = has_room(v, 1, 0, steps - (v.extent[slot, 0] - length))
+    else:
+        answer = make_room(v, 1, 0, steps - (v.extent[slot, 0] - length), evict)
     if answer != DONE:
         return answer
     begin_change(v)
@@ -1027,8 +1048,18 @@ def _expire(p, before):  # type: ignore[no-untyped-def]
 
 
 @compiled
+def _begin_light(p, lengths, finals, evict, pid, process_start, slots, ids):  # type: ignore[no-untyped-def]
+    return begin(_view(p), lengths, finals, None, pid, process_start, slots, ids)
+
+
+@compiled
 def _begin(p, lengths, finals, evict, pid, process_start, slots, ids):  # type: ignore[no-untyped-def]
     return begin(_view(p), lengths, finals, evict, pid, process_start, slots, ids)
+
+
+@compiled
+def _grow_light(p, slot, length, evict, run, ids):  # type: ignore[no-untyped-def]
+    return grow(_view(p), slot, length, None, run, ids)
 
 
 @compiled
@@ -1101,10 +1132,9 @@ def _walk(p, newest, slots):  # type: ignore[no-untyped-def]
     walk(_view(p), newest, slots)
 
 
-@compiled
-def _store(p, columns, request):  # type: ignore[no-untyped-def]
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def store(v: Any, columns: Any, request: Any, evict: Any) -> Any:
     """`begin`, copy and `commit`; for small data, because the lock is held during the copy."""
-    v = _view(p)
     counters = v.counters
     clean = counters[DIRTY] == 0 and counters[INITIALIZED] != 0 and counters[NUM_WRITING] == 0
     if request[REQUEST_AT_ONCE] != 0 and not clean:
@@ -1119,8 +1149,7 @@ def _store(p, columns, request):  # type: ignore[no-untyped-def]
     for i in range(count):
         blocks += blocks_of(v, lengths[i])
     ids = np.empty(blocks, dtype=np.int32)
-    pid, process_start = request[REQUEST_PID], request[REQUEST_START]
-    answer = begin(v, lengths, lengths[:0], request[REQUEST_EVICT], pid, process_start, slots, ids)
+    answer = begin(v, lengths, lengths[:0], evict, request[REQUEST_PID], request[REQUEST_START], slots, ids)
     if answer == DONE:
         # Its machine code is linked into the cached code of this file: a change of it needs a change here.
         scatter(columns, v.block_steps, ids, addresses, lengths)
@@ -1128,9 +1157,37 @@ def _store(p, columns, request):  # type: ignore[no-untyped-def]
     return answer
 
 
-COMPILED = types_module.SimpleNamespace(
-    store=_store,
-    add_steps=_add_steps,
-    **{operation.__name__: globals()[f"_{operation.__name__}"] for operation in _OPERATIONS},
-)
+@compiled
+def _store_light(p, columns, request):  # type: ignore[no-untyped-def]
+    return store(_view(p), columns, request, None)
+
+
+@compiled
+def _store(p, columns, request):  # type: ignore[no-untyped-def]
+    return store(_view(p), columns, request, request[REQUEST_EVICT])
+
+
+def _on_demand(light: Any, full: Any) -> Any:
+    """An operation that loads its `full` version, which compiles for seconds, when `light` first does not suffice."""
+    needed = False
+
+    def call(*given: Any) -> Any:
+        nonlocal needed
+        if not needed:
+            answer = light(*given)
+            if answer != TIGHT:
+                return answer
+            needed = True
+        return full(*given)
+
+    return call
+
+
+_ENTRIES = {operation.__name__: globals()[f"_{operation.__name__}"] for operation in _OPERATIONS} | {
+    "begin": _on_demand(_begin_light, _begin),
+    "grow": _on_demand(_grow_light, _grow),
+    "store": _on_demand(_store_light, _store),
+    "add_steps": _add_steps,
+}
+COMPILED = types_module.SimpleNamespace(**_ENTRIES)
 """The compiled operations, and `store`; the first argument is the result of `places_of`."""

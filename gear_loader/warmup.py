@@ -1,0 +1,154 @@
+"""Compiles the loops of the CPU path in advance, by using each of them once on small tables."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gear_loader.collection.n_step import NStep
+from gear_loader.dataset import ReplayDataset
+from gear_loader.distributed.shards import Shards
+from gear_loader.native import compile as native
+from gear_loader.native import copying
+from gear_loader.selection.selectors import Fifo, Lifo, Prioritized, Selector, TopK, Uniform
+from gear_loader.storage.schema import Column, Window
+from gear_loader.storage.table import Table
+
+__all__ = ["warm_up"]
+
+_SCHEMA = {"observation": Column(torch.float32, (3,)), "reward": Column(torch.float64)}
+_LARGE = 30_000  # steps of a trajectory that is not copied under the lock
+
+
+def warm_up(progress: Callable[[str], None] = lambda _: None) -> dict[str, float]:
+    """Compile every loop of the CPU path that numba's cache does not hold yet.
+
+    Args:
+        progress: called with the name of each stage before it begins.
+
+    Returns:
+        Name of each loop that was compiled now -> seconds.
+    """
+    before = dict(native.timings)
+    for name, stage in (
+        ("adding and evicting", _adding),
+        ("writers", _writing),
+        ("drawing", _drawing),
+        ("drawing by priority", _prioritizing),
+        ("several shards", _sharding),
+        ("checkpoints", _saving),
+    ):
+        progress(name)
+        stage()
+    return {name: seconds for name, seconds in native.timings.items() if name not in before}
+
+
+def _table(**options: Any) -> Table:
+    sizes = {"max_steps": 64, "max_trajectories": 8, "block_steps": 4}
+    return Table.create(_SCHEMA, **{**sizes, **options})
+
+
+def _steps(length: int) -> dict[str, Any]:
+    return {"observation": np.zeros((length, 3), dtype=np.float32), "reward": np.zeros(length)}
+
+
+def _filled(count: int = 6) -> Table:
+    table = _table(on_full="evict_oldest")
+    table.extend([_steps(10) for _ in range(count)], priority=1.0)
+    return table
+
+
+def _adding() -> None:
+    for policy in ("evict_oldest", "evict_lowest_priority"):
+        with _table(on_full=policy) as table:
+            for _ in range(9):
+                table.add(_steps(10), priority=1.0)
+            table.extend_as([_steps(3)] * 2, ids=[-1, 2**40])
+            table.remove(int(table.indices()[0]))
+            table.clear()
+    large = {"max_steps": 2 * _LARGE, "max_trajectories": 4, "block_steps": 64}
+    with _table(**large, on_full="evict_oldest") as table:
+        for _ in range(3):
+            table.add(_steps(_LARGE))
+    with _table(max_age=1e-9) as table:
+        for _ in range(3):
+            table.add(_steps(3))
+
+
+def _writing() -> None:
+    with _filled() as table:
+        each: list[dict[str, Any]] = [{}, {"chunk_steps": 8, "overlap_steps": 4}]
+        each += [{"chunk_steps": 8, "overlap_steps": 3}, {"commit_every_step": True}]
+        for options in each:
+            with table.writer(**options) as writer:
+                for _ in range(3):
+                    writer.append(_steps(9))
+                writer.append(observation=np.zeros(3, dtype=np.float32), reward=0.0)
+                writer.commit()
+                writer.append(_steps(2))
+                writer.discard()
+        with table.writers(2) as writers:
+            for done in (False, True):
+                writers.append(_steps(2), done=[done, done])
+
+
+def _draw(table: Table | Shards, selector: Selector, **options: Any) -> None:
+    dataset = ReplayDataset(
+        table,
+        **{"batch_size": 4, "windows": Window(3, -1), "device": "cpu", "prefetch": 0, **options},
+        selector=selector,
+    )
+    for _, batch in zip(range(2), dataset, strict=False):
+        if isinstance(selector, (Prioritized, TopK)):
+            dataset.update_priority(batch, torch.ones(len(batch["index"])))
+    dataset.sample()
+
+
+def _drawing() -> None:
+    for kind in (Uniform, Fifo, Lifo):
+        for unit in ("trajectory", "step"):
+            for replacement in (True, False):
+                with _filled() as table:
+                    _draw(table, kind(replacement=replacement, unit=unit))
+    with _filled() as table:
+        target = NStep("reward", n=2, gamma=0.9, done="reward")
+        _draw(table, Uniform(unit="step"), windows={"target": target}, complete=True)
+    with _table(max_times_sampled=100) as table:
+        table.extend([_steps(10) for _ in range(4)])
+        _draw(table, Uniform(), sample_info=True)
+    with _table(max_steps=2 * _LARGE, block_steps=64) as table:  # batches that threads share
+        table.extend([_steps(_LARGE)])
+        _draw(table, Uniform(), windows=Window(20_000), batch_size=16)
+    with _table(max_steps=4 * _LARGE, block_steps=64) as table:  # a permutation that is computed item by item
+        table.extend([_steps(_LARGE)] * 3)
+        _draw(table, Uniform(replacement=False, unit="step"))
+
+
+def _prioritizing() -> None:
+    for unit in ("trajectory", "step"):
+        for selector in (Prioritized(unit=unit), Prioritized(replacement=False, unit=unit), TopK(unit=unit)):
+            with _filled() as table:
+                _draw(table, selector)
+                table.add(_steps(10))
+                _draw(table, selector)
+    with _table(on_full="evict_lowest_priority") as table:
+        table.extend([_steps(10) for _ in range(4)])
+        _draw(table, Prioritized())
+
+
+def _sharding() -> None:
+    for selector in (Uniform(), Uniform(replacement=False), Prioritized(), Prioritized(unit="step")):
+        with _filled() as one, _filled() as two, Shards([one, two]) as shards:
+            _draw(shards, selector)
+    copying.place(np.empty((0, 3), dtype=np.int64), np.empty(0, dtype=np.int64))  # for rows of other nodes
+
+
+def _saving() -> None:
+    with tempfile.TemporaryDirectory() as folder, _filled() as table:
+        table.save(Path(folder) / "table")
+        Table.load(Path(folder) / "table").close()

@@ -1,0 +1,65 @@
+"""Compilation ahead of time, and the notice about compilation on first use."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from cli_common import run
+
+PHILOX = """
+import numpy as np
+from gear_loader.native import compile, random
+random.philox(0, 0, 0, 0, np.empty(4, dtype=np.uint64))
+print(list(compile.timings))
+"""
+USED = """
+import gear_loader.warmup
+from gear_loader.native import compile
+stages = []
+gear_loader.warmup.warm_up(stages.append)
+called = {compile._name(loop) for loop in compile.loops if loop.signatures}
+print(len(stages), *sorted({compile._name(loop) for loop in compile.loops} - called - %r))
+"""
+# For a GPU, for repairs, and parts that the others contain (compiled with them, or called when those are not cached).
+INNER = {"copying.resolve", "copying.work", "operations.reclaim"}
+INNER |= {f"sum_tree.{name}" for name in ("words", "uniforms", "descend", "refresh", "draw")}
+
+
+def python(code: str, **environment: str) -> tuple[str, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip(), done.stderr
+
+
+def test_only_a_process_that_compiles_says_so(tmp_path: Path) -> None:
+    out, errors = python(PHILOX, NUMBA_CACHE_DIR=str(tmp_path))
+    assert out == "['random.philox']"
+    assert (
+        errors.count("numba compiles loops of the CPU path on their first use, random.philox to begin with")
+        == 1
+    )
+    out, errors = python(PHILOX, NUMBA_CACHE_DIR=str(tmp_path))
+    assert out == "[]"
+    assert "compiles" not in errors
+
+
+def test_warming_up_uses_every_loop() -> None:
+    out, _ = python(USED % INNER)
+    assert out == "6"
+
+
+def test_the_command_says_what_it_has_done() -> None:
+    python("from gear_loader.warmup import warm_up; warm_up()")
+    code, output = run("warmup")
+    assert code == 0
+    assert "drawing by priority ..." in output
+    assert "All loops were compiled already; tried in" in output
