@@ -156,7 +156,7 @@ class Writer:
         After an error nothing was appended, except for the steps of completed chunks. After a time-out the call can be
         repeated with the same step.
         """
-        rows = columns if steps is None else self._joined(steps, columns)
+        rows: Mapping[str, Any] = columns if steps is None else self._joined(steps, columns)
         if self._table.schema.casts:
             rows = self._table.schema.cast(rows, what="the step")
         if len(rows) != len(self._columns):

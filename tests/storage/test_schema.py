@@ -37,7 +37,10 @@ from gear_loader.storage.schema import BATCH_KEYS, Schema
         ({"length": 4, "offset": 0.5}, "Window offset is 0.5; expected an integer number of steps."),
         ({"length": 4, "offset": False}, "Window offset is False; expected an integer number of steps."),
         ({"length": 4, "pad": "left"}, "Window pad is 'left'; expected 'keep', 'head', 'tail' or 'edge'."),
-        ({"length": 4, "pad": ["keep"]}, "Window pad is ['keep']; expected 'keep', 'head', 'tail' or 'edge'."),
+        (
+            {"length": 4, "pad": ["keep"]},
+            "Window pad is ['keep']; expected 'keep', 'head', 'tail' or 'edge'.",
+        ),
         ({"length": 2**31}, f"Window(length={2**31}, offset=0, pad='keep') is out of range"),
         ({"length": 1, "offset": -(2**31)}, f"Window(length=1, offset={-(2**31)}, pad='keep') is out of r"),
     ],
