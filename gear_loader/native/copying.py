@@ -26,7 +26,7 @@ from gear_loader.kernels.plan import (
     PAD,
     PAD_EDGE,
     PAD_HEAD,
-    PAD_KEEP,
+    PAD_TAIL,
     STEP_BYTES,
     STRIDE,
     WIDTH,
@@ -109,7 +109,7 @@ also where the batch is read at once."""
 
 assert (BASE, STRIDE, STEP_BYTES, OUT, LENGTH, OFFSET, PAD, MASK) == (0, 1, 2, 3, 4, 5, 6, 7)
 assert (BLOCKS, FINAL, WIDTH) == (9, 10, 11)
-assert (PAD_KEEP, PAD_HEAD, PAD_EDGE) == (0, 1, 3)
+assert (PAD_HEAD, PAD_TAIL, PAD_EDGE) == (1, 2, 3)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -423,9 +423,9 @@ def _window(begin, length, steps, pad):  # type: ignore[no-untyped-def]
     count = max(min(begin + length, steps), low) - low
     if pad == PAD_HEAD:
         return low, count, length - count
-    if pad in (PAD_KEEP, PAD_EDGE):
-        return low, count, low - begin if count > 0 else length
-    return low, count, 0
+    if pad == PAD_TAIL:
+        return low, count, 0
+    return low, count, low - begin if count > 0 else length
 
 
 # Inlined: as a function call, it costs benchmark W2 a fifth of its speed.

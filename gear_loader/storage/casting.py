@@ -53,9 +53,11 @@ def cast_to(value: Any, dtype: torch.dtype, what: str) -> Any:
     if isinstance(value, np.ma.MaskedArray) or not isinstance(value, (np.ndarray, torch.Tensor, *_PLAIN)):
         return value
     loose = isinstance(value, _PLAIN)
-    if isinstance(value, (np.ndarray, torch.Tensor)) and (
-        value.dtype is dtype if isinstance(value, torch.Tensor) else _is_exact(value.dtype, dtype)
-    ):
+    if isinstance(value, torch.Tensor):
+        exact = value.dtype is dtype
+    else:
+        exact = isinstance(value, np.ndarray) and _is_exact(value.dtype, dtype)
+    if exact:
         return value
     value = _listed(value, dtype, what) if loose else value
     target = _numpy_dtype(dtype)

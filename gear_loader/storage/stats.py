@@ -20,7 +20,10 @@ from gear_loader.storage.counters import (
 from gear_loader.storage.index import Index
 from gear_loader.storage.layout import Layout
 
-__all__ = ["TableStats", "stats_of"]
+__all__ = ["BLOCK_ENTRY_BYTES", "TableStats", "stats_of"]
+
+BLOCK_ENTRY_BYTES = 4 * 4
+"""Bytes of the index for one block: entries in a block table and in the free stack, and use counts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +64,11 @@ class TableStats:
     sample_wait: float
 
     @property
+    def mean_length(self) -> float:
+        """Steps of a live trajectory on average; NaN for an empty table."""
+        return self.num_steps / self.num_trajectories if self.num_trajectories else math.nan
+
+    @property
     def overhead(self) -> float:
         """resident_bytes / payload_bytes; 1 without overhead, NaN for an empty table."""
         return self.resident_bytes / self.payload_bytes if self.payload_bytes else math.nan
@@ -76,10 +84,11 @@ class TableStats:
             return f"{name:<14}{count:>16,} B{times}"
 
         payload = self.payload_bytes or math.nan
+        mean = f", {self.mean_length:,.1f} a trajectory" if self.num_trajectories else ""
         return "\n".join(
             (
                 f"{'trajectories':<14}{self.num_trajectories:>16,}",
-                f"{'steps':<14}{self.num_steps:>16,}",
+                f"{'steps':<14}{self.num_steps:>16,}{mean}",
                 f"{'blocks in use':<14}{self.blocks_in_use:>16,} of {self.num_blocks:,}, {self.block_steps} steps each",
                 f"{'added':<14}{self.num_inserted:>16,}, {self.insert_wait:,.1f} s waited",
                 f"{'drawn':<14}{self.num_sampled:>16,}, {self.sample_wait:,.1f} s waited",
@@ -99,8 +108,7 @@ def stats_of(index: Index, layout: Layout) -> TableStats:
     slots_in_use = layout.max_trajectories - int(counters[NUM_FREE_SLOTS])
     blocks = layout.num_blocks - int(counters[NUM_FREE_BLOCKS])
     longest = int(snapshot.lengths.max()) if len(snapshot) else 0
-    # Data, entry in a block table, entry in the free stack, and use counts.
-    per_block = layout.block_bytes + 4 * 4
+    per_block = layout.block_bytes + BLOCK_ENTRY_BYTES
     first = layout.arrays["extent"][0]
     step_bytes = layout.schema.step_bytes
     return TableStats(

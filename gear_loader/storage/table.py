@@ -8,7 +8,7 @@ import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from gear_loader.errors import (
     StaleIndexError,
 )
 from gear_loader.native import copying
+from gear_loader.storage.block_sizes import notice_waste, resolved_block_steps
 from gear_loader.storage.counters import NUM_FREE_BLOCKS, NUM_READY, NUM_STEPS, WRITING_STEPS
 from gear_loader.storage.ids import check_ids, check_origin, ids_of, origin_of
 from gear_loader.storage.incoming import (
@@ -110,7 +111,8 @@ class Table:
         *,
         max_steps: int,
         max_trajectories: int,
-        block_steps: int = 64,
+        block_steps: int | Literal["auto"] = 64,
+        mean_length: float | None = None,
         max_blocks: int | None = None,
         name: str | None = None,
         on_full: OnFull = "error",
@@ -130,6 +132,9 @@ class Table:
             block_steps: steps of a block, the unit of allocation. A trajectory takes ceil(length / block_steps)
                 blocks: small blocks waste less at its end, large ones are read in longer pieces. Blocks of a column
                 are padded to 128 bytes; 32 steps are the fewest without padding for columns of 4 bytes a step.
+                ``"auto"`` takes those that waste least of both, and of the index, if lengths are geometric.
+            mean_length: with ``block_steps="auto"``: expected mean length of the trajectories in steps, at least 1; by
+                default ``max_steps / max_trajectories``.
             max_blocks: number of blocks. By default enough for `max_steps` steps in `max_trajectories` trajectories
                 of any lengths. For known lengths, `required_blocks` gives the exact number and reserves less memory.
             name: name by which other processes attach. The table then outlives this process, until `unlink`. Its file
@@ -155,6 +160,9 @@ class Table:
                 directory in which only this user and root can replace tables.
         """
         schema = Schema(schema)
+        block_steps = resolved_block_steps(
+            schema, block_steps, mean_length, max_steps=max_steps, max_trajectories=max_trajectories
+        )
         sizes = {"max_steps": max_steps, "max_trajectories": max_trajectories, "block_steps": block_steps}
         if max_blocks is not None:
             sizes["max_blocks"] = max_blocks
@@ -765,8 +773,13 @@ class Table:
         self.index.clear()
 
     def stats(self) -> TableStats:
-        """Counts, bytes and rates; see `TableStats`."""
-        return stats_of(self.index, self._region.layout)
+        """Counts, bytes and rates; see `TableStats`.
+
+        Logs once if more than a quarter of the resident bytes hold no steps (of tables with 1 MiB of steps or more).
+        """
+        stats = stats_of(self.index, self._region.layout)
+        notice_waste(self.schema, stats, "a private table" if self.name is None else f"table {self.name!r}")
+        return stats
 
     def check_valid(self) -> None:
         """Check the consistency of the index, for tests and after a crash.

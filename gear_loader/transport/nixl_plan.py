@@ -14,9 +14,9 @@ from gear_loader.utils.arrays import Array
 __all__ = ["Rows", "columns_of", "pieces_of"]
 
 _PADS = {"keep": PAD_KEEP, "head": PAD_HEAD, "tail": PAD_TAIL, "edge": PAD_EDGE}
-assert (PAD_KEEP, PAD_HEAD, PAD_EDGE) == (
-    0,
+assert (PAD_HEAD, PAD_TAIL, PAD_EDGE) == (
     1,
+    2,
     3,
 )  # constants of the compiled function, which is cached on disk
 
@@ -48,7 +48,7 @@ def _walk(  # type: ignore[no-untyped-def]
             head = 0
             if pad == PAD_HEAD:
                 head = length - real
-            elif pad in (PAD_KEEP, PAD_EDGE):
+            elif pad != PAD_TAIL:
                 head = low - begin if real > 0 else length
             target = columns[c, OUT] + b * length * size
             out[target : target + head * size] = 0

@@ -101,7 +101,7 @@ def test_the_summary_is_readable() -> None:
     lines = str(stats).splitlines()
     assert [" ".join(line.split()) for line in lines] == [
         "trajectories 1,234",
-        "steps 567,890",
+        "steps 567,890, 460.2 a trajectory",
         "blocks in use 9,000 of 20,000, 64 steps each",
         "added 2,000, 1.2 s waited",
         "drawn 70,000, 0.5 s waited",

@@ -1,0 +1,115 @@
+"""Steps of a block: how many waste least, and whether those of a table waste much."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import numpy as np
+
+from gear_loader.errors import SchemaError
+from gear_loader.storage.layout import LARGEST_SIZE, LINE, Layout
+from gear_loader.storage.schema import Schema
+from gear_loader.storage.stats import BLOCK_ENTRY_BYTES, TableStats
+from gear_loader.utils.arrays import Array
+from gear_loader.utils.notices import notice, notices
+
+__all__ = ["best_block_steps", "expected_bytes", "notice_waste", "resolved_block_steps"]
+
+_MOST = 1 << 16  # steps of the largest blocks that are considered
+_TOLERANCE = (
+    1.01  # blocks this much worse than the best are as good; of those the largest are read in longer pieces
+)
+_WASTE = 0.25  # share of the resident bytes of which a notice tells
+_LEAST_BYTES = 1 << 20  # payload from which on that matters
+_GAIN = 0.1  # share of the resident bytes that other blocks must save to be named
+
+
+def expected_bytes(schema: Schema, block_steps: Array, mean_length: float) -> Array:
+    """Expected resident bytes of one trajectory, for lengths of a geometric distribution.
+
+    A trajectory of L steps takes ceil(L / block_steps) blocks. Each block has its steps in every column, rounded up to
+    128 bytes, and its entries in the index; and each trajectory has a slot there.
+
+    Args:
+        schema: the columns.
+        block_steps: int64 [n], steps of a block.
+        mean_length: mean length of the trajectories in steps, at least 1.
+
+    Returns:
+        float64 [n].
+    """
+    slot = Layout(schema, max_steps=1, max_trajectories=1, block_steps=1, num_blocks=1).slot_bytes
+    strides = sum(-(-block_steps * column.step_bytes // LINE) * LINE for column in schema.values())
+    with np.errstate(divide="ignore"):  # a mean of 1 is one step always
+        blocks = -1 / np.expm1(block_steps * np.log1p(-1 / mean_length))
+    result: Array = blocks * (strides + BLOCK_ENTRY_BYTES) + slot
+    return result
+
+
+def best_block_steps(schema: Schema, mean_length: float, largest: int) -> int:
+    """The steps of a block that waste least, see `expected_bytes`; of those within 1% of it, the most.
+
+    Args:
+        schema: the columns. mean_length: in steps, at least 1. largest: most steps of a block.
+    """
+    candidates = np.arange(1, min(largest, _MOST) + 1)
+    expected = expected_bytes(schema, candidates, mean_length)
+    return int(candidates[expected <= expected.min() * _TOLERANCE][-1])
+
+
+def resolved_block_steps(
+    schema: Schema, block_steps: Any, mean_length: Any, *, max_steps: Any, max_trajectories: Any
+) -> Any:
+    """`block_steps` as given to `Table.create`, or what ``"auto"`` stands for.
+
+    Raises:
+        SchemaError: another string, or a mean length that is invalid or without ``"auto"``.
+    """
+    if not isinstance(block_steps, str):
+        if mean_length is not None:
+            raise SchemaError(
+                f"mean_length is {mean_length!r} with block_steps={block_steps!r}; it goes with block_steps='auto'."
+            )
+        return block_steps
+    if block_steps != "auto":
+        raise SchemaError(f"block_steps is {block_steps!r}; expected a number of steps, or 'auto'.")
+    sizes = (max_steps, max_trajectories)
+    if any(isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1 for size in sizes):
+        return 1  # `Table.create` refuses the sizes
+    if mean_length is None:
+        mean_length = max(1.0, max_steps / max_trajectories)
+    real = isinstance(mean_length, (numbers.Real, np.generic)) and not isinstance(mean_length, bool)
+    if not real or not 1 <= mean_length <= LARGEST_SIZE:  # False for NaN
+        raise SchemaError(f"mean_length is {mean_length!r}; expected a mean number of steps, at least 1.")
+    return best_block_steps(schema, float(mean_length), int(max_steps))
+
+
+def notice_waste(schema: Schema, stats: TableStats, name: str) -> None:
+    """Say once if more than a quarter of a table's resident bytes hold no steps, and what to do about it.
+
+    Args:
+        schema: the columns. stats: of the table. name: of the table in the notice.
+    """
+    wasted, key = 1 - stats.payload_bytes / stats.resident_bytes, f"waste {name}"
+    if stats.payload_bytes < _LEAST_BYTES or wasted <= _WASTE or key in notices():
+        return
+    mean = stats.mean_length
+    (before,) = expected_bytes(schema, np.array([stats.block_steps]), mean).tolist()
+    if 1 - mean * schema.step_bytes / before <= _WASTE:
+        return  # it is what writers and readers hold for now
+    best = best_block_steps(schema, mean, LARGEST_SIZE)
+    (after,) = expected_bytes(schema, np.array([best]), mean).tolist()
+    share = math.ceil(100 * (1 - mean * schema.step_bytes / after))
+    remedy = (
+        f"Table.create(block_steps='auto', mean_length={mean:.0f}) takes blocks of {best}, which waste about {share}%."
+        if after < (1 - _GAIN) * before
+        else "Other blocks waste about as much: join narrow columns into one of a larger shape, or store longer "
+        "trajectories."
+    )
+    notice(
+        key,
+        f"{wasted:.0%} of the bytes that {name} uses hold no steps: its trajectories have {mean:.1f} steps on average, "
+        f"its blocks {stats.block_steps}, and blocks of a column are padded to {LINE} bytes. {remedy}",
+    )

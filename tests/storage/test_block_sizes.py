@@ -1,0 +1,140 @@
+"""``block_steps="auto"``, and the notice about tables that waste much."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gear_loader as gear
+from gear_loader.errors import SchemaError
+from gear_loader.storage.block_sizes import best_block_steps, expected_bytes
+from gear_loader.storage.schema import Schema
+from gear_loader.utils import notices
+
+SCHEMAS = {
+    "MuJoCo": {
+        "observation": (torch.float32, (17,)),
+        "action": (torch.float32, (6,)),
+        "reward": (torch.float32, ()),
+    },
+    "images": {"image": (torch.uint8, (84, 84)), "action": (torch.int64, ()), "done": (torch.bool, ())},
+    "one number": {"x": (torch.float32, ())},
+    "whole lines": {"x": (torch.float32, (32,)), "y": (torch.uint8, (128,))},
+}
+
+
+def schema_of(name: str) -> Schema:
+    return Schema({key: gear.Column(*column) for key, column in SCHEMAS[name].items()})
+
+
+def filled(schema: Schema, lengths: Any, **options: Any) -> gear.Table:
+    """A table of zeros."""
+    options = {"max_steps": int(lengths.sum()), "max_trajectories": len(lengths), **options}
+    table = gear.Table.create(schema, **options)
+    longest = {
+        name: np.zeros((lengths.max(), column.step_bytes), np.uint8) for name, column in schema.items()
+    }
+    rows = {
+        name: torch.from_numpy(values).view(schema[name].dtype).view(len(values), *schema[name].shape)
+        for name, values in longest.items()
+    }
+    table.extend([{name: values[:length] for name, values in rows.items()} for length in lengths.tolist()])
+    return table
+
+
+@pytest.mark.parametrize("mean", [1, 7.5, 100])
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_auto_is_what_wastes_least(name: str, mean: float) -> None:
+    """Blocks of 1 to 128 steps filled with the same geometric lengths: none is resident in much less memory."""
+    schema = schema_of(name)
+    lengths = np.random.default_rng(3).geometric(1 / mean, 400)
+    candidates = sorted(
+        {1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64, 96, 128, best_block_steps(schema, mean, 10**6)}
+    )
+    resident = {}
+    for steps in candidates:
+        with filled(schema, lengths, block_steps=steps) as table:
+            stats = table.stats()
+            resident[steps] = stats.resident_bytes - table.region.layout.arrays["extent"][0]
+            expected = len(lengths) * expected_bytes(schema, np.array([steps]), mean)[0]
+            assert resident[steps] == pytest.approx(expected, rel=0.2)
+            assert stats.mean_length == lengths.mean()
+    best = best_block_steps(schema, mean, 10**6)
+    assert resident[best] <= 1.03 * min(resident.values())
+    options = {"max_steps": 10**6, "max_trajectories": 10, "block_steps": "auto", "mean_length": mean}
+    with gear.Table.create(schema, **options) as table:
+        assert table.region.layout.block_steps == best
+
+
+def test_the_mean_comes_from_the_sizes() -> None:
+    schema = schema_of("whole lines")
+    options: dict[str, Any] = {"block_steps": "auto"}
+    for steps, count in ((4000, 40), (40, 40), (10, 40), (3, 1)):
+        mean = max(1, steps / count)
+        with gear.Table.create(schema, max_steps=steps, max_trajectories=count, **options) as table:
+            assert table.region.layout.block_steps == best_block_steps(schema, mean, steps) <= steps
+    # Equal arguments make equal tables.
+    options.update(max_steps=400, max_trajectories=40, name="test-block-sizes", exist_ok=True)
+    with gear.Table.create(schema, **options) as table, gear.Table.create(schema, **options) as other:
+        table.unlink()
+        assert other.region.layout.block_steps == table.region.layout.block_steps
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_steps": "all"}, "block_steps is 'all'; expected a number of steps, or 'auto'"),
+        ({"mean_length": 5.0}, "mean_length is 5.0 with block_steps=64; it goes with block_steps='auto'"),
+        *(
+            ({"block_steps": "auto", "mean_length": mean}, f"mean_length is {mean!r}; expected a mean number")
+            for mean in (0.5, -1, float("nan"), float("inf"), True, "5")
+        ),
+        ({"block_steps": "auto", "max_trajectories": 0}, "max_trajectories is 0; expected an integer"),
+        ({"block_steps": "auto", "max_steps": "many"}, "max_steps is 'many'; expected an integer"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SchemaError) as caught:
+        gear.Table.create(schema_of("images"), **{"max_steps": 100, "max_trajectories": 10, **options})
+    assert message in str(caught.value)
+
+
+def test_a_table_that_wastes_much_is_named_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(notices, "_seen", {})
+    caplog.set_level(logging.WARNING, "gear_loader")
+
+    def told(name: str, lengths: Any, **options: Any) -> list[str]:
+        notices._seen.clear()
+        caplog.clear()
+        with filled(schema_of(name), lengths, **options) as table:
+            table.stats()
+            table.stats()
+        return [record.getMessage() for record in caplog.records]
+
+    (message,) = told("images", np.full(30, 10))
+    assert "its trajectories have 10.0 steps on average, its blocks 64" in message
+    best = best_block_steps(schema_of("images"), 10, 10**6)
+    assert (
+        f"Table.create(block_steps='auto', mean_length=10) takes blocks of {best}, which waste about"
+        in message
+    )
+    assert told("images", np.full(30, 64)) == []  # exactly a block
+    assert told("images", np.full(1, 10)) == []  # too little to matter
+    (message,) = told("one number", np.full(3000, 100), block_steps=32)
+    assert "Other blocks waste about as much: join narrow columns" in message
+    with (
+        filled(schema_of("images"), np.full(4, 256), max_steps=4000, max_trajectories=8) as table,
+        table.writer() as writer,
+    ):
+        notices._seen.clear()
+        caplog.clear()
+        for _ in range(500):
+            writer.append({name: values[0] for name, values in table[0].items()})
+        assert table.stats().overhead > 1 / 0.75  # of a trajectory that is being written
+        assert not caplog.records
