@@ -9,6 +9,7 @@ from gear_loader import errors
 
 if TYPE_CHECKING:
     from gear_loader import distributed, sources
+    from gear_loader.collection.batches import Batch
     from gear_loader.collection.n_step import NStep
     from gear_loader.dataset import ReplayDataset
     from gear_loader.lightning.datamodule import ReplayDataModule
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from gear_loader.storage.writer import Writer
 
 __all__ = [
+    "Batch",
     "Column",
     "Fifo",
     "Lifo",
@@ -53,6 +55,7 @@ __version__ = "0.1.0"
 # Loaded on first use: torch takes a second, of which the command line has no need, and some modules want packages
 # that the core does not.
 _MODULES = {
+    "Batch": "collection.batches",
     "Column": "storage.schema",
     "Fifo": "selection.selectors",
     "Lifo": "selection.selectors",

@@ -36,7 +36,14 @@ def test_the_reference_builds_and_has_every_public_name(tmp_path: Path) -> None:
     }
     described = set(re.findall(r'id="(?:module-)?(gear_loader[\w.]*)"', pages))
     assert sorted(names - described) == []
-    options = ("gear-loader ls", "gear-loader rm", "gear-loader serve", "--secret-file", "gear-loader doctor")
+    options = (
+        "gear-loader ls",
+        "gear-loader rm",
+        "gear-loader serve",
+        "--secret-file",
+        "gear-loader warmup",
+        "gear-loader doctor",
+    )
     assert all(option in pages for option in options)
 
 

@@ -257,7 +257,7 @@ class ReplayDataModule(LightningDataModule):
         return [self._loader(self.val_dataset)]
 
     def test_dataloader(self) -> DataLoader[Batch]:
-        """The loader of `Trainer.test`: the whole pass over the validation steps, whatever `val_batches` is.
+        """The loader of ``Trainer.test``: the whole pass over the validation steps, whatever `val_batches` is.
 
         Raises:
             SchemaError: `val_fraction` is 0, or `setup` has not been called.
@@ -271,7 +271,7 @@ class ReplayDataModule(LightningDataModule):
         return self._loader(self.test_dataset)
 
     def predict_dataloader(self) -> DataLoader[Batch]:
-        """The loader of `Trainer.predict`: once over all trajectories, of training and validation, oldest first.
+        """The loader of ``Trainer.predict``: once over all trajectories, of training and validation, oldest first.
 
         With ``anchor="first"`` or ``"last"`` each trajectory is one row. Otherwise, and with a selector of steps, each
         step is a row: the windows of step 0 of the oldest trajectory, of its step 1, and so on. A row's ``index`` and

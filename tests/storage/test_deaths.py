@@ -43,13 +43,13 @@ class Scene:
     act: Act
     prepare: Callable[[gear.Table], Any] = lambda table: None
     new: tuple[list[int], ...] = ()
-    stages: tuple[int, ...] = ()
     may_lose: tuple[int, ...] = ()
     at_once: bool = False
     in_order: bool = True
     reader: bool = True
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     check: Callable[[gear.Table], Any] = lambda table: None
+    stages: tuple[int, ...] = ()
 
 
 # Histories -------------------------------------------------------------------------------------------

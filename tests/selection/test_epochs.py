@@ -1,0 +1,48 @@
+"""The notice about an epoch that reads a small part of the table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from dataset_common import make_table
+from torch.utils.data import DataLoader
+
+import gear_loader as gear
+
+LENGTHS = [100] * 6
+
+
+def told(caplog: pytest.LogCaptureFixture, **options: Any) -> list[str]:
+    """What two epochs of a dataset of 6 trajectories of 100 steps say about their length."""
+    caplog.clear()
+    settings: dict[str, Any] = {"batch_size": 4, "windows": gear.Window(2), "device": "cpu", **options}
+    with make_table(LENGTHS) as table:
+        dataset = gear.ReplayDataset(table, **settings)
+        for _ in range(2):
+            for _ in zip(range(2), DataLoader(dataset, batch_size=None), strict=False):
+                pass
+        dataset.set_epoch(0)
+    return [message for message in caplog.messages if message.startswith("An epoch has")]
+
+
+def test_a_short_epoch_is_told_once_for_each_dataset(caplog: pytest.LogCaptureFixture) -> None:
+    for selector in (gear.Uniform(), gear.Uniform(replacement=False), gear.Prioritized()):
+        (message,) = told(caplog, selector=selector)
+        assert message.startswith("An epoch has 2 batches of 4: ")
+        assert "(6), whatever their length (600 steps, or 150 batches of single steps)" in message
+        assert "batches_per_epoch=" in message
+        assert 'unit="step"' in message
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"selector": gear.Uniform(unit="step")},
+        {"batches_per_epoch": 2},
+        {"windows": gear.Window(60)},  # an epoch can show most of the table
+        {"batch_size": 64},  # more than a tenth of the batches that the steps would make
+    ],
+)
+def test_nothing_is_told_otherwise(caplog: pytest.LogCaptureFixture, options: dict[str, Any]) -> None:
+    assert told(caplog, **options) == []
