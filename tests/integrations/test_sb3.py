@@ -45,7 +45,7 @@ def same_samples(ours: ReplayBuffer, theirs: Any, seed: int, **options: Any) -> 
     """The same batch, and the same random state after it."""
     drawn = []
     for each in (theirs, ours):
-        np.random.seed(seed)  # noqa: draws from it
+        np.random.seed(seed)  # noqa: NPY002
         drawn.append((each.sample(32, **options), np.random.randint(1 << 30)))  # noqa: NPY002
     assert drawn[0][1] == drawn[1][1]
     for expected, found in zip(drawn[0][0], drawn[1][0], strict=True):
