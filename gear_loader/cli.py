@@ -380,9 +380,13 @@ def warm_up_loops() -> None:
 
     from gear_loader import warmup
 
-    logging.getLogger("gear_loader").setLevel(logging.ERROR)  # the notice about what this does
-    start = time.perf_counter()
-    compiled = warmup.warm_up(lambda stage: typer.echo(f"{stage} ...", err=True))
+    start, logger = time.perf_counter(), logging.getLogger("gear_loader")
+    before = logger.level
+    logger.setLevel(logging.ERROR)  # without the notice about what this does
+    try:
+        compiled = warmup.warm_up(lambda stage: typer.echo(f"{stage} ...", err=True))
+    finally:
+        logger.setLevel(before)
     seconds = time.perf_counter() - start
     if compiled:
         typer.echo(f"Compiled {len(compiled)} loops in {seconds:.1f} s.")

@@ -189,7 +189,7 @@ class ReplayDataset(IterableDataset[Batch]):
             communicates only at the start of an iteration, and corrects importance weights for the shard's share of all
             priorities at that time.
         rank, world_size: by default those of `torch.distributed` if it is initialised, else 0 of 1.
-        output: ``"dict"``, or ``"tensordict"`` for batches that are a `tensordict.TensorDict` of batch size [B] with
+        output: ``"dict"``, or ``"tensordict"`` for batches that are a ``tensordict.TensorDict`` of batch size [B] with
             the same entries; a dot in a name is a level of nesting (``("next", "reward")``). `DataLoader` then needs
             ``collate_fn=dataset.collate``.
 

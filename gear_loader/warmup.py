@@ -105,7 +105,7 @@ def _draw(table: Table | Shards, selector: Selector, **options: Any) -> None:
     )
     for _, batch in zip(range(2), dataset, strict=False):
         if isinstance(selector, (Prioritized, TopK)):
-            dataset.update_priority(batch, torch.ones(len(batch["index"])))
+            dataset.update_priority(batch, torch.ones(len(batch["index"]), device="cpu"))
     dataset.sample()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -103,16 +102,17 @@ class Returns:
     @classmethod
     def of(cls, spec: NStep, parts: Mapping[str, torch.Tensor], masks: Mapping[str, torch.Tensor]) -> Returns:
         """Allocate the outputs for windows and masks by the names of `NStep.windows`."""
-        like: dict[str, Any] = {"device": parts["reward"].device}
-        if parts["reward"].is_pinned():
-            like["pin_memory"] = True
+        device, pinned = parts["reward"].device, parts["reward"].is_pinned()
         dtypes = {
             "return": torch.float32,
             "discount": torch.float32,
             "bootstrap": torch.int64,
             "mask": torch.bool,
         }
-        out = {name: torch.zeros(len(parts["reward"]), dtype=dtype, **like) for name, dtype in dtypes.items()}
+        out = {
+            name: torch.zeros(len(parts["reward"]), dtype=dtype, device=device, pin_memory=pinned)
+            for name, dtype in dtypes.items()
+        }
         if parts["reward"].is_shared() and parts["reward"].device.type == "cpu":
             out = {name: tensor.share_memory_() for name, tensor in out.items()}
         return cls(spec, parts["reward"], parts["done"], masks["reward"], masks["follows"], out)

@@ -46,8 +46,8 @@ _BLOCK_STEPS = 16
 _LONGEST = 1024  # steps at which an episode goes on in another trajectory, so that the oldest can be removed in pieces
 _SPARE = 1.75  # blocks for short episodes, relative to those of full blocks
 _LARGE = 1 << 20  # bytes of a batch
-_randint: Any = np.random.randint
 _SHORTEST = 8  # mean length of an episode in steps for which there are slots
+_randint: Any = np.random.randint  # of the global random state, as SB3 draws, so that its seeds hold here
 # Attributes that belong to one table.
 _PARTS = (
     "table",

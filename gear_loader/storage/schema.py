@@ -96,7 +96,8 @@ class Column:
             raise SchemaError(f"Column cast is {self.cast!r}; expected True or False.")
 
     def __repr__(self) -> str:
-        return f"Column(dtype={self.dtype!r}, shape={self.shape!r}{', cast=True' if self.cast else ''})"
+        options = "".join(f", {option}=True" for option in _OPTIONS if getattr(self, option))
+        return f"Column(dtype={self.dtype!r}, shape={self.shape!r}{options})"
 
     @property
     def step_bytes(self) -> int:
@@ -245,7 +246,8 @@ class Schema(Mapping[str, Column]):
         columns: dict[str, Column] = {}
         for row in rows:
             fits = isinstance(row, list) and len(row) >= 3 and len(row) <= 3 + len(_OPTIONS)
-            if not fits or any(option not in _OPTIONS for option in row[3:]):
+            fits = fits and all(option in _OPTIONS and row.count(option) == 1 for option in row[3:])
+            if not fits:
                 raise SchemaError(
                     f"Column {reprlib.repr(row)} was received; expected [name, dtype, shape], and its options out of "
                     f"{', '.join(_OPTIONS)}."

@@ -1,4 +1,4 @@
-"""Batches of TorchRL collectors as trajectories: of the library where it is there, and a stand-in for TensorDict."""
+"""Batches of TorchRL collectors as trajectories: by a stand-in for TensorDict, and by the library if installed."""
 
 from __future__ import annotations
 

@@ -297,7 +297,9 @@ def cycle(server: Serving, table: gear.Table, chance: random.Random) -> None:
         said = b""
     elif kind == 4:  # in the middle of a store
         ids, priorities = np.full(3, -1), np.full(3, UNSET, dtype=np.float32)
-        store = Store(str(table.name), table.schema, np.full(3, 20), ids, priorities)
+        store = Store(
+            str(table.name), table.schema, np.full(3, 20), ids, priorities, np.zeros(3, dtype=np.int64)
+        )
         said = common.message(Kind.STORE, store.pack(), bytes(store.bulk_bytes))
     else:  # nonsense
         said = chance.randbytes(300)

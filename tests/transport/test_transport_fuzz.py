@@ -71,7 +71,7 @@ def requests_of(name: str) -> list[bytes]:
     schema = Schema(COLUMNS)
     spec = WindowSpec(name, schema, WINDOWS)
     ids, priorities = np.full(2, -1), np.full(2, UNSET, dtype=np.float32)
-    store = Store(name, schema, np.array([2, 3]), ids, priorities)
+    store = Store(name, schema, np.array([2, 3]), ids, priorities, np.array([0, 1]))
     return [
         message(Kind.OPEN, open_message(spec)),
         message(Kind.FETCH, fetch_message([[1, 3, 70], [0, 2, 9], [1, 1, 1]])),

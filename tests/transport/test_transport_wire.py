@@ -208,6 +208,7 @@ def store_of(**changes: Any) -> Store:
         "lengths": np.array([3, 1]),
         "ids": np.array([-1, 4]),
         "priorities": np.array([1, -1], dtype=np.float32),
+        "finals": np.array([1, 0]),
     }
     return Store(**{**fields, **changes})
 
@@ -227,9 +228,11 @@ LENGTHS = "lengths of a message STORE"
 STORES: list[tuple[bytes, int, str]] = [
     (b"", 0, "n of a message STORE takes 4 bytes"),
     (b"\xff" * 8, 0, "n of a message STORE is 4,294,967,295; at most 65,536"),
-    (b"\x01\x00\x00\x00\x01\x00\x00\x00", 0, "is not zero"),
+    (b"\x01\x00\x00\x00\x02\x00\x00\x00", 0, "is not 0 or 1"),
     (b"\x01\x00\x00\x00\x00\x00\x00\x00", 0, "lengths of a message STORE takes 8 bytes"),
     (store_of(lengths=np.array([3, 0])).pack(), 640, LENGTHS),
+    (store_of(finals=np.array([0, 1])).pack(), 640, "finals of a message STORE"),
+    (store_of(finals=np.array([2, 0])).pack(), 640, "finals of a message STORE"),
     (store_of(lengths=np.array([3, -(2**63)])).pack(), 640, LENGTHS),
     (store_of(lengths=np.array([3, 2**63 - 1])).pack(), 640, LENGTHS),
     (store_of(lengths=np.array([600, 600])).pack(), 640, "which is not what 2 trajectories"),
