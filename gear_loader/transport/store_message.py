@@ -91,13 +91,13 @@ class Store:
         lengths, ids = fields.array(n, "<i8", "lengths"), fields.array(n, "<i8", "ids")
         priorities = fields.array(n, "<f4", "priorities")
         finals = fields.array(n, "<i8", "finals") if kind else np.zeros(n, dtype=np.int64)
-        if n and (finals.min() < 0 or (finals >= np.minimum(lengths, 2)).any()):
-            raise ProtocolError(
-                "finals of a message STORE has a number other than 0 and 1, or a trajectory has no other row."
-            )
         if n and (lengths.min() < 1 or lengths.max() > bulk):
             raise ProtocolError(
                 f"lengths of a message STORE has a number outside of 1 to {bulk:,}, the bytes of the bulk part."
+            )
+        if n and (finals.min() < 0 or (finals >= np.minimum(lengths, 2)).any()):
+            raise ProtocolError(
+                "finals of a message STORE has a number other than 0 and 1, or a trajectory has no other row."
             )
         table = fields.text("table", 128)
         try:
