@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import threading
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -453,32 +452,22 @@ def test_nothing_is_waited_for_beyond_the_deadline() -> None:
 
 
 ACTOR = """
-import sys, time, numpy as np, gear_loader as gear
+import sys, numpy as np, gear_loader as gear
 
-class Steps:
-    # The environment of one episode: it is done after 25 steps.
-    left = 25
-    def __bool__(self):
-        self.left -= 1
-        return self.left < 0
-
-obs, action, reward = np.ones(11, np.float32), np.ones(3, np.float32), np.float32(1)
-while True:
-    done = Steps()
-    exec(sys.argv[1])
-    table.close()
+table = gear.Table.attach(sys.argv[1])
+with table.writer() as writer:
+    while True:
+        for _ in range(25):
+            writer.append(observation=np.ones(11, np.float32), action=np.ones(3, np.float32), reward=np.float32(1))
+        writer.commit(priority=1.0)
 """
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("val_fraction", [0, 0.1])
-def test_the_readmes_learner_waits_for_its_actors(val_fraction: float) -> None:
-    """The README's own code; the actor's process is started when fit has begun."""
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    text = text.partition("\n## Train while actors collect\n")[2].partition("```python\n")[2]
-    code = text.partition("```")[0].replace('"replay"', repr(f"actors-begin-later-{os.getpid()}"))
-    create, act, fit = code.split("\n\n")
-    assert all(word in code for word in ("SampleToInsertRatio", "min_size=100", "val_fraction=0"))
+def test_a_learner_waits_for_its_actors(val_fraction: float) -> None:
+    """The actor's process is started when fit has begun."""
+    name = f"actors-begin-later-{os.getpid()}"
     actors: list[subprocess.Popen[bytes]] = []
 
     class Learner(Model):
@@ -486,7 +475,7 @@ def test_the_readmes_learner_waits_for_its_actors(val_fraction: float) -> None:
 
         def on_fit_start(self) -> None:
             assert len(table) == 0
-            actors.append(subprocess.Popen([sys.executable, "-W", "ignore", "-c", ACTOR, act]))
+            actors.append(subprocess.Popen([sys.executable, "-W", "ignore", "-c", ACTOR, name]))
 
         def training_step(self, batch: Any, _: int) -> torch.Tensor:
             assert batch["observation"].shape == (128, 20, 11)
@@ -498,12 +487,24 @@ def test_the_readmes_learner_waits_for_its_actors(val_fraction: float) -> None:
 
     model, shapes = Learner(), {"observation": (11,), "action": (3,), "reward": ()}
     schema = {name: gear.Column(torch.float32, shape) for name, shape in shapes.items()}
-    names: dict[str, Any] = {"gear": gear, "schema": schema, "model": model}
-    names["lightning"] = types.SimpleNamespace(Trainer=made)
-    exec(create, names)
-    table = names["table"]
+    table = gear.Table.create(
+        schema,
+        max_steps=1_000_000,
+        max_trajectories=20_000,
+        name=name,
+        on_full="evict_oldest",
+        rate_limiter=gear.SampleToInsertRatio(8.0, min_size=100, error_buffer=2_000),
+    )
     try:
-        exec(fit.replace("val_fraction=0", f"val_fraction={val_fraction}"), names)
+        data = gear.ReplayDataModule(
+            name,
+            batch_size=128,
+            windows=gear.Window(20),
+            val_fraction=val_fraction,
+            selector=gear.Prioritized(),
+            sample_info=True,
+        )
+        made([gear.ReplayMonitor()]).fit(model, data)
         assert model.batches == 12
         assert table.stats().num_inserted >= 100
     finally:

@@ -25,8 +25,10 @@ def test_steps_of_several_open_trajectories_at_once(ahead: bool) -> None:
         blocks = np.zeros((2, 3), dtype=np.int32)
         open_steps = np.zeros((2, 3), dtype=np.int64)
         for member, writer in enumerate(writers):
-            slot, ids, held = writer.reserve(capacity)
-            assert held >= capacity
+            ids, step, end = writer.reserve(capacity)
+            slot = writer.open_slots[1][-1]
+            assert step == 0
+            assert end >= capacity
             blocks[member] = ids[:3]
             open_steps[member] = slot, 0, capacity
         places = np.full((rows, 2, 2), -1, dtype=np.int32)
