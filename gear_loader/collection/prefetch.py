@@ -103,7 +103,8 @@ class Prefetcher:
         self._stream = pool.stream
         self._releaser = pool.releaser
         self._pid = os.getpid()
-        self._stop = threading.Event()
+        # A plain flag: an Event's lock would stay taken if a signal handler raised inside `set`.
+        self._stopped = False
         self._thread: threading.Thread | None = None
         # Requests to the thread, in order: fill buffers, call a function, or None to stop.
         self._orders: queue.SimpleQueue[_Order | Callable[[], object] | None] = queue.SimpleQueue()
@@ -190,7 +191,7 @@ class Prefetcher:
         try:
             if self._stream is not None:
                 allow_captures()
-            with interruptible(self._stop.is_set):
+            with interruptible(lambda: self._stopped):
                 while self._execute(self._orders.get(), signals):
                     pass
         except Interrupted:
@@ -201,7 +202,7 @@ class Prefetcher:
             self._finish_orders()
         except BaseException as error:
             signal = error
-        if self._stop.is_set():
+        if self._stopped:
             self._give_back()
         signals.put(signal)
 
@@ -216,7 +217,7 @@ class Prefetcher:
                 order()
             return order is not None
         item = _END
-        if not self._stop.is_set() or self._complete:
+        if not self._stopped or self._complete:
             item = next(order.items, _END)
         if item is _END:
             self._pool.free.append(order.buffers)
@@ -358,7 +359,7 @@ class Prefetcher:
     @property
     def closed(self) -> bool:
         """Whether `close` has been called."""
-        return self._stop.is_set()
+        return self._stopped
 
     def close(self) -> bool:
         """Stop the thread and return the buffers; the last delivered batches are recycled by the next iterator.
@@ -371,7 +372,7 @@ class Prefetcher:
         """
         if os.getpid() != self._pid:
             return True  # a forked child: the thread, its orders and its locks are the parent's
-        self._stop.set()
+        self._stopped = True
         self._orders.put(None)
         if not self._pool.delivered:
             self._pool.delivered = self._delivered
