@@ -69,7 +69,7 @@ class Subject:
             "extend": self.extend,
             "extend_in_three_steps": self.extend_in_three_steps,
             "read": lambda: self.table[int(self.table.indices()[0])],
-            "remove": lambda: self.table.remove(self.table.indices()[:1]),
+            "remove": lambda: self.table.remove(self.table.indices()[10:11]),  # never the last ones
             "stats": lambda: (self.table.stats(), self.table.reader().snapshot(), self.table.lengths()),
             "write": self.write,
             "write_chunks": lambda: self.write(chunk_steps=8, overlap_steps=4),
