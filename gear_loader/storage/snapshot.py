@@ -90,7 +90,8 @@ class Log:
         """
         version = int(index.counters[VERSION])
         if self._snapshot is None or self._snapshot.version != version:
-            touched = touched_since(self._position)
+            position, self._position = self._position, -1  # after an interruption everything is read again
+            touched = touched_since(position)
             many = touched is None or 4 * len(touched) > self._end - self._begin
             if touched is None or many or not self._follow(index, touched):
                 self._rebuild(index)
