@@ -109,13 +109,16 @@ def test_a_table_that_wastes_much_is_named_once(
     monkeypatch.setattr(notices, "_seen", {})
     caplog.set_level(logging.WARNING, "gear_loader")
 
+    def messages() -> list[str]:  # not numba's, which says that it compiles
+        return [record.getMessage() for record in caplog.records if "on average" in record.getMessage()]
+
     def told(name: str, lengths: Any, **options: Any) -> list[str]:
         notices._seen.clear()
         caplog.clear()
         with filled(schema_of(name), lengths, **options) as table:
             table.stats()
             table.stats()
-        return [record.getMessage() for record in caplog.records]
+        return messages()
 
     (message,) = told("images", np.full(30, 10))
     assert "its trajectories have 10.0 steps on average, its blocks 64" in message
@@ -137,4 +140,4 @@ def test_a_table_that_wastes_much_is_named_once(
         for _ in range(500):
             writer.append({name: values[0] for name, values in table[0].items()})
         assert table.stats().overhead > 1 / 0.75  # of a trajectory that is being written
-        assert not caplog.records
+        assert not messages()
