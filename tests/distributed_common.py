@@ -21,6 +21,7 @@ import gear_loader as gear
 SCHEMA = {
     "obs": gear.Column(torch.float32, (3,)),
     "act": gear.Column(torch.int64),
+    "task": gear.Column(torch.int64, (2,), per="trajectory"),
     "flag": gear.Column(torch.uint8, (5,)),
 }
 
@@ -32,6 +33,7 @@ def trajectory(number: int, length: int) -> dict[str, np.ndarray[Any, Any]]:
         "obs": (number + steps[:, None] / 64 + np.zeros(3)).astype(np.float32),
         "act": number * 1000 + steps,
         "flag": ((number + steps[:, None]) % 251 + np.zeros(5)).astype(np.uint8),
+        "task": np.array([number, -number]),
     }
 
 
@@ -44,6 +46,7 @@ def check_batch(batch: dict[str, Any], windows: gear.Window) -> None:
         there = mask[row]
         assert there.any()
         number = numbers[row][there][0]
+        assert batch["task"][row].tolist() == [number, -number]
         assert torch.equal(batch["act"][row][there], number * 1000 + steps[row][there])
         assert not batch["act"][row][~there].any()
         expected = number + steps[row][there][:, None] / 64 + torch.zeros(3)

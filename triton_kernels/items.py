@@ -203,7 +203,7 @@ def locate(
 @triton.jit(
     do_not_specialize=[
         *("count", "size", "width", "block_steps", "first", "last"),
-        *("anchor_first", "ahead", "ahead_final"),
+        *("anchor_first", "ahead", "ahead_final", "once"),
     ]
 )
 def resolve_kernel(
@@ -223,6 +223,7 @@ def resolve_kernel(
     anchor_first,
     ahead,
     ahead_final,
+    once,
     ANCHOR: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -269,6 +270,9 @@ def resolve_kernel(
         m_block = m_item & (low + k <= high)
         b_block = tl.load(p_blocks + o_ids + low + k, mask=m_block, other=0)
         tl.store(p_ids + o_own + k, b_block, mask=m_row)
+    if once:
+        b_block = tl.load(p_blocks + o_ids, mask=m_item, other=0)
+        tl.store(p_ids + o_own + width - 1, b_block, mask=m_row)
 
 
 def resolve(
@@ -281,6 +285,7 @@ def resolve(
     anchor: str,
     first: int,
     last: int,
+    once: bool = False,
 ) -> None:
     """Compute the gather's inputs for drawn items.
 
@@ -295,6 +300,7 @@ def resolve(
         ids: int32 [size, K], filled with the blocks of the windows.
         anchor: one of `ANCHORS`.
         first, last: first and last step covered by any window, relative to the anchor; they touch at most K blocks.
+        once: whether the last of the K is the trajectory's first block, and the windows touch at most K - 1.
 
     Does not wait for the GPU.
 
@@ -328,6 +334,7 @@ def resolve(
             first,
             last,
             *known.anchors,
+            int(once),
             ANCHOR=ANCHORS.index(anchor),
             **LAUNCH,
         )

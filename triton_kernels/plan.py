@@ -67,6 +67,8 @@ class GatherColumn:
             and fills it with the trajectory's first or last step; the others fill it with zeros.
         mask: bool [B, L], True where the step exists, or None.
         final: whether the window may read a trajectory's final step.
+        once: whether a block has one value, of a whole trajectory, and the window shows that of its first block: an
+            offset below 0 by more than any trajectory's length, and PAD_EDGE.
     """
 
     source: torch.Tensor
@@ -75,6 +77,7 @@ class GatherColumn:
     pad: int = PAD_KEEP
     mask: torch.Tensor | None = None
     final: bool = False
+    once: bool = False
 
     @property
     def step_bytes(self) -> int:
@@ -99,6 +102,7 @@ class GatherColumn:
                 f"source has stride {source.stride(0)} and address {source.data_ptr():#x}; "
                 f"expected multiples of {LINE}."
             )
+        block_steps = 1 if self.once else block_steps
         if block_steps < 1 or block_steps * self.step_bytes > source.shape[1]:
             raise ValueError(
                 f"{block_steps} steps of {self.step_bytes} bytes do not fit into blocks of {source.shape[1]} bytes."

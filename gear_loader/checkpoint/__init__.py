@@ -4,11 +4,14 @@
                                    `.manifest`
     index.<n>.safetensors          one entry a trajectory, oldest first: sequence, length, priority, times_sampled, age
                                    (nanoseconds, at the save), ident (the global id that it was added with, or -1),
-                                   segment, first
-    segments/<number>/<column>.npy whole trajectories one after another, [steps, *shape] (bfloat16 as uint16)
+                                   segment, first; and final and place, if trajectories have final steps, or columns
+                                   are per trajectory
+    segments/<number>/<column>.npy whole trajectories one after another, [steps, *shape] (bfloat16 as uint16); of a
+                                   column per trajectory, [trajectories, *shape]
     .gear-loader.lock              locked by a save while it runs
 
-Trajectory i is the rows ``first[i]`` to ``first[i] + length[i] - 1`` of every column in segment ``segment[i]``.
+Trajectory i is the rows ``first[i]`` to ``first[i] + length[i] - 1`` of every column in segment ``segment[i]``, and the
+row ``place[i]`` of columns per trajectory.
 
 The manifest has a checksum of each file and of every 4 MiB of it, so that a part can be read and checked
 (`.partial_reads`). Trajectories that share blocks in memory are stored separately, each as a whole.

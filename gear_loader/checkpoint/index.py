@@ -38,6 +38,8 @@ class Entries:
         segment: int64, number of the segment. first: int64, first row in the segment.
         final: int64, number of final steps (0 or 1), which follow the steps in the segment. The file has it only if
             there is any.
+        place: int64, position among the trajectories of the segment, which is the row in the files of columns per
+            trajectory. The file has it only if there is such a column.
     """
 
     sequence: Array
@@ -49,6 +51,7 @@ class Entries:
     segment: Array
     first: Array
     final: Array
+    place: Array
 
     @property
     def rows(self) -> Array:
@@ -83,7 +86,8 @@ def read_entries(directory: Directory, manifest: Manifest) -> Entries:
     import safetensors.numpy
 
     path = directory.at(index_file(manifest.saves))
-    limit = _ENTRY_BYTES * manifest.num_trajectories + _HEADER_BYTES
+    each = _ENTRY_BYTES + (8 if manifest.schema.per_trajectory else 0)
+    limit = each * manifest.num_trajectories + _HEADER_BYTES
 
     def check(size: int) -> None:
         if size != manifest.index.bytes:
@@ -108,7 +112,8 @@ def read_entries(directory: Directory, manifest: Manifest) -> Entries:
     except (safetensors.SafetensorError, ValueError, KeyError) as error:
         raise CheckpointError(f"{path} is not a safetensors file ({error}). {REMEDY}") from error
     names = [field.name for field in dataclasses.fields(Entries)]
-    arrays.setdefault("final", np.zeros(manifest.num_trajectories, dtype=np.int64))
+    for name in ("final",) if manifest.schema.per_trajectory else ("final", "place"):
+        arrays.setdefault(name, np.zeros(manifest.num_trajectories, dtype=np.int64))
     if sorted(arrays) != sorted(names):
         raise CheckpointError(f"{path} has the tensors {sorted(arrays)}; expected {sorted(names)}. {REMEDY}")
     for name in names:
@@ -154,6 +159,7 @@ def _problem(entries: Entries, manifest: Manifest) -> str | None:
     if following(entries.ident, manifest.origin or 0) > manifest.next_sequence:
         return f"an id of the table's own origin has a number above {manifest.next_sequence - 1}"
     steps, rows = {segment.number: segment.steps for segment in manifest.segments}, entries.rows
+    counts = {segment.number: segment.trajectories for segment in manifest.segments}
     for number in np.unique(entries.segment).tolist():
         if number not in steps:
             return f"segment {number} does not exist"
@@ -164,4 +170,9 @@ def _problem(entries: Entries, manifest: Manifest) -> str | None:
             return f"a trajectory lies outside segment {number}, which has {steps[number]} steps"
         if (np.diff(first[here]) < rows[here[:-1]]).any():
             return f"two trajectories of segment {number} overlap"
+        place = entries.place[here]
+        if manifest.schema.per_trajectory and (
+            place[0] < 0 or place[-1] >= counts[number] or (np.diff(place) <= 0).any()
+        ):
+            return f"places in segment {number} do not ascend from 0 to {counts[number] - 1}"
     return None

@@ -241,7 +241,8 @@ def fill(
         first_ids = np.cumsum(blocks) - blocks
         largest = max(column.step_bytes for column in table.schema.values())
         wanted = [_SegmentRead.of(part, segment) for part in parts for segment in part.manifest.segments]
-        total = sum(one.steps for one in wanted) * table.schema.step_bytes
+        total = sum(one.steps * table.schema.step_bytes for one in wanted)
+        total += sum(one.trajectories * table.schema.trajectory_bytes for one in wanted)
         with contextlib.ExitStack() as stack:
             advance, _ = stack.enter_context(progress_bar("Loading", total, enabled=progress))
             pipeline = stack.enter_context(Pipeline(largest, advance))
@@ -278,7 +279,7 @@ class _SegmentRead:
         which: int64 [n], positions in `part.entries` of the trajectories in the segment, in the order of their rows.
         ranges: int64 [ranges, 2], their rows, consecutive trajectories merged.
         whole: whether whole files are read, because most of their rows are needed.
-        steps: number of steps to read.
+        steps: number of steps to read. trajectories: the same of columns per trajectory.
     """
 
     part: Part
@@ -287,6 +288,7 @@ class _SegmentRead:
     ranges: Array
     whole: bool
     steps: int
+    trajectories: int
 
     @staticmethod
     def of(part: Part, segment: Segment) -> _SegmentRead:
@@ -295,7 +297,8 @@ class _SegmentRead:
         ranges = _row_ranges(part.entries.first[which], part.entries.rows[which])
         steps = int((ranges[:, 1] - ranges[:, 0]).sum())
         whole = steps > 0 and _WHOLE * steps >= segment.steps
-        return _SegmentRead(part, segment, which, ranges, whole, segment.steps if whole else steps)
+        read = (segment.steps, segment.trajectories) if whole else (steps, len(which))
+        return _SegmentRead(part, segment, which, ranges, whole, *read)
 
     def read(
         self,
@@ -318,17 +321,24 @@ class _SegmentRead:
             return
         segment, entries, layout = self.segment, self.part.entries, table.region.layout
         rows = Rows(entries.first[self.which], entries.rows[self.which], layout.block_steps)
+        place, ones = entries.place[self.which], np.ones(len(self.which), dtype=np.int64)
+        once = Rows(place, ones, layout.block_steps)
         places = first_ids[self.part.places[self.which]]
         with directory.child_to_load(self.part.segment(segment)) as folder:
             for name, column in table.schema.items():
-                header = npy_header(column.dtype_name, segment.steps, column.shape)
-                take = _taker(table.region.column(name), layout.columns[name], rows, places, ids)
+                header = npy_header(column.dtype_name, segment.rows(column), column.shape)
+                these, ranges, count = (
+                    (once, _row_ranges(place, ones), self.trajectories)
+                    if column.trajectory
+                    else (rows, self.ranges, self.steps)
+                )
+                take = _taker(table.region.column(name), layout.columns[name], these, places, ids)
                 file, record, size = column_file(name), segment.files[name], column.step_bytes
                 if self.whole:
                     pipeline.read(folder, file, record, header, size, take)
                     continue
-                read_ranges(folder, file, record, segment.chunk_bytes, len(header), size, self.ranges, take)
-                advance(self.steps * size)
+                read_ranges(folder, file, record, segment.chunk_bytes, len(header), size, ranges, take)
+                advance(count * size)
 
 
 def _row_ranges(first: Array, lengths: Array) -> Array:

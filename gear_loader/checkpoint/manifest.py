@@ -26,7 +26,7 @@ from gear_loader.checkpoint.names import (
 )
 from gear_loader.errors import SchemaError
 from gear_loader.storage.rules import Rules
-from gear_loader.storage.schema import Schema
+from gear_loader.storage.schema import Column, Schema
 
 __all__ = [
     "CHUNK_BYTES",
@@ -52,7 +52,8 @@ class Segment:
     """Whole trajectories one after another.
 
     Attributes:
-        number: of the segment. steps: of all its trajectories.
+        number: of the segment. steps: of all its trajectories. trajectories: their number, 0 if no column is per
+            trajectory.
         files: record of each column's file. chunk_bytes: bytes of the files that have a checksum of their own.
     """
 
@@ -60,6 +61,11 @@ class Segment:
     steps: int
     files: dict[str, FileRecord]
     chunk_bytes: int
+    trajectories: int = 0
+
+    def rows(self, column: Column) -> int:
+        """Rows of a column's file."""
+        return self.trajectories if column.trajectory else self.steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +114,7 @@ class Manifest:
             {
                 "number": segment.number,
                 "steps": segment.steps,
+                **({"trajectories": segment.trajectories} if self.schema.per_trajectory else {}),
                 "chunk_bytes": segment.chunk_bytes,
                 "files": {
                     name: {
@@ -172,6 +179,7 @@ def _parse(fields: Fields) -> Manifest:
             raise inner.wrong("number", number, "a number that no other segment has")
         numbers.add(number)
         steps = inner.integer("steps", 1, 2**48)
+        count = inner.integer("trajectories", 1, steps) if schema.per_trajectory else 0
         chunk_bytes = inner.integer("chunk_bytes", LEAST_CHUNK, 2**40)
         files = Fields(inner.get("files"), fields.path, f"segments[{i}].files")
         if list(files.value) != list(schema):
@@ -180,10 +188,12 @@ def _parse(fields: Fields) -> Manifest:
         for name, column in schema.items():
             path = f"{segment_folder(number)}/{column_file(name)}"
             records[name] = files.record(name, path, chunk_bytes)
-            size = len(npy_header(column.dtype_name, steps, column.shape)) + steps * column.step_bytes
+            rows = count if column.trajectory else steps
+            size = len(npy_header(column.dtype_name, rows, column.shape)) + rows * column.step_bytes
             if records[name].bytes != size:
-                raise files.wrong(name, records[name].bytes, f"{size} bytes for {steps:,} steps")
-        segments.append(Segment(number, steps, records, chunk_bytes))
+                unit = "trajectories" if column.trajectory else "steps"
+                raise files.wrong(name, records[name].bytes, f"{size} bytes for {rows:,} {unit}")
+        segments.append(Segment(number, steps, records, chunk_bytes, count))
     max_steps = fields.integer("max_steps", 1, _LIMIT - 1)
     max_trajectories = fields.integer("max_trajectories", 1, 2**31 - 1)
     num_trajectories = fields.integer("num_trajectories", 0, max_trajectories)

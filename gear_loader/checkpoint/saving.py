@@ -250,7 +250,8 @@ class _Save:
             sweep(self.directory, read_manifest(self.directory))
 
     def _bytes(self, snapshot: _Snapshot) -> int:
-        return int(snapshot.rows.sum()) * self.schema.step_bytes
+        once = len(snapshot.slots) * self.schema.trajectory_bytes
+        return int(snapshot.rows.sum()) * self.schema.step_bytes + once
 
     # ---------------------------------------------------------------- stored trajectories
 
@@ -310,26 +311,29 @@ class _Save:
         number = self._free_number(segments)
         name = f"{number:06d}"
         ends = np.cumsum(unsaved.rows)
-        first, steps = ends - unsaved.rows, int(ends[-1])
+        first, steps, count = ends - unsaved.rows, int(ends[-1]), len(unsaved.slots)
         rows = Rows(first, unsaved.rows, self.layout.block_steps)
+        place = np.arange(count)
+        once = Rows(place, np.ones(count, dtype=np.int64), self.layout.block_steps)
+        number_of = count if self.schema.per_trajectory else 0
         segments.mkdir(name + PART)
         files = {}
         with segments.child(name + PART) as folder:
             for key, column in self.schema.items():
+                total = count if column.trajectory else steps
                 files[key] = pipeline.write(
                     folder,
                     column_file(key),
-                    npy_header(column.dtype_name, steps, column.shape),
-                    steps,
+                    npy_header(column.dtype_name, total, column.shape),
+                    total,
                     column.step_bytes,
-                    self._filler(key, unsaved, rows, under_ticket),
+                    self._filler(key, unsaved, once if column.trajectory else rows, under_ticket),
                     chunk_bytes=manifest_module.CHUNK_BYTES,
                 )
             folder.sync()
         segments.rename(name + PART, name)
         self.next_segment = number + 1
-        self.segments[number] = Segment(number, steps, files, manifest_module.CHUNK_BYTES)
-        count = len(unsaved.slots)
+        self.segments[number] = Segment(number, steps, files, manifest_module.CHUNK_BYTES, number_of)
         written = Entries(
             sequence=unsaved.sequences,
             length=unsaved.lengths,
@@ -340,6 +344,7 @@ class _Save:
             segment=np.full(count, number, dtype=np.int64),
             first=first,
             final=unsaved.finals,
+            place=place,
         )
         everything = zip(self.stored.arrays().values(), written.arrays().values(), strict=True)
         joined = Entries(*(np.concatenate(pair) for pair in everything))
@@ -408,6 +413,8 @@ class _Save:
         arrays = {key: np.ascontiguousarray(array) for key, array in entries.arrays().items()}
         if not arrays["final"].any():
             del arrays["final"]
+        if not self.schema.per_trajectory:
+            del arrays["place"]
         record: FileRecord = write_small(self.directory, name + PART, safetensors.numpy.save(arrays))
         self.directory.rename(name + PART, name)
         manifest = Manifest(
@@ -445,4 +452,4 @@ class _Save:
 
 def _no_entries() -> Entries:
     empty: Any = np.empty(0, dtype=np.int64)
-    return Entries(empty, empty, np.empty(0, dtype=np.float32), empty, empty, empty, empty, empty, empty)
+    return Entries(empty, empty, np.empty(0, dtype=np.float32), *(empty,) * 7)

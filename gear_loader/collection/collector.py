@@ -12,10 +12,10 @@ import torch
 from gear_loader.collection.batches import Batch
 from gear_loader.collection.n_step import NStep, Returns
 from gear_loader.collection.references import BatchReferences, aliased
-from gear_loader.collection.windows import expand, mask_of, reach_of, source_of
+from gear_loader.collection.windows import expand, mask_of, reach_of, source_of, steps_only
 from gear_loader.kernels.plan import PAD_EDGE, PAD_HEAD, PAD_KEEP, PAD_TAIL, WIDTH, GatherColumn, GatherPlan
 from gear_loader.native import copying, threads
-from gear_loader.storage.rows import CudaRows, SelectedRows
+from gear_loader.storage.rows import CudaRows, Reach, SelectedRows
 from gear_loader.storage.schema import Window
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, outside_inference
@@ -67,6 +67,7 @@ class Buffers:
     Attributes:
         batch: column -> ``[B, L, *shape]``, mask, index, anchor, generation, on the target device.
         plan: gather plan of the columns and masks.
+        once: on a GPU that reads the region, plan of the columns per trajectory; elsewhere they are in `plan`.
         gpu: auxiliary tensors on a GPU.
         names: on the CPU, int64 [3, B]: view of index, anchor and generation.
         columns: on the CPU, int64 [C, WIDTH]: view of the plan's table.
@@ -77,6 +78,7 @@ class Buffers:
 
     batch: Batch
     plan: GatherPlan
+    once: GatherPlan | None = None
     gpu: GpuSide | None = None
     names: Array = dataclasses.field(default_factory=lambda: np.empty((3, 0), dtype=np.int64))
     columns: Array = dataclasses.field(default_factory=lambda: np.empty((0, WIDTH), dtype=np.int64))
@@ -160,7 +162,9 @@ class Collector:
             table.schema[source_of(name, window)].step_bytes * window.length
             for name, window in self.windows.items()
         )
-        self._first, self._last = reach_of(self.windows)
+        self.reach: Reach = reach_of(table.schema, self.windows)
+        """What the windows read of a trajectory."""
+        self._once_extents: dict[int, torch.Tensor] = {}
         self.waits = False
         """Whether `gather` may wait for other processes, so that the training thread must not call it."""
 
@@ -184,7 +188,7 @@ class Collector:
 
         if self.zero_copy:
             random = pinned(3, dtype=torch.int64)
-            blocks = (self._last - self._first) // self._block_steps + 2
+            blocks = (self.reach.last - self.reach.first) // self._block_steps + 2 + self.reach.once
             host = (
                 pinned(6, self.batch_size, dtype=torch.int64),
                 pinned(self.batch_size, blocks, dtype=torch.int32).zero_(),
@@ -220,13 +224,13 @@ class Collector:
         keys = {name: mask_of(schema, name, window) for name, window in self.windows.items()}
         masks: dict[tuple[int, int, str, bool], torch.Tensor] = {}
         owners: dict[tuple[int, int, str, bool], str] = {}
-        for name, window in self.windows.items():
+        for name, window in steps_only(schema, self.windows).items():
             masks.setdefault(keys[name], empty(size, window.length, dtype=torch.bool))
             owner = owners.setdefault(keys[name], name)
             if schema[sources[name]].step_bytes < schema[sources[owner]].step_bytes:
                 owners[keys[name]] = name
         batch = Batch()
-        columns = []
+        columns: list[GatherColumn] = []
         for name, window in self.windows.items():
             column = schema[sources[name]]
             out = empty(size, window.length, *column.shape, dtype=column.dtype)
@@ -237,13 +241,14 @@ class Collector:
                     out=out.view(size, window.length, -1).view(torch.uint8),
                     offset=window.offset,
                     pad=_PADS[window.pad],
-                    mask=masks[keys[name]] if owners[keys[name]] == name else None,
+                    mask=masks[keys[name]] if owners.get(keys[name]) == name else None,
                     final=column.final,
+                    once=column.trajectory,
                 )
             )
         shown = {
             name: masks[keys[name]][:, 0] if window.squeeze else masks[keys[name]]
-            for name, window in self.windows.items()
+            for name, window in steps_only(schema, self.windows).items()
         }
         returns = tuple(
             Returns.of(
@@ -263,7 +268,9 @@ class Collector:
         if self.informs:
             counts = empty(2, size, dtype=torch.int64)
             batch["sample_info"] = _named(counts, empty(2, size, dtype=torch.float32))
-        made = Buffers(batch, GatherPlan(columns, self._block_steps), returns=returns)
+        apart = [column for column in columns if column.once and device.type == "cuda"]
+        plan = GatherPlan([column for column in columns if column not in apart], self._block_steps)
+        made = Buffers(batch, plan, GatherPlan(apart, 1) if apart else None, returns=returns)
         if device.type == "cpu":
             made.names, made.columns = names.numpy(), made.plan.table.numpy()
             if "priority_weight" in batch:
@@ -313,11 +320,8 @@ class Collector:
     def use_on(self, stream: torch.cuda.Stream) -> None:
         """Register a stream for gathers, so that the allocator keeps their inputs until they have run."""
         self._numbers.record_stream(stream)
-
-    @property
-    def reach(self) -> tuple[int, int]:
-        """The first and last step covered by any window, relative to the anchor."""
-        return self._first, self._last
+        for extent in self._once_extents.values():
+            extent.record_stream(stream)
 
     def _gather_cpu(self, buffers: Buffers, rows: SelectedRows) -> None:
         count, slots, anchors = len(rows), rows.slots, rows.anchors
@@ -394,26 +398,62 @@ class Collector:
             mirror[1].view(-1),
             programs=self.programs,
         )
+        if buffers.once is not None:
+            self._gather_once(buffers.once, mirror[1], count)
         buffers.compute(count)
+
+    def _gather_once(
+        self, plan: GatherPlan, block_ids: torch.Tensor, count: int, rows: torch.Tensor | None = None
+    ) -> None:
+        """Gather the columns per trajectory of `count` rows, whose first blocks are the last column of `block_ids`.
+
+        Args:
+            plan: of these columns. block_ids: int32 [n, K] on the device. rows: as for `gather`.
+        """
+        from gear_loader.kernels import gather
+
+        # Every trajectory has one step here, whose block is the last of its row in `block_ids`.
+        gather.gather(
+            plan,
+            self._numbers[:count],
+            self._numbers[:count],
+            self._once_extent(block_ids.shape[1]),
+            block_ids.view(-1),
+            rows=rows,
+            programs=self.programs,
+        )
+
+    def _once_extent(self, width: int) -> torch.Tensor:
+        """Extents, int64 [B, 3], of trajectories of one step in the last of `width` blocks a row."""
+        if width not in self._once_extents:
+            extent = torch.zeros(self.batch_size, 3, dtype=torch.int64, device="cpu")
+            extent[:, 0] = 1
+            extent[:, 1] = torch.arange(self.batch_size, device="cpu") * width + width - 1
+            with outside_inference():
+                self._once_extents[width] = extent.to(self.device)  # which waits, see `_numbers`
+        return self._once_extents[width]
 
 
 def resolve(
-    table: Table, slots: Array, anchors: Array, reach: tuple[int, int], extent: Array, ids: Array
+    table: Table, slots: Array, anchors: Array, reach: Reach | tuple[int, int], extent: Array, ids: Array
 ) -> None:
     """Copy the index entries of a batch's windows.
 
     Args:
         table: table of the rows.
         slots, anchors: int64 [B].
-        reach: first and last step covered by any window, relative to the anchor.
+        reach: `Reach` of the windows.
         extent: int64 [B, 3], filled with lengths in steps, the positions in `ids` where the trajectories' block tables
             would start (may be negative, because `ids` holds the blocks of the windows only), and final steps (0 or 1).
-        ids: int32 [B, K], filled with the windows' blocks.
+        ids: int32 [B, K], filled with the windows' blocks; with ``reach.once`` the last of K is the trajectory's first.
     """
     lengths, block_ids = table.reader().index_arrays()
     block_steps = table.region.layout.block_steps
     num_blocks = table.region.layout.num_blocks
-    bad = copying.resolve(slots, anchors, lengths, block_ids, block_steps, *reach, extent, ids, num_blocks)
+    first, last, once = Reach(*reach)
+    bad = copying.resolve(
+        slots, anchors, lengths, block_ids, block_steps, first, last, extent, ids, num_blocks, once
+    )
     table.reader().check_gathered(bad)
 
 

@@ -71,8 +71,8 @@ class NStep:
             SchemaError: a column is missing or not of shape ``()``.
         """
         for name in (self.column, self.done):
-            if name not in schema or schema[name].shape != ():
-                found = f"has shape {list(schema[name].shape)}" if name in schema else "does not exist"
+            if name not in schema.steps or schema[name].shape != ():
+                found = f"has shape {list(schema[name].shape)}" if name in schema.steps else "does not exist"
                 raise SchemaError(f"Column {name!r} of {self!r} {found}; expected one of shape ().")
         finals = [name for name, column in schema.items() if column.final]
         follows = min(finals, key=lambda name: schema[name].step_bytes, default=self.column)

@@ -81,11 +81,12 @@ class ShardBuffers(Buffers):
     """The tensors of one batch, and the plans that fill them from each shard.
 
     Attributes:
-        plans: shard of this node -> gather plan, made on first use.
+        plans, once_plans: shard of this node -> gather plan, made on first use.
         place: plan that places rows of other nodes, made on first use.
     """
 
     plans: dict[int, GatherPlan] = dataclasses.field(default_factory=dict)
+    once_plans: dict[int, GatherPlan] = dataclasses.field(default_factory=dict)
     place: PlacePlan | None = None
 
 
@@ -132,7 +133,7 @@ class ShardCollector(Collector):
         made.batch["shard"] = torch.empty(
             self.batch_size, dtype=torch.int64, device=device, pin_memory=pinned
         )
-        return ShardBuffers(made.batch, made.plan, returns=made.returns)
+        return ShardBuffers(made.batch, made.plan, made.once, returns=made.returns)
 
     # ---------------------------------------------------------------- collecting
 
@@ -267,11 +268,24 @@ class ShardCollector(Collector):
     def _plan(self, buffers: ShardBuffers, shard: int) -> GatherPlan:
         plan = buffers.plans.get(shard)
         if plan is None:
-            region = self._table(shard).region
-            columns = [source_of(name, window) for name, window in self.windows.items()]
-            sources = [torch.from_numpy(region.column(column)) for column in columns]
-            plan = buffers.plans[shard] = buffers.plan.of_source(sources, region.layout.block_steps)
+            block_steps = self._table(shard).region.layout.block_steps
+            plan = buffers.plans[shard] = buffers.plan.of_source(
+                self._sources(shard, buffers.once is None), block_steps
+            )
         return plan
+
+    def _once_plan(self, buffers: ShardBuffers, shard: int) -> GatherPlan | None:
+        """The plan of the columns per trajectory, where they have one of their own."""
+        if buffers.once is not None and shard not in buffers.once_plans:
+            buffers.once_plans[shard] = buffers.once.of_source(self._sources(shard, True, False), 1)
+        return buffers.once_plans.get(shard)
+
+    def _sources(self, shard: int, once: bool, steps: bool = True) -> list[torch.Tensor]:
+        """The blocks of the windows' columns in a shard, of those per trajectory, of those with steps, or of both."""
+        region, schema = self._table(shard).region, self.table.schema
+        columns = [source_of(name, window) for name, window in self.windows.items()]
+        chosen = [column for column in columns if (once if schema[column].trajectory else steps)]
+        return [torch.from_numpy(region.column(column)) for column in chosen]
 
     # ---------------------------------------------------------------- rows of other nodes
 

@@ -101,7 +101,9 @@ class CudaShardCollector(ShardCollector):
             made.batch[key] = mirror.keys[i]
         if self.weighs:
             made.batch["priority_weight"] = mirror.weights
-        return DeviceBuffers(made.batch, made.plan, gpu, returns=made.returns, host=host, mirror=mirror)
+        return DeviceBuffers(
+            made.batch, made.plan, made.once, gpu, returns=made.returns, host=host, mirror=mirror
+        )
 
     @contextlib.contextmanager
     def _filling(self, buffers: ShardBuffers) -> Iterator[None]:
@@ -149,6 +151,8 @@ class CudaShardCollector(ShardCollector):
                 rows=mirror.rows[part],
                 programs=self.programs,
             )
+            if (once := self._once_plan(buffers, shard)) is not None:
+                self._gather_once(once, mirror.block_ids[part], count, mirror.rows[part])
 
     def _place_part(self, buffers: ShardBuffers, part: Part) -> None:
         from gear_loader.kernels import place

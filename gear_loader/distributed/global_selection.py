@@ -27,6 +27,7 @@ from gear_loader.selection.base import Selection, SelectionContext
 from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Fifo, Prioritized
 from gear_loader.selection.weights import importance_weights
 from gear_loader.storage.reader import Snapshot
+from gear_loader.storage.rows import Reach
 from gear_loader.utils.arrays import Array
 
 __all__ = ["GlobalSelection"]
@@ -52,7 +53,7 @@ class GlobalSelection(Selection):
         shards: the sharded table.
         exchange: collective channel private to this selection.
         history: number of batches whose rows are remembered for `state_dict`.
-        reach: first and last step of the windows, relative to the anchor, where rows are read one-sidedly: records
+        reach: of the windows, where rows are read one-sidedly: records
             then carry the blocks of their windows. None elsewhere.
 
     Attributes:
@@ -67,7 +68,7 @@ class GlobalSelection(Selection):
         exchange: SingleProcess,
         *,
         history: int,
-        reach: tuple[int, int] | None,
+        reach: Reach | None,
     ) -> None:
         super().__init__(context)
         self.shards = shards

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from gear_loader.storage.rows import Reach
 from gear_loader.utils.arrays import Array
 
 __all__ = [
@@ -87,15 +88,15 @@ def record_dtype(blocks: int) -> np.dtype[np.void]:
     return np.dtype(fields)
 
 
-def max_window_blocks(reach: tuple[int, int], block_steps: Iterable[int]) -> int:
-    """Return the most blocks that a window touches in any shard.
+def max_window_blocks(reach: Reach, block_steps: Iterable[int]) -> int:
+    """Return the most blocks that a row's windows need in any shard.
 
     Args:
-        reach: first and last step of the windows, relative to the anchor.
+        reach: of the windows; with `once`, one more block is the trajectory's first.
         block_steps: steps of a block in each shard.
     """
-    first, last = reach
-    return max((last - first) // steps + 2 for steps in block_steps)
+    first, last, once = reach
+    return max((last - first) // steps + 2 + once for steps in block_steps)
 
 
 def slice_rows(count: int, slices: int, number: int) -> Array:

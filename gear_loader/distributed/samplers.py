@@ -16,6 +16,7 @@ from gear_loader.errors import PriorityError, TableEmptyError
 from gear_loader.selection.base import SelectionContext
 from gear_loader.selection.prioritized import needs_priorities
 from gear_loader.selection.selectors import Draw
+from gear_loader.storage.rows import Reach
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
@@ -28,7 +29,7 @@ class Samplers:
     Args:
         context: selector and options of the selection.
         shards: the sharded table.
-        reach: first and last step of the windows, relative to the anchor, where rows are read one-sidedly: records
+        reach: of the windows, where rows are read one-sidedly: records
             then carry the blocks of their windows. None elsewhere.
 
     Attributes:
@@ -37,7 +38,7 @@ class Samplers:
         by_priority: whether rows are drawn by priority.
     """
 
-    def __init__(self, context: SelectionContext, shards: Shards, reach: tuple[int, int] | None) -> None:
+    def __init__(self, context: SelectionContext, shards: Shards, reach: Reach | None) -> None:
         self._context = context
         self._shards = shards
         self._reach = reach

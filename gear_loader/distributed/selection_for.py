@@ -42,7 +42,9 @@ def selection_for(
     """
     if shards is not None and exchange is not None:
         # Who draws has to know the blocks of the windows where rows are read one-sidedly.
-        reach = reach_of(windows) if shards.transport == "nixl" and shards.remote else None
+        reach = (
+            reach_of(context.table.schema, windows) if shards.transport == "nixl" and shards.remote else None
+        )
         return GlobalSelection(context, shards, exchange, history=history, reach=reach)
     if not needs_priorities(context.selector):
         return SnapshotSelection(context)

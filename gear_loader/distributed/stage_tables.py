@@ -135,13 +135,14 @@ class StageTable:
         """
         given = np.full(len(trajectories), -1, dtype=np.int64) if ids is None else ids
         ends = np.zeros(len(trajectories), dtype=np.int64) if finals is None else finals
-        steps = sum(len(next(iter(each.values()))) for each in trajectories)
+        mark = next(iter(self.schema.steps))
+        steps = sum(len(each[mark]) for each in trajectories)
         known = priorities[priorities != UNSET]
         mass = float(known.sum()) + (len(priorities) - len(known)) * max(1.0, float(known.max(initial=0)))
         self._report = (max(0, self._report[0] - steps), self._report[1] + mass)
         futures, first, size = [], 0, 0
         for end, trajectory in enumerate(trajectories, start=1):
-            size += len(next(iter(trajectory.values()))) * self.schema.step_bytes
+            size += len(trajectory[mark]) * self.schema.step_bytes + self.schema.trajectory_bytes
             if size >= _PART_BYTES or end - first == _PART_ROWS or end == len(trajectories):
                 part = [dict(each) for each in trajectories[first:end]]
                 rows = (values[first:end].copy() for values in (priorities, given, ends))

@@ -159,7 +159,7 @@ class ReplayBuffer(_ReplayBuffer):
             block_steps=_BLOCK_STEPS,
             name=name,
         )
-        self._columns = self.table.column_addresses()
+        self._columns = self.table.step_addresses()
         # Where `add` puts what it is given, converted: [n_envs, ...] of each column.
         self._given = {
             key: np.zeros((self.n_envs, *column.shape), dtype=NUMPY_DTYPES[column.dtype])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 from numba import njit
@@ -31,11 +34,12 @@ os.register_at_fork(
 def compiled(function: Any) -> Any:
     """Compile a loop that runs without the GIL, and cache the machine code on disk for the next process.
 
-    Cached code stays valid until the function's own file changes. So the loops that it calls are in the same file, and
-    constants from other files are asserted there.
+    Cached code stays valid until the function's own file changes, or one that has a loop which the file uses. Constants
+    from other files are asserted.
     """
     try:
         loop = njit(nogil=True, cache=True)(function)
+        _stamp(loop)
     except RuntimeError as error:
         notice(
             "numba-cache",
@@ -45,6 +49,33 @@ def compiled(function: Any) -> Any:
         loop = njit(nogil=True)(function)
     loops.append(loop)
     return loop
+
+
+def _stamp(loop: Any) -> None:
+    """Make the cached code of a loop depend on all files that its machine code comes from.
+
+    By default numba looks only at the file of the loop itself. Code of another version of a loop that is linked into it
+    could then write where this version keeps other data.
+    """
+    cached: Any = getattr(getattr(loop, "_cache", None), "_cache_file", None)
+    if hasattr(cached, "_source_stamp"):  # other versions of numba may call it otherwise
+        files = _files(loop.py_func.__globals__, {loop.py_func.__code__.co_filename})
+        cached._source_stamp = b"".join(map(_digest, sorted(files)))
+
+
+@functools.cache
+def _digest(file: str) -> bytes:
+    return hashlib.sha256(Path(file).read_bytes()).digest()
+
+
+def _files(names: dict[str, Any], found: set[str]) -> set[str]:
+    """Add the files of the loops among the names of a module, and of those that they use."""
+    for value in list(names.values()):
+        function = getattr(value, "py_func", None)
+        if function is not None and function.__code__.co_filename not in found:
+            found.add(function.__code__.co_filename)
+            _files(function.__globals__, found)
+    return found
 
 
 class _Watch(event.Listener):  # type: ignore[misc]

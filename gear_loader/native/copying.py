@@ -259,7 +259,8 @@ def scatter(columns, block_steps, ids, addresses, lengths) -> None:  # type: ign
     """Copy trajectories into their blocks.
 
     Args:
-        columns: int64 [C, 3], address of the column, bytes from block to block, bytes of a step.
+        columns: int64 [C, 3], address of the column, bytes from block to block, bytes of a step. If the second is
+            negative, a trajectory has one value, which goes to its first block.
         block_steps: steps of a block.
         ids: int32 [blocks], blocks of the trajectories, one trajectory after another.
         addresses: int64 [n, C], address of the contiguous steps of each trajectory in each column.
@@ -273,6 +274,9 @@ def scatter(columns, block_steps, ids, addresses, lengths) -> None:  # type: ign
         blocks = (lengths[i] + block_steps - 1) // block_steps
         for c in range(columns.shape[0]):
             base, stride, step_bytes = columns[c, 0], columns[c, 1], columns[c, 2]
+            if stride < 0:
+                _copy(base - int64(ids[first]) * stride, addresses[i, c], step_bytes)
+                continue
             block_bytes = block_steps * step_bytes
             for j in range(blocks):
                 count = min(block_steps, lengths[i] - j * block_steps) * step_bytes
@@ -595,7 +599,7 @@ def place(pieces, rows) -> None:  # type: ignore[no-untyped-def]
 
 @compiled
 def resolve(  # type: ignore[no-untyped-def]
-    slots, anchors, extent, block_ids, block_steps, first, last, out_extent, out_ids, num_blocks
+    slots, anchors, extent, block_ids, block_steps, first, last, out_extent, out_ids, num_blocks, once=False
 ) -> int:
     """Copy the index entries of a batch's windows, so that a GPU does not read the index.
 
@@ -606,6 +610,8 @@ def resolve(  # type: ignore[no-untyped-def]
             negative if that block is before the windows, which alone are copied; number of final steps.
         out_ids: int32 [B, K], output: blocks of the windows.
         num_blocks: number of blocks of the table.
+        once: whether the last of the K blocks is the trajectory's first, which has the values per trajectory; the
+            windows then touch at most K - 1.
 
     Returns:
         Number of invalid slots, block tables and blocks, 0 unless the index is corrupt. Their blocks are 0.
@@ -626,6 +632,11 @@ def resolve(  # type: ignore[no-untyped-def]
             if number < 0 or number >= num_blocks:
                 number, bad = 0, bad + 1
             out_ids[b, i] = number
+        if once:
+            number = block_ids[row] if row >= 0 and row < len(block_ids) else -1
+            if number < 0 or number >= num_blocks:
+                number, bad = 0, bad + 1
+            out_ids[b, width - 1] = number
     return bad
 
 

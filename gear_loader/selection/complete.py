@@ -36,7 +36,10 @@ class CompleteAnchors:
         for name, window in windows.items():
             if not isinstance(window, Window):
                 continue
-            final = schema[name if window.column is None else window.column].final
+            column = schema[name if window.column is None else window.column]
+            if column.trajectory:
+                continue
+            final = column.final
             first = max(first, -window.offset)
             ahead[final] = max(ahead[final], window.offset + window.length - 1)
         return cls(first, *ahead)

@@ -37,7 +37,7 @@ from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Prioritized, Top
 from gear_loader.selection.updates import check_names, request
 from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.readers import Ticket
-from gear_loader.storage.rows import CudaRows, SelectedRows
+from gear_loader.storage.rows import CudaRows, Reach, SelectedRows
 from gear_loader.utils.arrays import Array, outside_inference
 
 __all__ = ["CudaPrioritizedSelection"]
@@ -193,7 +193,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
                 self._leave()
 
     def _draw_into(
-        self, draw: Draw, random: torch.Tensor, out: tuple[torch.Tensor, ...], reach: tuple[int, int]
+        self, draw: Draw, random: torch.Tensor, out: tuple[torch.Tensor, ...], reach: Reach
     ) -> None:
         """See `CudaRows.write`."""
         random.numpy()[:] = (draw_key(draw, LEAVES), draw.step, draw_key(draw, ANCHORS))
@@ -205,7 +205,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
                 self._leave()
 
     def draw_rows(
-        self, draw: Draw, random: torch.Tensor, mirror: tuple[torch.Tensor, ...], reach: tuple[int, int]
+        self, draw: Draw, random: torch.Tensor, mirror: tuple[torch.Tensor, ...], reach: Reach
     ) -> None:
         """Queue the draw of a batch into `mirror`, see `CudaRows.write`."""
         from gear_loader.kernels import items as kernels
@@ -230,7 +230,7 @@ class CudaPrioritizedSelection(PrioritizedSelection):
                 table=selector.normalize == "table",
             )
         anchor = "item" if selector.unit == "step" else self.context.anchor
-        kernels.resolve(self._index, items, random, rows, ids, anchor=anchor, first=reach[0], last=reach[1])
+        kernels.resolve(self._index, items, random, rows, ids, anchor=anchor, **Reach(*reach)._asdict())
         self._remember(draw, rows[:3, :count].clone(), weights[0][:count].clone() if weights else None)
 
     def _note_range(self) -> None:

@@ -41,10 +41,11 @@ def expected_bytes(schema: Schema, block_steps: Array, mean_length: float) -> Ar
         float64 [n].
     """
     slot = Layout(schema, max_steps=1, max_trajectories=1, block_steps=1, num_blocks=1).slot_bytes
-    strides = sum(-(-block_steps * column.step_bytes // LINE) * LINE for column in schema.values())
+    strides = sum(-(-block_steps * column.step_bytes // LINE) * LINE for column in schema.steps.values())
+    once = sum(-(-column.step_bytes // LINE) * LINE for column in schema.per_trajectory.values())
     with np.errstate(divide="ignore"):  # a mean of 1 is one step always
         blocks = -1 / np.expm1(block_steps * np.log1p(-1 / mean_length))
-    result: Array = blocks * (strides + BLOCK_ENTRY_BYTES) + slot
+    result: Array = blocks * (strides + once + BLOCK_ENTRY_BYTES) + slot
     return result
 
 
@@ -97,11 +98,12 @@ def notice_waste(schema: Schema, stats: TableStats, name: str) -> None:
         return
     mean = stats.mean_length
     (before,) = expected_bytes(schema, np.array([stats.block_steps]), mean).tolist()
-    if 1 - mean * schema.step_bytes / before <= _WASTE:
+    payload = mean * schema.step_bytes + schema.trajectory_bytes
+    if 1 - payload / before <= _WASTE:
         return  # it is what writers and readers hold for now
     best = best_block_steps(schema, mean, LARGEST_SIZE)
     (after,) = expected_bytes(schema, np.array([best]), mean).tolist()
-    share = math.ceil(100 * (1 - mean * schema.step_bytes / after))
+    share = math.ceil(100 * (1 - payload / after))
     remedy = (
         f"Table.create(block_steps='auto', mean_length={mean:.0f}) takes blocks of {best}, which waste about {share}%."
         if after < (1 - _GAIN) * before

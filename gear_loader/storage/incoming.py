@@ -91,7 +91,7 @@ def checked_final(schema: Schema, final: Any) -> dict[str, Array]:
         final: column name -> array, tensor or number ``[*shape]``, for all columns with ``Column(final=True)``.
 
     Returns:
-        Bytes of a step of every column, uint8 [1, step_bytes]: zeros for the other columns.
+        Bytes of a step of every column that has steps, uint8 [1, step_bytes]: zeros for the other columns.
 
     Raises:
         SchemaError: a column is missing, or has no final values, or a value does not fit.
@@ -104,7 +104,7 @@ def checked_final(schema: Schema, final: Any) -> dict[str, Array]:
         raise SchemaError(
             f"final has {given}; expected {known}: all columns with Column(final=True) and no other."
         )
-    rows = {name: zeros_of(column) for name, column in schema.items()}
+    rows = {name: zeros_of(column) for name, column in schema.steps.items()}
     steps = {name: _one_step(name, final[name], column) for name, column in wanted.items()}
     rows.update(Schema(wanted).validate(steps, what="final")[1] if wanted else {})
     return rows
@@ -135,9 +135,11 @@ def with_final(schema: Schema, trajectory: Any, final: Any) -> dict[str, Any]:
     more = checked_final(schema, final)
     _, arrays = schema.validate(trajectory)
     rows: dict[str, Any] = {}
-    for name, column in schema.items():
+    for name, column in schema.steps.items():
         data = torch.from_numpy(np.concatenate((arrays[name], more[name])))
         rows[name] = data.view(column.dtype).reshape(len(data), *column.shape)
+    for name, column in schema.per_trajectory.items():
+        rows[name] = torch.from_numpy(arrays[name]).view(column.dtype).reshape(column.shape)
     return rows
 
 
@@ -154,7 +156,8 @@ def stacked(schema: Schema, columns: Any, lengths: Any) -> Steps:
 
     Args:
         schema: the table's columns.
-        columns: column name -> ``[n, T, *shape]``; trajectory i is the first ``lengths[i]`` steps of row i.
+        columns: column name -> ``[n, T, *shape]``, or ``[n, *shape]`` of columns per trajectory; trajectory i is the
+            first ``lengths[i]`` steps of row i.
         lengths: int [n].
 
     Raises:
@@ -199,6 +202,7 @@ def _locate_any(
         SchemaError: the columns do not fit.
     """
     flat: dict[str, Any] = {}
+    once: dict[str, Array] = {}
     padded = None
     for name, value in schema.cast(settled(stacked), what="the stacked trajectories").items():
         kind = unreadable(value) if isinstance(value, torch.Tensor) else None
@@ -208,16 +212,33 @@ def _locate_any(
                 "numpy array or a strided torch tensor [n, T, ...] with its data."
             )
         shape = list(value.shape)
+        if name in schema.per_trajectory:
+            once[name] = _stacked_once(schema.per_trajectory[name], name, value, count)
+            continue
         if len(shape) < 2 or shape[0] != count or shape[1] != (padded := padded or shape[1]):
             raise SchemaError(
                 f"Column {name!r} of the stacked trajectories has shape {shape}; expected [{count}, "
                 f"{padded or 'T'}, ...] as lengths has {count} entries."
             )
         flat[name] = value.reshape(shape[0] * shape[1], *shape[2:])
-    _, arrays = schema.validate(flat, what="the stacked trajectories")
+    schema.validate_names({**flat, **once}, what="the stacked trajectories")
+    _, arrays = schema.steps.validate(flat, what="the stacked trajectories")
     assert padded is not None
-    places = [array.ctypes.data for array in arrays.values()]
-    return padded, places, [padded * array.shape[1] for array in arrays.values()], arrays
+    apart = {name: padded * array.shape[1] for name, array in arrays.items()}
+    apart |= {name: array.shape[1] for name, array in once.items()}
+    arrays |= once
+    return padded, [arrays[name].ctypes.data for name in schema], [apart[name] for name in schema], arrays
+
+
+def _stacked_once(column: Column, name: str, value: Any, count: int) -> Array:
+    """The values of `count` trajectories in a column per trajectory, uint8 [count, step_bytes]."""
+    if list(value.shape) != [count, *column.shape]:
+        raise SchemaError(
+            f"Column {name!r} of the stacked trajectories has shape {list(value.shape)}; expected "
+            f"{[count, *column.shape]}, as the column is per trajectory and lengths has {count} entries."
+        )
+    by_step = Schema({name: Column(column.dtype, column.shape, cast=column.cast)})
+    return by_step.validate({name: value}, what="the stacked trajectories")[1][name]
 
 
 def checked_priority(priority: Any) -> float:

@@ -25,7 +25,9 @@
                     free_blocks          int32 [N]        stack
                     uses                 int32 [N, 2]     trajectories that use a block: live ones, all
                     lowest               float32 [G]      lower bound of the priorities of each group of slots
-    next page       column 0   [N blocks, block_stride B] block_steps steps, then padding to a multiple of 128 B
+    next page       column 0   [N blocks, block_stride B] block_steps steps, then padding to a multiple of 128 B; of a
+                                                          column per trajectory room for one value, which is in the
+                                                          trajectory's first block
                     column 1   ...
                     tail       128 B, then up to a whole page
 
@@ -157,7 +159,7 @@ class Layout:
         offset = self.index_bytes = round_up(offset, mmap.PAGESIZE)
         self.columns: dict[str, ColumnLayout] = {}
         for name, column in schema.items():
-            stride = round_up(block_steps * column.step_bytes, LINE)
+            stride = round_up(column.step_bytes * (1 if column.trajectory else block_steps), LINE)
             self.columns[name] = ColumnLayout(offset, column.step_bytes, stride)
             offset += num_blocks * stride
         self.region_bytes = round_up(offset + LINE, mmap.PAGESIZE)

@@ -4,12 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from gear_loader.utils.arrays import Array
 
-__all__ = ["CudaRows", "SelectedRows"]
+__all__ = ["CudaRows", "Reach", "SelectedRows"]
+
+
+class Reach(NamedTuple):
+    """What the windows of a batch read of a trajectory.
+
+    Attributes:
+        first, last: the first and last step, relative to the anchor.
+        once: whether also its first block, which has the values of columns per trajectory.
+    """
+
+    first: int
+    last: int
+    once: bool = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -42,11 +56,11 @@ class CudaRows:
         count: number of rows.
         write: ``write(random, out, reach)`` queues the draw on the current stream. It may write int64 [3] into the
             pinned tensor `random`, and writes the rows into `out`, as `gear_loader.kernels.items.resolve` does;
-            `reach` is the first and last step of all windows, relative to the anchor.
+            `reach` is that of all windows.
     """
 
     count: int
-    write: Callable[[torch.Tensor, tuple[torch.Tensor, ...], tuple[int, int]], None]
+    write: Callable[[torch.Tensor, tuple[torch.Tensor, ...], Reach], None]
 
     def __len__(self) -> int:
         return self.count

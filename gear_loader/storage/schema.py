@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 import reprlib
@@ -38,8 +39,8 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _UNPRINTABLE = frozenset({"Cc", "Zl", "Zp"})
 """Unicode categories of control characters and line breaks, which column names must not contain."""
 _MOST_DIMENSIONS = 64
-_OPTIONS = ("final", "cast")
-"""Options of a column that are stored with a table where they are True."""
+_OPTIONS = ("final", "cast", "trajectory")
+"""Options of a column that are stored with a table: True, or ``per="trajectory"``."""
 _LARGEST_EXTENT = 2**37 - 1
 
 BATCH_KEYS = ("anchor", "generation", "index", "mask", "priority_weight", "sample_info", "shard")
@@ -48,11 +49,14 @@ BATCH_KEYS = ("anchor", "generation", "index", "mask", "priority_weight", "sampl
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Column:
-    """One value per step: a dtype and the shape of a single step.
+    """One value per step, or per trajectory: a dtype and the shape of a single value.
 
     Args:
         dtype: one of bool, uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64.
-        shape: shape of one step; `()` is a scalar. Every extent is at least 1.
+        shape: shape of one value; `()` is a scalar. Every extent is at least 1.
+        per: ``"step"``, or ``"trajectory"`` for what a trajectory has once: its goal, task, initial state or return. It
+            is given as ``[*shape]`` to `Table.add`, and as `trajectory` to `Writer.commit`; batches have ``[B, *shape]``
+            of it. It is stored once, in the trajectory's first block.
         final: whether trajectories may have one more value of this column after their last step: the observation that
             follows the last action, given as `final` to `Table.add` or `Writer.commit`. Windows read it; it is never
             an anchor.
@@ -62,18 +66,26 @@ class Column:
             dtype holds. A number that overflows the dtype is an error. Stored with the table and its checkpoints.
 
     Raises:
-        SchemaError: an unsupported dtype, a shape that is not a sequence of positive integers, or a cast that is not a
-            bool.
+        SchemaError: an unsupported dtype, a shape that is not a sequence of positive integers, a cast that is not a
+            bool, another `per`, or `final` of a column per trajectory.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...] = ()
+    per: Literal["step", "trajectory"] = dataclasses.field(default="step", kw_only=True)
     final: bool = dataclasses.field(default=False, kw_only=True)
     cast: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if not isinstance(self.final, bool):
             raise SchemaError(f"Column final is {self.final!r}; expected True or False.")
+        if self.per not in ("step", "trajectory"):
+            raise SchemaError(f"Column per is {self.per!r}; expected 'step' or 'trajectory'.")
+        if self.final and self.trajectory:
+            raise SchemaError(
+                "A column has final=True and per='trajectory'; expected one of them: it has no steps, so none that "
+                "follows the last one."
+            )
         if not isinstance(self.dtype, torch.dtype) or self.dtype not in _NAMES:
             raise SchemaError(
                 f"Column dtype {self.dtype!r} is not supported; expected one of torch.{', torch.'.join(DTYPES)}."
@@ -96,12 +108,18 @@ class Column:
             raise SchemaError(f"Column cast is {self.cast!r}; expected True or False.")
 
     def __repr__(self) -> str:
-        options = "".join(f", {option}=True" for option in _OPTIONS if getattr(self, option))
+        options = ", per='trajectory'" if self.trajectory else ""
+        options += "".join(f", {option}=True" for option in ("final", "cast") if getattr(self, option))
         return f"Column(dtype={self.dtype!r}, shape={self.shape!r}{options})"
 
     @property
+    def trajectory(self) -> bool:
+        """Whether a trajectory has one value of the column."""
+        return self.per == "trajectory"
+
+    @property
     def step_bytes(self) -> int:
-        """Bytes of one step."""
+        """Bytes of one value: of a step, or of a trajectory."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -205,9 +223,14 @@ class Schema(Mapping[str, Column]):
         self._columns = dict(columns)
         self.casts = any(column.cast for column in columns.values())
         self._expected = {
-            name: (column.dtype, NUMPY_DTYPES.get(column.dtype), column.shape)
+            name: (column.dtype, NUMPY_DTYPES.get(column.dtype), column.shape, column.trajectory)
             for name, column in columns.items()
         }
+        self._by_step = {name: column for name, column in columns.items() if not column.trajectory}
+        if not self._by_step:
+            raise SchemaError(
+                f"All columns, {list(columns)}, are per trajectory; expected at least one with a value for each step."
+            )
 
     def __getitem__(self, name: str) -> Column:
         return self._columns[name]
@@ -221,10 +244,30 @@ class Schema(Mapping[str, Column]):
     def __repr__(self) -> str:
         return f"Schema({self._columns!r})"
 
-    @property
+    @functools.cached_property
+    def steps(self) -> Schema:
+        """The columns with a value for each step."""
+        return self if len(self._by_step) == len(self._columns) else Schema(self._by_step)
+
+    @functools.cached_property
+    def per_trajectory(self) -> dict[str, Column]:
+        """The columns with one value for each trajectory."""
+        return {name: column for name, column in self.items() if column.trajectory}
+
+    @functools.cached_property
     def step_bytes(self) -> int:
-        """Bytes of one step over all columns."""
-        return sum(column.step_bytes for column in self.values())
+        """Bytes of one step over all columns that have steps."""
+        return sum(column.step_bytes for column in self._by_step.values())
+
+    @functools.cached_property
+    def trajectory_bytes(self) -> int:
+        """Bytes of what a trajectory has once."""
+        return sum(column.step_bytes for column in self.per_trajectory.values())
+
+    def column_bytes(self, name: str, steps: int, trajectories: int) -> int:
+        """Bytes of a column's values of so many steps and trajectories."""
+        column = self[name]
+        return column.step_bytes * (trajectories if column.trajectory else steps)
 
     def to_json(self) -> list[list[Any]]:
         """``[[name, dtype name, shape, options...], ...]``, as stored with a table."""
@@ -267,7 +310,10 @@ class Schema(Mapping[str, Column]):
                     f"Column shape {reprlib.repr(shape)} was received; expected at most {_MOST_DIMENSIONS} positive "
                     "integers."
                 )
-            columns[name] = Column(DTYPES[dtype], tuple(shape), **dict.fromkeys(options, True))
+            given: dict[str, Any] = dict.fromkeys(options, True)
+            if given.pop("trajectory", False):
+                given["per"] = "trajectory"
+            columns[name] = Column(DTYPES[dtype], tuple(shape), **given)
         return cls(columns)
 
     # ---------------------------------------------------------------- rows
@@ -291,7 +337,7 @@ class Schema(Mapping[str, Column]):
         # Fast path for contiguous CPU data of the exact dtypes; `validate` handles all other input.
         if type(rows) is dict and len(rows) == len(self._columns):
             length, addresses, values = 0, [], []
-            for name, (dtype, array_dtype, shape) in self._expected.items():
+            for name, (dtype, array_dtype, shape, once) in self._expected.items():
                 value = rows.get(name)
                 if type(value) is np.ndarray:
                     given = value.shape
@@ -309,10 +355,14 @@ class Schema(Mapping[str, Column]):
                     address = address_of(value)
                 else:
                     break
-                if not length:
-                    length = given[0] if given else 0
-                if not address or not length or given != (length, *shape):
-                    break
+                if once:
+                    if not address or given != shape:
+                        break
+                else:
+                    if not length:
+                        length = given[0] if given else 0
+                    if not address or not length or given != (length, *shape):
+                        break
                 addresses.append(address)
                 values.append(value)
             else:
@@ -324,7 +374,8 @@ class Schema(Mapping[str, Column]):
         """Fast path for the addresses of stacked trajectories.
 
         Args:
-            rows: column name -> ``[count, T, *shape]``, contiguous, on the CPU, of exactly the column's dtype.
+            rows: column name -> ``[count, T, *shape]``, or ``[count, *shape]`` of columns per trajectory; contiguous, on
+                the CPU, of exactly the column's dtype.
             count: number of trajectories.
 
         Returns:
@@ -333,7 +384,7 @@ class Schema(Mapping[str, Column]):
         if type(rows) is not dict or len(rows) != len(self._columns):
             return None
         padded, addresses, strides = -1, [], []
-        for name, (dtype, array_dtype, shape) in self._expected.items():
+        for name, (dtype, array_dtype, shape, once) in self._expected.items():
             value = rows.get(name)
             if type(value) is np.ndarray:
                 fits = value.dtype == array_dtype and array_dtype is not None and value.flags.c_contiguous
@@ -342,11 +393,15 @@ class Schema(Mapping[str, Column]):
                 fits = fits and not value.is_nested and value.is_contiguous() and not value.is_neg()
             else:
                 return None
-            if not fits or value.ndim != len(shape) + 2 or value.shape[2:] != shape:
-                return None
-            padded = value.shape[1] if padded < 0 else padded
-            if value.shape[:2] != (count, padded):
-                return None
+            if once:
+                if not fits or value.shape != (count, *shape):
+                    return None
+            else:
+                if not fits or value.ndim != len(shape) + 2 or value.shape[2:] != shape:
+                    return None
+                padded = value.shape[1] if padded < 0 else padded
+                if value.shape[:2] != (count, padded):
+                    return None
             address = address_of(value) if isinstance(value, torch.Tensor) else data_address(value)
             if not address:
                 return None
@@ -360,12 +415,13 @@ class Schema(Mapping[str, Column]):
         """Check one trajectory and return its length and its columns as bytes.
 
         Args:
-            rows: column name -> numpy array or torch tensor ``[T, *shape]`` of exactly the column's dtype; for columns
-                that cast, also of others, or lists.
+            rows: column name -> numpy array or torch tensor ``[T, *shape]``, or ``[*shape]`` of columns per trajectory,
+                of exactly the column's dtype; for columns that cast, also of others, or lists. A scalar per trajectory
+                may be a number.
             what: name of the trajectory in errors.
 
         Returns:
-            T, and for each column a C-contiguous uint8 array ``[T, step_bytes]``. Contiguous CPU data in a dict is not
+            T, and for each column a C-contiguous uint8 array ``[T, step_bytes]``, or ``[1, step_bytes]``. Contiguous CPU data in a dict is not
             copied; a CUDA tensor is copied to the host, which waits for its stream.
 
         Raises:
@@ -379,8 +435,13 @@ class Schema(Mapping[str, Column]):
             )
         self.validate_names(rows, what=what)
         rows = self.cast(settled(rows), what=what)
-        arrays = {name: self._as_bytes(name, rows[name], what) for name in self}
-        lengths = {name: len(array) for name, array in arrays.items()}
+        arrays = {
+            name: self._once_as_bytes(name, rows[name], what)
+            if column.trajectory
+            else self._as_bytes(name, rows[name], what)
+            for name, column in self.items()
+        }
+        lengths = {name: len(arrays[name]) for name in self._by_step}
         if len(set(lengths.values())) != 1:
             raise SchemaError(
                 f"{what} has columns of uneven lengths: {lengths}. Expected as many steps in each."
@@ -421,6 +482,43 @@ class Schema(Mapping[str, Column]):
                 f"{what} has the columns {list(rows)}; missing: {missing}, unknown: {unknown}. "
                 f"Expected exactly {list(self)}."
             )
+
+    def validate_once(self, values: Any, *, what: str) -> dict[str, np.ndarray]:
+        """Check the values that a trajectory has once.
+
+        Args:
+            values: column name -> ``[*shape]``, of all columns per trajectory. what: name of the values in errors.
+
+        Returns:
+            For each a uint8 array ``[1, step_bytes]``.
+
+        Raises:
+            SchemaError: a missing or unknown column, a wrong type, dtype or shape.
+        """
+        wanted, values = self.per_trajectory, as_mapping(values)
+        if not isinstance(values, Mapping) or set(values) != set(wanted):
+            given = sorted(map(str, values)) if isinstance(values, Mapping) else type(values).__name__
+            raise SchemaError(
+                f"{what} has {given}; expected all columns with per='trajectory' and no other: {sorted(wanted)}."
+            )
+        values = self.cast(settled(values), what=what)
+        return {name: self._once_as_bytes(name, values[name], what) for name in wanted}
+
+    def _once_as_bytes(self, name: str, value: Any, what: str) -> np.ndarray:
+        column = self._columns[name]
+        if isinstance(value, (bool, int, float, np.generic)) and not column.shape:
+            number = value.item() if isinstance(value, np.generic) else value
+            given = cast_to([number], column.dtype, f"Column {name!r} of {what}")
+        else:
+            kind = _unsupported(value)
+            if kind is not None or tuple(value.shape) != column.shape:
+                found = f"a {kind}" if kind is not None else f"of shape {list(value.shape)}"
+                raise SchemaError(
+                    f"Column {name!r} of {what} is {found}; expected one value of shape {list(column.shape)} and "
+                    f"{column.dtype}, as the column is per trajectory."
+                )
+            given = value[None]
+        return self._as_bytes(name, given, what)
 
     def _as_bytes(self, name: str, value: Any, what: str) -> np.ndarray:
         column = self._columns[name]

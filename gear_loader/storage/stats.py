@@ -110,14 +110,14 @@ def stats_of(index: Index, layout: Layout) -> TableStats:
     longest = int(snapshot.lengths.max()) if len(snapshot) else 0
     per_block = layout.block_bytes + BLOCK_ENTRY_BYTES
     first = layout.arrays["extent"][0]
-    step_bytes = layout.schema.step_bytes
+    step_bytes, once = layout.schema.step_bytes, layout.schema.trajectory_bytes
     return TableStats(
         num_trajectories=len(snapshot),
         num_steps=snapshot.num_steps,
-        payload_bytes=snapshot.num_steps * step_bytes,
+        payload_bytes=snapshot.num_steps * step_bytes + len(snapshot) * once,
         resident_bytes=first + slots_in_use * layout.slot_bytes + blocks * per_block,
         reserved_bytes=layout.region_bytes,
-        fixed_row_bytes=len(snapshot) * longest * step_bytes,
+        fixed_row_bytes=len(snapshot) * (longest * step_bytes + once),
         blocks_in_use=blocks,
         num_blocks=layout.num_blocks,
         block_steps=layout.block_steps,

@@ -26,6 +26,8 @@ class StepWriter(Writer):
 
     Attributes:
         priority: initial priority of the next trajectory and its steps; None for the selector's running maximum.
+        trajectory: values of the columns per trajectory, ``{name: [*shape]}``, of the next trajectory; set them before
+            its first step.
     """
 
     def __init__(self, table: Target) -> None:
@@ -51,13 +53,13 @@ class StepWriter(Writer):
             As `Writer.append` and `Writer.commit`. After an error nothing was appended.
         """
         rows: Mapping[str, Any] = columns if steps is None else self._joined(steps, columns)
-        if self._table.schema.casts:
-            rows = self._table.schema.cast(rows, what="the step")
+        if self._schema.casts:
+            rows = self._schema.cast(rows, what="the step")
         self._check_usable()
         if self._is_single(rows):
             self._check_step(rows)  # leaves the values in the columns' spare steps
             return (self.append_at([column.spare_address for column in self._columns], 1),)
-        count, addresses, hold = self._table.schema.locate(dict(rows), what="the steps")
+        count, addresses, hold = self._schema.locate(dict(rows), what="the steps")
         index = self.append_at(addresses, count)
         del hold
         return (index,)
@@ -84,6 +86,7 @@ class StepWriter(Writer):
 
     def _begin_trajectory(self, addresses: list[int], count: int) -> int:
         self._grown = None
+        self._checked_once(None)
         try:
             self._make_room(count)
             self._copy_in(addresses, self._ids, 0, count)
@@ -107,7 +110,7 @@ class StepWriter(Writer):
         return self._index.add_steps(
             slot,
             generation,
-            self._table.column_addresses(),
+            self._table.step_addresses(),
             np.array(addresses, dtype=np.int64),
             count,
             self._reserved,
@@ -116,10 +119,17 @@ class StepWriter(Writer):
             wait=wait,
         )
 
-    def commit(self, priority: float | None = None, *, final: Mapping[str, Any] | None = None) -> int:
+    def commit(
+        self,
+        priority: float | None = None,
+        *,
+        final: Mapping[str, Any] | None = None,
+        trajectory: Mapping[str, Any] | None = None,
+    ) -> int:
         """End the trajectory; the next step begins another one.
 
         Args:
+            trajectory: must be None: the trajectory has these values since its first step, see the attribute.
             priority: must be None: the trajectory has one since its first step, see `priority` of the writer.
             final: as for `Table.add`.
 
@@ -127,7 +137,7 @@ class StepWriter(Writer):
             Index of the trajectory. If it was evicted meanwhile, another one may have it.
 
         Raises:
-            SchemaError: no step has been appended, `priority` was given, or `final` does not fit.
+            SchemaError: no step has been appended, `priority` or `trajectory` was given, or `final` does not fit.
             TableFullError, LockTimeoutError: as `Table.add`, with `final`.
         """
         self._check_usable()
@@ -135,6 +145,11 @@ class StepWriter(Writer):
             raise SchemaError(
                 f"priority is {priority!r}, but the trajectory is visible already; set writer.priority before its "
                 "first step, or call ReplayDataset.update_priority."
+            )
+        if trajectory is not None:
+            raise SchemaError(
+                "trajectory was given to commit, but the trajectory is visible already; set writer.trajectory before "
+                "its first step."
             )
         if self._grown is None:
             raise SchemaError("Nothing has been appended since the last commit; append at least one step.")

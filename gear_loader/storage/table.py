@@ -60,7 +60,17 @@ _POLICIES: dict[str, tuple[int, bool]] = {  # `evict` and `wait` of `Index.begin
     "wait": (REFUSE, True),
 }
 _INTERNAL = frozenset(  # for other parts of the package; completion does not offer them
-    ("check_open", "column_addresses", "index", "longest", "policy", "reader", "region", "store")
+    (
+        "check_open",
+        "column_addresses",
+        "index",
+        "longest",
+        "policy",
+        "reader",
+        "region",
+        "step_addresses",
+        "store",
+    )
 )
 
 
@@ -89,6 +99,10 @@ class Table:
             [(start + c.offset, c.block_stride, c.step_bytes) for c in layout.columns.values()],
             dtype=np.int64,
         )
+        once = np.array([column.trajectory for column in layout.schema.values()])
+        self._step_columns = np.ascontiguousarray(self._columns[~once])
+        self._targets = self._columns.copy()  # for `copying.scatter`
+        self._targets[once, 1] *= -1
         self._step_bytes = layout.schema.step_bytes
         self.longest: int = min(layout.max_steps, layout.num_blocks * layout.block_steps)
         """Steps of the longest trajectory that the table can hold."""
@@ -412,8 +426,8 @@ class Table:
 
         Args:
             trajectory: column name -> numpy array or torch tensor ``[T, *shape]`` of exactly the column's dtype
-                (see `Column` for ``cast=True``), with the same T >= 1. It may be a TensorDict; a nested one has the
-                columns ``outer.inner``.
+                (see `Column` for ``cast=True``), with the same T >= 1; ``[*shape]`` of a column per trajectory. It may
+                be a TensorDict; a nested one has the columns ``outer.inner``.
             priority: initial priority for prioritized selectors, finite and not negative. By default the largest
                 priority that the selector has seen (initially 1), so that new trajectories are drawn soon.
             final: values after the last step of all columns with ``Column(final=True)``, column name -> ``[*shape]``:
@@ -436,8 +450,11 @@ class Table:
             rows = with_final(self.schema, trajectory, final)
             return int(self.store([rows], np.array([first], dtype=np.float32), finals=_ONE)[0])
         length, addresses, hold = self.schema.locate(trajectory)
-        if length * self._step_bytes <= INLINE_BYTES and length <= self.longest:
-            slot = index.store_one(self._columns, length, addresses, first, evict=self.policy[0])
+        if (
+            length * self._step_bytes + self.schema.trajectory_bytes <= INLINE_BYTES
+            and length <= self.longest
+        ):
+            slot = index.store_one(self._targets, length, addresses, first, evict=self.policy[0])
             if slot is not None:
                 return slot
         steps = Steps(np.array([addresses], dtype=np.int64), np.array([length], dtype=np.int64), hold)
@@ -488,7 +505,8 @@ class Table:
 
         Args:
             trajectories: iterable of mappings as for `add`; or, with `lengths`, one mapping of stacked arrays
-                ``[n, T, *shape]``, where trajectory i is the first ``lengths[i]`` steps of row i. A TensorDict of batch
+                ``[n, T, *shape]``, where trajectory i is the first ``lengths[i]`` steps of row i (``[n, *shape]`` of
+                columns per trajectory). A TensorDict of batch
                 size [n, T] needs no `lengths`: its rows are whole trajectories. A list or a tuple is read in place. Any
                 other iterable may refill the same arrays: each item is copied before the next one is requested.
             lengths: int [n], with stacked arrays.
@@ -585,7 +603,7 @@ class Table:
         evict, wait = self.policy
         if given is None and finals is None:
             stored = index.store(
-                self.column_addresses(),
+                self._targets,
                 steps.lengths,
                 steps.addresses,
                 priorities,
@@ -633,13 +651,17 @@ class Table:
         return max(0, min(steps, int(counters[NUM_FREE_BLOCKS]) * layout.block_steps))
 
     def column_addresses(self) -> Array:
-        """int64 [C, 3]: address of each column, bytes from block to block, bytes of a step."""
+        """int64 [C, 3]: address of each column, bytes from block to block, bytes of a value."""
         return self._columns
+
+    def step_addresses(self) -> Array:
+        """As `column_addresses`, of the columns in ``schema.steps``."""
+        return self._step_columns
 
     def _write(self, ids: Array, steps: Steps) -> None:
         self.check_open()
         layout = self._region.layout
-        copying.scatter(self.column_addresses(), layout.block_steps, ids, steps.addresses, steps.lengths)
+        copying.scatter(self._targets, layout.block_steps, ids, steps.addresses, steps.lengths)
 
     # ---------------------------------------------------------------- reading and removing
 
@@ -655,7 +677,8 @@ class Table:
         return int(self.index.arrays.counters[NUM_STEPS])
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """A copy of one trajectory: column name -> tensor ``[T, *shape]`` on the CPU.
+        """A copy of one trajectory: column name -> tensor ``[T, *shape]`` on the CPU; ``[*shape]`` of columns per
+        trajectory.
 
         Raises:
             StaleIndexError: the index has no live trajectory.
@@ -665,7 +688,8 @@ class Table:
         return rows
 
     def rows(self, index: int, *, final: bool = False) -> dict[str, torch.Tensor] | None:
-        """A copy of one trajectory's rows: column name -> tensor ``[T, *shape]`` on the CPU; for transports.
+        """A copy of one trajectory's rows: column name -> tensor ``[T, *shape]``, or ``[*shape]`` of columns per
+        trajectory, on the CPU; for transports.
 
         Args:
             index: index of the trajectory.
@@ -711,6 +735,9 @@ class Table:
 
     def _read_column(self, name: str, ids: Array, length: int) -> torch.Tensor:
         column = self.schema[name]
+        if column.trajectory:
+            value = self._region.column(name)[ids[0], : column.step_bytes]
+            return torch.from_numpy(value.copy()).view(column.dtype).reshape(column.shape)
         block_bytes = self._region.layout.block_steps * column.step_bytes
         data = self._region.column(name)[ids, :block_bytes].reshape(-1)[: length * column.step_bytes]
         return torch.from_numpy(data.copy()).view(column.dtype).reshape(length, *column.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import struct
 from collections.abc import Callable, Mapping
@@ -28,7 +29,7 @@ from gear_loader.storage.incoming import checked_priorities
 from gear_loader.storage.schema import Schema, as_mapping, settled
 from gear_loader.storage.step_writer import StepWriter
 from gear_loader.storage.writer import Target, Writer
-from gear_loader.utils.arrays import Array, address_of, as_array, data_address
+from gear_loader.utils.arrays import Array, address_of, as_array, data_address, shown
 from gear_loader.utils.checks import at_least
 
 __all__ = ["VectorWriter"]
@@ -60,6 +61,9 @@ class VectorWriter:
 
     Attributes:
         num_envs: number of environments.
+        trajectory: values of the columns per trajectory, ``{name: [n, *shape]}``, of the trajectories that are
+            committed next (with ``commit_every_step``, that begin next); None at first. Their arrays may be changed in
+            place.
         appended: bool [n], after an error of `append` (but SchemaError): the environments whose row was appended
             nevertheless.
     """
@@ -75,9 +79,10 @@ class VectorWriter:
                 f"its own and the table holds {layout.max_trajectories:,} trajectories, {layout.num_blocks:,} blocks "
                 f"and {layout.max_steps:,} steps. Create the table larger."
             )
+        self.trajectory: Mapping[str, Any] | None = None
         self._pid = os.getpid()
         self._writers = [make_writer() for _ in range(count)]
-        columns = table.column_addresses()
+        columns = table.step_addresses()
         width = len(columns)
         rows = VECTOR_HEAD + 3 * width
         self._request = np.zeros(rows + width + count * VECTOR_WIDTH, dtype=np.int64)
@@ -91,6 +96,11 @@ class VectorWriter:
         self._rows_at = 8 * rows
         self._what = f"the rows (T = {count}, one for each environment)"
         self._final_schema: Schema | None = None
+        once = {
+            name: dataclasses.replace(column, per="step")
+            for name, column in table.schema.per_trajectory.items()
+        }
+        self._once_schema = Schema(once) if once else None
         self._step_bytes = columns[:, 2].tolist()
         self._no_index = np.full(count, -1, dtype=np.int64)
         self._nobody = np.zeros(count, dtype=bool)
@@ -146,6 +156,7 @@ class VectorWriter:
         acting = None if active is None else self._mask("active", active)
         priorities = None if priority is None else checked_priorities(priority, self.num_envs)
         last = None if final is None else self._checked_final(final)
+        self._check_trajectory()
         addresses, hold = self._located(rows, columns)
         self.appended = self._nobody
         if isinstance(self._writers[0], StepWriter):
@@ -183,7 +194,7 @@ class VectorWriter:
         appended = self._nobody.copy()
         chosen = range(self.num_envs) if acting is None else np.flatnonzero(acting).tolist()
         for i in chosen:
-            writer = self._writers[i]
+            writer = self._hand_out(i)
             assert isinstance(writer, StepWriter)
             if priorities is not None:
                 writer.priority = float(priorities[i]) if priorities[i] >= 0 else None
@@ -207,7 +218,7 @@ class VectorWriter:
             rows = as_mapping(rows)
             if columns and isinstance(rows, Mapping):
                 rows = {**settled(rows), **columns}
-        length, addresses, hold = self._table.schema.locate(rows, what=self._what)
+        length, addresses, hold = self._table.schema.steps.locate(rows, what=self._what)
         if length != self.num_envs:
             raise SchemaError(
                 f"The rows have {length} entries; expected arrays [n, ...] with one row for each of the "
@@ -253,6 +264,29 @@ class VectorWriter:
                 f"final has {length} rows; expected one for each of {self.num_envs} environments."
             )
         return rows
+
+    def _check_trajectory(self) -> None:
+        """Raise SchemaError unless `trajectory` has a row for each environment."""
+        if self._once_schema is None and self.trajectory is None:
+            return
+        wanted = sorted(self._table.schema.per_trajectory)
+        if self._once_schema is None or not isinstance(self.trajectory, Mapping):
+            raise SchemaError(
+                f"The attribute trajectory is {shown(self.trajectory)}; expected arrays [{self.num_envs}, ...] of the "
+                f"columns with per='trajectory': {wanted}."
+            )
+        length, _, _ = self._once_schema.locate(self.trajectory, what="the attribute trajectory")
+        if length != self.num_envs:
+            raise SchemaError(
+                f"The attribute trajectory has {length} rows; expected one for each of {self.num_envs} environments."
+            )
+
+    def _hand_out(self, i: int) -> Writer:
+        """The writer of an environment, which knows what its trajectory has once."""
+        writer = self._writers[i]
+        if self.trajectory is not None:
+            writer.trajectory = {name: values[i] for name, values in self.trajectory.items()}
+        return writer
 
     def _make_room(self, acting: Array | None) -> None:
         """Allocate blocks for each active environment that has reached the end of its blocks."""
@@ -303,7 +337,7 @@ class VectorWriter:
 
     def _count_with(self, i: int, priorities: Array | None) -> tuple[int, ...]:
         """`_count`, with a priority for the chunks."""
-        writer = self._writers[i]
+        writer = self._hand_out(i)
         writer.priority = None if priorities is None else float(priorities[i])
         return self._count(i)
 
@@ -311,7 +345,7 @@ class VectorWriter:
         """Commit the trajectory of one environment, all of whose steps are counted."""
         options = {} if final is None else {"final": {name: values[i] for name, values in final.items()}}
         given = priorities is not None and not isinstance(self._writers[i], StepWriter)
-        index = self._writers[i].commit(float(priorities[i]) if given else None, **options)  # type: ignore[index]
+        index = self._hand_out(i).commit(float(priorities[i]) if given else None, **options)  # type: ignore[index]
         self._places[i] = 0
         return index
 
@@ -344,6 +378,7 @@ class VectorWriter:
         chosen = np.ones(self.num_envs, dtype=bool) if mask is None else self._mask("mask", mask)
         priorities = None if priority is None else checked_priorities(priority, self.num_envs)
         last = None if final is None else self._checked_final(final)
+        self._check_trajectory()
         indices = self._no_index.copy()
         try:
             for i in np.flatnonzero(chosen & (self.num_steps > 0)).tolist():

@@ -46,7 +46,7 @@ class Target(Protocol):
     @property
     def policy(self) -> tuple[int, bool]: ...
 
-    def column_addresses(self) -> Array: ...
+    def step_addresses(self) -> Array: ...
 
     def free_steps(self) -> int: ...
 
@@ -79,10 +79,13 @@ class Writer:
 
     Attributes:
         priority: initial priority of chunks cut by `append`; None for the selector's running maximum.
+        trajectory: values of the columns per trajectory, ``{name: [*shape]}``, of what is committed next, chunks too,
+            unless `commit` gets them; None at first.
     """
 
     def __init__(self, table: Target, *, chunk_steps: int | None = None, overlap_steps: int = 0) -> None:
         self._table = table
+        self._schema = table.schema.steps
         self._index = table.index
         self._block_steps = table.region.layout.block_steps
         self._chunk = table.longest if chunk_steps is None else at_least("chunk_steps", chunk_steps)
@@ -99,10 +102,11 @@ class Writer:
         if self._overlap:
             self._check_two_chunks()
         self.priority: float | None = None
+        self.trajectory: Mapping[str, Any] | None = None
         layout = table.region.layout
         self._columns = [
             _StepColumn(name, column, table.region.column(name), layout.columns[name].step_bytes)
-            for name, column in table.schema.items()
+            for name, column in self._schema.items()
         ]
         self._pid = os.getpid()
         # The slot being written comes last; while a chunk is cut, the next slot's claim is added before its allocation.
@@ -163,10 +167,10 @@ class Writer:
         repeated with the same step.
         """
         rows: Mapping[str, Any] = columns if steps is None else self._joined(steps, columns)
-        if self._table.schema.casts:
-            rows = self._table.schema.cast(rows, what="the step")
+        if self._schema.casts:
+            rows = self._schema.cast(rows, what="the step")
         if len(rows) != len(self._columns):
-            self._table.schema.validate_names(rows, what="the step")
+            self._schema.validate_names(rows, what="the step")
         self._check_usable()
         place = self._steps
         if place >= self._held or place // self._block_steps != self._here:
@@ -181,7 +185,7 @@ class Writer:
             try:
                 value = rows[column.name]
             except KeyError:
-                self._table.schema.validate_names(rows, what="the step")
+                self._schema.validate_names(rows, what="the step")
                 raise
             if not column.put(inside, value):
                 if not self._is_single(rows):
@@ -193,7 +197,7 @@ class Writer:
         steps = as_mapping(steps)
         if not isinstance(steps, Mapping):
             raise SchemaError(
-                f"The step is a {type(steps).__name__}; expected a mapping of the columns {list(self._table.schema)}, "
+                f"The step is a {type(steps).__name__}; expected a mapping of the columns {list(self._schema)}, "
                 "or the columns as keywords."
             )
         return {**settled(steps), **columns}
@@ -213,7 +217,7 @@ class Writer:
 
     def _check_step(self, rows: Mapping[str, Any]) -> None:
         """Raise SchemaError for a step that does not fit, before blocks are allocated for it."""
-        self._table.schema.validate_names(rows, what="the step")
+        self._schema.validate_names(rows, what="the step")
         for column in self._columns:
             if not column.fits(rows[column.name]):
                 raise column.misfit(rows[column.name])
@@ -222,14 +226,14 @@ class Writer:
         """Whether the rows are one step; several steps have an additional dimension in every column."""
         for column in self._columns:
             if column.name not in rows:
-                self._table.schema.validate_names(rows, what="the step")
+                self._schema.validate_names(rows, what="the step")
             value = rows[column.name]
             if getattr(value, "ndim", 0) != len(column.shape) + 1:
                 return True
         return False
 
     def _append_many(self, rows: Mapping[str, Any]) -> tuple[int, ...]:
-        length, addresses, hold = self._table.schema.locate(dict(rows), what="the steps")
+        length, addresses, hold = self._schema.locate(dict(rows), what="the steps")
         if not self._cuts and self._steps + length > self._chunk:
             raise self._too_long(self._steps + length)
         indices: tuple[int, ...] = ()
@@ -252,7 +256,7 @@ class Writer:
             addresses: address of the contiguous steps of each column. blocks: block ids of the trajectory.
         """
         copying.append(
-            self._table.column_addresses(),
+            self._table.step_addresses(),
             self._block_steps,
             np.array(blocks, dtype=np.int32),
             first,
@@ -374,11 +378,18 @@ class Writer:
 
     # ---------------------------------------------------------------- committing
 
-    def commit(self, priority: float | None = None, *, final: Mapping[str, Any] | None = None) -> int:
+    def commit(
+        self,
+        priority: float | None = None,
+        *,
+        final: Mapping[str, Any] | None = None,
+        trajectory: Mapping[str, Any] | None = None,
+    ) -> int:
         """Commit the appended steps as a trajectory; the next step begins another one.
 
         Args:
             priority, final: as for `Table.add`.
+            trajectory: values of the columns per trajectory, ``{name: [*shape]}``; by default those of the attribute.
 
         Returns:
             Index of the trajectory; with chunks, of the last one, which an `append` may have committed.
@@ -391,6 +402,7 @@ class Writer:
         self._check_usable()
         checked = single_priority(priority)
         last = None if final is None else checked_final(self._table.schema, final)
+        once = self._checked_once(trajectory)
         if not self._fresh and (last is None or not self._overlap):
             if self._last_chunk is not None:
                 if last is not None:
@@ -406,6 +418,7 @@ class Writer:
             self._make_room(1)
             self._copy_in([row.ctypes.data for row in last.values()], self._ids, self._steps, 1)
         slot = self._slot
+        self._write_once(once)
         with self._all_or_nothing():
             self._index.finish(slot, self._steps + (last is not None), checked, final=last is not None)
             self._forget()
@@ -416,6 +429,7 @@ class Writer:
         """Commit a chunk, and begin the next one with their common steps."""
         slot, evict, wait = self._slot, *self._table.policy
         priority = single_priority(self.priority)
+        self._write_once(self._checked_once(None))
         stride = self._chunk - self._overlap
         with self._all_or_nothing():
             if self._shares:
@@ -451,6 +465,19 @@ class Writer:
             self._last_chunk = slot
             self._committed += 1
         return (slot,)
+
+    def _checked_once(self, given: Mapping[str, Any] | None) -> dict[str, Array]:
+        """The values of the columns per trajectory for a commit, uint8 [1, step_bytes] each."""
+        schema = self._table.schema
+        values = self.trajectory if given is None else given
+        if not schema.per_trajectory and values is None:
+            return {}
+        return schema.validate_once(values, what="trajectory")
+
+    def _write_once(self, values: dict[str, Array]) -> None:
+        """Write these values into the first block of the open trajectory, where no other trajectory has any."""
+        for name, value in values.items():
+            self._table.region.column(name)[self._ids[0], : value.shape[1]] = value[0]
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:

@@ -209,7 +209,7 @@ class Description:
         limit = numbers["region_bytes"]
         ends = [numbers["generation"] + 8 * slots, numbers["state"] + 4 * slots]
         for column, (offset, stride, step_bytes) in zip(self.schema.values(), self.columns, strict=True):
-            if step_bytes != column.step_bytes or step_bytes * steps > stride:
+            if step_bytes != column.step_bytes or step_bytes * (1 if column.trajectory else steps) > stride:
                 raise _damaged(f"blocks of {stride:,} bytes, steps of {step_bytes:,}")
             ends.append(offset + stride * blocks)
         sizes = (slots, blocks, steps, numbers["max_steps"], numbers["base"], numbers["word"])

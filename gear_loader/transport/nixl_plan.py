@@ -20,9 +20,10 @@ assert (PAD_HEAD, PAD_TAIL, PAD_EDGE) == (
     3,
 )  # constants of the compiled function, which is cached on disk
 
-OFFSET, STRIDE, STEP_BYTES, OUT, LENGTH, FIRST, PAD, FINAL = range(8)
+OFFSET, STRIDE, STEP_BYTES, OUT, LENGTH, FIRST, PAD, FINAL, ONCE = range(9)
 """One row a column, int64: offset in the region, bytes from block to block, bytes of a step; offset in the reply;
-steps, offset and padding of the window; whether it reads final steps. Of a mask the first three are 0, 0, 1."""
+steps, offset and padding of the window; whether it reads final steps; whether it is a column per trajectory, whose value
+is in the last block of the row. Of a mask the first three are 0, 0, 1."""
 
 
 @compiled
@@ -40,6 +41,16 @@ def _walk(  # type: ignore[no-untyped-def]
         stride, size = columns[c, STRIDE], columns[c, STEP_BYTES]
         length, pad = columns[c, LENGTH], columns[c, PAD]
         for b in range(len(anchors)):
+            if columns[c, ONCE]:
+                number = np.int64(ids[b, width - 1])
+                if number < 0 or number >= num_blocks:
+                    return -1 - b
+                remote[count, 0] = base + columns[c, OFFSET] + number * stride
+                local[count, 0] = out_base + columns[c, OUT] + b * size
+                for each in (remote, local):
+                    each[count, 1], each[count, 2], each[count, 3], each[count, 4] = size, 0, size, 1
+                count += 1
+                continue
             steps = extent[b, 0] + extent[b, 2] * columns[c, FINAL]
             first = extent[b, 1] - b * width  # the place of block 0 in row b of `ids`
             begin = anchors[b] + columns[c, FIRST]
@@ -96,7 +107,8 @@ class Rows:
         extent: int64 [n, 3]: length in steps, the position in `block_ids` where the trajectory's block table would
             begin (it has the blocks of the windows only), and the number of final steps, as
             `gear_loader.native.copying.resolve` writes them.
-        block_ids: int32 [n, K], the windows' blocks.
+        block_ids: int32 [n, K], the windows' blocks; the last of K is the trajectory's first where columns per
+            trajectory are read.
 
     Raises:
         SchemaError: other shapes or dtypes.
@@ -125,7 +137,7 @@ class Rows:
 
 
 def columns_of(spec: WindowSpec, described: Description, count: int) -> Array:
-    """Columns and masks for `_walk`, int64 [C, 8].
+    """Columns and masks for `_walk`, int64 [C, 9].
 
     Raises:
         TransportError: the owner has other columns than the reader expects.
@@ -140,8 +152,9 @@ def columns_of(spec: WindowSpec, described: Description, count: int) -> Array:
     for piece in spec.pieces(count):
         window = spec.windows[piece.name]
         where = places[spec.sources[piece.name]] if piece.kind == "column" else (0, 0, 1)
-        final = spec.schema[spec.sources[piece.name]].final
-        table.append((*where, piece.offset, window.length, window.offset, _PADS[window.pad], final))
+        column = spec.schema[spec.sources[piece.name]]
+        span = window.length, window.offset, _PADS[window.pad]
+        table.append((*where, piece.offset, *span, column.final, column.trajectory))
     return np.array(table, dtype=np.int64)
 
 

@@ -52,6 +52,7 @@ class WindowSpec:
         status                                 uint8 [n]: SERVED or GONE, from `data_bytes(n)` on
 
     Columns are in the order of the schema; there is one mask for each distinct `mask_of`, in the order of the columns.
+    Columns per trajectory have no mask, and the window that `gear_loader.collection.windows` gives them.
     Padding is placed and filled as `Window.pad` says; masks are bool [n, length]. A row is GONE if its slot had no live
     trajectory of its generation when the read began; its bytes are zeros.
 
@@ -84,7 +85,8 @@ class WindowSpec:
         self.sources = {name: sources[name] for name in self.windows}
         owners: dict[tuple[int, int, str, bool], str] = {}
         for name, window in self.windows.items():
-            owners.setdefault(mask_of(schema, name, window), name)
+            if not schema[self.sources[name]].trajectory:
+                owners.setdefault(mask_of(schema, name, window), name)
         self._rows: list[tuple[str, Literal["column", "mask"], int]] = [
             (name, "column", schema[sources[name]].step_bytes * window.length)
             for name, window in self.windows.items()

@@ -38,8 +38,8 @@ class Store:
     def columns(self) -> list[tuple[int, int]]:
         """Offset in the bulk part, and bytes, of each column."""
         places, at, steps = [], 0, int(self.lengths.sum())
-        for column in self.schema.values():
-            size = steps * column.step_bytes
+        for name in self.schema:
+            size = self.schema.column_bytes(name, steps, len(self.lengths))
             places.append((at, size))
             at += round_up(size)
         return places
@@ -105,7 +105,8 @@ class Store:
         except (ValueError, RecursionError):
             raise ProtocolError("schema of a message STORE is not JSON.") from None
         store = cls(table, schema, lengths, ids, priorities, finals)
-        needed = float(lengths.sum(dtype=np.float64)) * schema.step_bytes  # int64 could overflow
+        needed = float(lengths.sum(dtype=np.float64)) * schema.step_bytes + n * schema.trajectory_bytes
+        # Not in int64, which could overflow.
         if needed > bulk or store.bulk_bytes != bulk:
             raise ProtocolError(
                 f"The bulk part of a message STORE has {bulk:,} bytes, which is not what {n:,} trajectories of "

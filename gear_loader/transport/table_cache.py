@@ -130,6 +130,10 @@ class AttachedTable:
                 values = part.view(NUMPY_DTYPES[column.dtype]).reshape(-1, *column.shape)
             else:
                 values = torch.from_numpy(part).view(column.dtype).reshape(-1, *column.shape)
+            if column.trajectory:
+                for trajectory, value in zip(trajectories, values, strict=True):
+                    trajectory[name] = np.asarray(value) if isinstance(values, np.ndarray) else value
+                continue
             begin = 0
             for trajectory, end in zip(trajectories, ends, strict=True):
                 trajectory[name] = values[begin:end]

@@ -13,6 +13,7 @@ from distributed_common import check_batch, filled, new_priorities
 
 import gear_loader as gear
 from gear_loader.collection.collector import GpuSide
+from gear_loader.collection.windows import windows_of
 from gear_loader.distributed.collector import ShardCollector, ShardRows
 from gear_loader.distributed.collector_cuda import CudaShardCollector, DeviceRows
 from gear_loader.distributed.remote import RemoteShard
@@ -47,7 +48,7 @@ class PlayedPeer:
         out[:] = 255
         for piece in spec.pieces(len(slots)):
             tensor = buffers.batch["mask"] if piece.kind == "mask" else buffers.batch[piece.name]
-            values = tensor.reshape(len(slots), -1).view(torch.uint8).numpy()
+            values = tensor.contiguous().reshape(len(slots), -1).view(torch.uint8).numpy()
             out[piece.offset : piece.offset + values.size] = values.reshape(-1)
         first = spec.data_bytes(len(slots))
         out[first : first + len(slots)] = np.isin(slots, list(self.gone))
@@ -57,11 +58,11 @@ class PlayedPeer:
 
 def made(device: bool, shards: Shards, batch_size: int) -> tuple[Any, Any]:
     kind = CudaShardCollector if device else ShardCollector
-    windows, cpu = dict.fromkeys(shards.table.schema, WINDOWS), torch.device("cpu")
+    windows, cpu = windows_of(shards.table.schema, WINDOWS, None), torch.device("cpu")
     collector = kind(shards, windows, batch_size=batch_size, device=cpu, weighs=True)
     if not device:
         return collector, collector.buffers()
-    sides = [DeviceRows.make(batch_size, 4, device=cpu) for _ in range(2)]
+    sides = [DeviceRows.make(batch_size, 5, device=cpu) for _ in range(2)]
     gpu: Any = GpuSide(None, None, None, None, FakeEvent(), FakeEvent())
     return collector, collector.with_rows(collector._buffers(cpu), *sides, gpu)
 

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(nixl_agent.installed() is None, reason="NIXL is 
 CONTEXT = multiprocessing.get_context("forkserver")
 COLUMNS = {"x": Column(torch.float32, (5,)), "flag": Column(torch.bool), "big": Column(torch.uint8, (300,))}
 SCHEMA = Schema(COLUMNS)
-WINDOWS = {"x": Window(6, -3), "flag": Window(6, -3, "head"), "big": Window(6, -3)}
+WINDOWS = {"x": Window(6, -3), "flag": Window(6, -3, "head"), "big": Window(6, -3), "task": None}
 Array = np.ndarray[Any, Any]
 
 
