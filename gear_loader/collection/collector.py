@@ -268,8 +268,10 @@ class Collector:
         if self.informs:
             counts = empty(2, size, dtype=torch.int64)
             batch["sample_info"] = _named(counts, empty(2, size, dtype=torch.float32))
-        apart = [column for column in columns if column.once and device.type == "cuda"]
-        plan = GatherPlan([column for column in columns if column not in apart], self._block_steps)
+        # On a GPU that reads the region, a batch brings the blocks of its windows, and the first one in a place apart.
+        apart = [column for column in columns if column.once and self.zero_copy]
+        rest = [column for column in columns if not (column.once and self.zero_copy)]
+        plan = GatherPlan(rest, self._block_steps)
         made = Buffers(batch, plan, GatherPlan(apart, 1) if apart else None, returns=returns)
         if device.type == "cpu":
             made.names, made.columns = names.numpy(), made.plan.table.numpy()

@@ -54,9 +54,9 @@ class Column:
     Args:
         dtype: one of bool, uint8, int8, int16, int32, int64, float16, bfloat16, float32, float64.
         shape: shape of one value; `()` is a scalar. Every extent is at least 1.
-        per: ``"step"``, or ``"trajectory"`` for what a trajectory has once: its goal, task, initial state or return. It
-            is given as ``[*shape]`` to `Table.add`, and as `trajectory` to `Writer.commit`; batches have ``[B, *shape]``
-            of it. It is stored once, in the trajectory's first block.
+        per: ``"step"``, or ``"trajectory"`` for what a trajectory has once: its goal, task, initial state or return.
+            `Table.add` gets it as ``[*shape]``, `Writer.commit` as `trajectory`; batches have ``[B, *shape]`` of it. It
+            is stored once, in the trajectory's first block.
         final: whether trajectories may have one more value of this column after their last step: the observation that
             follows the last action, given as `final` to `Table.add` or `Writer.commit`. Windows read it; it is never
             an anchor.
@@ -374,8 +374,8 @@ class Schema(Mapping[str, Column]):
         """Fast path for the addresses of stacked trajectories.
 
         Args:
-            rows: column name -> ``[count, T, *shape]``, or ``[count, *shape]`` of columns per trajectory; contiguous, on
-                the CPU, of exactly the column's dtype.
+            rows: column name -> ``[count, T, *shape]``, or ``[count, *shape]`` of columns per trajectory; contiguous,
+                on the CPU, of exactly the column's dtype.
             count: number of trajectories.
 
         Returns:
@@ -421,8 +421,8 @@ class Schema(Mapping[str, Column]):
             what: name of the trajectory in errors.
 
         Returns:
-            T, and for each column a C-contiguous uint8 array ``[T, step_bytes]``, or ``[1, step_bytes]``. Contiguous CPU data in a dict is not
-            copied; a CUDA tensor is copied to the host, which waits for its stream.
+            T, and for each column a C-contiguous uint8 array ``[T, step_bytes]``, or ``[1, step_bytes]``. Contiguous
+            CPU data in a dict is not copied; a CUDA tensor is copied to the host, which waits for its stream.
 
         Raises:
             SchemaError: a missing or unknown column, a wrong type, dtype or shape, uneven lengths, or no steps.

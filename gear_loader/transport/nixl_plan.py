@@ -22,8 +22,8 @@ assert (PAD_HEAD, PAD_TAIL, PAD_EDGE) == (
 
 OFFSET, STRIDE, STEP_BYTES, OUT, LENGTH, FIRST, PAD, FINAL, ONCE = range(9)
 """One row a column, int64: offset in the region, bytes from block to block, bytes of a step; offset in the reply;
-steps, offset and padding of the window; whether it reads final steps; whether it is a column per trajectory, whose value
-is in the last block of the row. Of a mask the first three are 0, 0, 1."""
+steps, offset and padding of the window; whether it reads final steps; whether it is a column per trajectory, whose
+value is in the last block of the row. Of a mask the first three are 0, 0, 1."""
 
 
 @compiled

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib
 import importlib.util
 import os
@@ -104,7 +105,7 @@ class Ucxx(Library):
             settings.pop(name, None)
         key = os.getpid(), loopback, frozenset(settings.items())
         if key not in cls._contexts:
-            api = importlib.import_module("ucxx._lib.libucxx")
+            api = _imported("ucxx._lib.libucxx")
             cls._contexts[key] = api.UCXContext(_options(loopback, cls.ucx_version()))
         return cls._contexts[key]
 
@@ -115,14 +116,14 @@ class Ucxx(Library):
 
     @classmethod
     def ucx_version(cls) -> tuple[int, ...]:
-        return tuple(importlib.import_module("ucxx").get_ucx_version())
+        return tuple(_imported("ucxx").get_ucx_version())
 
     def __init__(self, *, loopback: bool) -> None:
         self.name = self.title()
         try:
-            self._api = importlib.import_module("ucxx._lib.libucxx")
-            self._array = importlib.import_module("ucxx._lib.arr").Array
-            types = importlib.import_module("ucxx.types")
+            self._api = _imported("ucxx._lib.libucxx")
+            self._array = _imported("ucxx._lib.arr").Array
+            types = _imported("ucxx.types")
             self._tag, self._full = types.Tag, types.TagMaskFull
             self._context = self.context(loopback)
             self._worker = self._api.UCXWorker(
@@ -309,6 +310,23 @@ def _options(loopback: bool, version: tuple[int, ...]) -> dict[str, str]:
         # do not work; "y" makes it refuse to start.
         found["RCACHE_ENABLE"] = "y"
     return found
+
+
+def _imported(name: str) -> Any:
+    """Import a module of ucxx, with garbage collection paused.
+
+    A collection while its extension was being initialised has ended the process (SIGABRT), twice in some hundred
+    imports in processes with much garbage.
+    """
+    if name in sys.modules:
+        return sys.modules[name]
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(name)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def before_another_ucx() -> None:

@@ -59,6 +59,7 @@ def on_cpu() -> Iterator[OnCpu]:
 @pytest.fixture
 def table() -> Iterator[gear.Table]:
     schema = {"value": gear.Column(torch.float32, (4,)), "number": gear.Column(torch.int64)}
+    schema["task"] = gear.Column(torch.int64, (2,), per="trajectory")
     with gear.Table.create(schema, max_steps=500, max_trajectories=50, block_steps=4) as table:
         for number in range(30):
             length = 3 + number % 5
@@ -66,13 +67,14 @@ def table() -> Iterator[gear.Table]:
                 {
                     "value": np.full((length, 4), number, np.float32),
                     "number": 100 * number + np.arange(length),
+                    "task": np.array([number, -number]),
                 }
             )
         yield table
 
 
 def dataset(table: gear.Table, device: Any = DEVICE, **options: Any) -> gear.ReplayDataset:
-    windows = {"value": gear.Window(3, -2), "number": gear.Window(2)}
+    windows = {"value": gear.Window(3, -2), "number": gear.Window(2), "task": None}
     return gear.ReplayDataset(
         table,
         **{"batch_size": BATCH, "windows": windows, "device": device, "batches_per_epoch": 8, **options},

@@ -16,11 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import gear_loader as gear
 from gear_loader.distributed import Placement, Shards
 
-COLUMNS = (("obs", "act"), ("flag", "act"))
-STAGES = {"obs": 0, "act": [0, 1], "flag": -1}
-WINDOWS: tuple[dict[str, gear.Window], ...] = (
+COLUMNS = (("obs", "act"), ("task", "flag", "act"))
+STAGES = {"obs": 0, "act": [0, 1], "flag": -1, "task": 1}
+WINDOWS: tuple[dict[str, gear.Window | None], ...] = (
     {"obs": gear.Window(5, offset=-2), "act": gear.Window(2)},
-    {"flag": gear.Window(1), "act": gear.Window(3, offset=-1)},
+    {"flag": gear.Window(1), "act": gear.Window(3, offset=-1), "task": None},
 )
 SELECTORS: dict[str, gear.selectors.Selector] = {
     "pass": gear.Uniform(replacement=False, unit="step"),
@@ -32,7 +32,7 @@ SELECTORS: dict[str, gear.selectors.Selector] = {
 DRAWN = {"one": ("prioritized",), "two": tuple(SELECTORS)}
 ROWS, BATCHES, EACH = 24, 5, 13
 PREFETCH = {"one": 2, "two": 0}
-NAMES = ("index", "anchor", "generation", "shard", "act", "obs", "flag", "mask", "priority_weight")
+NAMES = ("index", "anchor", "generation", "shard", "act", "obs", "task", "flag", "mask", "priority_weight")
 SIZES = {"max_steps": 4000, "max_trajectories": 60, "block_steps": 8}
 Ranks = list[dict[str, Any]]
 
@@ -192,7 +192,7 @@ def test_each_stage_gets_its_columns_of_what_one_process_draws(ranks: Ranks, var
                     key: ([part[key] for part in parts], expected[key]) for key in expected if key != "mask"
                 }
                 pairs |= {
-                    c: ([part["mask"][c] for part in parts], expected["mask"][c]) for c in COLUMNS[stage]
+                    c: ([part["mask"][c] for part in parts], expected["mask"][c]) for c in expected["mask"]
                 }
                 for key, (some, all_rows) in pairs.items():
                     where = f"{name}, stage {stage}, batch {number}, {key}"
@@ -224,7 +224,7 @@ def test_meshes_and_tables_that_do_not_fit_are_refused(ranks: Ranks) -> None:
         assert strange.startswith(expected)
         assert number == "mesh is [0, 1]; expected a torch.distributed.DeviceMesh."
         assert small == (["Rank 3 is not in the mesh, which has the ranks [0, 1, 2]."] if rank == 3 else [])
-        assert different.startswith("The table of rank 3 has the columns [['flag'")
+        assert different.startswith("The table of rank 3 has the columns [['task'")
         assert "has on_full='evict_oldest'; stages that evict independently" in evicting
 
 

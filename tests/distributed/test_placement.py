@@ -123,7 +123,7 @@ def test_bad_input_changes_nothing() -> None:
     short = {**good, "act": good["act"][:3]}
     for bad, message in (
         ([good, {**good, "more": good["act"]}], r"trajectory 1 has the columns .*unknown: \['more'\]"),
-        ([good, {"obs": good["obs"]}], r"missing: \['act', 'flag'\]"),
+        ([good, {"obs": good["obs"]}], r"missing: \['act', 'task', 'flag'\]"),
         ([good, short], "columns of uneven lengths"),
         ([good, trajectory(2, 4001)], "has 4,001 steps; the tables hold at most 4,000"),
         (good, "One mapping was received"),
@@ -148,13 +148,13 @@ def test_options_that_make_no_sense_are_refused() -> None:
         ({"stages": [1]}, "expected a mapping of column names"),
         ({"stages": {"obs": 1, "act": 0, "flag": 0}}, r"stages\['obs'\] has 1; expected stages from 0 to 0"),
         ({"stages": {"obs": "0", "act": 0}}, r"stages\['obs'\] is '0'"),
-        ({"stages": {"obs": 0, "act": [0]}}, r"stage 0 have the columns \['act', 'flag', 'obs'\]"),
+        ({"stages": {"obs": 0, "act": [0]}}, r"stage 0 have the columns \['act', 'flag', 'obs', 'task'\]"),
     ):
         with pytest.raises(SchemaError, match=message):
             Placement(shards, **options)  # type: ignore[arg-type]
     with pytest.raises(SchemaError, match="A list was received"):
         Placement(tables(1))  # type: ignore[arg-type]
-    assert len(Placement(shards, stages={"obs": -1, "act": [0], "flag": 0}).schema) == 3
+    assert len(Placement(shards, stages={"obs": -1, "act": [0], "flag": 0, "task": 0}).schema) == 4
 
 
 def test_a_full_shard_takes_back_what_others_had_stored() -> None:

@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ucx_common import LOOPBACK, listening
 
+from gear_loader.collection.windows import reach_of, windows_of
 from gear_loader.errors import PeerTimeoutError, TransportError
 from gear_loader.native import copying
 from gear_loader.storage.schema import Column, Schema, Window
@@ -36,8 +37,16 @@ from gear_loader.transport.spec import WindowSpec
 pytestmark = pytest.mark.skipif(nixl_agent.installed() is None, reason="NIXL is not installed")
 CONTEXT = multiprocessing.get_context("forkserver")
 COLUMNS = {"x": Column(torch.float32, (5,)), "flag": Column(torch.bool), "big": Column(torch.uint8, (300,))}
+COLUMNS["task"] = Column(torch.int16, (3,), per="trajectory")
 SCHEMA = Schema(COLUMNS)
-WINDOWS = {"x": Window(6, -3), "flag": Window(6, -3, "head"), "big": Window(6, -3), "task": None}
+
+
+def windows_on(windows: dict[str, Window]) -> dict[str, Any]:
+    """These, and what a trajectory has once."""
+    return windows_of(SCHEMA, {**windows, "task": None}, None)
+
+
+WINDOWS = windows_on({"x": Window(6, -3), "flag": Window(6, -3, "head"), "big": Window(6, -3)})
 Array = np.ndarray[Any, Any]
 
 
@@ -47,6 +56,7 @@ def steps(length: int, seed: int) -> dict[str, Array]:
         "x": random.normal(size=(length, 5)).astype(np.float32),
         "flag": random.integers(0, 2, length).astype(bool),
         "big": random.integers(0, 256, (length, 300), dtype=np.uint8),
+        "task": random.integers(-999, 999, 3).astype(np.int16),
     }
 
 
@@ -133,14 +143,12 @@ class World:
     def rows(self, slots: Any, anchors: Any) -> tuple[tuple[Array, Array, Array], dict[str, Array]]:
         """What `fetch` takes, as selection's exchange brings it along."""
         slots, anchors = np.asarray(slots, dtype=np.int64), np.asarray(anchors, dtype=np.int64)
-        region, windows = self.table.region, self.spec.windows.values()
-        first = min(window.offset for window in windows)
-        last = max(window.offset + window.length - 1 for window in windows)
+        region, (first, last, once) = self.table.region, reach_of(SCHEMA, self.spec.windows)
         extent = np.empty((len(slots), 3), np.int64)
-        ids = np.full((len(slots), (last - first) // 4 + 2), -1, np.int32)
+        ids = np.full((len(slots), (last - first) // 4 + 2 + once), -1, np.int32)
         held, block_ids = region.array("extent"), region.array("block_ids").reshape(-1)
         blocks = region.layout.num_blocks
-        copying.resolve(slots, anchors, held, block_ids, 4, first, last, extent, ids, blocks)
+        copying.resolve(slots, anchors, held, block_ids, 4, first, last, extent, ids, blocks, once)
         return (slots, anchors, region.array("generation")[slots]), {"extent": extent, "block_ids": ids}
 
     def fetch(self, slots: Any, anchors: Any) -> tuple[Array, Array]:
@@ -174,6 +182,8 @@ def naive(
         window, whole = spec.windows[piece.name], []
         for b, (slot, anchor) in enumerate(zip(slots, anchors, strict=True)):
             column = held[slot][piece.name] if b not in gone else steps(1, 0)[piece.name][:0]
+            if piece.name == "task":  # before the first step, at any anchor
+                column = held[slot]["task"][None] if b not in gone else np.zeros((1, 3), dtype=np.int16)
             column = column.reshape(len(column), math.prod(column.shape[1:])).view(np.uint8)
             if piece.kind == "mask":
                 column = np.ones((len(column), 1), dtype=np.uint8)
@@ -220,7 +230,7 @@ def world(owner: Owner) -> Iterator[World]:
 @pytest.mark.parametrize(("pad", "only"), [("keep", None), ("head", None), ("tail", "big"), ("edge", None)])
 def test_windows_are_those_of_the_table(shared: World, pad: Any, only: str | None) -> None:
     random = np.random.default_rng(len(pad))
-    windows = {"x": Window(9, -4, pad), "flag": Window(9, -4, pad), "big": Window(3, 1)}
+    windows = windows_on({"x": Window(9, -4, pad), "flag": Window(9, -4, pad), "big": Window(3, 1)})
     shared.spec = WindowSpec("nixl-shared", SCHEMA, windows if only is None else {only: Window(30, -2, pad)})
     for _ in range(2):
         slots = random.choice(list(shared.held), 33).tolist()
@@ -339,7 +349,7 @@ def test_arrays_that_do_not_fit_are_refused(shared: World) -> None:
     with pytest.raises(ValueError, match=r"slots is int32 \[2\]; expected int64 \[2\]"):
         shared.peer.fetch(shared.spec, rows[0].astype(np.int32), *rows[1:], out, **index)
     index["block_ids"] = index["block_ids"].astype(np.int64)
-    with pytest.raises(ValueError, match=r"block_ids is int64 \[2, 3\]; expected int32 \[2, K\]"):
+    with pytest.raises(ValueError, match=r"block_ids is int64 \[2, 4\]; expected int32 \[2, K\]"):
         shared.peer.fetch(shared.spec, *rows, out, **index)
 
 
