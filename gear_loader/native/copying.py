@@ -107,6 +107,11 @@ been gathered. Whole trajectories of 42 KB, 256 and 1,024 a batch, take 0.8 of t
 also where the batch is read at once."""
 
 
+_AHEAD = 32
+"""Rows of single steps whose places are fetched into the cache before they are copied."""
+_SINGLE_BYTES = 1 << 12
+"""Largest single steps that are: larger ones are copied at the speed of memory anyhow."""
+
 assert (BASE, STRIDE, STEP_BYTES, OUT, LENGTH, OFFSET, PAD, MASK) == (0, 1, 2, 3, 4, 5, 6, 7)
 assert (BLOCKS, FINAL, WIDTH) == (9, 10, 11)
 assert (PAD_HEAD, PAD_TAIL, PAD_EDGE) == (1, 2, 3)
@@ -122,6 +127,38 @@ def _copy(_context: Any, _target: Any, _source: Any, _count: Any) -> Any:
         )
 
     return types.void(types.int64, types.int64, types.int64), codegen
+
+
+def _copy_of(size: int) -> Any:
+    """A function that copies so many bytes from one address to another."""
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def copy(_context: Any, _target: Any, _source: Any) -> Any:
+        def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+            kind = ir.IntType(8 * size).as_pointer()
+            value = builder.load(builder.inttoptr(args[1], kind), align=1)
+            builder.store(value, builder.inttoptr(args[0], kind), align=1)
+
+        return types.void(types.int64, types.int64), codegen
+
+    return copy
+
+
+_copy_1, _copy_4, _copy_8, _copy_16 = map(_copy_of, (1, 4, 8, 16))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _fetch(_context: Any, _address: Any) -> Any:
+    """Fetch the line of an address into the cache, if it is a valid one. Does not wait."""
+
+    def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        place = builder.inttoptr(args[0], cgutils.voidptr_t)
+        builder.call(function, [place, number(0), number(3), number(1)])
+
+    return types.void(types.int64), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -493,10 +530,109 @@ def _fill_edges(  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
+def _copy_step(target, source, size) -> None:  # type: ignore[no-untyped-def]
+    """Copy one step: of the usual sizes without a call."""
+    if size == 4:
+        _copy_4(target, source)
+    elif size == 8:
+        _copy_8(target, source)
+    elif size == 16:
+        _copy_16(target, source)
+    elif size == 1:
+        _copy_1(target, source)
+    else:
+        _copy(target, source, size)
+
+
+@njit(inline="always")
+def _step_address(  # type: ignore[no-untyped-def]
+    columns, c, anchor, block, inside, steps, row, more, block_ids, block_steps
+):
+    """Address of the step that a window of one step shows, and whether it exists; 0 for one of zeros, -1 if the block
+    table is invalid.
+
+    Args:
+        anchor, block, inside: the anchor, its block and its step within the block.
+        steps, row, more: of the trajectory, as in `extent`.
+    """
+    step = anchor + columns[c, OFFSET]
+    end = steps + more * columns[c, FINAL]
+    exists = 0 <= step < end
+    if not exists:
+        if columns[c, PAD] != PAD_EDGE or end <= 0:
+            return int64(0), False
+        step = min(max(step, 0), end - 1)
+    apart = step - anchor
+    inside += apart
+    if apart < -block_steps or apart > block_steps:
+        block = step // block_steps
+        inside = step - block * block_steps
+    elif inside >= block_steps:
+        block, inside = block + 1, inside - block_steps
+    elif inside < 0:
+        block, inside = block - 1, inside + block_steps
+    place = row + block
+    if place < 0 or place >= len(block_ids):
+        return int64(-1), False
+    number = int64(block_ids[place])
+    if number < 0 or number >= columns[c, BLOCKS]:
+        return int64(-1), False
+    return columns[c, BASE] + number * columns[c, STRIDE] + inside * columns[c, STEP_BYTES], exists
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _gather_single(  # type: ignore[no-untyped-def]
+    columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
+) -> int:
+    """`_gather_rows` of windows of one step each.
+
+    The places of some rows are found first and fetched into the cache, all at the same time, then they are copied.
+    """
+    bad, width = 0, columns.shape[0]
+    places = np.empty((_AHEAD, width), dtype=np.int64)
+    there = np.empty((_AHEAD, width), dtype=np.uint8)
+    for begin in range(first, last, _AHEAD):
+        count = min(_AHEAD, last - begin)
+        for i in range(count):
+            slot, anchor = slots[begin + i], anchors[begin + i]
+            if slot >= 0 and slot < len(extent):
+                steps, row, more = extent[slot, 0], extent[slot, 1], extent[slot, 2]
+            else:
+                steps, row, more, bad = int64(0), int64(0), int64(0), bad + 1
+            block = anchor // block_steps
+            inside = anchor - block * block_steps
+            for c in range(width):
+                place, exists = _step_address(
+                    columns, c, anchor, block, inside, steps, row, more, block_ids, block_steps
+                )
+                if place < 0:
+                    place, bad = int64(0), bad + 1
+                _fetch(place)  # which may be any address
+                places[i, c], there[i, c] = place, exists
+        for i in range(count):
+            target = rows[begin + i] if chosen else begin + i
+            for c in range(width):
+                step_bytes = columns[c, STEP_BYTES]
+                out = columns[c, OUT] + target * step_bytes
+                if places[i, c] != 0:
+                    _copy_step(out, places[i, c], step_bytes)
+                else:
+                    _fill(out, 0, step_bytes)
+                if columns[c, MASK] != 0:
+                    _fill(columns[c, MASK] + target, int64(there[i, c]), 1)
+    return bad
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
 def _gather_rows(  # type: ignore[no-untyped-def]
     columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
 ) -> int:
     bad = 0
+    if columns[:, LENGTH].max() == 1 and columns[:, STEP_BYTES].max() <= _SINGLE_BYTES:
+        bad += _gather_single(
+            columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
+        )
+        return bad
     streams = len(slots) * (columns[:, LENGTH] * columns[:, STEP_BYTES]).sum() >= STREAM_BATCH_BYTES
     for b in range(first, last):
         if slots[b] >= 0 and slots[b] < len(extent):

@@ -554,6 +554,13 @@ class Writer:
             self.close()
 
 
+_BOOLS: frozenset[type] = frozenset({bool, np.bool_})
+_INTEGERS: frozenset[type] = frozenset(
+    {int, *(np.dtype(f"{kind}{size}").type for kind in "iu" for size in (1, 2, 4, 8))}
+)
+_FLOATS: frozenset[type] = frozenset({float, int, np.float64})
+
+
 class _StepColumn:
     """Writes single steps into one column, through a view of the current block."""
 
@@ -566,6 +573,20 @@ class _StepColumn:
         self._dtype = NUMPY_DTYPES.get(column.dtype)
         self._kind = "" if self._dtype is None else self._dtype.kind
         self._largest = torch.finfo(column.dtype).max if column.dtype.is_floating_point else 0.0
+        whole = np.iinfo(self._dtype) if self._dtype is not None and self._kind in "iu" else None
+        self._limits = (0, -1) if whole is None else (int(whole.min), int(whole.max))
+        # Types of numbers, and their limits, that are written as they are; `_put_number` looks at all others.
+        self._quick: tuple[frozenset[type], float, float] = (frozenset(), 0, 0)
+        if not self.shape and self._dtype is not None:
+            if self._kind == "b":
+                self._quick = _BOOLS, False, True
+            elif whole is None:
+                narrow = (
+                    _FLOATS | {np.float32} if self._dtype.itemsize < 8 else _FLOATS
+                )  # it has no such limits
+                self._quick = narrow, -self._largest, self._largest
+            else:
+                self._quick = _INTEGERS, *self._limits
         spare: Array = np.empty(step_bytes, dtype=np.uint8)
         self.spare_address: int = spare.ctypes.data
         """Address of the value that `fits` has accepted last."""
@@ -589,6 +610,10 @@ class _StepColumn:
 
     def put(self, place: int, value: Any) -> bool:
         """Write the value of one step; return False, having written nothing, if it does not fit."""
+        kinds, low, high = self._quick
+        if type(value) in kinds and low <= value <= high:
+            self._view[place] = value
+            return True
         if isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
             if value.dtype == self._dtype and value.shape == self.shape and self._dtype is not None:
                 self._view[place] = value
@@ -630,9 +655,8 @@ class _StepColumn:
         return True
 
     def _in_range(self, value: int) -> bool:
-        assert self._dtype is not None
-        limits = np.iinfo(self._dtype)
-        return int(limits.min) <= value <= int(limits.max)
+        low, high = self._limits
+        return low <= value <= high
 
     def misfit(self, value: Any) -> SchemaError:
         """The error for a value that does not fit."""
