@@ -50,7 +50,7 @@ def load(
     name: str | None,
     max_steps: int | None,
     max_trajectories: int | None,
-    block_steps: int | None,
+    block_steps: int | str | None,
     max_blocks: int | None,
     on_full: OnFull | None,
     progress: bool,
@@ -119,7 +119,7 @@ def _load(
     kind: type[Table],
     directory: Directory,
     manifest: Manifest,
-    given: Mapping[str, int | None],
+    given: Mapping[str, int | str | None],
     name: str | None,
     on_full: OnFull | None,
     progress: bool,
@@ -136,6 +136,8 @@ def _load(
         # Trajectories that shared blocks in the saved table get separate blocks.
         needed = kind.required_blocks(entries.rows, manifest.block_steps)
         sizes["max_blocks"] = max(manifest.num_blocks, needed)
+    if sizes["block_steps"] == "auto" and len(entries.length):
+        sizes["mean_length"] = float(entries.length.mean())
     table = kind.create(
         manifest.schema,
         **sizes,

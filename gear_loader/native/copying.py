@@ -632,7 +632,7 @@ def _gather_rows(  # type: ignore[no-untyped-def]
         bad += _gather_single(
             columns, slots, anchors, extent, block_ids, block_steps, first, last, rows, chosen
         )
-        return bad
+        return int64(bad)  # type: ignore[no-any-return]
     streams = len(slots) * (columns[:, LENGTH] * columns[:, STEP_BYTES]).sum() >= STREAM_BATCH_BYTES
     for b in range(first, last):
         if slots[b] >= 0 and slots[b] < len(extent):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -28,7 +28,8 @@ from gear_loader.sources.episodes import (
 )
 from gear_loader.sources.hdf5 import read_hdf5
 from gear_loader.sources.minari import read_minari
-from gear_loader.storage.schema import Column, as_mapping, copied, keeps
+from gear_loader.storage.block_sizes import resolved_block_steps
+from gear_loader.storage.schema import Column, Schema, as_mapping, copied, keeps
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import unreadable
 from gear_loader.utils.progress import progress_bar
@@ -47,7 +48,7 @@ def load(
     *,
     columns: Columns = None,
     max_trajectories: int | None = None,
-    block_steps: int = 64,
+    block_steps: int | Literal["auto"] = 64,
     name: str | None = None,
     priority: float = 1.0,
     keep_float64: bool = False,
@@ -76,7 +77,8 @@ def load(
         columns: names of the columns to take, or {name in the table: name in the source}. None takes the
             table's columns, or without a table the source's standard ones (all of an iterable's).
         max_trajectories: take at most so many, the first ones.
-        block_steps: steps of a block, for the table made here; see `gear_loader.Table.create`.
+        block_steps: steps of a block, for the table made here; ``"auto"`` takes those that waste least at the mean
+            length of the episodes. See `gear_loader.Table.create`.
         name: the name of the table made here, under which other processes attach; None makes a private one.
         priority: of every trajectory.
         keep_float64: keep float64 columns in the table made here instead of making them float32.
@@ -104,7 +106,8 @@ def load(
             f"name={name!r} was given with a table; expected one of the two: a table keeps its name."
         )
     check_count("max_trajectories", max_trajectories)
-    check_count("block_steps", block_steps)
+    if not isinstance(block_steps, str):
+        check_count("block_steps", block_steps)
     if table is not None and columns is None:
         columns = list(table.schema)
     if table is not None:  # else what the table can hold would be rounded on the way
@@ -124,10 +127,11 @@ def load(
     if table is not None:
         _check_fit(reader, lengths, table)
         return _fill(table, reader, lengths, priority, progress)
+    sizes = {"max_steps": int(lengths.sum()), "max_trajectories": len(lengths)}
+    block_steps = resolved_block_steps(Schema(reader.schema), block_steps, None, **sizes)
     table = Table.create(
         reader.schema,
-        max_steps=int(lengths.sum()),
-        max_trajectories=len(lengths),
+        **sizes,
         max_blocks=Table.required_blocks(lengths, block_steps),
         block_steps=block_steps,
         name=name,

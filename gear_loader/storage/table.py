@@ -316,7 +316,7 @@ class Table:
         name: str | None = None,
         max_steps: int | None = None,
         max_trajectories: int | None = None,
-        block_steps: int | None = None,
+        block_steps: int | Literal["auto"] | None = None,
         max_blocks: int | None = None,
         on_full: OnFull | None = None,
         progress: bool = False,
@@ -334,7 +334,7 @@ class Table:
             name: name of the table, as for `create`; None for a private table.
             max_steps, max_trajectories, block_steps, max_blocks: as for `create`; by default those of the saved table,
                 with additional blocks where trajectories shared some. If one of the first three is given, `max_blocks`
-                is computed as in `create`.
+                is computed as in `create`; ``block_steps="auto"`` goes by the mean length of the saved trajectories.
             on_full: as for `create`; by default that of the saved table. The rate limiter, `max_times_sampled` and
                 `max_age` are always those of the saved table.
             progress: show a progress bar if standard error is a terminal and `rich` is installed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -141,3 +142,19 @@ def test_a_table_that_wastes_much_is_named_once(
             writer.append({name: values[0] for name, values in table[0].items()})
         assert table.stats().overhead > 1 / 0.75  # of a trajectory that is being written
         assert not messages()
+
+
+def test_what_is_loaded_has_a_mean_length(tmp_path: Path) -> None:
+    episodes = [{"x": np.zeros((10, 4), np.float32)}] * 20
+    best = best_block_steps(Schema({"x": gear.Column(torch.float32, (4,))}), 10, 200)
+    with gear.sources.load(episodes, block_steps="auto", progress=False) as table:
+        assert table.stats().block_steps == best != 64
+    sizes = {"max_steps": 200, "max_trajectories": 200}  # which say 1 step each
+    with gear.Table.create({"x": gear.Column(torch.float32, (4,))}, **sizes) as table:
+        table.extend(episodes)
+        table.save(tmp_path)
+    with gear.Table.load(tmp_path, block_steps="auto") as loaded:
+        assert loaded.stats().block_steps == best
+        assert len(loaded) == 20
+    with pytest.raises(gear.errors.SchemaError, match="block_steps is 'most'; expected a number"):
+        gear.sources.load(episodes, block_steps="most", progress=False)  # type: ignore[arg-type]
