@@ -127,13 +127,16 @@ def load(
     if table is not None:
         _check_fit(reader, lengths, table)
         return _fill(table, reader, lengths, priority, progress)
-    sizes = {"max_steps": int(lengths.sum()), "max_trajectories": len(lengths)}
-    block_steps = resolved_block_steps(Schema(reader.schema), block_steps, None, **sizes)
+    steps, count = int(lengths.sum()), len(lengths)
+    in_blocks: int = resolved_block_steps(
+        Schema(reader.schema), block_steps, None, max_steps=steps, max_trajectories=count
+    )
     table = Table.create(
         reader.schema,
-        **sizes,
-        max_blocks=Table.required_blocks(lengths, block_steps),
-        block_steps=block_steps,
+        max_steps=steps,
+        max_trajectories=count,
+        max_blocks=Table.required_blocks(lengths, in_blocks),
+        block_steps=in_blocks,
         name=name,
     )
     try:
