@@ -438,12 +438,6 @@ def test_progress_is_shown_on_a_terminal_only(tmp_path: Path, monkeypatch: pytes
     assert shown(io.StringIO()) == ""
 
 
-def test_the_public_names_are_sorted_and_there() -> None:
-    assert sources.__all__ == sorted(sources.__all__)
-    for name in sources.__all__:
-        assert hasattr(sources, name)
-
-
 class Refilling:
     """An iterable (no iterator) that fills the same arrays for each episode."""
 

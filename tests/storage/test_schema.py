@@ -22,9 +22,6 @@ from gear_loader.errors import SchemaError
 from gear_loader.storage import schema as schema_module
 from gear_loader.storage.schema import BATCH_KEYS, Schema
 
-# Column ----------------------------------------------------------------------------------------------
-
-
 # Window ----------------------------------------------------------------------------------------------
 
 

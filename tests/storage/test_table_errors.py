@@ -11,7 +11,6 @@ import os
 import pickle
 import re
 import socket
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,7 +35,6 @@ from gear_loader.errors import (
     TableFullError,
 )
 from gear_loader.storage import shared_memory
-from gear_loader.storage.layout import FORMAT_VERSION
 from gear_loader.storage.operations import WRITING
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.region import _Mapping, region_path
@@ -604,29 +602,6 @@ def _attach_fails(name: str) -> str:
     with nothing_left_open(), pytest.raises(RegionError) as caught:
         gear.Table.attach(name)
     return str(caught.value)
-
-
-def test_attach_to_a_damaged_file(file: tuple[str, Path]) -> None:
-    name, path = file
-    data, it = path.read_bytes(), f"Table '{name}' ({path}) "
-    versioned = data[:8] + struct.pack("<I", FORMAT_VERSION + 5) + data[12:]
-    flipped = data[:64] + bytes([data[64] ^ 0x10]) + data[65:]
-    short = f"{it}is damaged: it has {len(data) - 1} bytes, its header says {len(data)}, its schema needs {len(data)}."
-    for damaged, message in [
-        (b"", f"{it}is not a Gear Loader table: it starts with b'', "),
-        (b"short", f"{it}is not a Gear Loader table: it starts with b'short', "),
-        (bytes(5000), f"{it}is not a Gear Loader table: it starts with "),
-        (versioned, f"{it}has table format {FORMAT_VERSION + 5}; this version of Gear Loader reads format "),
-        (data[:64], f"{it}has a damaged header"),
-        (flipped, f"{it}has a damaged header"),
-        (data[:-1], short),
-    ]:
-        path.write_bytes(damaged)
-        assert _attach_fails(name).startswith(message)
-        assert path.read_bytes() == damaged
-    path.write_bytes(data)
-    with gear.Table.attach(name) as table:
-        assert numbers_of(table) == [1]
 
 
 @pytest.mark.parametrize("kind", ["directory", "link", "pipe", "socket", "refused"])

@@ -119,17 +119,6 @@ def test_a_server_without_the_secret_is_not_asked_for_anything(shelf: Shelf) -> 
     assert heard == [b""]
 
 
-def test_nothing_is_told_before_the_proof(shelf: Shelf) -> None:
-    table, server = shelf
-    with server.raw() as raw:
-        raw.send(Kind.HELLO, HELLO, request=0)
-        header, small, bulk = raw.receive()
-        assert (header.kind, len(small), bulk) == (Kind.CHALLENGE, len(HELLO), b"")
-        assert str(table.name).encode() not in small
-        raw.send(Kind.PROOF, bytes(32), request=0)
-        assert raw.text() == DIFFER
-
-
 def test_a_proof_is_worth_nothing_on_another_connection(shelf: Shelf) -> None:
     _, server = shelf
     sent: list[bytes] = []

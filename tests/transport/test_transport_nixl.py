@@ -6,7 +6,6 @@ import concurrent.futures
 import contextlib
 import importlib
 import json
-import math
 import multiprocessing
 import os
 import signal
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gather_common import PADS, Spec, windows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ucx_common import LOOPBACK, listening
@@ -168,28 +168,18 @@ class World:
 def naive(
     spec: WindowSpec, held: dict[int, dict[str, Array]], slots: Any, anchors: Any, gone: tuple[int, ...]
 ) -> dict[tuple[str, str], Array]:
-    """Every piece of the reply as bytes, step by step."""
+    """Every piece of the reply as bytes; rows that are gone are zeros."""
     found = {}
-    for piece in spec.pieces(len(slots)):
-        window, whole = spec.windows[piece.name], []
-        for b, (slot, anchor) in enumerate(zip(slots, anchors, strict=True)):
-            column = held[slot][piece.name] if b not in gone else steps(1, 0)[piece.name][:0]
-            column = column.reshape(len(column), math.prod(column.shape[1:])).view(np.uint8)
-            if piece.kind == "mask":
-                column = np.ones((len(column), 1), dtype=np.uint8)
-            places = range(anchor + window.offset, anchor + window.offset + window.length)
-            real = [column[i] for i in places if 0 <= i < len(column)]
-            empty = np.zeros(column.shape[1], dtype=np.uint8)
-            padding = [empty] * (window.length - len(real))
-            if window.pad == "head":
-                whole += padding + real
-            elif window.pad == "tail":
-                whole += real + padding
-            elif window.pad == "edge" and piece.kind == "column" and len(column):
-                whole += [column[min(max(i, 0), len(column) - 1)] for i in places]
-            else:
-                whole += [column[i] if 0 <= i < len(column) else empty for i in places]
-        found[piece.name, piece.kind] = np.concatenate(whole)
+    rows = [torch.as_tensor(np.asarray(part, dtype=np.int64)) for part in (slots, anchors)]
+    for name, window in spec.windows.items():
+        stored = {slot: held[slot][name] for slot in set(slots)}
+        stored = {slot: part.reshape(len(part), -1).view(np.uint8) for slot, part in stored.items()}
+        pad = PADS[("keep", "head", "tail", "edge").index(window.pad)]
+        size = spec.schema[name].step_bytes
+        both = windows_of(stored, Spec(size, window.length, window.offset, pad), *rows)
+        for kind, values in zip(("column", "mask"), both, strict=True):
+            values[list(gone)] = 0
+            found[name, kind] = values.view(np.uint8).reshape(-1)
     return found
 
 

@@ -14,12 +14,7 @@ from table_common import COLUMNS
 from transport_common import WINDOWS
 
 import gear_loader as gear
-from gear_loader.errors import (
-    HandshakeError,
-    SchemaError,
-    TableFullError,
-    TransportError,
-)
+from gear_loader.errors import HandshakeError, SchemaError, TableFullError, TransportError
 from gear_loader.storage.schema import Schema, Window
 from gear_loader.transport import Address, Limits, WindowSpec, carrier
 from gear_loader.transport.channel import family
