@@ -734,9 +734,6 @@ def test_attach_races_with_rm(shelf: Path) -> None:
     assert 0 < won < rounds, "the race has always ended in the same way"
 
 
-# The program -----------------------------------------------------------------------------------------
-
-
 def test_rm_loads_neither_torch_nor_numpy() -> None:
     done = program(
         "-c",

@@ -210,9 +210,6 @@ def odd(sequences: Any) -> Any:
     return sequences % 2 == 1
 
 
-# A table that changes -------------------------------------------------------------------------------
-
-
 def test_workers_see_additions_between_epochs(table: gear.Table) -> None:
     batches = loader(dataset(table, selector=gear.Uniform(False)), 2, persistent_workers=True)
     before = set(table.indices().tolist())
@@ -247,9 +244,6 @@ def test_forking_while_another_thread_compiles() -> None:
     assert child.exitcode == 0
     assert global_compiler_lock._lock.acquire(timeout=5)  # and here it is free again
     global_compiler_lock._lock.release()
-
-
-# Errors ---------------------------------------------------------------------------------------------
 
 
 def test_a_private_table() -> None:
@@ -489,9 +483,6 @@ def test_a_worker_refuses_the_state_of_one_among_others(
         dataset(table).load_state_dict(state)
 
 
-# States that are refused --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -530,10 +521,7 @@ KEYS = ["config", "epoch", "past", "sampled_items", "samples", "workers"]
             {"workers": 2},
             r"belongs to one of 2 DataLoader workers \(0: main process\); here are 0\. Make the loader",
         ),
-        (
-            {"config": 3},
-            r"The state is {.*'config': 3}; expected a state_dict\(\) of a ReplayDataset",
-        ),
+        ({"config": 3}, r"The state is {.*'config': 3}; expected a state_dict\(\) of a ReplayDataset"),
         (["step", "before"], rf"keys {re.escape(str(KEYS))}; missing: \['before', 'step'\]"),
         *(
             (other, r"The state is .*; expected a state_dict\(\) of a ReplayDataset")

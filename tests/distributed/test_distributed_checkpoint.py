@@ -37,8 +37,6 @@ PATIENCE = 60.0
 SCHEMA = {**COLUMNS, "odd": gear.Column(torch.uint8, (13,)), "half": gear.Column(torch.bfloat16)}
 Table = gear.Table
 
-# Ranks as threads ------------------------------------------------------------------------------------
-
 
 class Meeting:
     """The all-gather of ranks that are threads of this process; it fails on all ranks once one of them has died."""
@@ -129,9 +127,6 @@ def loaded(path: Path, size: int, **options: Any) -> contextlib.AbstractContextM
 
 def saved(tables: list[Table], path: Path) -> None:
     assert save_all(tables, path) == [None] * len(tables)
-
-
-# What they hold --------------------------------------------------------------------------------------
 
 
 def steps_of(number: int, length: int) -> dict[str, Any]:
@@ -330,9 +325,6 @@ def test_sizes_that_are_given_and_rules(tmp_path: Path) -> None:
         assert [(t.region.layout.num_blocks, t.on_full) for t in others] == [(4000, "wait")] * 2
     for message in refused(tmp_path, 2, max_steps=10):
         assert re.search(r"needs max_steps=\d+ \(with blocks of 4 steps\); 10 was given", message)
-
-
-# Incremental -----------------------------------------------------------------------------------------
 
 
 def _segments(path: Path) -> dict[str, int]:

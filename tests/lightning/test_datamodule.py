@@ -416,9 +416,6 @@ def test_all_options_of_the_dataset_pass_through(table: gear.Table) -> None:
     nothing_left(table)
 
 
-# Writers that begin later ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("val_fraction", [0, 0.5])
 def test_fit_waits_for_a_writer_that_begins_later(val_fraction: float) -> None:
     options = {"rate_limiter": gear.MinSize(20), "timeout": 30, "max_trajectories": 40, "max_steps": 200}

@@ -61,9 +61,6 @@ def gather(
         torch.set_num_threads(threads)
 
 
-# Gather ----------------------------------------------------------------------------------------------
-
-
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Store, list[Spec], int, int, int]:
     def some(low: int, high: int) -> int:
@@ -173,9 +170,6 @@ def test_copies_with_the_caches_and_past_them(total: int, step_bytes: int, shift
     assert (memory.reshape(-1, stride) == expected).all()
 
 
-# Scatter ---------------------------------------------------------------------------------------------
-
-
 @hypothesis.given(
     length=st.integers(1, 200),
     block_steps=st.integers(1, 70),
@@ -208,9 +202,6 @@ def test_scatter(length: int, block_steps: int, step_bytes: int, spare: int, shi
                 start = GUARD + next(block) * stride
                 expected[start : start + len(piece)] = piece
         assert np.array_equal(memory, expected)
-
-
-# Resolve ---------------------------------------------------------------------------------------------
 
 
 @hypothesis.given(

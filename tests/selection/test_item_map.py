@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from dataset_common import SCHEMA, episode, open_tickets
 
 import gear_loader as gear
@@ -304,56 +303,3 @@ TwinMachine.TestCase.pytestmark = [  # type: ignore[attr-defined]
     pytest.mark.timeout(900),  # Hypothesis may take minutes to shrink a failing example
 ]
 TestSelectionBesideItsTwin = TwinMachine.TestCase
-
-
-@pytest.mark.parametrize(("unit", "block_steps"), [("step", 1), ("step", 4), ("trajectory", 7)])
-def test_a_long_life(unit: str, block_steps: int) -> None:
-    twin = Twin(unit=unit, block_steps=block_steps, max_steps=90, max_trajectories=12)
-    rng = np.random.default_rng(block_steps)
-    with twin.table:
-        for turn in range(200):
-            for _ in range(int(rng.integers(0, 3)) if turn % 50 else 40):  # 40: more than the ring remembers
-                given = None if rng.random() < 0.5 else int(rng.integers(0, 9)) / 8
-                twin.add([int(rng.integers(0, 20))], [given])
-            if twin.live and rng.random() < 0.2:
-                twin.remove([int(rng.choice(list(twin.live)))])
-            if turn % 70 == 69:
-                twin.table.region.array("counters")[DIRTY] = 1
-            rows = [
-                (t.slot, t.generation, int(rng.integers(0, t.length)), int(rng.integers(0, 50)) / 8)
-                for t in rng.choice(np.array([*twin.live.values(), None]), 9)
-                if t is not None
-            ]
-            twin.update(rows, named=bool(turn % 2), error=bool(turn % 3))
-            twin.draw(8)
-        twin.look()
-        assert twin.table.stats().num_evicted > 100
-        assert twin.drawn > 1500
-        assert twin.stale == 0
-
-
-@pytest.mark.parametrize("unit", ["trajectory", "step"])
-def test_an_update_at_a_slot_that_has_changed_hands_since_the_last_look(unit: str) -> None:
-    twin = Twin(unit=unit, block_steps=4, max_steps=20, max_trajectories=2)
-    with twin.table:
-        twin.add([3, 5], [1.0, 1.0])
-        old = next(iter(twin.live.values()))
-        batch = twin.data.sample(30)
-        of_old = batch["index"] == old.slot
-        assert of_old.any()
-        twin.seen()
-        twin.remove([old.number])
-        twin.add([3], [0.25])
-        assert [t.slot for t in twin.live.values()].count(old.slot) == 1
-        anchor = batch["anchor"] if unit == "step" else None
-        twin.data.update_priority(
-            batch["index"], torch.full((30,), 5.0), generation=batch["generation"], anchor=anchor
-        )
-        twin.stale += int(of_old.sum())
-        other = next(t for t in twin.live.values() if t.slot != old.slot)
-        assert other.priorities is not None
-        steps = batch["anchor"][~of_old].tolist() if unit == "step" else [0]
-        for step in steps:
-            other.priorities[step] = 5.0
-        twin.maximum = 5.0
-        twin.look()

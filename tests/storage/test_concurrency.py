@@ -109,9 +109,6 @@ def nothing_is_left(table: gear.Table) -> None:
     assert not table.region.array("readers")[:, READING].any()
 
 
-# Full speed ------------------------------------------------------------------------------------------
-
-
 def _write(
     voice: Voice, name: str, seed: int, on_full: Any, threads: int = 1
 ) -> list[tuple[int, int, set[str]]]:

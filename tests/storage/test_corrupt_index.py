@@ -195,9 +195,6 @@ def test_operations_refuse_alike_compiled_or_not() -> None:
             assert table.region.array("counters")[at.EPOCH] > 0
 
 
-# Other users -----------------------------------------------------------------------------------------
-
-
 def test_attach_to_a_table_of_another_user(table: gear.Table, monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"{fresh_name()}.foreign"
     path = Path(region_path(name))

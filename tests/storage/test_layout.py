@@ -154,9 +154,6 @@ def test_large_headers() -> None:
         table.unlink()
 
 
-# Damage ----------------------------------------------------------------------------------------------
-
-
 def test_every_flipped_bit_of_the_header_shows() -> None:
     layout = layout_of()
     head = file_of(layout)
@@ -170,9 +167,6 @@ def test_every_flipped_bit_of_the_header_shows() -> None:
                 RegionError, match=r"^it (is not a Gear Loader table|has table format|has a damaged)"
             ):
                 Layout.read(bytes(damaged), layout.region_bytes, "it")
-
-
-# The region itself -----------------------------------------------------------------------------------
 
 
 def test_a_named_region_takes_exactly_its_bytes() -> None:

@@ -68,9 +68,6 @@ def nothing_leaked(table: gear.Table) -> None:
     assert (table.region.array("state") != FREE).sum() == len(lengths)
 
 
-# Handles ---------------------------------------------------------------------------------------------
-
-
 def _use_handle(voice: Voice, handle: bytes) -> list[int]:
     with pickle.loads(handle) as table:
         assert table.on_full == "evict_oldest"
@@ -282,9 +279,6 @@ def _die_forked(voice: Voice) -> None:
     os.waitpid(pid, 0)
 
 
-# Creating --------------------------------------------------------------------------------------------
-
-
 def _create_race(voice: Voice, rounds: int, base: str) -> list[str]:
     outcome = []
     for i in range(rounds):
@@ -334,9 +328,6 @@ def test_a_process_killed_while_it_creates_leaves_nothing(where: str) -> None:
     assert not [entry for entry in os.listdir(shared_memory.DIRECTORY) if name in entry]
     with named(name=name):
         pass
-
-
-# Fork ------------------------------------------------------------------------------------------------
 
 
 @forks

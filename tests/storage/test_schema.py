@@ -205,9 +205,6 @@ def test_validate_and_locate_refuse(schema: Schema, change: Any, message: str) -
         assert message in str(caught.value)
 
 
-# Schema ----------------------------------------------------------------------------------------------
-
-
 def test_schema_is_a_mapping_in_the_given_order() -> None:
     columns = {
         "z": gear.Column(torch.float32, (11,)),

@@ -49,9 +49,6 @@ def table() -> Iterator[gear.Table]:
         table.check_valid()
 
 
-# Contents --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_and_shape_comes_back_bit_for_bit(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -215,9 +212,6 @@ def test_a_source_that_fails_gives_everything_back(table: gear.Table) -> None:
     assert table.stats().blocks_in_use == 2
 
 
-# Capacity --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_max_steps_in_max_trajectories_always_fit(seed: int) -> None:
     """By default, whatever the lengths; and those that waste the most need every block."""
@@ -258,9 +252,6 @@ def test_required_blocks_are_exact(lengths: list[int], kind: Any) -> None:
             pytest.raises(TableFullError, match=rf"\({blocks} blocks of 64\) .* 0 of {blocks - 1} blocks"),
         ):
             table.extend(given)
-
-
-# Removal, eviction, reuse ----------------------------------------------------------------------------
 
 
 def test_remove_one_and_several(table: gear.Table) -> None:
@@ -374,9 +365,6 @@ def test_unlink_spares_another_table_of_the_same_name() -> None:
             new.add(rows(2, 3))
             assert numbers_of(old) == [1]
             assert numbers_of(new) == [2]
-
-
-# Threads ---------------------------------------------------------------------------------------------
 
 
 def test_closing_while_another_thread_writes() -> None:

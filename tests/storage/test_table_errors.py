@@ -177,8 +177,6 @@ def test_extend_refuses(table: gear.Table, case: int) -> None:
     )
 
 
-# Tensors whose elements do not lie in memory ---------------------------------------------------------
-
 Use = Callable[[torch.Tensor], None]
 
 
@@ -391,9 +389,6 @@ def test_names_policies_and_paths() -> None:
                         load(path)
 
 
-# Waiting ---------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def locked_by_a_thread(table: gear.Table) -> Iterator[None]:
     held, done = threading.Event(), threading.Event()
@@ -459,8 +454,6 @@ def test_a_commit_that_cannot_get_the_lock_gives_its_room_back() -> None:
         assert after == {**before, "stats": after["stats"]}
         assert after["stats"].blocks_in_use == before["stats"].blocks_in_use
 
-
-# Indices ---------------------------------------------------------------------------------------------
 
 STALE = "names no live trajectory: it was never used, removed or evicted"
 
@@ -563,9 +556,6 @@ def test_required_blocks_refuses() -> None:
     for steps in (0, -1, 2.0, None, True):
         with pytest.raises(SchemaError, match=f"block_steps is {steps!r}; expected a positive integer."):
             gear.Table.required_blocks([3], steps)
-
-
-# Attaching: what `Layout.read` refuses is in test_layout.py -------------------------------------------
 
 
 def test_attach_to_a_name_that_is_not_there() -> None:

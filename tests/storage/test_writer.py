@@ -82,9 +82,6 @@ def nothing_left(table: gear.Table) -> None:
     assert (table.region.array("state") == FREE).all()
 
 
-# Contents --------------------------------------------------------------------------------------------
-
-
 def _step(value: torch.Tensor, i: int, kind: str) -> Any:
     if kind == "tensor":
         return value[i].requires_grad_(value.is_floating_point())
@@ -292,9 +289,6 @@ def test_sizes_of_chunks_that_make_no_sense(options: Any, message: str) -> None:
         table.writer(chunk_steps=4, overlap_steps=1)
 
 
-# Commit and discard ----------------------------------------------------------------------------------
-
-
 def test_the_context_manager_commits_at_a_clean_end(table: gear.Table) -> None:
     with table.writer() as writer:
         write(writer, 1, 3)
@@ -465,9 +459,6 @@ def test_the_rate_limiter_is_asked() -> None:
             table.remove(int(table.indices()[-1]))
 
 
-# Growing ---------------------------------------------------------------------------------------------
-
-
 def test_room_ahead_is_given_back() -> None:
     """A trajectory is given more room than it needs while there is plenty; what it has not used is free afterwards."""
     with make(max_steps=4000, max_trajectories=40) as table:
@@ -539,9 +530,6 @@ def test_a_closed_table() -> None:
         writer.close()
         assert table.stats().num_writing == 0
         nothing_left(table)
-
-
-# Chunks ----------------------------------------------------------------------------------------------
 
 
 def cut(steps: int, chunk: int, overlap: int, *, commit: bool) -> list[list[int]]:

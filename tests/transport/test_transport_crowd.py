@@ -224,9 +224,6 @@ def test_an_attack_that_goes_on_refuses_no_requester(table: gear.Table, carrier:
         assert server.alive()
 
 
-# ---------------------------------------------------------------- what is left of connections
-
-
 class _Heap(ctypes.Structure):
     """`struct mallinfo2` of the C library."""
 
@@ -326,8 +323,6 @@ def test_nothing_is_left_of_many_connections(caplog: pytest.LogCaptureFixture, c
             assert after.blocks - before.blocks < cycles * 10
             table.check_valid()
 
-
-# ---------------------------------------------------------------- tables that are locked
 
 MANY = 12  # requests for the locked table: more than there are threads for it
 LARGE = {"value": Window(4096)}  # a reply of these is gathered by a thread

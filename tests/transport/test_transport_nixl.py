@@ -204,9 +204,6 @@ def world(owner: Owner) -> Iterator[World]:
     world.close()
 
 
-# ---------------------------------------------------------------- what arrives
-
-
 @pytest.mark.parametrize(("pad", "only"), [("keep", None), ("head", None), ("tail", "big"), ("edge", None)])
 def test_windows_are_those_of_the_table(shared: World, pad: Any, only: str | None) -> None:
     random = np.random.default_rng(len(pad))
@@ -236,9 +233,6 @@ def test_one_agent_and_one_question_serve_many_fetches_and_threads(shared: World
     found = listening(shared.owner.process.pid)
     assert found
     assert set(found) <= LOOPBACK
-
-
-# ---------------------------------------------------------------- rows that are gone
 
 
 def test_rows_that_are_gone(world: World) -> None:
@@ -359,9 +353,6 @@ def test_after_a_fork_and_after_close(monkeypatch: pytest.MonkeyPatch) -> None:
         NixlOwner(["t"])
 
 
-# ---------------------------------------------------------------- an owner that stops
-
-
 @pytest.mark.long
 def test_an_owner_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")  # shared memory can be read without it
@@ -446,9 +437,6 @@ def test_a_description_that_contradicts_itself_or_is_invalid() -> None:
             Description.from_bytes(data)
     with pytest.raises(TransportError, match="describes its memory in version 2; expected 1"):
         Description.from_bytes(GOOD[:8] + b"\2\0" + GOOD[10:])
-
-
-# ---------------------------------------------------------------- last: an owner that dies
 
 
 def test_an_owner_that_is_killed_and_comes_again(world: World) -> None:

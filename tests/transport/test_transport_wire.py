@@ -36,9 +36,6 @@ from gear_loader.transport.wire import (
 SPEC = WindowSpec("replay", Schema(COLUMNS), WINDOWS)
 
 
-# ---------------------------------------------------------------- specs
-
-
 def test_a_spec_lays_out_columns_then_masks() -> None:
     pieces = SPEC.pieces(3)
     columns = [("number", 24), ("step", 20), ("length", 12), ("value", 60), ("check", 32)]
@@ -191,9 +188,6 @@ def test_errors_keep_their_class_and_text() -> None:
     )  # others become errors of the transport
     assert type(read_error(b"\xff\xff" + pack_text("from the future"))) is TransportError
     assert str(read_error(b"\x00\x00" + pack_text("a\nb\x1b[31m"))) == "a?b?[31m"
-
-
-# ---------------------------------------------------------------- stores
 
 
 def store_of(**changes: Any) -> Store:
