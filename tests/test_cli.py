@@ -406,6 +406,10 @@ def test_names_that_no_table_can_have(shelf: Path) -> None:
         assert text.startswith(f"Table name {name!r} was received; expected 1 to 128 letters, digits, ")
     text = said("rm", "--all")
     assert text.count("Left ") == len(names) == len(list(shelf.iterdir()))
+    with pytest.raises(
+        RegionError, match="There is no table named 'b'"
+    ):  # with names that are not UTF-8 beside it
+        gear.Table.attach("b")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="becomes another user, which only root can")

@@ -177,15 +177,6 @@ def test_epochs_are_counted_here_and_in_workers_together(table: gear.Table) -> N
     same_batches(epochs[4], list(loader(data, 2)))
 
 
-def test_ranks_with_workers(table: gear.Table) -> None:
-    options = {"selector": gear.Uniform(False, "step"), "batch_size": 5}
-    alone = copies(dataset(table, **options))
-    runs = [list(loader(dataset(table, rank=rank, world_size=2, **options), 2)) for rank in range(2)]
-    assert len(runs[0]) == len(runs[1]) == -(-len(alone) // 2)
-    dealt = [batch for pair in zip(*runs, strict=True) for batch in pair]
-    same_batches(alone, dealt[: len(alone)])
-
-
 @contextlib.contextmanager
 def iterating(batches: DataLoader[Any]) -> Iterator[Iterator[Any]]:
     """An iterator whose workers end with it. After an error torch's own clean-up waits 5 s for each of them."""
