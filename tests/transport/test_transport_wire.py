@@ -26,7 +26,6 @@ from gear_loader.transport.wire import (
     Kind,
     ProtocolError,
     VersionError,
-    check,
     failure,
     pack_error,
     pack_text,
@@ -134,18 +133,6 @@ def test_versions_and_kinds_of_headers() -> None:
         Header.parse(memoryview(Header(Kind.HELLO, 0, 1, 2).pack(version=7)))
     with pytest.raises(ProtocolError, match="kind 99; expected 1 to 16"):
         Header.parse(memoryview(Header(99, 0, 0, 0).pack()))  # type: ignore[arg-type]
-
-
-def test_sizes_and_kinds_are_checked_before_memory_is_taken() -> None:
-    allowed = {Kind.FETCH: (100, 0), Kind.BYE: (0, 0)}
-    check(Header(Kind.FETCH, 1, 100, 0), allowed, "now")
-    for header, message in (
-        (Header(Kind.FETCH, 1, 101, 0), "The small part of a message FETCH has 101 bytes; at most 100"),
-        (Header(Kind.FETCH, 1, 0, 1), "The bulk part of a message FETCH has 1 bytes; at most 0"),
-        (Header(Kind.STORE, 1, 0, 0), "STORE came now; expected FETCH, BYE"),
-    ):
-        with pytest.raises(ProtocolError, match=message):
-            check(header, allowed, "now")
 
 
 def test_fields_are_read_one_after_another() -> None:
