@@ -487,6 +487,20 @@ def test_selectors_without_priorities_refuse_updates(table: gear.Table) -> None:
     assert "priorities" not in data.state_dict()
 
 
+@pytest.mark.parametrize("unit", UNITS)
+def test_an_update_before_the_first_batch_and_of_what_was_just_added(table: gear.Table, unit: Any) -> None:
+    data = dataset(table, gear.Prioritized(1, unit=unit))
+    anchor = np.zeros(11, dtype=np.int64) if unit == "step" else None
+    data.update_priority(table.indices()[:11], np.zeros(11), anchor=anchor)
+    assert data.num_stale == 0
+    assert leaves_of(data)[0, 0] == 0
+    index = table.add(episode(12, 3))
+    data.update_priority(
+        [index], [9.0], anchor=None if unit == "trajectory" else np.array([0]), stale="error"
+    )
+    assert leaves_of(data)[12, 0] == 9
+
+
 @pytest.mark.parametrize(
     ("selector", "prefetch"),
     [

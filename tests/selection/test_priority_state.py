@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from dataset_common import LENGTHS, episode, make_table, nothing_left, same_batches, snapshot
 
 import gear_loader as gear
+from gear_loader.collection.collector import Collector
 from gear_loader.errors import SchemaError
 from gear_loader.selection.prioritized import PrioritizedSelection
 
@@ -150,6 +152,28 @@ def test_resuming_again_and_again(table: gear.Table, name: str, prefetch: int) -
         data = dataset(table, SELECTORS[name], **options)
         data.load_state_dict(state)
     same_batches(whole, found)
+
+
+def test_resuming_where_an_iteration_was_broken_off_while_it_prefetched(
+    table: gear.Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unbroken = dataset(table, SELECTORS["prioritized steps"], prefetch=2)
+    expected = train(unbroken, unbroken)
+    gather, calls = Collector.gather, itertools.count()
+
+    def slow(*args: Any, **options: Any) -> None:
+        if next(calls) == 2:  # batches 0 and 1 are there, 2 is on its way, 3 will have been asked for
+            time.sleep(0.3)
+        gather(*args, **options)
+
+    monkeypatch.setattr(Collector, "gather", slow)
+    data = dataset(table, SELECTORS["prioritized steps"], prefetch=2)
+    iterator = iter(data)
+    train(data, iterator, 2)
+    del iterator
+    resumed = dataset(table, SELECTORS["prioritized steps"], prefetch=2)
+    resumed.load_state_dict(through_file(data.state_dict()))
+    same_batches(expected[2:], train(resumed, resumed))
 
 
 @pytest.mark.parametrize("name", ["prioritized", "distinct steps"])

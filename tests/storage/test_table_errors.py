@@ -594,6 +594,18 @@ def _attach_fails(name: str) -> str:
     return str(caught.value)
 
 
+def test_attach_to_a_damaged_file(file: tuple[str, Path]) -> None:
+    name, path = file
+    data = path.read_bytes()
+    for damaged, message in (
+        (b"short", "is not a Gear Loader table: it starts"),
+        (data[:-1], "is damaged: it"),
+    ):
+        path.write_bytes(damaged)
+        assert _attach_fails(name).startswith(f"Table '{name}' ({path}) {message}")
+        assert path.read_bytes() == damaged
+
+
 @pytest.mark.parametrize("kind", ["directory", "link", "pipe", "socket", "refused"])
 def test_attach_to_what_is_no_file(
     file: tuple[str, Path], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
