@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from cases import mostly_long
 
 import gear_loader as gear
 from gear_loader.errors import SchemaError
@@ -46,8 +48,10 @@ def filled(schema: Schema, lengths: Any, **options: Any) -> gear.Table:
     return table
 
 
-@pytest.mark.parametrize("mean", [1, 7.5, 100])
-@pytest.mark.parametrize("name", SCHEMAS)
+CASES = list(itertools.product(SCHEMAS, (1, 7.5, 100)))
+
+
+@pytest.mark.parametrize(("name", "mean"), mostly_long(CASES, *CASES[::4], CASES[10]))
 def test_auto_is_what_wastes_least(name: str, mean: float) -> None:
     """Blocks of 1 to 128 steps filled with the same geometric lengths: none is resident in much less memory."""
     schema = schema_of(name)
