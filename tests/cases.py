@@ -34,8 +34,5 @@ def points(some: int) -> Callable[..., Any]:
     """Parametrise `every`: each point of an operation is a long test, every so-manieth point a short one."""
     return pytest.mark.parametrize(
         "every",
-        [
-            pytest.param(some, id="some points"),
-            pytest.param(1, id="every point", marks=pytest.mark.long),
-        ],
+        [pytest.param(some, id="some points"), pytest.param(1, id="every point", marks=pytest.mark.long)],
     )

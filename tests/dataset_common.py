@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gather_common import PADS, Spec, windows_of
 
 import gear_loader as gear
 
@@ -84,16 +85,6 @@ def named_table(name: str, lengths: Iterable[int] = LENGTHS, **options: Any) -> 
 # ---------------------------------------------------------------- batches
 
 
-def window_steps(length: int, anchor: int, window: gear.Window) -> list[int | None]:
-    """Which step of a trajectory of `length` steps stands at each position of the window; None is padding."""
-    steps: list[int | None] = []
-    for step in range(anchor + window.offset, anchor + window.offset + window.length):
-        steps.append(step if 0 <= step < length else None)
-    there = [step for step in steps if step is not None]
-    padding: list[int | None] = [None] * (window.length - len(there))
-    return {"keep": steps, "edge": steps, "head": padding + there, "tail": there + padding}[window.pad]
-
-
 def check_batch(
     batch: Mapping[str, Any],
     trajectories: Mapping[int, Mapping[str, torch.Tensor]],
@@ -103,24 +94,23 @@ def check_batch(
     assert set(batch) == {*windows, "mask", *ROW_KEYS}
     size = len(batch["index"])
     for name, window in windows.items():
+        found = batch[name]
         mask = batch["mask"][name] if isinstance(batch["mask"], dict) else batch["mask"]
+        stored = {index: trajectories[index][name] for index in set(batch["index"].tolist())}
+        for rows in stored.values():
+            assert found.dtype == rows.dtype
+            assert found.shape == (size, window.length, *rows.shape[1:])
+        parts = {
+            index: rows.reshape(len(rows), -1, 1).view(torch.uint8).flatten(1).numpy()
+            for index, rows in stored.items()
+        }
+        pad = PADS[("keep", "head", "tail", "edge").index(window.pad)]
+        step_bytes = int(np.prod(found.shape[2:])) * found.element_size()
+        spec = Spec(step_bytes, window.length, window.offset, pad)
+        steps, exists = windows_of(parts, spec, batch["index"], batch["anchor"])
         assert mask.dtype == torch.bool
-        assert mask.shape == (size, window.length)
-        for b in range(size):
-            rows = trajectories[int(batch["index"][b])][name]
-            assert batch[name].dtype == rows.dtype
-            assert batch[name].shape == (size, window.length, *rows.shape[1:])
-            steps = window_steps(len(rows), int(batch["anchor"][b]), window)
-            assert mask[b].tolist() == [step is not None for step in steps]
-            for position, step in enumerate(steps):
-                found = batch[name][b, position]
-                expected = torch.zeros_like(rows[0]) if step is None else rows[step]
-                if window.pad == "edge":
-                    place = int(batch["anchor"][b]) + window.offset + position
-                    expected = rows[min(max(place, 0), len(rows) - 1)]
-                assert torch.equal(
-                    found.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)
-                )
+        assert mask.tolist() == exists.tolist(), name
+        assert found.flatten().view(torch.uint8).numpy().tobytes() == steps.tobytes(), name
 
 
 def contents(table: gear.Table) -> dict[int, dict[str, torch.Tensor]]:

@@ -130,12 +130,7 @@ def rows_of(batch: Any) -> Rows:
 def module(source: Any, run: str, ranks: int) -> gear.ReplayDataModule:
     options = {"batches_per_epoch": BATCHES, **RUNS[run]}
     return gear.ReplayDataModule(
-        source,
-        batch_size=ROWS // ranks,
-        windows=gear.Window(3),
-        val_fraction=0.2,
-        seed=7,
-        **options,
+        source, batch_size=ROWS // ranks, windows=gear.Window(3), val_fraction=0.2, seed=7, **options
     )
 
 

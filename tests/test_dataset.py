@@ -73,9 +73,6 @@ def keys_of(rows: Any, unit: str) -> list[Any]:
     return [row[0] if unit == "trajectory" else row for row in rows]
 
 
-# Windows ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("window", "anchor"),
     [

@@ -177,15 +177,6 @@ def test_epochs_are_counted_here_and_in_workers_together(table: gear.Table) -> N
     same_batches(epochs[4], list(loader(data, 2)))
 
 
-def test_ranks_with_workers(table: gear.Table) -> None:
-    options = {"selector": gear.Uniform(False, "step"), "batch_size": 5}
-    alone = copies(dataset(table, **options))
-    runs = [list(loader(dataset(table, rank=rank, world_size=2, **options), 2)) for rank in range(2)]
-    assert len(runs[0]) == len(runs[1]) == -(-len(alone) // 2)
-    dealt = [batch for pair in zip(*runs, strict=True) for batch in pair]
-    same_batches(alone, dealt[: len(alone)])
-
-
 @contextlib.contextmanager
 def iterating(batches: DataLoader[Any]) -> Iterator[Iterator[Any]]:
     """An iterator whose workers end with it. After an error torch's own clean-up waits 5 s for each of them."""
@@ -208,9 +199,6 @@ def test_started_workers(table: gear.Table, method: str) -> None:
 
 def odd(sequences: Any) -> Any:
     return sequences % 2 == 1
-
-
-# A table that changes -------------------------------------------------------------------------------
 
 
 def test_workers_see_additions_between_epochs(table: gear.Table) -> None:
@@ -247,9 +235,6 @@ def test_forking_while_another_thread_compiles() -> None:
     assert child.exitcode == 0
     assert global_compiler_lock._lock.acquire(timeout=5)  # and here it is free again
     global_compiler_lock._lock.release()
-
-
-# Errors ---------------------------------------------------------------------------------------------
 
 
 def test_a_private_table() -> None:
@@ -489,9 +474,6 @@ def test_a_worker_refuses_the_state_of_one_among_others(
         dataset(table).load_state_dict(state)
 
 
-# States that are refused --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -530,10 +512,7 @@ KEYS = ["config", "epoch", "past", "sampled_items", "samples", "workers"]
             {"workers": 2},
             r"belongs to one of 2 DataLoader workers \(0: main process\); here are 0\. Make the loader",
         ),
-        (
-            {"config": 3},
-            r"The state is {.*'config': 3}; expected a state_dict\(\) of a ReplayDataset",
-        ),
+        ({"config": 3}, r"The state is {.*'config': 3}; expected a state_dict\(\) of a ReplayDataset"),
         (["step", "before"], rf"keys {re.escape(str(KEYS))}; missing: \['before', 'step'\]"),
         *(
             (other, r"The state is .*; expected a state_dict\(\) of a ReplayDataset")

@@ -78,9 +78,6 @@ def test_an_installed_copy_and_a_source_distribution(clone: Path, tmp_path: Path
     assert origin(unpacked, again).is_relative_to(unpacked)
 
 
-# ---------------------------------------------------------------- children
-
-
 @pytest.fixture
 def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current directory, where every module that a child imports by chance leaves a mark."""

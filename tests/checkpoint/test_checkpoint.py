@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +22,8 @@ from table_common import (
     DTYPES,
     Died,
     bits,
+    forked,
+    forks,
     fresh_name,
     named,
     number_of,
@@ -248,7 +249,7 @@ def test_a_table_has_several_checkpoints_and_goes_on_with_one_that_was_loaded(tm
             assert "000001" in segments(path)
 
 
-@pytest.mark.filterwarnings("ignore:.*use of fork.*may lead to deadlocks:DeprecationWarning")
+@forks
 def test_tables_are_never_mixed(tmp_path: Path) -> None:
     """All have the same sequence numbers for different trajectories, also the copy in a forked process."""
     with make() as table:
@@ -264,14 +265,12 @@ def test_tables_are_never_mixed(tmp_path: Path) -> None:
                 table.save(tmp_path)
                 assert loaded(tmp_path) == contents(table)
         kept = numbers_of(three)
-        pid = os.fork()
-        if pid == 0:
-            try:
-                three.add(rows(1, 10))
-                three.save(tmp_path)
-            finally:
-                os._exit(0)
-        os.waitpid(pid, 0)
+
+        def work() -> None:
+            three.add(rows(1, 10))
+            three.save(tmp_path)
+
+        forked(work)
         assert loaded_numbers(tmp_path) == [*kept, 1]
         three.add(rows(2, 10))
         three.save(tmp_path)
@@ -303,9 +302,6 @@ def test_progress(tmp_path: Path, monkeypatch: MonkeyPatch, capsys: pytest.Captu
         monkeypatch.setitem(sys.modules, "rich.console", None)
         table.save(tmp_path, progress=True)
         assert loaded(tmp_path, progress=True) == contents(table)
-
-
-# While others write ----------------------------------------------------------------------------------
 
 
 def test_a_full_table_can_be_written_during_a_long_save(
@@ -355,8 +351,6 @@ def test_loading_during_a_save(tmp_path: Path, monkeypatch: MonkeyPatch) -> None
         monkeypatch.setattr(loading, "read_entries", read_entries)
         assert loaded_numbers(tmp_path) == [1]
 
-
-# Against a dictionary --------------------------------------------------------------------------------
 
 _ACTIONS = st.one_of(
     st.tuples(st.just("add"), st.integers(1, 30)),
@@ -412,9 +406,6 @@ def test_any_order_of_changes_saves_and_loads(
             priorities = copy.region.array("priority")[copy.indices()]
             assert priorities.tolist() == [float(number) for number in expected]
     table.close()
-
-
-# A process that dies while it saves ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from gear_loader.checkpoint import files as files_module
 from gear_loader.checkpoint import json_file, loading, saving
 from gear_loader.checkpoint import manifest as manifest_module
 from gear_loader.checkpoint.directory import Directory
-from gear_loader.errors import CheckpointError, GearError, RegionError
+from gear_loader.errors import CheckpointError, RegionError
 
 MonkeyPatch = pytest.MonkeyPatch
 REMEDY = "Restore it from a copy, or load another checkpoint."
@@ -697,22 +697,3 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
             assert loaded_numbers(disk / "ck") == [0, 1, 2, 3, 4, 6]
     finally:
         subprocess.run(["umount", str(disk)], check=True)
-
-
-def test_readers_go_on_after_a_failed_save(path: Path, table: gear.Table, monkeypatch: MonkeyPatch) -> None:
-    """No ticket is left: else nothing that is evicted could ever be used again."""
-
-    def fail(*args: Any) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    for hold in (0, 1 << 30):
-        monkeypatch.setattr(saving, "HOLD_BYTES", hold)
-        monkeypatch.setattr(files_module, "_write_piece", fail)
-        table.add(rows(7, 20))
-        with pytest.raises(CheckpointError):
-            table.save(path)
-        assert not table.region.array("readers")[:, 2].any()
-    table.remove(table.indices())
-    table.add(rows(8, 400))
-    assert issubclass(CheckpointError, GearError)
-    assert issubclass(CheckpointError, OSError)

@@ -155,24 +155,6 @@ def test_a_full_queue_is_loaded_without_waiting(tmp_path: Path) -> None:
         assert numbers_of(copy) == [2, 3]
 
 
-def test_max_times_sampled_goes_on(tmp_path: Path) -> None:
-    with make(max_times_sampled=3) as table:
-        for number in range(5):
-            table.add(rows(number, 5))
-        for count in (4, 2, 1):
-            draw(table, count)
-        table.save(tmp_path)
-        assert contents(table)["times_sampled"] == [2, 1, 1, 0], "the first has been used up"
-    with gear.Table.load(tmp_path) as copy:
-        for left in ([1, 2, 3, 4], [2, 3, 4], [2, 3, 4], [3, 4], [3, 4], [4]):
-            assert numbers_of(copy) == left
-            draw(copy, 1)
-        assert numbers_of(copy) == [4]
-        copy.add(rows(5, 5))
-        assert contents(copy)["times_sampled"] == [1, 0], "and nothing is inherited"
-        assert copy.stats().num_sampled == 7 + 6
-
-
 def test_what_changes_by_itself_is_written_to_the_index_alone(tmp_path: Path) -> None:
     with make() as table:
         for number in range(5):
@@ -192,9 +174,6 @@ def test_what_changes_by_itself_is_written_to_the_index_alone(tmp_path: Path) ->
         assert found == contents(table)
         assert found["times_sampled"] == [3, 3, 3, 3, 0]
         assert found["priorities"] == [-1, -1, 5, 6, -1]
-
-
-# Ages ------------------------------------------------------------------------------------------------
 
 
 class Clock:
@@ -263,9 +242,6 @@ def test_max_age_after_a_load(tmp_path: Path, clock: Clock) -> None:
             clock.move(seconds)
             assert numbers_of(copy) == left
         assert copy.stats().num_expired == 2
-
-
-# While others write and sample -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("hold", mostly_long([1 << 30, 3000], 3000))

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from gather_common import PADS, POISON, Array, Spec, windows_of
+from dataset_common import check_batch, contents
+from gather_common import POISON, Array
 from table_common import forked, forks
 
 from gear_loader import Column, Table, Window
@@ -85,34 +86,11 @@ def poison(batch: Batch) -> None:
 
 def check(table: Table, windows: dict[str, Window], batch: Batch, rows: tuple[Array, Array, Array]) -> None:
     """Compare a batch with what its definition says, bit for bit."""
-    slots, anchors, generations = rows
-    for key, values in (("index", slots), ("anchor", anchors), ("generation", generations)):
+    for key, values in zip(("index", "anchor", "generation"), rows, strict=True):
         assert batch[key].dtype == torch.int64
         assert batch[key].tolist() == values.tolist()
-    assert batch.keys() == {*windows, "mask", "index", "anchor", "generation"}
-    one = len(set(windows.values())) == 1
-    if not one:
-        assert batch["mask"].keys() == windows.keys()
-    for name, window in windows.items():
-        column = table.schema[name]
-        stored = {
-            int(slot): table[int(slot)][name]
-            .reshape(-1, 1)
-            .view(torch.uint8)
-            .view(-1, column.step_bytes)
-            .numpy()
-            for slot in np.unique(slots)
-        }
-        pad = PADS[("keep", "head", "tail", "edge").index(window.pad)]
-        spec = Spec(column.step_bytes, window.length, window.offset, pad)
-        steps, exists = windows_of(stored, spec, torch.from_numpy(slots), torch.from_numpy(anchors))
-        found = batch[name]
-        assert found.dtype == column.dtype
-        assert found.shape == (len(slots), window.length, *column.shape)
-        assert as_bytes(found).numpy().tobytes() == steps.tobytes(), name
-        mask = batch["mask"] if one else batch["mask"][name]
-        assert mask.dtype == torch.bool
-        assert mask.numpy().tolist() == exists.tolist()
+    assert isinstance(batch["mask"], dict) == (len(set(windows.values())) > 1)
+    check_batch(batch, contents(table), windows)
 
 
 def collect(gatherer: Collector, rows: tuple[Array, Array, Array], buffers: Buffers | None = None) -> Batch:
@@ -180,25 +158,6 @@ def test_fewer_rows_than_the_batch_has(table: Table, count: int) -> None:
     for value in tensors(buffers.batch):
         rest = as_bytes(value[count:])
         assert (rest == (1 if value.dtype == torch.bool else POISON)).all()
-
-
-def test_buffers_are_used_again(table: Table) -> None:
-    windows = dict.fromkeys(SCHEMA, Window(6, -3))
-    gatherer = collector(table, windows, 20)
-    buffers = gatherer.buffers()
-    places = [value.data_ptr() for value in tensors(buffers.batch)]
-    for seed in range(2):
-        rows = draw(table, 20 - seed, seed)
-        gatherer.gather(buffers, SelectedRows(*rows))
-        batch = buffers.rows(len(rows[0]))
-        check(table, windows, batch, rows)
-        assert [value.data_ptr() for value in tensors(batch)] == places
-
-
-def test_shared_buffers(table: Table) -> None:
-    gatherer = collector(table, {"float32": Window(6, -3), "bool": Window(4)}, 9)
-    assert all(value.is_shared() for value in tensors(gatherer.buffers(shared=True).batch))
-    assert not any(value.is_shared() for value in tensors(gatherer.buffers().batch))
 
 
 class Rows:

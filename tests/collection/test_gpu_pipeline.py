@@ -141,8 +141,7 @@ def test_a_smaller_last_batch_is_copied_alone(
         same(one, other)
 
 
-@pytest.mark.parametrize("copy", [None, False])
-@pytest.mark.parametrize("staged", [False, True], ids=["zero-copy", "staged"])
+@pytest.mark.parametrize(("staged", "copy"), [(False, None), (False, False), (True, None)])
 def test_without_copies_buffers_are_used_again_behind_the_consumer(
     cuda: FakeCuda,
     driver: Driver,
@@ -170,8 +169,7 @@ def test_without_copies_buffers_are_used_again_behind_the_consumer(
     assert buffers.gpu.filled.records > 1  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("staged", [False, True], ids=["zero-copy", "staged"])
+@pytest.mark.parametrize(("staged", "prefetch"), [(False, 0), (True, 2)])
 def test_kept_batches_never_change(
     cuda: FakeCuda,
     driver: Driver,

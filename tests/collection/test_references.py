@@ -76,9 +76,6 @@ def test_memory_that_another_process_was_sent_is_not_used_again() -> None:
     assert found.held
 
 
-# ---------------------------------------------------------------- batches
-
-
 @pytest.fixture
 def table() -> Iterator[gear.Table]:
     with make_table() as table:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import re
 import shutil
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +36,6 @@ MonkeyPatch = pytest.MonkeyPatch
 PATIENCE = 60.0
 SCHEMA = {**COLUMNS, "odd": gear.Column(torch.uint8, (13,)), "half": gear.Column(torch.bfloat16)}
 Table = gear.Table
-
-# Ranks as threads ------------------------------------------------------------------------------------
 
 
 class Meeting:
@@ -132,9 +127,6 @@ def loaded(path: Path, size: int, **options: Any) -> contextlib.AbstractContextM
 
 def saved(tables: list[Table], path: Path) -> None:
     assert save_all(tables, path) == [None] * len(tables)
-
-
-# What they hold --------------------------------------------------------------------------------------
 
 
 def steps_of(number: int, length: int) -> dict[str, Any]:
@@ -335,9 +327,6 @@ def test_sizes_that_are_given_and_rules(tmp_path: Path) -> None:
         assert re.search(r"needs max_steps=\d+ \(with blocks of 4 steps\); 10 was given", message)
 
 
-# Incremental -----------------------------------------------------------------------------------------
-
-
 def _segments(path: Path) -> dict[str, int]:
     """Rank, segment and column -> inode."""
     found = path.glob("saves/*/*/segments/*/*.npy")
@@ -526,72 +515,6 @@ def test_dying_at_every_call_of_the_system(tmp_path: Path, victim: int, first: b
         assert not [name for name in files(path) if name.endswith(".part")]
         with loaded(path, 3) as others:
             assert by_id(others) == after
-
-
-def _rank_until_killed(pipe: Connection, path: str, fatal: str) -> None:
-    """Rank 1, which is killed when it is about to make a call of the system on a file of such a name."""
-    table = create(1, COLUMNS, **SIZES)
-    table.extend([rows(10 + i, 5) for i in range(3)])
-
-    def agree(said: dict[str, Any]) -> list[dict[str, Any]]:
-        pipe.send(said)
-        if not pipe.poll(PATIENCE):
-            raise TimeoutError
-        return list(pipe.recv())
-
-    def die_at(name: str) -> None:
-        genuine = getattr(os, name)
-
-        def call(*args: Any, **options: Any) -> Any:
-            if fatal and fatal in str(args[0]):
-                os.kill(os.getpid(), signal.SIGKILL)
-            return genuine(*args, **options)
-
-        setattr(os, name, call)
-
-    save(table, path, rank=1, world_size=2, barrier=lambda: None, agree=agree)
-    table.extend([rows(20, 6)])
-    for name in ("open", "link", "rename", "replace", "mkdir"):
-        die_at(name)
-    save(table, path, rank=1, world_size=2, barrier=lambda: None, agree=agree)
-
-
-def test_a_process_that_is_killed(tmp_path: Path) -> None:
-    fatal = "index.000001"
-    context = multiprocessing.get_context("forkserver")
-    pipe, theirs = context.Pipe()
-    child = context.Process(target=_rank_until_killed, args=(theirs, str(tmp_path), fatal), daemon=True)
-    child.start()
-    theirs.close()
-
-    def agree(said: dict[str, Any]) -> list[dict[str, Any]]:
-        if not pipe.poll(PATIENCE):
-            raise TimeoutError("rank 1 is silent")
-        other = pipe.recv()
-        pipe.send([said, other])
-        return [said, other]
-
-    options: dict[str, Any] = {"rank": 0, "world_size": 2, "barrier": lambda: None, "agree": agree}
-    try:
-        with make() as table:
-            table.extend([rows(i, 5) for i in range(3)])
-            save(table, tmp_path, **options)
-            with loaded(tmp_path, 2) as others:
-                before = by_id(others)
-            assert len(before) == 6
-            table.add(rows(30, 5))
-            with pytest.raises(RankError, match="Rank 0 lost the other ranks in the step 'save its table'"):
-                save(table, tmp_path, **options)
-            child.join(PATIENCE)
-            assert child.exitcode == -signal.SIGKILL
-        with loaded(tmp_path, 2) as others:
-            assert by_id(others) == before
-            saved(others, tmp_path)
-        assert len(os.listdir(tmp_path / "saves")) == 1
-    finally:
-        child.kill()
-        child.join()
-        pipe.close()
 
 
 # Damage ----------------------------------------------------------------------------------------------

@@ -94,9 +94,6 @@ def test_damaged_states_are_refused_before_anything_changes() -> None:
         assert repr(data.state_dict()) == before
 
 
-# ---------------------------------------------------------------- ranks
-
-
 def saving_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
     with filled(f"gear-plain-{os.getppid()}-{rank}", 0, [9]) as table:
         found: dict[str, Any] = {"plain": plain_batches(table)}

@@ -81,9 +81,6 @@ def alone(counts: list[int]) -> Shards:
     return Shards([filled(None, shard, counts) for shard in range(len(counts))])
 
 
-# ---------------------------------------------------------------- ranks
-
-
 def drawing_rank(rank: int, world: int, prefetch: int) -> dict[str, Batches]:
     with shards_of(rank, COUNTS) as shards:
         return draw_all(shards, world, prefetch)

@@ -38,8 +38,6 @@ def error_of(act: Any) -> str:
     return ""
 
 
-# ---------------------------------------------------------------- killed at any stage
-
 STAGES = ("shards", "group", "dataset", "batch", "save", "rebalance")
 
 
@@ -105,9 +103,6 @@ def test_a_rank_that_is_killed_at_any_moment_is_named(tmp_path: Path) -> None:
         named_is_the_killed(run_ranks(4, storm_rank, delay, str(tmp_path), os.getpid(), dies=(3,)), delay)
 
 
-# ---------------------------------------------------------------- stopped
-
-
 def stopped_rank(rank: int, world: int, folder: str) -> str:
     """Rank 1 is stopped; the others' error, of which they leave a sign before they report it."""
 
@@ -151,9 +146,6 @@ def test_a_rank_that_is_stopped_is_named_while_it_is_still_there(tmp_path: Path)
     for message in (answers[0], answers[2]):
         assert message.startswith("RankError: Rank 1 "), message
         assert "was waited for" in message
-
-
-# ---------------------------------------------------------------- ranks that leave
 
 
 def breaking_rank(rank: int, world: int, then: str, folder: str) -> str:

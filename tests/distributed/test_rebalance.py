@@ -90,9 +90,6 @@ def train(
     return batches, told
 
 
-# ---------------------------------------------------------------- the plan
-
-
 def test_plan_ends_within_the_tolerance() -> None:
     random = np.random.default_rng(3)
     for size in range(1, 12):

@@ -152,9 +152,6 @@ def test_batches_are_the_same_over_every_carrier_and_a_killed_server_is_replaced
             assert found["closed"][1] >= ranks[1]["closed"][0], "the first to leave waits for the others"
 
 
-# ---------------------------------------------------------------- nodes that are lost
-
-
 def stopped_server_rank(rank: int, world: int) -> tuple[list[list[int]], int]:
     shards_module._RETRY = 3.0  # seconds until a lost shard is tried again
     with far_shards(rank, transport="socket", timeout=6, on_failure="redraw") as shards:
@@ -235,9 +232,6 @@ def test_nodes_that_all_cannot_reach_each_other_draw_each_from_its_own_shard() -
         assert [0, 1] in seen[:3]
         assert seen[3:] == [[rank]] * 9
         assert lost > 0
-
-
-# ---------------------------------------------------------------- by hand
 
 
 def by_hand_rank(rank: int, world: int, folder: str) -> int:

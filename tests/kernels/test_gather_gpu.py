@@ -23,7 +23,6 @@ from gather_common import (
     Store,
     check_gather,
     check_two_tables,
-    choose,
     pinned_memory,
 )
 
@@ -101,29 +100,6 @@ def test_shapes(block_steps: int, sizes: tuple[int, ...]) -> None:
 
 def test_a_batch_from_two_tables() -> None:
     check_two_tables(gather, memory=pinned_memory, device=DEVICE)
-
-
-def test_random_shapes() -> None:
-    random = np.random.default_rng(0)
-
-    def some(low: int, high: int) -> int:
-        return int(random.integers(low, high))
-
-    for case in range(120):
-        aligned = case % 2 == 0
-        sizes = [some(1, 20 if aligned else 300) * (16 if aligned else 1) for _ in range(some(1, 6))]
-        lengths, block_steps = [some(1, 200) for _ in range(6)], some(1, 110)
-        options: dict[str, Any] = {"seed": case, "spare_lines": some(0, 2), "memory": pinned_memory}
-        store = Store(sizes, lengths, block_steps, **options)
-        shift = (0, 1, 2, 4, 8, 16)[case % 6]
-        specs = [
-            Spec(size, some(1, 60), some(-100, 100), some(0, 3), bool(some(0, 2)), shift) for size in sizes
-        ]
-        count = some(0, 20)
-        slots, anchors = store.draw(count, case)
-        batch = count + 1
-        options = {"batch": batch, "rows": choose(count, batch, case) if case % 3 else None}
-        check_gather(gather, store, specs, slots, anchors, compact=case % 4 > 0, device=DEVICE, **options)
 
 
 def test_the_current_stream_is_used() -> None:

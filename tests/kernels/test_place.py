@@ -224,16 +224,6 @@ def test_shapes_on_a_gpu(count: int) -> None:
 
 
 @pytest.mark.gpu
-def test_random_shapes_on_a_gpu() -> None:
-    random = np.random.default_rng(0)
-    for case in range(100):
-        sizes = random.integers(1, 3000 if case % 2 else 70, random.integers(1, 6)).tolist()
-        count, spare = (int(n) for n in random.integers(0, 200, 2))
-        staged = Staged(sizes, count + spare + 1, count, seed=case, memory=pinned_memory, device=DEVICE)
-        staged.run(place, (None, 1, 7)[case % 3])
-
-
-@pytest.mark.gpu
 def test_the_current_stream_is_used() -> None:
     # The kernel comes behind a pause and a second poisoning of the outputs.
     def late(*arguments: Any, **options: Any) -> None:

@@ -170,19 +170,6 @@ def test_random_numbers_of_kernel_and_twin_are_the_same(key: int, step: int) -> 
         same_bits(kernel_uniforms(random, rows, level), reference.uniforms(random, rows, level))
 
 
-def test_random_numbers_differ_by_row_level_key_and_step() -> None:
-    rows, words = torch.arange(64), (0, 1, 2**32, -1, -(2**63))
-    drawn = torch.cat(
-        [
-            reference.uniforms(counters(key, step), rows, level)
-            for key, step, level in itertools.product(words, words, range(6))
-        ]
-    )
-    assert len(drawn.unique()) == len(drawn) == 5 * 5 * 6 * 64
-    assert float(drawn.min()) >= 0
-    assert float(drawn.max()) <= LARGEST_UNIFORM
-
-
 @pytest.mark.parametrize("capacity", [1, 31, 32, 1025, 33000])
 def test_build(capacity: int) -> None:
     expected = tree_of(priorities(capacity, seed=capacity))

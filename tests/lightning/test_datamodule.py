@@ -6,9 +6,6 @@ import gc
 import itertools
 import json
 import math
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -419,9 +416,6 @@ def test_all_options_of_the_dataset_pass_through(table: gear.Table) -> None:
     nothing_left(table)
 
 
-# Writers that begin later ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("val_fraction", [0, 0.5])
 def test_fit_waits_for_a_writer_that_begins_later(val_fraction: float) -> None:
     options = {"rate_limiter": gear.MinSize(20), "timeout": 30, "max_trajectories": 40, "max_steps": 200}
@@ -449,70 +443,6 @@ def test_nothing_is_waited_for_beyond_the_deadline() -> None:
                 fit(module(table, val_fraction=val_fraction))
         table.add(episode(4, 3))
         fit(module(table, val_fraction=0), max_steps=1)
-
-
-ACTOR = """
-import sys, numpy as np, gear_loader as gear
-
-table = gear.Table.attach(sys.argv[1])
-with table.writer() as writer:
-    while True:
-        for _ in range(25):
-            writer.append(observation=np.ones(11, np.float32), action=np.ones(3, np.float32), reward=np.float32(1))
-        writer.commit(priority=1.0)
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("val_fraction", [0, 0.1])
-def test_a_learner_waits_for_its_actors(val_fraction: float) -> None:
-    """The actor's process is started when fit has begun."""
-    name = f"actors-begin-later-{os.getpid()}"
-    actors: list[subprocess.Popen[bytes]] = []
-
-    class Learner(Model):
-        batches = 0
-
-        def on_fit_start(self) -> None:
-            assert len(table) == 0
-            actors.append(subprocess.Popen([sys.executable, "-W", "ignore", "-c", ACTOR, name]))
-
-        def training_step(self, batch: Any, _: int) -> torch.Tensor:
-            assert batch["observation"].shape == (128, 20, 11)
-            self.batches += 1
-            return self.layer(batch["observation"][..., :3]).square().mean()
-
-    def made(callbacks: list[Callback]) -> lightning.Trainer:
-        return trainer(None, *callbacks, max_steps=12, max_epochs=-1, num_sanity_val_steps=2)
-
-    model, shapes = Learner(), {"observation": (11,), "action": (3,), "reward": ()}
-    schema = {name: gear.Column(torch.float32, shape) for name, shape in shapes.items()}
-    table = gear.Table.create(
-        schema,
-        max_steps=1_000_000,
-        max_trajectories=20_000,
-        name=name,
-        on_full="evict_oldest",
-        rate_limiter=gear.SampleToInsertRatio(8.0, min_size=100, error_buffer=2_000),
-    )
-    try:
-        data = gear.ReplayDataModule(
-            name,
-            batch_size=128,
-            windows=gear.Window(20),
-            val_fraction=val_fraction,
-            selector=gear.Prioritized(),
-            sample_info=True,
-        )
-        made([gear.ReplayMonitor()]).fit(model, data)
-        assert model.batches == 12
-        assert table.stats().num_inserted >= 100
-    finally:
-        for actor in actors:
-            actor.kill()
-            actor.wait()
-        table.unlink()
-        table.close()
 
 
 # The split -------------------------------------------------------------------------------------------

@@ -112,9 +112,6 @@ def test_the_monitor_logs_what_all_shards_have_together(ranks: Noted, one: dict[
             assert mine["priority_q50"] > 0
 
 
-# what is given ------------------------------------------------------------
-
-
 def test_shards_are_left_open_and_those_of_a_function_closed() -> None:
     shards = alone()
     data = module(shards, "prioritized", 1)

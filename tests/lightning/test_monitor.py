@@ -274,9 +274,6 @@ def test_a_dataset_that_is_given_or_missing(clock: Clock) -> None:
             trainer(Memory(), ReplayMonitor()).fit(Model(), loader)
 
 
-# Nothing to do ---------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def no_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     def look(table: gear.Table) -> None:

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.skipif(
 
 CPU = torch.device("cpu")
 BATCH, REACH, BLOCKS = 24, (-5, 6), 4
+COMPLETE = CompleteAnchors(2, 1, 3)
 # A power of numpy's and one of Triton's interpreter may round differently, by one place of float32.
 CLOSE = {"rtol": 2.4e-7, "atol": 0.0}
 
@@ -118,15 +119,15 @@ SELECTORS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "unit", "anchor"),
+    ("name", "unit", "anchor", "complete"),
     [
-        ("prioritized", "step", "uniform"),
-        ("distinct", "trajectory", "first"),
-        ("top", "trajectory", "last"),
-        ("bottom", "trajectory", "uniform"),
+        ("prioritized", "step", "uniform", None),
+        ("prioritized", "step", "uniform", COMPLETE),
+        ("distinct", "trajectory", "first", COMPLETE),
+        ("top", "trajectory", "last", None),
+        ("bottom", "trajectory", "uniform", COMPLETE),
     ],
 )
-@pytest.mark.parametrize("complete", [None, CompleteAnchors(2, 1, 3)])
 def test_batches_are_those_of_the_cpu_while_the_table_changes(
     table: gear.Table, name: str, unit: Any, anchor: Anchor, complete: CompleteAnchors | None
 ) -> None:
@@ -182,8 +183,7 @@ def shared_steps(table: gear.Table) -> tuple[torch.Tensor, torch.Tensor, torch.T
     return tuple(torch.from_numpy(part) for part in (rows, table.reader().slot_states()[1][rows], steps))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("complete", [None, CompleteAnchors(5, 4, 2)])
-@pytest.mark.parametrize("stale", ["ignore", "error"])
+@pytest.mark.parametrize(("stale", "complete"), [("ignore", CompleteAnchors(5, 4, 2)), ("error", None)])
 def test_updates_of_shared_steps_are_those_of_the_cpu(
     table: gear.Table, stale: Any, complete: CompleteAnchors | None
 ) -> None:

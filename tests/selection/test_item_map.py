@@ -299,39 +299,6 @@ class TwinMachine(stateful.RuleBasedStateMachine):
         self.twin.update(data.draw(st.lists(rows, max_size=12)), named=named, error=error)
 
 
-TwinMachine.TestCase.pytestmark = [  # type: ignore[attr-defined]
-    pytest.mark.slow,
-    pytest.mark.timeout(900),  # Hypothesis may take minutes to shrink a failing example
-]
-TestSelectionBesideItsTwin = TwinMachine.TestCase
-
-
-@pytest.mark.parametrize(("unit", "block_steps"), [("step", 1), ("step", 4), ("trajectory", 7)])
-def test_a_long_life(unit: str, block_steps: int) -> None:
-    twin = Twin(unit=unit, block_steps=block_steps, max_steps=90, max_trajectories=12)
-    rng = np.random.default_rng(block_steps)
-    with twin.table:
-        for turn in range(200):
-            for _ in range(int(rng.integers(0, 3)) if turn % 50 else 40):  # 40: more than the ring remembers
-                given = None if rng.random() < 0.5 else int(rng.integers(0, 9)) / 8
-                twin.add([int(rng.integers(0, 20))], [given])
-            if twin.live and rng.random() < 0.2:
-                twin.remove([int(rng.choice(list(twin.live)))])
-            if turn % 70 == 69:
-                twin.table.region.array("counters")[DIRTY] = 1
-            rows = [
-                (t.slot, t.generation, int(rng.integers(0, t.length)), int(rng.integers(0, 50)) / 8)
-                for t in rng.choice(np.array([*twin.live.values(), None]), 9)
-                if t is not None
-            ]
-            twin.update(rows, named=bool(turn % 2), error=bool(turn % 3))
-            twin.draw(8)
-        twin.look()
-        assert twin.table.stats().num_evicted > 100
-        assert twin.drawn > 1500
-        assert twin.stale == 0
-
-
 @pytest.mark.parametrize("unit", ["trajectory", "step"])
 def test_an_update_at_a_slot_that_has_changed_hands_since_the_last_look(unit: str) -> None:
     twin = Twin(unit=unit, block_steps=4, max_steps=20, max_trajectories=2)
@@ -357,3 +324,10 @@ def test_an_update_at_a_slot_that_has_changed_hands_since_the_last_look(unit: st
             other.priorities[step] = 5.0
         twin.maximum = 5.0
         twin.look()
+
+
+TwinMachine.TestCase.pytestmark = [  # type: ignore[attr-defined]
+    pytest.mark.slow,
+    pytest.mark.timeout(900),  # Hypothesis may take minutes to shrink a failing example
+]
+TestSelectionBesideItsTwin = TwinMachine.TestCase

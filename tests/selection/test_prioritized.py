@@ -6,7 +6,6 @@ import itertools
 import math
 import threading
 import time
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ from torch.utils.data import DataLoader
 import gear_loader as gear
 from gear_loader.collection.collector import Collector
 from gear_loader.collection.prefetch import Prefetcher
-from gear_loader.errors import PriorityError, SchemaError, StaleIndexError, TableEmptyError
+from gear_loader.errors import PriorityError, SchemaError, StaleIndexError
 
 TINY = float(np.finfo(np.float32).tiny)
 UNITS = ("trajectory", "step")
@@ -478,26 +477,6 @@ def test_wrong_shapes_and_dtypes_are_refused(table: gear.Table) -> None:
     assert everything(data) == before
 
 
-@pytest.mark.parametrize("unit", UNITS)
-def test_a_subset_has_its_own_items_updates_and_running_maximum(table: gear.Table, unit: Any) -> None:
-    data = dataset(table, gear.Prioritized(1, unit=unit), subset=lambda sequences: sequences % 2 == 0)
-    assert {number % 2 for number in numbers_of(data.sample(64))} == {0}
-    before = leaves_of(data)
-    assert {number for number, _ in before} == {0, 2, 4, 6, 8, 10}
-    anchor = torch.tensor([0, 0]) if unit == "step" else None
-    with pytest.raises(StaleIndexError, match=r"^1 of 2 .* row 1, index 5"):
-        data.update_priority([6, 5], [3.0, 9.0], anchor=anchor, stale="error")
-    assert leaves_of(data) == before
-    data.update_priority([6, 5], [3.0, 9.0], anchor=anchor)
-    assert data.num_stale == 1
-    assert leaves_of(data) == {**before, (6, 0): 3.0}
-    table.remove([0, 1])
-    table.extend([episode(12, 1), episode(13, 1)], priority=[4.0, 9.0])
-    table.remove([2, 3])
-    table.extend([episode(14, 1), episode(15, 1)])
-    assert {item: leaf for item, leaf in leaves_of(data).items() if leaf > 3} == {(12, 0): 4.0, (14, 0): 4.0}
-
-
 def test_selectors_without_priorities_refuse_updates(table: gear.Table) -> None:
     data = dataset(table, gear.Fifo(False))
     message = r" was called, but Fifo\(.*\) does not draw by priority; use gear_loader\.Prioritized"
@@ -520,45 +499,6 @@ def test_an_update_before_the_first_batch_and_of_what_was_just_added(table: gear
         [index], [9.0], anchor=None if unit == "trajectory" else np.array([0]), stale="error"
     )
     assert leaves_of(data)[12, 0] == 9
-
-
-@pytest.mark.parametrize(
-    ("selector", "prefetch"),
-    [
-        (gear.Prioritized(), 2),
-        (gear.Prioritized(eps=0.1, unit="step", replacement=False), 0),
-        (gear.TopK(), 2),
-        (gear.Fifo(False, "step"), 0),
-        (gear.Lifo(), 2),
-    ],
-    ids=str,
-)
-def test_an_empty_table_and_an_empty_subset(selector: gear.Selector, prefetch: int) -> None:
-    empty, outside = (
-        r"^The table is empty: there is nothing to draw",
-        r"^None of the table's 1 trajectories belongs",
-    )
-
-    def refuses(data: gear.ReplayDataset, message: str) -> None:
-        for draw in (lambda: next(iter(data)), data.sample):
-            with pytest.raises(TableEmptyError, match=message):
-                draw()
-
-    with make_table([]) as table:
-        options: list[dict[str, Any]] = [{"batches_per_epoch": 3}, {}]
-        for each in options:
-            data = dataset(table, selector, prefetch=prefetch, **each)
-            refuses(data, empty)
-        table.add(episode(0, 3))
-        data.set_epoch(0)
-        assert set(numbers_of(data.sample(3 if not selector.replacement else 8))) == {0}
-        for each in options:
-            subset = {"subset": lambda sequences: sequences > 5}
-            refuses(dataset(table, selector, prefetch=prefetch, **subset, **each), outside)
-        table.remove(0)
-        with pytest.raises(TableEmptyError, match=empty):
-            data.sample()
-        nothing_left(table)
 
 
 @pytest.mark.parametrize(
@@ -588,18 +528,6 @@ def test_a_table_of_zeros(table: gear.Table, selector: gear.Selector, prefetch: 
     with pytest.raises(PriorityError, match=message):
         append_all(iterator, found)
     assert len(found) == prefetch
-
-
-def test_workers_cannot_draw_by_priority(table: gear.Table, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = types.SimpleNamespace(id=0, num_workers=1)
-    monkeypatch.setattr("gear_loader.dataset.get_worker_info", lambda: worker)
-    for selector in (gear.Prioritized(), gear.TopK(unit="step")):
-        message = (
-            rf"A DataLoader worker cannot draw for {type(selector).__name__}\(.*\): update_priority would not "
-            r"reach it\. Use num_workers=0"
-        )
-        with pytest.raises(SchemaError, match=message):
-            next(iter(dataset(table, selector)))
 
 
 def test_real_workers_cannot_draw_by_priority_and_can_by_age() -> None:

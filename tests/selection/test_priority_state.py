@@ -3,39 +3,22 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import itertools
-import logging
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-import lightning
 import numpy as np
 import pytest
 import torch
 from dataset_common import LENGTHS, episode, make_table, nothing_left, same_batches, snapshot
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 import gear_loader as gear
 from gear_loader.collection.collector import Collector
 from gear_loader.errors import SchemaError
-from gear_loader.lightning.datamodule import ReplayDataModule
 from gear_loader.selection.prioritized import PrioritizedSelection
-
-pytestmark = [
-    # Lightning imports and calls what torch has deprecated meanwhile.
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*isinstance\\(treespec, LeafSpec\\).*"),
-    # Runs are resumed here without the callback that saved the checkpoint.
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create"),
-    # Advice on machines with a GPU: the tests run on the CPU on purpose.
-    pytest.mark.filterwarnings("ignore:GPU available but not used"),
-]
-logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 UNITS = ("trajectory", "step")
 EPOCH = 5  # batches
@@ -402,59 +385,3 @@ def test_a_damaged_state_is_refused(table: gear.Table) -> None:
             data.load_state_dict(damage(state))
         assert same(data.state_dict(), before), f"after damage {number}"
     data.load_state_dict(state)
-
-
-class Model(lightning.LightningModule):
-    """Learns, and gives the dataset new priorities; notes the rows that it is shown."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = torch.nn.Linear(3, 1)
-        self.seen: list[Any] = []
-
-    def training_step(self, batch: Any, _: int) -> torch.Tensor:
-        self.seen.append([batch[key].tolist() for key in ("index", "anchor", "priority_weight")])
-        error = (self.layer(batch["observation"] / 64)[:, 0, 0] - batch["reward"][:, 0].float() / 4e4).abs()
-        self.trainer.datamodule.train_dataset.update_priority(batch, error)  # type: ignore[attr-defined]
-        return (error.square() * batch["priority_weight"]).mean()
-
-    def validation_step(self, batch: Any, _: int) -> None:
-        assert "priority_weight" not in batch
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), 0.05)
-
-
-def data_module(table: gear.Table) -> ReplayDataModule:
-    selector = gear.Prioritized(0.7, gear.LinearSchedule(0.4, 1, batches=10), eps=1e-4, unit="step")
-    options: dict[str, Any] = {"val_fraction": 0.2, "batches_per_epoch": 5}
-    return ReplayDataModule(table, selector=selector, batch_size=6, windows=gear.Window(1), **options)
-
-
-def trainer(folder: Path | None = None) -> lightning.Trainer:
-    """A quiet trainer; with a folder, it keeps a checkpoint of every training step, ``step=7.ckpt``."""
-    callbacks: list[Callback] = []
-    if folder is not None:
-        callbacks = [ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)]
-    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    quiet |= {"enable_checkpointing": folder is not None, "num_sanity_val_steps": 0}
-    return lightning.Trainer(accelerator="cpu", max_epochs=3, callbacks=callbacks, **quiet)
-
-
-def test_a_trainer_resumed_from_checkpoints(table: gear.Table, tmp_path: Path) -> None:
-    whole = Model()
-    trainer(tmp_path).fit(whole, data_module(table))
-    assert len(whole.seen) == 15
-    for step in (3, 5, 11):
-        path = tmp_path / f"step={step}.ckpt"
-        resumed = Model()
-        trainer().fit(resumed, data_module(table), ckpt_path=path)
-        assert resumed.seen == whole.seen[step:], f"from step {step}"
-        assert all(torch.equal(a, b) for a, b in zip(resumed.parameters(), whole.parameters(), strict=True))
-    # torch's safe loading takes the whole checkpoint.
-    checkpoint = torch.load(path, weights_only=True)
-    (state,) = [part for part in checkpoint.values() if isinstance(part, dict) and "train" in part]
-    assert state["train"]["priorities"]["leaves"].dtype == torch.float32
-    gc.collect()
-    nothing_left(table)

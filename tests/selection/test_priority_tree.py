@@ -216,19 +216,6 @@ def test_the_compiled_tree_beside_a_naive_one() -> None:
     stateful.run_state_machine_as_test(TreeMachine)
 
 
-def test_many_updates_leave_no_trace() -> None:
-    # Large values come and go beside small ones, which adding differences would lose.
-    leaves = np.full(1025, 1e-6, dtype=np.float32)
-    tree, random = host_of(leaves), np.random.default_rng(0)
-    for _ in range(2000):
-        items = random.integers(0, 1025, 4)
-        tree.update(items, np.full(4, 1e12, dtype=np.float32))
-        tree.update(items, leaves[items])
-    same_as_built(tree)
-    assert tree.total == host_of(leaves).total
-    assert tree.total == pytest.approx(1025e-6, rel=1e-6)
-
-
 def test_tops_of_equal_leaves_come_in_order() -> None:
     leaves = np.zeros(3000, dtype=np.float32)
     leaves[::7] = 2
@@ -334,30 +321,3 @@ def test_other_capacities_are_no_trees() -> None:
     for capacity in (0, -1, 2**31):
         with pytest.raises(ValueError, match=f"capacity is {capacity}; expected 1 to 2147483647"):
             SumTree(capacity, device="meta")
-
-
-@pytest.mark.parametrize("capacity", [1, 1025])
-def test_nothing_to_draw_is_an_error(capacity: int) -> None:
-    tree = PriorityTree(capacity)
-    for distinct in (False, True):
-        with pytest.raises(PriorityError, match=r"^Every priority is zero: there is nothing to draw\. .*eps"):
-            tree.draw(3, key=0, step=0, distinct=distinct)
-    tree.update(np.array([capacity - 1]), np.ones(1, dtype=np.float32))
-    assert tree.draw(3, key=0, step=0)[0].tolist() == [capacity - 1] * 3
-    assert all(len(part) == 0 for part in tree.draw(0, key=0, step=0, distinct=True))
-    tree.update(np.array([capacity - 1]), np.zeros(1, dtype=np.float32))
-    with pytest.raises(PriorityError, match="Every priority is zero"):
-        tree.draw(3, key=0, step=0)
-
-
-def test_too_few_items_for_a_distinct_draw_are_an_error() -> None:
-    leaves = np.zeros(1025, dtype=np.float32)
-    leaves[[3, 31, 32, 1024]] = [1e-6, 1, 1e6, 2]
-    tree = host_of(leaves)
-    with pytest.raises(
-        PriorityError, match=r"^37 items were to be drawn, but only 4 have a positive priority"
-    ):
-        tree.draw(37, key=0, step=0, distinct=True)
-    same_as_built(tree)  # and the tree is as it was
-    assert np.array_equal(tree.leaves[:1025], leaves)
-    assert sorted(tree.draw(4, key=0, step=0, distinct=True)[0].tolist()) == [3, 31, 32, 1024]

@@ -104,15 +104,6 @@ def test_without_sample_info_nothing_is_counted() -> None:
         assert table.stats().num_sampled == 8
 
 
-def test_an_index_that_was_used_again_starts_at_zero() -> None:
-    with table_of(1) as table:
-        data = dataset_of(table, sample_info=True)
-        assert data.sample()["sample_info"]["times_sampled"].tolist() == [1, 2, 3, 4]
-        table.remove(0)
-        assert table.add(rows(2, 3)) == 0
-        assert data.sample()["sample_info"]["times_sampled"].tolist() == [1, 2, 3, 4]
-
-
 @pytest.mark.parametrize(
     ("selector", "limit"),
     [(selector, 1 + i % 2 * 2) for i, selector in enumerate([gear.Fifo(), *SELECTORS])],
@@ -244,17 +235,6 @@ def test_batches_that_can_never_be_drawn_are_refused_at_once() -> None:
         table_of(rate_limiter=gear.MinSize(61))
 
 
-def test_a_queue_gives_each_once_and_in_order() -> None:
-    with table_of(rate_limiter=gear.Queue(20), max_times_sampled=1, timeout=30) as table:
-        actor = threading.Thread(target=lambda: [table.add(rows(i, 2)) for i in range(120)])
-        actor.start()
-        data = dataset_of(table, selector=gear.Fifo(), anchor="first", prefetch=3, batches_per_epoch=30)
-        assert [number for batch in data for number in numbers_in(batch)] == list(range(120))
-        actor.join()
-        assert len(table) == 0
-        assert table.stats().num_sampled == table.stats().num_inserted == 120
-
-
 @SOME
 def test_an_iterator_is_closed_although_its_thread_waits(selector: gear.selectors.Selector) -> None:
     with table_of(8, rate_limiter=gear.SampleToInsertRatio(1.0, 4, error_buffer=9), timeout=300) as table:
@@ -287,19 +267,6 @@ def test_updates_decide_who_is_evicted() -> None:
         assert set(indices[:7].tolist()) <= set(table.indices().tolist())
         assert not set(indices[7:].tolist()) & set(table.indices()[:7].tolist())
         table.check_valid()
-
-
-def test_an_update_of_what_is_gone_changes_nothing_of_its_successor() -> None:
-    with table_of(2, max_trajectories=2, on_full="evict_lowest_priority") as table:
-        data = dataset_of(table, selector=gear.Prioritized())
-        batch = data.sample()
-        gone = int(table.indices()[0])
-        generation = batch["generation"].clone().fill_(int(table.reader().slot_states()[1][gone]))
-        table.remove(gone)
-        assert table.add(rows(9, 3), priority=7) == gone
-        data.update_priority(np.full(4, gone), np.full(4, 0.5), generation=generation)
-        assert table.reader().arrays.priority[gone] == 7
-        assert data.num_stale == 4
 
 
 def chunked(table: gear.Table, steps: int) -> list[int]:

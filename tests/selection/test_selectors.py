@@ -69,23 +69,6 @@ def test_the_compiled_draw_is_that_of_the_selector(unit: Any, anchor: Any) -> No
             assert names.tolist() == [part.tolist() for part in rows]
 
 
-@pytest.mark.parametrize(("unit", "batch_size"), [("trajectory", 5), ("step", 5), ("step", 100)])
-def test_an_epoch_without_replacement_covers_each_item_once(unit: Any, batch_size: int) -> None:
-    snapshot, selector = snapshot_of(), gear.Uniform(replacement=False, unit=unit)
-    total = selector.num_items(snapshot)
-    seen: list[tuple[int, ...]] = []
-    for step, first in enumerate(range(0, total, batch_size)):
-        count = min(batch_size, total - first)
-        positions, steps = selector.select(snapshot, draw(count, epoch=3, step=step, first=first))
-        assert len(positions) == count
-        seen += [(p,) for p in positions.tolist()] if steps is None else zip(positions, steps, strict=True)
-    if unit == "trajectory":
-        expected = [(p,) for p in range(len(LENGTHS))]
-    else:
-        expected = [(p, s) for p, length in enumerate(LENGTHS) for s in range(length)]
-    assert sorted(seen) == expected
-
-
 def items_of(selector: Any, snapshot: Snapshot, now: Draw) -> list[int]:
     """Numbers of the items that a selector chooses, counted from the oldest."""
     positions, steps = selector.select(snapshot, now)

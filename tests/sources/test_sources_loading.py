@@ -122,14 +122,6 @@ def test_max_trajectories_takes_the_first(tmp_path: Path) -> None:
         assert table.lengths().tolist() == [1, 2, 3]
 
 
-def test_a_named_table_can_be_attached_to(tmp_path: Path) -> None:
-    name = name_of(tmp_path)
-    with load(episodes(), name=name) as table:
-        with gear.Table.attach(name) as other:
-            same_episodes(contents(other), episodes())
-        table.unlink()
-
-
 def test_columns_of_an_iterable_are_selected_renamed_and_converted() -> None:
     wide = [
         {name: e[name].astype(np.float64) for name in SCHEMA} | {"id": np.arange(len(e["reward"]))}
@@ -436,12 +428,6 @@ def test_progress_is_shown_on_a_terminal_only(tmp_path: Path, monkeypatch: pytes
     assert "2/2" in text
     assert shown(Terminal(), progress=False) == ""
     assert shown(io.StringIO()) == ""
-
-
-def test_the_public_names_are_sorted_and_there() -> None:
-    assert sources.__all__ == sorted(sources.__all__)
-    for name in sources.__all__:
-        assert hasattr(sources, name)
 
 
 class Refilling:

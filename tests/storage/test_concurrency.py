@@ -109,9 +109,6 @@ def nothing_is_left(table: gear.Table) -> None:
     assert not table.region.array("readers")[:, READING].any()
 
 
-# Full speed ------------------------------------------------------------------------------------------
-
-
 def _write(
     voice: Voice, name: str, seed: int, on_full: Any, threads: int = 1
 ) -> list[tuple[int, int, set[str]]]:
@@ -711,25 +708,6 @@ def test_a_rate_limiter_that_is_not_served() -> None:
         writer.commit()
         assert (50, 0) in look(table).names()
         nothing_is_left(table)
-
-
-def test_a_least_size_is_waited_for() -> None:
-    with named(rate_limiter=gear.MinSize(5)) as table:
-        reader = Child(_draw, table.name, 1, {"batch_size": 2, "prefetch": 0})
-        reader.hear()
-        Child(_feed, table.name, 1, 4, ("add",)).result()
-        assert not reader.has_spoken
-        dataset = gear.ReplayDataset(table, batch_size=2, windows=_WHOLE, device="cpu", prefetch=0)
-        message = (
-            r"^Waited 0\.1 s, then timed out\. MinSize\(min_size=5\) did not let 2 rows be sampled: it waits for 1 "
-            r"more trajectory to be added.*Counts: size 4 "
-        )
-        with waiting(table, 0.1), pytest.raises(RateLimitError, match=message):
-            dataset.sample()
-        assert not reader.has_spoken
-        Child(_feed, table.name, 2, 1, ("writer",)).result()
-        assert len(reader.result()) == 2
-        assert table.stats().sample_wait > 0
 
 
 def test_room_in_a_full_table_is_waited_for() -> None:

@@ -43,9 +43,6 @@ def put(array: str, place: Any, value: Any) -> Write:
     return write
 
 
-# Random words ----------------------------------------------------------------------------------------
-
-
 # Attaching -------------------------------------------------------------------------------------------
 
 # fmt: off
@@ -196,9 +193,6 @@ def test_operations_refuse_alike_compiled_or_not() -> None:
             fill(table)  # what was derived has been derived again
             table.check_valid()
             assert table.region.array("counters")[at.EPOCH] > 0
-
-
-# Other users -----------------------------------------------------------------------------------------
 
 
 def test_attach_to_a_table_of_another_user(table: gear.Table, monkeypatch: pytest.MonkeyPatch) -> None:

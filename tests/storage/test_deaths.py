@@ -52,9 +52,6 @@ class Scene:
     stages: tuple[int, ...] = ()
 
 
-# Histories -------------------------------------------------------------------------------------------
-
-
 def trajectory(number: int, length: int) -> dict[str, Any]:
     return {"x": np.arange(length) + 100 * number}
 
@@ -111,9 +108,6 @@ def dead_writers(table: gear.Table) -> None:
 def aged(table: gear.Table) -> None:
     full(table)
     table.region.array("created")[:3] -= 10**11  # the first three are old
-
-
-# Operations ------------------------------------------------------------------------------------------
 
 
 def dying(table: gear.Table, index: Index, **options: Any) -> gear.Writer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli_common import run
 
 import gear_loader as gear
 from gear_loader.distributed.topology import this_node
@@ -23,7 +21,6 @@ ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = {"x": gear.Column(torch.int64, ())}
 SIZES = {"max_steps": 16, "max_trajectories": 4, "block_steps": 4}
 PATIENCE = 120.0  # seconds for what takes a few
-NOT_UTF8 = (b"foreign-\xff\xfe", b"gear-loader.\xff\xfe", b".gear-loader.\xff\xfe")
 
 
 @pytest.fixture
@@ -122,21 +119,3 @@ def test_a_directory_on_storage_is_noticed(directory: Path, monkeypatch: pytest.
     assert message.startswith(f"Named tables lie in {directory}, which is ext4 and not tmpfs")
     monkeypatch.setattr(shared_memory, "DIRECTORY", "/proc")
     assert shared_memory.filesystem() == "proc"
-
-
-def test_names_that_are_not_utf8(directory: Path) -> None:
-    """Nothing that looks at tables fails because of a file of such a name, or touches it."""
-    files = [os.path.join(os.fsencode(directory), name) for name in NOT_UTF8]
-    for file in files:
-        with open(file, "wb") as empty:
-            empty.write(b"foreign")
-    plain, entries, everything = (run(*words.split()) for words in ("ls", "ls --json", "rm --all"))
-    assert plain[0] == entries[0] == everything[0] == 0
-    assert r"'\udcff\udcfe'" in plain[1]
-    assert [entry["name"] for entry in json.loads(entries[1])] == ["\udcff\udcfe"]
-    assert r"Left '\udcff\udcfe'" in everything[1]
-    with pytest.raises(RegionError, match="There is no table named 'b'"):
-        gear.Table.attach("b")
-    for file in files:
-        with open(file, "rb") as kept:
-            assert kept.read() == b"foreign"

@@ -40,9 +40,6 @@ def ids_of(table: gear.Table) -> list[int]:
     return [int(i) for i in found]
 
 
-# Numbered by the table -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shard", [None, 0, 65535, np.int64(7)])
 def test_ids_are_sequence_and_origin(shard: Any) -> None:
     with make() as table:
@@ -85,9 +82,6 @@ def test_setting_an_origin() -> None:
         table.add(rows(3, 3))  # the numbering goes on above the ids of the new origin
         assert ids_of(table) == [5, 3, 9 << 16 | 5, 10 << 16 | 5]
         assert table.stats().num_inserted == 4
-
-
-# Brought along ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -213,9 +207,6 @@ def test_many_ids_at_once() -> None:
                 table.extend_as([{"x": np.arange(1)}] * 2, ids=[2**41, again])
 
 
-# Every point of every change -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("torn", "heir_dies"), [(False, False), (True, True)])
 def test_death_at_every_store(torn: bool, heir_dies: bool) -> None:
     """What is visible has its id, and no id comes twice; with and without the death of the process that repairs."""
@@ -275,9 +266,6 @@ def test_death_while_an_origin_is_set() -> None:
             if not died:
                 break
     assert stores > 5
-
-
-# Checkpoints -----------------------------------------------------------------------------------------
 
 
 def _everything(table: gear.Table) -> dict[str, Any]:

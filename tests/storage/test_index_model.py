@@ -22,8 +22,6 @@ hypothesis = pytest.importorskip("hypothesis")
 st = pytest.importorskip("hypothesis.strategies")
 stateful = pytest.importorskip("hypothesis.stateful")
 
-# The twin --------------------------------------------------------------------------------------------
-
 
 @dataclasses.dataclass
 class Entry:
@@ -348,9 +346,6 @@ class TableMachine(stateful.RuleBasedStateMachine):
         assert least <= stats.blocks_in_use <= least + self.blocks(gone.entry for gone in self.gone)
 
 
-# The ring of touched slots ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_slots", [1, 2, 5])
 def test_the_ring_tells_what_was_touched_until_it_overflows(num_slots: int) -> None:
     with gear.Table.create(COLUMNS, max_steps=20, max_trajectories=num_slots, block_steps=4) as table:
@@ -381,9 +376,6 @@ def test_a_repair_makes_followers_look_at_every_slot() -> None:
         assert changes.slots.tolist() == list(range(6))
         assert changes.position > touched + 6
         assert not follower.look().everything
-
-
-# Block tables that move while they are read ----------------------------------------------------------
 
 
 @pytest.mark.parametrize(

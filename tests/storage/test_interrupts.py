@@ -62,9 +62,6 @@ def test_signals_leave_nothing(count: int, seed: int) -> None:
     assert interrupted("signals", count, seed, timeout=3600) == count
 
 
-# ---------------------------------------------------------------- the lock by itself
-
-
 def test_a_lock_is_not_taken_twice_by_a_thread() -> None:
     """As a signal handler would, in the middle of a call: an error at once, and the first one goes on."""
     lock = IndexLock("the table")

@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import pickle
-import random
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
@@ -199,36 +198,6 @@ def test_the_checks_refuse_exactly_what_can_come_to_a_standstill(min_size: int) 
                 assert standstill(twin, 1, batch, removals=True) is stuck, note
             seen[stuck] += 1
     assert min(seen[True], seen[False]) > 100
-
-
-@hypothesis.given(
-    limits=limits(),
-    batch=st.integers(1, 40),
-    count=st.sampled_from([1, 1, 2, 9]),
-    seed=st.integers(0, 2**32),
-    removing=st.sampled_from([0.0, 0.1, 0.4]),
-)
-def test_what_passes_the_checks_always_goes_on(
-    limits: tuple[RateLimiter, Twin], batch: int, count: int, seed: int, removing: float
-) -> None:
-    limiter, twin = limits
-    hypothesis.assume(not refuses(limiter.check_batch, batch))
-    hypothesis.assume(count == 1 or not refuses(limiter.check_insert, count, batch=batch))
-    dice = random.Random(seed)
-    size = inserted = sampled = 0
-    for _ in range(300):
-        counts = {"size": size, "inserted": inserted, "sampled": sampled}
-        assert limiter.may_insert(count, **counts) or limiter.may_sample(batch, **counts)
-        rows, more = dice.choice((1, batch) if count > 1 else (batch,)), dice.choice((1, count))
-        if count == 1 and dice.random() < removing:
-            size = dice.randrange(size + 1)
-        elif dice.random() < 0.5 and limiter.may_insert(more, **counts):
-            size, inserted = size + more, inserted + more
-            assert size <= twin.min_size or inserted * twin.ratio - sampled <= twin.high
-        elif limiter.may_sample(rows, **counts):
-            assert size >= twin.min_size
-            sampled += rows
-            assert inserted * twin.ratio - sampled >= twin.low
 
 
 def test_pairs_that_block_each_other_although_each_alone_is_safe() -> None:

@@ -19,17 +19,13 @@ import torch
 from concurrency_common import Child, Nursery, Voice, waiting
 from table_common import (
     COLUMNS,
-    Fragile,
     bury,
     forked,
     forks,
     fresh_name,
-    mortal,
     named,
-    number_of,
     numbers_of,
     rows,
-    store,
 )
 
 import gear_loader as gear
@@ -37,7 +33,7 @@ from gear_loader.errors import LockTimeoutError, RegionError, TableFullError
 from gear_loader.storage import shared_memory
 from gear_loader.storage.counters import DIRTY
 from gear_loader.storage.lock import process_start
-from gear_loader.storage.operations import FREE, WRITING
+from gear_loader.storage.operations import FREE
 from gear_loader.storage.region import region_path
 
 
@@ -72,9 +68,6 @@ def nothing_leaked(table: gear.Table) -> None:
     assert (table.region.array("state") != FREE).sum() == len(lengths)
 
 
-# Handles ---------------------------------------------------------------------------------------------
-
-
 def _use_handle(voice: Voice, handle: bytes) -> list[int]:
     with pickle.loads(handle) as table:
         assert table.on_full == "evict_oldest"
@@ -95,18 +88,6 @@ def test_a_handle_in_another_process_and_after_unlink() -> None:
             child.say()
             assert child.result() == numbers_of(table) == [1, 2]
             assert numbers_of(another) == []
-
-
-def _create(voice: Voice, name: str) -> None:
-    gear.Table.create(COLUMNS, max_steps=50, max_trajectories=4, name=name).add(rows(1, 20))
-
-
-def test_a_table_outlives_the_process_that_made_it() -> None:
-    name = fresh_name()
-    Child(_create, name).result()
-    with gear.Table.attach(name) as table:
-        assert (numbers_of(table), list(table.schema)) == ([1], list(COLUMNS))
-        table.unlink()
 
 
 # The lock --------------------------------------------------------------------------------------------
@@ -131,11 +112,14 @@ def test_the_lock_is_exclusive_between_processes_and_threads(table: gear.Table) 
     children = [Child(_count, table.name, 300) for _ in range(3)]
     for child in children:
         child.say()
-    threads = [threading.Thread(target=_count_in, args=(table, 150)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with gear.Table.create(COLUMNS, max_steps=50, max_trajectories=5) as private:
+        tables = (table, table, private, private)
+        threads = [threading.Thread(target=_count_in, args=(each, 150)) for each in tables]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert private.region.array("counters")[63] == 2 * 150
     for child in children:
         child.result()
     assert table.region.array("counters")[63] == 3 * 300 + 2 * 150
@@ -233,65 +217,6 @@ def test_nothing_that_this_process_closes_drops_its_lock() -> None:
 # The dead: test_concurrency.py has them killed anywhere -----------------------------------------------
 
 
-def _begin(voice: Voice, name: str, length: int) -> None:
-    gear.Table.attach(name).index.begin(np.array([length]), evict=False)
-    voice.say()
-    voice.hear()
-
-
-@pytest.mark.parametrize("on_full", ["error", "evict_oldest"])
-def test_what_a_dead_writer_had_is_taken_back_when_it_is_needed(on_full: Any) -> None:
-    with named(max_steps=40, max_trajectories=3, block_steps=4, on_full=on_full) as table:
-        children = [Child(_begin, table.name, 13) for _ in range(2)]
-        for child in children:
-            child.hear()
-        with waiting(table, 0.05), pytest.raises(TableFullError if on_full == "error" else LockTimeoutError):
-            table.add(rows(1, 40))
-        assert (table.region.array("state") == WRITING).sum() == 2
-        for child in children:
-            child.kill()
-        table.add(rows(2, 40))
-        assert numbers_of(table) == [2]
-        nothing_leaked(table)
-
-
-def _die_after(voice: Voice, name: str, stores: int, what: str) -> None:
-    """In the middle of an operation, by SIGKILL: nothing of this process runs any more."""
-    Fragile.die = staticmethod(lambda: os.kill(os.getpid(), signal.SIGKILL))  # type: ignore[method-assign]
-    table = gear.Table.attach(name, on_full="evict_oldest")
-    with mortal(table, stores, torn=stores % 2 == 1, disguised=False) as index:
-        if what == "extend":
-            store(table, index, [50, 51], [9, 3], evict=True)
-        else:
-            index.remove(np.array([1, 3]))
-
-
-@pytest.mark.parametrize(("what", "points"), [("extend", 90), ("remove", 40)])
-def test_a_process_killed_between_two_stores(what: str, points: int) -> None:
-    """See test_deaths.py for every point of each operation, without a real death."""
-    with named(max_steps=30, max_trajectories=5, block_steps=3, on_full="evict_oldest") as table:
-        dead = 0
-        for stores in range(0, points, 9):
-            table.remove(table.indices())
-            for number, length in [(1, 4), (2, 7), (3, 1), (4, 9), (5, 9)]:
-                table.add(rows(number, length))
-            before = {index: number_of(table[index]) for index in table.indices().tolist()}
-            assert sorted(before) == [0, 1, 2, 3, 4]
-            status = Child(_die_after, table.name, stores, what).reap()
-            assert status in (0, signal.SIGKILL)
-            dead += status == signal.SIGKILL
-            with waiting(table, 5):
-                nothing_leaked(table)
-            found = numbers_of(table)
-            if what == "extend":
-                left = [number for number in found if number < 50]
-                assert left == [*range(6 - len(left), 6)]
-                assert found[len(left) :] in ([], [50, 51])
-            else:
-                assert set(before.values()) - {before[1], before[3]} <= set(found) <= set(before.values())
-        assert dead > points // 18
-
-
 def _read_and_wait(voice: Voice, name: str) -> None:
     table = gear.Table.attach(name)
     for _ in range(256):
@@ -354,9 +279,6 @@ def _die_forked(voice: Voice) -> None:
     os.waitpid(pid, 0)
 
 
-# Creating --------------------------------------------------------------------------------------------
-
-
 def _create_race(voice: Voice, rounds: int, base: str) -> list[str]:
     outcome = []
     for i in range(rounds):
@@ -406,9 +328,6 @@ def test_a_process_killed_while_it_creates_leaves_nothing(where: str) -> None:
     assert not [entry for entry in os.listdir(shared_memory.DIRECTORY) if name in entry]
     with named(name=name):
         pass
-
-
-# Fork ------------------------------------------------------------------------------------------------
 
 
 @forks
@@ -465,19 +384,3 @@ def test_a_fork_while_another_thread_holds_the_lock(private: bool) -> None:
         thread.join()
         assert numbers_of(table) == [1], "a private table is the child's own copy"
         table.check_valid()
-
-
-@forks
-def test_a_forked_child_that_is_killed_takes_nothing_with_it(table: gear.Table) -> None:
-    table.add(rows(1, 5))
-    pid = os.fork()
-    if pid == 0:
-        with contextlib.suppress(BaseException), table.region.lock:
-            table.index.arrays.counters[19] = 1  # half way through a mutation
-            os.kill(os.getpid(), signal.SIGKILL)
-        os._exit(1)
-    _, status = os.waitpid(pid, 0)
-    assert os.WTERMSIG(status) == signal.SIGKILL
-    with waiting(table, 5):
-        table.add(rows(2, 5))
-    assert numbers_of(table) == [1, 2]

@@ -22,9 +22,6 @@ from gear_loader.errors import SchemaError
 from gear_loader.storage import schema as schema_module
 from gear_loader.storage.schema import BATCH_KEYS, Schema
 
-# Column ----------------------------------------------------------------------------------------------
-
-
 # Window ----------------------------------------------------------------------------------------------
 
 
@@ -206,9 +203,6 @@ def test_validate_and_locate_refuse(schema: Schema, change: Any, message: str) -
         with pytest.raises(SchemaError) as caught:
             check(given, what="it")  # type: ignore[operator]
         assert message in str(caught.value)
-
-
-# Schema ----------------------------------------------------------------------------------------------
 
 
 def test_schema_is_a_mapping_in_the_given_order() -> None:

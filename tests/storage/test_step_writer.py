@@ -171,7 +171,7 @@ def test_a_checkpoint_has_what_has_grown_since_the_last_one(tmp_path: Path) -> N
 
 def test_the_steps_of_a_killed_process_stay() -> None:
     name = f"test.steps.{os.getpid()}"
-    with table(name=name) as made:
+    with table(name=name, on_full="evict_oldest") as made:
         child = os.fork()
         if child == 0:
             with gear.Table.attach(name) as attached:

@@ -11,7 +11,6 @@ import os
 import pickle
 import re
 import socket
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,7 +35,6 @@ from gear_loader.errors import (
     TableFullError,
 )
 from gear_loader.storage import shared_memory
-from gear_loader.storage.layout import FORMAT_VERSION
 from gear_loader.storage.operations import WRITING
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.region import _Mapping, region_path
@@ -178,8 +176,6 @@ def test_extend_refuses(table: gear.Table, case: int) -> None:
         table, SchemaError, message, table.extend, given, **({} if lengths is None else {"lengths": lengths})
     )
 
-
-# Tensors whose elements do not lie in memory ---------------------------------------------------------
 
 Use = Callable[[torch.Tensor], None]
 
@@ -393,9 +389,6 @@ def test_names_policies_and_paths() -> None:
                         load(path)
 
 
-# Waiting ---------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def locked_by_a_thread(table: gear.Table) -> Iterator[None]:
     held, done = threading.Event(), threading.Event()
@@ -461,8 +454,6 @@ def test_a_commit_that_cannot_get_the_lock_gives_its_room_back() -> None:
         assert after == {**before, "stats": after["stats"]}
         assert after["stats"].blocks_in_use == before["stats"].blocks_in_use
 
-
-# Indices ---------------------------------------------------------------------------------------------
 
 STALE = "names no live trajectory: it was never used, removed or evicted"
 
@@ -567,9 +558,6 @@ def test_required_blocks_refuses() -> None:
             gear.Table.required_blocks([3], steps)
 
 
-# Attaching: what `Layout.read` refuses is in test_layout.py -------------------------------------------
-
-
 def test_attach_to_a_name_that_is_not_there() -> None:
     with named() as table:
         name = fresh_name()
@@ -608,25 +596,14 @@ def _attach_fails(name: str) -> str:
 
 def test_attach_to_a_damaged_file(file: tuple[str, Path]) -> None:
     name, path = file
-    data, it = path.read_bytes(), f"Table '{name}' ({path}) "
-    versioned = data[:8] + struct.pack("<I", FORMAT_VERSION + 5) + data[12:]
-    flipped = data[:64] + bytes([data[64] ^ 0x10]) + data[65:]
-    short = f"{it}is damaged: it has {len(data) - 1} bytes, its header says {len(data)}, its schema needs {len(data)}."
-    for damaged, message in [
-        (b"", f"{it}is not a Gear Loader table: it starts with b'', "),
-        (b"short", f"{it}is not a Gear Loader table: it starts with b'short', "),
-        (bytes(5000), f"{it}is not a Gear Loader table: it starts with "),
-        (versioned, f"{it}has table format {FORMAT_VERSION + 5}; this version of Gear Loader reads format "),
-        (data[:64], f"{it}has a damaged header"),
-        (flipped, f"{it}has a damaged header"),
-        (data[:-1], short),
-    ]:
+    data = path.read_bytes()
+    for damaged, message in (
+        (b"short", "is not a Gear Loader table: it starts"),
+        (data[:-1], "is damaged: it"),
+    ):
         path.write_bytes(damaged)
-        assert _attach_fails(name).startswith(message)
+        assert _attach_fails(name).startswith(f"Table '{name}' ({path}) {message}")
         assert path.read_bytes() == damaged
-    path.write_bytes(data)
-    with gear.Table.attach(name) as table:
-        assert numbers_of(table) == [1]
 
 
 @pytest.mark.parametrize("kind", ["directory", "link", "pipe", "socket", "refused"])

@@ -24,7 +24,6 @@ from table_common import (
     numbers_of,
     random_values,
     rows,
-    state,
     unchanged,
 )
 
@@ -38,7 +37,6 @@ from gear_loader.errors import (
     TableFullError,
 )
 from gear_loader.storage.operations import FREE, WRITING
-from gear_loader.utils.waiting import Backoff
 
 SCALAR = {"x": gear.Column(torch.int64)}
 
@@ -82,9 +80,6 @@ def nothing_left(table: gear.Table) -> None:
     table.check_valid()
     assert table.stats().blocks_in_use == 0
     assert (table.region.array("state") == FREE).all()
-
-
-# Contents --------------------------------------------------------------------------------------------
 
 
 def _step(value: torch.Tensor, i: int, kind: str) -> Any:
@@ -153,43 +148,6 @@ def test_numbers_for_a_column_of_floats(dtype: torch.dtype) -> None:
         found = table[0]["x"]
         assert bits(found[:-1]) == bits(expected)
         assert found[-1].isnan()
-
-
-def test_one_way_to_write_is_as_good_as_another() -> None:
-    """One step at a time, several, both mixed, and `Table.add` leave tables that show the same."""
-    lengths = [1, 3, 4, 5, 8, 17, 64]
-
-    def add(table: gear.Table, number: int, length: int) -> None:
-        table.add(rows(number, length), priority=number)
-
-    def single(table: gear.Table, number: int, length: int) -> None:
-        with table.writer() as writer:
-            write(writer, number, length)
-            writer.priority = number
-
-    def mixed(table: gear.Table, number: int, length: int) -> None:
-        writer, trajectory, place = table.writer(), rows(number, length), 0
-        for size in [1, 2, 1, 5, 0, 1, 1, 3, 4, 40, 60]:
-            size = min(size, length - place)
-            if size == 1:
-                writer.append(**{name: values[place] for name, values in trajectory.items()})
-            elif size:
-                part = slice(place, place + size)
-                writer.append({name: values[part] for name, values in reversed(trajectory.items())})
-            place += size
-        writer.commit(priority=torch.tensor(float(number)))
-
-    shown = []
-    for how in (add, single, mixed):
-        with gear.Table.create(COLUMNS, max_steps=200, max_trajectories=10, block_steps=4) as table:
-            for number, length in enumerate(lengths):
-                how(table, number, length)
-                table.check_valid()
-            assert numbers_of(table) == list(range(7))
-            found = state(table)
-            del found["stats"]
-            shown.append((found, table.stats().blocks_in_use, table.stats().num_inserted))
-    assert shown[1:] == shown[:1] * 2
 
 
 class _Subclass(np.ndarray[Any, Any]):
@@ -331,9 +289,6 @@ def test_sizes_of_chunks_that_make_no_sense(options: Any, message: str) -> None:
         table.writer(chunk_steps=4, overlap_steps=1)
 
 
-# Commit and discard ----------------------------------------------------------------------------------
-
-
 def test_the_context_manager_commits_at_a_clean_end(table: gear.Table) -> None:
     with table.writer() as writer:
         write(writer, 1, 3)
@@ -385,35 +340,6 @@ def test_interrupted_while_it_commits(what: str, moment: str, monkeypatch: pytes
 # Full tables -----------------------------------------------------------------------------------------
 
 
-def test_full_and_nothing_gives_way() -> None:
-    """What was appended is still there, and can be committed, or go on when there is room."""
-    for going_on in (False, True):
-        with make(max_steps=21, block_steps=8) as table:  # the last steps are less than a block
-            table.add({"x": np.arange(13)})
-            writer = table.writer()
-            count(writer, 0, 8)
-            for bad in (8, np.arange(8, 10)):
-                with pytest.raises(TableFullError, match=r"^The table is full: 0 trajectories of [12] steps"):
-                    writer.append(x=bad)
-                assert writer.num_steps == 8
-                table.check_valid()
-            if going_on:
-                table.remove(0)
-                count(writer, 8, 21)
-            writer.commit()
-            assert contents(table)[-1] == list(range(21 if going_on else 8))
-            nothing_left(table)
-    with make(max_trajectories=1) as table:
-        first, second = table.writer(), table.writer()
-        first.append(x=1)
-        with pytest.raises(TableFullError, match="1 trajectories of 4 steps"):
-            second.append(x=3)
-        first.discard()
-        second.append(x=3)
-        second.commit()
-        assert contents(table) == [[3]]
-
-
 @pytest.mark.parametrize("on_full", ["evict_oldest", "evict_lowest_priority"])
 def test_evicting_for_a_trajectory_that_grows(on_full: Any) -> None:
     with make(max_steps=20, on_full=on_full) as table:
@@ -447,35 +373,6 @@ def test_evicting_does_not_wait_for_more_than_is_needed() -> None:
         for writer in writers:
             writer.commit()
         assert contents(table) == [[0, 1, 2]] * 3
-
-
-def test_waiting_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread makes it; then none comes until the deadline."""
-    sleep, waits = Backoff.sleep, threading.Event()
-
-    def said(patience: Backoff) -> bool:
-        waits.set()
-        return sleep(patience)
-
-    monkeypatch.setattr(Backoff, "sleep", said)
-    with make(max_steps=20, on_full="wait", timeout=120) as table:
-        table.add({"x": np.arange(18)})
-        writer = table.writer()
-        count(writer, 0, 2)
-        other = threading.Thread(target=lambda: waits.wait(60) and table.remove(0))
-        other.start()
-        count(writer, 2, 18)
-        other.join()
-        writer.commit()
-        assert table.stats().insert_wait > 0
-        count(writer, 0, 2)
-        table.index.admission.timeout = 0.05
-        for value in (2, np.arange(2, 4)):
-            with pytest.raises(TableFullError, match=r"^Waited 0.05 s, then timed out. The table is full"):
-                writer.append(x=value)
-            assert writer.num_steps == 2
-        writer.commit()
-        assert contents(table) == [list(range(18)), [0, 1]]
 
 
 @pytest.mark.parametrize(
@@ -562,9 +459,6 @@ def test_the_rate_limiter_is_asked() -> None:
             table.remove(int(table.indices()[-1]))
 
 
-# Growing ---------------------------------------------------------------------------------------------
-
-
 def test_room_ahead_is_given_back() -> None:
     """A trajectory is given more room than it needs while there is plenty; what it has not used is free afterwards."""
     with make(max_steps=4000, max_trajectories=40) as table:
@@ -636,9 +530,6 @@ def test_a_closed_table() -> None:
         writer.close()
         assert table.stats().num_writing == 0
         nothing_left(table)
-
-
-# Chunks ----------------------------------------------------------------------------------------------
 
 
 def cut(steps: int, chunk: int, overlap: int, *, commit: bool) -> list[list[int]]:

@@ -25,9 +25,6 @@ st = pytest.importorskip("hypothesis.strategies")
 stateful = pytest.importorskip("hypothesis.stateful")
 
 
-# Beside a twin ---------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass
 class Entry:
     values: list[int]
@@ -401,9 +398,6 @@ WriterMachine.TestCase.pytestmark = [  # type: ignore[attr-defined]
 TestWritersBesideTheirTwin = WriterMachine.TestCase
 
 
-# Block tables that are there more than once -----------------------------------------------------------
-
-
 @pytest.mark.parametrize("on_full", ["error", "evict_oldest"])
 def test_block_tables_that_are_longer_than_there_are_blocks(on_full: Any) -> None:
     """A stream that has to begin its block table again has a part of it twice; moving must bring them together.
@@ -441,9 +435,6 @@ def test_block_tables_that_are_longer_than_there_are_blocks(on_full: Any) -> Non
             writer.close()
         table.remove(table.indices())
         assert table.stats().blocks_in_use == 0
-
-
-# Machine code and Python ------------------------------------------------------------------------------
 
 
 def _act(what: str, table: gear.Table, writer: gear.Writer, slots: Any, number: int, ticket: Ticket) -> Any:
@@ -516,9 +507,6 @@ def test_compiled_or_not_makes_no_difference(seed: int, monkeypatch: pytest.Monk
         table.close()
 
 
-# The lowest priority ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_the_lowest_priority_goes_first(seed: int) -> None:
     """Of equal ones any of them; those that were given no priority go last, the oldest first."""
@@ -556,9 +544,6 @@ def test_the_lowest_priority_goes_first(seed: int) -> None:
                 extent = table.region.array("extent")
                 assert all(extent[s, 0] == 1 + n % 5 for s, (n, _) in twin.items())
         assert sorted(table.indices().tolist()) == sorted(twin)
-
-
-# Age, and the rules of a table ------------------------------------------------------------------------
 
 
 def test_trajectories_that_are_too_old(monkeypatch: pytest.MonkeyPatch) -> None:

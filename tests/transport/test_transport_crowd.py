@@ -224,9 +224,6 @@ def test_an_attack_that_goes_on_refuses_no_requester(table: gear.Table, carrier:
         assert server.alive()
 
 
-# ---------------------------------------------------------------- what is left of connections
-
-
 class _Heap(ctypes.Structure):
     """`struct mallinfo2` of the C library."""
 
@@ -257,20 +254,6 @@ def holding() -> Held:
     heap = 0 if _mallinfo2 is None else _mallinfo2()
     in_use = heap.uordblks + heap.hblkhd if isinstance(heap, _Heap) else 0
     return Held(open_files(), threading.active_count(), in_use, sys.getallocatedblocks())
-
-
-def test_the_measure_sees_what_is_kept() -> None:
-    if _mallinfo2 is None:
-        pytest.skip("the C library does not tell what is in use")
-    before = holding()
-    kept = [np.zeros(2048, dtype=np.uint8) for _ in range(1000)], np.zeros(8 << 20, dtype=np.uint8)
-    after = holding()
-    assert after.heap - before.heap > 10 << 20
-    assert after.blocks - before.blocks > 1000
-    del kept
-    freed = holding()
-    assert freed.heap - before.heap < 1 << 20
-    assert freed.blocks - before.blocks < 1000
 
 
 def living() -> int:
@@ -340,8 +323,6 @@ def test_nothing_is_left_of_many_connections(caplog: pytest.LogCaptureFixture, c
             assert after.blocks - before.blocks < cycles * 10
             table.check_valid()
 
-
-# ---------------------------------------------------------------- tables that are locked
 
 MANY = 12  # requests for the locked table: more than there are threads for it
 LARGE = {"value": Window(4096)}  # a reply of these is gathered by a thread

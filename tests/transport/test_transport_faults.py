@@ -196,9 +196,6 @@ def test_a_requester_that_is_killed_while_the_server_sends(table: gear.Table) ->
         check_fetch(server.peer(), table, spec_of(table), [3, 1], [1, 2])
 
 
-# ---------------------------------------------------------------- the server's process
-
-
 def test_several_carriers_must_not_share_a_port(table: gear.Table) -> None:
     for arguments, message in (
         ({"carriers": ("socket", "ucx"), "port": 5555}, "Port 5555 was received for 2 carriers"),

@@ -354,9 +354,6 @@ def test_fetches_go_on_while_a_store_waits_for_room() -> None:
             assert number_of(table[int(stored.result(PATIENCE)[0])]) == 1
 
 
-# ---------------------------------------------------------------- what else a server tells
-
-
 def test_metadata(shelf: Shelf) -> None:
     table, server, peer = shelf
     name, answers = str(table.name), server.server.metadata

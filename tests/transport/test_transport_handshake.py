@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import threading
 import time
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from table_common import named, rows
+from table_common import forked, forks, named, rows
 from transport_common import (
     HELLO,
     PATIENCE,
@@ -117,17 +116,6 @@ def test_a_server_without_the_secret_is_not_asked_for_anything(shelf: Shelf) -> 
         peer = server.peer(address=address, name="a stranger")
         refused(peer, table, r"a stranger .* does not know the secret", HandshakeError)
     assert heard == [b""]
-
-
-def test_nothing_is_told_before_the_proof(shelf: Shelf) -> None:
-    table, server = shelf
-    with server.raw() as raw:
-        raw.send(Kind.HELLO, HELLO, request=0)
-        header, small, bulk = raw.receive()
-        assert (header.kind, len(small), bulk) == (Kind.CHALLENGE, len(HELLO), b"")
-        assert str(table.name).encode() not in small
-        raw.send(Kind.PROOF, bytes(32), request=0)
-        assert raw.text() == DIFFER
 
 
 def test_a_proof_is_worth_nothing_on_another_connection(shelf: Shelf) -> None:
@@ -356,32 +344,21 @@ def test_a_peer_is_made_of_sensible_things() -> None:
         Server(["../x"], SECRET)
 
 
-@pytest.mark.filterwarnings("ignore:.*use of fork.*may lead to deadlocks:DeprecationWarning")
+@forks
 def test_a_peer_does_not_survive_a_fork_nor_being_closed(shelf: Shelf) -> None:
     table, server = shelf
     peer = server.peer()
     fetch(peer, table)
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            try:
-                peer.metadata("a", "b")
-            except TransportError as error:
-                os.write(write, str(error).encode())
-            peer.close()
-            again = Peer(server.address, secret=SECRET, timeout=PATIENCE, name="b")
-            error = again.metadata("a", str(table.name)).exception(PATIENCE)
-            os.write(write, f" AND {error}".encode())
-        finally:
-            os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as file:
-        said = file.read()
-    os.waitpid(pid, 0)
-    assert "was made in process" in said
-    assert "Make a Peer in each process" in said
-    assert "has no metadata called 'a'" in said
+
+    def work() -> None:
+        with pytest.raises(TransportError, match=r"was made in process .*Make a Peer in each process"):
+            peer.metadata("a", "b")
+        peer.close()
+        again = Peer(server.address, secret=SECRET, timeout=PATIENCE, name="b")
+        error = again.metadata("a", str(table.name)).exception(PATIENCE)
+        assert "has no metadata called 'a'" in str(error)
+
+    forked(work)
     fetch(peer, table)
     peer.close()
     peer.close()

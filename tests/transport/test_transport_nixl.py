@@ -6,7 +6,6 @@ import concurrent.futures
 import contextlib
 import importlib
 import json
-import math
 import multiprocessing
 import os
 import signal
@@ -19,11 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gather_common import PADS, Spec, windows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ucx_common import LOOPBACK, listening
 
-from gear_loader.collection.windows import reach_of, windows_of
+from gear_loader.collection import windows as collected
 from gear_loader.errors import PeerTimeoutError, TransportError
 from gear_loader.native import copying
 from gear_loader.storage.schema import Column, Schema, Window
@@ -43,7 +43,7 @@ SCHEMA = Schema(COLUMNS)
 
 def windows_on(windows: dict[str, Window]) -> dict[str, Any]:
     """These, and what a trajectory has once."""
-    return windows_of(SCHEMA, {**windows, "task": None}, None)
+    return collected.windows_of(SCHEMA, {**windows, "task": None}, None)
 
 
 WINDOWS = windows_on({"x": Window(6, -3), "flag": Window(6, -3, "head"), "big": Window(6, -3)})
@@ -143,7 +143,7 @@ class World:
     def rows(self, slots: Any, anchors: Any) -> tuple[tuple[Array, Array, Array], dict[str, Array]]:
         """What `fetch` takes, as selection's exchange brings it along."""
         slots, anchors = np.asarray(slots, dtype=np.int64), np.asarray(anchors, dtype=np.int64)
-        region, (first, last, once) = self.table.region, reach_of(SCHEMA, self.spec.windows)
+        region, (first, last, once) = self.table.region, collected.reach_of(SCHEMA, self.spec.windows)
         extent = np.empty((len(slots), 3), np.int64)
         ids = np.full((len(slots), (last - first) // 4 + 2 + once), -1, np.int32)
         held, block_ids = region.array("extent"), region.array("block_ids").reshape(-1)
@@ -176,30 +176,19 @@ class World:
 def naive(
     spec: WindowSpec, held: dict[int, dict[str, Array]], slots: Any, anchors: Any, gone: tuple[int, ...]
 ) -> dict[tuple[str, str], Array]:
-    """Every piece of the reply as bytes, step by step."""
+    """Every piece of the reply as bytes; rows that are gone are zeros."""
     found = {}
-    for piece in spec.pieces(len(slots)):
-        window, whole = spec.windows[piece.name], []
-        for b, (slot, anchor) in enumerate(zip(slots, anchors, strict=True)):
-            column = held[slot][piece.name] if b not in gone else steps(1, 0)[piece.name][:0]
-            if piece.name == "task":  # before the first step, at any anchor
-                column = held[slot]["task"][None] if b not in gone else np.zeros((1, 3), dtype=np.int16)
-            column = column.reshape(len(column), math.prod(column.shape[1:])).view(np.uint8)
-            if piece.kind == "mask":
-                column = np.ones((len(column), 1), dtype=np.uint8)
-            places = range(anchor + window.offset, anchor + window.offset + window.length)
-            real = [column[i] for i in places if 0 <= i < len(column)]
-            empty = np.zeros(column.shape[1], dtype=np.uint8)
-            padding = [empty] * (window.length - len(real))
-            if window.pad == "head":
-                whole += padding + real
-            elif window.pad == "tail":
-                whole += real + padding
-            elif window.pad == "edge" and piece.kind == "column" and len(column):
-                whole += [column[min(max(i, 0), len(column) - 1)] for i in places]
-            else:
-                whole += [column[i] if 0 <= i < len(column) else empty for i in places]
-        found[piece.name, piece.kind] = np.concatenate(whole)
+    rows = [torch.as_tensor(np.asarray(part, dtype=np.int64)) for part in (slots, anchors)]
+    for name, window in spec.windows.items():
+        once = SCHEMA[name].trajectory  # the window lies before the first step, at any anchor
+        stored = {slot: held[slot][name][None] if once else held[slot][name] for slot in set(slots)}
+        stored = {slot: part.reshape(len(part), -1).view(np.uint8) for slot, part in stored.items()}
+        pad = PADS[("keep", "head", "tail", "edge").index(window.pad)]
+        size = spec.schema[name].step_bytes
+        both = windows_of(stored, Spec(size, window.length, window.offset, pad), *rows)
+        for kind, values in zip(("column", "mask"), both, strict=True):
+            values[list(gone)] = 0
+            found[name, kind] = values.view(np.uint8).reshape(-1)
     return found
 
 
@@ -222,9 +211,6 @@ def world(owner: Owner) -> Iterator[World]:
     world = World("nixl-own", owner)
     yield world
     world.close()
-
-
-# ---------------------------------------------------------------- what arrives
 
 
 @pytest.mark.parametrize(("pad", "only"), [("keep", None), ("head", None), ("tail", "big"), ("edge", None)])
@@ -256,9 +242,6 @@ def test_one_agent_and_one_question_serve_many_fetches_and_threads(shared: World
     found = listening(shared.owner.process.pid)
     assert found
     assert set(found) <= LOOPBACK
-
-
-# ---------------------------------------------------------------- rows that are gone
 
 
 def test_rows_that_are_gone(world: World) -> None:
@@ -379,9 +362,6 @@ def test_after_a_fork_and_after_close(monkeypatch: pytest.MonkeyPatch) -> None:
         NixlOwner(["t"])
 
 
-# ---------------------------------------------------------------- an owner that stops
-
-
 @pytest.mark.long
 def test_an_owner_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")  # shared memory can be read without it
@@ -466,9 +446,6 @@ def test_a_description_that_contradicts_itself_or_is_invalid() -> None:
             Description.from_bytes(data)
     with pytest.raises(TransportError, match="describes its memory in version 2; expected 1"):
         Description.from_bytes(GOOD[:8] + b"\2\0" + GOOD[10:])
-
-
-# ---------------------------------------------------------------- last: an owner that dies
 
 
 def test_an_owner_that_is_killed_and_comes_again(world: World) -> None:

@@ -312,8 +312,6 @@ def test_without_a_library_the_error_names_the_extra(monkeypatch: pytest.MonkeyP
         carrier("ucx")
 
 
-# ---------------------------------------------------------------- without a registration cache
-
 ABORT = """
 import asyncio, sys
 import numpy as np
@@ -410,9 +408,6 @@ def test_without_memory_hooks_ucx_does_not_start(tmp_path: Path, variable: str) 
 )
 def test_ucx_starts_in_a_process_with_nixl(tmp_path: Path, steps: str) -> None:
     assert run_with(BOTH, tmp_path, steps).split() == steps.split(",")
-
-
-# ---------------------------------------------------------------- ucx-py, by a stand-in
 
 
 class StandIn(types.ModuleType):

@@ -14,12 +14,7 @@ from table_common import COLUMNS
 from transport_common import WINDOWS
 
 import gear_loader as gear
-from gear_loader.errors import (
-    HandshakeError,
-    SchemaError,
-    TableFullError,
-    TransportError,
-)
+from gear_loader.errors import HandshakeError, SchemaError, TableFullError, TransportError
 from gear_loader.storage.schema import Schema, Window
 from gear_loader.transport import Address, Limits, WindowSpec, carrier
 from gear_loader.transport.channel import family
@@ -31,7 +26,6 @@ from gear_loader.transport.wire import (
     Kind,
     ProtocolError,
     VersionError,
-    check,
     failure,
     pack_error,
     pack_text,
@@ -39,9 +33,6 @@ from gear_loader.transport.wire import (
 )
 
 SPEC = WindowSpec("replay", Schema(COLUMNS), WINDOWS)
-
-
-# ---------------------------------------------------------------- specs
 
 
 def test_a_spec_lays_out_columns_then_masks() -> None:
@@ -144,18 +135,6 @@ def test_versions_and_kinds_of_headers() -> None:
         Header.parse(memoryview(Header(99, 0, 0, 0).pack()))  # type: ignore[arg-type]
 
 
-def test_sizes_and_kinds_are_checked_before_memory_is_taken() -> None:
-    allowed = {Kind.FETCH: (100, 0), Kind.BYE: (0, 0)}
-    check(Header(Kind.FETCH, 1, 100, 0), allowed, "now")
-    for header, message in (
-        (Header(Kind.FETCH, 1, 101, 0), "The small part of a message FETCH has 101 bytes; at most 100"),
-        (Header(Kind.FETCH, 1, 0, 1), "The bulk part of a message FETCH has 1 bytes; at most 0"),
-        (Header(Kind.STORE, 1, 0, 0), "STORE came now; expected FETCH, BYE"),
-    ):
-        with pytest.raises(ProtocolError, match=message):
-            check(header, allowed, "now")
-
-
 def test_fields_are_read_one_after_another() -> None:
     values = np.arange(3, dtype="<i8")
     fields = Fields((5).to_bytes(4, "little") + pack_text("grün") + values.tobytes() + b"rest", "TEST")
@@ -196,9 +175,6 @@ def test_errors_keep_their_class_and_text() -> None:
     )  # others become errors of the transport
     assert type(read_error(b"\xff\xff" + pack_text("from the future"))) is TransportError
     assert str(read_error(b"\x00\x00" + pack_text("a\nb\x1b[31m"))) == "a?b?[31m"
-
-
-# ---------------------------------------------------------------- stores
 
 
 def store_of(**changes: Any) -> Store:
