@@ -48,7 +48,7 @@ _NAMES = {
     "*fp64": "sums",
     "*fp32": "values leaves mins maxs maximum drawn_leaves weights",
     "i32": "num_columns batch num_tiles block_steps num_pieces count depth first_row first_phase last_phase num_slots "
-    "num_blocks num_ids size width first last offset anchor_first ahead ahead_final",
+    "num_blocks num_ids size width first last offset anchor_first ahead ahead_final once",
     "fp32": "floor alpha eps beta",
 }
 TYPES = {

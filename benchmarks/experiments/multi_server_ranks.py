@@ -268,9 +268,9 @@ def _all_records(rank: Rank) -> Array:
     slots, steps = np.arange(count), np.full(count, workload.steps - 1)
     if workload.anchor == "uniform":
         steps = np.random.default_rng([5, rank.rank]).integers(workload.steps, size=count)
-    reach = reach_of(rank.windows())
+    reach = reach_of(table.schema, rank.windows())
     one_sided = rank.shards.transport == "nixl" and rank.shards.remote
-    width = (reach[1] - reach[0]) // workload.steps + 2
+    width = (reach.last - reach.first) // workload.steps + 2 + reach.once
     mine: Array = np.zeros(count, dtype=record_dtype(width if one_sided else 0))
     plain = records_of(table, slots, steps)
     for name in plain.dtype.names or ():
