@@ -2,6 +2,7 @@
 #   make demo     collect, train and evaluate the example       make lint    ruff and mypy
 #   make test     what a change can break: of products, deaths and storms a sample (ARGS="-k table", JOBS=8)
 #   make test-all all tests: also benchmark runs, examples, storms and exhaustive loops
+#   make test-emulated  the kernels' tests on the code that Triton compiles for a GPU, executed on the host
 #   make docs     the API reference, into docs/_build            make clean   remove builds and caches, not .venv
 #   make bench    a benchmark (ARGS="run single-server")        make report  a page and plots of what was measured
 #   make peers    other libraries, to be measured beside ours
@@ -12,7 +13,7 @@ READY := $(VENV)/.gear-loader-ready
 JOBS := 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all lint format docs bench peers report clean
+.PHONY: help setup demo test test-all test-emulated lint format docs bench peers report clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -35,6 +36,10 @@ test: $(READY)
 
 test-all: $(READY)
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+test-emulated: $(READY)
+	$(RUN) -m pytest -n $(JOBS) --dist worksteal -m "not long" --emulated installed $(ARGS) \
+		tests/emulation tests/kernels tests/selection/test_device_priorities.py
 
 lint: $(READY)
 	$(RUN) -m ruff check .

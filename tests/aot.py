@@ -9,6 +9,7 @@ A prefix leaves out the kernels whose names do not begin with it. One line a ker
     triton             version of Triton that compiled it
     registers, spills  registers of a thread; bytes of stack and local memory
     shared             bytes of shared memory
+    ptx                the code itself, only with --ptx
     instructions       how often each instruction on global or local memory occurs in the machine code
     fused              fused multiply-adds of float64, in PTX and in the machine code
     barriers           barriers of the whole program, in PTX
@@ -90,8 +91,15 @@ VARIANTS = [
         for unset, alpha_one in itertools.product((False, True), repeat=2)
     ),
     Variant("priority_distinct", priority.draw_distinct_kernel, {}, priority.DISTINCT),
-    Variant("items_locate", items.locate_kernel, {"STEPS": False, "CHECK": False}, items.LAUNCH),
-    Variant("items_locate_steps", items.locate_kernel, {"STEPS": True, "CHECK": True}, items.LAUNCH),
+    *(
+        Variant(
+            f"items_locate{'_steps' * steps}{'_generations' * check}",
+            items.locate_kernel,
+            {"STEPS": steps, "CHECK": check},
+            items.LAUNCH,
+        )
+        for steps, check in itertools.product((False, True), repeat=2)
+    ),
     *(
         Variant(f"items_resolve_{name}", items.resolve_kernel, {"ANCHOR": i}, items.LAUNCH)
         for i, name in enumerate(items.ANCHORS)
@@ -152,6 +160,7 @@ def compile_for(variant: Variant, arch: int) -> dict[str, Any]:
         "registers": registers,
         "spills": stack + local,
         "shared": binary.metadata.shared,
+        "ptx": binary.asm["ptx"],
         "fused": [
             len(re.findall(r"\bfma\.rn\.f64\b", binary.asm["ptx"])),
             len(re.findall(r"\bDFMA\b", code)),
@@ -171,12 +180,16 @@ def main() -> None:
     parser.add_argument(
         "--arch", type=int, action="append", help="80 for sm_80; several if repeated; all without it"
     )
+    parser.add_argument("--ptx", action="store_true", help="print the PTX too, for the emulator")
     arguments = parser.parse_args()
     for variant in VARIANTS:
         if variant.name.startswith(tuple(arguments.prefixes) or ""):
             for arch in arguments.arch or ARCHITECTURES:
                 report = {"kernel": variant.name, "arch": arch, "triton": triton.__version__}
-                print(json.dumps({**report, **compile_for(variant, arch)}))
+                report |= compile_for(variant, arch)
+                if not arguments.ptx:
+                    del report["ptx"]
+                print(json.dumps(report))
 
 
 if __name__ == "__main__":

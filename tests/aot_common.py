@@ -87,7 +87,14 @@ def _compile(kernels: tuple[str, ...], version: str, arch: int) -> list[Report] 
         except NotFetchedError as error:
             return str(error)
         environment["PYTHONPATH"] = os.pathsep.join(folders)
-    command = [sys.executable, str(Path(__file__).with_name("aot.py")), "--arch", str(arch), *kernels]
+    command = [
+        sys.executable,
+        str(Path(__file__).with_name("aot.py")),
+        "--ptx",
+        "--arch",
+        str(arch),
+        *kernels,
+    ]
     with tempfile.TemporaryDirectory() as cache:
         environment["TRITON_CACHE_DIR"] = cache
         done = subprocess.run(

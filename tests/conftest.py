@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import multiprocessing
 import os
@@ -58,6 +59,11 @@ if importlib.util.find_spec("hypothesis") is not None:
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    parser.addoption(
+        "--emulated",
+        metavar="TRITON",
+        help="run kernels as this version of Triton, or the installed one, compiled them",
+    )
     if not pluginmanager.has_plugin("timeout"):
         parser.addini("timeout", "seconds a test may take (not enforced: pytest-timeout is not installed)")
 
@@ -67,6 +73,11 @@ def pytest_configure(config: pytest.Config) -> None:
         short = "not long" in config.getoption("markexpr")
         full = "gear-loader-ci" if os.environ.get("CI") else "gear-loader"
         hypothesis.settings.load_profile("gear-loader-short" if short else full)
+    if config.getoption("emulated"):
+        from emulation.launch import install  # imports the kernels
+
+        version = config.getoption("emulated")
+        install(importlib.metadata.version("triton") if version == "installed" else version)
     if not config.pluginmanager.has_plugin("timeout"):
         config.addinivalue_line("markers", "timeout(seconds): not enforced, pytest-timeout is not installed")
 
@@ -78,6 +89,14 @@ PRELOADED = [
     *("distributed_common", "table_common", "test_processes"),
 ]
 multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.getoption("emulated") and not config.getoption("numprocesses", None):
+        from emulation.launch import LAUNCHES
+
+        launches = ", ".join(f"{name} {count}" for name, count in sorted(LAUNCHES.items())) or "none here"
+        terminalreporter.write_line(f"Emulated launches: {launches}")
 
 
 def pytest_unconfigure() -> None:

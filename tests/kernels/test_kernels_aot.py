@@ -15,7 +15,8 @@ NAMES = {
     *(f"gather_{word}{rows}" for word in (16, 4, 1) for rows in ("", "_rows")),
     *("place", "priority_draw", "priority_distinct"),
     *(f"priority_update{unset}{alpha}" for unset in ("", "_unset") for alpha in ("", "_alpha")),
-    *("items_locate", "items_locate_steps", "items_weigh_batch", "items_weigh_table"),
+    *(f"items_locate{steps}{check}" for steps in ("", "_steps") for check in ("", "_generations")),
+    *("items_weigh_batch", "items_weigh_table"),
 }
 # Of the lines, tiles of 32 by 32 words over the threads of 4 warps or of 8.
 LINES = {16: ("LDG.E.EF.128", 2), 4: ("LDG.E.EF", 4), 1: ("LDG.E.EF", 4)}

@@ -1,0 +1,155 @@
+"""The kernels as Triton compiled them for sm_90, executed, against their twins and by their own tests."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+import aot_common
+import numpy as np
+import torch
+from gather_common import Outputs, Spec, Store, check_gather
+
+from emulation import launch
+from emulation.machine import Counts, Machine
+from emulation.memory import InvalidAccessError, Memory
+from gear_loader.kernels import gather, place
+from gear_loader.kernels.plan import GatherPlan
+from gear_loader.kernels.priority import DRAW
+from gear_loader.kernels.priority_reference import draw, update
+from gear_loader.kernels.sum_tree import SumTree
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+ROOT = Path(__file__).parents[2]
+KERNELS = [
+    "tests/kernels/test_gather.py",
+    "tests/kernels/test_place.py",
+    "tests/kernels/test_priority_kernels.py",
+]
+DEVICE = "tests/selection/test_device_priorities.py"
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Gathers of 16-byte words and places run on the emulator."""
+
+    def find(name: str) -> Machine | None:
+        if name not in aot_common.SAMPLE:
+            return None
+        return launch.machine(name, aot_common.INSTALLED, aot_common.SAMPLE)
+
+    launch.LAUNCHES.clear()
+    with monkeypatch.context() as patch:
+        for module, name in ((gather, "gather_kernel"), (place, "place_kernel")):
+            patch.setattr(module, name, launch.EmulatedKernel(name, getattr(module, name), find))
+        patch.setattr(GatherPlan, "__init__", _remembering(GatherPlan.__init__))
+        yield
+
+
+def _remembering(init: Callable[..., None]) -> Callable[..., None]:
+    def remember(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        launch.PLANS.add(self)
+
+    return remember
+
+
+def test_gathers_are_those_of_the_naive_account(emulated: None) -> None:
+    random = np.random.default_rng(3)
+    for case in range(6):
+        sizes = (16 * random.integers(1, 12, 2)).tolist()
+        store = Store(sizes, random.integers(1, 80, 5).tolist(), int(random.integers(1, 40)), seed=case)
+        specs = [
+            Spec(size, int(random.integers(1, 24)), int(random.integers(-40, 40)), pad=case % 4)
+            for size in sizes
+        ]
+        slots, anchors = store.draw(5, case)
+        check_gather(gather.gather, store, specs, slots, anchors, compact=case % 2 == 0)
+    assert launch.LAUNCHES["gather_16"] == 6
+
+
+def test_a_gather_from_an_invalid_slot_is_found(emulated: None) -> None:
+    store = Store([16], [20, 30], 8)
+    plan = Outputs([Spec(16, 4)], 2).plan(store)
+    slots = torch.tensor([1, 1 << 40])
+    with pytest.raises(InvalidAccessError, match=r"(is|are) in no buffer"):
+        gather.gather(plan, slots, torch.tensor([3, 3]), store.extent, store.block_ids)
+
+
+def test_draws_are_those_of_the_twin() -> None:
+    tree = SumTree(1000)
+    update(tree, torch.arange(1000), torch.rand(1000, generator=torch.Generator().manual_seed(0)))
+    runner = launch.machine("priority_draw", aot_common.INSTALLED, aot_common.SAMPLE)
+    for seed in range(4):
+        random, rows = torch.tensor([seed - 2, 7]), 20
+        found, expected = [(torch.full((rows,), -9), torch.full((rows,), torch.nan)) for _ in range(2)]
+        inputs = (tree.leaves, tree.sums, tree.levels, tree.status)
+        blocks = -(-rows // int(DRAW["ROWS"]))
+        launch.launch(runner, "priority_draw", blocks, (random, *inputs, *found, rows, tree.depth))
+        draw(tree, random, *expected)
+        assert torch.equal(found[0], expected[0])
+        assert torch.equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize(("step_bytes", "length", "least"), [(128, 20, 0.95), (16, 24, 0.7)])
+def test_what_a_gather_reads_over_the_bus(step_bytes: int, length: int, least: float) -> None:
+    """Whole lines are read, by requests of 128 bytes, and most of what is read is wanted."""
+    counts, useful = measure(step_bytes, length)
+    assert set(counts.host_requests) == {128}
+    assert useful / counts.host_bytes >= least
+
+
+def measure(step_bytes: int, length: int, batch: int = 64) -> tuple[Counts, int]:
+    """What a gather of one column counts, and the bytes it delivers."""
+    store = Store([step_bytes], [100] * 8, 32, finals=False)
+    slots, anchors = store.draw(batch)
+    anchors = anchors.clamp(min=length)
+    outputs = Outputs([Spec(step_bytes, length, 1 - length, mask=False)], batch)
+    plan = outputs.plan(store)
+    memory = Memory()
+    for column in plan.columns:
+        memory.add_tensor(column.source, "a source", host=True)
+        memory.add_tensor(column.out, "an output")
+    word, table, device_table = plan.launches[0]
+    tiles = plan.tiles(table, batch, gather.TILE, gather.ENTRIES)
+    runner = launch.machine(f"gather_{word}", aot_common.INSTALLED, aot_common.SAMPLE)
+    inputs = (device_table, slots, anchors, store.extent, store.block_ids, slots)
+    counts = launch.launch(
+        runner, f"gather_{word}", 1, (*inputs, len(table), batch, tiles, store.block_steps), memory
+    )
+    return counts, batch * length * step_bytes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("version", aot_common.VERSIONS)
+@pytest.mark.parametrize("tests", [KERNELS, [DEVICE]], ids=["kernels", "selection"])
+def test_the_tests_of_the_kernels_pass_on_compiled_code(tests: list[str], version: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-m", "not long", "--timeout=900"]
+    done = subprocess.run(
+        [*command, "--emulated", version, *tests],
+        cwd=ROOT,
+        env={**os.environ, "CI": "1"},
+        capture_output=True,
+        text=True,
+        timeout=1100,
+        check=False,
+    )
+    if "could not be fetched" in done.stdout:
+        pytest.skip(f"Triton {version} could not be fetched")
+    assert done.returncode == 0, done.stdout[-4000:]
+    ran = set(re.findall(r"(\w+) \d+(?:,|$)", done.stdout.split("Emulated launches: ")[1].splitlines()[0]))
+    names = {name for name in aot_common.reports((version, launch.ARCH, ())) if _tested_by(name, tests)}
+    assert names - ran == set(), "compiled code that no test ran"
+
+
+def _tested_by(name: str, tests: list[str]) -> bool:
+    return name.startswith("items") == (tests == [DEVICE])
