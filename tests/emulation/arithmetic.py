@@ -70,8 +70,8 @@ def operation(parts: tuple[str, ...]) -> tuple[Operation, list[str], str]:
     if name in ("shl", "shr"):
         return _shift(name, dtype), [kind, "u32"], kind
     if name == "bfe":
-        _only(flags, kind == "u32")
-        return _extract, [kind, "u32", "u32"], kind
+        _only(flags, kind in ("u32", "s32"))
+        return (_extract if kind == "u32" else _extract_signed), [kind, "u32", "u32"], kind
     if name == "prmt":
         _only(flags, kind == "b32")
         return _permute, ["u32", "u32", "u32"], kind
@@ -171,6 +171,16 @@ def _extract(x: Array, first: Array, count: Array) -> Array:
     return (wide & mask).astype(np.uint32)
 
 
+def _extract_signed(x: Array, first: Array, count: Array) -> Array:
+    """The field's highest bit, or that of the word where the field goes beyond it, fills what is above."""
+    first, count = (np.minimum(each & np.uint32(255), 32).astype(np.int64) for each in (first, count))
+    length = np.minimum(first + count, 32) - first
+    above = np.where(length > 0, 64 - length, 0)
+    field = (x.astype(np.int64) >> first) << above >> above
+    beyond = np.where(count > 0, x.astype(np.int64) >> 31, 0)
+    return np.where(length > 0, field, beyond).astype(np.int32)
+
+
 def _permute(x: Array, y: Array, choice: Array) -> Array:
     """Four of eight bytes, in any order."""
     sources = np.stack([x, y], axis=1).view(np.uint8).astype(np.uint32)
@@ -203,13 +213,14 @@ def _conversion(parts: tuple[str, ...]) -> tuple[Operation, list[str], str]:
     to, source = parts[-2], parts[-1]
     flags, target = set(parts[1:-2]), TYPES[to]
     if TYPES[source].kind == "f" and target.kind != "f":
-        _only(flags - {"rzi"}, flags == {"rzi"} and to == "s64")
-        limits = np.iinfo(np.int64)
+        _only(flags - {"rzi"}, flags == {"rzi"} and to in ("s32", "s64"))
+        limits = np.iinfo(target)
 
         def truncated(x: Array) -> Array:
-            inside = np.abs(x) < 2.0**63
+            inside = np.abs(x) < -float(limits.min)
             found = np.trunc(np.where(inside, x, 0)).astype(target)
-            return np.where(inside, found, np.where(x > 0, limits.max, np.where(x < 0, limits.min, 0)))
+            outside = np.where(x > 0, limits.max, np.where(x < 0, limits.min, 0))
+            return np.where(inside, found, outside).astype(target)
 
         return truncated, [source], to
     _only(flags - {"rn"}, True)

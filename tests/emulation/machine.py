@@ -347,6 +347,26 @@ class Machine:
 
         return store
 
+    def _do_ldmatrix(self, instruction: Instruction) -> Step:
+        """Four matrices: thread 8 m + i names row i of matrix m, words of which thread 4 i + k gets in register m."""
+        if instruction.parts[1:] != ("sync", "aligned", "m8n8", "x4", "shared", "b16"):
+            raise UnknownInstructionError("form")
+        writers = [self._writer(each, "u32") for each in listed(instruction.operands[0])]
+        address = self._address(instruction.operands[1])
+
+        def load(chosen: Array) -> None:
+            if not chosen.all():
+                raise SynchronizationError(f"{instruction}: not all threads take part.")
+            lane = self._thread % WARP
+            for number, write in enumerate(writers):
+                rows = address()[self._warps * WARP + 8 * number + lane // 4]
+                places = rows + (lane % 4 * 4).astype(np.uint64)
+                data = self._shared[self._inside(places, 4, instruction)]
+                self._local.note(places, 4, self._warps, READ, instruction.line)
+                write(data.view(np.uint32)[:, 0], chosen)
+
+        return load
+
     def _do_atom(self, instruction: Instruction) -> Step:
         parts, kind = instruction.parts, instruction.parts[-1]
         if parts[1:4] != ("global", "gpu", "acq_rel"):
@@ -402,6 +422,12 @@ class Machine:
             write(sums.astype(np.uint32).view(np.int32)[self._warps], chosen)
 
         return reduce
+
+    def _do_bar(self, instruction: Instruction) -> Step:
+        if instruction.parts != ("bar", "warp", "sync"):
+            raise UnknownInstructionError("form")
+        members = self._reader(instruction.operands[0], "u32")
+        return lambda chosen: self._all_members(chosen, members(), instruction)
 
     def _do_createpolicy(self, instruction: Instruction) -> Step:
         return lambda chosen: None  # a hint to the cache, which the loads' results do not depend on

@@ -21,7 +21,7 @@ from gather_common import Outputs, Spec, Store, check_gather
 from emulation import launch
 from emulation.machine import Counts, Machine
 from emulation.memory import InvalidAccessError, Memory
-from gear_loader.kernels import gather, place
+from gear_loader.kernels import gather, items, place
 from gear_loader.kernels.plan import GatherPlan
 from gear_loader.kernels.priority import DRAW
 from gear_loader.kernels.priority_reference import draw, update
@@ -129,6 +129,82 @@ def measure(step_bytes: int, length: int, batch: int = 64) -> tuple[Counts, int]
     return counts, batch * length * step_bytes
 
 
+class Launches:
+    """Stands for a kernel: runs it in the interpreter, then as compiled, and compares an output."""
+
+    def __init__(self, kernel: Any, name: str, version: str, output: int, memory: Memory) -> None:
+        self.kernel, self.name, self.version, self.output, self.memory = kernel, name, version, output, memory
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def run(*arguments: Any, **constants: Any) -> None:
+            self.kernel[grid](*arguments, **constants)
+            output = arguments[self.output]
+            expected = output.clone()
+            output.fill_(-9)
+            launch.launch(launch.machine(self.name, self.version), self.name, grid[0], arguments, self.memory)
+            assert torch.equal(output, expected)
+
+        return run
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("version", aot_common.VERSIONS)
+@pytest.mark.parametrize("steps", [False, True])
+@pytest.mark.parametrize("checked", [False, True])
+def test_items_of_rows(steps: bool, checked: bool, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All variants of `locate`, with slots, steps and generations that are valid and that are not."""
+    store = Store([4], [20, 33, 7, 50], 8, finals=False)
+    slots, anchors = store.draw(90)
+    slots[::7], slots[3::11], anchors[5::13] = -1, 4, 1000
+    memory, generations = Memory(), torch.tensor([3, 5, 1 << 33, 9])
+    for tensor in (generations, store.extent, store.block_ids):
+        memory.add_tensor(tensor, "the index", host=True)
+    number = torch.full((store.num_blocks,), 0, dtype=torch.int32)
+    owner, position = torch.full_like(number, -1), torch.full((store.num_blocks,), -1)
+    first = torch.arange(4) * 100
+    for slot, (length, begin, _) in enumerate(store.extent.tolist()):
+        for i in range(-(-length // 8)):
+            block = int(store.block_ids[begin + i])
+            owner[block], number[block], position[block] = slot, i, first[slot] + i
+    lengths = store.extent[:, 0].to(torch.int32)
+    index = items.Index(
+        torch.tensor([each.data_ptr() for each in (generations, store.extent, store.block_ids)]),
+        len(store.block_ids),
+        8,
+        generations.to(torch.int32) + torch.tensor([0, 0, 1, 0], dtype=torch.int32),
+        items.Blocks(owner, number, position, first, lengths) if steps else None,
+    )
+    name = f"items_locate{'_steps' * steps}{'_generations' * checked}"
+    kernel = Launches(items.locate_kernel, name, version, 11, memory)
+    monkeypatch.setattr(items, "locate_kernel", kernel)
+    found = torch.full((90,), -9)
+    chosen = generations[slots.clamp(0, 3)] if checked else None
+    items.locate(SumTree(1000), index, slots, found, anchor=anchors if steps else None, generation=chosen)
+    assert 0 < (found >= 0).sum() < 90
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("version", aot_common.VERSIONS)
+def test_weights_by_the_table(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree, weights = SumTree(3000), torch.full((1100,), torch.nan)
+    update(tree, torch.arange(3000), 0.1 + torch.rand(3000, generator=torch.Generator().manual_seed(1)))
+    runner = launch.machine("items_weigh_table", version)
+
+    class Emulated:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *arguments, **_: launch.launch(runner, "items_weigh_table", grid[0], arguments)
+
+    monkeypatch.setattr(items, "weigh_kernel", Emulated())
+    items.weigh(tree, tree.leaves[:1100], weights, beta=0.4, table=True)
+    least = float(tree.leaves[:3000].min())
+    expected = (least / tree.leaves[:1100].double()) ** float(np.float32(0.4))
+    assert torch.allclose(weights.double(), expected, rtol=2.4e-7, atol=0)
+
+
+NOT_BY_TESTS = ("items_locate", "items_weigh_table")
+"""Variants of `items` that have tests of their own above."""
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("version", aot_common.VERSIONS)
 @pytest.mark.parametrize("tests", [KERNELS, [DEVICE]], ids=["kernels", "selection"])
@@ -147,9 +223,8 @@ def test_the_tests_of_the_kernels_pass_on_compiled_code(tests: list[str], versio
         pytest.skip(f"Triton {version} could not be fetched")
     assert done.returncode == 0, done.stdout[-4000:]
     ran = set(re.findall(r"(\w+) \d+(?:,|$)", done.stdout.split("Emulated launches: ")[1].splitlines()[0]))
-    names = {name for name in aot_common.reports((version, launch.ARCH, ())) if _tested_by(name, tests)}
-    assert names - ran == set(), "compiled code that no test ran"
-
-
-def _tested_by(name: str, tests: list[str]) -> bool:
-    return name.startswith("items") == (tests == [DEVICE])
+    prefix = "items" if tests == [DEVICE] else ("gather", "place", "priority")
+    names = {name for name in aot_common.reports((version, launch.ARCH, ())) if name.startswith(prefix)}
+    assert {name for name in names - ran if not name.startswith(NOT_BY_TESTS)} == set(), (
+        "code that no test ran"
+    )

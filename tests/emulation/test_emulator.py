@@ -117,6 +117,33 @@ def test_parts_of_words() -> None:
     assert hex(extract(word, np.array([8], dtype=np.uint32), np.array([12], dtype=np.uint32))[0]) == "0xd12"
 
 
+@pytest.mark.parametrize(
+    ("first", "count", "expected"),
+    [
+        (2, 1, -1),
+        (4, 1, 0),
+        (0, 4, -4),
+        (8, 8, 0x12),
+        (24, 8, -0x55),
+        (24, 20, -0x55),
+        (40, 3, -1),
+        (5, 0, 0),
+    ],
+)
+def test_fields_with_a_sign(first: int, count: int, expected: int) -> None:
+    extract = arithmetic.operation(("bfe", "s32"))[0]
+    word = np.array([0xAB00120C], dtype=np.uint32).view(np.int32)
+    places = (np.array([each], dtype=np.uint32) for each in (first, count))
+    assert extract(word, *places).tolist() == [expected]
+
+
+def test_conversions_to_integers() -> None:
+    values = np.array([1.9, -1.9, 3e9, -3e9, np.nan, 2.0**31 - 0.5])
+    narrow, wide = (arithmetic.operation(("cvt", "rzi", kind, "f64"))[0] for kind in ("s32", "s64"))
+    assert narrow(values).tolist() == [1, -1, 2**31 - 1, -(2**31), 0, 2**31 - 1]
+    assert wide(values[:4]).tolist() == [1, -1, 3_000_000_000, -3_000_000_000]
+
+
 def test_comparisons_of_what_is_not_a_number() -> None:
     x, y = np.array([np.nan, 1.0]), np.array([1.0, 1.0])
     results = {
@@ -144,6 +171,15 @@ def test_shuffles_read_from_their_lanes() -> None:
     assert run(body).tolist() == [i ^ 4 for i in range(64)]
     body = f"shfl.sync.up.b32 %r1, %r0, 1, 0, -1; {OUT} st.global.b32 [ %rd3 + 0 ], {{ %r1 }};"
     assert run(body).tolist() == [i if i % 32 == 0 else i - 1 for i in range(64)]
+
+
+def test_matrices_go_through_shared_memory() -> None:
+    # Thread i stores its number; threads 8 m to 8 m + 7 then name the rows of 16 bytes of matrix m.
+    body = f"""shl.b32 %r1, %r0, 2; st.shared.b32 [%r1], %r0; bar.sync 0; and.b32 %r2, %r0, 15; shl.b32 %r2, %r2, 4;
+    ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{%r4, %r5, %r6, %r7}}, [%r2];
+    add.s32 %r8, %r4, %r5; sub.s32 %r8, %r8, %r6; {OUT} st.global.b32 [ %rd3 + 0 ], {{ %r8 }};"""
+    # Matrix m has the words 32 m to 32 m + 31 (again from the third on), of which thread i gets the one of its number.
+    assert run(body).tolist() == [i % 32 + 32 for i in range(64)]
 
 
 def test_numbers_in_the_text() -> None:
