@@ -1,0 +1,412 @@
+"""Launches of the project's kernels, queued on a stream; what runs later are their torch twins."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import dataclasses
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from gear_loader.kernels import gather as gathering
+from gear_loader.kernels import items as items_kernels
+from gear_loader.kernels import place as placing
+from gear_loader.kernels import priority, priority_reference, reference
+from gear_loader.kernels.plan import GatherPlan, PlacePlan
+from gear_loader.kernels.sum_tree import EMPTY_DRAWS, STALE, SumTree
+
+from .memory import View
+from .tensors import DeviceTensor
+
+if TYPE_CHECKING:
+    from .cuda import Cuda
+
+_NODES = ("leaves", "sums", "mins", "maxs", "maximum", "status")
+
+
+class _Kernel:
+    """In the place of a kernel: checks what the launcher gives it."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def run(*arguments: Any, **constants: Any) -> None:
+            for argument in arguments:
+                if isinstance(argument, DeviceTensor):
+                    assert argument.where.index == self._cuda.current, "launched on another device"
+                elif isinstance(argument, torch.Tensor):
+                    assert self._cuda.memory.is_pinned(View.of(argument)), "not readable by a GPU"
+
+        return run
+
+
+class _Launch:
+    """Queues a twin that gets its tensors when it runs."""
+
+    def __init__(self, cuda: Cuda, device: torch.device, label: str) -> None:
+        self._cuda, self._device, self._label = cuda, device, label
+        self._reads: list[View] = []
+        self._writes: list[View] = []
+
+    def read(self, tensor: torch.Tensor) -> View:
+        self._reads.append(View.of(tensor))
+        return self._reads[-1]
+
+    def write(self, tensor: torch.Tensor) -> View:
+        self._writes.append(View.of(tensor))
+        return self._writes[-1]
+
+    def queue(self, call: Callable[[], object]) -> None:
+        self._cuda.launch(self._device, self._label, call, reads=self._reads, writes=self._writes)
+
+
+def _same(view: View, expected: torch.Tensor) -> None:
+    assert torch.equal(view.tensor(), expected), "a plan's table was overwritten before the kernel read it"
+
+
+class Launchers:
+    """Replacements of the launchers, with their arguments."""
+
+    def __init__(self, cuda: Cuda) -> None:
+        self._cuda = cuda
+        self._gather, self._place = gathering.gather, placing.place
+        self._update, self._build = priority.update, priority.build
+        self._draw, self._draw_distinct = priority.draw, priority.draw_distinct
+        self._locate, self._resolve, self._weigh = (
+            items_kernels.locate,
+            items_kernels.resolve,
+            items_kernels.weigh,
+        )
+
+    def _launch(self, device: torch.device, label: str) -> _Launch:
+        return _Launch(self._cuda, device, label)
+
+    # ---------------------------------------------------------------- gather and place
+
+    def gather(
+        self,
+        plan: GatherPlan,
+        slots: torch.Tensor,
+        anchors: torch.Tensor,
+        extent: torch.Tensor,
+        block_ids: torch.Tensor,
+        *,
+        rows: torch.Tensor | None = None,
+        programs: int | None = None,
+    ) -> None:
+        self._gather(plan, slots, anchors, extent, block_ids, rows=rows, programs=programs)
+        count = len(slots)
+        if count == 0:
+            return
+        launch = self._launch(plan.device, "gather")
+        tables = [(launch.read(device_table), table) for _, table, device_table in plan.launches]
+        given = [launch.read(part) for part in (slots, anchors, extent, block_ids)]
+        chosen = None if rows is None else launch.read(rows)
+        columns = []
+        for column in plan.columns:
+            out = launch.write(column.out if rows is not None else column.out[:count])
+            mask = column.mask
+            if mask is not None:
+                mask = launch.write(mask if rows is not None else mask[:count])
+            columns.append((column, launch.read(column.source), out, mask))
+
+        def run() -> None:
+            for view, expected in tables:
+                _same(view, expected)
+            parts = [
+                dataclasses.replace(
+                    column, source=source.tensor(), out=out.tensor(), mask=None if mask is None else mask.tensor()
+                )
+                for column, source, out, mask in columns
+            ]
+            played: Any = types.SimpleNamespace(
+                columns=parts, block_steps=plan.block_steps, check_rows=lambda *_: count
+            )
+            reference.gather(
+                played, *(view.tensor() for view in given), rows=None if chosen is None else chosen.tensor()
+            )
+
+        launch.queue(run)
+
+    def place(
+        self, plan: PlacePlan, staging: torch.Tensor, rows: torch.Tensor, *, programs: int | None = None
+    ) -> None:
+        self._place(plan, staging, rows, programs=programs)
+        count = len(rows)
+        if count == 0:
+            return
+        launch = self._launch(plan.device, "place")
+        table, source, chosen = launch.read(plan.device_table), launch.read(staging), launch.read(rows)
+        outs = [launch.write(out) for out in plan.outs]
+        offsets, expected = plan.offsets(count), plan.table
+
+        def run() -> None:
+            _same(table, expected)
+            played: Any = types.SimpleNamespace(
+                outs=[out.tensor() for out in outs],
+                offsets=lambda _: offsets,
+                device=torch.device("cpu"),
+                check_rows=lambda *_: count,
+            )
+            reference.place(played, source.tensor(), chosen.tensor())
+
+        launch.queue(run)
+
+    # ---------------------------------------------------------------- the tree
+
+    def _tree(self, launch: _Launch, tree: SumTree) -> Callable[[], SumTree]:
+        views = {name: launch.write(getattr(tree, name)) for name in _NODES}
+        levels = launch.read(tree.levels)
+
+        def now() -> SumTree:
+            made = copy.copy(tree)
+            made.device = torch.device("cpu")
+            for name, view in views.items():
+                setattr(made, name, view.tensor())
+            made.levels = levels.tensor()
+            assert made.levels.tolist() == [list(level) for level in tree.shape]
+            return made
+
+        return now
+
+    def update(self, tree: SumTree, items: torch.Tensor, values: torch.Tensor, **options: Any) -> None:
+        self._update(tree, items, values, **options)
+        launch = self._launch(tree.device, "update")
+        now, which, new = self._tree(launch, tree), launch.read(items), launch.read(values)
+        launch.queue(lambda: priority_reference.update(now(), which.tensor(), new.tensor(), **options))
+
+    def build(self, tree: SumTree) -> None:
+        self._build(tree)
+        launch = self._launch(tree.device, "build")
+        now = self._tree(launch, tree)
+        launch.queue(lambda: priority_reference.build(now()))
+
+    def draw(self, tree: SumTree, random: torch.Tensor, items: torch.Tensor, values: torch.Tensor) -> None:
+        self._draw(tree, random, items, values)
+        self._queue_draw(priority_reference.draw, tree, random, items, values)
+
+    def draw_distinct(
+        self, tree: SumTree, random: torch.Tensor, items: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        self._draw_distinct(tree, random, items, values)
+        self._queue_draw(priority_reference.draw_distinct, tree, random, items, values)
+
+    def _queue_draw(
+        self,
+        twin: Callable[..., None],
+        tree: SumTree,
+        random: torch.Tensor,
+        items: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        launch = self._launch(tree.device, "draw")
+        now, numbers = self._tree(launch, tree), launch.read(random)
+        outs = [launch.write(items), launch.write(values)]
+        launch.queue(lambda: twin(now(), numbers.tensor(), *(out.tensor() for out in outs)))
+
+    # ---------------------------------------------------------------- items and rows
+
+    def weigh(
+        self, tree: SumTree, leaves: torch.Tensor, weights: torch.Tensor, *, beta: float, table: bool
+    ) -> None:
+        self._weigh(tree, leaves, weights, beta=beta, table=table)
+        launch = self._launch(tree.device, "weigh")
+        mins, given, out = launch.read(tree.mins), launch.read(leaves), launch.write(weights)
+        offset = tree.shape[-1][0]
+
+        def run() -> None:
+            found = given.tensor().double()
+            exponent = float(torch.tensor(beta, dtype=torch.float32, device="cpu"))
+            some = found[found > 0]
+            least = mins.tensor()[offset : offset + 32].min() if table else some.min() if len(some) else 1.0
+            ratio = torch.where(found > 0, least / found.clamp(min=1e-300), 1.0)
+            out.tensor().copy_(torch.where(found > 0, torch.exp2(exponent * torch.log2(ratio)), 0.0))
+
+        launch.queue(run)
+
+    def _index(self, launch: _Launch, known: Any) -> Callable[[], tuple[torch.Tensor, ...]]:
+        """The table's index in host memory, as it is when the kernel runs."""
+        addresses, slots, check = launch.read(known.addresses), len(known.known), self._cuda.memory.check_readable
+
+        def now() -> tuple[torch.Tensor, ...]:
+            shapes = ((slots,), (slots, 3), (known.num_ids,))
+            kinds = (torch.int64, torch.int64, torch.int32)
+            parts = []
+            for address, shape, dtype in zip(addresses.tensor().tolist(), shapes, kinds, strict=True):
+                size = torch.Size(shape).numel() * dtype.itemsize
+                check(View(address, shape, (), dtype, size))
+                parts.append(_memory_at(address, size).view(dtype).view(shape))
+            return tuple(parts)
+
+        return now
+
+    def resolve(
+        self,
+        known: Any,
+        items: torch.Tensor,
+        random: torch.Tensor,
+        rows: torch.Tensor,
+        ids: torch.Tensor,
+        **options: Any,
+    ) -> None:
+        self._resolve(known, items, random, rows, ids, **options)
+        launch = self._launch(known.known.device, "resolve")
+        index, given, numbers = self._index(launch, known), launch.read(items), launch.read(random)
+        blocks = None
+        if known.blocks is not None:
+            blocks = launch.read(known.blocks.owner), launch.read(known.blocks.number)
+        outs = launch.write(rows), launch.write(ids)
+
+        def run() -> None:
+            held = None if blocks is None else tuple(view.tensor() for view in blocks)
+            _resolve(known, index(), held, given.tensor(), numbers.tensor(), *(out.tensor() for out in outs), **options)
+
+        launch.queue(run)
+
+    def locate(
+        self,
+        tree: SumTree,
+        known: Any,
+        index: torch.Tensor,
+        items: torch.Tensor,
+        *,
+        anchor: torch.Tensor | None = None,
+        generation: torch.Tensor | None = None,
+    ) -> None:
+        self._locate(tree, known, index, items, anchor=anchor, generation=generation)
+        launch = self._launch(tree.device, "locate")
+        held, slots = launch.read(known.known), launch.read(index)
+        steps = None if anchor is None else launch.read(anchor)
+        generations = None if generation is None else launch.read(generation)
+        blocks: dict[str, View] = {}
+        if known.blocks is not None:
+            blocks = {name: launch.read(part) for name, part in vars(known.blocks).items()}
+        host, status, out = self._index(launch, known), launch.write(tree.status), launch.write(items)
+
+        def run() -> None:
+            now = {name: view.tensor() for name, view in blocks.items()}
+            found = _locate(
+                known,
+                host(),
+                held.tensor(),
+                now,
+                slots.tensor(),
+                None if steps is None else steps.tensor(),
+                None if generations is None else generations.tensor(),
+            )
+            status.tensor()[STALE] += int((found < 0).sum())
+            out.tensor().copy_(found)
+
+        launch.queue(run)
+
+
+def _memory_at(address: int, count: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_uint8 * count).from_address(address), dtype=torch.uint8)
+
+
+def _resolve(
+    known: Any,
+    index: tuple[torch.Tensor, ...],
+    blocks: tuple[torch.Tensor, ...] | None,
+    items: torch.Tensor,
+    random: torch.Tensor,
+    rows: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    anchor: str,
+    first: int,
+    last: int,
+    once: bool = False,
+) -> None:
+    """The twin of `gear_loader.kernels.items.resolve`, on the host."""
+    generation, extent, block_ids = index
+    count, block_steps, width = len(items), known.block_steps, ids.shape[1]
+    here = items >= 0
+    slots = items.clamp(min=0)
+    if blocks is not None:
+        owner, number = blocks
+        block = slots // block_steps
+        anchors = number[block].long() * block_steps + slots - block * block_steps
+        slots = owner[block].long()
+    steps, start, final = (torch.where(here, part, 0) for part in extent[slots].unbind(1))
+    if blocks is None:
+        lead, ahead, ahead_final = known.anchors
+        choices = steps - lead - torch.maximum(torch.full_like(steps, ahead), ahead_final - final)
+        if anchor == "uniform":
+            pair = random[[2, 1]]
+            uniform = priority_reference.uniforms(pair, torch.arange(count, device="cpu"), 0)
+            anchors = torch.minimum((uniform * choices.double()).long(), choices - 1)
+        else:
+            anchors = choices * 0 if anchor == "first" else choices - 1
+        anchors = anchors + lead
+    low, high = (
+        torch.minimum((anchors + edge).clamp(min=0), steps + final - 1).div(block_steps, rounding_mode="trunc")
+        for edge in (first, last)
+    )
+    own = torch.arange(count, device="cpu") * width
+    rows[0, :count] = torch.where(here, slots, -1)
+    rows[1, :count] = torch.where(here, anchors, 0)
+    rows[2, :count] = torch.where(here, generation[slots], 0)
+    places = rows[3:].reshape(-1, 3)
+    assert places.data_ptr() == rows[3:].data_ptr()
+    places[:count] = torch.stack((steps, torch.where(here, own - low, own), final), dim=1)
+    for k in range(width):
+        inside = here & (low + k <= high)
+        ids[:count, k] = torch.where(inside, block_ids[torch.where(inside, start + low + k, 0)], 0)
+    if once:
+        ids[:count, width - 1] = torch.where(here, block_ids[torch.where(here, start, 0)], 0)
+
+
+def _locate(
+    known: Any,
+    index: tuple[torch.Tensor, ...],
+    held: torch.Tensor,
+    blocks: dict[str, torch.Tensor],
+    slots: torch.Tensor,
+    steps: torch.Tensor | None,
+    generations: torch.Tensor | None,
+) -> torch.Tensor:
+    """The twin of `gear_loader.kernels.items.locate`, on the host."""
+    _, extent, block_ids = index
+    here = (slots >= 0) & (slots < len(held))
+    at = torch.where(here, slots, 0)
+    here &= held[at] != 0
+    if generations is not None:
+        here &= generations.int() == held[at]
+    if not blocks:
+        return torch.where(here, slots, -1)
+    assert steps is not None
+    block_steps = known.block_steps
+    here &= (steps >= known.anchors[0]) & (steps < blocks["steps"][at])
+    number = torch.where(here, steps // block_steps, 0)
+    place = (extent[at, 1] + number).clamp(0, known.num_ids - 1)
+    block = block_ids[place].long().clamp(0, len(blocks["place"]) - 1)
+    here &= blocks["place"][block] == blocks["first"][at] + number
+    inside = steps - number * block_steps
+    own = blocks["number"][block].long() * block_steps + inside
+    end = blocks["steps"][torch.where(here, blocks["owner"][block].long(), 0)]
+    here &= (own >= known.anchors[0]) & (own < end)
+    return torch.where(here, block * block_steps + inside, -1)
+
+
+def install(cuda: Cuda, patch: pytest.MonkeyPatch) -> None:
+    """Replace launchers and kernels until the patch is undone."""
+    launchers, kernel = Launchers(cuda), _Kernel(cuda)
+    for module, names in (
+        (gathering, ("gather",)),
+        (placing, ("place",)),
+        (priority, ("update", "build", "draw", "draw_distinct")),
+        (items_kernels, ("locate", "resolve", "weigh")),
+    ):
+        for name in [each for each in vars(module) if each.endswith("_kernel")]:
+            patch.setattr(module, name, kernel)
+        for name in names:
+            patch.setattr(module, name, getattr(launchers, name))
+
+
+__all__ = ["EMPTY_DRAWS", "Launchers", "install"]

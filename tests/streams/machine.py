@@ -1,0 +1,264 @@
+"""Streams of deferred operations, run in any order that CUDA allows, and the order that their memory needs."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
+
+from .memory import Span
+
+Policy = Literal["random", "latest", "eager"]
+
+
+@dataclasses.dataclass(eq=False)
+class Operation:
+    """One piece of work of a stream.
+
+    Attributes:
+        number: place in its stream, from 1 on.
+        label: what it does, for messages.
+        call: does it.
+        after: operations of other streams that come first.
+        clock: stream -> number of its last operation that is known to come before.
+    """
+
+    stream: Stream
+    number: int
+    label: str
+    call: Callable[[], object] | None
+    after: list[Operation]
+    clock: dict[int, int]
+    done: bool = False
+
+    def comes_after(self, other: Operation) -> bool:
+        return self.clock.get(other.stream.cuda_stream, 0) >= other.number
+
+
+class Stream:
+    """A queue of operations, which run in its order."""
+
+    def __init__(self, machine: Machine, device: int, priority: int = 0) -> None:
+        self.machine, self.device, self.priority = machine, device, priority
+        self.cuda_stream = len(machine.streams) + 1
+        self.queue: collections.deque[Operation] = collections.deque()
+        self.clock: dict[int, int] = {}
+        self.count = 0
+        self.weight = machine.random.choice([0.0, 0.05, 0.3, 1.0])
+        self.last: Operation | None = None
+        machine.streams.append(self)
+
+    def wait_event(self, event: Event) -> None:
+        self.machine.on_call("wait_event")
+        if event.marker is not None:
+            self.machine.enqueue(self, "wait", None, after=[event.marker])
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = Event(self.machine) if event is None else event
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.machine.on_call("stream.synchronize")
+        if self.last is not None:
+            self.machine.await_operation(self.last)
+
+    def query(self) -> bool:
+        self.machine.on_call("stream.query")
+        return self.last is None or self.last.done
+
+
+class Event:
+    """Marks a place in a stream."""
+
+    def __init__(self, machine: Machine, *, blocking: bool = False) -> None:
+        self.machine = machine
+        self.marker: Operation | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.machine.on_call("record")
+        stream = self.machine.current_stream() if stream is None else stream
+        self.marker = self.machine.enqueue(stream, "event", None)
+
+    def synchronize(self) -> None:
+        self.machine.on_call("event.synchronize")
+        if self.marker is not None:
+            self.machine.await_operation(self.marker)
+
+    def query(self) -> bool:
+        self.machine.on_call("event.query")
+        if self.marker is None or self.marker.done:
+            self.machine.host_knows(self.marker)
+            return True
+        return False
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (self.machine.current_stream() if stream is None else stream).wait_event(self)
+
+
+class Machine:
+    """All streams of a process.
+
+    Args:
+        seed: decides what runs when.
+        policy: ``"random"``: any order, with streams that starve for long; ``"latest"``: nothing before somebody waits
+            for it; ``"eager"``: everything at once.
+
+    Attributes:
+        failures: what went wrong inside operations, and accesses whose order nothing guarantees.
+        counts: calls, launches and copies by name.
+        host_waits: waits of the host for work that was not done.
+        checks_order: whether unordered accesses are failures.
+    """
+
+    def __init__(self, seed: int, policy: Policy) -> None:
+        self.random = random.Random(seed)
+        self.policy = policy
+        self.streams: list[Stream] = []
+        self.failures: list[str] = []
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.host_waits = 0
+        self.checks_order = True
+        self.wait_for: Callable[..., None] | None = None  # of the threads, see `Threads.wait`
+        self.maybe_switch: Callable[[], None] = lambda: None
+        self.current_stream: Callable[[], Stream] = lambda: self.streams[0]
+        self._host: dict[int, int] = {}
+        self._accesses: dict[int, list[tuple[Operation, Span, bool]]] = collections.defaultdict(list)
+
+    # ---------------------------------------------------------------- queueing
+
+    def on_call(self, name: str) -> None:
+        """Called first in every call of the host: others may run in the meantime."""
+        self.counts[name] += 1
+        self.maybe_switch()
+        if self.policy == "random":
+            while self.random.random() < 0.5 and self.step(starving=False):
+                pass
+
+    def enqueue(
+        self,
+        stream: Stream,
+        label: str,
+        call: Callable[[], object] | None,
+        *,
+        reads: Iterable[Span] = (),
+        writes: Iterable[Span] = (),
+        after: Iterable[Operation] = (),
+    ) -> Operation:
+        """Queue an operation. Never runs other threads, so that the garbage collector may call it."""
+        stream.count += 1
+        clock = stream.clock
+        for other in (self._host, *(operation.clock for operation in after)):
+            if other:
+                clock = {key: max(clock.get(key, 0), other.get(key, 0)) for key in {**clock, **other}}
+        clock = {**clock, stream.cuda_stream: stream.count}
+        operation = Operation(stream, stream.count, label, call, list(after), clock)
+        stream.clock = clock
+        stream.last = operation
+        for spans, write in ((reads, False), (writes, True)):
+            for span in spans:
+                self._order(operation, span, write)
+        stream.queue.append(operation)
+        if self.policy == "eager":
+            self._run_until(operation)
+        return operation
+
+    def _order(self, operation: Operation, span: Span, write: bool) -> None:
+        """Note an access, and fail if nothing orders it with an earlier one."""
+        if span.block is None or not self.checks_order:
+            return
+        left = []
+        for other in self._accesses[span.block]:
+            known, past, wrote = other
+            overlaps = past.first < span.end and span.first < past.end
+            ordered = operation.comes_after(known)
+            if overlaps and (write or wrote) and not ordered:
+                self.fail(
+                    f"{operation.label} on stream {operation.stream.cuda_stream} "
+                    f"{'writes' if write else 'reads'} what {known.label} on stream {known.stream.cuda_stream} "
+                    f"{'writes' if wrote else 'reads'}, and nothing orders them"
+                )
+            covered = span.first <= past.first and past.end <= span.end
+            if not (ordered and covered and (write or not wrote)):
+                left.append(other)
+        left.append((operation, span, write))
+        self._accesses[span.block] = left
+
+    def fail(self, message: str) -> None:
+        self.failures.append(message)
+
+    # ---------------------------------------------------------------- running
+
+    def _ready(self) -> Iterator[Stream]:
+        for stream in self.streams:
+            if stream.queue and all(other.done for other in stream.queue[0].after):
+                yield stream
+
+    def step(self, *, starving: bool = True) -> bool:
+        """Run one operation; return False if there is none. Streams of weight 0 run only if `starving`."""
+        ready = list(self._ready())
+        favoured = [stream for stream in ready if stream.weight]
+        if favoured:
+            self._run(*self.random.choices(favoured, [stream.weight for stream in favoured]))
+        elif starving and ready:
+            self._run(self.random.choice(ready))
+        return bool(favoured or (starving and ready))
+
+    def _run(self, stream: Stream) -> None:
+        operation = stream.queue.popleft()
+        if operation.call is not None:
+            try:
+                operation.call()
+            except Exception as error:
+                self.fail(f"{operation.label} failed: {type(error).__name__}: {error}")
+        operation.call = None
+        operation.after.clear()
+        operation.done = True
+
+    def _needed(self, operation: Operation) -> bool:
+        """Run one operation that comes before this one, or it itself; as few as possible."""
+        while True:
+            head = operation.stream.queue[0]
+            waiting = [other for other in head.after if not other.done]
+            if not waiting:
+                self._run(head.stream)
+                return True
+            operation = self.random.choice(waiting)
+
+    def _run_until(self, operation: Operation) -> None:
+        while not operation.done:
+            self._needed(operation)
+
+    def await_operation(self, operation: Operation) -> None:
+        """Wait, as a host thread."""
+        self.host_waits += not operation.done
+
+        def work() -> bool:
+            if self.policy == "latest" or self.random.random() < 0.5:
+                return self._needed(operation)
+            return self.step()
+
+        if self.wait_for is None:
+            self._run_until(operation)
+        else:
+            self.wait_for(lambda: operation.done, work)
+        self.host_knows(operation)
+
+    def host_knows(self, operation: Operation | None) -> None:
+        """What is queued from here on comes after an operation that the host has seen done."""
+        if operation is not None:
+            for key, value in operation.clock.items():
+                self._host[key] = max(self._host.get(key, 0), value)
+
+    def synchronize(self, device: int) -> None:
+        self.on_call("synchronize")
+        streams = [stream for stream in self.streams if stream.device == device]
+        self.random.shuffle(streams)
+        for stream in streams:
+            if stream.last is not None:
+                self.await_operation(stream.last)

@@ -1,0 +1,183 @@
+"""Memory of the stand-in: both caching allocators as documented; what is freed is overwritten."""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import math
+import weakref
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from .machine import Machine, Operation, Stream
+
+ARENA = 1 << 25
+ROUND = 512
+POISON = 0xA5
+
+
+class Span(NamedTuple):
+    """Bytes from `first` to before `end`, in an allocated block."""
+
+    first: int
+    end: int
+    block: int | None
+
+
+class _Holder(np.ndarray[Any, Any]):
+    """The bytes of an allocation, alive as long as a tensor's storage."""
+
+
+class View(NamedTuple):
+    """A tensor by its address: it keeps nothing alive, as a kernel's argument does not."""
+
+    address: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> View:
+        last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+        count = (last + 1) * tensor.element_size() if tensor.numel() else 0
+        return cls(tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, count)
+
+    def tensor(self) -> torch.Tensor:
+        """What lies there now."""
+        if not self.bytes:
+            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="cpu")
+        memory = np.frombuffer((ctypes.c_uint8 * self.bytes).from_address(self.address), dtype=np.uint8)
+        flat = torch.from_numpy(memory).view(self.dtype)
+        return flat.as_strided(self.shape, self.stride)
+
+
+class Block:
+    """An allocation.
+
+    Attributes:
+        stream: whose pool it is in; None for pinned memory.
+        used: other streams that were recorded as its users.
+    """
+
+    def __init__(self, address: int, size: int, memory: Any) -> None:
+        self.address, self.size, self.memory = address, size, memory
+        self.stream: Stream | None = None
+        self.used: set[int] = set()
+
+    def poison(self) -> None:
+        self.memory[:] = POISON
+
+
+class Memory:
+    """Device memory and pinned memory.
+
+    Memory of a device belongs to the stream that was current when it was allocated: once freed, its pool hands it out
+    again at once, and what is queued there may overwrite it, unless `record_stream` has named other streams, for whose
+    work at the time of freeing it waits. Pinned memory is handed out again when the copies out of it that the
+    allocator knows of are done; it knows none of what kernels read.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._arena: Any = np.empty(0, dtype=np.uint8)
+        self._free: dict[tuple[int, int], list[Block]] = collections.defaultdict(list)
+        self._pending: list[tuple[Block, list[Operation]]] = []
+        self._blocks: dict[int, Block] = {}
+        self._pages: dict[int, int] = {}
+        self.registered: dict[int, int] = {}
+        self.allocated = 0
+
+    # ---------------------------------------------------------------- allocating
+
+    def allocate(self, count: int, stream: Stream | None) -> torch.Tensor:
+        """Bytes of a stream's pool, or pinned; uint8 [count] as the host sees them. Never runs other threads."""
+        self._recycle()
+        size = max(-(-count // ROUND) * ROUND, ROUND)
+        pool = self._free[-1 if stream is None else stream.cuda_stream, size]
+        block = pool.pop() if pool else self._fresh(size)
+        block.stream, block.used = stream, set()
+        self.allocated += size
+        holder = block.memory[:count].view(_Holder)
+        final = weakref.finalize(holder, self._freed, block)
+        final.atexit = False
+        return torch.from_numpy(holder)
+
+    def _fresh(self, size: int) -> Block:
+        if len(self._arena) < size:
+            arena = np.empty(max(ARENA, size) + ROUND, dtype=np.uint8)
+            self._arena = arena[-arena.ctypes.data % ROUND :]
+        part, self._arena = self._arena[:size], self._arena[size:]
+        address = part.ctypes.data
+        for page in range(address, address + size, ROUND):
+            self._pages[page] = address
+        self._blocks[address] = block = Block(address, size, part)
+        block.poison()
+        return block
+
+    def _freed(self, block: Block) -> None:
+        self.allocated -= block.size
+        users = [stream for stream in self._machine.streams if stream.cuda_stream in block.used]
+        if users:
+            self._pending.append(
+                (block, [self._machine.enqueue(stream, "free", None) for stream in users])
+            )
+        else:
+            self._reusable(block)
+
+    def _recycle(self) -> None:
+        """Take back blocks whose other users are done."""
+        pending, self._pending = self._pending, []
+        for block, markers in pending:
+            if all(marker.done for marker in markers):
+                for marker in markers:
+                    self._machine.host_knows(marker)
+                self._reusable(block)
+            else:
+                self._pending.append((block, markers))
+
+    def _reusable(self, block: Block) -> None:
+        if block.stream is None:
+            block.poison()  # the host may write at once
+            self._free[-1, block.size].append(block)
+            return
+        span = Span(block.address, block.address + block.size, block.address)
+        self._machine.enqueue(block.stream, "the next user of freed memory", block.poison, writes=[span])
+        self._free[block.stream.cuda_stream, block.size].append(block)
+
+    # ---------------------------------------------------------------- what lies where
+
+    def block(self, address: int) -> Block | None:
+        """The allocation that an address lies in."""
+        first = self._pages.get(address - address % ROUND)
+        return None if first is None else self._blocks[first]
+
+    def span(self, view: View) -> Span:
+        block = self.block(view.address)
+        return Span(view.address, view.address + view.bytes, None if block is None else block.address)
+
+    def is_pinned(self, view: View) -> bool:
+        """Whether the host memory of a tensor is page-locked."""
+        block = self.block(view.address)
+        return self.is_registered(view) or (block is not None and block.stream is None)
+
+    def is_registered(self, view: View) -> bool:
+        ends = sorted((first, first + count) for first, count in self.registered.items())
+        position = view.address
+        for first, end in ends:
+            if first <= position < end:
+                position = end
+        return position >= view.address + max(view.bytes, 1)
+
+    def check_readable(self, view: View) -> None:
+        """Fail unless a GPU can access memory."""
+        if view.bytes and self.block(view.address) is None and not self.is_registered(view):
+            raise RuntimeError(f"an illegal access to {view.bytes} bytes at {view.address:#x}")
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

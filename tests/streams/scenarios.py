@@ -1,0 +1,329 @@
+"""One run of a dataset on the stand-in, chosen by a seed, beside a CPU selection that draws at the same moments."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+import gear_loader as gear
+from gear_loader.collection.collector import Collector
+from gear_loader.collection.windows import expand
+from gear_loader.distributed.selection_for import selection_for
+from gear_loader.selection.prioritized import PrioritizedSelection
+from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
+from gear_loader.storage.readers import Ticket
+
+from .cuda import Cuda
+from .machine import Policy
+
+BATCH = 6
+DEVICE = torch.device("cuda", 1)
+SELECTORS = {
+    "uniform": lambda: gear.Uniform(),
+    "steps": lambda: gear.Uniform(unit="step"),
+    "pass": lambda: gear.Uniform(replacement=False),
+    "prioritized": lambda: gear.Prioritized(0.6, eps=1e-3),
+    "prioritized steps": lambda: gear.Prioritized(1.0, unit="step", normalize="table"),
+    "distinct": lambda: gear.Prioritized(1.0, replacement=False, normalize="batch"),
+    "top": lambda: gear.TopK(),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """What happens in a run.
+
+    Attributes:
+        selector: key of `SELECTORS`.
+        prefetch, copy, complete: of the dataset.
+        pinned: whether the device can read the table; else batches are gathered on the host.
+        side: whether the consumer works on a stream of its own.
+        writes: trajectories that another thread adds meanwhile; they evict others.
+        batches: number of batches of an epoch. epochs: number of epochs; the first ends early.
+        hold: how many batches the consumer keeps, and reads again.
+        updates: whether priorities change; on the device or from the host.
+        samples: calls of `sample` after each epoch.
+        drops: whether the dataset is dropped while the device still works.
+    """
+
+    selector: str = "uniform"
+    prefetch: int = 2
+    copy: bool | None = None
+    complete: bool = False
+    pinned: bool = True
+    side: bool = False
+    writes: int = 0
+    batches: int = 5
+    epochs: int = 1
+    hold: int = 0
+    updates: str = ""
+    samples: int = 0
+    drops: bool = False
+
+    @classmethod
+    def of(cls, seed: int) -> Scenario:
+        """The scenario of a seed."""
+        choose = random.Random(f"scenario {seed}")
+        selector = choose.choice(list(SELECTORS))
+        steady = selector == "pass"  # looks at the table between two calls, where others may run
+        return cls(
+            selector=selector,
+            prefetch=choose.choice([0, 1, 2, 3]),
+            copy=choose.choice([None, None, True, False]),
+            complete=choose.random() < 0.25,
+            pinned=choose.random() < 0.75,
+            side=choose.random() < 0.5,
+            writes=0 if steady else choose.choice([0, 10, 25]),
+            batches=choose.choice([3, 5, 8]),
+            epochs=choose.choice([1, 1, 2]),
+            hold=choose.choice([0, 0, 1, 3]),
+            updates=choose.choice(["", "device", "device", "host"])
+            if selector.startswith(("prior", "dist", "top"))
+            else "",
+            samples=choose.choice([0, 0, 2]),
+            drops=choose.random() < 0.5,
+        )
+
+    def simpler(self) -> Iterator[Scenario]:
+        """Scenarios with less in them, to shrink a failure."""
+        for field in dataclasses.fields(self):
+            for value in (field.default, getattr(self, field.name)):
+                if isinstance(value, int) and not isinstance(value, bool) and value > 1:
+                    value //= 2
+                made = dataclasses.replace(self, **{field.name: value})
+                if made != self and made.size <= self.size:
+                    yield made
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Less is simpler."""
+        differ = sum(getattr(self, field.name) != field.default for field in dataclasses.fields(self))
+        return differ, self.batches + self.writes + self.prefetch + self.epochs + self.hold + self.samples
+
+
+class Mismatch(AssertionError):
+    """A batch differs from what was drawn."""
+
+
+def rows_of(number: int) -> dict[str, Any]:
+    """The trajectory with this number."""
+    length = 3 + number % 6
+    return {
+        "value": np.full((length, 5), number, np.float32),
+        "number": 100 * number + np.arange(length),
+        "task": np.array([number, -number]),
+    }
+
+
+def made_table() -> gear.Table:
+    schema = {
+        "value": gear.Column(torch.float32, (5,)),
+        "number": gear.Column(torch.int64),
+        "task": gear.Column(torch.int64, (2,), per="trajectory"),
+    }
+    table = gear.Table.create(
+        schema, max_steps=140, max_trajectories=40, block_steps=4, on_full="evict_oldest"
+    )
+    for number in range(20):
+        table.add(rows_of(number), priority=1.0 + number % 3)
+    return table
+
+
+class Run:
+    """A scenario under one schedule.
+
+    Args:
+        scenario: what happens.
+        seed: decides when.
+        policy: see `Machine`.
+
+    Attributes:
+        cuda: the stand-in, with its counts.
+    """
+
+    def __init__(self, scenario: Scenario, seed: int, policy: Policy, *, ordered: bool = True) -> None:
+        self.scenario, self.choose = scenario, random.Random(f"consumer {seed}")
+        self.cuda = Cuda(seed, policy)
+        self.cuda.machine.checks_order = ordered
+        self.expected: dict[tuple[int, int], dict[str, Any]] = {}
+        self._updates: list[tuple[dict[str, Any], int]] = []
+        self._updated = 0
+
+    def run(self) -> None:
+        """Raise an error if anything goes wrong."""
+        collecting = gc.isenabled()
+        gc.disable()  # else it would run at other moments each time
+        gc.freeze()
+        try:
+            self.cuda.refuse_pinning = not self.scenario.pinned
+            with self.cuda.installed():
+                table = made_table()
+                try:
+                    self._consume(table)
+                    gc.collect()
+                finally:
+                    self.cuda.threads.finish()
+                    table.close()
+            self.cuda.check()
+        finally:
+            gc.unfreeze()
+            if collecting:
+                gc.enable()
+
+    # ---------------------------------------------------------------- the consumer
+
+    def _consume(self, table: gear.Table) -> None:
+        scenario = self.scenario
+        windows = {
+            "value": gear.Window(3, 0 if scenario.complete else -2),
+            "number": gear.Window(2),
+            "task": None,
+        }
+        data = gear.ReplayDataset(
+            table,
+            batch_size=BATCH,
+            windows=windows,
+            selector=SELECTORS[scenario.selector](),
+            prefetch=scenario.prefetch,
+            copy=scenario.copy,
+            complete=scenario.complete,
+            device=DEVICE,
+            batches_per_epoch=None if scenario.selector == "pass" else scenario.batches,
+            seed=3,
+        )
+        self._watch(data)
+        if scenario.writes:
+            self.cuda.threads.start(self._write, (table,), "writer")
+        stream = torch.cuda.Stream(DEVICE) if scenario.side else None
+        read: list[tuple[tuple[int, int], dict[str, Any]]] = []
+        with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
+            for epoch in range(scenario.epochs):
+                held: list[tuple[tuple[int, int], Any]] = []
+                stop = scenario.batches - 1 if epoch + 1 < scenario.epochs else None
+                for number, batch in enumerate(data):
+                    self._take((epoch, number), batch, read, held, data)
+                    if number == stop:
+                        break
+                for key, batch in held if scenario.copy is not False else ():
+                    read.append((key, cloned(batch)))
+                for number in range(scenario.samples):
+                    batch = data.sample()
+                    read.append(((-1, epoch * scenario.samples + number), cloned(batch)))
+                held.clear()
+                del batch
+        self._updates.clear()
+        if scenario.drops:
+            del data
+            gc.collect()
+        torch.cuda.synchronize(DEVICE)
+        for key, batch in read:
+            compare(key, {name: on_host(value) for name, value in batch.items()}, self.expected[key])
+
+    def _take(self, key: Any, batch: Any, read: Any, held: Any, data: Any) -> None:
+        """What a training step does with a batch."""
+        scenario = self.scenario
+        read.append((key, cloned(batch)))
+        # Without copies a batch may be read until `keep` more have been requested.
+        most = scenario.hold if scenario.copy is not False else min(scenario.hold, data.keep - 1)
+        if most:
+            held.append((key, batch))
+            if len(held) > most:
+                old, kept = held.pop(0)
+                read.append((old, cloned(kept)))
+        if scenario.updates and self.choose.random() < 0.8:
+            number = len(self._updates) + self._updated
+            priority = priorities(batch, number)
+            if scenario.updates == "host":
+                priority = priority.cpu()
+            self._updates.append((self.expected[key], number))
+            data.update_priority(batch, priority)
+            priority.fill_(-1.0)  # it is the caller's again
+
+    # ---------------------------------------------------------------- the other thread
+
+    def _write(self, table: gear.Table) -> None:
+        for number in range(20, 20 + self.scenario.writes):
+            table.add(rows_of(number), priority=1.0 + number % 3)
+            self.cuda.threads.switch()
+
+    # ---------------------------------------------------------------- what is expected
+
+    def _watch(self, data: gear.ReplayDataset) -> None:
+        """At each draw and each update, let a CPU selection of the same table do the same."""
+        selection = data._selected()
+        twin = selection_for(
+            selection.context, history=9, device=torch.device("cpu"), windows={}, shards=None, exchange=None
+        )
+        windows = expand(data.table.schema, data.windows)[0]
+        collector = Collector(
+            data.table, windows, batch_size=BATCH, device=torch.device("cpu"), weighs=data.selector.weighs
+        )
+        draw_here = selection.draw
+
+        def draw(draw: Any, ticket: Any, frozen: Any = None) -> Any:
+            own = Ticket()
+            rows = twin.draw(draw, own, frozen)
+            buffers = collector.buffers()
+            collector.gather(buffers, rows)
+            own.end()
+            batch = buffers.rows(len(rows))
+            key = (draw.epoch, draw.step) if draw.epoch < 1 << 16 else (-1, draw.step)
+            self.expected[key] = {name: cloned(value) for name, value in batch.items()}
+            return draw_here(draw, ticket, frozen)
+
+        selection.draw = draw  # type: ignore[method-assign]
+        if not isinstance(selection, PrioritizedSelection):
+            return
+        name = "_queue_update" if isinstance(selection, CudaPrioritizedSelection) else "_update"
+        update_here = getattr(selection, name)
+
+        def update(*args: Any) -> None:
+            batch, number = self._updates.pop(0)
+            self._updated += 1
+            twin.update_priority(  # type: ignore[attr-defined]
+                batch["index"],
+                priorities(batch, number),
+                generation=batch["generation"],
+                anchor=batch["anchor"] if selection.context.selector.unit == "step" else None,
+                stale="ignore",
+                between=lambda call: call(),
+            )
+            update_here(*args)
+
+        setattr(selection, name, update)
+
+
+def priorities(batch: Any, number: int) -> torch.Tensor:
+    """New priorities of a batch, float32 [n]; of its values, so that they are wrong if it is."""
+    return ((batch["number"][:, 0] * 7 + batch["anchor"] * 3 + number) % 11 + 1).float()
+
+
+def cloned(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: cloned(part) for name, part in value.items()}
+    return value.clone()
+
+
+def on_host(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: on_host(part) for name, part in value.items()}
+    return value.cpu()
+
+
+def compare(key: Any, found: Any, expected: Any) -> None:
+    """Fail unless a batch is the expected one; weights may differ by rounding."""
+    for name, value in expected.items():
+        if isinstance(value, dict):
+            compare(key, found[name], value)
+        elif name == "priority_weight":
+            if not torch.allclose(found[name], value, rtol=1e-5):
+                raise Mismatch(f"batch {key}: {name} is {found[name]}; expected {value}")
+        elif not torch.equal(found[name], value):
+            raise Mismatch(f"batch {key}: {name} is {found[name]}; expected {value}")

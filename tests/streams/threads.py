@@ -1,0 +1,222 @@
+"""Threads of which one runs at a time, and which hand over where a seed says so."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import queue
+import random
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+from gear_loader.utils.mutex import holds_any
+
+WAIT = 60.0
+"""Seconds after which a thread that should have been given its turn has failed."""
+
+
+class Deadlock(AssertionError):
+    """Every thread waits, and no stream has work left."""
+
+
+class _Ended(BaseException):
+    """Ends a thread when the run is over."""
+
+
+class _Member:
+    """One thread; `blocked` is what it waits for."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.turn = threading.Semaphore(0)
+        self.blocked: Callable[[], bool] | None = None
+        self.ended = False
+        self.identity = 0
+
+    @property
+    def can_run(self) -> bool:
+        return not self.ended and (self.blocked is None or self.blocked())
+
+
+class Threads:
+    """Runs the threads that code under test starts, one at a time.
+
+    Args:
+        chooser: chooses who is next.
+        work: does a piece of other work (of a GPU) while threads wait; returns False if there is none.
+
+    Attributes:
+        failures: exceptions that ended threads.
+    """
+
+    def __init__(self, chooser: random.Random, work: Callable[[], bool]) -> None:
+        self._chooser, self._work = chooser, work
+        self._current = _Member("main")
+        self._current.identity = threading.get_ident()
+        self._members = [self._current]
+        self._ending = False
+        self.failures: list[BaseException] = []
+        self.frequency = 0.2
+
+    def start(self, target: Callable[..., object], args: tuple[Any, ...] = (), name: str = "") -> _Member:
+        """Start a thread; it runs when it is chosen."""
+        member = _Member(name)
+
+        def run() -> None:
+            member.identity = threading.get_ident()
+            self._await_turn(member)
+            try:
+                if not self._ending:
+                    target(*args)
+            except _Ended:
+                pass
+            except BaseException as error:
+                self.failures.append(error)
+            member.ended = True
+            following = self._others() or [each for each in self._members if not each.ended]
+            self._current = self._chooser.choice(following)
+            self._current.turn.release()
+
+        self._members.append(member)
+        threading.Thread(target=run, name=name, daemon=True).start()
+        return member
+
+    def _await_turn(self, member: _Member) -> None:
+        assert member.turn.acquire(timeout=WAIT), f"{member.name} was not given its turn in {WAIT:g} s"
+
+    def _others(self) -> list[_Member]:
+        return [each for each in self._members if each is not self._current and each.can_run]
+
+    @property
+    def is_managed(self) -> bool:
+        return threading.get_ident() == self._current.identity
+
+    def _hand_to(self, other: _Member) -> None:
+        me, self._current = self._current, other
+        other.turn.release()
+        self._await_turn(me)
+        if self._ending and me is not self._members[0]:
+            raise _Ended
+
+    def maybe_switch(self) -> None:
+        """Perhaps let another thread run; not while this one holds a lock for which the other could wait."""
+        if self.is_managed and not holds_any() and self._chooser.random() < self.frequency:
+            self.switch()
+
+    def switch(self) -> bool:
+        """Let another thread run; return whether there was one."""
+        others = self._others()
+        if others:
+            self._hand_to(self._chooser.choice(others))
+        return bool(others)
+
+    def wait(self, condition: Callable[[], bool], work: Callable[[], bool] | None = None) -> None:
+        """Wait for a condition, while others run.
+
+        Args:
+            condition: what other threads, or `work`, make true.
+            work: does a piece of what brings the condition about; by default any.
+        """
+        me = self._current
+        while not condition():
+            me.blocked = condition
+            try:
+                others = [] if holds_any() else self._others()
+                if others and self._chooser.random() < 0.7:
+                    self._hand_to(self._chooser.choice(others))
+                elif not (work or self._work)():
+                    if not others:
+                        raise Deadlock(f"{me.name} waits, as {[each.name for each in self._members]} do")
+                    self._hand_to(self._chooser.choice(others))
+            finally:
+                me.blocked = None
+
+    def finish(self) -> None:
+        """Let threads run until all of them wait, and end them."""
+        while self.switch() or self._work():
+            pass
+        self._ending = True
+        for member in self._members[1:]:
+            if not member.ended:
+                self._current = member
+                member.blocked = None
+                member.turn.release()
+                self._await_turn(self._members[0])
+        self._current = self._members[0]
+
+    # ---------------------------------------------------------------- what modules use instead of theirs
+
+    @property
+    def threading(self) -> Any:
+        """In the place of the module `threading`."""
+        threads = self
+
+        class Thread:
+            def __init__(
+                self, target: Any, args: tuple[Any, ...] = (), name: str = "", daemon: bool = True
+            ) -> None:
+                self._arguments = target, args, name
+                self._member: _Member | None = None
+
+            def start(self) -> None:
+                self._member = threads.start(*self._arguments)
+
+            def is_alive(self) -> bool:
+                return self._member is not None and not self._member.ended
+
+            def join(self, timeout: float | None = None) -> None:
+                threads.wait(lambda: not self.is_alive())
+
+        class Event:
+            def __init__(self) -> None:
+                self._set = False
+
+            def set(self) -> None:
+                self._set = True
+
+            def wait(self, timeout: float | None = None) -> bool:
+                threads.wait(lambda: self._set)
+                return True
+
+        current = threading.current_thread
+        return types.SimpleNamespace(
+            Thread=Thread, Event=Event, Lock=contextlib.nullcontext, current_thread=current
+        )
+
+    @property
+    def queue(self) -> Any:
+        """In the place of the module `queue`."""
+        threads = self
+
+        class SimpleQueue:
+            def __init__(self) -> None:
+                self._items: collections.deque[Any] = collections.deque()
+
+            def __class_getitem__(cls, _: Any) -> Any:
+                return cls
+
+            def put(self, item: Any) -> None:
+                self._items.append(item)
+
+            def get(self) -> Any:
+                threads.wait(lambda: bool(self._items))
+                return self._items.popleft()
+
+            def empty(self) -> bool:
+                return not self._items
+
+        return types.SimpleNamespace(SimpleQueue=SimpleQueue, Empty=queue.Empty)
+
+    @property
+    def time(self) -> Any:
+        """In the place of the module `time`: sleeping lets others run."""
+        import time
+
+        def sleep(seconds: float) -> None:
+            self.switch() or self._work()
+
+        return types.SimpleNamespace(
+            sleep=sleep, monotonic=time.monotonic, monotonic_ns=time.monotonic_ns, time=time.time
+        )
