@@ -32,6 +32,7 @@ class Cuda:
         self.machine = Machine(seed, policy)
         self.memory = Memory(self.machine)
         self.threads = Threads(self.machine.random, self.machine.step)
+        self.threads.patience = 1.0 if policy == "latest" else 0.7
         self.machine.current_stream = self.current_stream
         self.machine.wait_for = self.threads.wait
         self.machine.maybe_switch = self.threads.maybe_switch

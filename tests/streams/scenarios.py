@@ -16,7 +16,7 @@ import gear_loader as gear
 from gear_loader.collection.collector import Collector
 from gear_loader.collection.windows import expand
 from gear_loader.distributed.selection_for import selection_for
-from gear_loader.selection.prioritized import PrioritizedSelection
+from gear_loader.selection.prioritized import PrioritizedSelection, needs_priorities
 from gear_loader.selection.prioritized_cuda import CudaPrioritizedSelection
 from gear_loader.storage.readers import Ticket
 
@@ -24,6 +24,7 @@ from .cuda import Cuda
 from .machine import Policy
 
 BATCH = 6
+FIRST = 12
 DEVICE = torch.device("cuda", 1)
 SELECTORS = {
     "uniform": lambda: gear.Uniform(),
@@ -50,7 +51,9 @@ class Scenario:
         hold: how many batches the consumer keeps, and reads again.
         updates: whether priorities change; on the device or from the host.
         samples: calls of `sample` after each epoch.
+        stops: whether the last epoch ends early too.
         drops: whether the dataset is dropped while the device still works.
+        looks: whether the consumer asks for counts and states.
     """
 
     selector: str = "uniform"
@@ -65,7 +68,9 @@ class Scenario:
     hold: int = 0
     updates: str = ""
     samples: int = 0
+    stops: bool = False
     drops: bool = False
+    looks: bool = False
 
     @classmethod
     def of(cls, seed: int) -> Scenario:
@@ -80,7 +85,7 @@ class Scenario:
             complete=choose.random() < 0.25,
             pinned=choose.random() < 0.75,
             side=choose.random() < 0.5,
-            writes=0 if steady else choose.choice([0, 10, 25]),
+            writes=0 if steady else choose.choice([0, 20, 60]),
             batches=choose.choice([3, 5, 8]),
             epochs=choose.choice([1, 1, 2]),
             hold=choose.choice([0, 0, 1, 3]),
@@ -88,7 +93,9 @@ class Scenario:
             if selector.startswith(("prior", "dist", "top"))
             else "",
             samples=choose.choice([0, 0, 2]),
+            stops=choose.random() < 0.4,
             drops=choose.random() < 0.5,
+            looks=choose.random() < 0.3,
         )
 
     def simpler(self) -> Iterator[Scenario]:
@@ -129,9 +136,9 @@ def made_table() -> gear.Table:
         "task": gear.Column(torch.int64, (2,), per="trajectory"),
     }
     table = gear.Table.create(
-        schema, max_steps=140, max_trajectories=40, block_steps=4, on_full="evict_oldest"
+        schema, max_steps=80, max_trajectories=30, block_steps=4, on_full="evict_oldest"
     )
-    for number in range(20):
+    for number in range(FIRST):
         table.add(rows_of(number), priority=1.0 + number % 3)
     return table
 
@@ -206,10 +213,10 @@ class Run:
         with torch.cuda.stream(stream) if stream is not None else contextlib.nullcontext():
             for epoch in range(scenario.epochs):
                 held: list[tuple[tuple[int, int], Any]] = []
-                stop = scenario.batches - 1 if epoch + 1 < scenario.epochs else None
+                early = scenario.stops or epoch + 1 < scenario.epochs
                 for number, batch in enumerate(data):
                     self._take((epoch, number), batch, read, held, data)
-                    if number == stop:
+                    if early and number == scenario.batches // 2:
                         break
                 for key, batch in held if scenario.copy is not False else ():
                     read.append((key, cloned(batch)))
@@ -245,12 +252,18 @@ class Run:
             self._updates.append((self.expected[key], number))
             data.update_priority(batch, priority)
             priority.fill_(-1.0)  # it is the caller's again
+        if scenario.looks and self.choose.random() < 0.3:
+            data.state_dict()
+            if needs_priorities(data.selector):
+                assert data.num_stale >= 0
 
     # ---------------------------------------------------------------- the other thread
 
     def _write(self, table: gear.Table) -> None:
-        for number in range(20, 20 + self.scenario.writes):
-            table.add(rows_of(number), priority=1.0 + number % 3)
+        pace = self.choose.choice([1, 3, 6])  # trajectories a batch
+        for number in range(self.scenario.writes):
+            self.cuda.threads.wait(lambda: len(self.expected) * pace > number)  # noqa: B023
+            table.add(rows_of(FIRST + number), priority=1.0 + number % 3)
             self.cuda.threads.switch()
 
     # ---------------------------------------------------------------- what is expected

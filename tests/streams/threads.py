@@ -49,6 +49,8 @@ class Threads:
 
     Attributes:
         failures: exceptions that ended threads.
+        frequency: how often a call lets another thread run.
+        patience: how often a thread that waits lets others run, instead of the work that it waits for.
     """
 
     def __init__(self, chooser: random.Random, work: Callable[[], bool]) -> None:
@@ -59,6 +61,7 @@ class Threads:
         self._ending = False
         self.failures: list[BaseException] = []
         self.frequency = 0.2
+        self.patience = 0.7
 
     def start(self, target: Callable[..., object], args: tuple[Any, ...] = (), name: str = "") -> _Member:
         """Start a thread; it runs when it is chosen."""
@@ -124,7 +127,8 @@ class Threads:
             me.blocked = condition
             try:
                 others = [] if holds_any() else self._others()
-                if others and self._chooser.random() < 0.7:
+                patience = 0.5 if me is self._members[0] else self.patience
+                if others and self._chooser.random() < patience:
                     self._hand_to(self._chooser.choice(others))
                 elif not (work or self._work)():
                     if not others:

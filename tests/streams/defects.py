@@ -1,0 +1,131 @@
+"""Known kinds of defects, to be put back into the code one by one."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from gear_loader.collection import prefetch
+from gear_loader.collection.collector import Collector
+from gear_loader.collection.references import BatchReferences
+from gear_loader.selection import prioritized_cuda
+
+from .machine import Event, Stream
+from .tensors import DeviceTensor
+
+Defect = Callable[[pytest.MonkeyPatch], None]
+
+
+def _left_out(kind: type, method: str, *callers: str) -> Defect:
+    """Calls of a method from these functions of the package do nothing."""
+
+    def put_back(patch: pytest.MonkeyPatch) -> None:
+        whole = getattr(kind, method)
+
+        def partly(self: Any, *args: Any, **options: Any) -> Any:
+            if sys._getframe(1).f_code.co_name in callers:
+                return None
+            return whole(self, *args, **options)
+
+        patch.setattr(kind, method, partly)
+
+    return put_back
+
+
+def _early_ticket(patch: pytest.MonkeyPatch) -> None:
+    release = prefetch.Prefetcher.release
+
+    def end_too(self: Any, buffers: Any, ticket: Any) -> None:
+        ticket.end()
+        release(self, buffers, ticket)
+
+    patch.setattr(prefetch.Prefetcher, "release", end_too)
+
+
+def _no_lifetime(patch: pytest.MonkeyPatch) -> None:
+    put = prefetch._Releaser.put
+
+    def event_only(self: Any, buffers: Any, ticket: Any) -> None:
+        gpu: Any = types.SimpleNamespace(filled=buffers.gpu.filled)
+        put(self, types.SimpleNamespace(gpu=gpu), ticket)  # type: ignore[arg-type]
+
+    patch.setattr(prefetch._Releaser, "put", event_only)
+
+
+def _beside(patch: pytest.MonkeyPatch) -> None:
+    nowhere = property(lambda self: None, lambda self, stream: None)
+    patch.setattr(prioritized_cuda.CudaPrioritizedSelection, "_stream", nowhere, raising=False)
+    _left_out(Stream, "wait_event", "_enter")(patch)
+
+
+def _callers_memory(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        prioritized_cuda, "_tensors", lambda *parts: [None if part is None else part.detach() for part in parts]
+    )
+
+
+def _consumers_pool(patch: pytest.MonkeyPatch) -> None:
+    def take(self: Any) -> Any:
+        try:
+            return self._pool.free.pop()
+        except IndexError:
+            return self.collector.buffers(shared=self._pool.shared)
+
+    patch.setattr(prefetch.Prefetcher, "_take", take)
+
+
+def _one_early(patch: pytest.MonkeyPatch) -> None:
+    begin = prefetch.Prefetcher.__init__
+
+    def less(self: Any, pool: Any, **options: Any) -> None:
+        begin(self, pool, **{**options, "keep": max(options["keep"] - 1, 1)})
+
+    patch.setattr(prefetch.Prefetcher, "__init__", less)
+
+
+DEFECTS: dict[str, Defect] = {
+    "a batch is delivered without waiting for the stream that fills it": _left_out(
+        Stream, "wait_event", "_deliver"
+    ),
+    "buffers are filled again without waiting for the consumer": _left_out(
+        Stream, "wait_event", "gather", "_gather_drawn", "_gather_zero_copy"
+    ),
+    "the end of the consumer's work is not recorded": _left_out(Event, "record", "_recycle"),
+    "the allocator is not told that the consumer uses a batch": lambda patch: patch.setattr(
+        prefetch, "_record", lambda *_: None
+    ),
+    "buffers are allocated from the consumer's pool": _consumers_pool,
+    "a batch that is still referred to is filled again": lambda patch: patch.setattr(
+        BatchReferences, "held", property(lambda self: False)
+    ),
+    "buffers are filled again one request early": _one_early,
+    "a copy is delivered before it is complete": _left_out(Event, "record", "_run"),
+    "a read ticket is given back when the gather is queued": _early_ticket,
+    "a read ticket is given back without waiting for the gather": _left_out(Event, "synchronize", "_release"),
+    "pinned buffers end with their batch": _no_lifetime,
+    "the host writes pinned buffers that a copy still reads": _left_out(Event, "synchronize", "gather"),
+    "an update runs beside a draw": _beside,
+    "streams that use the tree do not wait for each other": _left_out(Stream, "wait_event", "_enter"),
+    "an update reads priorities before they are computed": _left_out(Stream, "wait_stream", "_queue_update"),
+    "an update's arguments are freed while it is queued": _left_out(
+        DeviceTensor, "record_stream", "_queue_update"
+    ),
+    "an update reads the caller's own tensors": _callers_memory,
+    "the tree is freed under the stream that draws": _left_out(DeviceTensor, "record_stream", "_enter"),
+    "row numbers are freed under the stream that gathers": lambda patch: patch.setattr(
+        Collector, "use_on", lambda *_: None
+    ),
+}
+
+
+def put_back(name: str) -> pytest.MonkeyPatch:
+    """Put a defect back until the patch is undone."""
+    patch = pytest.MonkeyPatch()
+    DEFECTS[name](patch)
+    assert not torch.cuda.is_initialized()
+    return patch
