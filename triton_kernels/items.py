@@ -245,7 +245,10 @@ def resolve_kernel(
     b_generation = tl.load(p_generation + i_slot, mask=m_item, other=0)
     steps = tl.load(p_extent + i_slot * 3, mask=m_item, other=0)
     final = tl.load(p_extent + i_slot * 3 + 2, mask=m_item, other=0)
-    o_ids = tl.load(p_extent + i_slot * 3 + 1, mask=m_item, other=0)
+    # A trajectory that grows gets its new place first and its new length then. So the length is read first: this
+    # address depends on it, or the GPU could load a new length with the old place, whose next entry is another's.
+    o_place = i_slot * 3 + tl.where((steps < 0) | (final < 0), 0, 1)
+    o_ids = tl.load(p_extent + o_place, mask=m_item, other=0)
     if ANCHOR != ITEM:
         anchors = steps - anchor_first - tl.maximum(ahead, ahead_final - final)
         if ANCHOR == UNIFORM:

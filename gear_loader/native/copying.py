@@ -545,6 +545,18 @@ def _copy_step(target, source, size) -> None:  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
+def _extent_of(extent, slot):  # type: ignore[no-untyped-def]
+    """Length, place of the block table, and final steps of a trajectory, which may grow meanwhile.
+
+    The place is read last: a trajectory that grows gets its new place first. A new length with the old place would lead
+    to the next entry there, which is another trajectory's.
+    """
+    address = extent.ctypes.data + 24 * slot
+    steps, more = atomic_load(address), atomic_load(address + 16)
+    return steps, atomic_load(address + 8), more
+
+
+@njit(inline="always")
 def _step_address(  # type: ignore[no-untyped-def]
     columns, c, anchor, block, inside, steps, row, more, block_ids, block_steps
 ):
@@ -596,7 +608,7 @@ def _gather_single(  # type: ignore[no-untyped-def]
         for i in range(count):
             slot, anchor = slots[begin + i], anchors[begin + i]
             if slot >= 0 and slot < len(extent):
-                steps, row, more = extent[slot, 0], extent[slot, 1], extent[slot, 2]
+                steps, row, more = _extent_of(extent, slot)
             else:
                 steps, row, more, bad = int64(0), int64(0), int64(0), bad + 1
             block = anchor // block_steps
@@ -636,7 +648,7 @@ def _gather_rows(  # type: ignore[no-untyped-def]
     streams = len(slots) * (columns[:, LENGTH] * columns[:, STEP_BYTES]).sum() >= STREAM_BATCH_BYTES
     for b in range(first, last):
         if slots[b] >= 0 and slots[b] < len(extent):
-            steps, row, more = extent[slots[b], 0], extent[slots[b], 1], extent[slots[b], 2]
+            steps, row, more = _extent_of(extent, slots[b])
         else:
             steps, row, more, bad = int64(0), int64(0), int64(0), bad + 1
         target = rows[b] if chosen else b
@@ -756,7 +768,7 @@ def resolve(  # type: ignore[no-untyped-def]
     for b in range(len(slots)):
         steps, row, more = int64(1), int64(-1), int64(0)
         if slots[b] >= 0 and slots[b] < len(extent):
-            steps, row, more = extent[slots[b], 0], extent[slots[b], 1], extent[slots[b], 2]
+            steps, row, more = _extent_of(extent, slots[b])
         low = min(max(anchors[b] + first, 0), steps + more - 1) // block_steps
         high = min(max(anchors[b] + last, 0), steps + more - 1) // block_steps
         out_extent[b, 0] = steps

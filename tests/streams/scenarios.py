@@ -47,6 +47,7 @@ class Scenario:
         pinned: whether the device can read the table; else batches are gathered on the host.
         side: whether the consumer works on a stream of its own.
         writes: trajectories that another thread adds meanwhile; they evict others.
+        grows: whether they are added step by step.
         batches: number of batches of an epoch. epochs: number of epochs; the first ends early.
         hold: how many batches the consumer keeps, and reads again.
         updates: whether priorities change; on the device or from the host.
@@ -63,6 +64,7 @@ class Scenario:
     pinned: bool = True
     side: bool = False
     writes: int = 0
+    grows: bool = False
     batches: int = 5
     epochs: int = 1
     hold: int = 0
@@ -86,6 +88,7 @@ class Scenario:
             pinned=choose.random() < 0.75,
             side=choose.random() < 0.5,
             writes=0 if steady else choose.choice([0, 20, 60]),
+            grows=choose.random() < 0.4,
             batches=choose.choice([3, 5, 8]),
             epochs=choose.choice([1, 1, 2]),
             hold=choose.choice([0, 0, 1, 3]),
@@ -230,8 +233,9 @@ class Run:
             del data
             gc.collect()
         torch.cuda.synchronize(DEVICE)
+        check = compare_grown if scenario.grows else compare
         for key, batch in read:
-            compare(key, {name: on_host(value) for name, value in batch.items()}, self.expected[key])
+            check(key, {name: on_host(value) for name, value in batch.items()}, self.expected[key])
 
     def _take(self, key: Any, batch: Any, read: Any, held: Any, data: Any) -> None:
         """What a training step does with a batch."""
@@ -246,7 +250,7 @@ class Run:
                 read.append((old, cloned(kept)))
         if scenario.updates and self.choose.random() < 0.8:
             number = len(self._updates) + self._updated
-            priority = priorities(batch, number)
+            priority = priorities(batch, number, scenario.grows)
             if scenario.updates == "host":
                 priority = priority.cpu()
             self._updates.append((self.expected[key], number))
@@ -263,8 +267,22 @@ class Run:
         pace = self.choose.choice([1, 3, 6])  # trajectories a batch
         for number in range(self.scenario.writes):
             self.cuda.threads.wait(lambda: len(self.expected) * pace > number)  # noqa: B023
-            table.add(rows_of(FIRST + number), priority=1.0 + number % 3)
+            rows, priority = rows_of(FIRST + number), 1.0 + number % 3
+            if self.scenario.grows:
+                self._grow(table, rows, priority)
+            else:
+                table.add(rows, priority=priority)
             self.cuda.threads.switch()
+
+    def _grow(self, table: gear.Table, rows: dict[str, Any], priority: float) -> None:
+        with table.writer(commit_every_step=True) as writer:
+            writer.priority = priority
+            writer.trajectory = {"task": rows["task"]}
+            for value, number in zip(rows["value"], rows["number"], strict=True):
+                writer.append({"value": value, "number": number})
+                if self.choose.random() < 0.5:
+                    self.cuda.threads.switch()
+            writer.commit()
 
     # ---------------------------------------------------------------- what is expected
 
@@ -302,7 +320,7 @@ class Run:
             self._updated += 1
             twin.update_priority(  # type: ignore[attr-defined]
                 batch["index"],
-                priorities(batch, number),
+                priorities(batch, number, self.scenario.grows),
                 generation=batch["generation"],
                 anchor=batch["anchor"] if selection.context.selector.unit == "step" else None,
                 stale="ignore",
@@ -313,8 +331,10 @@ class Run:
         setattr(selection, name, update)
 
 
-def priorities(batch: Any, number: int) -> torch.Tensor:
-    """New priorities of a batch, float32 [n]; of its values, so that they are wrong if it is."""
+def priorities(batch: Any, number: int, grows: bool) -> torch.Tensor:
+    """New priorities of a batch, float32 [n]; of its values, so that they are wrong if it is, unless these grow."""
+    if grows:
+        return ((batch["index"] * 7 + number) % 11 + 1).float()
     return ((batch["number"][:, 0] * 7 + batch["anchor"] * 3 + number) % 11 + 1).float()
 
 
@@ -340,3 +360,19 @@ def compare(key: Any, found: Any, expected: Any) -> None:
                 raise Mismatch(f"batch {key}: {name} is {found[name]}; expected {value}")
         elif not torch.equal(found[name], value):
             raise Mismatch(f"batch {key}: {name} is {found[name]}; expected {value}")
+
+
+def compare_grown(key: Any, found: Any, expected: Any) -> None:
+    """Fail unless a batch has the expected trajectories, or more of their steps than at the draw."""
+    for name in ("index", "generation", "task"):
+        compare(key, {name: found[name]}, {name: expected[name]})
+    trajectory, anchor = found["task"][:, 0, None], found["anchor"][:, None]
+    steps = torch.arange(2, device="cpu")
+    mask, before = found["mask"]["number"], expected["mask"]["number"]
+    right = torch.where(mask, 100 * trajectory + anchor + steps, 0)
+    same_anchor = found["anchor"] == expected["anchor"]
+    if not torch.equal(found["number"], right) or (before & ~mask)[same_anchor].any():
+        raise Mismatch(f"batch {key}: number is {found['number']}, mask {mask}; expected {right}")
+    mask = found["mask"]["value"][:, :, None]
+    if not torch.equal(found["value"], torch.where(mask, trajectory[:, :, None].float(), 0.0).expand(-1, -1, 5)):
+        raise Mismatch(f"batch {key}: value is {found['value']} of {trajectory}")
