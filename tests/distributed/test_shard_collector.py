@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 import torch
 from cuda_common import FakeEvent
 from distributed_common import check_batch, filled, new_priorities
+from played_peer import PlayedPeer
 
 import gear_loader as gear
 from gear_loader.collection.collector import GpuSide
@@ -19,41 +19,12 @@ from gear_loader.distributed.collector_cuda import CudaShardCollector, DeviceRow
 from gear_loader.distributed.remote import RemoteShard
 from gear_loader.distributed.shard_sampler import records_of
 from gear_loader.distributed.shards import Shards
-from gear_loader.errors import PeerTimeoutError, StaleIndexError, TransportError
+from gear_loader.errors import PeerTimeoutError, StaleIndexError
 from gear_loader.storage.operations import READING
 
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here")
 WINDOWS = gear.Window(5, -2)
 COUNTS = [20, 15, 10]
-
-
-class PlayedPeer:
-    """Answers as a server does, out of a table of this process; or not at all."""
-
-    def __init__(self, table: gear.Table, gone: set[int], error: TransportError | None = None) -> None:
-        self.table, self.gone, self.error = table, gone, error
-        self.asked = 0
-
-    def fetch(self, spec: Any, slots: Any, anchors: Any, generations: Any, out: Any) -> Any:
-        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        self.asked += len(slots)
-        if self.error is not None:
-            future.set_exception(self.error)
-            return future
-        cpu = torch.device("cpu")
-        data = ShardCollector(Shards(self.table), spec.windows, batch_size=len(slots), device=cpu)
-        buffers = data.buffers()
-        records = records_of(self.table, slots, anchors)
-        data.gather(buffers, ShardRows(np.zeros(len(slots), dtype=np.int64), records, None, None))
-        out[:] = 255
-        for piece in spec.pieces(len(slots)):
-            tensor = buffers.batch["mask"] if piece.kind == "mask" else buffers.batch[piece.name]
-            values = tensor.contiguous().reshape(len(slots), -1).view(torch.uint8).numpy()
-            out[piece.offset : piece.offset + values.size] = values.reshape(-1)
-        first = spec.data_bytes(len(slots))
-        out[first : first + len(slots)] = np.isin(slots, list(self.gone))
-        future.set_result(out[first : first + len(slots)])
-        return future
 
 
 def made(device: bool, shards: Shards, batch_size: int) -> tuple[Any, Any]:

@@ -13,6 +13,7 @@ import torch
 from gear_loader.collection import prefetch
 from gear_loader.collection.collector import Collector
 from gear_loader.collection.references import BatchReferences
+from gear_loader.distributed.collector_cuda import CudaShardCollector
 from gear_loader.selection import prioritized_cuda
 
 from .machine import Event, Stream
@@ -123,9 +124,32 @@ DEFECTS: dict[str, Defect] = {
 }
 
 
+def _staging_early(patch: pytest.MonkeyPatch) -> None:
+    place = CudaShardCollector._place_part
+
+    def early(self: Any, buffers: Any, part: Any) -> None:
+        place(self, buffers, part)
+        self._staging.give(buffers.parts.pop().memory)
+
+    patch.setattr(CudaShardCollector, "_place_part", early)
+
+
+SHARD_DEFECTS: dict[str, Defect] = {
+    "staging memory is used again while rows are placed out of it": _staging_early,
+    "the host writes a batch's arguments while kernels still read them": _left_out(
+        Event, "synchronize", "_filling"
+    ),
+    "buffers over shards are filled again without waiting for the consumer": _left_out(
+        Stream, "wait_event", "_filling"
+    ),
+    "tickets of several shards are given back when the gather is queued": _early_ticket,
+}
+"""The same for batches over shards."""
+
+
 def put_back(name: str) -> pytest.MonkeyPatch:
     """Put a defect back until the patch is undone."""
     patch = pytest.MonkeyPatch()
-    DEFECTS[name](patch)
+    (DEFECTS | SHARD_DEFECTS)[name](patch)
     assert not torch.cuda.is_initialized()
     return patch

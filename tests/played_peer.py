@@ -1,0 +1,48 @@
+"""A node that is not there: what a server would send, out of a table of this process."""
+
+from __future__ import annotations
+
+import concurrent.futures
+from typing import Any
+
+import numpy as np
+import torch
+
+import gear_loader as gear
+from gear_loader.distributed.collector import ShardCollector, ShardRows
+from gear_loader.distributed.shard_sampler import records_of
+from gear_loader.distributed.shards import Shards
+from gear_loader.errors import TransportError
+from gear_loader.native.sum_tree import READY
+
+
+class PlayedPeer:
+    """Answers as a server does, out of a table of this process; or not at all."""
+
+    def __init__(self, table: gear.Table, gone: set[int], error: TransportError | None = None) -> None:
+        self.table, self.gone, self.error = table, gone, error
+        self.asked = 0
+
+    def fetch(self, spec: Any, slots: Any, anchors: Any, generations: Any, out: Any) -> Any:
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self.asked += len(slots)
+        if self.error is not None:
+            future.set_exception(self.error)
+            return future
+        state, generation, _ = self.table.reader().slot_states()
+        gone = np.isin(slots, list(self.gone)) | (state[slots] != READY) | (generation[slots] != generations)
+        slots, anchors = np.where(gone, np.flatnonzero(state == READY)[0], slots), np.where(gone, 0, anchors)
+        cpu = torch.device("cpu")
+        data = ShardCollector(Shards(self.table), spec.windows, batch_size=len(slots), device=cpu)
+        buffers = data.buffers()
+        records = records_of(self.table, slots, anchors)
+        data.gather(buffers, ShardRows(np.zeros(len(slots), dtype=np.int64), records, None, None))
+        out[:] = 255
+        for piece in spec.pieces(len(slots)):
+            tensor = buffers.batch["mask"] if piece.kind == "mask" else buffers.batch[piece.name]
+            values = tensor.contiguous().reshape(len(slots), -1).view(torch.uint8).numpy()
+            out[piece.offset : piece.offset + values.size] = values.reshape(-1)
+        first = spec.data_bytes(len(slots))
+        out[first : first + len(slots)] = gone
+        future.set_result(out[first : first + len(slots)])
+        return future

@@ -1,0 +1,178 @@
+"""A run of a dataset over shards on the stand-in: rows of this node read by the GPU, those of others placed by it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import gc
+import itertools
+import random
+from typing import Any
+
+import torch
+from distributed_common import check_batch, filled, new_priorities, trajectory
+from played_peer import PlayedPeer
+
+import gear_loader as gear
+from gear_loader.distributed.remote import RemoteShard
+from gear_loader.distributed.shards import Shards
+
+from .cuda import Cuda
+from .machine import Policy
+from .scenarios import Mismatch, cloned, on_host
+
+BATCH = 12
+COUNTS = [20, 15, 10]
+WINDOWS = gear.Window(5, -2)
+SELECTORS = {"uniform": gear.Uniform, "prioritized": gear.Prioritized, "top": gear.TopK}
+_names = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardScenario:
+    """What happens in a run.
+
+    Attributes:
+        selector: key of `SELECTORS`.
+        prefetch, copy: of the dataset.
+        remote: shards of other nodes.
+        pinned: whether the GPU reads this node's tables; else batches are put together on the host.
+        side: whether the consumer works on a stream of its own.
+        writes: whether another thread adds trajectories meanwhile; they evict others.
+        drops: whether the dataset is dropped while the device still works.
+    """
+
+    selector: str = "uniform"
+    prefetch: int = 2
+    copy: bool | None = None
+    remote: tuple[int, ...] = ()
+    pinned: bool = True
+    side: bool = False
+    writes: bool = False
+    drops: bool = False
+
+    @classmethod
+    def of(cls, seed: int) -> ShardScenario:
+        """The scenario of a seed."""
+        choose = random.Random(f"shards {seed}")
+        return cls(
+            choose.choice(list(SELECTORS)),
+            choose.choice([0, 2]),
+            choose.choice([None, True, False]),
+            choose.choice([(), (1,), (1, 2)]),
+            choose.random() < 0.75,
+            *(choose.random() < 0.5 for _ in range(3)),
+        )
+
+
+def _tables(scenario: ShardScenario) -> list[gear.Table]:
+    number = next(_names)
+    options: dict[str, Any] = {"max_steps": 120, "on_full": "evict_oldest"} if scenario.writes else {}
+    return [filled(f"streams-{number}-{shard}", shard, COUNTS, **options) for shard in range(3)]
+
+
+def _batches(
+    scenario: ShardScenario,
+    device: str,
+    tables: list[gear.Table],
+    cuda: Cuda | None = None,
+    owners: dict[tuple[int, int, int], int] | None = None,
+) -> list[dict[str, Any]]:
+    shards = Shards(tables)
+    for shard in scenario.remote:
+        peer: Any = PlayedPeer(tables[shard], set())
+        shards._sources[shard] = RemoteShard(peer, "played", tables[0].schema)
+    data = gear.ReplayDataset(
+        shards,
+        batch_size=BATCH,
+        windows=WINDOWS,
+        selector=SELECTORS[scenario.selector](),
+        device=device,
+        prefetch=scenario.prefetch,
+        copy=scenario.copy,
+        batches_per_epoch=6,
+    )
+    if cuda is not None and scenario.writes:
+        cuda.threads.start(_write, (cuda, tables, owners), "writer")
+    found = []
+    stream = torch.cuda.Stream(device) if cuda is not None and scenario.side else None
+    with torch.cuda.stream(stream):
+        for number, batch in enumerate(data):
+            found.append(cloned(dict(batch)))
+            if scenario.selector != "uniform":
+                data.update_priority(batch, new_priorities(on_host(found[-1]), number).to(device))
+    del batch
+    if scenario.drops:
+        del data
+        gc.collect()
+    if cuda is not None:
+        torch.cuda.synchronize(device)
+    return [on_host(each) for each in found]
+
+
+def _owners(tables: list[gear.Table]) -> dict[tuple[int, int, int], int]:
+    """Shard, index and generation of each trajectory -> its number."""
+    found = {}
+    for shard, table in enumerate(tables):
+        snapshot = table.reader().snapshot()
+        for slot, generation in zip(snapshot.slots.tolist(), snapshot.generations.tolist(), strict=True):
+            found[shard, slot, generation] = int(table[slot]["task"][0])
+    return found
+
+
+def _write(cuda: Cuda, tables: list[gear.Table], owners: dict[tuple[int, int, int], int]) -> None:
+    for i in range(60):
+        cuda.threads.wait(lambda: cuda.machine.counts["gather"] > i // 5)  # noqa: B023
+        table = i % 3
+        number = 100 * table + 20 + i
+        slot = tables[table].add(trajectory(number, number * 7 % 23 + 1), priority=1.0)
+        owners[table, slot, int(tables[table].reader().slot_states()[1][slot])] = number
+        cuda.threads.switch()
+
+
+@functools.cache
+def _expected(selector: str, prefetch: int) -> list[dict[str, Any]]:
+    tables = _tables(ShardScenario())
+    try:
+        return _batches(ShardScenario(selector, prefetch, copy=True), "cpu", tables)
+    finally:
+        for table in tables:
+            table.unlink()
+            table.close()
+
+
+def run_shards(scenario: ShardScenario, seed: int, policy: Policy) -> Cuda:
+    """Raise an error if anything goes wrong; batches without other writers are those of the CPU."""
+    expected = None if scenario.writes else _expected(scenario.selector, scenario.prefetch)
+    cuda = Cuda(seed, policy)
+    cuda.refuse_pinning = not scenario.pinned
+    collecting = gc.isenabled()
+    gc.disable()
+    gc.freeze()
+    try:
+        with cuda.installed():
+            tables = _tables(scenario)
+            try:
+                owners = _owners(tables)
+                found = _batches(scenario, "cuda:1", tables, cuda, owners)
+            finally:
+                gc.collect()
+                cuda.threads.finish()
+                for table in tables:
+                    table.unlink()
+                    table.close()
+    finally:
+        gc.unfreeze()
+        if collecting:
+            gc.enable()
+    cuda.check()
+    for number, batch in enumerate(found):
+        check_batch(batch, WINDOWS)
+        names = zip(*(batch[key].tolist() for key in ("shard", "index", "generation")), strict=True)
+        numbers = [owners[name] for name in names]
+        if batch["task"][:, 0].tolist() != numbers:
+            raise Mismatch(f"batch {number} has trajectories {batch['task'][:, 0].tolist()}; expected {numbers}")
+        for key, value in {} if expected is None else expected[number].items():
+            if not torch.equal(batch[key], value):
+                raise Mismatch(f"batch {number}: {key} is {batch[key]}; expected {value}")
+    return cuda
