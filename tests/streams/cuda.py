@@ -20,6 +20,15 @@ from .memory import Memory, View
 from .tensors import CudaFunctions, DeviceTensor, allow_cuda_devices, device_empty
 from .threads import Threads
 
+_UNSAFE = {
+    "event.synchronize",
+    "event.query",
+    "stream.synchronize",
+    "stream.query",
+    "synchronize",
+    "allocate",
+}
+
 
 class Cuda:
     """Devices without hardware; `installed` makes them those of `torch.cuda`.
@@ -171,8 +180,7 @@ class Cuda:
         def run() -> None:
             for view in (*reads, *writes):
                 self.memory.check_readable(view)
-            with torch.no_grad():
-                call()
+            call()
 
         self.machine.counts[label] += 1
         self.machine.enqueue(
@@ -198,7 +206,24 @@ class Cuda:
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
         assert mode._obj.value == 2  # relaxed
         self.relaxed.append(threading.current_thread().name)
+        self._thread.relaxed = True
         return 0
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """This thread captures a graph: calls that wait or allocate fail it, in every thread that is not relaxed."""
+
+        def check(name: str) -> None:
+            if name in _UNSAFE and not getattr(self._thread, "relaxed", False):
+                self.machine.fail(
+                    f"{name} in thread {threading.current_thread().name} ended the capture of a graph"
+                )
+
+        before, self.machine.check_call = self.machine.check_call, check
+        try:
+            yield
+        finally:
+            self.machine.check_call = before
 
     # ---------------------------------------------------------------- in the place of torch.cuda
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from gear_loader.collection import prefetch
 from gear_loader.collection.collector import Collector
@@ -66,7 +66,9 @@ def _beside(patch: pytest.MonkeyPatch) -> None:
 
 def _callers_memory(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        prioritized_cuda, "_tensors", lambda *parts: [None if part is None else part.detach() for part in parts]
+        prioritized_cuda,
+        "_tensors",
+        lambda *parts: [None if part is None else part.detach() for part in parts],
     )
 
 
@@ -147,9 +149,9 @@ SHARD_DEFECTS: dict[str, Defect] = {
 """The same for batches over shards."""
 
 
-def put_back(name: str) -> pytest.MonkeyPatch:
-    """Put a defect back until the patch is undone."""
-    patch = pytest.MonkeyPatch()
-    (DEFECTS | SHARD_DEFECTS)[name](patch)
-    assert not torch.cuda.is_initialized()
-    return patch
+@contextlib.contextmanager
+def put_back(name: str) -> Iterator[None]:
+    """Put a defect back until the end of the block."""
+    with pytest.MonkeyPatch.context() as patch:
+        (DEFECTS | SHARD_DEFECTS)[name](patch)
+        yield

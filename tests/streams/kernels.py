@@ -120,7 +120,10 @@ class Launchers:
                 _same(view, expected)
             parts = [
                 dataclasses.replace(
-                    column, source=source.tensor(), out=out.tensor(), mask=None if mask is None else mask.tensor()
+                    column,
+                    source=source.tensor(),
+                    out=out.tensor(),
+                    mask=None if mask is None else mask.tensor(),
                 )
                 for column, source, out, mask in columns
             ]
@@ -231,7 +234,11 @@ class Launchers:
 
     def _index(self, launch: _Launch, known: Any) -> Callable[[], tuple[torch.Tensor, ...]]:
         """The table's index in host memory, as it is when the kernel runs."""
-        addresses, slots, check = launch.read(known.addresses), len(known.known), self._cuda.memory.check_readable
+        addresses, slots, check = (
+            launch.read(known.addresses),
+            len(known.known),
+            self._cuda.memory.check_readable,
+        )
 
         def now() -> tuple[torch.Tensor, ...]:
             shapes = ((slots,), (slots, 3), (known.num_ids,))
@@ -264,7 +271,15 @@ class Launchers:
 
         def run() -> None:
             held = None if blocks is None else tuple(view.tensor() for view in blocks)
-            _resolve(known, index(), held, given.tensor(), numbers.tensor(), *(out.tensor() for out in outs), **options)
+            _resolve(
+                known,
+                index(),
+                held,
+                given.tensor(),
+                numbers.tensor(),
+                *(out.tensor() for out in outs),
+                **options,
+            )
 
         launch.queue(run)
 
@@ -345,7 +360,9 @@ def _resolve(
             anchors = choices * 0 if anchor == "first" else choices - 1
         anchors = anchors + lead
     low, high = (
-        torch.minimum((anchors + edge).clamp(min=0), steps + final - 1).div(block_steps, rounding_mode="trunc")
+        torch.minimum((anchors + edge).clamp(min=0), steps + final - 1).div(
+            block_steps, rounding_mode="trunc"
+        )
         for edge in (first, last)
     )
     own = torch.arange(count, device="cpu") * width

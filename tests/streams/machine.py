@@ -8,6 +8,8 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
+import torch
+
 from .memory import Span
 
 Policy = Literal["random", "latest", "eager"]
@@ -126,6 +128,7 @@ class Machine:
         self.checks_order = True
         self.wait_for: Callable[..., None] | None = None  # of the threads, see `Threads.wait`
         self.maybe_switch: Callable[[], None] = lambda: None
+        self.check_call: Callable[[str], None] = lambda name: None
         self.current_stream: Callable[[], Stream] = lambda: self.streams[0]
         self._host: dict[int, int] = {}
         self._accesses: dict[int, list[tuple[Operation, Span, bool]]] = collections.defaultdict(list)
@@ -135,6 +138,7 @@ class Machine:
     def on_call(self, name: str) -> None:
         """Called first in every call of the host: others may run in the meantime."""
         self.counts[name] += 1
+        self.check_call(name)
         self.maybe_switch()
         if self.policy == "random":
             while self.random.random() < 0.5 and self.step(starving=False):
@@ -213,7 +217,8 @@ class Machine:
         operation = stream.queue.popleft()
         if operation.call is not None:
             try:
-                operation.call()
+                with torch.device("cpu"), torch.inference_mode(False), torch.no_grad():
+                    operation.call()
             except Exception as error:
                 self.fail(f"{operation.label} failed: {type(error).__name__}: {error}")
         operation.call = None

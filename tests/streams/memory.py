@@ -95,6 +95,7 @@ class Memory:
 
     def allocate(self, count: int, stream: Stream | None) -> torch.Tensor:
         """Bytes of a stream's pool, or pinned; uint8 [count] as the host sees them. Never runs other threads."""
+        self._machine.check_call("allocate")
         self._recycle()
         size = max(-(-count // ROUND) * ROUND, ROUND)
         pool = self._free[-1 if stream is None else stream.cuda_stream, size]
@@ -122,9 +123,7 @@ class Memory:
         self.allocated -= block.size
         users = [stream for stream in self._machine.streams if stream.cuda_stream in block.used]
         if users:
-            self._pending.append(
-                (block, [self._machine.enqueue(stream, "free", None) for stream in users])
-            )
+            self._pending.append((block, [self._machine.enqueue(stream, "free", None) for stream in users]))
         else:
             self._reusable(block)
 

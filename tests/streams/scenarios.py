@@ -55,6 +55,8 @@ class Scenario:
         stops: whether the last epoch ends early too.
         drops: whether the dataset is dropped while the device still works.
         looks: whether the consumer asks for counts and states.
+        mode: what else torch is told: ``"inference"`` mode, another ``"default device"`` or current ``"device"``, or
+            the ``"capture"`` of a graph while other threads go on.
     """
 
     selector: str = "uniform"
@@ -73,9 +75,10 @@ class Scenario:
     stops: bool = False
     drops: bool = False
     looks: bool = False
+    mode: str = ""
 
     @classmethod
-    def of(cls, seed: int) -> Scenario:
+    def of(cls, seed: int, mode: str = "") -> Scenario:
         """The scenario of a seed."""
         choose = random.Random(f"scenario {seed}")
         selector = choose.choice(list(SELECTORS))
@@ -99,6 +102,7 @@ class Scenario:
             stops=choose.random() < 0.4,
             drops=choose.random() < 0.5,
             looks=choose.random() < 0.3,
+            mode=mode,
         )
 
     def simpler(self) -> Iterator[Scenario]:
@@ -173,7 +177,7 @@ class Run:
         gc.freeze()
         try:
             self.cuda.refuse_pinning = not self.scenario.pinned
-            with self.cuda.installed():
+            with self.cuda.installed(), self._mode():
                 table = made_table()
                 try:
                     self._consume(table)
@@ -186,6 +190,23 @@ class Run:
             gc.unfreeze()
             if collecting:
                 gc.enable()
+
+    @contextlib.contextmanager
+    def _mode(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self.scenario.mode == "inference":
+                stack.enter_context(torch.inference_mode())
+            if self.scenario.mode == "default device":
+                stack.enter_context(torch.device(self.choose.choice(["cuda:0", "cuda:1"])))
+            yield
+
+    def _between_batches(self) -> None:
+        if self.scenario.mode == "device":
+            torch.cuda.set_device(self.choose.choice([0, 1]))
+        if self.scenario.mode == "capture" and self.choose.random() < 0.5:
+            with self.cuda.capturing():
+                for _ in range(self.choose.choice([1, 3])):
+                    self.cuda.threads.switch()
 
     # ---------------------------------------------------------------- the consumer
 
@@ -240,6 +261,9 @@ class Run:
     def _take(self, key: Any, batch: Any, read: Any, held: Any, data: Any) -> None:
         """What a training step does with a batch."""
         scenario = self.scenario
+        self._between_batches()
+        if scenario.mode == "inference" and batch["value"].is_inference():
+            raise Mismatch(f"batch {key} is an inference tensor: it cannot be trained on")
         read.append((key, cloned(batch)))
         # Without copies a batch may be read until `keep` more have been requested.
         most = scenario.hold if scenario.copy is not False else min(scenario.hold, data.keep - 1)
@@ -374,5 +398,7 @@ def compare_grown(key: Any, found: Any, expected: Any) -> None:
     if not torch.equal(found["number"], right) or (before & ~mask)[same_anchor].any():
         raise Mismatch(f"batch {key}: number is {found['number']}, mask {mask}; expected {right}")
     mask = found["mask"]["value"][:, :, None]
-    if not torch.equal(found["value"], torch.where(mask, trajectory[:, :, None].float(), 0.0).expand(-1, -1, 5)):
+    if not torch.equal(
+        found["value"], torch.where(mask, trajectory[:, :, None].float(), 0.0).expand(-1, -1, 5)
+    ):
         raise Mismatch(f"batch {key}: value is {found['value']} of {trajectory}")

@@ -171,7 +171,9 @@ def run_shards(scenario: ShardScenario, seed: int, policy: Policy) -> Cuda:
         names = zip(*(batch[key].tolist() for key in ("shard", "index", "generation")), strict=True)
         numbers = [owners[name] for name in names]
         if batch["task"][:, 0].tolist() != numbers:
-            raise Mismatch(f"batch {number} has trajectories {batch['task'][:, 0].tolist()}; expected {numbers}")
+            raise Mismatch(
+                f"batch {number} has trajectories {batch['task'][:, 0].tolist()}; expected {numbers}"
+            )
         for key, value in {} if expected is None else expected[number].items():
             if not torch.equal(batch[key], value):
                 raise Mismatch(f"batch {number}: {key} is {batch[key]}; expected {value}")

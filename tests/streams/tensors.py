@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils import _device as defaults
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._pytree import tree_flatten, tree_map
 
 from .memory import View
@@ -60,6 +60,10 @@ class DeviceTensor(torch.Tensor):
     ) -> Any:
         if function is torch.ops.prim.device.default:
             return args[0].where
+        if torch.is_inference_mode_enabled():  # which skips the layer that takes composed functions apart
+            made = function.decompose(*args, **(kwargs or {}))
+            if made is not NotImplemented:
+                return made
         flat = tree_flatten((args, kwargs or {}))[0]
         ours = [each for each in flat if isinstance(each, DeviceTensor)]
         return _Call(ours[0].cuda_, ours[0].where, function, args, kwargs or {}).run()
@@ -72,6 +76,12 @@ class DeviceTensor(torch.Tensor):
 
     def numpy(self, *args: Any, **options: Any) -> Any:
         raise TypeError(f"can't convert {self.where} device type tensor to numpy.")
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return f"DeviceTensor({list(self.shape)}, {self.dtype}, {self.where})"
 
     def pin_memory(self, device: Any = None) -> torch.Tensor:
         raise RuntimeError("cannot pin a tensor of a GPU; only dense CPU tensors can be pinned")
@@ -165,7 +175,11 @@ class _Call:
 
     def _queued(self) -> Any:
         def shape_only(value: torch.Tensor) -> torch.Tensor:
-            if value.dim() and not isinstance(value, DeviceTensor) and self.name not in ("index", "index_put_"):
+            if (
+                value.dim()
+                and not isinstance(value, DeviceTensor)
+                and self.name not in ("index", "index_put_")
+            ):
                 raise RuntimeError(
                     f"Expected all tensors to be on the same device, but found cpu and {self.device}"
                 )
@@ -190,9 +204,11 @@ class _Call:
             outs, result = [], mutated[0] if len(mutated) == 1 else tuple(mutated)
         else:
             result = tree_map(
-                lambda part: device_empty(self.cuda, part.shape, part.stride(), part.dtype, self.device)
-                if isinstance(part, torch.Tensor)
-                else part,
+                lambda part: (
+                    device_empty(self.cuda, part.shape, part.stride(), part.dtype, self.device)
+                    if isinstance(part, torch.Tensor)
+                    else part
+                ),
                 function(*args, **kwargs),
             )
             outs = [View.of(part) for part in tree_flatten(result)[0] if isinstance(part, torch.Tensor)]
@@ -229,7 +245,7 @@ class CudaFunctions(TorchFunctionMode):
     def __init__(self, cuda: Cuda) -> None:
         super().__init__()
         self._cuda = cuda
-        self._factories = defaults._device_constructors()
+        self._factories = _device_constructors()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
@@ -240,7 +256,9 @@ class CudaFunctions(TorchFunctionMode):
         if function in (torch.Tensor.to, torch.Tensor.cuda):
             return self._to(function, args, options)
         if function is torch.where and len(args) == 3:  # a number would become a tensor of the device
-            args = [part if isinstance(part, torch.Tensor) else torch.tensor(part, device="cpu") for part in args]
+            args = [
+                part if isinstance(part, torch.Tensor) else torch.tensor(part, device="cpu") for part in args
+            ]
         if function in self._factories:
             return self._make(function, args, options)
         return function(*args, **options)
@@ -248,14 +266,18 @@ class CudaFunctions(TorchFunctionMode):
     def _make(self, function: Any, args: Any, options: dict[str, Any]) -> Any:
         device = options.get("device")
         if device is None:
-            device = defaults.CURRENT_DEVICE or "cpu"
+            set_here = [
+                mode for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext)
+            ]
+            device = set_here[-1].device if set_here else "cpu"
         device = self._cuda.device_of(device)
         options["device"] = "cpu" if device.type == "cuda" else device
         pinned = options.pop("pin_memory", False)
         made = function(*args, **options)
         if pinned:
             assert device.type == "cpu", "Only dense CPU tensors can be pinned"
-            return self._cuda.pinned_copy(made)
+            empty = function.__name__ in _EMPTY
+            return self._cuda.pinned(made.shape, made.dtype) if empty else self._cuda.pinned_copy(made)
         if device.type != "cuda":
             return made
         if function.__name__ in _EMPTY:

@@ -1,0 +1,139 @@
+"""Batches for a GPU under adversarial schedules: those of a CPU selection, whatever runs when; and known defects."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from gear_loader.collection import prefetch
+
+from .defects import DEFECTS, SHARD_DEFECTS, put_back
+from .machine import Policy
+from .scenarios import Run, Scenario
+from .shard_scenarios import ShardScenario, run_shards
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
+POLICIES: tuple[Policy, ...] = ("random", "latest", "eager")
+MODES = ("inference", "default device", "device", "capture")
+FIRST = int(os.environ.get("GEAR_LOADER_FIRST_SEED", "0"))
+"""The first seed of the tests below."""
+
+
+def play(scenario: Scenario, seed: int, policy: Policy, **options: Any) -> BaseException | None:
+    """The error of a run, or None."""
+    try:
+        Run(scenario, seed, policy, **options).run()
+    except Exception as error:
+        return error
+    return None
+
+
+def shrunk(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
+    """The simplest scenario that still fails."""
+    while True:
+        simpler = next((each for each in scenario.simpler() if fails(each)), None)
+        if simpler is None:
+            return scenario
+        scenario = simpler
+
+
+def check_all(seeds: range, mode: str = "") -> None:
+    for seed in seeds:
+        for policy in POLICIES:
+            scenario = Scenario.of(seed, mode)
+            error = play(scenario, seed, policy)
+            if error is not None:
+                small = shrunk(scenario, lambda each: play(each, seed, policy) is not None)  # noqa: B023
+                raise AssertionError(
+                    f"{small}, seed {seed}, policy {policy}: {play(small, seed, policy)}"
+                ) from error
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_batches_are_those_of_the_cpu_in_any_order_of_work(part: int) -> None:
+    check_all(range(FIRST + 15 * part, FIRST + 15 * part + 15))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(8))
+def test_batches_are_those_of_the_cpu_in_thousands_of_schedules(part: int) -> None:
+    check_all(range(FIRST + 1000 + 125 * part, FIRST + 1000 + 125 * part + 125))
+
+
+def check_shards(seeds: range) -> None:
+    for seed in seeds:
+        for policy in POLICIES:
+            scenario = ShardScenario.of(seed)
+            try:
+                run_shards(scenario, seed, policy)
+            except Exception as error:
+                raise AssertionError(f"{scenario}, seed {seed}, policy {policy}") from error
+
+
+def test_batches_over_shards_in_any_order_of_work() -> None:
+    check_shards(range(FIRST, FIRST + 25))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(4))
+def test_batches_over_shards_in_thousands_of_schedules(part: int) -> None:
+    check_shards(range(FIRST + 1000 + 100 * part, FIRST + 1000 + 100 * part + 100))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_of_torch_change_nothing(mode: str) -> None:
+    check_all(range(FIRST, FIRST + 12), mode)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_of_torch_change_nothing_in_hundreds_of_schedules(mode: str) -> None:
+    check_all(range(FIRST + 1000, FIRST + 1100), mode)
+
+
+# ---------------------------------------------------------------- what the stand-in finds
+
+
+def first_found(name: str, policy: Policy, most: int) -> tuple[int, Exception] | None:
+    """The first seed whose run fails with a defect put back."""
+    for seed in range(most):
+        with put_back(name):
+            try:
+                if name in DEFECTS:
+                    Run(Scenario.of(seed), seed, policy).run()
+                else:
+                    run_shards(ShardScenario.of(seed), seed, policy)
+            except Exception as error:
+                return seed, error
+    return None
+
+
+@pytest.mark.parametrize("name", [*DEFECTS, *SHARD_DEFECTS])
+def test_a_defect_put_back_is_found(name: str) -> None:
+    assert first_found(name, "random", 100) is not None
+
+
+def test_threads_that_may_disturb_a_capture_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefetch, "allow_captures", lambda: None)
+    errors = [play(Scenario.of(seed, "capture"), seed, "random") for seed in range(10)]
+    assert any("ended the capture of a graph" in str(error) for error in errors)
+
+
+def test_a_failure_is_shrunk() -> None:
+    name = "a batch is delivered without waiting for the stream that fills it"
+
+    def fails(scenario: Scenario) -> bool:
+        with put_back(name):
+            return play(scenario, 0, "random") is not None
+
+    scenario = Scenario("prioritized", prefetch=3, side=True, writes=20, batches=8, hold=1, updates="device")
+    assert fails(scenario)
+    small = shrunk(scenario, fails)
+    assert fails(small)
+    assert small.size < scenario.size
+    assert small.batches == 1
+    assert not small.writes
