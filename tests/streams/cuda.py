@@ -45,6 +45,8 @@ class Cuda:
         self.machine.current_stream = self.current_stream
         self.machine.wait_for = self.threads.wait
         self.machine.maybe_switch = self.threads.maybe_switch
+        self.threads.tell = lambda: dict(self.machine.host_clock)
+        self.threads.hear = self.machine.learn
         self.devices = devices
         self.refuse_pinning = False
         self.relaxed: list[str] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import random
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
@@ -130,7 +131,9 @@ class Machine:
         self.maybe_switch: Callable[[], None] = lambda: None
         self.check_call: Callable[[str], None] = lambda name: None
         self.current_stream: Callable[[], Stream] = lambda: self.streams[0]
-        self._host: dict[int, int] = {}
+        self._hosts: dict[int, dict[int, int]] = collections.defaultdict(
+            dict
+        )  # thread -> what it has seen done
         self._accesses: dict[int, list[tuple[Operation, Span, bool]]] = collections.defaultdict(list)
 
     # ---------------------------------------------------------------- queueing
@@ -157,7 +160,7 @@ class Machine:
         """Queue an operation. Never runs other threads, so that the garbage collector may call it."""
         stream.count += 1
         clock = stream.clock
-        for other in (self._host, *(operation.clock for operation in after)):
+        for other in (self.host_clock, *(operation.clock for operation in after)):
             if other:
                 clock = {key: max(clock.get(key, 0), other.get(key, 0)) for key in {**clock, **other}}
         clock = {**clock, stream.cuda_stream: stream.count}
@@ -255,10 +258,20 @@ class Machine:
         self.host_knows(operation)
 
     def host_knows(self, operation: Operation | None) -> None:
-        """What is queued from here on comes after an operation that the host has seen done."""
+        """What this thread queues from here on comes after an operation that it has seen done."""
         if operation is not None:
-            for key, value in operation.clock.items():
-                self._host[key] = max(self._host.get(key, 0), value)
+            self.learn(operation.clock)
+
+    @property
+    def host_clock(self) -> dict[int, int]:
+        """What the calling thread has seen done, or was told of by a thread that has."""
+        return self._hosts[threading.get_ident()]
+
+    def learn(self, clock: dict[int, int]) -> None:
+        """The calling thread hears from another one."""
+        mine = self.host_clock
+        for key, value in clock.items():
+            mine[key] = max(mine.get(key, 0), value)
 
     def synchronize(self, device: int) -> None:
         self.on_call("synchronize")

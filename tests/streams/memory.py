@@ -6,6 +6,7 @@ import collections
 import ctypes
 import math
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -132,19 +133,19 @@ class Memory:
         pending, self._pending = self._pending, []
         for block, markers in pending:
             if all(marker.done for marker in markers):
-                for marker in markers:
-                    self._machine.host_knows(marker)
-                self._reusable(block)
+                self._reusable(block, markers)
             else:
                 self._pending.append((block, markers))
 
-    def _reusable(self, block: Block) -> None:
+    def _reusable(self, block: Block, after: Iterable[Operation] = ()) -> None:
         if block.stream is None:
             block.poison()  # the host may write at once
             self._free[-1, block.size].append(block)
             return
         span = Span(block.address, block.address + block.size, block.address)
-        self._machine.enqueue(block.stream, "the next user of freed memory", block.poison, writes=[span])
+        self._machine.enqueue(
+            block.stream, "the next user of freed memory", block.poison, writes=[span], after=after
+        )
         self._free[block.stream.cuda_stream, block.size].append(block)
 
     # ---------------------------------------------------------------- what lies where

@@ -49,6 +49,7 @@ class Threads:
 
     Attributes:
         failures: exceptions that ended threads.
+        tell, hear: what a thread passes to another one when it hands something over.
         frequency: how often a call lets another thread run.
         patience: how often a thread that waits lets others run, instead of the work that it waits for.
     """
@@ -60,6 +61,8 @@ class Threads:
         self._members = [self._current]
         self._ending = False
         self.failures: list[BaseException] = []
+        self.tell: Callable[[], Any] = lambda: None
+        self.hear: Callable[[Any], None] = lambda told: None
         self.frequency = 0.2
         self.patience = 0.7
 
@@ -178,10 +181,11 @@ class Threads:
                 self._set = False
 
             def set(self) -> None:
-                self._set = True
+                self._set, self._told = True, threads.tell()
 
             def wait(self, timeout: float | None = None) -> bool:
                 threads.wait(lambda: self._set)
+                threads.hear(self._told)
                 return True
 
         current = threading.current_thread
@@ -202,11 +206,13 @@ class Threads:
                 return cls
 
             def put(self, item: Any) -> None:
-                self._items.append(item)
+                self._items.append((item, threads.tell()))
 
             def get(self) -> Any:
                 threads.wait(lambda: bool(self._items))
-                return self._items.popleft()
+                item, told = self._items.popleft()
+                threads.hear(told)
+                return item
 
             def empty(self) -> bool:
                 return not self._items
