@@ -181,8 +181,8 @@ class Prefetcher:
         if os.getpid() != self._pid:
             raise GearError(
                 f"An iterator of process {self._pid} was continued in process {os.getpid()}, a forked child without "
-                "the thread that prefetches its batches. Make a new iterator in the child, or start the child with "
-                "spawn."
+                "the thread that prefetches its batches, and without its GPU. Make a new iterator in the child, with "
+                "device='cpu', or start the child with spawn."
             )
 
     def _work(self, signals: queue.SimpleQueue[BaseException | object]) -> None:
@@ -319,6 +319,8 @@ class Prefetcher:
         return buffers.lend(count) if self._lends else buffers.rows(count)
 
     def _recycle(self) -> None:
+        if self._stream is not None:
+            self._check_process()
         held = []
         for _ in range(len(self._delivered) - self._keep + 1):
             buffers = self._delivered.popleft()

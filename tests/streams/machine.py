@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import os
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -131,6 +132,7 @@ class Machine:
         self.maybe_switch: Callable[[], None] = lambda: None
         self.check_call: Callable[[str], None] = lambda name: None
         self.current_stream: Callable[[], Stream] = lambda: self.streams[0]
+        self._process = os.getpid()
         self._hosts: dict[int, dict[int, int]] = collections.defaultdict(
             dict
         )  # thread -> what it has seen done
@@ -140,6 +142,8 @@ class Machine:
 
     def on_call(self, name: str) -> None:
         """Called first in every call of the host: others may run in the meantime."""
+        if os.getpid() != self._process:
+            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess.")
         self.counts[name] += 1
         self.check_call(name)
         self.maybe_switch()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+import gear_loader as gear
 from gear_loader.collection import prefetch
 
+from .cuda import Cuda
 from .defects import DEFECTS, SHARD_DEFECTS, put_back
 from .machine import Policy
-from .scenarios import Run, Scenario
+from .scenarios import Run, Scenario, cloned, compare, made_table, on_host
 from .shard_scenarios import ShardScenario, run_shards
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
@@ -93,6 +97,57 @@ def test_modes_of_torch_change_nothing(mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_of_torch_change_nothing_in_hundreds_of_schedules(mode: str) -> None:
     check_all(range(FIRST + 1000, FIRST + 1100), mode)
+
+
+def in_child(*calls: Callable[[], object]) -> list[str]:
+    """The errors of calls in a forked child."""
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        found = []
+        for call in calls:
+            try:
+                found.append(f"no error: {call()}")
+            except BaseException as error:
+                found.append(f"{type(error).__name__}: {error}")
+        os.write(writing, json.dumps(found).encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        made: list[str] = json.load(pipe)
+    os.wait()
+    return made
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_fork_between_two_batches(prefetch: int) -> None:
+    """The child gets an error that says what to do, and touches no stream; the parent's batches go on."""
+    cuda = Cuda(0, "latest")
+    with cuda.installed(), made_table() as table:
+        data = gear.ReplayDataset(
+            table,
+            batch_size=4,
+            windows=gear.Window(2),
+            device="cuda:1",
+            prefetch=prefetch,
+            batches_per_epoch=4,
+        )
+        batches = iter(data)
+        kept = [cloned(dict(next(batches))), cloned(dict(next(batches)))]
+        queued = sum(len(stream.queue) for stream in cuda.machine.streams)
+        errors = in_child(batches.__next__, data.sample, lambda: table[0])
+        assert "An iterator of process" in errors[0]
+        assert all("fork" in error for error in errors)
+        assert sum(len(stream.queue) for stream in cuda.machine.streams) == queued
+        kept += [cloned(dict(batch)) for batch in batches]
+        torch.cuda.synchronize("cuda:1")
+        expected = gear.ReplayDataset(
+            table, batch_size=4, windows=gear.Window(2), device="cpu", copy=True, batches_per_epoch=4
+        )
+        for number, (batch, other) in enumerate(zip(kept, expected, strict=True)):
+            compare(number, {name: on_host(value) for name, value in batch.items()}, other)
+        del batches, data
+        gc.collect()
+    cuda.check()
 
 
 # ---------------------------------------------------------------- what the stand-in finds
