@@ -185,6 +185,7 @@ class GatherPlan:
             [self._row(column) for column in columns], dtype=torch.int64, device="cpu"
         ).reshape(-1, WIDTH)
         self.launches = [(word, table, table.to(self.device)) for word, table in self._launches()]
+        self._tiles: dict[tuple[int, int, int, int], int] = {}
 
     def _row(self, column: GatherColumn) -> list[int]:
         row = [0] * WIDTH
@@ -224,12 +225,19 @@ class GatherPlan:
         return [(word, torch.tensor(part, dtype=torch.int64, device="cpu")) for word, part in parts]
 
     def tiles(self, table: torch.Tensor, count: int, tile: int, entries: int) -> int:
-        """Number of tiles of a launch over `count` rows: of `tile` lines each, or `entries` of a mask."""
-        sizes = [
-            (lines * count, tile) if lines else (length * count, entries)
-            for lines, length in table[:, [LINES, LENGTH]].tolist()
-        ]
-        return sum(-(-size // each) for size, each in sizes)
+        """Number of tiles of a launch over `count` rows: of `tile` lines each, or `entries` of a mask.
+
+        Args:
+            table: of one of `launches`.
+        """
+        key = (id(table), count, tile, entries)
+        if key not in self._tiles:
+            sizes = [
+                (lines * count, tile) if lines else (length * count, entries)
+                for lines, length in table[:, [LINES, LENGTH]].tolist()
+            ]
+            self._tiles[key] = sum(-(-size // each) for size, each in sizes)
+        return self._tiles[key]
 
     def of_source(self, sources: Sequence[torch.Tensor], block_steps: int) -> GatherPlan:
         """A plan that gathers the same windows of another table into the same outputs and masks.

@@ -19,6 +19,7 @@ from gear_loader.storage.rows import CudaRows, Reach, SelectedRows
 from gear_loader.storage.schema import Window
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array, outside_inference
+from gear_loader.utils.packing import Layout, packed_bytes, packed_views
 
 __all__ = [
     "Buffers",
@@ -56,6 +57,7 @@ class GpuSide:
     staging: Buffers | None
     filled: torch.cuda.Event
     released: torch.cuda.Event
+    arguments: tuple[torch.Tensor, torch.Tensor] | None = None
     consumers: set[int] = dataclasses.field(default_factory=set)
     copy: Batch | None = None
 
@@ -181,25 +183,15 @@ class Collector:
         buffers = self._buffers(self.device)
         host: tuple[torch.Tensor, ...] | None = None
         mirror: tuple[torch.Tensor, ...] | None = None
-        staging = random = None
-
-        def pinned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(*shape, dtype=dtype, device="cpu", pin_memory=True)
+        staging = random = arguments = None
 
         if self.zero_copy:
-            random = pinned(3, dtype=torch.int64)
-            blocks = (self.reach.last - self.reach.first) // self._block_steps + 2 + self.reach.once
-            host = (
-                pinned(6, self.batch_size, dtype=torch.int64),
-                pinned(self.batch_size, blocks, dtype=torch.int32).zero_(),
-            )
-            if self.weighs:
-                host += (pinned(self.batch_size, dtype=torch.float32),)
-            if self.informs:
-                host += tuple(
-                    pinned(2, self.batch_size, dtype=dtype) for dtype in (torch.int64, torch.float32)
-                )
-            mirror = tuple(part.to(self.device) for part in host)
+            random = torch.empty(3, dtype=torch.int64, device="cpu", pin_memory=True)
+            parts = self._parts()
+            size = packed_bytes(parts)
+            memory = torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+            arguments = memory, memory.to(self.device)
+            host, mirror = (packed_views(part, parts) for part in arguments)
             if self.informs:
                 buffers.batch["sample_info"] = _named(mirror[-2], mirror[-1])
             for i, key in enumerate(_ROW_KEYS):
@@ -210,8 +202,18 @@ class Collector:
             staging = self._buffers(torch.device("cpu"), pinned=True)
         # The first is blocking: a waiting thread sleeps instead of spinning.
         filled, released = torch.cuda.Event(blocking=True), torch.cuda.Event()
-        buffers.gpu = GpuSide(host, mirror, random, staging, filled, released)
+        buffers.gpu = GpuSide(host, mirror, random, staging, filled, released, arguments)
         return buffers
+
+    def _parts(self) -> list[Layout]:
+        """Shapes and dtypes of `GpuSide.host`."""
+        blocks = (self.reach.last - self.reach.first) // self._block_steps + 2 + self.reach.once
+        parts: list[Layout] = [((6, self.batch_size), torch.int64), ((self.batch_size, blocks), torch.int32)]
+        if self.weighs:
+            parts.append(((self.batch_size,), torch.float32))
+        if self.informs:
+            parts += [((2, self.batch_size), dtype) for dtype in (torch.int64, torch.float32)]
+        return parts
 
     def _buffers(self, device: torch.device, *, shared: bool = False, pinned: bool = False) -> Buffers:
         def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -384,8 +386,9 @@ class Collector:
             host[-2].numpy()[:, :count] = drawn.counts
             host[-1].numpy()[:, :count] = drawn.numbers
         torch.cuda.current_stream().wait_event(gpu.released)
-        for source, target in zip(host, mirror, strict=True):
-            target.copy_(source, non_blocking=True)
+        assert gpu.arguments is not None
+        source, target = gpu.arguments
+        target.copy_(source, non_blocking=True)
         self._launch(buffers, mirror, count)
 
     def _launch(self, buffers: Buffers, mirror: tuple[torch.Tensor, ...], count: int) -> None:

@@ -15,6 +15,7 @@ from gear_loader.distributed.collector import ROW_KEYS, ShardBuffers, ShardColle
 from gear_loader.distributed.records import max_window_blocks
 from gear_loader.distributed.remote import Part
 from gear_loader.utils.arrays import Array
+from gear_loader.utils.packing import Layout, packed_bytes, packed_views
 
 __all__ = ["CudaShardCollector", "DeviceRows"]
 
@@ -32,34 +33,42 @@ class DeviceRows:
         block_ids: int32 [B, K], from the same function.
         places: of rows of other nodes: row of the batch, int64 [B].
         weights: importance weights, float32 [B].
+        memory: the memory of all, uint8. ends: ends of keys and weights, and of the arguments of this node's rows.
     """
 
     keys: torch.Tensor
+    weights: torch.Tensor
     anchors: torch.Tensor
     rows: torch.Tensor
     extent: torch.Tensor
     block_ids: torch.Tensor
     places: torch.Tensor
-    weights: torch.Tensor
+    memory: torch.Tensor
+    ends: tuple[int, int]
 
     @classmethod
     def make(
         cls, batch_size: int, blocks: int, *, device: torch.device, pin_memory: bool = False
     ) -> DeviceRows:
         """Make zeroed tensors for batches of `batch_size` rows, with `blocks` blocks a window."""
+        one: Layout = ((batch_size,), torch.int64)
+        keys: list[Layout] = [((4, batch_size), torch.int64), ((batch_size,), torch.float32)]
+        local: list[Layout] = [one, one, ((batch_size, 3), torch.int64), ((batch_size, blocks), torch.int32)]
+        parts = [*keys, *local, one]
+        memory = torch.zeros(packed_bytes(parts), dtype=torch.uint8, device=device, pin_memory=pin_memory)
+        ends = packed_bytes(keys), packed_bytes([*keys, *local])
+        names, weights, anchors, rows, extent, block_ids, places = packed_views(memory, parts)
+        return cls(names, weights, anchors, rows, extent, block_ids, places, memory, ends)
 
-        def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device, pin_memory=pin_memory)
+    def copy_keys(self, host: DeviceRows) -> None:
+        """Queue a copy of keys and weights."""
+        end = self.ends[0]
+        self.memory[:end].copy_(host.memory[:end], non_blocking=True)
 
-        return cls(
-            empty(4, batch_size),
-            empty(batch_size),
-            empty(batch_size),
-            empty(batch_size, 3),
-            empty(batch_size, blocks, dtype=torch.int32),
-            empty(batch_size),
-            empty(batch_size, dtype=torch.float32),
-        )
+    def copy_local(self, host: DeviceRows) -> None:
+        """Queue a copy of the arguments of rows of this node."""
+        begin, end = self.ends
+        self.memory[begin:end].copy_(host.memory[begin:end], non_blocking=True)
 
 
 @dataclasses.dataclass
@@ -125,10 +134,11 @@ class CudaShardCollector(ShardCollector):
         from gear_loader.kernels import gather
 
         host, mirror = _sides(buffers)
+        claims: list[tuple[int, slice]] = []
         for shard, shard_rows in self._by_shard(rows, which):
             records = rows.records[shard_rows]
             part = self._claim(buffers, 0, len(shard_rows))
-            count = len(shard_rows)
+            claims.append((shard, part))
             slots, anchors = (np.ascontiguousarray(records[name]) for name in ("slot", "step"))
             host.anchors[part].numpy()[:] = anchors
             host.rows[part].numpy()[:] = shard_rows
@@ -140,8 +150,10 @@ class CudaShardCollector(ShardCollector):
                 host.extent[part].numpy(),
                 host.block_ids[part].numpy(),
             )
-            for name in ("anchors", "rows", "extent", "block_ids"):
-                getattr(mirror, name)[part].copy_(getattr(host, name)[part], non_blocking=True)
+        if claims:
+            mirror.copy_local(host)
+        for shard, part in claims:
+            count = part.stop - part.start
             gather.gather(
                 self._plan(buffers, shard),
                 self._numbers[:count],
@@ -175,9 +187,7 @@ class CudaShardCollector(ShardCollector):
     def _write_keys(self, buffers: ShardBuffers, rows: ShardRows) -> None:
         host, mirror = _sides(buffers)
         self._fill_keys(dict(zip(ROW_KEYS, host.keys, strict=True)), host.weights, rows)
-        mirror.keys.copy_(host.keys, non_blocking=True)
-        if rows.weigh is not None:
-            mirror.weights.copy_(host.weights, non_blocking=True)
+        mirror.copy_keys(host)
 
 
 def _sides(buffers: ShardBuffers) -> tuple[DeviceRows, DeviceRows]:

@@ -39,6 +39,7 @@ from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.rows import CudaRows, Reach, SelectedRows
 from gear_loader.utils.arrays import Array, outside_inference
+from gear_loader.utils.packing import Layout, packed_bytes, packed_views
 
 __all__ = ["CudaPrioritizedSelection"]
 
@@ -160,11 +161,16 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             "update_priority, use Prioritized(eps=...), which keeps them all positive, or draw fewer."
         )
 
-    def _upload(self, array: Array) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
+    def _upload(self, *arrays: Array) -> tuple[torch.Tensor, ...]:
+        """Arrays as tensors on the device, by one copy. Does not wait for the GPU."""
+        tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
         if not self._cuda:
-            return tensor.clone()
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+            return tuple(tensor.clone() for tensor in tensors)
+        parts: list[Layout] = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+        memory = torch.empty(packed_bytes(parts), dtype=torch.uint8, device="cpu", pin_memory=True)
+        for view, tensor in zip(packed_views(memory, parts), tensors, strict=True):
+            view.copy_(tensor)
+        return packed_views(memory.to(self._device, non_blocking=True), parts)
 
     # ---------------------------------------------------------------- drawing
 
@@ -176,21 +182,20 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             self._raise_late()
             if self._cuda:
                 self._stream = torch.cuda.current_stream(self._device)
+            self._follow(ticket, self.context.samples(draw.count))
+            if len(self.context.table) == 0:
+                raise self.context.empty()
+            rows = self._restored(draw)
+            if rows is None:
+                return CudaRows(draw.count, functools.partial(self._draw_into, draw))
             self._enter()
             try:
-                self._follow(ticket, self.context.samples(draw.count))
-                if len(self.context.table) == 0:
-                    raise self.context.empty()
-                rows = self._restored(draw)
-                if rows is None:
-                    return CudaRows(draw.count, functools.partial(self._draw_into, draw))
-                weights = None if rows.weights is None else self._upload(rows.weights)
-                self._remember(
-                    draw, self._upload(np.stack((rows.slots, rows.steps, rows.generations))), weights
-                )
-                return self.rows(rows.slots, rows.steps, rows.generations, None, 1.0, rows.weights)
+                given = [np.stack((rows.slots, rows.steps, rows.generations)), rows.weights]
+                names, *weights = self._upload(*(part for part in given if part is not None))
+                self._remember(draw, names, weights[0] if weights else None)
             finally:
                 self._leave()
+            return self.rows(rows.slots, rows.steps, rows.generations, None, 1.0, rows.weights)
 
     def _draw_into(
         self, draw: Draw, random: torch.Tensor, out: tuple[torch.Tensor, ...], reach: Reach
@@ -259,30 +264,26 @@ class CudaPrioritizedSelection(PrioritizedSelection):
     def _set(self, leaves: Leaves) -> None:
         from gear_loader.kernels import priority
 
-        self._enter()
         alpha, eps = self._exponent()
         generations = self.context.table.reader().slot_states()[1][leaves.slots].astype(np.int32)
         known = np.where(leaves.added, generations, np.int32(0))
-        slots, places = self._upload(leaves.slots), self._upload(leaves.blocks)
-        self._index.known[slots] = self._upload(known)
-        blocks, follows = self._index.blocks, self._map
+        follows, blocks = self._map, self._index.blocks
+        arrays = [leaves.slots, known, leaves.items, leaves.priorities]
         if blocks is not None:
-            blocks.owner[places] = self._upload(follows.owner[leaves.blocks])
-            blocks.number[places] = self._upload(follows.number[leaves.blocks])
-            blocks.place[places] = self._upload(follows.place[leaves.blocks])
-            blocks.first[slots] = self._upload(follows.start[leaves.slots])
-            blocks.steps[slots] = self._upload(follows.length[leaves.slots])
-        floor = float(leaves.priorities.max(initial=0))
-        priority.update(
-            self._wide,
-            self._upload(leaves.items),
-            self._upload(leaves.priorities),
-            alpha=alpha,
-            eps=eps,
-            unset=True,
-            floor=floor,
-        )
-        self._leave()
+            at, slots = leaves.blocks, leaves.slots
+            arrays += [at, follows.owner[at], follows.number[at], follows.place[at]]
+            arrays += [follows.start[slots], follows.length[slots]]
+        self._enter()
+        try:
+            where, new, items, priorities, *steps = self._upload(*arrays)
+            self._index.known[where] = new
+            if blocks is not None:
+                places, blocks.owner[places], blocks.number[places], blocks.place[places] = steps[:4]
+                blocks.first[where], blocks.steps[where] = steps[4:]
+            floor = float(leaves.priorities.max(initial=0))
+            priority.update(self._wide, items, priorities, alpha=alpha, eps=eps, unset=True, floor=floor)
+        finally:
+            self._leave()
 
     # ---------------------------------------------------------------- updating
 
@@ -306,10 +307,9 @@ class CudaPrioritizedSelection(PrioritizedSelection):
             if stale == "error":
                 self._check_live(new)
             steps = new.steps if unit == "step" else None
-            parts = [
-                None if part is None else self._upload(part)
-                for part in (new.slots, new.priorities, new.generations, steps)
-            ]
+            given = [new.slots, new.priorities, new.generations, steps]
+            here = iter(self._upload(*(part for part in given if part is not None)))
+            parts = [None if part is None else next(here) for part in given]
         else:
             check_names(anchor, unit)
             # Copied, because the update may run after the user has overwritten the tensors.
@@ -368,14 +368,15 @@ class CudaPrioritizedSelection(PrioritizedSelection):
     def _read(self, items: Array) -> Array:
         if self._cuda:
             self._raise_late(wait=True)
-        leaves: Array = self._wide.leaves[self._upload(items)].cpu().numpy()
+        leaves: Array = self._wide.leaves[self._upload(items)[0]].cpu().numpy()
         return leaves
 
     def _write(self, items: Array, leaves: Array) -> None:
         from gear_loader.kernels import priority
 
         self._enter()
-        self._wide.leaves[self._upload(items)] = self._upload(leaves)
+        where, new = self._upload(items, leaves)
+        self._wide.leaves[where] = new
         priority.build(self._wide)
         self._leave()
 

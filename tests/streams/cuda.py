@@ -117,6 +117,13 @@ class Cuda:
         self.upload(tensor, made, non_blocking=non_blocking)
         return made
 
+    def filled(self, values: torch.Tensor, device: torch.device) -> DeviceTensor:
+        """What a kernel without inputs makes, as `torch.zeros` and `torch.arange` do."""
+        made = device_empty(self, values.shape, values.stride(), values.dtype, device)
+        into = View.of(made)
+        self.launch(device, "fill", lambda: into.tensor().copy_(values), writes=[into])
+        return made
+
     def upload(self, source: torch.Tensor, target: DeviceTensor, *, non_blocking: bool) -> None:
         """Copy to a device. Memory that is not pinned has been read when this returns."""
         self.machine.counts["copies to the device"] += 1
@@ -285,6 +292,7 @@ class Cuda:
                     pass
             finally:
                 patch.undo()
+                self.memory.forget()
 
     def check(self) -> None:
         """Fail if an operation failed, an order is missing, or a thread ended by an exception."""

@@ -148,6 +148,12 @@ class Memory:
         )
         self._free[block.stream.cuda_stream, block.size].append(block)
 
+    def forget(self) -> None:
+        """Let go of all memory at the end of a run; what is still held lives on by itself."""
+        self._arena = np.empty(0, dtype=np.uint8)
+        for known in (self._free, self._blocks, self._pages, self._pending):
+            known.clear()
+
     # ---------------------------------------------------------------- what lies where
 
     def block(self, address: int) -> Block | None:

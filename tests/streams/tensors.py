@@ -282,7 +282,9 @@ class CudaFunctions(TorchFunctionMode):
             return made
         if function.__name__ in _EMPTY:
             return device_empty(self._cuda, made.shape, made.stride(), made.dtype, device)
-        return self._cuda.to_device(made, device)
+        if function.__name__ in ("tensor", "as_tensor", "asarray"):
+            return self._cuda.to_device(made, device)
+        return self._cuda.filled(made, device)
 
     def _to(self, function: Any, args: Any, options: dict[str, Any]) -> Any:
         tensor, *rest = args
