@@ -69,6 +69,7 @@ def _check_options(
     batches_per_epoch: Any,
     subset: Any,
     programs: Any,
+    stream_priority: Any,
     scope: Any,
     rank: Any,
     world_size: Any,
@@ -103,6 +104,8 @@ def _check_options(
         raise SchemaError(f"subset is {subset!r}; expected a function of the sequence numbers (int64 [n]).")
     if programs is not None:
         at_least("programs", programs)
+    if integer("stream_priority", stream_priority) > 0:
+        raise SchemaError(f"stream_priority is {stream_priority}; expected 0, or a negative number to go first.")
     if (rank is None) != (world_size is None) or (rank is not None and not 0 <= rank < (world_size or 0)):
         raise SchemaError(
             f"rank {rank} of world_size {world_size}; expected both, with 0 <= rank < world_size."
@@ -184,6 +187,9 @@ class ReplayDataset(IterableDataset[Batch]):
             has `max_times_sampled`; then, on a GPU, the host draws by priority.
         rate_limited: wait for the table's rate limiter and count for it. False for validation.
         programs: programs of the gather kernel's grid on a GPU; by default one per multiprocessor.
+        stream_priority: of the side stream that prepares batches on a GPU, as for `torch.cuda.Stream`: -1 gives its
+            kernels the next free multiprocessors. Without it they wait behind all blocks of a training kernel that are
+            queued already, and a batch can be late though the bus was idle. Use it with a few `programs`.
         scope: of `Shards`: ``"global"`` draws the same batch over all shards on every rank, `world_size` times as large
             as in one process, and each rank gets its slice; ``"local"`` draws from this rank's shard alone,
             communicates only at the start of an iteration, and corrects importance weights for the shard's share of all
@@ -226,6 +232,7 @@ class ReplayDataset(IterableDataset[Batch]):
         sample_info: bool = False,
         rate_limited: bool = True,
         programs: int | None = None,
+        stream_priority: int = 0,
         scope: Literal["global", "local"] = "global",
         rank: int | None = None,
         world_size: int | None = None,
@@ -252,6 +259,7 @@ class ReplayDataset(IterableDataset[Batch]):
             batches_per_epoch=batches_per_epoch,
             subset=subset,
             programs=programs,
+            stream_priority=stream_priority,
             scope=scope,
             rank=rank,
             world_size=world_size,
@@ -283,6 +291,7 @@ class ReplayDataset(IterableDataset[Batch]):
         self.rate_limited = rate_limited
         self._check_rate(self.batch_size)
         self.programs = None if programs is None else int(programs)
+        self.stream_priority = int(stream_priority)
         self._shard = None if rank is None or world_size is None else (rank, world_size)
         self.scope: Literal["global", "local"] = scope
         self._exchange = self._new_exchange()
@@ -824,11 +833,15 @@ class ReplayDataset(IterableDataset[Batch]):
             "programs": self.programs,
             "weighs": self.selector.weighs,
         }
+        made: Collector
         if self.shards is not None and self._is_global:
             zero_copy = self.device.type == "cuda" and self.shards.pin(self.device)
             kind = CudaShardCollector if zero_copy else ShardCollector
-            return kind(self.shards, self.windows, **options)
-        return Collector(self.table, self.windows, informs=self.sample_info, **options)
+            made = kind(self.shards, self.windows, **options)
+        else:
+            made = Collector(self.table, self.windows, informs=self.sample_info, **options)
+        made.stream_priority = self.stream_priority
+        return made
 
     def _check_worker(self, number: int, in_worker: bool) -> None:
         if not in_worker:

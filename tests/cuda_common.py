@@ -113,7 +113,7 @@ class FakeCuda:
             "device": Device,
             "synchronize": cuda._synchronize,
             "cudart": lambda: cuda,
-            "Stream": lambda device=None: Stream(device, cuda=cuda),
+            "Stream": lambda device=None, priority=0: Stream(device, cuda=cuda),
             "Event": lambda blocking=False: Event(blocking=blocking, cuda=cuda),
             "current_stream": cuda._current_stream,
             "stream": cuda._on,

@@ -561,6 +561,8 @@ def test_sample_while_the_table_shrinks(
         ({"prefetch": -1}, "prefetch is -1; expected an integer of at least 0"),
         ({"keep": 0}, "keep is 0; expected an integer of at least 1"),
         ({"programs": 0}, "programs is 0; expected an integer of at least 1"),
+        ({"stream_priority": 1}, "stream_priority is 1; expected 0, or a negative number to go first"),
+        ({"stream_priority": "high"}, "stream_priority is 'high'; expected an integer"),
         ({"batches_per_epoch": 0}, r"batches_per_epoch is 0; expected an integer of at least 1 or math\.inf"),
         ({"batches_per_epoch": 3.5}, r"batches_per_epoch is 3\.5; expected an integer of at least 1"),
         ({"batches_per_epoch": math.nan}, r"batches_per_epoch is nan; expected an integer"),

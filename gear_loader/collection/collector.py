@@ -167,6 +167,8 @@ class Collector:
         self.reach: Reach = reach_of(table.schema, self.windows)
         """What the windows read of a trajectory."""
         self._once_extents: dict[int, torch.Tensor] = {}
+        self.stream_priority = 0
+        """Of the side stream that runs `gather` on a GPU."""
         self.waits = False
         """Whether `gather` may wait for other processes, so that the training thread must not call it."""
 

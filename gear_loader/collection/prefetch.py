@@ -64,7 +64,7 @@ class Pool:
         self.stream: torch.cuda.Stream | None = None
         self.releaser: _Releaser | None = None
         if collector.device.type == "cuda":
-            self.stream = torch.cuda.Stream(collector.device)
+            self.stream = torch.cuda.Stream(collector.device, priority=collector.stream_priority)
             collector.use_on(self.stream)
         if collector.zero_copy:
             self.releaser = _Releaser(collector)

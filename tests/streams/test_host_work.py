@@ -1,0 +1,140 @@
+"""What the host does for a batch on a GPU, counted: copies, kernels, waits. The table of docs/gpu.md."""
+
+from __future__ import annotations
+
+import collections
+import gc
+from typing import Any
+
+import pytest
+import torch
+from distributed_common import filled
+from played_peer import PlayedPeer
+
+import gear_loader as gear
+from gear_loader.distributed.remote import RemoteShard
+from gear_loader.distributed.shards import Shards
+
+from .cuda import Cuda
+from .scenarios import made_table
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real torch.cuda")
+WINDOWS = {"value": gear.Window(3), "number": gear.Window(3)}
+COPIES = ("copies to the device", "copies to the host")
+WAITS = ("blocking copies", "stream.synchronize", "synchronize")
+
+
+def work(cuda: Cuda, data: gear.ReplayDataset, *, updates: bool = False) -> dict[str, float]:
+    """Counts a batch, of ten batches when all buffers exist."""
+    cuda.threads.frequency = 0.0
+    before: collections.Counter[str] = collections.Counter()
+    for number, batch in enumerate(data):
+        if number == 10:
+            before = collections.Counter(cuda.machine.counts)
+        if number == 20:
+            break
+        if updates:
+            data.update_priority(batch, torch.ones(4, device="cuda:1"))
+    after = cuda.machine.counts
+    return {name: (after[name] - before[name]) / 10 for name in after if after[name] != before[name]}
+
+
+def of_table(selector: Any, updates: bool, **options: Any) -> dict[str, float]:
+    cuda = Cuda(0, "eager")
+    cuda.refuse_pinning = options.pop("staged", False)
+    with cuda.installed(), made_table() as table:
+        options = {"windows": WINDOWS, "batches_per_epoch": 30, "selector": selector} | options
+        data = gear.ReplayDataset(table, batch_size=4, device="cuda:1", **options)
+        found = work(cuda, data, updates=updates)
+        del data
+        gc.collect()
+    cuda.check()
+    assert cuda.machine.host_waits == 0
+    return found
+
+
+def check(found: dict[str, float], copies: tuple[float, float], kernels: dict[str, float]) -> None:
+    assert tuple(found.get(name, 0) for name in COPIES) == copies
+    assert not any(name in found for name in WAITS)
+    assert {name: found.get(name, 0) for name in kernels} == kernels
+
+
+@pytest.mark.parametrize(
+    ("options", "copies", "kernels"),
+    [
+        ({}, 1, {"gather": 1, "clone": 0}),
+        ({"sample_info": True}, 1, {"gather": 1}),
+        ({"windows": {**WINDOWS, "task": None}}, 1, {"gather": 2}),
+        ({"copy": True}, 1, {"gather": 1, "clone": 6}),
+        ({"staged": True}, 6, {"gather": 0}),  # a copy of each tensor of the batch
+    ],
+    ids=["uniform", "sample_info", "per trajectory", "copies", "staged"],
+)
+def test_a_batch_drawn_by_the_host(options: dict[str, Any], copies: float, kernels: dict[str, float]) -> None:
+    check(of_table(gear.Uniform(), False, **options), (copies, 0), kernels)
+
+
+@pytest.mark.parametrize("unit", ["trajectory", "step"])
+@pytest.mark.parametrize("updates", [False, True])
+def test_a_batch_drawn_by_priority_on_the_gpu(unit: Any, updates: bool) -> None:
+    """The copies to the host are the status of the tree, 32 bytes."""
+    kernels = {"draw": 1, "weigh": 1, "resolve": 1, "gather": 1, "clone": 2}
+    kernels |= {"locate": int(updates), "update": int(updates)}
+    check(of_table(gear.Prioritized(unit=unit), updates), (0, 1 + updates), kernels)
+
+
+def test_a_change_of_the_table_is_one_copy() -> None:
+    cuda = Cuda(0, "eager")
+    with cuda.installed(), made_table() as table:
+        data = gear.ReplayDataset(
+            table,
+            batch_size=4,
+            device="cuda:1",
+            windows=WINDOWS,
+            selector=gear.Prioritized(unit="step"),
+            prefetch=0,
+        )
+        for _ in range(5):
+            data.sample()
+        before = cuda.machine.counts["copies to the device"]
+        table.add(
+            {"value": torch.zeros(4, 5), "number": torch.arange(4), "task": torch.zeros(2, dtype=torch.int64)}
+        )
+        data.sample()
+        assert cuda.machine.counts["copies to the device"] == before + 1
+        del data
+        gc.collect()
+    cuda.check()
+
+
+def test_a_batch_over_shards() -> None:
+    """One copy for the rows of this node, one for the keys, one for each part from another node."""
+    cuda = Cuda(0, "eager")
+    tables: list[gear.Table] = []
+    with cuda.installed():
+        tables += [filled(f"host-work-{shard}", shard, [20, 15, 10]) for shard in range(3)]
+        shards = Shards(tables)
+        peer: Any = PlayedPeer(tables[1], set())
+        shards._sources[1] = RemoteShard(peer, "played", tables[0].schema)
+        data = gear.ReplayDataset(
+            shards, batch_size=24, windows=gear.Window(5), device="cuda:1", prefetch=0, batches_per_epoch=30
+        )
+        found = work(cuda, data)
+        del data
+        gc.collect()
+        for table in tables:
+            table.unlink()
+            table.close()
+    cuda.check()
+    check(found, (3, 0), {"place": 1})
+    assert 3 < found["gather"] <= 4  # the steps, and the values per trajectory, of each shard that was drawn from
+
+
+def test_the_side_stream_has_the_priority_that_was_asked_for() -> None:
+    cuda = Cuda(0, "eager")
+    with cuda.installed(), made_table() as table:
+        data = gear.ReplayDataset(table, batch_size=4, device="cuda:1", windows=WINDOWS, stream_priority=-1)
+        data.sample()
+        assert [stream.priority for stream in cuda.machine.streams if stream not in cuda._defaults] == [-1]
+        del data
+        gc.collect()
