@@ -105,7 +105,9 @@ def _check_options(
     if programs is not None:
         at_least("programs", programs)
     if integer("stream_priority", stream_priority) > 0:
-        raise SchemaError(f"stream_priority is {stream_priority}; expected 0, or a negative number to go first.")
+        raise SchemaError(
+            f"stream_priority is {stream_priority}; expected 0, or a negative number to go first."
+        )
     if (rank is None) != (world_size is None) or (rank is not None and not 0 <= rank < (world_size or 0)):
         raise SchemaError(
             f"rank {rank} of world_size {world_size}; expected both, with 0 <= rank < world_size."

@@ -127,7 +127,9 @@ def test_a_batch_over_shards() -> None:
             table.close()
     cuda.check()
     check(found, (3, 0), {"place": 1})
-    assert 3 < found["gather"] <= 4  # the steps, and the values per trajectory, of each shard that was drawn from
+    assert (
+        3 < found["gather"] <= 4
+    )  # the steps, and the values per trajectory, of each shard that was drawn from
 
 
 def test_the_side_stream_has_the_priority_that_was_asked_for() -> None:
