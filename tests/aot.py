@@ -48,8 +48,8 @@ _NAMES = {
     "*i32": "block_ids staging known steps owner number ids",
     "*fp64": "sums",
     "*fp32": "values leaves mins maxs maximum drawn_leaves weights",
-    "i32": "num_columns batch num_tiles block_steps num_pieces count depth first_row first_phase last_phase num_slots "
-    "num_blocks num_ids size width first last offset anchor_first ahead ahead_final once",
+    "i32": "num_columns batch num_tiles block_steps block_shift num_pieces count depth first_row first_phase "
+    "last_phase num_slots num_blocks num_ids size width first last offset anchor_first ahead ahead_final once",
     "fp32": "floor alpha eps beta",
 }
 TYPES = {
@@ -74,7 +74,7 @@ VARIANTS = [
         Variant(
             f"gather_{word}{'_rows' * chosen}",
             gather.gather_kernel,
-            {"WORD": word, "CHOSEN": chosen, "TILE": gather.TILE, "ENTRIES": gather.ENTRIES},
+            {"WORD": word, "CHOSEN": chosen, "TILE": gather.TILES[word], "ENTRIES": gather.ENTRIES},
             gather.LAUNCH[word],
         )
         for word, chosen in itertools.product((16, 4, 1), (False, True))

@@ -41,16 +41,16 @@ PAD_KEEP = tl.constexpr(_plan.PAD_KEEP)
 PAD_HEAD = tl.constexpr(_plan.PAD_HEAD)
 PAD_EDGE = tl.constexpr(_plan.PAD_EDGE)
 
-TILE = 32
-"""Lines per tile: 4 KiB in flight per program."""
+TILES = {16: 128, 4: 64, 1: 64}
+"""Lines per tile, by word size: 16 or 8 KiB in flight per program. A bus of 55 GB/s and 1.5 us needs 82 KB of them."""
 
 ENTRIES = 512
 """Entries per tile of a mask."""
 
 LAUNCH: dict[int, dict[str, int | None]] = {
-    16: {"num_warps": 4, "maxnreg": None},
-    4: {"num_warps": 8, "maxnreg": 80},
-    1: {"num_warps": 8, "maxnreg": 96},
+    16: {"num_warps": 8, "maxnreg": None},
+    4: {"num_warps": 8, "maxnreg": 168},
+    1: {"num_warps": 8, "maxnreg": 168},
 }
 """Launch options by word size; by default ptxas limits the last two to 64 registers and spills."""
 
@@ -130,6 +130,7 @@ def _write_mask(
         "batch",
         "num_tiles",
         "block_steps",
+        "block_shift",
     ]
 )
 def gather_kernel(
@@ -143,6 +144,7 @@ def gather_kernel(
     batch,
     num_tiles,
     block_steps,
+    block_shift,  # its logarithm if it is a power of two, else -1
     WORD: tl.constexpr,  # bytes of which steps are whole multiples: 16, 4 or 1
     CHOSEN: tl.constexpr,  # whether entry b goes to row p_rows[b] of the outputs, or to row b
     TILE: tl.constexpr,
@@ -202,7 +204,10 @@ def gather_kernel(
 
             # The line's block, counted from the window's first, and the line's first byte within it. Lines are
             # numbered as if a trajectory's blocks were adjacent.                              [TILE]
-            i_block = low // block_steps
+            if block_shift >= 0:
+                i_block = low >> block_shift  # a division of int64 takes about a hundred instructions
+            else:
+                i_block = low // block_steps
             o_ids += i_block
             first = (low - i_block * block_steps).to(tl.int32)  # step within the window's first block
             o_line = (first * step_bytes // 128 + i_line) * 128
@@ -336,9 +341,11 @@ def gather(
     cuda = plan.device.type == "cuda"
     if programs is None:
         programs = torch.cuda.get_device_properties(plan.device).multi_processor_count if cuda else 4
+    steps = plan.block_steps
+    shift = -1 if steps & (steps - 1) else steps.bit_length() - 1
     with torch.cuda.device(plan.device) if cuda else contextlib.nullcontext():
         for word, table, device_table in plan.launches:
-            tiles = plan.tiles(table, count, TILE, ENTRIES)
+            tiles = plan.tiles(table, count, TILES[word], ENTRIES)
             gather_kernel[(min(programs, tiles),)](
                 device_table,
                 slots,
@@ -349,10 +356,11 @@ def gather(
                 len(table),
                 count,
                 tiles,
-                plan.block_steps,
+                steps,
+                shift,
                 WORD=word,
                 CHOSEN=rows is not None,
-                TILE=TILE,
+                TILE=TILES[word],
                 ENTRIES=ENTRIES,
                 **LAUNCH[word],
             )

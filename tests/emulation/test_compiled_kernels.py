@@ -120,12 +120,12 @@ def measure(step_bytes: int, length: int, batch: int = 64) -> tuple[Counts, int]
         memory.add_tensor(column.source, "a source", host=True)
         memory.add_tensor(column.out, "an output")
     word, table, device_table = plan.launches[0]
-    tiles = plan.tiles(table, batch, gather.TILE, gather.ENTRIES)
+    tiles = plan.tiles(table, batch, gather.TILES[word], gather.ENTRIES)
     runner = launch.machine(f"gather_{word}", aot_common.INSTALLED, aot_common.SAMPLE)
     inputs = (device_table, slots, anchors, store.extent, store.block_ids, slots)
-    counts = launch.launch(
-        runner, f"gather_{word}", 1, (*inputs, len(table), batch, tiles, store.block_steps), memory
-    )
+    steps = store.block_steps
+    numbers = (len(table), batch, tiles, steps, -1 if steps & (steps - 1) else steps.bit_length() - 1)
+    counts = launch.launch(runner, f"gather_{word}", 1, (*inputs, *numbers), memory)
     return counts, batch * length * step_bytes
 
 

@@ -19,7 +19,7 @@ NAMES = {
     *("items_weigh_batch", "items_weigh_table"),
 }
 # Of the lines, tiles of 32 by 32 words over the threads of 4 warps or of 8.
-LINES = {16: ("LDG.E.EF.128", 2), 4: ("LDG.E.EF", 4), 1: ("LDG.E.EF", 4)}
+LINES = {16: ("LDG.E.EF.128", 4), 4: ("LDG.E.EF", 8), 1: ("LDG.E.EF", 8)}
 
 
 @pytest.fixture(params=aot_common.TARGETS)
@@ -50,7 +50,7 @@ def test_what_holds_for_every_kernel(reports: Reports) -> None:
         numbers = [part for part in report["specialised"] if not part.startswith("p_")]
         assert (report["specialised"] if name.startswith(("gather", "place")) else numbers) == [], name
         if name.startswith(("gather", "place")):
-            assert 16 <= report["registers"] <= 128
+            assert 16 <= report["registers"] <= 168, name  # 256 threads: one block leaves a third of them
 
 
 def test_gathers_load_lines_in_the_widest_words(reports: Reports) -> None:
