@@ -25,8 +25,8 @@ ROW_BYTES = tl.constexpr(_plan.PLACE_ROW_BYTES)
 WORD = tl.constexpr(_plan.PLACE_WORD)
 WIDTH = tl.constexpr(_plan.PLACE_WIDTH)
 
-LAUNCH: dict[str, Any] = {"TILE": 32, "num_warps": 4}
-"""Lines per tile (4 KiB in flight per program) and launch options."""
+LAUNCH: dict[str, Any] = {"TILE": 64, "num_warps": 8}
+"""Lines per tile (8 KiB in flight per program) and launch options."""
 
 
 @triton.jit

@@ -74,7 +74,7 @@ def test_gathers_load_lines_in_the_widest_words(reports: Reports) -> None:
 
 
 def test_a_place_copies_whole_lines(reports: Reports) -> None:
-    # A tile of 32 lines over 128 threads: by words of 16 bytes, of 4, and of 4 that are stored by bytes. Beside
+    # A tile of 64 lines over 256 threads: by words of 16 bytes, of 4, and of 4 that are stored by bytes. Beside
     # staging memory, which is read through the evict-first path, there are only the plan and the rows.
     report = reports["place"]
     assert report["side_by_side"] == 128
