@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from benchmarks import compare, report, run
-from benchmarks.experiments import EXPERIMENTS, scaling
+from benchmarks.experiments import EXPERIMENTS, predict, scaling
 
 app = typer.Typer(
     help="Benchmarks of Gear Loader.",
@@ -20,6 +20,7 @@ app.command("compare")(compare.command)
 for experiment in EXPERIMENTS:
     app.command(experiment.name, rich_help_panel="Experiments, with all their options")(experiment.command)
 app.command("scaling", rich_help_panel="Simulations")(scaling.command)
+app.command("predict", rich_help_panel="Simulations")(predict.command)
 
 
 @app.callback()

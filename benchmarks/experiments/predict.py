@@ -1,0 +1,157 @@
+"""``python -m benchmarks predict``: what the gather kernel should reach on a GPU, by a model of the bus; not measured.
+
+A batch takes as long as the slowest of three, plus a launch:
+
+bus        all bytes at the rate of the link, where each request of 128 bytes carries a header;
+programs   each program reads one tile after another, and waits for each: the bus's latency, the chain of loads that
+           leads to a line's address, and its instructions;
+requests   the bytes that the GPU may have outstanding, once in each latency.
+
+Counted: the tiles and requests of a batch, and the instructions of a tile (docs/gpu.md). Assumed: what `BUSES` states.
+`PUBLISHED` holds figures that others have measured, which the model has to reproduce within a fifth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from benchmarks.showing import grid, standard_console
+from gear_loader.kernels.gather import TILES
+
+LINE = 128
+HEADER = 24
+"""Bytes of a completion beside its payload: header, sequence number, checksum and framing."""
+
+INSTRUCTIONS = {16: 1475, 4: 5200}
+"""Instructions of warps for 4 KiB of lines, by word size, counted by the emulator."""
+
+ISSUED = 4 * 1.6e9
+"""Instructions of warps that a multiprocessor issues in a second: four schedulers at 1.6 GHz."""
+
+CHAIN = 4 * 0.35e-6
+"""Seconds of four loads from the GPU's memory, one after another, before a line's address is known."""
+
+LAUNCH = 4e-6
+"""Seconds of a launch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bus:
+    """What is assumed of a bus.
+
+    Attributes:
+        rate: bytes a second of the link. latency: seconds of a read of host memory.
+        outstanding: requests of 128 bytes that the GPU may have under way.
+    """
+
+    rate: float
+    latency: float
+    outstanding: int
+
+    def reads(self, request: int = LINE) -> float:
+        """Bytes a second of requests of this size, as many as may be outstanding."""
+        return min(self.rate * request / (request + HEADER), self.outstanding * request / self.latency)
+
+
+BUSES = {"Gen4": Bus(31.5e9, 1.4e-6, 768), "Gen5": Bus(63e9, 1.4e-6, 1024)}
+
+
+def seconds(bus: Bus, row_bytes: int, batch: int, programs: int, *, step_bytes: int = LINE) -> float:
+    """Seconds of a batch of rows of adjacent lines, with a grid of so many programs."""
+    word = 16 if step_bytes % 16 == 0 else 4
+    lines = batch * -(-row_bytes // LINE)
+    tile = TILES[word]
+    tiles = -(-lines // tile)
+    a_tile = bus.latency + CHAIN + INSTRUCTIONS[word] * tile * LINE / 4096 / ISSUED
+    by_programs = -(-tiles // min(programs, tiles)) * a_tile
+    return LAUNCH + max(lines * LINE / bus.reads(), by_programs, a_tile)
+
+
+def predicted(bus: Bus, row_bytes: int, batch: int, programs: int, *, step_bytes: int = LINE) -> float:
+    """Bytes a second of useful rows."""
+    return row_bytes * batch / seconds(bus, row_bytes, batch, programs, step_bytes=step_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """A figure of others: GB/s, lowest and highest, and what the model says of the same."""
+
+    what: str
+    low: float
+    high: float
+    model: float
+
+    @property
+    def ratio(self) -> float:
+        """The model's figure over the nearest published one."""
+        return self.model / min(max(self.model, self.low), self.high)
+
+
+PUBLISHED = (
+    Published("DGL, zero-copy gather, Gen4, whole grid", 23.9, 25.6, BUSES["Gen4"].reads() / 1e9),
+    Published("one block with 64 KB in flight (GB300)", 48.0, 48.0, 64 * 1024 / BUSES["Gen5"].latency / 1e9),
+)
+
+
+def command(
+    bus: Annotated[str, typer.Option(help="Gen4 or Gen5.")] = "Gen5",
+    beside: Annotated[
+        Path | None, typer.Option(help="Rows that a GPU has measured, to compare with.")
+    ] = None,
+) -> None:
+    """Predict the gather's GB/s by row size, batch and programs, or compare predictions with measured rows."""
+    if bus not in BUSES:
+        raise typer.BadParameter(f"bus is {bus!r}; expected one of {', '.join(BUSES)}.")
+    if beside is not None and not beside.is_file():
+        raise typer.BadParameter(f"{beside} is not there.")
+    console = standard_console()
+    if beside is not None:
+        rows = [json.loads(line) for line in beside.read_text(encoding="utf-8").splitlines()]
+        console.print(_beside(BUSES[bus], bus, rows))
+        return
+    for table in _tables(bus):
+        console.print(table)
+
+
+def _tables(bus: str) -> Iterable[Table]:
+    sizes = (128, 512, 2048, 8192, 42_000)
+    batches, programs = (32, 256, 1024, 4096), (1, 2, 4, 8, 16, 32, 132)
+    for batch in batches:
+        lines = [
+            [f"{size:,}", *(f"{predicted(BUSES[bus], size, batch, count) / 1e9:.1f}" for count in programs)]
+            for size in sizes
+        ]
+        title = f"Predicted, not measured: GB/s on {bus}, batch {batch:,}, by programs"
+        yield grid(title, ["row bytes", *map(str, programs)], lines)
+    yield grid(
+        "Figures of others, GB/s",
+        ["what", "published", "model", "ratio"],
+        [
+            [each.what, f"{each.low:g} to {each.high:g}", f"{each.model:.1f}", f"{each.ratio:.2f}"]
+            for each in PUBLISHED
+        ],
+    )
+
+
+def _beside(bus: Bus, name: str, rows: Iterable[dict[str, Any]]) -> Table:
+    """Measured rows of the kernel, and what the model says of them."""
+    lines = []
+    for row in rows:
+        told = row.get("parameters", {})
+        if not (row.get("variant", "").startswith("kernel") and told.get("programs") and "row_bytes" in told):
+            continue
+        sizes = told["row_bytes"], told["batch"], told["programs"]
+        model = predicted(bus, *sizes, step_bytes=told.get("step_bytes", LINE)) / 1e9
+        found = row["gb_per_s"]["p50"]
+        lines.append(
+            [row["label"], str(told["programs"]), f"{found:.2f}", f"{model:.2f}", f"{found / model:.2f}"]
+        )
+    heads = ["rows", "programs", "measured", "predicted", "measured / predicted"]
+    return grid(f"Measured, and predicted for {name}: GB/s", heads, lines)
