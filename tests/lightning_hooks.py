@@ -7,6 +7,7 @@ NAME, NAME-0 and NAME-1 are tables that exist. Rank r leaves FOLDER/CALL-r.pt, w
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import warnings
@@ -61,10 +62,17 @@ class Model(lightning.LightningModule):
         return batch["act"]
 
     def teardown(self, stage: str) -> None:
+        # Nobody else does in a process of ddp_spawn; PyTorch may abort at its exit if Gloo's threads still run.
+        atexit.register(leave_group)
         torch.save((self.seen, self.validated), f"{self.path}-{self.global_rank}.pt")
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.001)
+
+
+def leave_group() -> None:
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 class ShardsOfRanks:
@@ -119,8 +127,7 @@ def main() -> None:
         for message in IGNORED:
             warnings.filterwarnings("ignore", message=message)
         call(folder, name, strategy, kind)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":
