@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from gather_common import Outputs, Spec, Store, check_gather
 
+from benchmarks.experiments import predict
 from emulation import launch
 from emulation.machine import Counts, Machine
 from emulation.memory import InvalidAccessError, Memory
@@ -106,6 +107,11 @@ def test_what_a_gather_reads_over_the_bus(step_bytes: int, length: int, least: f
     counts, useful = measure(step_bytes, length)
     assert set(counts.host_requests) == {128}
     assert useful / counts.host_bytes >= least
+    if step_bytes == 128:  # enough lines to fill their tiles
+        a_page = sum(counts.instructions.values()) / (counts.host_bytes / 4096)
+        assert a_page == pytest.approx(
+            predict.INSTRUCTIONS[16], rel=0.05
+        )  # what the model of bandwidth takes
 
 
 def measure(step_bytes: int, length: int, batch: int = 64) -> tuple[Counts, int]:
