@@ -40,6 +40,19 @@ def has_verbs():
     folders = {{os.path.join(os.path.dirname(path), "ucx") for path in ucx_libraries() if "/libucp" in path}}
     names = [name for folder in folders if os.path.isdir(folder) for name in os.listdir(folder)]
     return any(name.startswith("libuct_ib") for name in names)
+def seen_by_verbs():
+    # the devices for which the loaded libibverbs has a provider, and its path; it may not be loaded
+    with open("/proc/self/maps") as maps:
+        paths = sorted({{line.split()[-1] for line in maps if "/libibverbs" in line}})
+    if not paths:
+        return dict(providers=None, libibverbs="")
+    import ctypes
+    library, count = ctypes.CDLL(paths[0]), ctypes.c_int()
+    library.ibv_get_device_list.restype = ctypes.POINTER(ctypes.c_void_p)
+    library.ibv_get_device_name.restype, library.ibv_get_device_name.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
+    devices = library.ibv_get_device_list(ctypes.byref(count))
+    names = [library.ibv_get_device_name(devices[i]).decode() for i in range(count.value)]
+    return dict(providers=names, libibverbs=paths[0])
 """
 _PROBES = {
     "ucxx": _BEGIN
@@ -50,7 +63,7 @@ version = tuple(ucxx.get_ucx_version())
 info = UCXContext({"RCACHE_ENABLE": "y"} if version < (1, 22) else {}).info  # as ucx_library starts it
 answer(version=ucxx.__version__, ucx=".".join(map(str, version)), verbs=has_verbs(),
        library=next(iter(path for path in ucx_libraries() if "/libucp" in path), ""),
-       transports=sorted(set(re.findall(r"resource.*-- (\\S+)/\\S+", info))))
+       transports=sorted(set(re.findall(r"resource.*-- (\\S+)/\\S+", info))), **seen_by_verbs())
 """,
     "ucp": _BEGIN
     + """
@@ -64,7 +77,7 @@ answer(version=ucp.__version__, ucx=".".join(map(str, ucp.get_ucx_version())), v
 from gear_loader.transport import nixl_agent
 agent = nixl_agent.new_agent("gear-loader-doctor", loopback=False)
 answer(version=nixl_agent.version(), plugins=sorted(agent.get_plugin_list()), verbs=has_verbs(),
-       library=next(iter(path for path in ucx_libraries() if "/libucp" in path), ""))
+       library=next(iter(path for path in ucx_libraries() if "/libucp" in path), ""), **seen_by_verbs())
 """,
     "cuda": _BEGIN
     + """
@@ -244,6 +257,13 @@ def _infiniband(name: str, carrier: dict[str, Any], adapters: list[str], files: 
         reasons.append(f"{_phrase(carrier['problem'])}. {remedy}")
     elif not carrier.get("verbs"):
         reasons.append(_no_verbs(carrier))
+    elif adapters and files and carrier.get("providers") is not None and not carrier["providers"]:
+        drivers = sorted({_driver(adapter) for adapter in adapters})
+        reasons.append(
+            f"The kernel shows {adapters}, but {carrier['libibverbs']} has no provider for {' or '.join(drivers)}: the "
+            "libibverbs of a wheel brings those of a few vendors and looks for no others. Put a link to the system's "
+            "libibverbs.so.1 (package ibverbs-providers for the provider) in its place."
+        )
     elif (
         adapters and files and not any(device.startswith(tuple(adapters)) for device, _ in carrier["devices"])
     ):
@@ -252,6 +272,14 @@ def _infiniband(name: str, carrier: dict[str, Any], adapters: list[str], files: 
             "and whether a port is active (ibv_devinfo)."
         )
     return {"possible": not reasons, "reason": " ".join(reasons) or None}
+
+
+def _driver(adapter: str) -> str:
+    """The kernel's driver of an adapter; software adapters have none, so then the adapter's name."""
+    try:
+        return (_SYS / adapter / "device" / "driver").resolve(strict=True).name
+    except OSError:
+        return adapter
 
 
 def _phrase(text: Any) -> str:

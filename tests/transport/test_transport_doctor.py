@@ -84,6 +84,20 @@ def test_nothing_is_slow_where_everything_is_there(elsewhere: Elsewhere) -> None
     assert found["carriers"]["ucp"]["installed"] is False
 
 
+def test_a_libibverbs_without_a_provider_for_the_adapter(elsewhere: Elsewhere) -> None:
+    elsewhere.devices = [["lo", "tcp"]]
+    elsewhere.found["nixl"].update(providers=[], libibverbs="/venv/nixl_cu12.libs/libibverbs-1.so")
+    reason = elsewhere.infiniband("nixl")["reason"]
+    assert "/venv/nixl_cu12.libs/libibverbs-1.so has no provider for mlx5_0" in reason
+    driver = elsewhere.folder / "bus" / "mlx5_core"
+    driver.mkdir(parents=True)
+    (elsewhere.folder / "sys" / "mlx5_0" / "device").mkdir()
+    (elsewhere.folder / "sys" / "mlx5_0" / "device" / "driver").symlink_to(driver)
+    assert "has no provider for mlx5_core" in elsewhere.infiniband("nixl")["reason"]
+    elsewhere.found["nixl"].update(providers=["mlx5_0"])  # there is one, and UCX does not use it
+    assert "UCX sees [['lo', 'tcp']], none of ['mlx5_0']" in elsewhere.infiniband("nixl")["reason"]
+
+
 def test_infiniband_that_is_not_possible(elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere.found["ucxx"].update(verbs=False, library="/venv/libucx/lib/libucp.so")
     ucx = elsewhere.infiniband("ucx")
