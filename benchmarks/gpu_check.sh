@@ -6,7 +6,7 @@
 # First what must be correct: the gather, selection by priority, rows that arrived from elsewhere, shards; then the
 # benchmarks, whose own tests are not run here. Results are written as they come, so that a run that is cut off leaves
 # what it had found. In OUTDIR: machine.txt; summary.txt, a line a stage; of each stage of tests NAME-tests.log, a line a
-# test, and NAME-tests.xml; of each benchmark NAME-cuda.log and NAME-cuda.jsonl.
+# test, and NAME-tests.xml; of each benchmark NAME-cuda.log and NAME-cuda.jsonl; predicted.log, the model beside it.
 # Takes less than 9 minutes: every stage has its time, and what those before it left, and ends with it. A stage that
 # fails does not stop the next. Benchmarks start nothing new half a minute before their time is up.
 # Exit status: 0 if every stage passed, 2 if there is no GPU or no OUTDIR, else 1.
@@ -132,7 +132,7 @@ benchmark() {
 if missing=$("$python" -c 'import rich, typer' 2>&1); then
     benchmark single-server 75
     benchmark collect 95
-    stage "collect predicted" 20 collect-predicted.log "$python" -m benchmarks predict --beside "$out/collect-cuda.jsonl"
+    stage predicted 20 predicted.log "$python" -m benchmarks predict --beside "$out/collect-cuda.jsonl"
     benchmark select 65
     benchmark overlap 65
     benchmark batch-size 40
