@@ -131,8 +131,8 @@ benchmark() {
 
 if missing=$("$python" -c 'import rich, typer' 2>&1); then
     benchmark single-server 75
-    benchmark collect 95
-    stage predicted 20 predicted.log "$python" -m benchmarks predict --beside "$out/collect-cuda.jsonl"
+    benchmark collect 85
+    stage predicted 10 predicted.log "$python" -m benchmarks predict --beside "$out/collect-cuda.jsonl"
     benchmark select 65
     benchmark overlap 65
     benchmark batch-size 40
