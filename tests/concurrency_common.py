@@ -618,7 +618,11 @@ class Child:
         return self.pipe.poll(0)
 
     def say(self, value: Any = None) -> None:
-        self.pipe.send(value)
+        try:
+            self.pipe.send(value)
+        except BrokenPipeError:
+            self.hear()  # why it has ended
+            raise
 
     def result(self, patience: float = PATIENCE) -> Any:
         value = self.hear(patience)

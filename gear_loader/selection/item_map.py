@@ -290,13 +290,17 @@ class ItemMap:
         return self.owner[blocks].astype(np.int64), steps
 
     def items(self, slots: Array, steps: Array, extent: Array, block_ids: Array) -> Array:
-        """Items of steps (int64 [n]) of live slots (int64 [n]); -1 for a step unknown to the map."""
+        """Items of steps (int64 [n]) of live slots (int64 [n]); -1 for a step unknown to the map.
+
+        The index may change meanwhile, and a slot be another trajectory's: a block counts only if the map knows it.
+        """
         if not self.steps:
             return slots
         starts = extent[slots, 1]
         inside = (steps >= self._first_step) & (steps < self.length[slots])
         number = np.where(inside, steps // self.block_steps, 0)
-        blocks = block_ids[starts + number].astype(np.int64)
+        places = np.clip(starts + number, 0, len(block_ids) - 1)
+        blocks = np.clip(block_ids[places].astype(np.int64), 0, len(self.owner) - 1)
         known = inside & (self.owner[blocks] == slots) & (self.number[blocks] == number)
         if self._others:
             for row in np.flatnonzero(inside & ~known).tolist():

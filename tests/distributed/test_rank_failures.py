@@ -76,7 +76,8 @@ def named_is_the_killed(answers: list[str], what: Any) -> None:
     with contextlib.suppress(gear.errors.GearError):  # it was killed before it could
         gear.Table.attach(f"gear-stages-{os.getpid()}-3").unlink()
     for message in answers[:3]:
-        assert message.startswith("RankError: Rank 3 "), (what, message)
+        # Where the machine is busy, ranks that have seen it and ended may be named beside it.
+        assert re.match(r"RankError: Ranks? ([0-2], )*3 ", message), (what, message)
 
 
 @pytest.mark.slow

@@ -331,3 +331,27 @@ TwinMachine.TestCase.pytestmark = [  # type: ignore[attr-defined]
     pytest.mark.timeout(900),  # Hypothesis may take minutes to shrink a failing example
 ]
 TestSelectionBesideItsTwin = TwinMachine.TestCase
+
+
+def test_an_update_while_a_slot_becomes_another_trajectory_s() -> None:
+    """Its block table, which is read without the lock, may then lie anywhere: the rows are stale."""
+    schema = {"act": gear.Column(torch.int64)}
+    with gear.Table.create(schema, max_steps=64, max_trajectories=8, block_steps=4) as table:
+        for number in range(3):
+            table.add({"act": np.full(20, number)})
+        data = gear.ReplayDataset(
+            table, batch_size=8, windows=gear.Window(1), selector=gear.Prioritized(unit="step"), device="cpu"
+        )
+        data.sample()
+        follows = data._selection._map  # type: ignore[union-attr]
+        extent, block_ids = (array.copy() for array in table.reader().index_arrays())
+        slots, steps = np.arange(3).repeat(20), np.tile(np.arange(20), 3)
+        right = follows.items(slots, steps, extent, block_ids)
+        assert (right >= 0).all()
+        for start in (len(block_ids) - 2, len(block_ids), -3, 1 << 40):
+            extent[1, 1] = start
+            found = follows.items(slots, steps, extent, block_ids)
+            assert ((found == right) | (found == -1)).all()
+            assert (found[20:40] == -1).any()
+        block_ids[:] = 1 << 30
+        assert (follows.items(slots, steps, extent, block_ids) == -1).all()
