@@ -70,8 +70,28 @@ class Event:
         return self.done.is_set()
 
 
-class FakeCuda:
-    """Takes the place of `torch.cuda` for one test; each thread has its current device, 0 at first.
+class CurrentDevice:
+    """The current device of each thread, 0 at first."""
+
+    def __init__(self) -> None:
+        self._thread = threading.local()
+
+    @property
+    def current(self) -> int:
+        return int(getattr(self._thread, "device", 0))
+
+    def index(self, device: Any) -> int:
+        """The number of a device; of the current one if it has none."""
+        if device is None:
+            return self.current
+        if isinstance(device, int):
+            return device
+        index = torch.device(device).index
+        return self.current if index is None else index
+
+
+class FakeCuda(CurrentDevice):
+    """Takes the place of `torch.cuda` for one test.
 
     Attributes:
         calls: what was called, and the device that was the current one of the calling thread.
@@ -83,6 +103,7 @@ class FakeCuda:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, devices: int = 2) -> None:
+        super().__init__()
         self.calls: list[tuple[str, int]] = []
         self.synchronized: list[int] = []
         self.registered: dict[int, int] = {}
@@ -90,7 +111,6 @@ class FakeCuda:
         self.host_waits = 0
         self.recorded: list[int] = []
         self.held: list[Event] | None = None
-        self._thread = threading.local()
         self._defaults = [Stream(number, cuda=self) for number in range(devices)]
         cuda = self
 
@@ -123,18 +143,6 @@ class FakeCuda:
         monkeypatch.setattr(
             torch.Tensor, "record_stream", lambda tensor, stream: cuda.recorded.append(tensor.data_ptr())
         )
-
-    @property
-    def current(self) -> int:
-        return int(getattr(self._thread, "device", 0))
-
-    def index(self, device: Any) -> int:
-        if device is None:
-            return self.current
-        if isinstance(device, int):
-            return device
-        index = torch.device(device).index
-        return self.current if index is None else index
 
     def note(self, call: str) -> None:
         self.calls.append((call, self.current))

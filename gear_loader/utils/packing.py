@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -15,16 +16,20 @@ Layout = tuple[tuple[int, ...], torch.dtype]
 _ALIGNMENT = 128
 
 
+def _offsets(parts: Sequence[Layout]) -> list[int]:
+    """First byte of each tensor, a multiple of 128, and the end of all."""
+    sizes = (-(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype in parts)
+    return [0, *itertools.accumulate(sizes)]
+
+
 def packed_bytes(parts: Sequence[Layout]) -> int:
     """Bytes of memory for these tensors, each from a multiple of 128 bytes on."""
-    return sum(-(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype in parts)
+    return _offsets(parts)[-1]
 
 
 def packed_views(memory: torch.Tensor, parts: Sequence[Layout]) -> tuple[torch.Tensor, ...]:
     """The tensors in their memory, uint8 [at least `packed_bytes`]; views."""
-    views, end = [], 0
-    for shape, dtype in parts:
-        first, size = end, math.prod(shape) * dtype.itemsize
-        views.append(memory[first : first + size].view(dtype).view(shape))
-        end += -(-size // _ALIGNMENT) * _ALIGNMENT
-    return tuple(views)
+    return tuple(
+        memory[first : first + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        for first, (shape, dtype) in zip(_offsets(parts), parts, strict=False)
+    )

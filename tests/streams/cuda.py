@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cuda_common import CurrentDevice
 
 from gear_loader.collection import prefetch
 from gear_loader.utils import waiting
@@ -30,14 +31,11 @@ _UNSAFE = {
 }
 
 
-class Cuda:
-    """Devices without hardware; `installed` makes them those of `torch.cuda`.
-
-    Attributes:
-        relaxed: names of the threads that allowed others to capture graphs.
-    """
+class Cuda(CurrentDevice):
+    """Devices without hardware; `installed` makes them those of `torch.cuda`."""
 
     def __init__(self, seed: int = 0, policy: Policy = "random", *, devices: int = 2) -> None:
+        super().__init__()
         self.machine = Machine(seed, policy)
         self.memory = Memory(self.machine)
         self.threads = Threads(self.machine.random, self.machine.step)
@@ -49,23 +47,9 @@ class Cuda:
         self.threads.hear = self.machine.learn
         self.devices = devices
         self.refuse_pinning = False
-        self.relaxed: list[str] = []
-        self._thread = threading.local()
         self._defaults = [Stream(self.machine, number) for number in range(devices)]
 
     # ---------------------------------------------------------------- devices and streams
-
-    @property
-    def current(self) -> int:
-        return int(getattr(self._thread, "device", 0))
-
-    def index(self, device: Any) -> int:
-        if device is None:
-            return self.current
-        if isinstance(device, int):
-            return device
-        index = torch.device(device).index
-        return self.current if index is None else index
 
     def device_of(self, device: Any) -> torch.device:
         """A device with its number."""
@@ -214,7 +198,6 @@ class Cuda:
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
         assert mode._obj.value == 2  # relaxed
-        self.relaxed.append(threading.current_thread().name)
         self._thread.relaxed = True
         return 0
 

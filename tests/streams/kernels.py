@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import dataclasses
 import types
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from gear_loader.kernels import items as items_kernels
 from gear_loader.kernels import place as placing
 from gear_loader.kernels import priority, priority_reference, reference
 from gear_loader.kernels.plan import GatherPlan, PlacePlan
-from gear_loader.kernels.sum_tree import EMPTY_DRAWS, STALE, SumTree
+from gear_loader.kernels.sum_tree import STALE, SumTree
 
 from .memory import View
 from .tensors import DeviceTensor
@@ -243,12 +242,10 @@ class Launchers:
         def now() -> tuple[torch.Tensor, ...]:
             shapes = ((slots,), (slots, 3), (known.num_ids,))
             kinds = (torch.int64, torch.int64, torch.int32)
-            parts = []
-            for address, shape, dtype in zip(addresses.tensor().tolist(), shapes, kinds, strict=True):
-                size = torch.Size(shape).numel() * dtype.itemsize
-                check(View(address, shape, (), dtype, size))
-                parts.append(_memory_at(address, size).view(dtype).view(shape))
-            return tuple(parts)
+            views = [View.at(*each) for each in zip(addresses.tensor().tolist(), shapes, kinds, strict=True)]
+            for view in views:
+                check(view)
+            return tuple(view.tensor() for view in views)
 
         return now
 
@@ -318,10 +315,6 @@ class Launchers:
             out.tensor().copy_(found)
 
         launch.queue(run)
-
-
-def _memory_at(address: int, count: int) -> torch.Tensor:
-    return torch.frombuffer((ctypes.c_uint8 * count).from_address(address), dtype=torch.uint8)
 
 
 def _resolve(
@@ -424,6 +417,3 @@ def install(cuda: Cuda, patch: pytest.MonkeyPatch) -> None:
             patch.setattr(module, name, kernel)
         for name in names:
             patch.setattr(module, name, getattr(launchers, name))
-
-
-__all__ = ["EMPTY_DRAWS", "Launchers", "install"]

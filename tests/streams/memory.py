@@ -47,6 +47,12 @@ class View(NamedTuple):
         count = (last + 1) * tensor.element_size() if tensor.numel() else 0
         return cls(tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, count)
 
+    @classmethod
+    def at(cls, address: int, shape: tuple[int, ...], dtype: torch.dtype) -> View:
+        """A contiguous tensor at an address."""
+        stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+        return cls(address, shape, stride, dtype, math.prod(shape) * dtype.itemsize)
+
     def tensor(self) -> torch.Tensor:
         """What lies there now."""
         if not self.bytes:
@@ -90,7 +96,6 @@ class Memory:
         self._blocks: dict[int, Block] = {}
         self._pages: dict[int, int] = {}
         self.registered: dict[int, int] = {}
-        self.allocated = 0
 
     # ---------------------------------------------------------------- allocating
 
@@ -102,7 +107,6 @@ class Memory:
         pool = self._free[-1 if stream is None else stream.cuda_stream, size]
         block = pool.pop() if pool else self._fresh(size)
         block.stream, block.used = stream, set()
-        self.allocated += size
         holder = block.memory[:count].view(_Holder)
         final = weakref.finalize(holder, self._freed, block)
         final.atexit = False
@@ -121,7 +125,6 @@ class Memory:
         return block
 
     def _freed(self, block: Block) -> None:
-        self.allocated -= block.size
         users = [stream for stream in self._machine.streams if stream.cuda_stream in block.used]
         if users:
             self._pending.append((block, [self._machine.enqueue(stream, "free", None) for stream in users]))
@@ -182,8 +185,3 @@ class Memory:
         """Fail unless a GPU can access memory."""
         if view.bytes and self.block(view.address) is None and not self.is_registered(view):
             raise RuntimeError(f"an illegal access to {view.bytes} bytes at {view.address:#x}")
-
-
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor."""
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))

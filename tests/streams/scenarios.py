@@ -122,6 +122,20 @@ class Scenario:
         return differ, self.batches + self.writes + self.prefetch + self.epochs + self.hold + self.samples
 
 
+@contextlib.contextmanager
+def collected_on_request() -> Iterator[None]:
+    """Without garbage collection but by `gc.collect`: else it would run at other moments each time."""
+    collecting = gc.isenabled()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if collecting:
+            gc.enable()
+
+
 class Mismatch(AssertionError):
     """A batch differs from what was drawn."""
 
@@ -172,11 +186,8 @@ class Run:
 
     def run(self) -> None:
         """Raise an error if anything goes wrong."""
-        collecting = gc.isenabled()
-        gc.disable()  # else it would run at other moments each time
-        gc.freeze()
-        try:
-            self.cuda.refuse_pinning = not self.scenario.pinned
+        self.cuda.refuse_pinning = not self.scenario.pinned
+        with collected_on_request():
             with self.cuda.installed(), self._mode():
                 table = made_table()
                 try:
@@ -186,10 +197,6 @@ class Run:
                     self.cuda.threads.finish()
                     table.close()
             self.cuda.check()
-        finally:
-            gc.unfreeze()
-            if collecting:
-                gc.enable()
 
     @contextlib.contextmanager
     def _mode(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ from gear_loader.distributed.shards import Shards
 
 from .cuda import Cuda
 from .machine import Policy
-from .scenarios import Mismatch, cloned, on_host
+from .scenarios import Mismatch, cloned, collected_on_request, on_host
 
 BATCH = 12
 COUNTS = [20, 15, 10]
@@ -146,25 +146,17 @@ def run_shards(scenario: ShardScenario, seed: int, policy: Policy) -> Cuda:
     expected = None if scenario.writes else _expected(scenario.selector, scenario.prefetch)
     cuda = Cuda(seed, policy)
     cuda.refuse_pinning = not scenario.pinned
-    collecting = gc.isenabled()
-    gc.disable()
-    gc.freeze()
-    try:
-        with cuda.installed():
-            tables = _tables(scenario)
-            try:
-                owners = _owners(tables)
-                found = _batches(scenario, "cuda:1", tables, cuda, owners)
-            finally:
-                gc.collect()
-                cuda.threads.finish()
-                for table in tables:
-                    table.unlink()
-                    table.close()
-    finally:
-        gc.unfreeze()
-        if collecting:
-            gc.enable()
+    with collected_on_request(), cuda.installed():
+        tables = _tables(scenario)
+        try:
+            owners = _owners(tables)
+            found = _batches(scenario, "cuda:1", tables, cuda, owners)
+        finally:
+            gc.collect()
+            cuda.threads.finish()
+            for table in tables:
+                table.unlink()
+                table.close()
     cuda.check()
     for number, batch in enumerate(found):
         check_batch(batch, WINDOWS)
