@@ -3,6 +3,7 @@
 #   make test     what a change can break: of products, deaths and storms a sample (ARGS="-k table", JOBS=8)
 #   make test-all all tests: also benchmark runs, examples, storms and exhaustive loops
 #   make test-emulated  the kernels' tests on the code that Triton compiles for a GPU, executed on the host
+#   make rdma-check  one-sided reads and UCX over InfiniBand's verbs, in virtual machines (Debian, x86_64; 10 minutes)
 #   make docs     the API reference, into docs/_build            make clean   remove builds and caches, not .venv
 #   make bench    a benchmark (ARGS="run single-server")        make report  a page and plots of what was measured
 #   make peers    other libraries, to be measured beside ours
@@ -13,7 +14,7 @@ READY := $(VENV)/.gear-loader-ready
 JOBS := 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-emulated lint format docs bench peers report clean
+.PHONY: help setup demo test test-all test-emulated rdma-check lint format docs bench peers report clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -40,6 +41,9 @@ test-all: $(READY)
 test-emulated: $(READY)
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal -m "not long" --emulated installed $(ARGS) \
 		tests/emulation tests/kernels tests/selection/test_device_priorities.py
+
+rdma-check: $(READY)
+	$(RUN) tests/rdma/machine.py $(ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check .

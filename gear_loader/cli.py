@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import pwd
+import shlex
 import stat
 import struct
 import time
@@ -367,6 +368,31 @@ def _secret_of_environment() -> bytes:
             "prints, and the same to all nodes."
         )
     return check_secret(secret)
+
+
+# ---------------------------------------------------------------- ucx-env
+
+
+@app.command("ucx-env")
+def print_environment_for_ucx(
+    folder: Annotated[
+        str | None,
+        typer.Argument(help="For links. [default: gear-loader/ucx in $XDG_CACHE_HOME or ~/.cache]"),
+    ] = None,
+) -> None:
+    """Let ucxx use NIXL's UCX, which has InfiniBand: eval "$(gear-loader ucx-env)" before training starts."""
+    from pathlib import Path
+
+    from gear_loader.errors import TransportError
+    from gear_loader.transport import ucx_links
+
+    try:
+        variables = ucx_links.link_ucx(Path(folder).absolute() if folder else ucx_links.links_folder())
+    except (TransportError, OSError) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    for name, value in variables.items():
+        typer.echo(f"export {name}={shlex.quote(value)}")
 
 
 # ---------------------------------------------------------------- warmup

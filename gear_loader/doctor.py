@@ -296,8 +296,9 @@ def _no_verbs(carrier: dict[str, Any]) -> str:
         )
     return (
         f"UCX {carrier.get('ucx', '')} at {carrier.get('library') or 'an unknown place'} is built without verbs, as "
-        "the wheel libucx is. Install the system's UCX, 1.19 or newer with verbs and its -dev package, and set "
-        "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true; or use transport='nixl', which brings a UCX with verbs."
+        "the wheel libucx is. NIXL's wheel brings one with verbs: install it and start training after "
+        "`eval \"$(gear-loader ucx-env)\"`, or use transport='nixl'. Or install the system's UCX, 1.19 or newer with "
+        "verbs and its -dev package, and set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true."
     )
 
 

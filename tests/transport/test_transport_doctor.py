@@ -103,7 +103,7 @@ def test_infiniband_that_is_not_possible(elsewhere: Elsewhere, monkeypatch: pyte
     ucx = elsewhere.infiniband("ucx")
     assert not ucx["possible"]
     assert "UCX 1.21.0 at /venv/libucx/lib/libucp.so is built without verbs" in ucx["reason"]
-    assert "set RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true; or use transport='nixl'" in ucx["reason"]
+    assert """after `eval "$(gear-loader ucx-env)"`, or use transport='nixl'.""" in ucx["reason"]
     assert elsewhere.infiniband("nixl")["possible"]
     assert "transport='ucx' goes over TCP between machines" in elsewhere.slow()
     monkeypatch.setenv("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "true")
