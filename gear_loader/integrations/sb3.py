@@ -450,7 +450,7 @@ class ReplayBuffer(_ReplayBuffer):
     def _gather(self, rows: Array, members: Array) -> Batch:
         """The transitions of calls `rows` of `add` (modulo the buffer's size) and environments `members`."""
         count = len(rows)
-        options = {"keep": 1 if self.copy else 2, "fresh": self._is_fresh(count)}
+        options = {"keep": 1 if self.copy else 2, "copy": self._is_fresh(count)}
         prefetcher = self._pools.single(count, count, self._collector, **options)
         if prefetcher.collector.device != self.device:
             self._pools = BufferPools()
