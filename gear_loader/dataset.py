@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from gear_loader.collection.batches import Batch, is_stacked, refuse_stacking
+from gear_loader.collection.batches import Batch, loader_error, refuse
 from gear_loader.collection.buffer_pools import BufferPools
 from gear_loader.collection.collector import Buffers, Collector
 from gear_loader.collection.output import as_tensordict, check_nesting, check_output
@@ -408,8 +408,9 @@ class ReplayDataset(IterableDataset[Batch]):
         info = get_worker_info()
         number, workers = (info.id, info.num_workers) if info is not None else (0, 1)
         self._check_worker(number, info is not None)
-        if is_stacked(self):
-            return refuse_stacking()
+        error = loader_error(self, tensordicts=self.output == "tensordict")
+        if error is not None:
+            return refuse(error)
         self._position.current = self._position.next()
         return self._iterate(number, workers, in_worker=info is not None)
 

@@ -12,12 +12,21 @@ from typing import Any, NoReturn
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data._utils import fetch
-from torch.utils.data._utils.collate import default_collate, default_collate_fn_map
+from torch.utils.data._utils.collate import default_collate, default_collate_fn_map, default_convert
 
 from gear_loader.errors import SchemaError
 from gear_loader.utils.formatting import described
 
-__all__ = ["Batch", "is_stacked", "refuse_stacking"]
+__all__ = ["Batch", "loader_error", "refuse"]
+
+_STACKED = (
+    "A DataLoader was made without batch_size=None, so it would stack whole batches into one. The dataset makes "
+    "the batches itself, of its own batch_size; use DataLoader(dataset, batch_size=None)."
+)
+_CONVERTED = (
+    "A DataLoader of batches that are TensorDicts was made without collate_fn, and its own cannot handle them; use "
+    "DataLoader(dataset, batch_size=None, collate_fn=dataset.collate)."
+)
 
 
 class Batch(dict[str, Any]):
@@ -51,10 +60,13 @@ def _reduce_for_worker(batch: Batch) -> tuple[Any, ...]:
     return Batch, (dict(batch),)
 
 
-def is_stacked(dataset: object) -> bool:
-    """Whether the caller of a dataset's `__iter__` is a `DataLoader` that would stack its batches.
+def loader_error(dataset: object, *, tensordicts: bool) -> str | None:
+    """The error of a `DataLoader` that calls a dataset's `__iter__` and cannot deliver its batches, or None.
 
     A `DataLoader` of another dataset that wraps this one is not seen here; it fails when it stacks `Batch` objects.
+
+    Args:
+        dataset: the dataset. tensordicts: whether its batches are TensorDicts.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_name == "__iter__":
@@ -62,23 +74,25 @@ def is_stacked(dataset: object) -> bool:
     if (
         frame.f_code.co_filename != fetch.__file__
     ):  # the locals of other frames would be kept, and batches among them
-        return False
+        return None
     fetcher = frame.f_locals.get("self")
-    collates = getattr(fetcher, "auto_collation", False) and getattr(fetcher, "dataset", None) is dataset
-    return bool(collates) and getattr(fetcher, "collate_fn", None) is default_collate
+    if getattr(fetcher, "dataset", None) is not dataset:
+        return None
+    collate = getattr(fetcher, "collate_fn", None)
+    if getattr(fetcher, "auto_collation", False):
+        return _STACKED if collate is default_collate else None
+    return _CONVERTED if tensordicts and collate is default_convert else None
 
 
-def refuse_stacking() -> Iterator[Batch]:
+def refuse(error: str) -> Iterator[Batch]:
     """An iterator that raises SchemaError at its first request: Lightning hides an error of `__iter__` itself."""
-    yield _refuse_collation(())
+    raise SchemaError(error)
+    yield
 
 
 def _refuse_collation(batches: Any, *, collate_fn_map: Any = None) -> NoReturn:
     """Takes the place of `torch.utils.data.default_collate` for batches."""
-    raise SchemaError(
-        "A DataLoader was made without batch_size=None, so it would stack whole batches into one. The dataset makes "
-        "the batches itself, of its own batch_size; use DataLoader(dataset, batch_size=None)."
-    )
+    raise SchemaError(_STACKED)
 
 
 def _flatten(batch: Batch) -> tuple[list[Any], list[str]]:

@@ -56,6 +56,8 @@ def test_batches_have_the_entries_of_dicts_and_take_priorities(table: gear.Table
         batches_per_epoch=2,
         device="cpu",
     )
+    with pytest.raises(SchemaError, match=r"collate_fn=dataset\.collate"):
+        next(iter(DataLoader(two, batch_size=None)))
     loaded = list(DataLoader(two, batch_size=None, collate_fn=two.collate))
     assert [batch["mask", "next", "reward"].shape for batch in loaded] == [torch.Size([4])] * 2
     assert loaded[0]["sample_info", "age"].dtype == torch.int64
