@@ -34,10 +34,11 @@ class NStep:
     `Column.final`), or without one its last step, so that its last reward counts in no return.
 
     Args:
-        column: column of rewards, of shape ``()``.
+        column: column of rewards, of shape ``()`` or ``(1,)``.
         n: most steps, at least 1.
         gamma: discount of a step, from 0 to 1.
-        done: column of shape ``()`` that is not zero where the trajectory terminates; not where it is truncated.
+        done: column of shape ``()`` or ``(1,)`` that is not zero where the trajectory terminates; not where it is
+            truncated.
 
     Example: ``windows={"obs": Window(1), "target": NStep("reward", n=3, gamma=0.99, done="terminated"),
     "next_obs": Window(4, column="obs")}``, and the observation to bootstrap from is
@@ -68,12 +69,12 @@ class NStep:
         """The windows that it is computed from: ``reward``, ``done``, and ``follows``, of which only the mask is read.
 
         Raises:
-            SchemaError: a column is missing or not of shape ``()``.
+            SchemaError: a column is missing, or not of shape ``()`` or ``(1,)``.
         """
         for name in (self.column, self.done):
-            if name not in schema.steps or schema[name].shape != ():
+            if name not in schema.steps or schema[name].shape not in ((), (1,)):
                 found = f"has shape {list(schema[name].shape)}" if name in schema.steps else "does not exist"
-                raise SchemaError(f"Column {name!r} of {self!r} {found}; expected one of shape ().")
+                raise SchemaError(f"Column {name!r} of {self!r} {found}; expected one of shape () or (1,).")
         finals = [name for name, column in schema.items() if column.final]
         follows = min(finals, key=lambda name: schema[name].step_bytes, default=self.column)
         return {
@@ -88,7 +89,7 @@ class Returns:
     """The tensors of one `NStep` in a batch's buffers, all on the same device.
 
     Attributes:
-        rewards, done: ``[B, n]``. steps: bool ``[B, n]``. follows: bool ``[B, n + 1]``; see `n_step`.
+        rewards, done: ``[B, n]`` or ``[B, n, 1]``. steps: bool ``[B, n]``. follows: bool ``[B, n + 1]``; see `n_step`.
         out: the dict that `NStep` describes.
     """
 
@@ -124,7 +125,7 @@ class Returns:
             anchors: int64 [n], on the device of the tensors.
         """
         rows = slice(len(anchors))
-        rewards, done = self.rewards[rows].float(), self.done[rows] != 0
+        rewards, done = self.rewards[rows].flatten(1).float(), self.done[rows].flatten(1) != 0
         parts = (rewards, done, self.steps[rows], self.follows[rows])
         if anchors.device.type == "cpu":
             out = [tensor[rows].numpy() for tensor in self.out.values()]

@@ -35,10 +35,11 @@ def naive(
 @pytest.mark.parametrize("reward", [torch.float32, torch.float64, torch.int16, torch.bfloat16])
 @pytest.mark.parametrize(("n", "gamma"), [(1, 0.99), (3, 0.5), (7, 1.0), (4, 0.0)])
 def test_against_a_naive_loop(final: bool, reward: torch.dtype, n: int, gamma: float) -> None:
+    shape = (1,) if n == 3 else ()  # TorchRL's rewards and ends have a dimension of their own
     schema = {
         "obs": gear.Column(torch.float32, (2,), final=final),
-        "reward": gear.Column(reward),
-        "terminated": gear.Column(torch.bool),
+        "reward": gear.Column(reward, shape),
+        "terminated": gear.Column(torch.bool, shape),
     }
     random = np.random.default_rng(n)
     stored: dict[int, tuple[list[float], list[bool], bool]] = {}
@@ -48,7 +49,8 @@ def test_against_a_naive_loop(final: bool, reward: torch.dtype, n: int, gamma: f
             rewards = torch.from_numpy(random.integers(-4, 5, length)).to(reward)
             done = torch.zeros(length, dtype=torch.bool)
             done[-1] = ends
-            rows = {"obs": torch.full((length, 2), float(number)), "reward": rewards, "terminated": done}
+            rows = {"obs": torch.full((length, 2), float(number))}
+            rows |= {"reward": rewards.view(length, *shape), "terminated": done.view(length, *shape)}
             last = {"obs": torch.full((2,), -float(number))} if final and number % 3 else None
             stored[table.add(rows, final=last)] = rewards.tolist(), done.tolist(), last is not None
         dataset = gear.ReplayDataset(
