@@ -11,7 +11,9 @@ from dataset_common import episode, make_table, named_table
 import gear_loader as gear
 
 
-@pytest.mark.parametrize("kind", [gear.Table, gear.Writer, gear.ReplayDataset, gear.ReplayDataModule])
+@pytest.mark.parametrize(
+    "kind", [gear.Table, gear.Writer, gear.VectorWriter, gear.ReplayDataset, gear.ReplayDataModule]
+)
 def test_an_object_whose_constructor_has_failed_has_a_repr(kind: Any) -> None:
     assert repr(kind.__new__(kind)) == f"<{kind.__name__}, not opened>"
 
@@ -51,6 +53,18 @@ def test_a_writer_tells_what_it_has_written() -> None:
         assert (whole.num_committed, chunks.num_committed) == (1, 3)
         assert "0 steps appended since the last commit, 1 trajectories" in repr(whole)
     assert "to <Table private, closed>" in repr(whole)
+
+
+def test_writers_of_steps_and_of_environments_tell_what_they_have_written() -> None:
+    steps = episode(0, 3)
+    with make_table([], max_steps=100) as table:
+        growing, many = table.writer(commit_every_step=True), table.writers(3)
+        growing.append(steps)
+        many.append(steps, active=[True, False, True])
+        assert repr(growing).startswith("<StepWriter: 3 steps appended since the last commit, 1 trajectories")
+        assert repr(many).startswith(
+            "<VectorWriter of 3 environments: 2 steps appended since their last commits; to <Table private: 1 of"
+        )
 
 
 def test_a_dataset_and_a_data_module_tell_options_and_position() -> None:

@@ -471,8 +471,10 @@ class Table:
             commit_every_step: make each step visible at once, in one trajectory that grows; see `StepWriter`.
 
         Raises:
-            SchemaError: invalid sizes, or chunks that are to be committed step by step.
+            SchemaError: invalid options, or chunks that are to be committed step by step.
         """
+        if not isinstance(commit_every_step, bool):
+            raise SchemaError(f"commit_every_step is {commit_every_step!r}; expected True or False.")
         if commit_every_step:
             if chunk_steps is not None or overlap_steps:
                 raise SchemaError(

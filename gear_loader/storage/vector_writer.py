@@ -421,6 +421,15 @@ class VectorWriter:
                 "table.writers() in each process."
             )
 
+    def __repr__(self) -> str:
+        if getattr(self, "appended", None) is None:
+            return "<VectorWriter, not opened>"
+        steps = int(self.num_steps.sum())
+        return (
+            f"<VectorWriter of {self.num_envs:,} environments: {steps:,} steps appended since their last commits; to "
+            f"{self._table!r}>"
+        )
+
     def __enter__(self) -> VectorWriter:
         return self
 

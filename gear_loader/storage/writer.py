@@ -535,11 +535,11 @@ class Writer:
 
     def __repr__(self) -> str:
         if getattr(self, "_committed", None) is None:
-            return "<Writer, not opened>"
+            return f"<{type(self).__name__}, not opened>"
         chunks = f", chunks of {self._chunk:,} steps, {self._overlap:,} overlapping" if self._cuts else ""
         return (
-            f"<Writer: {self._steps:,} steps appended since the last commit, {self._committed:,} trajectories "
-            f"committed{chunks}; to {self._table!r}>"
+            f"<{type(self).__name__}: {self.num_steps:,} steps appended since the last commit, {self._committed:,} "
+            f"trajectories committed{chunks}; to {self._table!r}>"
         )
 
     def __enter__(self) -> Writer:
