@@ -110,7 +110,8 @@ def windows_of(schema: Schema, windows: Any, columns: Sequence[str] | None) -> d
     unknown = [name for name in sources.values() if name not in schema]
     if unknown:
         raise SchemaError(
-            f"Columns {list(sources.values())} were asked for; the table has {list(schema)}. Unknown: {unknown}."
+            f"Columns {list(sources.values())} were asked for; the table has {list(schema)}. Unknown: {unknown}. "
+            "A window whose name is not that of its column says which it reads: Window(..., column=...)."
         )
     for name, window in chosen.items():
         if isinstance(window, NStep):

@@ -497,9 +497,13 @@ class Schema(Mapping[str, Column]):
         """
         wanted, values = self.per_trajectory, as_mapping(values)
         if not isinstance(values, Mapping) or set(values) != set(wanted):
-            given = sorted(map(str, values)) if isinstance(values, Mapping) else type(values).__name__
+            given = (
+                f"has {sorted(map(str, values))}"
+                if isinstance(values, Mapping)
+                else f"is {reprlib.repr(values)}"
+            )
             raise SchemaError(
-                f"{what} has {given}; expected all columns with per='trajectory' and no other: {sorted(wanted)}."
+                f"{what} {given}; expected all columns with per='trajectory' and no other: {sorted(wanted)}."
             )
         values = self.cast(settled(values), what=what)
         return {name: self._once_as_bytes(name, values[name], what) for name in wanted}

@@ -246,7 +246,7 @@ def test_writers_without_them_append_nothing() -> None:
                 writers.append(rows, done=[True, True])
         assert writers.num_steps.tolist() == [0, 0]
         one = table.writer(commit_every_step=True)
-        with pytest.raises(SchemaError, match="trajectory has NoneType"):
+        with pytest.raises(SchemaError, match="trajectory is None; expected all columns"):
             one.append(steps(1, 1))
         one.trajectory = once(1)
         one.append(steps(1, 1))
