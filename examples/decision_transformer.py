@@ -30,12 +30,8 @@ from pathlib import Path
 # Threads of torch that wait for each other shall sleep: spinning costs a multiple where the cores are shared.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import gymnasium
-import lightning
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import RichProgressBar
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import TimeElapsedColumn, track
 from rich.table import Table as TextTable
@@ -43,6 +39,16 @@ from torch import nn
 from torch.nn import functional as F
 
 import gear_loader as gear
+
+try:
+    import gymnasium
+    import lightning
+    from lightning.pytorch.callbacks import RichProgressBar
+    from matplotlib.figure import Figure
+except ImportError as error:
+    sys.exit(
+        f"{error}. This example needs pip install '.[lightning,sources,bench]', in a clone of Gear Loader."
+    )
 
 ENVIRONMENT = "Hopper-v5"
 WINDOW = 20  # steps that the model looks back on

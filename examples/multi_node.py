@@ -23,7 +23,6 @@ import signal
 import sys
 import time
 
-import gymnasium
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -32,6 +31,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gear_loader as gear
 from gear_loader.distributed import Shards
+
+try:
+    import gymnasium
+except ImportError as error:
+    sys.exit(f"{error}. This example needs pip install '.[sources]', in a clone of Gear Loader.")
 
 OBSERVATION, ACTION = 11, 3
 SCHEMA = {

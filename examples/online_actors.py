@@ -15,7 +15,7 @@ the rows drawn, and how long each side waits.
     python examples/online_actors.py             # about a minute on two cores
     python examples/online_actors.py --quick     # about 20 seconds, to see that it runs
 
-It needs pip install '.[lightning,sources]' and tensorboard, and no network. The exit status is 1 if the
+It needs pip install '.[lightning,sources]' tensorboard, and no network. The exit status is 1 if the
 policy does not balance, or if a finished piece was lost. If the trainer itself is killed, the actors end, and the table
 stays: `gear-loader rm` removes it, or a new trainer attaches to it by name and resumes with ckpt_path=; the checkpoint
 holds the state_dict of the data, with priorities.
@@ -33,17 +33,24 @@ import time
 import warnings
 from pathlib import Path
 
-import gymnasium
-import lightning
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import TensorBoardLogger
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 
 import gear_loader as gear
+
+try:
+    import gymnasium
+    import lightning
+    import tensorboard  # noqa: F401  # for the logger
+    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.loggers import TensorBoardLogger
+except ImportError as error:
+    sys.exit(
+        f"{error}. This example needs pip install '.[lightning,sources]' tensorboard, in a clone of Gear Loader."
+    )
 
 ENVIRONMENT = "CartPole-v1"  # a reward of 1 for each step that the pole stays up, at most 500
 EXPECTED_RETURN = 400  # of the final policy, for the check at the end

@@ -9,13 +9,19 @@ them. It finds the rule behind the noise and balances longer than the demonstrat
 It needs pip install '.[sources]'.
 """
 
-import gymnasium
+import sys
+
 import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 import gear_loader as gear
+
+try:
+    import gymnasium
+except ImportError as error:
+    sys.exit(f"{error}. This example needs pip install '.[sources]', in a clone of Gear Loader.")
 
 HISTORY = 4
 rng = np.random.default_rng(0)

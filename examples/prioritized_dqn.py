@@ -26,16 +26,20 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-import gymnasium
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table as TextTable
 from torch import nn
 from torch.nn import functional as F
 
 import gear_loader as gear
+
+try:
+    import gymnasium
+    from matplotlib.figure import Figure
+except ImportError as error:
+    sys.exit(f"{error}. This example needs pip install '.[sources,bench]', in a clone of Gear Loader.")
 
 ENVIRONMENT = "CartPole-v1"  # a reward of 1 for each step that the pole stays up, at most 500
 EXPECTED_RETURN = 450  # of the final policy, for the check at the end

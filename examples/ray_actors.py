@@ -11,14 +11,19 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 
-import gymnasium
 import numpy as np
-import ray
 import torch
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import gear_loader as gear
+
+try:
+    import gymnasium
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+except ImportError as error:
+    sys.exit(f"{error}. This example needs pip install '.[ray,sources]', in a clone of Gear Loader.")
 
 SCHEMA = {
     "observation": gear.Column(torch.float32, (4,)),

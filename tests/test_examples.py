@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -22,6 +24,22 @@ def run(*command: object, cwd: Path, **variables: str) -> str:
     done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, **told)  # type: ignore[call-overload]
     assert done.returncode == 0, done.stdout + done.stderr
     return str(done.stdout)
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_says_what_is_missing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # which one of them sets
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(path))
+    (extras,) = re.findall(r"needs (pip install '\.\[.*), in a clone", str(end.value))
+    assert extras in (path.read_text("utf-8").partition("import")[0])
+    (row,) = [
+        line
+        for line in (EXAMPLES.parent / "README.md").read_text("utf-8").splitlines()
+        if f"examples/{path.name}" in line and "| `" in line[2:]
+    ]
+    assert re.findall(r"\[.*?\]", extras)[0] in row
 
 
 @pytest.mark.long
