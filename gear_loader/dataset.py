@@ -764,17 +764,22 @@ class ReplayDataset(IterableDataset[Batch]):
     # ---------------------------------------------------------------- sizes
 
     def stats(self) -> dict[str, int]:
-        """Numbers of what can be drawn from this process's table now.
+        """Numbers of what can be drawn now from the tables of this process that the dataset draws from.
 
         Returns:
             ``"trajectories"`` that can be drawn; ``"too_short"``: those of the subset that never are, because they have
             no anchor with complete windows; ``"anchors"``: steps that can be drawn as anchors.
         """
         context = self._selected().context
-        snapshot = self.table.reader().snapshot()
-        if context.subset is not None:
-            snapshot = snapshot.take(dataclasses.replace(context, complete=None).chosen(snapshot.slots))
-        anchors = context.num_anchors(snapshot.slots)
+        own = self.shards.own.values() if self.shards is not None and self._is_global else ()
+        counts = []
+        for table in own or (self.table,):
+            each = dataclasses.replace(context, table=table)
+            slots = table.reader().snapshot().slots
+            if each.subset is not None:
+                slots = slots[dataclasses.replace(each, complete=None).chosen(slots)]
+            counts.append(each.num_anchors(slots))
+        anchors = np.concatenate(counts)
         return {
             "trajectories": int((anchors > 0).sum()),
             "too_short": int((anchors <= 0).sum()),
