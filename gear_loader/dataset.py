@@ -316,7 +316,10 @@ class ReplayDataset(IterableDataset[Batch]):
             TypeError: an unknown option, or `batch_size` or `windows` is missing.
             SchemaError: a value that is invalid with any table.
         """
-        given = inspect.signature(cls).bind(None, **options)
+        try:
+            given = inspect.signature(cls).bind(None, **options)
+        except TypeError as error:
+            raise TypeError(f"Options of {cls.__name__}: {error}.") from None
         given.apply_defaults()
         _check_options(**given.arguments)
 
