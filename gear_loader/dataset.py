@@ -455,8 +455,9 @@ class ReplayDataset(IterableDataset[Batch]):
             self.table.reader().await_samplable(self.batch_size)  # the table may be empty until then
         view = self._selected().look()
         count = self._epoch_batches(view, world)
-        if not self._noticed_epoch and rank == number == 0 and (epoch == 0 or get_worker_info() is None):
-            self._noticed_epoch = self._notice_epoch(view)
+        if rank == number == 0 and (epoch == 0 or get_worker_info() is None):
+            self.table.stats()  # logs once if much of the table's memory holds no steps
+            self._noticed_epoch = self._noticed_epoch or self._notice_epoch(view)
         if self._exchange is not None and not self._is_global:
             count = begin_epoch(self._exchange, self._selected(), count, fresh=number == 0)
         seed, size = self._draw_seed(), self._global_size(self.batch_size)

@@ -804,7 +804,8 @@ class Table:
     def stats(self) -> TableStats:
         """Counts, bytes and rates; see `TableStats`.
 
-        Logs once if more than a quarter of the resident bytes hold no steps (of tables with 1 MiB of steps or more).
+        Logs once if more than a quarter of the resident bytes hold no steps (of tables with 1 MiB of steps or more), as
+        `ReplayDataset` does when an epoch begins.
         """
         stats = stats_of(self.index, self._region.layout)
         notice_waste(self.schema, stats, "a private table" if self.name is None else f"table {self.name!r}")

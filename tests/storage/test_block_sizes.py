@@ -130,6 +130,11 @@ def test_a_table_that_wastes_much_is_named_once(
         f"Table.create(block_steps='auto', mean_length=10) takes blocks of {best}, which waste about"
         in message
     )
+    with filled(schema_of("images"), np.full(30, 10)) as table:
+        notices._seen.clear()
+        caplog.clear()
+        next(iter(gear.ReplayDataset(table, batch_size=2, windows=gear.Window(1), device="cpu", prefetch=0)))
+        assert messages() == [message]
     assert told("images", np.full(30, 64)) == []  # exactly a block
     assert told("images", np.full(1, 10)) == []  # too little to matter
     (message,) = told("one number", np.full(3000, 100), block_steps=32)
