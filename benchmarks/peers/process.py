@@ -10,7 +10,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TextIO, TypeVar, cast
 
@@ -96,6 +97,32 @@ class PeerProcess:
         self._errors.seek(0)
         lines = self._errors.read().splitlines()
         return lines[-1] if lines else "no message"
+
+
+def receive_all(processes: Iterable[PeerProcess]) -> list[dict[str, Any]]:
+    """The answers of all of them; only then the first error, so that no answer is taken for that of a later command."""
+    answers, failures = [], []
+    for number, process in enumerate(processes):
+        try:
+            answers.append(process.receive())
+        except PeerFailed as error:
+            failures.append(f"process {number}: {error}")
+    if failures:
+        raise PeerFailed("; ".join(failures))
+    return answers
+
+
+@contextlib.contextmanager
+def together(makers: Sequence[Callable[[], PeerProcess]], most: int) -> Iterator[list[Future[PeerProcess]]]:
+    """Processes that are started side by side, at most so many at a time, and all ended at the same time."""
+    with ThreadPoolExecutor(most) as pool:
+        made = [pool.submit(make) for make in makers]
+    there = [one.result() for one in made if one.exception() is None]
+    try:
+        yield made
+    finally:
+        with ThreadPoolExecutor(max(1, len(there))) as pool:
+            list(pool.map(PeerProcess.close, there))
 
 
 class Undo:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import subprocess
 import sys
@@ -65,7 +64,7 @@ def test_run_gives_each_experiment_the_options_that_it_has(
                 raise failure
             seen[name] = tuple(given[option] for option in names.split())
 
-        work.__signature__ = inspect.Signature(options.parameters(names.split()))  # type: ignore[attr-defined]
+        work.__signature__ = options.signature([], names.split())  # type: ignore[attr-defined]
         work.__annotations__ = {option: options.SHARED[option] for option in names.split()}
         about = experiments.Experiment(name, "made up", devices or ("cpu",))
         return type("Made", (), {**about.__dict__, "command": staticmethod(work)})()
