@@ -157,8 +157,8 @@ class Session:
 
     configuration: the command's options, for the rows; see `configure`. repeats: turns that each variant gets. minutes:
     after which no comparison is started. pause: seconds before each measurement, in which the threads of the variant
-    before it go to sleep. pythons: interpreters of other libraries. cuda: whether batches are wanted on a GPU. rows,
-    amounts: what was measured. reasons: what was not, and why.
+    before it go to sleep. peers: folder of the environments of other libraries. cuda: whether batches are wanted on a
+    GPU. rows, amounts: what was measured. reasons: what was not, and why.
     """
 
     out: Path
@@ -171,7 +171,7 @@ class Session:
     pause: float = 0.0
     quick: bool = False
     threads: int = 1
-    pythons: Sequence[Path] = ()
+    peers: Path | None = None
 
     def __post_init__(self, configuration: Mapping[str, Any], minutes: float | None) -> None:
         self.cuda, self.console = self.device != "cpu", standard_console()

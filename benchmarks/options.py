@@ -16,7 +16,7 @@ import typer
 from benchmarks import machine
 from benchmarks.experiments import named
 from benchmarks.harness import RESULTS, Incorrect, Session
-from benchmarks.peers.process import PeerFailed, interpreters
+from benchmarks.peers.process import PeerFailed, environments
 
 
 class Device(str, enum.Enum):
@@ -43,9 +43,7 @@ SHARED: dict[str, Any] = {
         bool, typer.Option("--quick", help="Small sizes, to see that it works; not for figures.")
     ],
     "peers": option(
-        list[Path],
-        "A folder of environments with other libraries (benchmarks/peers/make.sh; .peers by default), or the Python of "
-        "one; may be repeated.",
+        Path, "Folder of environments with other libraries (benchmarks/peers/make.sh); .peers by default."
     ),
     "repeats": option(int, "Turns that each variant gets.", min=1),
     "out": option(Path, "File to append JSON lines to."),
@@ -128,7 +126,7 @@ def _session(name: str, shared: dict[str, Any], repeats: tuple[int, ...], pause:
         pause=0.0 if cuda else pause,
         quick=quick,
         threads=threads,
-        pythons=interpreters(shared["peers"]),
+        peers=environments(shared["peers"]),
     )
 
 

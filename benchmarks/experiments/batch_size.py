@@ -36,4 +36,3 @@ def command(
         raise typer.BadParameter(message, param_hint="--trajectories")
     session.configure(batches=sizes, trajectories=workload.trajectories)
     measured(session, [workload], sizes)
-    session.show_summary("batch")

@@ -13,11 +13,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TextIO, TypeVar, cast
+from typing import Any, TextIO, cast
 
 from benchmarks import machine
 
-Made = TypeVar("Made")
 _SCRIPT = str(Path(__file__).with_name("serve.py"))
 
 
@@ -36,7 +35,7 @@ class PeerProcess:
     """A process that answers commands, and ends with its input.
 
     command: what to start: an interpreter, a script, its arguments. patience: seconds that an answer may take. folder:
-    where it runs; here by default. about: what it said about itself: versions, and a note or None.
+    where it runs; here by default. about: what it said about itself: versions.
     """
 
     def __init__(
@@ -149,25 +148,18 @@ class Undo:
 
 FOLDER = machine.ROOT / ".peers"
 """Where `make.sh` puts the environments unless it is told otherwise."""
+OWN = ("gear", "plain")
+"""What needs no environment of its own."""
 
 
-def interpreters(given: Sequence[Path] | None) -> list[Path]:
-    """The interpreters that are meant."""
+def environments(given: Path | None) -> Path | None:
+    """The folder of the environments that are meant; None if there shall be no peers."""
     named = os.environ.get("GEAR_LOADER_PEERS")
-    paths = list(given or []) or [Path(part) for part in (named or "").split(":") if part]
-    if not paths and named is None and FOLDER.is_dir():
-        paths = [FOLDER]
-    found: list[Path] = []
-    for path in paths:
-        inside = [path / "bin" / "python", *sorted(path.glob("*/bin/python"))]
-        failed = (place.parent / "bin" / "python" for place in sorted(path.glob("*/failed.txt")))
-        there = dict.fromkeys([*(python for python in inside if python.exists()), *failed])
-        found += list(there) or [path]
-    return found
+    return given or (FOLDER if named is None else Path(named) if named else None)
 
 
 def start(
-    pythons: Sequence[Path] | None,
+    folder: Path | None,
     task: str,
     library: str,
     variant: str,
@@ -176,28 +168,13 @@ def start(
     patience: float = 300.0,
 ) -> PeerProcess:
     """A process that answers commands of a task with a library: see `benchmarks/peers/serve.py`."""
-
-    def made(python: Path) -> PeerProcess:
-        return PeerProcess(
-            [str(python), "-I", _SCRIPT, task, library, variant, str(threads)], patience=patience
-        )
-
-    return made(Path(sys.executable)) if pythons is None else first(pythons, made, environment=library)
-
-
-def first(pythons: Sequence[Path], make: Callable[[Path], Made], *, environment: str | None = None) -> Made:
-    """What `make` makes of the first interpreter that it does not refuse with `PeerFailed`."""
-    reasons = []
-    for python in sorted(pythons, key=lambda path: path.parent.parent.name != environment):
-        place = python.parent.parent
-        own, note = place.name == environment, place / "failed.txt"
-        if not note.is_file():
-            try:
-                return make(python)
-            except PeerFailed as error:
-                reasons.append(f"{python}: {error}")
-        elif own or environment is None:
-            reasons.append(note.read_text(encoding="utf-8").strip())
-        if own:
-            break  # the others have other peers
-    raise PeerFailed("; ".join(reasons) or "no interpreter with peers is there (benchmarks/peers/make.sh)")
+    python = Path(sys.executable)
+    if library not in OWN:
+        place = (folder or Path()) / library
+        python, note = place / "bin" / "python", place / "failed.txt"
+        if note.is_file():
+            raise PeerFailed(note.read_text(encoding="utf-8").strip())
+        if folder is None or not python.exists():
+            where = "GEAR_LOADER_PEERS is empty" if folder is None else f"{folder}"
+            raise PeerFailed(f"there is no environment {library}: {where} (benchmarks/peers/make.sh)")
+    return PeerProcess([str(python), "-I", _SCRIPT, task, library, variant, str(threads)], patience=patience)

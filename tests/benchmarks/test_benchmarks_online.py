@@ -104,7 +104,7 @@ def test_yardsticks_copy_what_they_say(table: gear.Table, name: str, mode: str) 
 def test_writers_in_several_processes_are_checked_and_measured(
     table: gear.Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crew = adding.Crew("ours", patience=100.0)
+    crew = adding.Crew("ours")
     with contextlib.closing(crew):
         group = adding.Group(crew, SPEC, "whole", 2, table=table)
         group.check()
