@@ -153,35 +153,38 @@ def measured(
             selecting(session, setting, world)
 
 
-def _compare(
-    session: Session,
-    setting: Setting,
-    job: Job,
-    workload: str,
-    label: str,
-    amount: int,
-    parameters: Mapping[str, Any],
-    kinds: Mapping[str, tuple[str, Mapping[str, Any]]],
-    *,
-    yardstick: str = "bare",
-    targets: Mapping[str, float] | None = None,
-) -> None:
-    """Measure variants, name -> what the ranks do and its options; the ranks forget them afterwards."""
-    if session.late(label):
-        return
-    with contextlib.ExitStack() as stack:
-        variants, told = [], {}
-        for name, (kind, options) in kinds.items():
-            more = {"of": told["ours"]} if kind == "all_to_all" and "ours" in told else {}
-            subject = Subject(
-                job, kind, setting.window, {**options, **more}, first=parameters["part"] == "transport"
+@dataclasses.dataclass(frozen=True)
+class _Rig:
+    """A job that is measured."""
+
+    session: Session
+    setting: Setting
+    job: Job
+
+    def compare(
+        self,
+        workload: str,
+        label: str,
+        amount: int,
+        parameters: Mapping[str, Any],
+        kinds: Mapping[str, tuple[str, Mapping[str, Any]]],
+        yardstick: str = "bare",
+        targets: Mapping[str, float] | None = None,
+    ) -> None:
+        """Measure variants, name -> what the ranks do and its options; the ranks forget them afterwards."""
+        if self.session.late(label):
+            return
+        with contextlib.ExitStack() as stack:
+            variants, first = [], parameters["part"] == "transport"
+            for name, (kind, options) in kinds.items():
+                subject = Subject(self.job, kind, self.setting.window, options, first=first)
+                stack.callback(subject.close)
+                variants.append(subject.variant(name, amount, targets or {} if name == "ours" else {}))
+            told, unit = (
+                {**self.setting.parameters, **parameters},
+                "rows" if workload == "selection" else "bytes",
             )
-            stack.callback(subject.close)
-            told[name] = subject.name
-            goals = targets or {} if name == "ours" else {}
-            variants.append(subject.variant(name, amount, goals))
-        unit: Any = "rows" if workload == "selection" else "bytes"
-        session.compare(workload, label, variants, yardstick, {**setting.parameters, **parameters}, unit=unit)
+            self.session.compare(workload, label, variants, yardstick, told, unit=unit)  # type: ignore[arg-type]
 
 
 def exchanging(
@@ -190,44 +193,38 @@ def exchanging(
     """Ranks on so many nodes: batches of rows that are chosen by the benchmark, or drawn by a dataset; requests."""
     count = len(nodes)
     with started(nodes, carrier, setting.environment) as job:
+        rig = _Rig(session, setting, job)
         for name in ("W1",) if session.quick else ("W1", "W2"):
             job.fill(name, setting.trajectories, SEED)
             for batch in setting.batches:
                 for fraction in (setting.fractions if count > 1 else (1.0,)) if "collect" in parts else ():
                     options = {"batch": batch, "local": round(fraction * batch)}
-                    _batch(session, setting, job, "collect", name, options, options)
+                    _batch(rig, "collect", name, options, options)
                 if "batches" in parts:
                     ours = {"batch": batch, "selector": "prioritized"}
                     options = {"batch": batch, "local": round(batch / count)}
-                    _batch(session, setting, job, "batches", name, ours, options)
+                    _batch(rig, "batches", name, ours, options)
             if "transport" in parts:
-                _transport(session, setting, job, name)
+                _transport(rig, name)
 
 
-def _batch(
-    session: Session,
-    setting: Setting,
-    job: Job,
-    part: str,
-    name: str,
-    ours: Mapping[str, Any],
-    options: Mapping[str, Any],
-) -> None:
-    count, batch, share = len(job.nodes), options["batch"], options["local"] / options["batch"]
+def _batch(rig: _Rig, part: str, name: str, ours: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    carrier, count, batch = rig.job.carrier, len(rig.job.nodes), options["batch"]
+    share = options["local"] / batch
     what = f"{share:.0%} of own node" if part == "collect" else "drawn by a dataset"
-    through = f"s over {job.carrier}" if count > 1 else ""
+    through = f"s over {carrier}" if count > 1 else ""
     label = f"{name}, batch {batch}, {count} node{through}, {what}"
-    told = {"part": part, "nodes": count, "carrier": job.carrier or "none", "batch": batch}
+    told = {"part": part, "nodes": count, "carrier": carrier or "none", "batch": batch}
     told |= {"local_fraction": share, **{key: ours[key] for key in ours if key == "selector"}}
     kinds = {"bare": ("bare exchange", options), "ours": (part, ours)}
-    _compare(session, setting, job, name, label, WORKLOADS[name].row_bytes * batch, told, kinds)
+    rig.compare(name, label, WORKLOADS[name].row_bytes * batch, told, kinds)
 
 
-def _transport(session: Session, setting: Setting, job: Job, name: str) -> None:
+def _transport(rig: _Rig, name: str) -> None:
     """Requests of one rank to one other node, into staging memory."""
-    workload = WORKLOADS[name]
+    workload, carrier = WORKLOADS[name], rig.job.carrier
     spec = WindowSpec("", Schema(workload.schema), dict.fromkeys(workload.schema, workload.window))
-    for wanted in (1 << 16, 1 << 20) if session.quick else (1 << 16, 1 << 20, 1 << 23):
+    for wanted in (1 << 16, 1 << 20) if rig.session.quick else (1 << 16, 1 << 20, 1 << 23):
         rows = max(1, round(wanted / spec.row_bytes))
         one = spec.reply_bytes(rows)
         for in_flight in _IN_FLIGHT:
@@ -237,10 +234,10 @@ def _transport(session: Session, setting: Setting, job: Job, name: str) -> None:
             # One at a time is a matter of round trips; the targets are of throughput.
             target = next((share for least, share in _TARGETS if one >= _SHORT * least), None)
             targets = {"bare": target} if target is not None and in_flight > 1 else {}
-            told = {"part": "transport", "nodes": len(job.nodes), "carrier": job.carrier}
+            told = {"part": "transport", "nodes": len(rig.job.nodes), "carrier": carrier}
             told |= {"request": wanted, "request_bytes": one, **options}
-            label = f"{name}, requests of {size(one)} over {job.carrier}, {in_flight} under way"
-            _compare(session, setting, job, name, label, requests * one, told, kinds, targets=targets)
+            label = f"{name}, requests of {size(one)} over {carrier}, {in_flight} under way"
+            rig.compare(name, label, requests * one, told, kinds, targets=targets)
 
 
 def selecting(session: Session, setting: Setting, world: int) -> None:
@@ -250,15 +247,18 @@ def selecting(session: Session, setting: Setting, world: int) -> None:
     parameters = {"world": world, "batch": batch, "carrier": "gloo"}
     with started([Node("node 0")] * world, None, setting.environment) as job:
         job.fill(TINY.name, TINY.trajectories, SEED)
+        rig = _Rig(session, setting, job)
         for selector in SELECTORS:
             # Ours is checked first: the collective repeats what its last batch sent.
-            kinds: dict[str, Any] = {"ours": ("batches", {"batch": batch, "selector": selector})}
-            kinds["all_to_all"] = ("all_to_all", {})
+            kinds = {"ours": ("batches", {"batch": batch, "selector": selector}), "all_to_all": _COLLECTIVE}
             label = f"selection, {selector}, {world} rank{'' if world == 1 else 's'}"
             told = {**parameters, "part": "select", "selector": selector}
-            _compare(session, setting, job, "selection", label, batch, told, kinds, yardstick="all_to_all")
+            rig.compare("selection", label, batch, told, kinds, "all_to_all")
         for count in exchanged if world > 1 else ():
-            kinds = {"all_to_all": ("all_to_all", {"size": count})}
             label = f"all_to_all, {size(count)} from each to each of {world} ranks"
             told, amount = {**parameters, "part": "all_to_all", "each_bytes": count}, count * (world - 1)
-            _compare(session, setting, job, "all_to_all", label, amount, told, kinds, yardstick="all_to_all")
+            kinds = {"all_to_all": ("all_to_all", {"size": count})}
+            rig.compare("all_to_all", label, amount, told, kinds, "all_to_all")
+
+
+_COLLECTIVE: tuple[str, dict[str, Any]] = ("all_to_all", {})

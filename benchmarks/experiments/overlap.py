@@ -66,10 +66,8 @@ def command(
         for model, batch in session.each("overlap", [*itertools.product(MODELS, chosen)], label):
             feeds, training = _feeds(data, table, batch), Training(MODELS[model]())
             steps = max(4, min(200, round(seconds / _step_seconds(feeds[0], training))))
-            parameters, variants = (
-                {"batch": batch, "model": model, "steps": STEPS},
-                fed(feeds, training, batch, steps),
-            )
+            variants = fed(feeds, training, batch, steps)
+            parameters = {"batch": batch, "model": model, "steps": STEPS}
             session.compare("step", label((model, batch)), variants, ALONE, parameters, unit="rows")
 
 

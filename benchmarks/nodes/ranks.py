@@ -451,22 +451,23 @@ class BareFetch(Subject):
 
 
 class AllToAll(Subject):
-    """torch.distributed's collective alone.
+    """torch.distributed's collective alone; size: bytes from each to each.
 
-    of: a subject of `Batches`: as many bytes, as often, as its last batch took. size: bytes from each to each.
+    Without a size: as many bytes, as often, as the last batch of the `Batches` took that the rank has.
     """
 
-    def __init__(self, rank: Rank, of: str | None = None, size: int = 0) -> None:
+    def __init__(self, rank: Rank, size: int | None = None) -> None:
         super().__init__(rank)
-        self._of, self._size = of, size
+        self._size, self._times = size, 1
         self._group = dist.new_group(list(range(rank.world)), backend="gloo")
-        self._sizes: tuple[list[int], list[int]] = ([size] * rank.world, [size] * rank.world)
-        self._times = 1
 
     def check(self) -> None:
-        if self._of is not None:
+        if self._size is None:
             self._sizes = self.rank.traffic.last
-            self._times = max(1, round(self.rank.subjects[self._of].figures["exchanges"]))
+            (batches,) = (one for one in self.rank.subjects.values() if isinstance(one, Batches))
+            self._times = max(1, round(batches.figures["exchanges"]))
+        else:
+            self._sizes = ([self._size] * self.rank.world,) * 2
         ins, outs = self._sizes
         mine = [(5 * self.rank.rank + target) % 251 for target in range(len(outs))]
         self._given = torch.tensor(mine, dtype=torch.uint8).repeat_interleave(torch.tensor(outs))
