@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 import gear_loader as gear
-from benchmarks.experiments.adding import Crew, Group, Setting, TableCache, crews_of, inserting, specify
+from benchmarks.adding import Crew, Group, Setting, TableCache, crews_of, inserting, specify
 from benchmarks.harness import Incorrect, Medians, Session, Variant
 from benchmarks.options import command as as_command
 from benchmarks.options import described, numbers, some_of

@@ -31,7 +31,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 
-from benchmarks.experiments import train_hopper
+from benchmarks import hopper
 from benchmarks.harness import Amount, Incorrect, Medians, Session, Variant
 from benchmarks.options import command as as_command
 from benchmarks.options import described, numbers
@@ -153,7 +153,7 @@ class Trainee:
 
 def prepare(setting: Setting) -> Setting:
     """Collect the episodes, write the weights that training starts with."""
-    best = train_hopper.collect(
+    best = hopper.collect(
         setting.data, episodes=setting.episodes, horizon=setting.horizon, seed=setting.seeds[0]
     )
     data = Data(str(setting.data))
@@ -302,9 +302,7 @@ def _advance(run: _Run, setting: Setting) -> None:
     run.waiting += answer["waiting"]
     run.steps += setting.chunk
     trained = policy.load(policy.Policy(Data(str(setting.data))), str(path))
-    achieved = train_hopper.evaluate(
-        trained, setting.best, episodes=setting.evaluations, horizon=setting.horizon
-    )
+    achieved = hopper.evaluate(trained, setting.best, episodes=setting.evaluations, horizon=setting.horizon)
     run.curve.append((run.seconds, achieved))
 
 

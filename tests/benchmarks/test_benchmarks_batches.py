@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import harness, workloads
-from benchmarks.experiments import batches
+from benchmarks import batches, harness, workloads
 from benchmarks.peers import batches as peers
 from benchmarks.peers import source as sources
 

@@ -19,9 +19,9 @@ from benchmarks_common import check_row, needs_no_gpu, rows_of, session
 from cases import mostly_long
 
 import gear_loader as gear
-from benchmarks import copies, engine, gather_rows, harness, workloads
+from benchmarks import batches, copies, engine, gather_rows, harness, workloads
 from benchmarks import selection as subjects
-from benchmarks.experiments import batches, collect, overlap, select
+from benchmarks.experiments import collect, overlap, select
 
 pytestmark = needs_no_gpu
 STREAM = 0x5EA  # the handle of the stream beside the default one
