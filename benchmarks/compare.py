@@ -8,6 +8,7 @@ relative to the yardstick of their own run, which takes out how fast the machine
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from benchmarks.reporting.rows import (
     BadRow,
     Row,
     comparisons,
+    grouped,
     is_ours,
     key,
     measured,
@@ -92,35 +94,32 @@ def command(
 ) -> None:
     """Compare two runs, row by row."""
     console = standard_console()
+    say = functools.partial(console.print, highlight=False, markup=False)
     before, after = _rows(a, "A"), _rows(b, "B")
     found = pairs(before, after)
-    matched = len(found)
-    if not matched:
+    if not found:
         raise typer.BadParameter(
             f"none of the {len(measured(before))} rows of {a} measures what one of the {len(measured(after))} rows of "
             f"{b} does, on the same device."
         )
-    _warn(console, found)
-    for experiment in dict.fromkeys(pair.after["experiment"] for pair in found):
-        console.print(_table(experiment, [pair for pair in found if pair.after["experiment"] == experiment]))
+    for one, other in dict.fromkeys((str(place(pair.before)), str(place(pair.after))) for pair in found):
+        if one != other:
+            text = f"The machines differ: A on {one}; B on {other}. Trust what is relative to the yardstick."
+            say(text, style="yellow")
+    if any(
+        (row.get("configuration") or {}).get("quick") for pair in found for row in (pair.before, pair.after)
+    ):
+        say("Rows of --quick are no figures.", style="yellow")
+    for experiment, some in grouped(found, lambda pair: str(pair.after["experiment"])).items():
+        console.print(_table(experiment, some))
     for name, rows in ((a, before), (b, after)):
-        alone = len(_last(rows)) - matched
-        if alone:
-            console.print(
-                f"{alone} rows of {name} have no counterpart", style="dim", highlight=False, markup=False
-            )
-    worse = [
-        pair
-        for pair in found
-        if fail_above is not None
-        and is_ours(pair.after)
-        and pair.verdict == "slower"
-        and 1 / pair.judged > fail_above
-    ]
+        if alone := len(_last(rows)) - len(found):
+            say(f"{alone} rows of {name} have no counterpart", style="dim")
+    slower = [pair for pair in found if is_ours(pair.after) and pair.verdict == "slower"]
+    worse = [pair for pair in slower if fail_above is not None and 1 / pair.judged > fail_above]
     if worse:
         names = "; ".join(f"{pair.label}: {pair.after['variant']} ({1 / pair.judged:.2f})" for pair in worse)
-        text = f"more than {fail_above:g} times as slow as before: {names}"
-        console.print(text, style="bold red", highlight=False, markup=False)
+        say(f"more than {fail_above:g} times as slow as before: {names}", style="bold red")
         raise typer.Exit(1)
 
 
@@ -171,41 +170,20 @@ def _rows(name: str, which: str) -> list[Row]:
         raise typer.BadParameter(str(error), param_hint=which) from error
     chosen = [row for row in rows if any(str(row.get(k) or "").startswith(run) for k in ("run", "commit"))]
     if not measured(chosen):
-        where = (
-            ", ".join(map(str, files))
-            if Path(name).is_file() or at
-            else f"{RESULTS}, and there is no such file"
-        )
-        what = f"measured by a run or commit {run!r}" if run else "measured"
-        raise typer.BadParameter(f"nothing {what} is in {where}.", param_hint=which)
+        what = f" by a run or commit {run!r}" if run else ""
+        where = ", ".join(map(str, files))
+        raise typer.BadParameter(f"nothing measured{what} is in {where}.", param_hint=which)
     return chosen
-
-
-def _warn(console: Any, found: Sequence[Pair]) -> None:
-    """Say so if machines differ: then only what is relative to the yardstick says much."""
-    for one, other in dict.fromkeys((str(place(pair.before)), str(place(pair.after))) for pair in found):
-        if one != other:
-            text = f"The machines differ: A on {one}; B on {other}. Trust what is relative to the yardstick."
-            console.print(text, style="yellow", highlight=False, markup=False)
-    both = [row for pair in found for row in (pair.before, pair.after)]
-    if any((row.get("configuration") or {}).get("quick") for row in both):
-        console.print("Rows of --quick are no figures.", style="yellow", highlight=False)
 
 
 def _table(experiment: str, found: Sequence[Pair]) -> Any:
     colours = {"faster": "green", "slower": "red"}
-    lines = [
-        (
-            pair.label,
-            pair.after["variant"],
-            _figure(pair.before),
-            _figure(pair.after),
-            f"{pair.ratio:.2f}",
-            f"{pair.relative:.2f}" if pair.yardstick else "",
-            f"[{colours.get(pair.verdict, 'dim')}]{pair.verdict}[/]",
-        )
-        for pair in found
-    ]
+    lines = []
+    for pair in found:
+        ratios = [f"{pair.ratio:.2f}", f"{pair.relative:.2f}" if pair.yardstick else ""]
+        verdict = f"[{colours.get(pair.verdict, 'dim')}]{pair.verdict}[/]"
+        figures = [_figure(pair.before), _figure(pair.after), *ratios]
+        lines.append([pair.label, pair.after["variant"], *figures, verdict])
     heads = ("comparison", "variant", "A", "B", "B ÷ A", "÷ yardstick", "")
     return grid(f"{experiment}: speeds of B over A, above 1 is faster", heads, lines, texts=2)
 

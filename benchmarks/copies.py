@@ -1,29 +1,26 @@
-"""Gathering without a kernel: a batch's rows as copies of the driver, in one call or in a call each.
+"""Gathering without a kernel: a batch's rows as copies of the driver, in one call.
 
 `cuMemcpyBatchAsync` (CUDA 12.8 and later) takes all rows of a batch, of all columns; the sources may be read at any
-time, which leaves the driver the most freedom. `cuMemcpyHtoDAsync` is a call a row and column: what `cudaMemcpyAsync`
-does, without its overhead. Both need rows that lie in one piece, and both have their addresses computed beforehand. The
-driver refuses batches of copies on the default stream, so both go to one of their own, and copies that span two
-registrations of host memory, so a row that does is two copies.
+time, which leaves the driver the most freedom. It needs rows that lie in one piece, and has their addresses computed
+beforehand. The driver refuses batches of copies on the default stream, so they go to one of their own, and copies that
+span two registrations of host memory, so a row that does is two copies.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from benchmarks.engine import Engine
 from benchmarks.gather_rows import QueueRows
-from benchmarks.harness import Incorrect, Medians, Session, Variant
+from benchmarks.harness import Incorrect, Medians, Variant
 from benchmarks.workloads import poison
 
 BATCHED = "cuMemcpyBatchAsync"
-SINGLE = "cuMemcpyHtoDAsync, a row each"
 MOST_COPIES = 4096
 """Copies that a measurement makes at most, unless one batch has more."""
 
@@ -32,7 +29,6 @@ ORDER_ANY = 3
 
 Array = np.ndarray[Any, np.dtype[np.uint64]]
 Copy = tuple[Array, Array, Array]
-Work = Callable[[int], None]  # on a stream
 
 
 class Unavailable(Exception):
@@ -62,44 +58,23 @@ class Driver:
     def __init__(self, library: Any = None) -> None:
         try:
             self._library = ctypes.CDLL("libcuda.so.1") if library is None else library
-            self._single = self._library.cuMemcpyHtoDAsync_v2
+            # CUDA 13 has a second one, without the number of the copy that failed, and keeps this one.
+            self._call = self._library.cuMemcpyBatchAsync
         except (OSError, AttributeError) as error:
-            raise Unavailable(str(error)) from error
+            raise Unavailable(f"no cuMemcpyBatchAsync (CUDA 12.8 and later): {error}") from error
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
-        self._single.argtypes = (ctypes.c_uint64, pointer, size, pointer)
-        self._single.restype = ctypes.c_int
-        # CUDA 13 dropped the argument that tells which copy failed, and gave the call a new symbol.
-        self._batched = getattr(self._library, "cuMemcpyBatchAsync_v2", None)
-        self._fails = self._batched is None
-        if self._fails:
-            self._batched = getattr(self._library, "cuMemcpyBatchAsync", None)
-        if self._batched is not None:
-            failed = (pointer,) if self._fails else ()
-            self._batched.argtypes = (*(pointer,) * 3, size, pointer, pointer, size, *failed, pointer)
-            self._batched.restype = ctypes.c_int
+        self._call.argtypes = (*(pointer,) * 3, size, pointer, pointer, size, pointer, pointer)
+        self._call.restype = ctypes.c_int
         self._attributes = Attributes(srcAccessOrder=ORDER_ANY)
         self._first, self._failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
 
-    def batched(self, copies: Copy, stream: int) -> None:
-        """All copies in one call."""
-        if self._batched is None:
-            raise Unavailable("the driver has no cuMemcpyBatchAsync (CUDA 12.8 and later)")
-        targets, sources, sizes = copies
-        arrays = (targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data)
+    def copy(self, copies: Copy, stream: int) -> None:
+        """Queue all copies: addresses of targets and sources, and bytes."""
+        arrays = (part.ctypes.data for part in copies)
         kinds = (ctypes.addressof(self._attributes), ctypes.addressof(self._first), 1)
-        failed = (ctypes.addressof(self._failed),) if self._fails else ()
-        code = self._batched(*arrays, len(targets), *kinds, *failed, stream)
+        code = self._call(*arrays, len(copies[0]), *kinds, ctypes.addressof(self._failed), stream)
         if code != 0:
-            where = f" at copy {self._failed.value}" if self._fails else ""
-            raise Incorrect(f"cuMemcpyBatchAsync returned {code}{where}")
-
-    def singly(self, copies: Sequence[tuple[int, int, int]], stream: int) -> None:
-        """A call for each copy: target, source, bytes."""
-        call = self._single
-        for target, source, count in copies:
-            code = call(target, source, count, stream)
-            if code != 0:
-                raise Incorrect(f"cuMemcpyHtoDAsync returned {code}")
+            raise Incorrect(f"cuMemcpyBatchAsync returned {code} at copy {self._failed.value}")
 
 
 def row_copies(rows: QueueRows, i: int) -> Copy:
@@ -143,42 +118,20 @@ def split(copies: Copy, bounds: Sequence[int]) -> Copy:
     return targets, sources, sizes
 
 
-def copy_variants(engine: Engine, driver: Driver | None, rows: QueueRows, session: Session) -> list[Variant]:
-    """Both ways, of rows that lie in one piece; one that does not work here is left out with its reason."""
-    if driver is None or not rows.whole:
-        return []
-
-    def batched(copies: Copy) -> Work:
-        return functools.partial(driver.batched, copies)
-
-    def singly(copies: Copy) -> Work:
-        triples = list(zip(*(part.tolist() for part in copies), strict=True))
-        return functools.partial(driver.singly, triples)
-
-    found = []
-    for name, made in ((BATCHED, batched), (SINGLE, singly)):
-        variant = _variant(engine, rows, name, made)
-        try:
-            variant.check()
-            found.append(variant)
-        except (Incorrect, Unavailable) as error:
-            session.leave(f"{name}, rows of {rows.bytes // rows.slots.shape[1]} B", str(error))
-    return found
-
-
-def _variant(engine: Engine, rows: QueueRows, name: str, made: Callable[[Copy], Work]) -> Variant:
+def copies_of(engine: Engine, driver: Driver, rows: QueueRows) -> Variant:
+    """Batches of a queue, each as one call."""
     launches, batch = rows.slots.shape
     batches = max(1, min(launches, MOST_COPIES // (batch * len(rows.windows))))
     host = Medians()
 
     def run(numbers: Sequence[int]) -> float:
         """Seconds on the device for these batches of the queue; the host's are noted."""
-        works = [made(row_copies(rows, i)) for i in numbers]
+        works = [row_copies(rows, i) for i in numbers]
 
         def queue() -> None:
             begin = time.perf_counter()
             for work in works:
-                work(stream)
+                driver.copy(work, stream)
             host.note(launch_seconds=(time.perf_counter() - begin) / len(works))
 
         engine.synchronize()
@@ -203,4 +156,4 @@ def _variant(engine: Engine, rows: QueueRows, name: str, made: Callable[[Copy], 
         return run(range(batches))
 
     told = {"copies": batch * len(rows.windows)}
-    return Variant(name, measure, check, rows.bytes, batches, told, extras=host)
+    return Variant(BATCHED, measure, check, rows.bytes, batches, told, extras=host, required=False)

@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import gc
 import json
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,9 +19,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from benchmarks import machine
 from benchmarks.peers.process import PeerFailed
-from benchmarks.showing import grid, number, quantiles, size, spread, standard_console, verdict
+from benchmarks.reporting.findings import targets
+from benchmarks.reporting.rows import comparisons
+from benchmarks.showing import grid, number, quantiles, size, spread, standard_console
 
 RESULTS = Path(__file__).resolve().parent / "results"
+_COLOURS = {"met": "green", "missed": "red", "noisy": "yellow"}
 _MIRRORED = {"p10": "p90", "p50": "p50", "p90": "p10"}  # the slow end of times is the low end of rates
 
 
@@ -92,21 +96,6 @@ class Result:
     ratios: dict[str, np.ndarray]
     extras: dict[str, float]
 
-    @property
-    def gb_per_s(self) -> float:
-        """Median throughput in 10^9 bytes a second."""
-        return self.variant.amount / float(np.median(self.seconds)) / 1e9
-
-    @property
-    def per_second(self) -> float:
-        """Median of the items a second: rows of a batch, or what an amount of bytes stands for."""
-        rows = self.variant.amount if self.comparison.unit == "rows" else 1
-        return rows / float(np.median(self.seconds))
-
-    def ratio(self, name: str) -> float:
-        """Median ratio to another variant."""
-        return float(np.median(self.ratios[name]))
-
     def row(self) -> dict[str, Any]:
         """The measurement's own part of its JSON line."""
         variant, comparison, seconds = self.variant, self.comparison, quantiles(self.seconds)
@@ -162,29 +151,14 @@ def _names(of: Comparison | Amount, variant: str, parameters: dict[str, Any]) ->
     return {**told, "variant": variant, "parameters": parameters}
 
 
-class Deadline:
-    """A point in time after which no new measurement is started; infinitely far away by default."""
-
-    def __init__(self, minutes: float | None) -> None:
-        self._end = None if minutes is None else time.monotonic() + minutes * 60
-        self.left_out: list[str] = []
-
-    def passed(self, what: str) -> bool:
-        """Whether it is too late to start `what`, which is then noted as left out."""
-        late = self._end is not None and time.monotonic() > self._end
-        if late:
-            self.left_out.append(what)
-        return late
-
-
 @dataclasses.dataclass(eq=False)
 class Session:
     """One run of a command: measures comparisons, appends their rows to a file and shows them.
 
     configuration: the command's options, for the rows; see `configure`. repeats: turns that each variant gets. minutes:
     after which no comparison is started. pause: seconds before each measurement, in which the threads of the variant
-    before it go to sleep. pythons: interpreters of other libraries. cuda: whether batches are wanted on a GPU. results,
-    amounts: what was measured. reasons: what was not, and why.
+    before it go to sleep. peers: folder of the environments of other libraries. cuda: whether batches are wanted on a
+    GPU. rows, amounts: what was measured. reasons: what was not, and why.
     """
 
     out: Path
@@ -197,13 +171,15 @@ class Session:
     pause: float = 0.0
     quick: bool = False
     threads: int = 1
-    pythons: Sequence[Path] = ()
+    peers: Path | None = None
 
     def __post_init__(self, configuration: Mapping[str, Any], minutes: float | None) -> None:
-        self.cuda, self.console, self.deadline = self.device != "cpu", standard_console(), Deadline(minutes)
-        self.results: list[Result] = []
+        self.cuda, self.console = self.device != "cpu", standard_console()
+        self.rows: list[Mapping[str, Any]] = []
         self.amounts: list[Amount] = []
         self.reasons: list[str] = []
+        self._end = math.inf if minutes is None else time.monotonic() + minutes * 60
+        self._late: list[str] = []
         self._context = {
             "configuration": dict(configuration),
             "device": self.device,
@@ -220,7 +196,16 @@ class Session:
 
     def late(self, what: str) -> bool:
         """Whether there is no time left to measure `what`; then that is shown at the end."""
-        return self.deadline.passed(what)
+        late = time.monotonic() > self._end
+        self._late += [what] * late
+        return late
+
+    def each(self, what: str, settings: Sequence[Any], label: Callable[[Any], str]) -> Iterator[Any]:
+        """The settings that there is time for, each for one comparison; on a terminal with a progress bar."""
+        with self.progress(what, len(settings)):
+            for setting in settings:
+                if not self.late(label(setting)):
+                    yield setting
 
     # ---------------------------------------------------------------- measuring
 
@@ -249,9 +234,7 @@ class Session:
             ratios = {n: rates[v.name] / rates[n] for n in (comparison.yardstick, *references)}
             extras = dict(v.extras()) if v.extras is not None else {}
             results.append(Result(described, bare, np.array(seconds[v.name]), ratios, extras))
-        for result in results:
-            self._append(result.row())
-        self.results.extend(results)
+            self._append(results[-1].row())
         return results
 
     def compare(
@@ -323,8 +306,11 @@ class Session:
     def _append(self, row: Mapping[str, Any]) -> None:
         now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
         self.out.parent.mkdir(parents=True, exist_ok=True)
+        row = {**row, **self._context, "date": now}
         with self.out.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**row, **self._context, "date": now}) + "\n")
+            file.write(json.dumps(row) + "\n")
+        if "left_out" not in row:
+            self.rows.append(row)
 
     # ---------------------------------------------------------------- showing
 
@@ -347,128 +333,82 @@ class Session:
     def show_machine(self) -> None:
         """Print what is measured on, with what."""
         about, context = self._context["machine"], self._context
-        cache = about["last_level_cache_bytes"]
-        parts = [
-            f"{about['cpu']}, {about['cores']} cores, {size(about['memory_bytes'])} memory, "
-            f"largest cache {size(cache) if cache else 'unknown'}, huge pages {about['huge_pages']}, "
-            f"load {about['load']}"
-        ]
-        if about["gpu"]:
-            parts.append(", ".join(f"{key} {value}" for key, value in about["gpu"].items()))
-        parts.append(", ".join(f"{key} {value or 'missing'}" for key, value in context["versions"].items()))
+        memory, cache = (about[name] for name in ("memory_bytes", "last_level_cache_bytes"))
         dirty = {True: " with changes", False: "", None: " as the environment says"}[context["dirty"]]
-        commit = f"{context['commit'][:12]}{dirty}" if context["commit"] else "unknown"
-        parts.append(f"commit {commit}, source {context['source']}, {self.repeats} repeats")
-        for part in parts:
+        parts = [
+            f"{about['cpu']}, {about['cores']} cores, {size(memory)} memory, largest cache "
+            f"{size(cache) if cache else 'unknown'}, huge pages {about['huge_pages']}, load {about['load']}",
+            ", ".join(f"{key} {value}" for key, value in (about["gpu"] or {}).items()),
+            ", ".join(f"{key} {value or 'missing'}" for key, value in context["versions"].items()),
+            f"commit {(context['commit'] or 'unknown')[:12]}{dirty}, source {context['source']}, "
+            f"{self.repeats} repeats",
+        ]
+        for part in filter(None, parts):
             self.console.print(part, style="dim", highlight=False)
         if about["load"] > 0.25 * about["cores"]:
-            self.warn(
-                f"Other programs are running (load {about['load']}, {about['cores']} cores): figures will be off."
-            )
+            text = f"Other programs are running (load {about['load']}, {about['cores']} cores): figures will be off."
+            self.warn(text)
 
     def show(self, results: Sequence[Result]) -> None:
         """Print a comparison as a table: times, rates, ratios, further figures."""
         if not results:
             return
         comparison = results[0].comparison
-        others = (comparison.yardstick, *comparison.references)
-        item = comparison.parameters.get("item", "row" if comparison.unit == "rows" else None)
-        rates = (["GB/s"] if comparison.unit == "bytes" else []) + ([f"{item}/s"] if item else [])
-        extras = list(dict.fromkeys(key for result in results for key in result.extras))
+        others, counted = (comparison.yardstick, *comparison.references), comparison.unit == "bytes"
+        item = comparison.parameters.get("item", None if counted else "row")
         lines = []
         for result in results:
-            cells = [_starred(result), *spread(result.seconds * 1e6)]
-            cells += [f"{result.gb_per_s:.2f}"] if comparison.unit == "bytes" else []
-            cells += [number(result.per_second)] if item else []
-            cells += [f"{result.ratio(name):.3g}" for name in others]
-            lines.append([*cells, *(_extra(key, result.extras) for key in extras)])
-        heads = ["variant", "batch, µs", "p10 – p90", *rates, *(f"× {name}" for name in others)]
-        heads += [key.replace("_", " ") for key in extras]
-        self.console.print(grid(comparison.label, heads, lines))
+            name, amount = result.variant.name, result.variant.amount
+            inexact = " *" if "bias" in result.variant.parameters else ""  # draws not quite in proportion
+            median = float(np.median(result.seconds))
+            cells = [name + inexact, *spread(result.seconds * 1e6)]
+            cells += [f"{amount / median / 1e9:.2f}"] if counted else []
+            cells += [number((1 if counted else amount) / median)] if item else []
+            lines.append([*cells, *(f"{np.median(result.ratios[other]):.3g}" for other in others)])
+        heads = ["variant", "batch, µs", "p10 – p90", *(["GB/s"] if counted else [])]
+        heads += [*([f"{item}/s"] if item else []), *(f"× {name}" for name in others)]
+        self._print(comparison.label, heads, lines, [result.extras for result in results])
 
     def show_amounts(self, amounts: Sequence[Amount]) -> None:
         """Print figures of one label that are no times."""
-        if not amounts:
-            return
-        extras = list(dict.fromkeys(key for amount in amounts for key in amount.extras))
-        lines = [
-            [a.variant, *spread(np.array(a.values)), *(_extra(key, a.extras) for key in extras)]
-            for a in amounts
-        ]
-        heads = ["variant", amounts[0].unit, "p10 – p90", *(key.replace("_", " ") for key in extras)]
-        self.console.print(grid(amounts[0].label, heads, lines))
+        if amounts:
+            heads = ["variant", amounts[0].unit, "p10 – p90"]
+            lines = [[amount.variant, *spread(np.array(amount.values))] for amount in amounts]
+            self._print(amounts[0].label, heads, lines, [amount.extras for amount in amounts])
 
-    def show_summary(self, along: str, by: Sequence[str] = (), **held: Any) -> None:
-        """Print the results against a parameter: a line for each workload, variant and value of `by`."""
-        lines: dict[tuple[str, ...], dict[Any, Result]] = {}
-        values: dict[Any, None] = {}
-        for result in self.results:
-            told = {"workload": result.comparison.workload, **result.comparison.parameters}
-            if along in told and all(told.get(name) == value for name, value in held.items()):
-                name = (told["workload"], *(str(told.get(key, "")) for key in by), _starred(result))
-                lines.setdefault(name, {})[told[along]] = result
-                values[told[along]] = None
-        if len(values) < 2:
-            return
-        heads = ["workload", *by, "variant", *(f"{along} {value:,}" for value in sorted(values))]
-        cells = [
-            [*name, *(_figure(found[value]) if value in found else "–" for value in sorted(values))]
-            for name, found in lines.items()
+    def _print(
+        self,
+        title: str,
+        heads: list[str],
+        lines: Sequence[list[str]],
+        extras: Sequence[Mapping[str, float]],
+    ) -> None:
+        """Print a table, with a column for each of the further figures."""
+        names = list(dict.fromkeys(name for each in extras for name in each))
+        rows = [
+            line + [_extra(name, each) for name in names] for line, each in zip(lines, extras, strict=True)
         ]
-        self.console.print(grid(f"By {along} (× yardstick)", heads, cells, texts=2 + len(by)))
-
-    def show_targets(self) -> None:
-        """Print what has a target: ratios, times, amounts."""
-        lines = []
-        for result in self.results:
-            names = [result.comparison.label, result.variant.name]
-            for name, target in result.variant.targets.items():
-                told = [*spread(result.ratios[name], ".2f"), f"{target:.2f} × {name}"]
-                lines.append([*names, *told, verdict(result.ratios[name], target)])
-            limit = result.variant.limit
-            if limit is not None:
-                told = [*spread(result.seconds * 1e6), f"at most {limit * 1e6:.4g} µs"]
-                lines.append([*names, *told, verdict(limit / result.seconds, 1.0)])
-        for amount in self.amounts:
-            values = np.array(amount.values)
-            for goal, word, share in (
-                (amount.at_most, "at most", lambda v, g: g / v),
-                (amount.at_least, "at least", lambda v, g: v / g),
-            ):
-                if goal is not None:
-                    told = [*spread(values), f"{word} {goal:g} {amount.unit}"]
-                    lines.append([amount.label, amount.variant, *told, verdict(share(values, goal), 1.0)])
-        if lines:
-            heads = ("comparison", "variant", "median", "p10 – p90", "target", "")
-            self.console.print(grid("Targets", heads, lines, texts=2))
+        self.console.print(grid(title, heads + [name.replace("_", " ") for name in names], rows))
 
     def finish(self) -> None:
         """Print targets, what was left out and why, and where the rows are."""
-        self.show_targets()
-        for reason in self.reasons:
-            self.warn(reason)
-        for what in self.deadline.left_out:
-            self.warn(f"left out for lack of time: {what}")
-        count = len(self.results) + len(self.amounts)
-        self.console.print(f"{count} rows appended to {self.out}", highlight=False, soft_wrap=True)
+        lines = [
+            [aim.label, aim.variant, aim.aim, aim.reached, f"[{_COLOURS[aim.verdict]}]{aim.verdict}[/]"]
+            for aim in targets(comparisons(self.rows))
+        ]
+        if lines:
+            heads = ("comparison", "variant", "target", "median (p10 – p90)", "")
+            self.console.print(grid("Targets", heads, lines, texts=2))
+        for text in (*self.reasons, *(f"left out for lack of time: {what}" for what in self._late)):
+            self.warn(text)
+        text = f"{len(self.rows)} rows appended to {self.out}"
+        self.console.print(text, highlight=False, soft_wrap=True)
 
 
 def reason(error: Exception) -> str:
     """An error as rows give it: errors of our own by their message alone."""
     known = isinstance(error, (Incorrect, PeerFailed))
     return str(error) if known else f"{type(error).__name__}: {error}"
-
-
-def _starred(result: Result) -> str:
-    """The variant's name, with a star if its draws are not quite in proportion."""
-    return result.variant.name + (" *" if "bias" in result.variant.parameters else "")
-
-
-def _figure(result: Result) -> str:
-    """GB/s, or microseconds, and the ratio to the yardstick."""
-    micro = float(np.median(result.seconds)) * 1e6
-    figure = f"{result.gb_per_s:.3g} GB/s" if result.comparison.unit == "bytes" else f"{number(micro)} µs"
-    return f"{figure} ({result.ratio(result.comparison.yardstick):.2f})"
 
 
 def _extra(key: str, extras: Mapping[str, float]) -> str:

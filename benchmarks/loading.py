@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -100,6 +102,33 @@ def dataset(data: Data, table: gear.Table, batch: int, **options: Any) -> gear.R
         batches_per_epoch=math.inf,
         **options,
     )
+
+
+@dataclasses.dataclass
+class Feed:
+    """Where batches come from. start: makes an iterator of batches without end. parameters: for the rows."""
+
+    name: str
+    start: Callable[[], Iterator[Any]]
+    check: Callable[[], None]
+    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def ours(
+    name: str, data: Data, table: gear.Table, batch: int, *, loader: bool = False, **options: Any
+) -> Feed:
+    """`dataset` with these options, through `DataLoader` or not."""
+    found = dataset(data, table, batch, **options)
+    source: Any = DataLoader(found, batch_size=None) if loader else found
+    told = {name: options[name] for name in ("prefetch", "programs") if name in options}
+    return Feed(name, lambda: iter(source), functools.partial(check_dataset, data, found, source), told)
+
+
+def map_styled(name: str, data: Data, batch: int, workers: int = 0) -> Feed:
+    """`map_style`, with the numbers of the rows."""
+    loader = map_style(data, batch, workers, numbered=True)
+    check = functools.partial(check_map_style, data, loader)
+    return Feed(name, lambda: iter(loader), check, {"workers": workers})
 
 
 def iterated(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import enum
-import functools
 import inspect
 import time
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +16,7 @@ import typer
 from benchmarks import machine
 from benchmarks.experiments import named
 from benchmarks.harness import RESULTS, Incorrect, Session
-from benchmarks.peers.process import PeerFailed, interpreters
+from benchmarks.peers.process import PeerFailed, environments
 
 
 class Device(str, enum.Enum):
@@ -28,9 +27,14 @@ class Device(str, enum.Enum):
     cuda = "cuda"
 
 
+def described(text: str, **limits: Any) -> Any:
+    """What `Annotated` has of an option. limits: `min`."""
+    return typer.Option(help=text, **limits)
+
+
 def option(kind: Any, text: str, **limits: Any) -> Any:
-    """The annotation of an option that need not be given. limits: `min`."""
-    return Annotated[kind | None, typer.Option(help=text, **limits)]
+    """The annotation of an option that need not be given, where it has a name of its own."""
+    return Annotated[kind | None, described(text, **limits)]
 
 
 SHARED: dict[str, Any] = {
@@ -39,9 +43,7 @@ SHARED: dict[str, Any] = {
         bool, typer.Option("--quick", help="Small sizes, to see that it works; not for figures.")
     ],
     "peers": option(
-        list[Path],
-        "A folder of environments with other libraries (benchmarks/peers/make.sh; .peers by default), or the Python of "
-        "one; may be repeated.",
+        Path, "Folder of environments with other libraries (benchmarks/peers/make.sh); .peers by default."
     ),
     "repeats": option(int, "Turns that each variant gets.", min=1),
     "out": option(Path, "File to append JSON lines to."),
@@ -51,11 +53,13 @@ SHARED: dict[str, Any] = {
 """Option -> its type; those that an experiment has no use for are left away."""
 
 
-def parameters(names: Sequence[str]) -> list[inspect.Parameter]:
-    """Shared options as parameters of a command; none of them has to be given."""
-    made = functools.partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
-    default = {"quick": False}
-    return [made(name, default=default.get(name), annotation=SHARED[name]) for name in names]
+def signature(own: Iterable[inspect.Parameter], names: Iterable[str]) -> inspect.Signature:
+    """Of a command with parameters of its own, and these of the shared options, none of which has to be given."""
+    keyword, default = inspect.Parameter.KEYWORD_ONLY, {"quick": False}
+    shared = [
+        inspect.Parameter(name, keyword, default=default.get(name), annotation=SHARED[name]) for name in names
+    ]
+    return inspect.Signature([*own, *shared])
 
 
 def command(
@@ -73,17 +77,14 @@ def command(
     `Session`; with CUDA there is none. threads: of torch, if they are not for the user to choose. device: the default.
     """
     about = named(name)
-    unused = {
-        *(() if "cuda" in about.devices else ("device",)),
-        *(() if about.peers else ("peers",)),
-        *(() if threads is None else ("threads",)),
-    }
+    useful = {"device": "cuda" in about.devices, "peers": bool(about.peers), "threads": threads is None}
 
     def made(work: Callable[..., None]) -> Callable[..., None]:
         def run(**given: Any) -> None:
             shared = {option: given.pop(option, None) for option in SHARED}
+            shared |= {"threads": threads or shared["threads"], "device": shared["device"] or device}
             started = time.monotonic()
-            session = _session(name, shared, repeats, pause, threads, device)
+            session = _session(name, shared, repeats, pause)
             session.show_machine()
             try:
                 work(session, **given)
@@ -99,28 +100,21 @@ def command(
             option.replace(annotation=hints[option.name], kind=inspect.Parameter.KEYWORD_ONLY)
             for option in list(inspect.signature(work).parameters.values())[1:]
         ]
-        options = own + parameters([option for option in SHARED if option not in unused])
-        run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
-        run.__annotations__ = {option.name: option.annotation for option in options}
+        whole = signature(own, [option for option in SHARED if useful.get(option, True)])
+        run.__signature__ = whole  # type: ignore[attr-defined]
+        run.__annotations__ = {name: option.annotation for name, option in whole.parameters.items()}
         run.__doc__, run.__module__ = work.__doc__, work.__module__
         return run
 
     return made
 
 
-def _session(
-    name: str,
-    shared: dict[str, Any],
-    repeats: tuple[int, ...],
-    pause: float,
-    threads: int | None,
-    device: Device,
-) -> Session:
-    wanted, quick = shared["device"] or device, bool(shared["quick"])
+def _session(name: str, shared: dict[str, Any], repeats: tuple[int, ...], pause: float) -> Session:
+    wanted, quick = shared["device"], bool(shared["quick"])
     cuda = wanted is Device.cuda or (wanted is Device.auto and torch.cuda.is_available())
     if cuda and not torch.cuda.is_available():
         raise typer.BadParameter("torch sees no CUDA device here; use --device cpu.", param_hint="--device")
-    threads = threads or shared["threads"] or (machine.cores() if cuda else min(2, machine.cores()))
+    threads = shared["threads"] or (machine.cores() if cuda else min(2, machine.cores()))
     torch.set_num_threads(threads)
     return Session(
         shared["out"] or RESULTS / ("quick.jsonl" if quick else f"{name}.jsonl"),
@@ -132,7 +126,7 @@ def _session(
         pause=0.0 if cuda else pause,
         quick=quick,
         threads=threads,
-        pythons=interpreters(shared["peers"]),
+        peers=environments(shared["peers"]),
     )
 
 

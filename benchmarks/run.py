@@ -11,7 +11,7 @@ from rich.console import Console
 
 from benchmarks.experiments import EXPERIMENTS, Experiment, named
 from benchmarks.harness import RESULTS
-from benchmarks.options import SHARED, parameters
+from benchmarks.options import SHARED, Device, signature
 from benchmarks.showing import grid, standard_console
 
 ALL = "all"
@@ -47,7 +47,7 @@ def command(experiments: Names, **shared: Any) -> None:
             f"{', '.join(unknown)}; expected some of {', '.join(names)}, or {ALL}.", param_hint="EXPERIMENT"
         )
     chosen = [named(name) for name in (names if ALL in experiments else dict.fromkeys(experiments))]
-    given = {name: getattr(value, "value", value) for name, value in shared.items() if value}
+    given = {name: value for name, value in shared.items() if value}
     console = standard_console()
     failed = [experiment.name for experiment in chosen if not _run(console, experiment, given)]
     if failed:
@@ -60,37 +60,29 @@ def command(experiments: Names, **shared: Any) -> None:
 
 
 _OWN = inspect.Parameter("experiments", inspect.Parameter.KEYWORD_ONLY, annotation=Names)
-command.__signature__ = inspect.Signature([_OWN, *parameters(list(SHARED))])  # type: ignore[attr-defined]
+command.__signature__ = signature([_OWN], SHARED)  # type: ignore[attr-defined]
 command.__annotations__ = {"experiments": Names, **SHARED}
 
 
 def _run(console: Console, experiment: Experiment, given: dict[str, Any]) -> bool:
+    """Whether it went well."""
     console.rule(f"[bold]{experiment.name}", align="left")
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    app.command()(experiment.command)
-    click = typer.main.get_command(app)
-    options = {parameter.name: parameter for parameter in click.params}
-    arguments: list[str] = []
-    for name, value in given.items():
-        if value is None:
-            continue
-        if name == "device" and value not in experiment.devices:
-            text = f"{experiment.name} is not measured on {value}: left out"
-            console.print(text, style="yellow", highlight=False)
-            return True
-        if name not in options:
-            if name != "device":
-                console.print(f"{experiment.name} has no --{name}", style="dim", highlight=False)
-            continue
-        for one in value if isinstance(value, list) else [value]:
-            arguments += [f"--{name}"] if one is True else [f"--{name}", str(one)]
+    if given.get("device") is Device.cuda and "cuda" not in experiment.devices:
+        console.print(f"{experiment.name} is not measured on cuda: left out", style="yellow", highlight=False)
+        return True
+    known = inspect.signature(experiment.command)
+    for name in given:
+        if name not in known.parameters and name != "device":
+            console.print(f"{experiment.name} has no --{name}", style="dim", highlight=False)
+    bound = known.bind(**{name: value for name, value in given.items() if name in known.parameters})
+    bound.apply_defaults()
     try:
-        code = click.main(arguments, prog_name=experiment.name, standalone_mode=False)
+        experiment.command(**bound.arguments)
+    except typer.BadParameter:
+        raise
     except typer.Exit as ended:
-        code = ended.exit_code
-    except Exception as error:  # one experiment's failure is no reason to lose the others
-        if type(error).__module__.startswith(("click", "typer")):
-            raise
+        return not ended.exit_code
+    except Exception:  # one experiment's failure is no reason to lose the others
         console.print_exception()
         return False
-    return not code
+    return True

@@ -1,4 +1,4 @@
-"""What benchmarks print with: tables, quantiles, sizes, verdicts."""
+"""What benchmarks print with: tables, quantiles, sizes."""
 
 from __future__ import annotations
 
@@ -11,15 +11,6 @@ from rich.markup import escape
 from rich.table import Table as Grid
 
 _QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
-_SCATTER = 1.3  # ratios from 0.9 to 1.2 do not tell whether 1.0 is reached
-
-
-def verdict(ratios: np.ndarray, target: float) -> str:
-    """Whether the median of ratios reaches its target, with rich's colours; or that they scatter too much to tell."""
-    low, mid, high = quantiles(ratios).values()
-    if low < target <= high and high > _SCATTER * low:
-        return "[yellow]noisy[/]"
-    return "[green]met[/]" if mid >= target else "[red]missed[/]"
 
 
 def quantiles(values: np.ndarray) -> dict[str, float]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,11 +12,10 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.harness import Medians, Variant
-from benchmarks.loading import closed
+from benchmarks.loading import Feed, closed
 
 ALONE = "alone"
 WARM_UP = 3
-Batches = Iterator[Any]
 OBSERVATION, ACTION = 96, 8  # of a step of W1
 
 
@@ -69,16 +67,6 @@ class Training:
         loss.backward()
         self._optimizer.step()
         return loss.detach()
-
-
-@dataclasses.dataclass
-class Feed:
-    """Where batches come from. start: makes an iterator of batches without end. parameters: for the rows."""
-
-    name: str
-    start: Callable[[], Batches]
-    check: Callable[[], None]
-    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Clock:

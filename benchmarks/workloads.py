@@ -206,15 +206,15 @@ class PlainWindows(Plain):
     """Windows that end at their anchor, and so never pass their trajectory's end.
 
     way: ``"zero row"``: one `index_select` of all steps a column; steps that do not exist take a row of zeros.
-    ``"masked"``: the same, with those steps zeroed afterwards. ``"strided"``: one `index_select` of whole windows a
-    column, out of an overlapping view that has a row a step; then those steps are zeroed.
+    ``"strided"``: one `index_select` of whole windows a column, out of an overlapping view that has a row a step; then
+    steps that do not exist are zeroed.
     """
 
     def __init__(
         self,
         data: Data,
         batch: int,
-        way: Literal["zero row", "masked", "strided"],
+        way: Literal["zero row", "strided"],
         empty: Empty | None = None,
     ) -> None:
         super().__init__(data, batch, empty)
@@ -246,9 +246,6 @@ class PlainWindows(Plain):
                 out.index_fill_(0, absent, 0)
             return
         index = torch.add(anchors[:, None], self._offsets, out=self._index)
-        if self._way == "zero row":
-            index = torch.where(mask, index, self._zero)
+        index = torch.where(mask, index, self._zero)
         for source, out, _, _ in self._columns:
             torch.index_select(source, 0, index.view(-1), out=out)
-            if self._way == "masked":
-                out.masked_fill_(mask.logical_not().view(-1, 1), 0)

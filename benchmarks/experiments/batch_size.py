@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.experiments.batches import measured
+from benchmarks.batches import measured
 from benchmarks.harness import Session
 from benchmarks.options import command as as_command
 from benchmarks.options import numbers, option
@@ -36,4 +36,3 @@ def command(
         raise typer.BadParameter(message, param_hint="--trajectories")
     session.configure(batches=sizes, trajectories=workload.trajectories)
     measured(session, [workload], sizes)
-    session.show_summary("batch")

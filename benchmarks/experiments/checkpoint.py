@@ -17,21 +17,19 @@ took. Only ours writes no more than what is new when it saves again.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from benchmarks.harness import Medians, Session, Variant
 from benchmarks.options import command as as_command
-from benchmarks.options import option
-from benchmarks.peers.catalog import peers_of, started
+from benchmarks.options import described
+from benchmarks.peers.catalog import Contender, contenders, peers_of
 from benchmarks.peers.checkpoint import UNIT
-from benchmarks.peers.process import PeerProcess, start
 from benchmarks.workloads import W1, Workload
 
 SEED = 17
@@ -42,45 +40,29 @@ TARGET = 0.7
 SMALL = 2 * UNIT
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """A variant; the yardstick's name depends on the workload. ours: whether a failure ends the run."""
-
-    name: str
-    launch: Callable[[], PeerProcess]
-    ours: bool = False
-
-
-Trajectories = option(int, f"Of W1: {W1.trajectories:,} by default (0.84 GB).", min=2 * UNIT)
-Folder = option(Path, "On the disk to measure; the system's temporary one by default.")
-
-
 @as_command("checkpoint", repeats=(1, 5))
 def command(
     session: Session,
-    trajectories: Trajectories = None,
-    folder: Folder = None,
+    trajectories: Annotated[
+        int | None, described(f"Of W1: {W1.trajectories:,} by default (0.84 GB).", min=2 * UNIT)
+    ] = None,
+    folder: Annotated[
+        Path | None, described("On the disk to measure; the system's temporary one by default.")
+    ] = None,
 ) -> None:
     """Saving and loading a table, against writing and reading as many bytes."""
     if folder is not None and not folder.is_dir():
         raise typer.BadParameter(f"{folder} is no folder; make it first.", param_hint="--folder")
     count = (trajectories or (1_000 if session.quick else W1.trajectories)) // UNIT * UNIT
     session.configure(trajectories=count, seed=SEED)
+    own = {"yardstick": "plain", KEPT: "plain", "ours": "gear", "torch.save": "plain"}
     if not session.late(f"{count:,} trajectories"):
-        measured(session, W1.of(count), kinds(session), folder)
+        needed = ("yardstick", KEPT, "ours")
+        kinds = contenders(session.peers, "checkpoint", own, 2, required=needed)
+        measured(session, W1.of(count), kinds, folder)
 
 
-def kinds(session: Session) -> Iterator[Kind]:
-    """The yardsticks, ours, and the others."""
-    for name in ("yardstick", KEPT, "ours", "torch.save"):
-        library = "gear" if name == "ours" else "plain"
-        launch = functools.partial(start, None, "checkpoint", library, name, 2)
-        yield Kind(name, launch, ours=name != "torch.save")
-    for name in peers_of("checkpoint"):
-        yield Kind(name, functools.partial(started, session.pythons, "checkpoint", name, 2))
-
-
-def measured(session: Session, workload: Workload, kinds: Iterable[Kind], folder: Path | None) -> None:
+def measured(session: Session, workload: Workload, kinds: Sequence[Contender], folder: Path | None) -> None:
     """Measure all variants in turn, and show what each workload took."""
     more = max(UNIT, workload.trajectories // 100 // UNIT * UNIT)
     spec = {
@@ -95,7 +77,7 @@ def measured(session: Session, workload: Workload, kinds: Iterable[Kind], folder
     for _ in range(session.repeats):
         for name in list(found):
             made = functools.partial(_journey, session, there[name], folder, spec)
-            journey = session.attempt(name, made, required=there[name].ours)
+            journey = session.attempt(name, made, required=there[name].required)
             if journey is None:
                 del found[name]
             else:
@@ -104,7 +86,9 @@ def measured(session: Session, workload: Workload, kinds: Iterable[Kind], folder
         _report(session, workload, more, found)
 
 
-def _journey(session: Session, kind: Kind, folder: Path | None, spec: Mapping[str, Any]) -> dict[str, Any]:
+def _journey(
+    session: Session, kind: Contender, folder: Path | None, spec: Mapping[str, Any]
+) -> dict[str, Any]:
     """What a variant took, all the way and checked, after a small store."""
     found: dict[str, Any] = {}
     with (

@@ -20,18 +20,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import numpy as np
 import torch
-import typer
 
 import gear_loader as gear
 from benchmarks.harness import Amount, Session
 from benchmarks.options import command as as_command
-from benchmarks.peers.catalog import peers_of, started
-from benchmarks.peers.process import PeerProcess, start
+from benchmarks.options import described
+from benchmarks.peers.catalog import Contender, contenders
 from benchmarks.workloads import W1, W2
 from gear_loader.storage.layout import Layout
 from gear_loader.storage.schema import Schema
@@ -62,21 +61,10 @@ DISTRIBUTIONS: dict[str, Lengths] = {
 """Name -> makes so many lengths. The log-normal one has a median of 60 and a mean of about 100."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """A variant. options: what its process is told. ours: whether a failure ends the run. at_most: its goal."""
-
-    name: str
-    launch: Callable[[], PeerProcess]
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    ours: bool = False
-    at_most: float | None = None
-
-
 @as_command("memory", repeats=(1, 2))
 def command(
     session: Session,
-    payload: Annotated[float | None, typer.Option(min=1, help="Megabytes of steps: 100 by default.")] = None,
+    payload: Annotated[float | None, described("Megabytes of steps: 100 by default.", min=1)] = None,
 ) -> None:
     """Bytes resident for each byte of payload, with trajectories of uneven length."""
     payload_bytes = int(1e6 * (payload or (8 if session.quick else 100)))
@@ -120,12 +108,8 @@ def _settings(session: Session, payload: int) -> Iterator[Setting]:
     for workload in (W2,) if session.quick else (W2, W1):
         for name in ("uniform 1-512",) if session.quick else DISTRIBUTIONS:
             yield made(name, workload.name, dict(workload.columns), DISTRIBUTIONS[name])
-    if not session.quick:
-        try:
-            episodes = _hopper()
-        except ImportError as error:
-            session.leave(HOPPER, str(error))
-            return
+    episodes = None if session.quick else session.attempt(HOPPER, _hopper)
+    if episodes is not None:
         yield made(HOPPER, "Hopper-v5", HOPPER_COLUMNS, lambda random, count: np.resize(episodes, count))
 
 
@@ -155,37 +139,38 @@ def best_block(setting: Setting) -> int:
     return min(sorted(sizes), key=region_bytes)
 
 
-def kinds(session: Session, setting: Setting) -> Iterator[Kind]:
-    """The variants of a setting, ours first."""
-    own = functools.partial(start, None, "memory")
-    best = best_block(setting)
-    mine: dict[str, Any] = {"launch": lambda: own("gear", "ours"), "ours": True}
-    goal = None if setting.workload == "even" else AT_MOST
-    yield Kind("ours", options={"block_steps": best}, at_most=goal, **mine)
-    yield Kind("ours, named", options={"block_steps": best, "named": True}, at_most=goal, **mine)
-    for block in () if session.quick else BLOCKS:
-        if block != best:
-            yield Kind(f"ours, blocks of {block}", options={"block_steps": block}, **mine)
-    yield Kind("fixed rows", lambda: own("plain", "fixed rows"))
-    yield Kind("list of tensors", lambda: own("plain", "list of tensors"))
-    for name in peers_of("memory"):
-        if not (session.quick and name in ("Reverb, automatic chunks", "TorchRL, padded")):
-            yield Kind(name, functools.partial(started, session.pythons, "memory", name, patience=900.0))
+def kinds(session: Session, setting: Setting) -> list[Contender]:
+    """The variants of a setting, ours first: with the best size of blocks, the same named, and with other sizes."""
+    own = {"ours": "gear", "fixed rows": "plain", "list of tensors": "plain"}
+    ours, *others = contenders(session.peers, "memory", own, patience=900.0)
+    best, goal = best_block(setting), None if setting.workload == "even" else AT_MOST
+    found = [
+        dataclasses.replace(ours, options={"block_steps": best}, at_most=goal),
+        dataclasses.replace(
+            ours, name="ours, named", options={"block_steps": best, "named": True}, at_most=goal
+        ),
+    ]
+    for block in () if session.quick else sorted({*BLOCKS} - {best}):
+        found.append(
+            dataclasses.replace(ours, name=f"ours, blocks of {block}", options={"block_steps": block})
+        )
+    slow = ("Reverb, automatic chunks", "TorchRL, padded") if session.quick else ()
+    return found + [one for one in others if one.name not in slow]
 
 
-def measured(session: Session, setting: Setting, kinds: Iterator[Kind]) -> None:
+def measured(session: Session, setting: Setting, kinds: Sequence[Contender]) -> None:
     """Measure and show one setting."""
     amounts = []
     for kind in kinds:
         with session.console.status(f"{setting.label}: {kind.name}"):
             made = functools.partial(_amount, session, setting, kind)
-            found = session.attempt(f"{kind.name}, {setting.label}", made, required=kind.ours)
+            found = session.attempt(f"{kind.name}, {setting.label}", made, required=kind.required)
             if found is not None:
                 amounts.append(session.record(found))
     session.show_amounts(amounts)
 
 
-def _amount(session: Session, setting: Setting, kind: Kind) -> Amount:
+def _amount(session: Session, setting: Setting, kind: Contender) -> Amount:
     """A figure of each of several processes, one after another."""
     told = setting.of_rows() if kind.name in PADDED else setting
     spec = {"columns": told.columns, "lengths": told.lengths.tolist(), "seed": SEED}
@@ -202,7 +187,7 @@ def _amount(session: Session, setting: Setting, kind: Kind) -> Amount:
         "mean_steps": float(told.lengths.mean()),
         "longest": int(told.lengths.max()),
         **kind.options,
-        **({} if kind.ours else {"peer": about}),
+        **({} if kind.required else {"peer": about}),
     }
     names = ("memory", setting.workload, setting.label, kind.name)
     return Amount(*names, values, UNIT, parameters, kind.at_most, extras=answer["extras"])

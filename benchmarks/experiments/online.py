@@ -25,19 +25,17 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-import typer
 
 import gear_loader as gear
-from benchmarks.experiments.adding import Crew, Group, Setting, TableCache, crews_of, inserting, specify
-from benchmarks.experiments.select_subjects import Biased, DatasetSubject, Peer, TreeSubject, Truth, draw_many
+from benchmarks.adding import Crew, Group, Setting, TableCache, crews_of, inserting, specify
 from benchmarks.harness import Incorrect, Medians, Session, Variant
 from benchmarks.options import command as as_command
-from benchmarks.options import numbers, option, some_of
+from benchmarks.options import described, numbers, some_of
 from benchmarks.peers.catalog import started
 from benchmarks.peers.online import MODES, trajectories_of
 from benchmarks.peers.process import PeerFailed
 from benchmarks.peers.select import ALPHA, BETA, Subject
-from benchmarks.peers.select import measure as measure_here
+from benchmarks.selection import Biased, DatasetSubject, Peer, TreeSubject, Truth, timed_by
 from benchmarks.workloads import W1
 from gear_loader.errors import RateLimitError
 from gear_loader.storage.limiters import SampleToInsertRatio
@@ -50,21 +48,18 @@ UPDATE = 1024
 UPDATES = 10_000_000
 """New priorities a second that ours should reach."""
 
-Trajectories = option(int, f"Of W1 in a table: {TRAJECTORIES:,} by default.", min=512)
-Items = option(str, "Items whose priorities are set: 1e5,1e6 by default.")
-
 
 @as_command("online", repeats=(2, 9))
 def command(
     session: Session,
-    parts: Annotated[str, typer.Option(help="Which: insert, priorities, read, loop; all by default.")] = (
-        ",".join(PARTS)
-    ),
-    writers: Annotated[str | None, typer.Option(help="Numbers of writers: 1,2,4,8 by default.")] = None,
-    trajectories: Trajectories = None,
-    block_steps: Annotated[int, typer.Option(min=1, help="Steps of a block.")] = 100,
-    items: Items = None,
-    seconds: Annotated[float | None, typer.Option(min=0.01, help="Of a measurement: 0.4 by default.")] = None,
+    parts: Annotated[str, described(f"Some of {','.join(PARTS)}.")] = ",".join(PARTS),
+    writers: Annotated[str | None, described("Numbers of writers: 1,2,4,8 by default.")] = None,
+    trajectories: Annotated[
+        int | None, described(f"Of W1 in a table: {TRAJECTORIES:,} by default.", min=512)
+    ] = None,
+    block_steps: Annotated[int, described("Steps of a block.", min=1)] = 100,
+    items: Annotated[str | None, described("Items whose priorities are set: 1e5,1e6 by default.")] = None,
+    seconds: Annotated[float | None, described("Of a measurement: 0.4 by default.", min=0.01)] = None,
 ) -> None:
     """Adding, setting priorities, and reading while others write."""
     chosen, quick = some_of(parts, PARTS, "--parts"), session.quick
@@ -78,14 +73,9 @@ def command(
         items=numbers(items, "--items", 2048, 10**7) or ((10_000,) if quick else (10**5, 10**6)),
         window=seconds or (0.04 if quick else 0.4),
     )
-    session.configure(
-        writer_threads=1,
-        writers=setting.writers,
-        trajectories=setting.workload.trajectories,
-        block_steps=setting.block_steps,
-        seconds=setting.window,
-        seed=setting.seed,
-    )
+    told = {"writers": setting.writers, "trajectories": setting.workload.trajectories}
+    told |= {"block_steps": block_steps, "seconds": setting.window, "seed": setting.seed}
+    session.configure(writer_threads=1, **told)
     with crews_of(session, others="insert" in chosen) as (crews, tables):
         if "insert" in chosen:
             inserting(session, setting, crews, tables)
@@ -95,8 +85,6 @@ def command(
             reading(session, setting, crews["ours"], tables)
         if "loop" in chosen:
             looping(session, setting, crews["ours"], tables)
-    session.show_summary("writers", item="trajectory")
-    session.show_summary("writers", item="step")
 
 
 class _Assign(Subject):
@@ -138,23 +126,19 @@ def prioritizing(session: Session, setting: Setting) -> None:
         label = f"new priorities for {UPDATE:,} of {items:,}"
         if session.late(label):
             continue
-        truth = Truth(items, setting.seed)
-        kinds: dict[str, Callable[[], Subject]] = {
-            ASSIGN: functools.partial(_Assign, truth),
-            "ours": functools.partial(_Updates, truth),
-            "ours, the tree alone": functools.partial(TreeSubject, truth),
-        }
-        mine, variants = set(kinds), []
+        truth, variants = Truth(items, setting.seed), []
+        own: dict[str, Any] = {ASSIGN: _Assign, "ours": _Updates, "ours, the tree alone": TreeSubject}
+        kinds: dict[str, Callable[[], Subject]] = {n: functools.partial(k, truth) for n, k in own.items()}
         with contextlib.ExitStack() as stack:
             for name, variant in _UPDATERS.items():
                 with contextlib.suppress(PeerFailed):  # that it is missing has been said
-                    process = started(session.pythons, "select", variant)
+                    process = started(session.peers, "select", variant)
                     stack.callback(process.close)
                     kinds[name] = functools.partial(Peer, process, variant, truth)
             for name, build in kinds.items():
                 made = functools.partial(_updating, session, setting, truth, name, build, label, stack)
-                if (found := session.attempt(f"{name}, {label}", made, required=name in mine)) is not None:
-                    variants.append(dataclasses.replace(found, required=name in mine))
+                if (found := session.attempt(f"{name}, {label}", made, required=name in own)) is not None:
+                    variants.append(dataclasses.replace(found, required=name in own))
             parameters = {"items": items, "batch": UPDATE, "item": "priority"}
             session.compare("update", label, variants, ASSIGN, parameters, unit="rows")
 
@@ -168,30 +152,24 @@ def _updating(
     label: str,
     stack: contextlib.ExitStack,
 ) -> Variant:
+    """Built and checked, which takes long: so only once."""
     subject = build()
     stack.callback(subject.close)
-
-    def update(items: np.ndarray, values: np.ndarray) -> None:
-        subject.update(subject.chosen(items), subject.values(values))
-
     if isinstance(subject, _Assign):
         subject.check()
     else:
         try:
-            truth.check(subject, lambda count: draw_many(subject, (256,), count), update, 1 << 15)
+            truth.check(subject, (256,), 1 << 15)
         except Biased as error:
             if not isinstance(subject, Peer):
                 raise
             session.leave(f"{name}, {label}", f"inexact: {error}")
-    random = np.random.default_rng(setting.seed)
-
-    timed = getattr(subject, "measure", lambda *told: measure_here(subject, *told, random))
+    timed = timed_by(subject, setting.seed)
     measure = functools.partial(timed, "update", UPDATE)
     once = min(measure(4) for _ in range(3)) / 4
     batches = max(4, min(512, round(setting.window / 8 / once)))
     limit = UPDATE / UPDATES if name == "ours" else None
-    checked: Callable[[], None] = lambda: None  # noqa: E731 - above, once: it takes long
-    return Variant(name, functools.partial(measure, batches), checked, UPDATE, batches, limit=limit)
+    return Variant(name, functools.partial(measure, batches), lambda: None, UPDATE, batches, limit=limit)
 
 
 class Reader:
@@ -249,16 +227,13 @@ class Reader:
 
 def reading(session: Session, setting: Setting, crew: Crew, tables: TableCache) -> None:
     """`ReplayDataset.sample` while writers add at full speed."""
+    selectors = {"uniform": gear.Uniform(), "prioritized": gear.Prioritized(ALPHA, BETA)}
     with tables.table(setting.workload, block_steps=setting.block_steps) as table:
-        for name, selector in (("uniform", gear.Uniform()), ("prioritized", gear.Prioritized(ALPHA, BETA))):
-            label = f"reading while others write, {name}"
-            if session.late(label):
-                continue
-            variants = [
-                _beside(setting, crew, table, selector, writers) for writers in setting.readers_writers
-            ]
+        for name in session.each("reading", list(selectors), "reading while others write, {}".format):
+            selector = selectors[name]
+            variants = [_beside(setting, crew, table, selector, count) for count in setting.readers_writers]
             parameters = {"batch": setting.rows, "item": "batch", **setting.parameters()}
-            title = f"{label}, batch {setting.rows}"
+            title = f"reading while others write, {name}, batch {setting.rows}"
             session.compare(f"read, {name}", title, variants, variants[0].name, parameters)
 
 

@@ -30,8 +30,8 @@ from rich.console import Console
 from rich.table import Table
 
 import gear_loader as gear
-from benchmarks.experiments import multi_server_ranks as ranks
 from benchmarks.harness import RESULTS
+from benchmarks.nodes import ranks
 from benchmarks.showing import grid, size
 from gear_loader.distributed import exchange as exchanges
 from gear_loader.distributed.exchange import SingleProcess

@@ -17,7 +17,7 @@ is measured there. Peers' batches are what their users get (numpy arrays, a tens
 own, in its fastest setting: see `benchmarks.peers.batches`.
 
 Adding, by one process: whole trajectories of W1 one by one and in batches, as `online` does. With ``--device
-cuda`` batches are wanted on the GPU: see `benchmarks.experiments.batches`.
+cuda`` batches are wanted on the GPU: see `benchmarks.batches`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.experiments.adding import Setting, crews_of, inserting
-from benchmarks.experiments.batches import TARGET_BATCH, measured
+from benchmarks.adding import Setting, crews_of, inserting
+from benchmarks.batches import TARGET_BATCH, measured
 from benchmarks.harness import Session
 from benchmarks.options import command as as_command
 from benchmarks.options import some_of

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,16 +30,15 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-import typer
 
-from benchmarks.experiments import train_hopper
+from benchmarks import hopper
 from benchmarks.harness import Amount, Incorrect, Medians, Session, Variant
 from benchmarks.options import command as as_command
-from benchmarks.options import numbers, option
+from benchmarks.options import described, numbers
 from benchmarks.peers import policy
 from benchmarks.peers.catalog import library_of
 from benchmarks.peers.episodes import WINDOW, Data
-from benchmarks.peers.process import PeerFailed, PeerProcess, start
+from benchmarks.peers.process import OWN, PeerFailed, PeerProcess, start, together
 
 _QUICK: Mapping[str, Any] = {
     "loaders": ("ours", "batch ready", "DataLoader, map-style", "TorchRL", "Reverb, gRPC"),
@@ -53,44 +53,34 @@ _QUICK: Mapping[str, Any] = {
     "goal": 0.2,
 }
 
-Goal = option(float, "Return to reach, as a share of the best behaviour's.", min=0.0)
-Seeds = option(int, "Times that each trains to it: 3 by default.", min=1)
-
 
 @as_command("train", repeats=(2, 15))
 def command(
     session: Session,
-    batches: Annotated[str | None, typer.Option(help="Batch sizes: 64,256 by default.")] = None,
-    episodes: Annotated[int | None, typer.Option(min=12, help="Episodes to collect.")] = None,
-    goal: Goal = None,
-    seeds: Seeds = None,
+    batches: Annotated[str | None, described("Batch sizes: 64,256 by default.")] = None,
+    episodes: Annotated[int | None, described("Episodes to collect.", min=12)] = None,
+    goal: Annotated[
+        float | None, described("Return to reach, as a share of the best behaviour's.", min=0.0)
+    ] = None,
+    seeds: Annotated[int | None, described("Times that each trains to it: 3 by default.", min=1)] = None,
 ) -> None:
     """A small transformer end to end: steps and samples a second, seconds of training until it reaches a return."""
-    given: dict[str, Any] = {
-        "batches": numbers(batches, "--batches", 1, 2**16) or None,
-        "episodes": episodes,
-        "goal": goal,
-        "seeds": tuple(range(seeds)) if seeds else None,
-    }
-    given = {name: value for name, value in given.items() if value is not None}
-    chosen = {**(_QUICK if session.quick else {}), **given}
+    sizes, times = numbers(batches, "--batches", 1, 2**16) or None, tuple(range(seeds or 0)) or None
+    given = {"batches": sizes, "episodes": episodes, "goal": goal, "seeds": times}
+    chosen: dict[str, Any] = {**(_QUICK if session.quick else {})}
+    chosen |= {name: value for name, value in given.items() if value is not None}
     with tempfile.TemporaryDirectory(prefix="train-") as folder:
         device = "cuda" if session.cuda else "cpu"
         setting = Setting(folder=Path(folder), device=device, threads=session.threads, **chosen)
         names = ("batches", "episodes", "horizon", "chunk", "limit", "evaluations", "goal", "seeds")
         session.configure(**{name: getattr(setting, name) for name in names})
-        measured(session, setting)
-
-
-def measured(session: Session, setting: Setting) -> None:
-    """Measure and show both parts."""
-    setting = prepare(setting)
-    with started(session, setting) as trainees, session.progress("train", len(setting.batches)):
-        for batch in sorted(setting.batches, reverse=True):  # the last one is that of training to a return
-            if not session.late(f"batch {batch}"):
+        setting = prepare(setting)
+        with started(session, setting) as trainees:
+            # The last one is that of training to a return.
+            for batch in session.each("train", sorted(setting.batches, reverse=True), "batch {}".format):
                 trainees = steps(session, setting, trainees, batch)
-        if not session.late("training to a return"):
-            race(session, setting, [trainee for trainee in trainees if trainee.name in RACERS])
+            if not session.late("training to a return"):
+                race(session, setting, [trainee for trainee in trainees if trainee.name in RACERS])
 
 
 YARDSTICK = "batch ready"
@@ -163,7 +153,7 @@ class Trainee:
 
 def prepare(setting: Setting) -> Setting:
     """Collect the episodes, write the weights that training starts with."""
-    best = train_hopper.collect(
+    best = hopper.collect(
         setting.data, episodes=setting.episodes, horizon=setting.horizon, seed=setting.seeds[0]
     )
     data = Data(str(setting.data))
@@ -177,26 +167,20 @@ def prepare(setting: Setting) -> Setting:
 @contextlib.contextmanager
 def started(session: Session, setting: Setting) -> Iterator[list[Trainee]]:
     """A process for each loader; why one is missing is noted."""
-    names = [name for name in setting.loaders if setting.device == "cpu" or not _elsewhere(name)]
+    # Threads that wait for each other shall sleep: spinning would take the cores from those that make batches.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    makers: dict[str, Any] = {}
     for name in setting.loaders:
-        if name not in names:
+        if setting.device != "cpu" and LOADERS[name] not in OWN:
             session.leave(name, "it is measured on the CPU only")
-
-    def made(name: str) -> PeerProcess:
-        pythons = session.pythons if _elsewhere(name) else None
-        return start(pythons, "train", LOADERS[name], name, setting.threads)
-
+        else:
+            told = (session.peers, "train", LOADERS[name], name, setting.threads)
+            makers[name] = functools.partial(start, *told)
     trainees: list[Trainee] = []
-    with contextlib.ExitStack() as stack:
-        # Threads that wait for each other shall sleep: spinning would take the cores from those that make batches.
-        with _environment("OMP_WAIT_POLICY", "PASSIVE"), ThreadPoolExecutor(2) as pool:
-            found = {name: pool.submit(made, name) for name in names}
-        for one in found.values():
-            if one.exception() is None:
-                stack.callback(one.result().close)
-        for name, one in found.items():
-            ours = not _elsewhere(name)
-            process = session.attempt(name, one.result, required=ours)
+    with together(list(makers.values()), 2) as processes:
+        for name, made in zip(makers, processes, strict=True):
+            ours = LOADERS[name] in OWN
+            process = session.attempt(name, made.result, required=ours)
             if process is not None:
                 parameters = _PREFETCH.get(name, {}) if ours else {"peer": process.about}
                 trainees.append(Trainee(name, process, ours, parameters))
@@ -204,23 +188,6 @@ def started(session: Session, setting: Setting) -> Iterator[list[Trainee]]:
 
 
 _PREFETCH = {"ours": {"prefetch": 0}, "ours, prefetch 2": {"prefetch": 2}}
-
-
-def _elsewhere(name: str) -> bool:
-    """Whether a loader needs an environment of its own."""
-    return LOADERS[name] not in ("gear", "plain")
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """A variable that processes get unless it is set already."""
-    before = os.environ.get(name)
-    os.environ.setdefault(name, value)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
 
 
 def steps(session: Session, setting: Setting, trainees: list[Trainee], batch: int) -> list[Trainee]:
@@ -335,9 +302,7 @@ def _advance(run: _Run, setting: Setting) -> None:
     run.waiting += answer["waiting"]
     run.steps += setting.chunk
     trained = policy.load(policy.Policy(Data(str(setting.data))), str(path))
-    achieved = train_hopper.evaluate(
-        trained, setting.best, episodes=setting.evaluations, horizon=setting.horizon
-    )
+    achieved = hopper.evaluate(trained, setting.best, episodes=setting.evaluations, horizon=setting.horizon)
     run.curve.append((run.seconds, achieved))
 
 

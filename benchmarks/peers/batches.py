@@ -67,18 +67,18 @@ def measure(subject: Subject, batches: int) -> float:
 
 
 class Worker(source.Worker):
-    """Batches of all variants of a library, by name."""
+    """Batches of one variant."""
 
-    def build(self, name: str, spec: dict[str, Any]) -> None:
-        self.held = self.held or {}
-        self.held[name] = self.kinds[name](Source(spec))
+    def build(self, spec: dict[str, Any]) -> None:
+        self.close()  # first gives back what the one before held
+        self.held = self.kind(Source(spec))
 
-    def prepare(self, name: str, batch: int) -> dict[str, Any]:
-        return {"setting": self.subject[name].prepare(batch)}
+    def prepare(self, batch: int) -> dict[str, Any]:
+        return {"setting": self.subject.prepare(batch)}
 
-    def check(self, name: str, times: int) -> dict[str, Any]:
+    def check(self, times: int) -> dict[str, Any]:
         """Compare batches with what was stored; which step each row begins with, and what the rows weigh."""
-        subject, steps, weights = self.subject[name], [], []
+        subject, steps, weights = self.subject, [], []
         iterator = subject.batches()
         for _ in range(times):
             batch = next(iterator)
@@ -90,13 +90,7 @@ class Worker(source.Worker):
                 weights.append(np.asarray(subject.weights(batch), dtype=np.float64).ravel().tolist())
         return {"steps": steps, "weights": weights or None}
 
-    def measure(self, name: str, batches: int) -> dict[str, Any]:
+    def measure(self, batches: int) -> dict[str, Any]:
         """Seconds of so many batches."""
         with source.undisturbed():
-            return {"seconds": measure(self.subject[name], batches)}
-
-    def close(self) -> dict[str, Any]:
-        subjects, self.held = self.held or {}, None
-        while subjects:
-            subjects.popitem()[1].close()
-        return {}
+            return {"seconds": measure(self.subject, batches)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,35 @@ def library_of(task: str, variant: str) -> str:
     return next(name for name, module in _LIBRARIES.items() if variant in module.KINDS.get(task, {}))
 
 
-def started(
-    pythons: Sequence[Path], task: str, variant: str, threads: int = 1, **options: Any
-) -> PeerProcess:
+def started(folder: Path | None, task: str, variant: str, threads: int = 1, **options: Any) -> PeerProcess:
     """A process for a variant of another library; see `process.start`."""
-    return start(pythons, task, library_of(task, variant), variant, threads, **options)
+    return start(folder, task, library_of(task, variant), variant, threads, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """A variant that a process of its own measures. required: whether its failure ends the run."""
+
+    name: str
+    launch: Callable[[], PeerProcess]
+    required: bool = False
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    at_most: float | None = None
+
+
+def contenders(
+    folder: Path | None,
+    task: str,
+    own: Mapping[str, str],
+    threads: int = 1,
+    *,
+    required: Sequence[str] = ("ours",),
+    patience: float = 300.0,
+) -> list[Contender]:
+    """Variants of this project and of torch alone, name -> library; then those of other libraries."""
+    libraries = {**own, **{name: library_of(task, name) for name in peers_of(task)}}
+    found = []
+    for name, library in libraries.items():
+        launch = functools.partial(start, folder, task, library, name, threads, patience=patience)
+        found.append(Contender(name, launch, name in required))
+    return found

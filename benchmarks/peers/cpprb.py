@@ -137,18 +137,10 @@ class Writer(online.Rows):
     def make(self, size: int, single: bool) -> None:
         self.store = buffer(size, (steps_of if single else rows_of)(self.source))
 
-    def work(self) -> int:
-        if self.mode == "batches":
-            return self.extend()
-        rows = self.next(self.singles)
-        for row in rows:
-            self.store.add(**row)
-        return len(rows)
+    def add(self, row: Any) -> None:
+        self.store.add(**row)
 
-    def extend(self) -> int:
-        batch = self.next(self.groups)
-        self.store.add(**batch)
-        return len(batch[self.source.mark])
+    extend = add
 
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -87,20 +87,22 @@ class Subject(source.Subject):
 class Rows(Subject):
     """A writer of a buffer whose rows are trajectories or single steps.
 
-    `make` makes it, `extend` adds several rows; `packed` and `split` make trajectories, and the steps of one, what it
-    takes.
+    `make` makes it, `add` and `extend` add a row or several; `packed` and `split` make trajectories, and the steps of
+    one, what it takes.
     """
 
     modes = ("whole", "batches", "steps")
     make: Callable[[int, bool], None]
-    extend: Callable[[], int]
+    add: Callable[[Any], object]
+    extend: Callable[[Any], object]
 
     def open(self) -> None:
         single = self.mode == "steps"
         self.size = self.room * (self.steps if single else 1)
         self.make(self.size, single)
         parts = self.each if single else self.batches
-        self.groups = [self.packed(part, len(part[self.source.mark])) for part in parts]
+        self._group = len(parts[0][self.source.mark])
+        self.groups = [self.packed(part, self._group) for part in parts]
         whole = [[self.packed(one)] for one in self.each]
         self.singles = [self.split(part) for part in self.groups] if single else whole
 
@@ -110,10 +112,22 @@ class Rows(Subject):
     def split(self, steps: Any) -> list[Any]:
         return [{n: v[t] for n, v in steps.items()} for t in range(self.steps)]
 
+    def work(self) -> int:
+        if self.mode == "batches":
+            return self._extended()
+        rows = self.next(self.singles)
+        for row in rows:
+            self.add(row)
+        return len(rows)
+
+    def _extended(self) -> int:
+        self.extend(self.next(self.groups))
+        return self._group
+
     def fill(self) -> None:
         done = 0
         while done < self.size:
-            done += self.extend()
+            done += self._extended()
 
     def check(self) -> None:
         self.work()

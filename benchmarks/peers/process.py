@@ -10,13 +10,13 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TextIO, TypeVar, cast
+from typing import Any, TextIO, cast
 
 from benchmarks import machine
 
-Made = TypeVar("Made")
 _SCRIPT = str(Path(__file__).with_name("serve.py"))
 
 
@@ -35,7 +35,7 @@ class PeerProcess:
     """A process that answers commands, and ends with its input.
 
     command: what to start: an interpreter, a script, its arguments. patience: seconds that an answer may take. folder:
-    where it runs; here by default. about: what it said about itself: versions, and a note or None.
+    where it runs; here by default. about: what it said about itself: versions.
     """
 
     def __init__(
@@ -98,6 +98,32 @@ class PeerProcess:
         return lines[-1] if lines else "no message"
 
 
+def receive_all(processes: Iterable[PeerProcess]) -> list[dict[str, Any]]:
+    """The answers of all of them; only then the first error, so that no answer is taken for that of a later command."""
+    answers, failures = [], []
+    for number, process in enumerate(processes):
+        try:
+            answers.append(process.receive())
+        except PeerFailed as error:
+            failures.append(f"process {number}: {error}")
+    if failures:
+        raise PeerFailed("; ".join(failures))
+    return answers
+
+
+@contextlib.contextmanager
+def together(makers: Sequence[Callable[[], PeerProcess]], most: int) -> Iterator[list[Future[PeerProcess]]]:
+    """Processes that are started side by side, at most so many at a time, and all ended at the same time."""
+    with ThreadPoolExecutor(most) as pool:
+        made = [pool.submit(make) for make in makers]
+    there = [one.result() for one in made if one.exception() is None]
+    try:
+        yield made
+    finally:
+        with ThreadPoolExecutor(max(1, len(there))) as pool:
+            list(pool.map(PeerProcess.close, there))
+
+
 class Undo:
     """Commands that are run when this process has ended, however it ended, or this is left; the last one first.
 
@@ -122,25 +148,18 @@ class Undo:
 
 FOLDER = machine.ROOT / ".peers"
 """Where `make.sh` puts the environments unless it is told otherwise."""
+OWN = ("gear", "plain")
+"""What needs no environment of its own."""
 
 
-def interpreters(given: Sequence[Path] | None) -> list[Path]:
-    """The interpreters that are meant."""
+def environments(given: Path | None) -> Path | None:
+    """The folder of the environments that are meant; None if there shall be no peers."""
     named = os.environ.get("GEAR_LOADER_PEERS")
-    paths = list(given or []) or [Path(part) for part in (named or "").split(":") if part]
-    if not paths and named is None and FOLDER.is_dir():
-        paths = [FOLDER]
-    found: list[Path] = []
-    for path in paths:
-        inside = [path / "bin" / "python", *sorted(path.glob("*/bin/python"))]
-        failed = (place.parent / "bin" / "python" for place in sorted(path.glob("*/failed.txt")))
-        there = dict.fromkeys([*(python for python in inside if python.exists()), *failed])
-        found += list(there) or [path]
-    return found
+    return given or (FOLDER if named is None else Path(named) if named else None)
 
 
 def start(
-    pythons: Sequence[Path] | None,
+    folder: Path | None,
     task: str,
     library: str,
     variant: str,
@@ -149,28 +168,13 @@ def start(
     patience: float = 300.0,
 ) -> PeerProcess:
     """A process that answers commands of a task with a library: see `benchmarks/peers/serve.py`."""
-
-    def made(python: Path) -> PeerProcess:
-        return PeerProcess(
-            [str(python), "-I", _SCRIPT, task, library, variant, str(threads)], patience=patience
-        )
-
-    return made(Path(sys.executable)) if pythons is None else first(pythons, made, environment=library)
-
-
-def first(pythons: Sequence[Path], make: Callable[[Path], Made], *, environment: str | None = None) -> Made:
-    """What `make` makes of the first interpreter that it does not refuse with `PeerFailed`."""
-    reasons = []
-    for python in sorted(pythons, key=lambda path: path.parent.parent.name != environment):
-        place = python.parent.parent
-        own, note = place.name == environment, place / "failed.txt"
-        if not note.is_file():
-            try:
-                return make(python)
-            except PeerFailed as error:
-                reasons.append(f"{python}: {error}")
-        elif own or environment is None:
-            reasons.append(note.read_text(encoding="utf-8").strip())
-        if own:
-            break  # the others have other peers
-    raise PeerFailed("; ".join(reasons) or "no interpreter with peers is there (benchmarks/peers/make.sh)")
+    python = Path(sys.executable)
+    if library not in OWN:
+        place = (folder or Path()) / library
+        python, note = place / "bin" / "python", place / "failed.txt"
+        if note.is_file():
+            raise PeerFailed(note.read_text(encoding="utf-8").strip())
+        if folder is None or not python.exists():
+            where = "GEAR_LOADER_PEERS is empty" if folder is None else f"{folder}"
+            raise PeerFailed(f"there is no environment {library}: {where} (benchmarks/peers/make.sh)")
+    return PeerProcess([str(python), "-I", _SCRIPT, task, library, variant, str(threads)], patience=patience)

@@ -20,7 +20,7 @@ PACKAGES = ("dm-reverb", "tensorflow-cpu", "numpy")
 MODULES = ()
 
 
-def load(task: str, threads: int) -> str | None:
+def load(task: str, threads: int) -> None:
     """Import it, and TensorFlow with so many threads."""
     global reverb, tf, checkpointers
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -31,7 +31,6 @@ def load(task: str, threads: int) -> str | None:
     if task == "batches":
         tf.config.threading.set_intra_op_parallelism_threads(threads)
         tf.config.threading.set_inter_op_parallelism_threads(threads)
-    return None
 
 
 def server_of(

@@ -59,10 +59,11 @@ def serve(task: str, library: str, variant: str, threads: int) -> None:
             os.environ[name] = str(threads)
         for module in kinds.MODULES:
             importlib.import_module(module)
-        note = kinds.load(task, threads) if hasattr(kinds, "load") else None
+        if hasattr(kinds, "load"):
+            kinds.load(task, threads)
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(threads)
-        return {"versions": {name: importlib.metadata.version(name) for name in kinds.PACKAGES}, "note": note}
+        return {"versions": {name: importlib.metadata.version(name) for name in kinds.PACKAGES}}
 
     worker = importlib.import_module(f"benchmarks.peers.{task}").Worker
     answer_commands(greet, lambda: worker(kinds.KINDS[task], variant))

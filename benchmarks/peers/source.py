@@ -109,7 +109,7 @@ class Worker:
     """What a process does with one variant at a time, of those that a library has: name -> class."""
 
     def __init__(self, kinds: Mapping[str, Any], variant: str) -> None:
-        self.kinds, self.kind, self.held = kinds, kinds.get(variant), None
+        self.kind, self.held = kinds.get(variant), None
 
     @property
     def subject(self) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -18,32 +16,18 @@ PACKAGES = ("torchrl", "tensordict", "torch")
 MODULES = ("torch",)
 
 
-def load(task: str, threads: int) -> str | None:
-    """Import it; for selection its C++ extension, even if it was built for another torch: then a note says so."""
+def load(task: str, threads: int) -> None:
+    """Import it; for selection its C++ extension alone, which loads only beside the torch that it was built for."""
     global torch, tensordict, data
     import torch
 
-    if task != "select":
+    if task == "select":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import torchrl._torchrl  # noqa: F401
+    else:
         import tensordict
         from torchrl import data
-
-        return None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            import torchrl._torchrl
-        except ImportError as error:
-            if "undefined symbol" not in str(error):
-                raise
-            # What is missing belongs to other parts of it: left unresolved until it is called, the trees work.
-            flags = sys.getdlopenflags()
-            sys.setdlopenflags(os.RTLD_LAZY)
-            try:
-                import torchrl._torchrl  # noqa: F401
-            finally:
-                sys.setdlopenflags(flags)
-            return "TorchRL's extension was built for another torch; loaded with lazy binding"
-    return None
 
 
 def tensors(values: Mapping[Any, Any], *size: int) -> Any:
@@ -264,25 +248,13 @@ class Writer(online.Rows):
 
     def make(self, size: int, single: bool) -> None:
         self.store = buffer(size, 32)
+        self.add, self.extend = self.store.add, self.store.extend
 
     def packed(self, values: Steps, *size: int) -> Any:
         return tensors(values, *size)
 
     def split(self, steps: Any) -> list[Any]:
         return [steps[t] for t in range(len(steps))]
-
-    def work(self) -> int:
-        if self.mode == "batches":
-            return self.extend()
-        rows = self.next(self.singles)
-        for row in rows:
-            self.store.add(row)
-        return len(rows)
-
-    def extend(self) -> int:
-        batch = self.next(self.groups)
-        self.store.extend(batch)
-        return len(batch)
 
 
 class Loader(episodes.Loader):

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.reporting.findings import Growth, growths
 from benchmarks.reporting.rows import Comparison, Row, grouped, speed, three
-from benchmarks.reporting.style import curve, goal, log_log, picture, plain, rates, size_ticks, styles
+from benchmarks.reporting.style import Value, curve, goal, lines, picture, plain, rates, size_ticks, styles
 from benchmarks.showing import size
 
 _CYCLE = {"batch": 1024, "items": 10**6}
@@ -46,12 +46,12 @@ def _by_batch(found: Sequence[Comparison], wanted: Callable[[Row], bool]) -> byt
 
     def panel(axes: Any, title: str, kind: Sequence[Comparison]) -> None:
         rows = [(c.parameters["batch"], row) for c in kind for row in c.rows.values() if wanted(row)]
-        for name, look in looks.items():
-            points = [(float(batch), *rates(row)) for batch, row in rows if row["variant"] == name]
-            curve(axes, points, name, look)
+        series: dict[str, list[Value]] = {name: [] for name in looks}
+        for batch, row in rows:
+            series[row["variant"]].append((float(batch), *rates(row)))
+        labels = {"title": title, "xlabel": "rows in a batch"}
         counted = "GB/s" if any("bytes" in row for _, row in rows) else "rows/s"
-        batches = [float(c.parameters["batch"]) for c in kind]
-        log_log(axes, batches, title=title, xlabel="rows in a batch", ylabel=counted)
+        lines(axes, series, looks, ticks=[float(batch) for batch, _ in rows], ylabel=counted, **labels)
 
     wide = len(kinds) == 1
     panels = [partial(panel, title=title, kind=kind) for title, kind in kinds.items()]
@@ -105,30 +105,28 @@ def _programs(axes: Any, chosen: Sequence[Comparison]) -> None:
 
 def draw_select(found: Sequence[Comparison]) -> bytes | None:
     """The cycle of a batch of 1024 against the number of items; that at 10^6 items against the batch."""
-    rows = [
-        row for c in found if (c.experiment, c.workload) == ("select", "cycle") for row in c.rows.values()
-    ]
+    chosen = [c for c in found if (c.experiment, c.workload) == ("select", "cycle")]
+    rows = [row for c in chosen for row in c.rows.values()]
     if not rows:
         return None
-    names = sorted(
-        dict.fromkeys(row["variant"] for row in rows), key=lambda name: not name.startswith("ours")
+    looks = styles(
+        sorted(dict.fromkeys(row["variant"] for row in rows), key=lambda n: not n.startswith("ours"))
     )
-    looks = styles(names)
     values = {name: sorted({row["parameters"][name] for row in rows}) for name in _CYCLE}
     held = {name: min(values[name], key=lambda value: abs(value - _CYCLE[name])) for name in _CYCLE}
 
     def panel(axes: Any, along: str, fixed: str, **labels: str) -> None:
         there = [row for row in rows if row["parameters"][fixed] == held[fixed]]
-        for name, style in looks.items():
-            mine = [row for row in there if row["variant"] == name]
-            points = [
-                (row["parameters"][along], *(1e6 * value for value in three(row["seconds"]))) for row in mine
-            ]
-            curve(axes, points, name, style)
+        series: dict[str, list[Value]] = {name: [] for name in looks}
+        inexact = []
+        for row in there:
+            low, mid, high = (1e6 * value for value in three(row["seconds"]))
+            point = (row["parameters"][along], low, mid, high)
+            series[row["variant"]].append(point)
             # What is marked by a star in tables: draws that are not quite in proportion.
-            inexact = [p for p, row in zip(points, mine, strict=True) if "bias" in row["parameters"]]
-            axes.scatter([p[0] for p in inexact], [p[2] for p in inexact], 14, "white", zorder=4)
-        log_log(axes, values[along], **labels)
+            inexact += [point] * ("bias" in row["parameters"])
+        axes.scatter([p[0] for p in inexact], [p[2] for p in inexact], 14, "white", zorder=4)
+        lines(axes, series, looks, ticks=values[along], **labels)
         for limit in {row["limit"] for row in there if "limit" in row and along == "items"}:
             goal(axes, limit * 1e6, f"target {limit * 1e6:.0f} µs")
 
@@ -152,16 +150,15 @@ def draw_growth(found: Sequence[Comparison]) -> bytes | None:
 
 def _growth(axes: Any, growth: Growth) -> None:
     values = sorted({point[0] for line in growth.lines.values() for point in line})
-    looks = styles(growth.lines, growth.limits)
-    for name, line in growth.lines.items():
-        curve(axes, line, name, looks[name])
     wide = values[-1] > 8 * values[0]
-    axes.set(xlabel=growth.along, ylabel=growth.unit, title=growth.work[0].upper() + growth.work[1:])
-    axes.set(xscale="log" if wide else "linear", yscale="log")
-    if wide and values[-1] >= 4096 and "bytes" in growth.along:
+    labels = {
+        "xlabel": growth.along,
+        "ylabel": growth.unit,
+        "title": growth.work[0].upper() + growth.work[1:],
+    }
+    sizes = wide and values[-1] >= 4096 and "bytes" in growth.along
+    looks, logarithmic = styles(growth.lines, growth.limits), "xy" if wide else "y"
+    lines(axes, growth.lines, looks, ticks=None if sizes else values, logarithmic=logarithmic, **labels)
+    if sizes:
         size_ticks(axes, values[::2])
-    else:
-        plain(axes.xaxis, values)
-    plain(axes.yaxis)
-    axes.grid(alpha=0.3)
     axes.legend(fontsize=9)

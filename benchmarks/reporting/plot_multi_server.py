@@ -11,11 +11,12 @@ from functools import partial
 from typing import Any
 
 from benchmarks.reporting.rows import Comparison, Row, grouped, three
-from benchmarks.reporting.style import Draw, curve, log_log, note, picture, plain, size_ticks, standing
+from benchmarks.reporting.style import Draw, Value, lines, note, picture, size_ticks, standing
 from benchmarks.showing import size
 
 _CARRIERS = {"socket": "#1d3557", "ucx": "#bc6c25", "nixl": "#0a9396", "none": "#6c757d"}
 _NODES = {1: "#6c757d", 2: "#c1121f", 3: "#457b9d"}
+_DOT = {"marker": "o"}
 _SELECTORS = {
     "uniform": "#6c757d",
     "prioritized": "#c1121f",
@@ -61,49 +62,46 @@ def draw(rows: Sequence[Row]) -> bytes | None:
     return picture([partial(panel, draw=draw) for draw in draws], 5.6, 4.1)
 
 
-def _band(
-    axes: Any, rows: Iterable[Row], along: str, what: str, label: str, factor: float = 1, **style: Any
-) -> None:
-    """A line of what rows say over a parameter."""
-    points = [(row["parameters"][along], *(value * factor for value in three(row[what]))) for row in rows]
-    curve(axes, points, label, style, alpha=0.12)
+def _points(rows: Iterable[Row], along: str, what: str, factor: float = 1) -> list[Value]:
+    """What rows say over a parameter."""
+    found = []
+    for row in rows:
+        low, mid, high = (value * factor for value in three(row[what]))
+        found.append((row["parameters"][along], low, mid, high))
+    return found
 
 
 def _of(rows: Iterable[Row], variant: str, **parameters: Any) -> list[Row]:
-    return [
-        row
-        for row in rows
-        if row["variant"] == variant
-        and all(row["parameters"][name] == parameters[name] for name in parameters)
-    ]
+    wanted = parameters.items()
+    there = (row for row in rows if row["variant"] == variant)
+    return [row for row in there if all(row["parameters"][name] == value for name, value in wanted)]
 
 
 def _fractions(axes: Any, rows: Sequence[Row], carrier: str) -> None:
-    batch = max(row["parameters"]["batch"] for row in rows)
-    workload = min(row["workload"] for row in rows)
+    batch, workload = max(row["parameters"]["batch"] for row in rows), min(row["workload"] for row in rows)
     there = [row for row in rows if row["workload"] == workload]
+    series, looks = {}, {}
     for nodes in sorted({row["parameters"]["nodes"] for row in rows}):
         for variant, line, width in (("ours", "-", 2.4), ("bare", "--", 1.3)):
-            style = {
+            label = f"{variant}, {nodes} node{'' if nodes == 1 else 's'}"
+            series[label] = _points(
+                _of(there, variant, nodes=nodes, batch=batch), "local_fraction", "gb_per_s"
+            )
+            looks[label] = {
                 "color": _NODES.get(nodes, "black"),
                 "linestyle": line,
                 "linewidth": width,
-                "marker": "o",
+                **_DOT,
             }
-            label = f"{variant}, {nodes} node{'' if nodes == 1 else 's'}"
-            chosen = _of(there, variant, nodes=nodes, batch=batch)
-            _band(axes, chosen, "local_fraction", "gb_per_s", label, **style)
-    axes.set(xlabel="rows of the own node", ylabel="GB/s of one rank", yscale="log")
-    axes.set_title(f"{carrier}: {workload}, batch {batch} a rank")
+    labels = {"xlabel": "rows of the own node", "ylabel": "GB/s of one rank"}
+    title = f"{carrier}: {workload}, batch {batch} a rank"
+    lines(axes, series, looks, logarithmic="y", title=title, **labels)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    plain(axes.yaxis)
     axes.invert_xaxis()
-    axes.grid(alpha=0.3)
 
 
 def _latency(axes: Any, rows: Sequence[Row]) -> None:
-    batch = min(row["parameters"]["batch"] for row in rows)
-    workload = min(row["workload"] for row in rows)
+    batch, workload = min(row["parameters"]["batch"] for row in rows), min(row["workload"] for row in rows)
     rows = [row for row in rows if (row["workload"], row["parameters"]["batch"]) == (workload, batch)]
     groups = list(dict.fromkeys((row["parameters"]["nodes"], row["parameters"]["carrier"]) for row in rows))
     for variant, side, colour in (("ours", -0.2, "#c1121f"), ("bare", 0.2, "#6c757d")):
@@ -121,33 +119,30 @@ def _latency(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def _transport(axes: Any, rows: Sequence[Row]) -> None:
-    axes.set(title="The transport alone, 4 requests under way", ylabel="× bare", xlabel="bytes of a request")
     rows = [row for row in rows if row["variant"] == "ours" and row["parameters"]["in_flight"] > 1]
-    if not rows:
-        return
+    series, looks = {}, {}
     for carrier in dict.fromkeys(row["parameters"]["carrier"] for row in rows):
         for workload, line in (("W1", "-"), ("W2", ":")):
             chosen = [row for row in _of(rows, "ours", carrier=carrier) if row["workload"] == workload]
-            style = {"color": _CARRIERS[carrier], "linestyle": line, "marker": "o"}
-            _band(axes, chosen, "request_bytes", "ratio", f"{carrier}, {workload}", **style)
+            series[f"{carrier}, {workload}"] = _points(chosen, "request_bytes", "ratio")
+            looks[f"{carrier}, {workload}"] = {"color": _CARRIERS[carrier], "linestyle": line, **_DOT}
     goals = sorted((row["parameters"]["request"], *row["targets"].values()) for row in rows if row["targets"])
     for value, goal in dict.fromkeys(goals):
         axes.plot([value / 1.4, value * 1.4], [goal, goal], color="black", linewidth=1, zorder=1)
         note(axes, f"target {goal:g}", (value, goal), (0, 2), ha="center", fontsize=8)
-    axes.set(xscale="log")
+    labels = {"title": "The transport alone, 4 requests under way", "xlabel": "bytes of a request"}
+    lines(axes, series, looks, logarithmic="x" if rows else "", ylabel="× bare", **labels)
     size_ticks(axes, sorted({row["parameters"]["request"] for row in rows}))
     axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
 
 
 def _selection(axes: Any, rows: Sequence[Row], bare: Sequence[Row]) -> None:
-    for selector, colour in _SELECTORS.items():
-        chosen = _of(rows, "ours", selector=selector)
-        _band(axes, chosen, "world", "seconds", selector, 1e3, color=colour, marker="o")
     least = min((row["parameters"]["each_bytes"] for row in bare), default=0)
-    chosen = [row for row in bare if row["parameters"]["each_bytes"] == least]
-    label, style = f"all_to_all of {size(least)} alone", {"linestyle": "--", "marker": "o"}
-    _band(axes, chosen, "world", "seconds", label, 1e3, color="black", **style)
+    alone = f"all_to_all of {size(least)} alone"
+    series = {name: _points(_of(rows, "ours", selector=name), "world", "seconds", 1e3) for name in _SELECTORS}
+    series[alone] = _points(_of(bare, "all_to_all", each_bytes=least), "world", "seconds", 1e3)
+    looks: dict[str, Any] = {name: {"color": colour, **_DOT} for name, colour in _SELECTORS.items()}
+    looks[alone] = {"color": "black", "linestyle": "--", **_DOT}
     title = f"Drawing over all shards, batch {rows[0]['parameters']['batch']} a rank"
-    worlds = [row["parameters"]["world"] for row in rows]
-    log_log(axes, worlds, title=title, ylabel="ms a batch", xlabel="ranks, all on these cores")
+    labels = {"title": title, "ylabel": "ms a batch", "xlabel": "ranks, all on these cores"}
+    lines(axes, series, looks, ticks=[row["parameters"]["world"] for row in rows], **labels)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.reporting.rows import Comparison, Point, Row, grouped, per
-from benchmarks.reporting.style import Draw, curve, goal, log_log, picture, standing, styles
+from benchmarks.reporting.style import Draw, Value, goal, lines, picture, standing, styles
 
 _PANELS = {  # workload -> title, what is counted, along which parameter
     "whole": ("Adding whole trajectories one by one", "trajectories/s", "writers"),
@@ -52,13 +52,12 @@ def _lines(
         axes.annotate("not measured", (0.5, 0.5), xycoords="axes fraction", ha="center", color="grey")
         axes.set(xticks=[], yticks=[], **labels)
         return
-    for name, style in looks.items():
-        mine = [row for row in rows if row["variant"] == name]
-        curve(axes, [(row["parameters"][along], *_rates(row)) for row in mine], name, style)
-    axes.set(xscale="log", yscale="log")
+    series: dict[str, list[Value]] = {name: [] for name in looks}
+    for row in rows:
+        series[row["variant"]].append((row["parameters"][along], *_rates(row)))
+    lines(axes, series, looks, ticks={row["parameters"][along] for row in rows}, **labels)
     for aim in {row.get("rows", 1) / row["limit"] for row in rows if "limit" in row}:
         goal(axes, aim, f"target {aim:,.0f}")
-    log_log(axes, {row["parameters"][along] for row in rows}, **labels)
 
 
 def _bars(axes: Any, groups: Mapping[str, Sequence[Row]], labels: Mapping[str, str]) -> None:

@@ -14,8 +14,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.showing import size
-
 Row = Mapping[str, Any]
 Point = tuple[float, float, float]
 Kind = TypeVar("Kind", bound=Hashable)
@@ -25,7 +23,7 @@ DESCRIBING = ("peer", "about", "curve", "curves")
 _APART = (*DESCRIBING, "setting")  # parameters that do not set a measurement apart
 OURS = ("ours", "collector", "dataset", "kernel", "DataLoader, dataset")
 _NEEDED = {"experiment": str, "device": str, "machine": dict, "run": str, "date": str}
-_MEASURED = {"workload": str, "variant": str, "parameters": dict}
+_MEASURED = {"workload": str, "label": str, "variant": str, "parameters": dict}
 
 
 class BadRow(Exception):
@@ -236,7 +234,7 @@ def comparisons(rows: Sequence[Row]) -> list[Comparison]:
     found: dict[Any, Comparison] = {}
     for group in groups:
         first, shared = group[0], _shared(group)
-        kind, label = (place(first), first["experiment"], first["workload"]), first.get("label") or ""
+        kind, label = (place(first), first["experiment"], first["workload"]), first["label"]
         # Figures that are no times stand alone in the file, each with parameters of its own.
         name = (*kind, label, _settings(shared) if "seconds" in first else "")
         comparison = found.setdefault(name, Comparison(*kind, label, shared, {}, {}))
@@ -264,44 +262,13 @@ def _shared(group: Sequence[Row]) -> dict[str, Any]:
 
 
 def _label(found: Sequence[Comparison]) -> None:
-    """Give comparisons without a label, and those of the same label, what sets them apart from their kin."""
-
-    def kind(one: Comparison) -> tuple[Any, ...]:
-        return one.place, one.experiment, one.workload
-
-    without = [one for one in found if not one.label]
-    for kin in grouped(without, lambda one: (*kind(one), str(one.parameters.get("part")))).values():
-        for one in kin:
-            one.label = ", ".join([one.workload, *_differing(one, kin)])
-    for twins in grouped(found, lambda one: (*kind(one), one.label)).values():
-        for one in twins:
-            one.label = ", ".join([one.label, *_differing(one, twins)])
-
-
-def _differing(comparison: Comparison, kin: Sequence[Comparison]) -> list[str]:
-    """The parameters in which it differs from others of its kind, as texts."""
-    missing = object()
-    follows = ("request_bytes", "rows", "requests") if "request" in comparison.parameters else ()
-    texts = (
-        shown(name, value)
-        for name, value in comparison.parameters.items()
-        if name not in follows and any(one.parameters.get(name, missing) != value for one in kin)
-    )
-    return [text for text in texts if text]
-
-
-def shown(name: str, value: Any) -> str:
-    """A parameter as people read it."""
-    words = name.replace("_", " ")
-    if value is None or value is False:
-        return ""
-    if value is True:
-        return words
-    if isinstance(value, int | float):
-        if name.endswith("bytes") or name == "request":
-            return f"{words.removesuffix(' bytes')} {size(value)}"
-        return f"{words} {value:,}" if isinstance(value, int) else f"{words} {value:g}"
-    return str(value) if isinstance(value, str) else f"{words} {json.dumps(value)}"
+    """Give comparisons of the same label what sets them apart from each other."""
+    kind = lambda one: (one.place, one.experiment, one.workload, one.label)  # noqa: E731
+    for twins in grouped(found, kind).values():
+        for one in twins if len(twins) > 1 else ():
+            told = one.parameters.items()
+            apart = [f"{n} {v}" for n, v in told if any(two.parameters.get(n) != v for two in twins)]
+            one.label = ", ".join([one.label, *apart])
 
 
 def number(value: float) -> str:

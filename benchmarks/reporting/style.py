@@ -12,6 +12,7 @@ from benchmarks.reporting.rows import OURS, Point, Row, number, per
 from benchmarks.showing import size
 
 Draw = Callable[[Any], object]  # into the axes of a panel
+Value = tuple[float, float, float, float]  # of a parameter; low, median and high there
 Bar = tuple[str, Point, str]  # variant, low, median and high, what is written beside it
 
 _WARM = ("#c1121f", "#f77f00", "#8f2d56", "#e0a100", "#e56b6f", "#7a1f12", "#d98c5f", "#b5179e")
@@ -125,7 +126,7 @@ def rates(row: Row) -> Point:
 
 def curve(
     axes: Any,
-    points: Iterable[tuple[float, float, float, float]],
+    points: Iterable[Value],
     name: str,
     style: Mapping[str, Any],
     alpha: float = 0.1,
@@ -174,11 +175,23 @@ def standing(axes: Any, place: float, width: float, values: Point, **look: Any) 
     axes.errorbar(place, mid, [[mid - low], [high - mid]], color="black", linewidth=1)
 
 
-def log_log(axes: Any, values: Iterable[float], **labels: Any) -> None:
-    """Both axes logarithmic, with ticks at the values."""
-    axes.set(xscale="log", yscale="log", **labels)
-    plain(axes.xaxis, values)
-    plain(axes.yaxis)
+def lines(
+    axes: Any,
+    series: Mapping[str, Iterable[Value]],
+    looks: Mapping[str, Mapping[str, Any]],
+    *,
+    ticks: Iterable[float] | None = None,
+    logarithmic: str = "xy",
+    **labels: Any,
+) -> None:
+    """A panel of curves, name -> points, with ticks at these values."""
+    for name, points in series.items():
+        curve(axes, points, name, looks[name])
+    axes.set(**labels, **{f"{axis}scale": "log" for axis in logarithmic})
+    if ticks is not None:
+        plain(axes.xaxis, ticks)
+    if "y" in logarithmic:
+        plain(axes.yaxis)
     axes.grid(alpha=0.3)
 
 

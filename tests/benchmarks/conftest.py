@@ -71,8 +71,8 @@ _CPPRB = """
 
 
 @pytest.fixture
-def interpreter(tmp_path: Path) -> Path:
-    """A python that has a stand-in of cpprb: isolated, as the benchmark starts it, it sees no PYTHONPATH."""
+def environments(tmp_path: Path) -> Path:
+    """A folder of environments, with one that has a stand-in of cpprb: isolated, it sees no PYTHONPATH."""
     site = tmp_path / "site"
     about = site / "cpprb-11.0.0.dist-info"
     about.mkdir(parents=True)
@@ -85,4 +85,4 @@ def interpreter(tmp_path: Path) -> Path:
     )
     script.write_text(f'#!/bin/sh\nshift\nexec "{sys.executable}" -I -c "{start}" "$@"\n', encoding="utf-8")
     script.chmod(0o755)
-    return script
+    return tmp_path

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import harness, workloads
-from benchmarks.experiments import batches
+from benchmarks import batches, harness, workloads
 from benchmarks.peers import batches as peers
 from benchmarks.peers import source as sources
 
@@ -145,18 +144,18 @@ class InMemory(peers.Subject):  # type: ignore[misc, name-defined]
 def test_a_worker_takes_the_fastest_setting_and_compares_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
     worker, measure = peers.Worker({"memory": InMemory}, "memory"), peers.measure
     with pytest.raises(RuntimeError, match="build comes first"):
-        worker.measure("memory", 2)
-    worker.build("memory", SPEC)
+        worker.measure(2)
+    worker.build(SPEC)
     monkeypatch.setattr(peers, "measure", lambda subject, batches: 2.0 if subject.setting["slow"] else 1.0)
-    assert worker.prepare("memory", 7) == {"setting": {"slow": False}}
+    assert worker.prepare(7) == {"setting": {"slow": False}}
     monkeypatch.setattr(peers, "measure", measure)
-    answer = worker.check("memory", 2)
+    answer = worker.check(2)
     assert answer == {"steps": [list(range(0, 35, 5))] * 2, "weights": [[1.0] * 7] * 2}
-    assert worker.measure("memory", 2)["seconds"] > 0
+    assert worker.measure(2)["seconds"] > 0
     for fault in ("a", "n"):
         monkeypatch.setattr(InMemory, "fault", fault)
         with pytest.raises(ValueError, match=f"{fault} of row 1 differs"):
-            worker.check("memory", 1)
+            worker.check(1)
     worker.close()
     with pytest.raises(RuntimeError, match="build comes first"):
-        worker.check("memory", 1)
+        worker.check(1)

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks_common import check_row, needs_no_gpu, reasons_of, rows_of, session
+from benchmarks_common import check_row, needs_no_gpu, rows_of, session
 from cases import mostly_long
 
 import gear_loader as gear
-from benchmarks import copies, engine, gather_rows, harness, workloads
-from benchmarks.experiments import batches, collect_cuda, overlap_cuda, select, select_cuda
-from benchmarks.experiments import select_subjects as subjects
+from benchmarks import batches, copies, engine, gather_rows, harness, workloads
+from benchmarks import selection as subjects
+from benchmarks.experiments import collect, overlap, select
 
 pytestmark = needs_no_gpu
 STREAM = 0x5EA  # the handle of the stream beside the default one
@@ -89,40 +89,24 @@ class Library:
     """The driver's library, with copies by the CPU; what it is called with goes through C's types.
 
     Args:
-        version: of CUDA: before 12.8 it has no copies in batches, from 13 on those of the newer signature.
+        version: of CUDA: before 12.8 it has no copies in batches.
         wrong: copy one byte too few.
         code: what the calls return.
 
     Attributes:
-        calls: arguments of each call that matter: name, copies, order of access, flags, hints, stream.
+        calls: arguments of each call that matter: copies, order of access, flags, hints, stream.
     """
 
     def __init__(self, version: float = 13.0, *, wrong: bool = False, code: int = 0) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self._wrong, self._code = wrong, code
-        single = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint64, _POINTER, _SIZE, _POINTER)
         shared = (_POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE)
-        self.cuMemcpyHtoDAsync_v2 = single(self._single)
         if version >= 12.8:
-            older = ctypes.CFUNCTYPE(ctypes.c_int, *shared, _POINTER, _POINTER)
-            self.cuMemcpyBatchAsync = older(self._older)
-        if version >= 13:
-            newer = ctypes.CFUNCTYPE(ctypes.c_int, *shared, _POINTER)
-            self.cuMemcpyBatchAsync_v2 = newer(self._batched)
+            kind = ctypes.CFUNCTYPE(ctypes.c_int, *shared, _POINTER, _POINTER)
+            self.cuMemcpyBatchAsync = kind(self._batched)
 
     def _move(self, target: int, source: int, count: int) -> None:
         ctypes.memmove(target, source, count - self._wrong)
-
-    def _single(self, target: int, source: int, count: int, stream: int) -> int:
-        self.calls.append(("single", 1, None, None, None, stream))
-        if self._code == 0:
-            self._move(target, source, count)
-        return self._code
-
-    def _older(self, *arguments: Any) -> int:
-        *others, failed, stream = arguments
-        ctypes.c_size_t.from_address(failed).value = 7
-        return self._batched(*others, stream)
 
     def _batched(
         self,
@@ -133,12 +117,14 @@ class Library:
         attributes: int,
         firsts: int,
         kinds: int,
+        failed: int,
         stream: int,
     ) -> int:
+        ctypes.c_size_t.from_address(failed).value = 7
         order, *hints, flags = (ctypes.c_uint32 * 6).from_address(attributes)
         assert kinds == 1
         assert ctypes.c_size_t.from_address(firsts).value == 0
-        self.calls.append(("batched", count, order, flags, hints, stream))
+        self.calls.append((count, order, flags, hints, stream))
         if self._code == 0:
             numbers = ctypes.c_uint64 * count
             parts = (numbers.from_address(part) for part in (targets, sources, sizes))
@@ -147,7 +133,7 @@ class Library:
         return self._code
 
 
-SIZES = collect_cuda.Sizes(
+SIZES = collect.Sizes(
     rows=(64, 512, 4096),
     batches=(2,),
     uneven_batches=(2,),
@@ -157,7 +143,7 @@ SIZES = collect_cuda.Sizes(
     queue_launches=2,
     copy_bytes=8192,
 )
-LOADS = overlap_cuda.Sizes(
+LOADS = overlap.Sizes(
     programs=(1, 3), batch=2, load_bytes=8_000, matrix=32, products=2, width=16, layers=1, heads=2, steps=1
 )
 SHORT = dataclasses.replace(workloads.W1, steps=6, window=gear.Window(6))
@@ -165,7 +151,7 @@ SHORT = dataclasses.replace(workloads.W1, steps=6, window=gear.Window(6))
 
 def overlapped(path: Path, trajectories: int, rehearsal: Rehearsal) -> list[dict[str, Any]]:
     told = {"trajectories": trajectories, "sizes": LOADS, "workload": SHORT}
-    overlap_cuda.measured(session(path, 2, "overlap"), engine=rehearsal, **told)
+    overlap.measured_on_gpu(session(path, 2, "overlap"), rehearsal, **told)
     return rows_of(path)
 
 
@@ -177,9 +163,7 @@ def test_gathering_is_measured_with_all_programs_and_copies(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     library, out = Library(), tmp_path / "rows.jsonl"
-    collect_cuda.measured(
-        session(out, experiment="collect"), trajectories=3, engine=Rehearsal(), library=library, sizes=SIZES
-    )
+    collect.measured_on_gpu(session(out, experiment="collect"), Rehearsal(), 3, library, SIZES)
     rows = rows_of(out)
     for row in rows:
         check_row(row, "collect")
@@ -205,7 +189,7 @@ def test_gathering_is_measured_with_all_programs_and_copies(
     assert hosts
     assert min(hosts) >= 0
     shown = capsys.readouterr().out
-    for text in ("W1, batch 2, blocks 100", "By row_bytes (× yardstick)", "launch seconds"):
+    for text in ("W1, batch 2, blocks 100", "launch seconds"):
         assert text in shown
 
 
@@ -252,13 +236,13 @@ def test_work_is_measured_beside_every_load(tmp_path: Path, capsys: pytest.Captu
 def test_selection_is_measured_with_graphs_and_without(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert select_cuda.LIMITS == {1024: 40e-6}
-    monkeypatch.setattr(select_cuda, "LIMITS", {32: 40e-6})
-    kinds = select_cuda.kinds(Rehearsal(), launches=2)
+    assert select.LIMITS == {1024: 40e-6}
+    monkeypatch.setattr(select, "LIMITS", {32: 40e-6})
+    kinds = select.cuda_kinds(Rehearsal(), launches=2)
     assert [kind.limit for kind in kinds[:3]] == [{32: 40e-6}, {32: 40e-6}, {}]
     made = session(tmp_path / "rows.jsonl", experiment="select")
     sizes = select.Sizes((1500,), (32,), seconds=1e-9, draws=1 << 9)
-    select.measured(made, kinds, sizes, yardstick=select_cuda.YARDSTICK)
+    select.measured(made, kinds, sizes)
     assert made.reasons == []
     rows = rows_of(tmp_path / "rows.jsonl")
     for row in rows:
@@ -280,7 +264,7 @@ def test_nothing_wrong_is_timed(what: str, tmp_path: Path, monkeypatch: pytest.M
     out, right = tmp_path / "rows.jsonl", gather_rows.kernel.gather
     wrong = lambda plan, slots, *others, **options: right(plan, slots.flip(0), *others, **options)  # noqa: E731
     if what == "product":
-        monkeypatch.setattr(overlap_cuda._Products, "_multiply", lambda self: self._out.zero_())
+        monkeypatch.setattr(torch, "mm", lambda left, right, out: out.zero_())
         message = "alone, bf16 products, batch 2: a product is off by 1"
     else:
         monkeypatch.setattr(gather_rows.kernel, "gather", wrong)
@@ -289,11 +273,7 @@ def test_nothing_wrong_is_timed(what: str, tmp_path: Path, monkeypatch: pytest.M
     if what == "kernel alone":
         told = {"library": Library(), "sizes": dataclasses.replace(SIZES, rows=(512,), batches=(3,))}
         measure = functools.partial(
-            collect_cuda.measured,
-            session(out, experiment="collect"),
-            trajectories=3,
-            engine=Rehearsal(),
-            **told,
+            collect.measured_on_gpu, session(out, experiment="collect"), Rehearsal(), 3, **told
         )
     with pytest.raises(harness.Incorrect, match=message):
         measure()
@@ -311,13 +291,13 @@ def test_a_graph_that_does_something_else_is_found(
     fault: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rehearsal = Rehearsal()
-    tree = select_cuda.DeviceTree(subjects.Truth(300, 1), rehearsal)
-    graph = select_cuda.Graph(rehearsal, tree, 2)
+    tree = select.DeviceTree(subjects.Truth(300, 1), rehearsal)
+    graph = select.Graph(rehearsal, tree, 2)
     assert graph.measure("cycle", 8, 3) > 0
     if fault == "draw":
         tree._step = torch.zeros(1, dtype=torch.int64)  # another counter than the kernel's
     else:
-        monkeypatch.setattr(select_cuda.priority, "update", lambda *arguments, **options: None)
+        monkeypatch.setattr(select.priority, "update", lambda *arguments, **options: None)
     with pytest.raises(harness.Incorrect, match=message):
         graph.measure("draw" if fault == "draw" else "cycle", 16, 3)
 
@@ -331,13 +311,13 @@ def test_loads_are_counted_in_parts_and_make_the_rate_beside_the_work() -> None:
         ([-1.0, 1.0, 3.0, 5.0], 4.0, 2.0),  # half of the second, the third, half of the fourth
         ([-0.5, 9.5, 19.5], 1.0, 0.1),
     ):
-        assert overlap_cuda.moved(ends, seconds) == pytest.approx(loads)
+        assert overlap.moved(ends, seconds) == pytest.approx(loads)
     nothing = types.SimpleNamespace(launch=None, check=None, refresh=lambda: None, bytes=600)
 
     def pair(each: float) -> Any:
         timed = Rehearsal()
         timed.beside = lambda work, load, count: (3.0, [i * each for i in range(count)])  # type: ignore[method-assign]
-        return overlap_cuda._Pair(timed, nothing, nothing)
+        return overlap.Pair(timed, nothing, nothing)
 
     made = pair(0.5)
     assert (made.measure(), made.rates) == (3.0, [1200.0])
@@ -414,25 +394,19 @@ def swept() -> Iterator[tuple[Any, Any]]:
         yield table, rows
 
 
-@pytest.mark.parametrize("version", [12.8, 13.0])
-def test_copies_of_the_driver_give_the_kernels_batch(version: float, swept: Any, tmp_path: Path) -> None:
+def test_copies_of_the_driver_give_the_kernels_batch(swept: Any) -> None:
     assert ctypes.sizeof(copies.Attributes) == 24
-    library, (table, rows) = Library(version), swept
-    left = session(tmp_path / "rows.jsonl")
-    found = copies.copy_variants(Rehearsal(), copies.Driver(library), rows, left)
-    assert [variant.name for variant in found] == [copies.BATCHED, copies.SINGLE]
-    assert left.reasons == []
-    assert all(variant.measure() > 0 for variant in found)
+    library, (table, rows) = Library(), swept
+    variant = copies.copies_of(Rehearsal(), copies.Driver(library), rows)
+    variant.check()
+    assert variant.measure() > 0
     targets, sources, sizes = copies.row_copies(rows, 1)
     column, out = table.region.column("step64"), rows.buffers[1].batch["step64"]
     assert targets.tolist() == [out.data_ptr() + 320 * i for i in range(3)]
     assert sizes.tolist() == [320] * 3
     assert np.all(sources >= column.ctypes.data)
     assert np.all(sources + sizes <= column.ctypes.data + column.nbytes)
-    assert [call for call in library.calls if call[0] == "batched"] == [
-        ("batched", 3, copies.ORDER_ANY, 0, [0, 0, 0, 0], STREAM)
-    ] * 4
-    assert len([call for call in library.calls if call[0] == "single"]) == 4 * 3
+    assert library.calls == [(3, copies.ORDER_ANY, 0, [0, 0, 0, 0], STREAM)] * 4
 
 
 class Registered(Library):
@@ -447,9 +421,9 @@ class Registered(Library):
 
 @pytest.mark.parametrize("inside", [0, 100])
 def test_copies_of_the_driver_stop_where_a_registration_does(
-    inside: int, swept: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    inside: int, swept: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    library, (table, rows) = Registered(13.0), swept
+    library, (table, rows) = Registered(), swept
     whole = copies.row_copies(rows, 0)
     _, sources, sizes = whole
     library.bound = bound = int(sources[1]) + inside
@@ -458,13 +432,12 @@ def test_copies_of_the_driver_stop_where_a_registration_does(
     base = table.region.array("counters").ctypes.data
     monkeypatch.setattr(table.region._mapping, "registered", [base, bound])
     assert table.region.pinned_bounds == [bound]
-    left = session(tmp_path / "rows.jsonl")
-    found = copies.copy_variants(Rehearsal(), copies.Driver(library), rows, left)
-    assert (len(found), left.reasons) == (2, [])
+    variant = copies.copies_of(Rehearsal(), copies.Driver(library), rows)
+    variant.check()
     parts = copies.split(whole, [bound])
     assert {len(part) for part in parts} == {3 + spanning}
     assert parts[2].sum() == sizes.sum()
-    assert all(variant.measure() > 0 for variant in found)
+    assert variant.measure() > 0
 
 
 def test_the_yardstick_s_copies_stop_there_too() -> None:
@@ -487,21 +460,15 @@ def test_the_yardstick_s_copies_stop_there_too() -> None:
     assert not any(begin < bound < end for begin, end in spans for bound in bounds)
 
 
-def test_copies_that_do_not_work_are_left_out_with_their_reason(swept: Any, tmp_path: Path) -> None:
-    batched, single, failed = copies.BATCHED, copies.SINGLE.partition(",")[0], "returned 801"
-    for number, (library, reasons) in enumerate(
-        (
-            (Library(12.4), {batched: "CUDA 12.8 and later"}),
-            (Library(12.8, code=801), {batched: f"{failed} at copy 7", single: failed}),
-            (Library(wrong=True), {batched: "differ", single: "differ"}),
-        )
+def test_copies_that_do_not_work_say_why(swept: Any) -> None:
+    for library, why in (
+        (Library(code=801), "cuMemcpyBatchAsync returned 801 at copy 7"),
+        (Library(wrong=True), "differ"),
     ):
-        out = tmp_path / f"{number}.jsonl"
-        found = copies.copy_variants(Rehearsal(), copies.Driver(library), swept[1], session(out))
-        assert len(found) + len(reasons) == 2
-        noted = {what.split(",")[0]: why for what, why in reasons_of(out).items()}
-        assert set(noted) == set(reasons)
-        assert all(why in noted[name] for name, why in reasons.items())
-    with pytest.raises(copies.Unavailable):
-        copies.Driver(object())
-    assert copies.copy_variants(Rehearsal(), None, swept[1], session(tmp_path / "rows.jsonl")) == []
+        variant = copies.copies_of(Rehearsal(), copies.Driver(library), swept[1])
+        assert not variant.required
+        with pytest.raises(harness.Incorrect, match=why):
+            variant.check()
+    for lacking in (Library(12.4), object()):
+        with pytest.raises(copies.Unavailable, match=r"CUDA 12\.8 and later"):
+            copies.Driver(lacking)

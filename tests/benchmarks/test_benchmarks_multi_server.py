@@ -20,10 +20,9 @@ from benchmarks_common import ROOT, call
 from ucx_common import start_ucx_first
 
 from benchmarks import harness
-from benchmarks.experiments import multi_server_bare as bare
-from benchmarks.experiments import multi_server_nodes as nodes
-from benchmarks.experiments import multi_server_ranks as ranks
 from benchmarks.experiments import scaling as simulation
+from benchmarks.nodes import bare, ranks
+from benchmarks.nodes import job as nodes
 from benchmarks.peers import process as peers
 from gear_loader.distributed.global_selection import GlobalSelection
 from gear_loader.storage import shared_memory
@@ -102,7 +101,7 @@ def test_bare_exchanges_move_the_right_bytes(carrier: str, monkeypatch: pytest.M
         pytest.skip(why)
     start_ucx_first()
     monkeypatch.setenv("UCX_TLS", "tcp")
-    command = [sys.executable, "-m", "benchmarks.experiments.multi_server_bare", carrier, "127.0.0.1"]
+    command = [sys.executable, "-m", "benchmarks.nodes.bare", carrier, "127.0.0.1"]
     senders = [peers.PeerProcess(command, patience=60, folder=ROOT) for _ in range(2)]
     try:
         with_all = bare.open_bare(carrier, [tuple(sender.about["address"]) for sender in senders])

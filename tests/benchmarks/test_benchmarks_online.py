@@ -17,8 +17,8 @@ import torch
 from benchmarks_common import ROOT
 
 import gear_loader as gear
-from benchmarks import harness, workloads
-from benchmarks.experiments import adding, online
+from benchmarks import adding, harness, workloads
+from benchmarks.experiments import online
 from benchmarks.peers import gear as gear_peer
 from benchmarks.peers import online as peers
 from benchmarks.peers import plain
@@ -41,7 +41,7 @@ def table() -> Iterator[gear.Table]:
 def test_tables_are_gone_when_the_benchmark_is_killed() -> None:
     code = (
         "import os, signal\n"
-        "from benchmarks import workloads as w; from benchmarks.experiments import adding as s\n"
+        "from benchmarks import adding as s, workloads as w\n"
         "with s.TableCache() as shelf, shelf.table(w.W1.of(20), block_steps=100) as table:\n"
         "    print(table.name, flush=True)\n"
         "    os.killpg(os.getpgid(0), signal.SIGKILL)\n"
@@ -104,7 +104,7 @@ def test_yardsticks_copy_what_they_say(table: gear.Table, name: str, mode: str) 
 def test_writers_in_several_processes_are_checked_and_measured(
     table: gear.Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crew = adding.Crew("ours", patience=100.0)
+    crew = adding.Crew("ours")
     with contextlib.closing(crew):
         group = adding.Group(crew, SPEC, "whole", 2, table=table)
         group.check()

@@ -32,12 +32,12 @@ RUNS: dict[str, tuple[str, dict[str, set[str]], str]] = {
     "batch-size": (
         "--threads 1 --trajectories 40 --batches 8,13 --peers PEERS",
         {"W1": IN_PROCESS | MAP_STYLE | {"cpprb"}},
-        "By batch (× yardstick)",
+        "cpprb",
     ),
     "select": (
         "--device cpu --threads 1 --sizes 500,3e3 --batches 8,64 --peers PEERS",
-        {key: {*SELECTED, "cumsum, numpy", "cpprb"} for key in ("draw", "update", "cycle")},
-        "By items (× yardstick)",
+        {key: {*SELECTED, "cpprb"} for key in ("draw", "update", "cycle")},
+        "cycle, 3,000 items, batch 64",
     ),
     "online": (
         "--threads 1 --seconds 0.02 --trajectories 512 --writers 1 --peers PEERS",
@@ -103,7 +103,7 @@ def test_a_quick_run_has_all_rows_and_leaves_nothing_behind(
         loaders = ("ours", "batch ready", "DataLoader, map-style", "TorchRL")
         monkeypatch.setattr(train, "_QUICK", {**train._QUICK, "loaders": loaders, "horizon": 50, "goal": 0.0})
     if "PEERS" in told:
-        told = told.replace("PEERS", shlex.quote(str(request.getfixturevalue("interpreter"))))
+        told = told.replace("PEERS", shlex.quote(str(request.getfixturevalue("environments"))))
     (tmp_path / "disk").mkdir()
     told = told.replace("HERE", str(tmp_path / "disk"))
     out, before = tmp_path / "new" / "rows.jsonl", in_memory()
@@ -134,7 +134,7 @@ def single_server(rows: list[dict[str, Any]], reasons: dict[str, str]) -> None:
     assert mine["ours"]["parameters"]["prefetch"] == 0
     assert mine["cpprb"]["parameters"]["peer"]["versions"]["cpprb"] == "11.0.0"
     assert mine["DataLoader, map-style"]["parameters"]["draws"] == "uniform"
-    assert "No module named 'tensordict'" in reasons["TorchRL, W1"]
+    assert "there is no environment torchrl" in reasons["TorchRL, W1"]
     assert {"Reverb, in process, W1", "TorchRL, slices, W2", "Reverb, W2", "cpprb, W2"} <= set(reasons)
     assert {row["parameters"]["mode"] for row in rows if row["workload"] == "insert"} == {"whole", "batches"}
 
@@ -212,7 +212,10 @@ def test_without_time_it_says_what_it_left_out(
     assert f"left out for lack of time: {left}" in done.stdout
     assert not out.exists() or not rows_of(out)
     if told.startswith("select"):
-        assert "left out: cpprb: no interpreter with peers is there (benchmarks/peers/make.sh)" in done.stdout
+        assert (
+            "left out: cpprb: there is no environment cpprb: GEAR_LOADER_PEERS is empty (benchmarks/peers/make.sh)"
+            in done.stdout
+        )
 
 
 @pytest.mark.gpu

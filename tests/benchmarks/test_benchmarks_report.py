@@ -239,23 +239,18 @@ def test_ratios_are_taken_within_one_run() -> None:
     assert findings.tally([comparison]) == (1, 1)
 
 
-def test_rows_of_old_files_get_labels() -> None:
-    made = Made("old")
+def test_comparisons_of_the_same_label_say_what_sets_them_apart() -> None:
+    made = Made("one")
     for batch in (32, 64):
         for network in ("processes", "namespaces"):
-            where = {"batch": batch, "network": network, "part": "collect", "rows": 7, "request": 65536}
-            made.compare("multi-server", "W1", "", {"bare": 2e9, "ours": 1e9}, "bare", where)
-    for row in made.rows:
-        del row["label"]
+            where = {"batch": batch, "network": network, "part": "collect"}
+            made.compare("multi-server", "W1", f"batch {batch}", {"bare": 2e9, "ours": 1e9}, "bare", where)
     assert [comparison.label for comparison in found_of(made)] == [
-        "W1, batch 32, processes",
-        "W1, batch 32, namespaces",
-        "W1, batch 64, processes",
-        "W1, batch 64, namespaces",
+        f"batch {batch}, network {network}" for batch in (32, 64) for network in ("processes", "namespaces")
     ]
 
 
-def test_verdicts_follow_the_rule_of_the_harness() -> None:
+def test_verdicts_of_targets() -> None:
     made = Made("one")
     for i, (low, mid, high) in enumerate(
         ((0.9, 1.1, 1.15), (0.8, 1.1, 1.2), (0.5, 0.9, 0.95), (1.0, 1.1, 2.0))

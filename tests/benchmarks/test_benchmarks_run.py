@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import subprocess
 import sys
@@ -65,7 +64,7 @@ def test_run_gives_each_experiment_the_options_that_it_has(
                 raise failure
             seen[name] = tuple(given[option] for option in names.split())
 
-        work.__signature__ = inspect.Signature(options.parameters(names.split()))  # type: ignore[attr-defined]
+        work.__signature__ = options.signature([], names.split())  # type: ignore[attr-defined]
         work.__annotations__ = {option: options.SHARED[option] for option in names.split()}
         about = experiments.Experiment(name, "made up", devices or ("cpu",))
         return type("Made", (), {**about.__dict__, "command": staticmethod(work)})()
@@ -80,10 +79,10 @@ def test_run_gives_each_experiment_the_options_that_it_has(
     monkeypatch.setattr(run, "EXPERIMENTS", kinds)
     monkeypatch.setattr(run, "named", {kind.name: kind for kind in kinds}.__getitem__)
     out = tmp_path / "rows.jsonl"
-    paths = ("--peers", str(tmp_path / "a"), "--peers", str(tmp_path / "b"))
+    paths = ("--peers", str(tmp_path / "a"))
     done = call("run", "rich", "poor", "rich", "--quick", "--repeats", "3", "--out", str(out), *paths)
     assert done.exit_code == 0, done.output
-    assert seen == {"rich": (True, [tmp_path / "a", tmp_path / "b"], out), "poor": (3,)}
+    assert seen == {"rich": (True, tmp_path / "a", out), "poor": (3,)}
     assert "poor has no --quick" in done.output
     assert "rich has no --repeats" in done.output
 
@@ -161,66 +160,32 @@ def test_numbers_are_read_and_bad_ones_refused() -> None:
 # Peers -----------------------------------------------------------------------------------------------
 
 
-def environment(folder: Path, name: str, *, failed: str = "") -> Path:
-    """A made-up environment; where it failed it has no interpreter."""
-    python = folder / name / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    if failed:
-        (folder / name / "failed.txt").write_text(failed + "\n", encoding="utf-8")
-    else:
-        python.touch()
-    return python
-
-
-def test_interpreters_are_found_in_folders_in_the_variable_and_by_default(
+def test_environments_are_named_in_the_variable_or_are_where_make_sh_puts_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, two = environment(tmp_path, "one"), environment(tmp_path, "two")
-    bad = environment(tmp_path, "bad", failed="no")
-    assert processes.interpreters([tmp_path]) == [one, two, bad]
-    assert processes.interpreters([two, tmp_path / "one"]) == [two, one]
-    assert processes.interpreters([tmp_path / "none"]) == [tmp_path / "none"]
-    monkeypatch.setenv("GEAR_LOADER_PEERS", f"{two}:{one}")
-    assert processes.interpreters(None) == [two, one]
-    monkeypatch.setattr(processes, "FOLDER", tmp_path)
+    monkeypatch.setenv("GEAR_LOADER_PEERS", "elsewhere")
+    assert processes.environments(tmp_path) == tmp_path
+    assert processes.environments(None) == Path("elsewhere")
     monkeypatch.setenv("GEAR_LOADER_PEERS", "")
-    assert processes.interpreters([]) == []
+    assert processes.environments(None) is None
     monkeypatch.delenv("GEAR_LOADER_PEERS")
-    assert processes.interpreters(None) == [one, two, bad]
+    assert processes.environments(None) == processes.FOLDER
 
 
-def test_the_first_interpreter_that_has_a_peer_is_taken_its_own_environment_before_others(
-    tmp_path: Path,
-) -> None:
-    one, two = environment(tmp_path, "one"), environment(tmp_path, "two")
-    bad = environment(tmp_path, "bad", failed="bad could not be installed: no wheel")
-    tried: list[Path] = []
-
-    def make(python: Path) -> str:
-        tried.append(python)
-        if python == one:
-            raise processes.PeerFailed("ModuleNotFoundError: nothing")
-        return python.parent.parent.name
-
-    assert processes.first([one, bad, two], make) == "two"
-    assert processes.first([one, two], make, environment="two") == "two"
-    assert tried == [one, two, two]
-    for wanted, message in (
-        ("bad", "bad could not be installed: no wheel$"),
-        ("one", r"one/bin/python: ModuleNotFoundError: nothing$"),
-    ):
-        with pytest.raises(processes.PeerFailed, match=message):
-            processes.first([one, bad], make, environment=wanted)
-    with pytest.raises(processes.PeerFailed, match=r"no interpreter with peers is there .*make\.sh"):
-        processes.first([], make)
-
-
-def test_interpreters_that_do_not_answer_are_named(tmp_path: Path) -> None:
-    with pytest.raises(processes.PeerFailed, match="No such file or directory"):
-        catalog.started([tmp_path / "none"], "select", "cpprb")
-    slow = script(tmp_path / "slow", "#!/bin/sh\necho sleepy >&2\nexec sleep 20\n")
+def test_environments_that_do_not_answer_are_named(tmp_path: Path) -> None:
+    for folder in (None, tmp_path):
+        with pytest.raises(processes.PeerFailed, match=r"no environment cpprb: .* \(.*make\.sh\)"):
+            catalog.started(folder, "select", "cpprb")
+    bad = tmp_path / "tianshou" / "failed.txt"
+    bad.parent.mkdir()
+    bad.write_text("tianshou could not be installed: no wheel\n", encoding="utf-8")
+    with pytest.raises(processes.PeerFailed, match=r"tianshou could not be installed: no wheel$"):
+        catalog.started(tmp_path, "select", "Tianshou tree")
+    slow = tmp_path / "cpprb" / "bin" / "python"
+    slow.parent.mkdir(parents=True)
+    script(slow, "#!/bin/sh\necho sleepy >&2\nexec sleep 20\n")
     with pytest.raises(processes.PeerFailed, match="took 0 s: sleepy"):
-        catalog.started([slow], "select", "cpprb", patience=0.3)
+        catalog.started(tmp_path, "select", "cpprb", patience=0.3)
 
 
 # Scripts ---------------------------------------------------------------------------------------------
@@ -256,7 +221,7 @@ exec {sys.executable} "$@"
     assert note in done.stderr
     assert (folder / "cpprb" / "ready").exists()
     with pytest.raises(processes.PeerFailed, match=note):
-        processes.start(processes.interpreters([folder]), "select", "tianshou", "Tianshou tree")
+        catalog.started(folder, "select", "Tianshou tree")
 
     again = bash("peers/make.sh", folder, "cpprb", **variables)  # what is there is kept
     assert (again.returncode, again.stdout) == (0, "cpprb is there\n")

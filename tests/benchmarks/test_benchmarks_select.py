@@ -11,8 +11,8 @@ import pytest
 from benchmarks_common import check_row, rows_of, session
 
 from benchmarks import harness
+from benchmarks import selection as subjects
 from benchmarks.experiments import select
-from benchmarks.experiments import select_subjects as subjects
 from benchmarks.peers import select as peers
 
 # What is drawn ---------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ class Right(peers.Subject):  # type: ignore[misc, name-defined]
 
 def look(subject: Any, truth: Any) -> None:
     sizes = select.Sizes((truth.items,), (32, 1000), draws=1 << 14)
-    select._check(subject, truth, sizes)
+    select.check(subject, truth, sizes)
 
 
 @pytest.mark.parametrize("power", [1.0, peers.ALPHA])
@@ -128,17 +128,17 @@ def test_variants_that_fail_are_left_out_but_ours_end_the_run(
         raise ValueError("no")
 
     kinds = [
-        subjects.Kind("ours", Right, 1, ours=True, limit={8: 9.0}),
-        subjects.Kind("wrong", wrong, 1),
-        subjects.Kind("broken", broken, 1),
-        subjects.Kind("small", Right, 1, most=100, why="it is small"),
-        subjects.Kind("huge", Right, 1e12),
-        subjects.Kind("inexact", inexact, 1),
+        select.Kind("ours", Right, 1, ours=True, limit={8: 9.0}),
+        select.Kind("wrong", wrong, 1),
+        select.Kind("broken", broken, 1),
+        select.Kind("small", Right, 1, most=100, why="it is small"),
+        select.Kind("huge", Right, 1e12),
+        select.Kind("inexact", inexact, 1),
     ]
     sizes = select.Sizes((1000,), (8,), seconds=1e-4, draws=1 << 14)
     out = tmp_path / "rows.jsonl"
     made = session(out, 2, "select")
-    select.measured(made, kinds, sizes, yardstick="ours")
+    select.measured(made, kinds, sizes)
     rows = rows_of(out)
     for row in rows:
         check_row(row, "select")
@@ -158,7 +158,7 @@ def test_variants_that_fail_are_left_out_but_ours_end_the_run(
         "huge, 1,000 items: it needs about 1000000 GB of memory",
     ):
         assert reason in reasons
-    kinds[1] = subjects.Kind("wrong", wrong, 1, ours=True)
+    kinds[1] = select.Kind("wrong", wrong, 1, ours=True)
     with pytest.raises(harness.Incorrect, match="wrong, 1,000 items: priorities: draws"):
-        select.measured(made, kinds, sizes, yardstick="ours")
+        select.measured(made, kinds, sizes)
     assert rows_of(out) == rows

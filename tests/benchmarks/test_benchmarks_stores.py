@@ -60,7 +60,7 @@ def saved(tmp_path: Path, kinds: list[Any]) -> tuple[list[dict[str, Any]], str]:
 
 
 def kind(name: str, subject: Any, *, ours: bool = False) -> Any:
-    return checkpoint.Kind(name, lambda: Here(worker("checkpoint", subject)), ours)
+    return catalog.Contender(name, lambda: Here(worker("checkpoint", subject)), ours)
 
 
 def test_rows_have_what_a_journey_took_and_others_that_fail_are_left_out(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_rows_have_what_a_journey_took_and_others_that_fail_are_left_out(tmp_pat
         kind("ours", gear.Checkpoint, ours=True),
         kind("torch.save", plain.Saved),
         kind("stale", Stale),
-        checkpoint.Kind("cpprb", missing),
+        catalog.Contender("cpprb", missing),
     ]
     rows, reasons = saved(tmp_path, kinds)
     for row in rows:
@@ -128,9 +128,9 @@ def test_what_was_not_loaded_is_found(tmp_path: Path) -> None:
         bare.check()
 
 
-def test_the_journey_of_a_peer_in_its_own_interpreter(interpreter: Path, tmp_path: Path) -> None:
+def test_the_journey_of_a_peer_in_its_own_interpreter(environments: Path, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
-    process_of = catalog.started([interpreter], "checkpoint", "cpprb")
+    process_of = catalog.started(environments, "checkpoint", "cpprb")
     try:
         found = process_of.ask("journey", spec=SPEC, folder=str(tmp_path / "disk"))
     finally:
@@ -154,9 +154,9 @@ class Wrong(plain.Listed):  # type: ignore[misc, name-defined]
 def test_ours_that_stores_wrongly_ends_the_run(tmp_path: Path) -> None:
     lengths = np.random.default_rng(0).integers(1, 300, 200)
     setting = memory.Setting("uneven", "W2", COLUMNS, lengths)
-    kind = memory.Kind("ours", lambda: Here(worker("memory", Wrong)), ours=True)
+    kind = catalog.Contender("ours", lambda: Here(worker("memory", Wrong)), True)
     with pytest.raises(process.PeerFailed, match="differs from what was stored"):
-        memory.measured(session(tmp_path / "rows.jsonl", experiment="memory"), setting, iter([kind]))
+        memory.measured(session(tmp_path / "rows.jsonl", experiment="memory"), setting, [kind])
     assert not (tmp_path / "rows.jsonl").exists()
 
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 from benchmarks_common import Here, rows_of, session, worker
 
-from benchmarks import harness
+from benchmarks import harness, hopper
 from benchmarks.experiments import train
-from benchmarks.experiments import train_hopper as hopper
 from benchmarks.peers import episodes, gear, plain
 from benchmarks.peers import policy as policies
 from benchmarks.peers import process as processes

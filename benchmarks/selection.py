@@ -1,9 +1,8 @@
-"""What `benchmarks.experiments.select` measures on the CPU, and how it is found to draw what it should."""
+"""Ways of selecting by priority that `select` and `online` measure, and how they are found to draw what they should."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,11 +12,9 @@ import gear_loader as gear
 from benchmarks.harness import Incorrect
 from benchmarks.peers.catalog import peers_of
 from benchmarks.peers.process import PeerProcess
-from benchmarks.peers.select import ALPHA, BETA, Subject, chunks, priorities, weighed
+from benchmarks.peers.select import ALPHA, BETA, Subject, chunks, measure, priorities, weighed
 from gear_loader.selection.tree import PriorityTree
 
-MULTINOMIAL_MOST: dict[str, Any] = {"most": 1 << 24, "why": "it refuses more than 2**24 items"}
-DATASET_MOST: dict[str, Any] = {"most": 10**6, "why": "a table of as many trajectories takes minutes to fill"}
 _SEED = 11
 _FAR = 8.0  # standard deviations of a chi-square: farther than chance goes
 
@@ -30,24 +27,6 @@ class Biased(Incorrect):
         self.deviation = deviation
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """A variant before it is built for a number of items.
-
-    item_bytes: memory that it needs about, for each item. most, why: items that it takes at most, for which reason.
-    ours: whether a wrong result ends the run; others are left out. limit: batch -> seconds of a cycle, at most.
-    """
-
-    name: str
-    build: Callable[[Truth], Subject]
-    item_bytes: float
-    most: int | None = None
-    why: str = ""
-    ours: bool = False
-    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    limit: Mapping[int, float] = dataclasses.field(default_factory=dict)
-
-
 class Truth:
     """The priorities that all variants start with, and how often items should be drawn."""
 
@@ -56,16 +35,14 @@ class Truth:
         self.priorities = priorities(items, seed)
         self._shares: dict[float, tuple[float, dict[str, np.ndarray]]] = {}
 
-    def check(
-        self,
-        subject: Subject,
-        draw: Callable[[int], tuple[np.ndarray, np.ndarray | None]],
-        update: Callable[[np.ndarray, np.ndarray], None],
-        draws: int,
-    ) -> None:
+    def check(self, subject: Subject, batches: Sequence[int], draws: int) -> None:
         """Compare many draws with the priorities, then change some of these, look again, and put them back."""
+
+        def update(items: np.ndarray, values: np.ndarray) -> None:
+            subject.update(subject.chosen(items), subject.values(values))
+
         total, shares = self._expected(subject.power)
-        items, leaves = draw(draws)
+        items, leaves = draw_many(subject, batches, draws)
         check_draws(items, leaves, self.items)
         if leaves is not None:
             expected = weighed(self.priorities[items], subject.power)
@@ -82,7 +59,7 @@ class Truth:
         before = self.priorities[few]
         rest = total - weighed(before, subject.power).sum()
         update(few, np.full(len(few), (rest / len(few)) ** (1 / subject.power), dtype=np.float32))
-        items, _ = draw(draws)
+        items, _ = draw_many(subject, batches, draws)
         update(few, before)
         place = np.searchsorted(few, items).clip(max=len(few) - 1)
         hits = few[place] == items
@@ -148,11 +125,10 @@ class TreeSubject(Subject):
     """`PriorityTree`: what the CPU path draws with and sets leaves in."""
 
     item_bytes = 6
-    extremes = False
 
-    def __init__(self, truth: Truth) -> None:
+    def __init__(self, truth: Truth, *, extremes: bool = False) -> None:
         self.items = truth.items
-        self._tree = PriorityTree(truth.items, extremes=self.extremes)
+        self._tree = PriorityTree(truth.items, extremes=extremes)
         self._tree.leaves[: truth.items] = truth.priorities
         self._tree.build()
         self._step = 0
@@ -163,12 +139,6 @@ class TreeSubject(Subject):
 
     def update(self, drawn: Any, values: Any) -> None:
         self._tree.update(drawn[0], values)
-
-
-class ExtremesSubject(TreeSubject):
-    """With minima and maxima."""
-
-    extremes = True
 
 
 class OnDevice(Subject):
@@ -204,7 +174,7 @@ class DatasetSubject(OnDevice):
     item_bytes = 700
     power = ALPHA
 
-    def __init__(self, truth: Truth, device: str = "cpu") -> None:
+    def __init__(self, truth: Truth, device: str | torch.device = "cpu") -> None:
         super().__init__(truth, device)
         count = truth.items
         self._table = gear.Table.create(
@@ -293,27 +263,6 @@ class CumsumTorch(Multinomial):
         return torch.searchsorted(self._sums, mass, right=True).clamp_(max=self.items - 1)
 
 
-class CumsumNumpy(Subject):
-    """The same with numpy."""
-
-    item_bytes = 16
-
-    def __init__(self, truth: Truth) -> None:
-        self.items = truth.items
-        self._leaves = truth.priorities.copy()
-        self._sums = np.empty(self.items)
-        self._random = np.random.default_rng(_SEED)
-
-    def draw(self, batch: int) -> Any:
-        np.cumsum(self._leaves, dtype=np.float64, out=self._sums)
-        mass = self._random.random(batch) * self._sums[-1]
-        items = np.searchsorted(self._sums, mass, side="right").clip(max=self.items - 1)
-        return items, self._leaves[items]
-
-    def update(self, drawn: Any, values: Any) -> None:
-        self._leaves[drawn[0]] = values
-
-
 class Peer(Subject):
     """A variant in another process, which also times it; draws and updates from here are for checks."""
 
@@ -338,6 +287,13 @@ class Peer(Subject):
     def measure(self, operation: str, batch: int, batches: int) -> float:
         seconds = self._process.ask("measure", operation=operation, batch=batch, batches=batches)["seconds"]
         return float(seconds)
+
+
+def timed_by(subject: Subject, seed: int) -> Callable[[str, int, int], float]:
+    """How it is timed: here, in another process, or on a device's own clock; see `peers.select.measure`."""
+    random = np.random.default_rng(seed)
+    here = lambda operation, batch, batches: measure(subject, operation, batch, batches, random)  # noqa: E731
+    return getattr(subject, "measure", here)
 
 
 def draw_many(subject: Subject, batches: Sequence[int], count: int) -> tuple[np.ndarray, np.ndarray | None]:

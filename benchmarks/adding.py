@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 import secrets
 import time
@@ -23,7 +24,7 @@ from benchmarks.harness import Incorrect, Session, Variant
 from benchmarks.peers.catalog import library_of, peers_of
 from benchmarks.peers.gear import PATIENCE
 from benchmarks.peers.online import item_of, trajectories_of
-from benchmarks.peers.process import PeerFailed, PeerProcess, Undo, first, start
+from benchmarks.peers.process import PeerFailed, PeerProcess, Undo, receive_all, start
 from benchmarks.workloads import Workload
 from gear_loader.errors import RegionError
 from gear_loader.storage.limiters import RateLimiter
@@ -35,7 +36,7 @@ SHARE_OF_MEMCPY = 0.7
 """Of batches, in one process."""
 SOURCES = 128
 PEERS = peers_of("online")
-_OWN = {"ours": "gear", "memcpy": "gear", "torch": "plain"}
+_OWN = {"memcpy": "gear", "torch": "plain", "ours": "gear"}
 _LEAD = 0.03  # seconds between telling writers to start and their start
 
 
@@ -126,45 +127,34 @@ class TableCache(Undo):
 
 
 class Crew:
-    """Processes of one kind, started when they are needed and kept for everything that follows.
+    """Processes of one kind, started when they are needed and kept for everything that follows."""
 
-    python: an interpreter with the library; None for this one. patience: seconds that an answer may take.
-    """
-
-    def __init__(self, name: str, python: Path | None = None, patience: float = 300.0) -> None:
-        self.name, self._pythons, self._patience = name, None if python is None else [python], patience
-        self._library = _OWN.get(name) or library_of("online", name)
+    def __init__(self, name: str, folder: Path | None = None) -> None:
+        self._make = functools.partial(
+            start, folder, "online", _OWN.get(name) or library_of("online", name), name
+        )
         self._processes: list[PeerProcess] = []
 
     def start(self, count: int = 1) -> Sequence[PeerProcess]:
         while len(self._processes) < count:
-            process = start(self._pythons, "online", self._library, self.name, patience=self._patience)
-            self._processes.append(process)
+            self._processes.append(self._make())
         return self._processes[:count]
 
     def close(self) -> None:
-        for process in self._processes:
-            process.close()
-        self._processes.clear()
+        while self._processes:
+            self._processes.pop().close()
 
 
 @contextlib.contextmanager
 def crews_of(
     session: Session, what: str = "", *, others: bool = True
 ) -> Iterator[tuple[dict[str, Crew], TableCache]]:
-    """Ours, the yardsticks, and the peers that there are; and tables."""
+    """The yardsticks, ours, and the peers that there are; and tables."""
     with contextlib.ExitStack() as stack:
-        crews = {name: Crew(name) for name in ("memcpy", "torch", "ours")}
-
-        def made(name: str, python: Path) -> Crew:
-            crew = Crew(name, python)
-            crew.start()
-            return crew
-
+        crews = {name: Crew(name) for name in _OWN}
         for name in PEERS if others else ():
-            make, library = functools.partial(made, name), library_of("online", name)
-            found = functools.partial(first, session.pythons, make, environment=library)
-            if (crew := session.attempt(f"{name}{what}", found)) is not None:
+            crew = Crew(name, session.peers)
+            if session.attempt(f"{name}{what}", crew.start) is not None:
                 crews[name] = crew
         for crew in crews.values():
             stack.callback(crew.close)
@@ -208,13 +198,13 @@ class Group:
 
     def rate(self) -> float:
         """Wait until they are ready: items a second, of all of them together."""
-        return _rate(self._answers())
+        return _rate(receive_all(self._processes))
 
     def measure(self, seconds: float) -> float:
         """Seconds that an item takes, of those that all of them add in so many seconds."""
         before = self._inserted()
         self.start(seconds)
-        answers = self._answers()
+        answers = receive_all(self._processes)
         items = sum(answer["items"] for answer in answers)
         if self._table is not None:
             expected = items // (1 if item_of(self._mode) == "trajectory" else self._spec["steps"])
@@ -257,19 +247,7 @@ class Group:
     def _together(self, what: str) -> None:
         for process in self._processes:
             process.send(what)
-        self._answers()
-
-    def _answers(self) -> list[dict[str, Any]]:
-        # All of them, before the first error is raised: an answer that is left would be taken for the next one's.
-        answers, failed = [], None
-        for process in self._processes:
-            try:
-                answers.append(process.receive())
-            except PeerFailed as error:
-                failed = failed or error
-        if failed is not None:
-            raise failed
-        return answers
+        receive_all(self._processes)
 
 
 def _rate(answers: Sequence[Mapping[str, Any]]) -> float:
@@ -289,23 +267,25 @@ def inserting(
     session: Session, setting: Setting, crews: Mapping[str, Crew], tables: TableCache, part: str = ""
 ) -> None:
     """Adding in every mode by so many writers; `part` is its name where it belongs to another experiment."""
-    count = len(setting.modes) * len(setting.writers)
-    with contextlib.ExitStack() as stack, session.progress("adding", count):
+    pairs = list(itertools.product(setting.modes, setting.writers))
+    with contextlib.ExitStack() as stack:
         places = [tables.table(setting.workload, block_steps=setting.block_steps) for _ in range(2)]
         table, target = map(stack.enter_context, places)
-        for mode in setting.modes:
-            for writers in setting.writers:
-                label = f"{_LABELS.get(mode, mode)}, {writers} {'writer' if writers == 1 else 'writers'}"
-                if session.late(label):
-                    continue
-                with contextlib.ExitStack() as groups:
-                    given = {"ours": {"table": table}, "memcpy": {"target": target}}
-                    variants = _adding(session, setting, crews, mode, writers, label, given, groups)
-                    batch = setting.spec["batch"] if mode == "batches" else None
-                    told = {"writers": writers, "item": item_of(mode), **setting.parameters(), "batch": batch}
-                    if part:
-                        told, label = {**told, "part": part, "mode": mode}, f"adding, {label}"
-                    session.compare(part or mode, label, variants, "memcpy", told)
+        given = {"ours": {"table": table}, "memcpy": {"target": target}}
+        for mode, writers in session.each("adding", pairs, _label):
+            with contextlib.ExitStack() as groups:
+                label = _label((mode, writers))
+                variants = _adding(session, setting, crews, mode, writers, label, given, groups)
+                batch = setting.spec["batch"] if mode == "batches" else None
+                told = {"writers": writers, "item": item_of(mode), **setting.parameters(), "batch": batch}
+                if part:
+                    told, label = {**told, "part": part, "mode": mode}, f"adding, {label}"
+                session.compare(part or mode, label, variants, "memcpy", told)
+
+
+def _label(pair: tuple[str, int]) -> str:
+    mode, writers = pair
+    return f"{_LABELS.get(mode, mode)}, {writers} {'writer' if writers == 1 else 'writers'}"
 
 
 def _adding(
@@ -318,22 +298,23 @@ def _adding(
     places: Mapping[str, Any],
     groups: contextlib.ExitStack,
 ) -> list[Variant]:
-    spec, item, variants = setting.spec, item_of(mode), []
+    item, variants = item_of(mode), []
     amount = setting.step_bytes * (1 if item == "step" else setting.workload.steps)
     for name, crew in crews.items():
         kind = PEERS.get(name)
         alone = name == "torch" or (kind is not None and not kind.several)
         if (alone and writers > 1) or (kind is not None and mode not in kind.modes):
             continue  # it has no call for that; the docstring of `online` says so
-        made = functools.partial(Group, crew, spec, mode, writers, **places.get(name, {}))
+        made = functools.partial(Group, crew, setting.spec, mode, writers, **places.get(name, {}))
         group = session.attempt(f"{name}, {label}", made, required=kind is None)
         if group is None:
             continue
         groups.callback(group.close)
-        goal = GOALS.get(mode) if name == "ours" and writers == 1 else None
-        share = {"memcpy": SHARE_OF_MEMCPY} if name == "ours" and (mode, writers) == ("batches", 1) else {}
-        about = {"peer": crew.start()[0].about} if kind is not None else {}
-        measure, limit = functools.partial(group.measure, setting.window), None if goal is None else 1 / goal
-        more: dict[str, Any] = {"targets": share, "limit": limit, "required": kind is None}
-        variants.append(Variant(name, measure, group.check, amount, 1, about, **more))
+        measure = functools.partial(group.measure, setting.window)
+        about = {} if kind is None else {"peer": crew.start()[0].about}
+        variant = Variant(name, measure, group.check, amount, 1, about, required=kind is None)
+        if name == "ours" and writers == 1:
+            variant.limit = 1 / GOALS[mode] if mode in GOALS else None
+            variant.targets = {"memcpy": SHARE_OF_MEMCPY} if mode == "batches" else {}
+        variants.append(variant)
     return variants

@@ -1,6 +1,6 @@
 """One rank of ``multi-server``: a process with a shard, its node's server, and the yardsticks' receiving side.
 
-    python -m benchmarks.experiments.multi_server_ranks
+    python -m benchmarks.nodes.ranks
 
 Commands come as JSON lines: `join` the other ranks, `fill` a shard, connect to `bare` senders; then `prepare`,
 `check`, `measure` and `drop` subjects, of `SUBJECTS`, all ranks at the same time.
@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 import gear_loader as gear
-from benchmarks.experiments import multi_server_bare
 from benchmarks.harness import Incorrect
+from benchmarks.nodes import bare
 from benchmarks.peers.serve import answer_commands
 from benchmarks.workloads import W1, W2, Data, Rows, Workload, expect, poison
 from gear_loader.collection.collector import resolve
@@ -44,7 +44,7 @@ _CPU = torch.device("cpu")
 Array = np.ndarray[Any, Any]
 
 
-def wire_pieces(spec: WindowSpec, rows: int) -> list[multi_server_bare.Piece]:
+def wire_pieces(spec: WindowSpec, rows: int) -> list[bare.Piece]:
     """What is asked of a node for so many rows, in the parts of `gear_loader.distributed.remote`."""
     size = max(1, PART_BYTES // spec.row_bytes)
     counts = [min(size, rows - first) for first in range(0, rows, size)]
@@ -61,11 +61,9 @@ class Rank:
         self.seed = 0
         self.table: gear.Table | None = None
         self.shards: Any = None
-        self.senders: multi_server_bare.Bare | None = None
+        self.senders: bare.Bare | None = None
         self.subjects: dict[str, Any] = {}
         self.traffic = Traffic()
-
-    # ---------------------------------------------------------------- commands
 
     def join(self, rank: int, world: int, store: str) -> None:
         self.rank, self.world = rank, world
@@ -95,10 +93,8 @@ class Rank:
         self.shards = Shards(self.table, **options)
 
     def bare(self, carrier: str, addresses: list[tuple[str, int]]) -> None:
-        """Connect to the bare senders of the other nodes, in the order of their ranks."""
-        if self.senders is not None:
-            self.senders.close()
-        self.senders = multi_server_bare.open_bare(carrier, addresses) if addresses else None
+        """Connect to the bare senders of the other nodes."""
+        self.senders = bare.open_bare(carrier, addresses)
 
     def prepare(self, name: str, kind: str, **parameters: Any) -> None:
         self.subjects[name] = SUBJECTS[kind](self, **parameters)
@@ -143,8 +139,6 @@ class Rank:
         self.empty()
         if self.senders is not None:
             self.senders.close()
-
-    # ---------------------------------------------------------------- what subjects use
 
     def data_of(self, shard: int) -> Data:
         """A shard's values, which every rank can compute."""
@@ -196,9 +190,6 @@ class Traffic:
             return call(output, given, ins, outs, **options)
 
         dist.all_to_all_single = counted  # type: ignore[assignment]
-
-    def reset(self) -> None:
-        self.calls = self.sent = self.received = 0
 
 
 class Subject:
@@ -285,51 +276,40 @@ def _all_records(rank: Rank) -> Array:
 
 
 class BareExchange(Subject):
-    """The same bytes without any of it: those of other nodes over the bare carrier, those of this one by one copy."""
+    """The same bytes without any of it: those of other nodes over the bare carrier, those of this one by one copy.
+
+    The copy goes from a random place into one of four buffers in turn.
+    """
 
     def __init__(self, rank: Rank, batch: int, local: int) -> None:
         super().__init__(rank)
         spec, others = rank.spec(), rank.world - 1
         counts = [(batch - local) // others + (i < (batch - local) % others) for i in range(others)]
         self._pieces = [wire_pieces(spec, count) for count in counts]
-        self._copy = Copy(rank, local)
+        self._source = rank.data_of(rank.rank).arena
+        self._ring = [torch.empty(local * rank.workload.row_bytes // 4) for _ in range(4)]
+        self._random = np.random.default_rng([7, rank.rank])
         self.figures = {"wire_bytes": sum(size for sizes in self._pieces for size, _ in sizes)}
 
     def work(self, inputs: Any) -> None:
-        senders = self.rank.senders
-        if senders is None:
-            self._copy.work(None)
+        if self.rank.senders is None:
+            self._copy()
         else:
-            senders.exchange(self._pieces, meanwhile=lambda: self._copy.work(None))
+            self.rank.senders.exchange(self._pieces, meanwhile=self._copy)
+
+    def _copy(self) -> None:
+        out = self._ring.pop(0)
+        self._ring.append(out)
+        first = 16 * int(self._random.integers((len(self._source) - len(out)) // 16 + 1))
+        self._copied = self._source[first : first + len(out)]
+        out.copy_(self._copied)
 
     def check(self) -> None:
         if self.rank.senders is not None:
             self.rank.senders.check(self._pieces)
-        self._copy.check()
-
-
-class Copy(Subject):
-    """One copy of as many bytes as some rows have, from a random place into memory that is kept."""
-
-    def __init__(self, rank: Rank, rows: int) -> None:
-        super().__init__(rank)
-        self._source = rank.data_of(rank.rank).arena
-        words = rows * rank.workload.row_bytes // 4
-        self._ring = [torch.empty(words) for _ in range(4)]  # used in turn
-        self._room = len(self._source) - words
-        self._random = np.random.default_rng([7, rank.rank])
-
-    def work(self, inputs: Any) -> None:
-        out = self._ring.pop(0)
-        self._ring.append(out)
-        self._first = int(self._random.integers(self._room // 16 + 1)) * 16
-        out.copy_(self._source[self._first : self._first + len(out)])
-
-    def check(self) -> None:
-        out = self._ring[0]
-        out.fill_(float("nan"))
-        self.work(None)
-        if not torch.equal(out, self._source[self._first : self._first + len(out)]):
+        self._ring[0].fill_(float("nan"))
+        self._copy()
+        if not torch.equal(self._ring[-1], self._copied):
             raise Incorrect("the copy differs")
 
 
@@ -351,17 +331,15 @@ class Batches(Subject):
             batches_per_epoch=float("inf"),
         )
         self._batches: Iterator[Any] = iter(self._data)
-        self._drawn = 0
 
     def work(self, inputs: Any) -> None:
         next(self._batches)
-        self._drawn += 1
 
     def check(self) -> None:
         # The first batches exchange what there is, and how much each shard is likely to bring.
         found = [{key: value.clone() for key, value in next(self._batches).items()} for _ in range(4)]
         traffic, count = self.rank.traffic, 8
-        traffic.reset()
+        traffic.calls = traffic.sent = traffic.received = 0
         shares = []
         for _ in range(count):
             batch = next(self._batches)
@@ -473,29 +451,26 @@ class BareFetch(Subject):
 
 
 class AllToAll(Subject):
-    """torch.distributed's collective alone.
+    """torch.distributed's collective alone; size: bytes from each to each.
 
-    of: a subject of `Batches`: as many bytes, as often, as its last batch took. size: bytes from each to each.
+    Without a size: as many bytes, as often, as the last batch of the `Batches` took that the rank has.
     """
 
-    def __init__(self, rank: Rank, of: str | None = None, size: int = 0) -> None:
+    def __init__(self, rank: Rank, size: int | None = None) -> None:
         super().__init__(rank)
-        self._of, self._size = of, size
+        self._size, self._times = size, 1
         self._group = dist.new_group(list(range(rank.world)), backend="gloo")
-        self._sizes: tuple[list[int], list[int]] = ([size] * rank.world, [size] * rank.world)
-        self._times = 1
 
     def check(self) -> None:
-        if self._of is not None:
+        if self._size is None:
             self._sizes = self.rank.traffic.last
-            self._times = max(1, round(self.rank.subjects[self._of].figures["exchanges"]))
+            (batches,) = (one for one in self.rank.subjects.values() if isinstance(one, Batches))
+            self._times = max(1, round(batches.figures["exchanges"]))
+        else:
+            self._sizes = ([self._size] * self.rank.world,) * 2
         ins, outs = self._sizes
-        self._given = torch.cat(
-            [
-                torch.full((count,), (5 * self.rank.rank + target) % 251, dtype=torch.uint8)
-                for target, count in enumerate(outs)
-            ]
-        )
+        mine = [(5 * self.rank.rank + target) % 251 for target in range(len(outs))]
+        self._given = torch.tensor(mine, dtype=torch.uint8).repeat_interleave(torch.tensor(outs))
         self._out = torch.zeros(sum(ins), dtype=torch.uint8)
         self.work(None)
         for source, part in enumerate(self._out.split(ins)):

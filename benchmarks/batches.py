@@ -23,12 +23,12 @@ from torch.utils.data import DataLoader
 
 import gear_loader as gear
 from benchmarks import loading
-from benchmarks.engine import YARDSTICK, Copies, CudaEngine, Engine
+from benchmarks.engine import Copies, CudaEngine, Engine
 from benchmarks.harness import Incorrect, Session, Variant
 from benchmarks.loading import Staged, closed, iterated, map_style, memcpy
 from benchmarks.peers.batches import CHUNK
-from benchmarks.peers.catalog import library_of, peers_of
-from benchmarks.peers.process import PeerFailed, PeerProcess, start
+from benchmarks.peers.catalog import peers_of, started
+from benchmarks.peers.process import PeerProcess
 from benchmarks.peers.select import ALPHA, BETA
 from benchmarks.peers.source import Source
 from benchmarks.workloads import Data, Rows, Workload, expect, poison
@@ -266,42 +266,31 @@ def cuda_ways(engine: Engine, store: Store, batch: int, workers: Sequence[int] =
 
 @contextlib.contextmanager
 def filled(session: Session, store: Store) -> Iterator[dict[str, PeerProcess]]:
-    """Peers that have batches of the store's workload, with the same trajectories in theirs; a process a library."""
+    """Peers that have batches of the store's workload, with the same trajectories in theirs."""
     found: dict[str, PeerProcess] = {}
-    processes: dict[str, PeerProcess | PeerFailed] = {}
     with contextlib.ExitStack() as stack:
+
+        def built(name: str) -> PeerProcess:
+            process = started(session.peers, "batches", name, session.threads)
+            stack.callback(process.close)
+            process.ask("build", spec=store.spec)
+            return process
+
         for name, peer in PEERS.items():
-            if peer.workload != store.workload.name:
-                continue
-            library = library_of("batches", name)
-            what = f"{name}, {store.workload.name}"
-
-            def built(name: str = name, library: str = library) -> PeerProcess:
-                if library not in processes:
-                    try:
-                        process = start(session.pythons, "batches", library, name, session.threads)
-                        stack.callback(process.close)
-                        processes[library] = process
-                    except PeerFailed as error:
-                        processes[library] = error
-                held = processes[library]
-                if isinstance(held, PeerFailed):
-                    raise held
-                held.ask("build", name=name, spec=store.spec)
-                return held
-
-            if (process := session.attempt(what, built)) is not None:
-                found[name] = process
+            if peer.workload == store.workload.name:
+                what = f"{name}, {store.workload.name}"
+                if (process := session.attempt(what, functools.partial(built, name))) is not None:
+                    found[name] = process
         yield found
 
 
 def _peer(store: Store, name: str, process: PeerProcess, batch: int, batches: int, draws: int) -> Variant:
     """A peer, in the setting that is the fastest for batches of that size."""
-    setting = process.ask("prepare", name=name, batch=batch)["setting"]
+    setting = process.ask("prepare", batch=batch)["setting"]
     batches = max(2, batches // PEERS[name].cost)
 
     def check() -> None:
-        answer = process.ask("check", name=name, times=max(4, draws // batch))
+        answer = process.ask("check", times=max(4, draws // batch))
         positions = np.array(answer["steps"]) // store.workload.steps
         weights = answer["weights"]
         each = None if weights is None else [np.array(row) for row in weights]
@@ -309,7 +298,7 @@ def _peer(store: Store, name: str, process: PeerProcess, batch: int, batches: in
 
     return Variant(
         name,
-        lambda: float(process.ask("measure", name=name, batches=batches)["seconds"]),
+        lambda: float(process.ask("measure", batches=batches)["seconds"]),
         check,
         batch * store.workload.row_bytes,
         batches,
@@ -334,43 +323,38 @@ def measured(
     if engine is not None:
         copies = Copies.fresh(engine, copy_bytes or (32 << 20 if session.quick else 256 << 20))
     for workload in workloads:
-        with contextlib.ExitStack() as stack, session.progress(workload.name, len(sizes)):
-            if session.late(f"{workload.name}, batch {sizes[0]}"):
-                continue
-            store = stack.enter_context(contextlib.closing(Store(workload)))
+        label = f"{workload.name}, batch {{}}".format
+        if session.late(label(sizes[0])):
+            continue
+        with contextlib.closing(Store(workload)) as store, contextlib.ExitStack() as stack:
             processes: dict[str, PeerProcess] = {}
             if engine is None:
                 processes = stack.enter_context(filled(session, store))
             elif engine.device.type == "cuda" and not store.table.region.pin():
                 raise Incorrect("the table could not be pinned (see the notice): no kernel can be measured")
             else:
-                for name, peer in PEERS.items():
-                    if peer.workload == workload.name:
-                        session.leave(
-                            f"{name}, {workload.name}", "peers are measured on the CPU alone (--device cpu)"
-                        )
+                why = "peers are measured on the CPU alone (--device cpu)"
+                for name in (name for name, peer in PEERS.items() if peer.workload == workload.name):
+                    session.leave(f"{name}, {workload.name}", why)
             draws = QUICK_DRAWS if session.quick else DRAWS
-            for batch in sizes:
-                label = f"{workload.name}, batch {batch}"
-                if session.late(label):
-                    continue
+            for batch in session.each(workload.name, sizes, label):
                 count = 3 if session.quick else max(8, min(1024, _MOST_BYTES // (batch * workload.row_bytes)))
                 if engine is None or copies is None:
                     ways, wait = cpu_ways(store, batch), lambda: None
-                    variants = [memcpy(store.data, batch * workload.row_bytes, count)]
+                    yardstick = memcpy(store.data, batch * workload.row_bytes, count)
                 else:
                     ways, wait = cuda_ways(engine, store, batch, workers), engine.synchronize
-                    variants = [copies.variant()]
-                variants += [variant(store, way, batch, count, draws, wait) for way in ways]
-                there = [] if engine is None else ["plain torch"]
+                    yardstick = copies.variant()
+                mine = [variant(store, way, batch, count, draws, wait) for way in ways]
+                if batch == TARGET_BATCH and engine is None:
+                    mine[0].targets = TARGETS[workload.name]
+                others = []
                 for name, process in processes.items():
                     made = functools.partial(_peer, store, name, process, batch, count, draws)
-                    if (found := session.attempt(f"{name}, {label}", made)) is not None:
-                        variants.append(found)
-                        there.append(name)
-                if batch == TARGET_BATCH and engine is None:
-                    variants[1].targets = TARGETS[workload.name]
+                    if (found := session.attempt(f"{name}, {label(batch)}", made)) is not None:
+                        others.append(found)
+                beside = [one.name for one in others] + ["plain torch"] * (engine is not None)
                 parameters = {"batch": batch, "part": "batches", "trajectories": workload.trajectories}
-                yardstick = "memcpy" if engine is None else YARDSTICK
-                session.compare(workload.name, label, variants, yardstick, parameters, there)
+                variants = [yardstick, *mine, *others]
+                session.compare(workload.name, label(batch), variants, yardstick.name, parameters, beside)
                 draws = 0  # frequencies do not depend on the size: from now on a few batches will do

@@ -1,0 +1,1 @@
+"""Several nodes on one machine, for `multi-server`: their processes, and the bare exchanges as yardsticks."""
