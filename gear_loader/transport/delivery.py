@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -65,7 +65,7 @@ class Delivery:
         most: most trajectories of one request. request_bytes: most bytes of one, unless a single trajectory has more.
     """
 
-    most = 1 << 12
+    most = 1 << 10
     request_bytes = 8 << 20
 
     def __init__(self, peer: Peer, table: str, schema: Schema, timeout: float) -> None:
@@ -75,13 +75,6 @@ class Delivery:
         self._schema = schema
         self._ids = _Ids()
         self._attempt = max(15.0, timeout / 4)  # longer than a server waits for space
-
-    @staticmethod
-    def is_temporary(error: GearError) -> bool:
-        """Whether a later attempt may succeed after this error of `store`."""
-        if isinstance(error, HandshakeError):
-            return False
-        return isinstance(error, (*_PUSHED_BACK, TransportError))
 
     def counts(self, sizes: Array) -> int:
         """How many of the first trajectories, whose bytes are `sizes` (int64 [n], n at least 1), go into a request."""
@@ -99,9 +92,9 @@ class Delivery:
         finals: Array | None = None,
         *,
         ids: Array | None = None,
-        again: bool = False,
         waits: bool = True,
         timeout: float | None = None,
+        failed: Callable[[GearError], None] | None = None,
     ) -> Array:
         """Store trajectories, all or none, and wait for it.
 
@@ -109,9 +102,10 @@ class Delivery:
             trajectories: at most `most`, column name -> array or tensor ``[T, *shape]``.
             priorities: float32 [n], -1 for a trajectory without one.
             finals: int64 [n], 1 if the last row of the trajectory is its final step, else 0; None for none.
-            ids: int64 [n] from `ids`; by default new ones. again: whether they may have been stored before.
+            ids: int64 [n] from `ids`; by default new ones.
             waits: whether to try again while the table is full, or its rate limiter holds inserts back.
-            timeout: seconds to wait; by default those of this object.
+            timeout: seconds to wait, may be infinite; by default those of this object.
+            failed: called with the error of an attempt before the next one; may raise to give up.
 
         Returns:
             Their indices in the server's table, int64 [n]; -1 for one that was evicted before the answer came.
@@ -128,9 +122,15 @@ class Delivery:
         backoff = Backoff(timeout, shortest=0.02, longest=1.0)
         for attempt in itertools.count():
             seconds = max(0.05, min(self._attempt, backoff.left))
-            again = again or attempt > 0
             future = self._peer.store(
-                self._table, self._schema, trajectories, priorities, ids, finals, again=again, seconds=seconds
+                self._table,
+                self._schema,
+                trajectories,
+                priorities,
+                ids,
+                finals,
+                again=attempt > 0,
+                seconds=seconds,
             )
             try:
                 return future.result()
@@ -140,6 +140,8 @@ class Delivery:
                 refusal = error.__cause__
                 if isinstance(refusal, GearError) and not (waits and isinstance(refusal, _PUSHED_BACK)):
                     raise refusal from None
+                if failed is not None:
+                    failed(refusal if isinstance(refusal, GearError) else error)
                 if not backoff.sleep():
                     if isinstance(refusal, GearError):
                         raise refusal from None

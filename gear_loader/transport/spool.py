@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
+import time
 import weakref
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from gear_loader.errors import GearError, PeerTimeoutError, TableFullError, TransportError
 from gear_loader.storage.counters import NEXT_SEQUENCE
@@ -25,7 +25,7 @@ _MOST_TRAJECTORIES = 1 << 12
 _IDLE = (
     0.02  # seconds between looks for chunks and vector writers' trajectories, which do not wake the thread
 )
-_LATE = 5.0  # seconds between two log lines about a server that does not answer
+_QUIET = 5.0  # seconds before a line about a server that does not answer, and between two
 
 Key = tuple[int, int]
 """Slot and generation of a trajectory in the spool."""
@@ -72,6 +72,8 @@ class Spool:
         self._stopped = False
         self._failed: GearError | None = None  # for good
         self._last: GearError | None = None  # of the latest attempt
+        self._quiet = Backoff(_QUIET)
+        self._asked = time.monotonic()
         self._stored = 0  # sequence number up to which trajectories are stored
         self._pid = os.getpid()
         self._thread = threading.Thread(target=_run, args=(weakref.ref(self),), daemon=True)
@@ -105,11 +107,16 @@ class Spool:
 
     def full(self, error: TableFullError) -> TransportError:
         """The error of a writer that waited for space in vain."""
-        why = f"the last attempt failed: {self._last}" if self._last else "the server stores them too slowly"
         return PeerTimeoutError(
-            f"The spool is full: {self.num_waiting:,} trajectories wait for {self.name}; {why} Nothing is lost: retry, "
-            f"or connect with a larger spool_bytes. ({error})"
+            f"The spool is full: {self.num_waiting:,} trajectories wait for {self.name}. {self._why()} Nothing is lost: "
+            f"retry, or connect with a larger spool_bytes. ({error})"
         )
+
+    def _why(self) -> str:
+        """What the thread waits for, as a sentence for errors."""
+        if self._last is not None:
+            return f"The last attempt failed: {self._last}"
+        return f"The server has not answered the request of {time.monotonic() - self._asked:.1f} s ago yet."
 
     def flush(self, timeout: float) -> None:
         """Wait until all trajectories committed before are stored.
@@ -127,8 +134,8 @@ class Spool:
         self.check()
         if self._stored < target:
             raise PeerTimeoutError(
-                f"Timed out after {timeout:g} s: {self.num_waiting:,} trajectories are not stored by {self.name} yet"
-                f"{f' ({self._last})' if self._last else ''}. They stay in the spool: call flush() again."
+                f"Timed out after {timeout:g} s: {self.num_waiting:,} trajectories are not stored by {self.name} yet. "
+                f"{self._why()} They stay in the spool: call flush() again."
             )
 
     def report_loss(self) -> None:
@@ -149,16 +156,27 @@ class Spool:
         request = self._next()
         if request is None:
             return False
-        rows, finals = [], np.zeros(len(request.slots), dtype=np.int64)
-        for i, slot in enumerate(request.slots):
-            whole = self.table.rows(int(slot), final=True)
-            finals[i] = whole is not None
-            rows.append(self.table.rows(int(slot)) if whole is None else whole)
-        priorities = self.table.index.arrays.priority[request.slots].astype(np.float32)
-        stored = self._deliver(rows, priorities, finals, request.ids)
-        if stored is None:
-            return False
         arrays = self.table.index.arrays
+        finals = arrays.extent[request.slots, 2]
+        pairs = zip(request.slots.tolist(), finals.tolist(), strict=True)
+        rows: list[Any] = [self.table.rows(slot, final=bool(final)) for slot, final in pairs]
+        self._asked = time.monotonic()
+        try:
+            stored = self._delivery.store(
+                rows,
+                arrays.priority[request.slots],
+                finals,
+                ids=request.ids,
+                timeout=math.inf,
+                failed=self._note,
+            )
+        except GearError as error:
+            if not self._stopped:
+                with self._changed:
+                    self._failed = error
+                    self._changed.notify_all()
+                _log.error("%s refused a trajectory: %s", self.name, error)
+            return False
         for slot, index in zip(request.slots.tolist(), stored.tolist(), strict=True):
             key = slot, int(arrays.generation[slot])
             if key in self.wanted:
@@ -166,28 +184,18 @@ class Spool:
         self.table.remove(request.slots)
         with self._changed:
             self.num_stored += len(stored)
-            self._stored, self._last = request.last + 1, None
+            self._stored, self._last, self._quiet = request.last + 1, None, Backoff(_QUIET)
             self._changed.notify_all()
         return True
 
-    def _deliver(self, rows: list[Any], priorities: Array, finals: Array, ids: Array) -> Array | None:
-        """Store trajectories, as often as it takes; return None if the server refuses them, or after `stop`."""
-        again, late = False, Backoff(_LATE)
-        while not self._stopped:
-            try:
-                return self._delivery.store(rows, priorities, finals, ids=ids, again=again, timeout=1.0)
-            except GearError as error:
-                self._last, again = error, True
-                if not Delivery.is_temporary(error):
-                    with self._changed:
-                        self._failed = error
-                        self._changed.notify_all()
-                    _log.error("%s refused a trajectory: %s", self.name, error)
-                    return None
-                if not late.left:
-                    _log.warning("%d trajectories wait for %s: %s", self.num_waiting, self.name, error)
-                    late = Backoff(_LATE)
-        return None
+    def _note(self, error: GearError) -> None:
+        """Remember why an attempt failed, and log it now and then; raise it if the thread is to end."""
+        if self._stopped:
+            raise error
+        self._last = error
+        if not self._quiet.left:
+            _log.warning("%d trajectories wait for %s: %s", self.num_waiting, self.name, error)
+            self._quiet = Backoff(_QUIET)
 
     def _next(self) -> _Request | None:
         """The oldest committed trajectories, as many as go into a request."""

@@ -371,7 +371,7 @@ def test_writers_go_on_without_the_server_until_the_spool_is_full() -> None:
         for number in range(4096):
             write(number)
         with pytest.raises(
-            PeerTimeoutError, match=r"spool is full: 4,096 trajectories wait for table '.*could not"
+            PeerTimeoutError, match=r"spool is full: 4,096 trajectories wait for table '.*not answered"
         ):
             write(4096)
         with pytest.raises(PeerTimeoutError, match="not stored by table"):
