@@ -106,10 +106,10 @@ class Spool:
         return len(self.table)
 
     def full(self, error: TableFullError) -> TransportError:
-        """The error of a writer that waited for space in vain."""
+        """The error of a writer whose wait for space timed out."""
         return PeerTimeoutError(
-            f"The spool is full: {self.num_waiting:,} trajectories wait for {self.name}. {self._why()} Nothing is lost: "
-            f"retry, or connect with a larger spool_bytes. ({error})"
+            f"The spool is full: {self.num_waiting:,} trajectories wait for {self.name}. {self._why()} Nothing is "
+            f"lost: retry, or connect with a larger spool_bytes. ({error})"
         )
 
     def _why(self) -> str:
