@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gear_loader.storage.table import Table
     from gear_loader.storage.vector_writer import VectorWriter
     from gear_loader.storage.writer import Writer
+    from gear_loader.transport.remote_table import RemoteTable, connect
 
 __all__ = [
     "Batch",
@@ -34,6 +35,7 @@ __all__ = [
     "Prioritized",
     "Queue",
     "RateLimiter",
+    "RemoteTable",
     "ReplayDataModule",
     "ReplayDataset",
     "ReplayMonitor",
@@ -47,6 +49,7 @@ __all__ = [
     "VectorWriter",
     "Window",
     "Writer",
+    "connect",
     "distributed",
     "errors",
     "sources",
@@ -67,6 +70,7 @@ _MODULES = {
     "Prioritized": "selection.selectors",
     "Queue": "storage.limiters",
     "RateLimiter": "storage.limiters",
+    "RemoteTable": "transport.remote_table",
     "ReplayDataModule": "lightning.datamodule",
     "ReplayDataset": "dataset",
     "ReplayMonitor": "lightning.monitor",
@@ -80,6 +84,7 @@ _MODULES = {
     "VectorWriter": "storage.vector_writer",
     "Window": "storage.schema",
     "Writer": "storage.writer",
+    "connect": "transport.remote_table",
 }
 
 

@@ -17,6 +17,7 @@ from gear_loader.storage.operations import READY, WRITING, View
 from gear_loader.utils.arrays import Array, as_array
 
 __all__ = [
+    "CLIENT_ORIGIN",
     "LARGEST_ID",
     "LARGEST_ORIGIN",
     "check_ids",
@@ -29,10 +30,13 @@ __all__ = [
     "joined",
     "origin_of",
     "sequences_of",
+    "slots_of",
 ]
 
 _BITS = 16
 LARGEST_ORIGIN = (1 << _BITS) - 1
+CLIENT_ORIGIN = LARGEST_ORIGIN
+"""Origin of the ids that clients of a server make up: a random number and a count, see `Delivery`."""
 LARGEST_ID = 2**62 - 1
 """Leaves sequence numbers above it for the table that holds it."""
 _SIEVE = 4096
@@ -126,6 +130,29 @@ def check_unused(v: View, given: Array) -> Array:
     Raises:
         SchemaError: a live trajectory has one.
     """
+    slots = _slots_with(v, given)
+    ready = slots[v.state[slots] == READY]
+    if len(ready):
+        raise SchemaError(
+            f"The id {ids_of(v, ready)[0]} is that of a trajectory that is here already, at index {ready[0]}; expected "
+            "one of a trajectory that is not. Remove the one that is here first, or leave out the other."
+        )
+    writing: Array = slots[(v.state[slots] == WRITING) & (v.ident[slots] >= 0)]
+    return writing
+
+
+def slots_of(v: View, ids: Array) -> Array:
+    """The slots of the live trajectories with these ids (int64 [n], distinct), int64 [n]; -1 where there is none."""
+    slots = _slots_with(v, ids)
+    slots = slots[v.state[slots] == READY]
+    found = np.full(len(ids), -1, dtype=np.int64)
+    order = np.argsort(ids)
+    found[order[np.searchsorted(ids, ids_of(v, slots), sorter=order)]] = slots
+    return found
+
+
+def _slots_with(v: View, given: Array) -> Array:
+    """All slots, in any state, that hold one of the ids `given` (int64 [n]); int64 [m]."""
     sieve = np.zeros(_SIEVE, dtype=bool)
     sieve[_sifted(given)] = True
     origin, hits = origin_of(v) or 0, []
@@ -135,14 +162,7 @@ def check_unused(v: View, given: Array) -> Array:
         likely = np.flatnonzero(sieve[_sifted(ids)])
         hits.append(begin + likely[np.isin(ids[likely], given)])
     slots: Array = np.concatenate(hits)
-    ready = slots[v.state[slots] == READY]
-    if len(ready):
-        raise SchemaError(
-            f"The id {ids_of(v, ready)[0]} is that of a trajectory that is here already, at index {ready[0]}; expected "
-            "one of a trajectory that is not. Remove the one that is here first, or leave out the other."
-        )
-    writing: Array = slots[(v.state[slots] == WRITING) & (v.ident[slots] >= 0)]
-    return writing
+    return slots
 
 
 def check_origin_free(v: View, shard: int) -> None:

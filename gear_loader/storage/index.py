@@ -18,7 +18,14 @@ from gear_loader.storage.admission import Admission
 from gear_loader.storage.allocation import Allocator, Claim
 from gear_loader.storage.block_tables import BlockTables
 from gear_loader.storage.counters import FIRST_SEQUENCE, NEXT_SEQUENCE, NUM_SAMPLED, ORIGIN
-from gear_loader.storage.ids import check_origin_free, check_unused, first_free, following, origin_of
+from gear_loader.storage.ids import (
+    check_origin_free,
+    check_unused,
+    first_free,
+    following,
+    origin_of,
+    slots_of,
+)
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.operations import (
     DONE,
@@ -84,6 +91,7 @@ class Index:
         evict: int = REFUSE,
         wait: bool = False,
         ids: Array | None = None,
+        unique: bool = False,
         claim: Claim | None = None,
     ) -> tuple[Array, Array]:
         """Allocate slots and blocks for trajectories, which stay invisible until `commit`.
@@ -94,6 +102,7 @@ class Index:
             evict: eviction policy: REFUSE, EVICT_OLDEST or EVICT_LOWEST.
             wait: whether to wait until other processes or threads free space.
             ids: int64 [n], distinct global ids to add the trajectories with; -1 for a new id.
+            unique: whether no trajectory can have one of `ids`, so that the table is not searched for them.
             claim: for n slots: records the allocation even if this call is interrupted, for `abort`.
 
         Returns:
@@ -114,7 +123,7 @@ class Index:
         slots, taken = claim.slots, np.empty(blocks, dtype=np.int32)
 
         def attempt() -> int:
-            if ids is not None:
+            if ids is not None and not unique:
                 self._check_unused(ids)
             answer: int = self.arrays.ops.begin(
                 self.arrays.where, lengths, finals, int(evict), *self.readers.here(), slots, taken
@@ -141,6 +150,17 @@ class Index:
                 f"The id {int(self.arrays.ident[writing[0]])} is that of a trajectory that is being stored by process "
                 f"{int(self.arrays.owner[writing[0], PID])}; expected one that is not. Store each trajectory once."
             )
+
+    def slots_of(self, ids: Array) -> Array:
+        """The slots of the live trajectories with the given ids.
+
+        Args:
+            ids: int64 [n], distinct. Reads the whole index, under the lock.
+
+        Returns:
+            int64 [n], -1 for an id that no live trajectory has.
+        """
+        return self.recovery.locked(lambda: slots_of(self.arrays.view, ids))
 
     def set_origin(self, shard: int) -> None:
         """Set the shard number permanently.

@@ -365,6 +365,30 @@ class Table:
         self._index = None
         self._region.close()
 
+    def serve(
+        self, *, host: str = "127.0.0.1", port: int = 0, carrier: str = "socket", secret: bytes | None = None
+    ) -> Any:
+        """Start a server process of this table, for `gear_loader.connect` from other processes and machines.
+
+        The server attaches to the table and ends with this process. It serves whoever proves the secret; nothing is
+        encrypted.
+
+        Args:
+            host: address of this machine to listen at; by default only this machine can connect.
+            port: port number, or 0 for a free one.
+            carrier: ``"socket"`` or ``"ucx"``.
+            secret: at least 16 bytes; by default random ones.
+
+        Returns:
+            The `gear_loader.transport.TableServer`: its `url` and `secret` are what `gear_loader.connect` takes.
+
+        Raises:
+            PrivateTableError: the table has no name. TransportError: the server did not start, or invalid arguments.
+            HandshakeError: an invalid secret.
+        """
+        options = {"host": host, "port": port, "carrier": carrier, "secret": secret}
+        return importlib.import_module("gear_loader.transport.table_server").serve(self, **options)
+
     def unlink(self) -> None:
         """Remove the table's name: no process can attach any more, but attached processes may continue.
 
@@ -563,6 +587,8 @@ class Table:
         priorities: Array,
         ids: Array | None = None,
         finals: Array | None = None,
+        *,
+        unique: bool = False,
     ) -> Array:
         """`extend_as` with validated priorities and ids, for transports.
 
@@ -571,6 +597,7 @@ class Table:
             priorities: float32 [n], -1 for a trajectory without one.
             ids: int64 [n], -1 for a new id; None for new ids only.
             finals: int64 [n], 1 if the last row of the trajectory is its final step, else 0; None for none.
+            unique: whether no trajectory can have one of `ids`, so that the table is not searched for them.
 
         Returns:
             Indices of the trajectories, int64 [n].
@@ -578,7 +605,8 @@ class Table:
         Raises:
             As `extend_as`.
         """
-        return self._store(self.index, listed(self.schema, trajectories), priorities, ids, finals)
+        steps = listed(self.schema, trajectories)
+        return self._store(self.index, steps, priorities, ids, finals, unique=unique)
 
     def _checked(self, trajectories: Any, lengths: Any) -> Steps:
         if lengths is None:
@@ -596,6 +624,8 @@ class Table:
         priorities: Array,
         given: Array | None = None,
         finals: Array | None = None,
+        *,
+        unique: bool = False,
     ) -> Array:
         lengths = steps.lengths if finals is None else steps.lengths - finals
         self._check_lengths(lengths)
@@ -617,7 +647,9 @@ class Table:
                 return stored
         claim = Claim(len(steps.lengths))
         try:
-            slots, ids = index.begin(lengths, finals=finals, evict=evict, wait=wait, ids=given, claim=claim)
+            slots, ids = index.begin(
+                lengths, finals=finals, evict=evict, wait=wait, ids=given, unique=unique, claim=claim
+            )
             self._write(ids, steps)
             index.commit(slots, priorities)
         except BaseException as error:

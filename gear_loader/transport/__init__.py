@@ -11,8 +11,10 @@ A server, and a client on another node::
 from gear_loader.transport.channel import Address, Carrier, Channel, Listener, carrier
 from gear_loader.transport.client import Peer
 from gear_loader.transport.process import ServerProcess, start_server
+from gear_loader.transport.remote_writer import RemoteWriter
 from gear_loader.transport.server import Server
 from gear_loader.transport.spec import Piece, WindowSpec
+from gear_loader.transport.table_server import TableServer
 from gear_loader.transport.wire import Limits
 
 __all__ = [
@@ -23,8 +25,10 @@ __all__ = [
     "Listener",
     "Peer",
     "Piece",
+    "RemoteWriter",
     "Server",
     "ServerProcess",
+    "TableServer",
     "WindowSpec",
     "carrier",
     "start_server",

@@ -142,6 +142,9 @@ class Peer:
         priorities: Array,
         ids: Array,
         finals: Array | None = None,
+        *,
+        again: bool = False,
+        seconds: float | None = None,
     ) -> Future[Array]:
         """Add trajectories to a table of the server, all or none.
 
@@ -151,6 +154,8 @@ class Peer:
             priorities: float32 [n], -1 for a trajectory without one.
             ids: int64 [n], global ids; -1 lets the table assign one.
             finals: int64 [n], 1 if the last row of the trajectory is its final step, else 0; None for none.
+            again: whether a request with the same ids was sent before and may have been executed.
+            seconds: until the deadline; by default the peer's timeout.
 
         Returns:
             A future of their slots, int64 [n].
@@ -170,7 +175,7 @@ class Peer:
                 raise SchemaError(f"{name} is {_shape(values)}; expected {np.dtype(dtype).name} [{n}].")
         located = [schema.validate(each, what=f"trajectory {i}") for i, each in enumerate(trajectories)]
         lengths = np.array([length for length, _ in located], dtype=np.int64)
-        request = Store(table, schema, lengths, ids, priorities, finals)
+        request = Store(table, schema, lengths, ids, priorities, finals, again)
         data = np.zeros(request.bulk_bytes, dtype=np.uint8)
         for name, (at, _) in zip(schema, request.columns, strict=True):
             for _, arrays in located:
@@ -202,6 +207,7 @@ class Peer:
                 bulk=data,
                 small_bytes=8 * n,
                 check=check,
+                seconds=seconds,
             )
         )
 

@@ -44,7 +44,8 @@ class Link:
 
     def submit(self, request: Request[Any]) -> None:
         """Queue a request and start its deadline; connect if necessary."""
-        request.timer = self._loop.call_later(self._timeout, self._expired, request)
+        seconds = self._timeout if request.seconds is None else request.seconds
+        request.timer = self._loop.call_later(seconds, self._expired, request)
         self._waiting.append(request)
         if self._session is not None and self._session.is_open:
             self._session.wake()
@@ -58,6 +59,7 @@ class Link:
     def _expired(self, request: Request[Any]) -> None:
         if request.future.done():
             return
+        seconds = self._timeout if request.seconds is None else request.seconds
         if request in self._waiting:
             self._waiting.remove(request)
             why = (
@@ -69,21 +71,21 @@ class Link:
             )
             request.end(
                 PeerTimeoutError(
-                    f"{self._peer} was asked for {request.what} and waited for {self._timeout:g} s: {why}. "
+                    f"{self._peer} was asked for {request.what} and waited for {seconds:g} s: {why}. "
                     "Is its server running there? `gear-loader serve` starts one."
                 )
             )
             return
         request.end(
             PeerTimeoutError(
-                f"{self._peer} was asked for {request.what} and did not answer within {self._timeout:g} s. Its server "
+                f"{self._peer} was asked for {request.what} and did not answer within {seconds:g} s. Its server "
                 "may be stopped or overloaded, or the network cut; raise the timeout if it is only slow. The "
                 "connection was closed."
             )
         )
         if self._session is not None:
             self._session.abort(
-                f"the connection was closed, because {request.what} did not arrive within {self._timeout:g} s"
+                f"the connection was closed, because {request.what} did not arrive within {seconds:g} s"
             )
 
     # ---------------------------------------------------------------- connecting

@@ -30,6 +30,7 @@ class Request(Generic[_T]):
         spec: the spec that must be opened first, or None.
         out: buffer of the answer's bulk part, of its exact size.
         check: returns why the server would refuse the request, or None.
+        seconds: until its deadline; None for the timeout of the peer.
         future: of the result. timer: of the deadline.
     """
 
@@ -43,6 +44,7 @@ class Request(Generic[_T]):
     out: Array | None = None
     small_bytes: int = 0
     check: Callable[[Limits], str | None] | None = None
+    seconds: float | None = None
     future: Future[_T] = dataclasses.field(default_factory=Future)
     timer: asyncio.TimerHandle | None = None
 

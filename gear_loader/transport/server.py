@@ -17,6 +17,7 @@ from gear_loader.transport.connection import Connection
 from gear_loader.transport.handshake import answer, check_secret, refuse
 from gear_loader.transport.open_query import warm_up
 from gear_loader.transport.table_cache import TableCache
+from gear_loader.transport.table_report import table_report
 from gear_loader.transport.wire import Limits, ProtocolError, printable
 
 __all__ = ["Server", "Threads"]
@@ -68,7 +69,8 @@ class Server:
     Attributes:
         tables: the attached tables.
         metadata: functions by name, called in a thread with a table's name, that return bytes for authenticated
-            requesters. "capacity" is the capacity report; one-sided carriers add their own.
+            requesters. "capacity" is the capacity report, "table" the schema and statistics; one-sided carriers add
+            their own.
 
     Raises:
         HandshakeError: invalid secret. RegionError: invalid table name.
@@ -90,6 +92,7 @@ class Server:
         self._secret = check_secret(secret)
         self.tables = TableCache(tables, store_timeout)
         self.metadata["capacity"] = lambda name: capacity_report(self.tables.get(name).table)
+        self.metadata["table"] = lambda name: table_report(self.tables.get(name).table)
         self.gatherers = Threads(threads or min(8, os.cpu_count() or 1), "gear-loader-gather")
         self._waiters = {name: Threads(_WAITERS, "gear-loader-wait") for name in tables}
         self._writers = {name: Threads(_WRITERS, "gear-loader-store") for name in tables}

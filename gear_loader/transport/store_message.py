@@ -16,6 +16,8 @@ from gear_loader.utils.arrays import Array
 
 __all__ = ["Store"]
 
+_FINALS, _AGAIN = 1, 2  # flags
+
 
 @dataclasses.dataclass(frozen=True)
 class Store:
@@ -25,6 +27,7 @@ class Store:
         table: name of the table. schema: its columns.
         lengths: int64 [n], rows of each trajectory. ids: int64 [n], global ids or -1. priorities: float32 [n].
         finals: int64 [n], 1 if the last row is the final step, else 0.
+        again: whether the request may have been executed before; then its ids are those of the first time.
     """
 
     table: str
@@ -33,6 +36,7 @@ class Store:
     ids: Array
     priorities: Array
     finals: Array
+    again: bool = False
 
     @property
     def columns(self) -> list[tuple[int, int]]:
@@ -54,7 +58,7 @@ class Store:
         """Serialize."""
         return b"".join(
             (
-                struct.pack("<II", len(self.lengths), int(self.finals.any())),
+                struct.pack("<II", len(self.lengths), int(self.finals.any()) * _FINALS | self.again * _AGAIN),
                 self.lengths.astype("<i8").tobytes(),
                 self.ids.astype("<i8").tobytes(),
                 self.priorities.astype("<f4").tobytes(),
@@ -85,12 +89,12 @@ class Store:
             raise ProtocolError(
                 f"n of a message STORE is {n:,}; at most {limits.rows:,} trajectories are taken."
             )
-        kind = fields.number(4, "The field after n")
-        if kind > 1:
-            raise ProtocolError("The field after n of a message STORE is not 0 or 1.")
+        flags = fields.number(4, "flags")
+        if flags > _FINALS | _AGAIN:
+            raise ProtocolError(f"flags of a message STORE is {flags}; expected 0 to {_FINALS | _AGAIN}.")
         lengths, ids = fields.array(n, "<i8", "lengths"), fields.array(n, "<i8", "ids")
         priorities = fields.array(n, "<f4", "priorities")
-        finals = fields.array(n, "<i8", "finals") if kind else np.zeros(n, dtype=np.int64)
+        finals = fields.array(n, "<i8", "finals") if flags & _FINALS else np.zeros(n, dtype=np.int64)
         if n and (lengths.min() < 1 or lengths.max() > bulk):
             raise ProtocolError(
                 f"lengths of a message STORE has a number outside of 1 to {bulk:,}, the bytes of the bulk part."
@@ -104,7 +108,7 @@ class Store:
             schema = read_schema(json.loads(str(fields.rest(), "utf-8")))
         except (ValueError, RecursionError):
             raise ProtocolError("schema of a message STORE is not JSON.") from None
-        store = cls(table, schema, lengths, ids, priorities, finals)
+        store = cls(table, schema, lengths, ids, priorities, finals, bool(flags & _AGAIN))
         needed = float(lengths.sum(dtype=np.float64)) * schema.step_bytes + n * schema.trajectory_bytes
         # Not in int64, which could overflow.
         if needed > bulk or store.bulk_bytes != bulk:

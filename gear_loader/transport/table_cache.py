@@ -14,7 +14,7 @@ import torch
 
 from gear_loader.errors import RegionError, SchemaError
 from gear_loader.storage.counters import DIRTY
-from gear_loader.storage.ids import check_ids
+from gear_loader.storage.ids import CLIENT_ORIGIN, LARGEST_ORIGIN, check_ids
 from gear_loader.storage.index import Index
 from gear_loader.storage.operations import (
     READY,
@@ -25,6 +25,7 @@ from gear_loader.storage.schema import NUMPY_DTYPES, Schema
 from gear_loader.storage.shared_memory import Key, region_path
 from gear_loader.storage.table import Table
 from gear_loader.transport.store_message import Store
+from gear_loader.transport.stored_once import StoredOnce
 from gear_loader.utils.arrays import Array, narrowed
 
 __all__ = ["AttachedTable", "TableCache"]
@@ -55,6 +56,7 @@ class AttachedTable:
         self.block_steps = region.layout.block_steps
         self.extent, self.block_ids = self.table.reader().index_arrays()
         self._state, self._generation, _ = self.table.reader().slot_states()
+        self._once = StoredOnce(self.table.index.slots_of)
 
     @property
     def schema(self) -> Schema:
@@ -120,6 +122,12 @@ class AttachedTable:
             As `Table.extend_as`. Nothing was changed.
         """
         self.check_schema(request.schema)
+        ids = request.ids
+        if not len(ids) or ids[0] < 0 or (ids & LARGEST_ORIGIN != CLIENT_ORIGIN).any():
+            return self._store(request, data)
+        return self._once.run(ids, lambda: self._store(request, data), again=request.again)
+
+    def _store(self, request: Store, data: Array) -> Array:
         priorities = _check_priorities(request.priorities)
         trajectories: list[dict[str, Any]] = [{} for _ in request.lengths]
         ends = np.cumsum(request.lengths).tolist()
@@ -140,20 +148,16 @@ class AttachedTable:
                 begin = end
         ids = request.ids
         unset = priorities == UNSET
-        # The public methods take either no priorities or one for each trajectory.
-        if request.finals.any() or (unset.any() and not unset.all()):
-            return self._store_mixed(trajectories, priorities, ids, request.finals)
-        priority = None if unset.all() else priorities
-        if (ids >= 0).any():
-            return self.table.extend_as(trajectories, priority=priority, ids=ids)
-        return self.table.extend(trajectories, priority=priority)
-
-    def _store_mixed(
-        self, trajectories: list[dict[str, Any]], priorities: Array, ids: Array, finals: Array
-    ) -> Array:
-        table = self.table
-        given = check_ids(ids, len(trajectories))
-        return table.store(trajectories, priorities, given if (given >= 0).any() else None, finals)
+        if not (ids >= 0).any() and not request.finals.any() and (unset.all() or not unset.any()):
+            return self.table.extend(trajectories, priority=None if unset.all() else priorities)
+        given: Array | None = check_ids(ids, len(trajectories))
+        given = given if given is not None and (given >= 0).any() else None
+        # Clients make up ids that no other trajectory has; one that is stored again may be there.
+        unique = (
+            given is not None and not request.again and bool((given & LARGEST_ORIGIN == CLIENT_ORIGIN).all())
+        )
+        finals = request.finals if request.finals.any() else None
+        return self.table.store(trajectories, priorities, given, finals, unique=unique)
 
 
 def _attach(name: str, path: str, timeout: float) -> tuple[Table, Key]:

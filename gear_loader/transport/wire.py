@@ -24,8 +24,9 @@ separate message of the channel. All integers are little-endian::
     OPENED             small: number u32                                server
     FETCH              small: number u32, n u32, slots, anchors, generations, each int64 [n]
     REPLY              bulk: pieces and status, as `WindowSpec` lays them out
-    STORE              small: n u32, f u32, lengths int64 [n], ids int64 [n], priorities float32 [n],
-                       finals int64 [n] if f is 1, table text, schema as JSON
+    STORE              small: n u32, flags u32, lengths int64 [n], ids int64 [n], priorities float32 [n],
+                       finals int64 [n] if bit 0 of the flags is set, table text, schema as JSON; bit 1: the request is
+                       sent again, with the ids of the first time, because its answer did not arrive
                        bulk: column after column, each from a multiple of 128 bytes on: the steps of one trajectory
                        after another
     STORED             small: slots int64 [n]

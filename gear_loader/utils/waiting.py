@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 
 __all__ = ["Backoff", "Interrupted", "interruptible"]
 
-_LONGEST = 2e-3
 _local = threading.local()
 
 
@@ -29,22 +28,28 @@ def interruptible(stop: Callable[[], bool]) -> Iterator[None]:
 
 
 class Backoff:
-    """One wait with exponential back-off: sleeps of 20 µs to 2 ms, until a deadline.
+    """One wait with exponential back-off, until a deadline.
 
     Args:
         timeout: seconds from now to the deadline.
+        shortest, longest: seconds of the first sleep and of the longest ones.
     """
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, *, shortest: float = 20e-6, longest: float = 2e-3) -> None:
         self.timeout = timeout
         self._began = time.monotonic_ns()
         self._deadline = time.monotonic() + timeout
-        self._pause = 20e-6
+        self._pause, self._longest = shortest, longest
 
     @property
     def waited(self) -> int:
         """Nanoseconds since the wait began."""
         return time.monotonic_ns() - self._began
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline, at least 0."""
+        return max(0.0, self._deadline - time.monotonic())
 
     def sleep(self) -> bool:
         """Sleep; return False without sleeping if the deadline has passed.
@@ -58,5 +63,5 @@ class Backoff:
         if time.monotonic() >= self._deadline:
             return False
         time.sleep(self._pause)
-        self._pause = min(self._pause * 2, _LONGEST)
+        self._pause = min(self._pause * 2, self._longest)
         return True

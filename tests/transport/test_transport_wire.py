@@ -204,7 +204,7 @@ LENGTHS = "lengths of a message STORE"
 STORES: list[tuple[bytes, int, str]] = [
     (b"", 0, "n of a message STORE takes 4 bytes"),
     (b"\xff" * 8, 0, "n of a message STORE is 4,294,967,295; at most 65,536"),
-    (b"\x01\x00\x00\x00\x02\x00\x00\x00", 0, "is not 0 or 1"),
+    (b"\x01\x00\x00\x00\x04\x00\x00\x00", 0, "flags of a message STORE is 4; expected 0 to 3"),
     (b"\x01\x00\x00\x00\x00\x00\x00\x00", 0, "lengths of a message STORE takes 8 bytes"),
     (store_of(lengths=np.array([3, 0])).pack(), 640, LENGTHS),
     (store_of(finals=np.array([0, 1])).pack(), 640, "finals of a message STORE"),

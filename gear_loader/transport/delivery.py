@@ -1,0 +1,151 @@
+"""Delivery of trajectories to the table of a server, each exactly once."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from gear_loader.errors import (
+    GearError,
+    HandshakeError,
+    LockTimeoutError,
+    PeerTimeoutError,
+    RateLimitError,
+    TableFullError,
+    TransportError,
+)
+from gear_loader.storage.ids import CLIENT_ORIGIN, joined
+from gear_loader.storage.schema import Schema
+from gear_loader.transport.client import Peer
+from gear_loader.utils.arrays import Array
+from gear_loader.utils.waiting import Backoff
+
+__all__ = ["Delivery"]
+
+_COUNT_BITS = 14
+_RANDOM_BYTES = 4
+_PUSHED_BACK = (TableFullError, RateLimitError, LockTimeoutError)
+"""Errors of a server that a later attempt may not meet: the table is full, limited, or locked."""
+
+
+class _Ids:
+    """Ids that no other trajectory has: 32 random bits, drawn anew after each 16,384, and a count; thread-safe."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._first, self._left = 0, 0
+
+    def take(self, count: int) -> Array:
+        """The next ids, int64 [count]."""
+        with self._guard:
+            if count > self._left:
+                self._left = 1 << _COUNT_BITS
+                self._first = int.from_bytes(os.urandom(_RANDOM_BYTES), "little") << _COUNT_BITS
+            first, self._first, self._left = self._first, self._first + count, self._left - count
+        return joined(np.arange(first, first + count, dtype=np.int64), CLIENT_ORIGIN)
+
+
+class Delivery:
+    """Stores trajectories in a table of a server, again and again until the server answers or the deadline passes.
+
+    Each trajectory gets an id before it is sent. A request whose answer did not arrive, because the server was killed,
+    the connection lost or the time of an attempt over, is sent again with the same ids, by which the server recognises
+    it (`StoredOnce`). While the server's table is full, or its rate limiter holds inserts back, it tries again too.
+    Thread-safe.
+
+    Args:
+        peer: the server. table: name of the table. schema: its columns. timeout: seconds for one call of `store`.
+
+    Attributes:
+        most: most trajectories of one request. request_bytes: most bytes of one, unless a single trajectory has more.
+    """
+
+    most = 1 << 10
+    request_bytes = 8 << 20
+
+    def __init__(self, peer: Peer, table: str, schema: Schema, timeout: float) -> None:
+        self.timeout = timeout
+        self._peer = peer
+        self._table = table
+        self._schema = schema
+        self._ids = _Ids()
+        self._attempt = max(15.0, timeout / 4)  # longer than a server waits for space
+
+    def counts(self, sizes: Array) -> int:
+        """How many of the first trajectories, whose bytes are `sizes` (int64 [n], n at least 1), go into a request."""
+        fit = int(np.searchsorted(np.cumsum(sizes[: self.most]), self.request_bytes, side="right"))
+        return max(1, fit)
+
+    def ids(self, count: int) -> Array:
+        """New ids for trajectories, int64 [count], count at most `most`."""
+        return self._ids.take(count)
+
+    def store(
+        self,
+        trajectories: list[Mapping[str, Any]],
+        priorities: Array,
+        finals: Array | None = None,
+        *,
+        ids: Array | None = None,
+        waits: bool = True,
+        timeout: float | None = None,
+        failed: Callable[[GearError], None] | None = None,
+    ) -> Array:
+        """Store trajectories, all or none, and wait for it.
+
+        Args:
+            trajectories: at most `most`, column name -> array or tensor ``[T, *shape]``.
+            priorities: float32 [n], -1 for a trajectory without one.
+            finals: int64 [n], 1 if the last row of the trajectory is its final step, else 0; None for none.
+            ids: int64 [n] from `ids`; by default new ones.
+            waits: whether to try again while the table is full, or its rate limiter holds inserts back.
+            timeout: seconds to wait, may be infinite; by default those of this object.
+            failed: called with the error of an attempt before the next one; may raise to give up.
+
+        Returns:
+            Their indices in the server's table, int64 [n]; -1 for one that was evicted before the answer came.
+
+        Raises:
+            SchemaError: a trajectory does not fit; nothing was sent.
+            TableFullError, RateLimitError, LockTimeoutError: the table did not take them before the deadline; they are
+                not stored.
+            PeerTimeoutError: no answer before the deadline; they may be stored, or may still be.
+            HandshakeError, TransportError: the server refused the connection or the request.
+        """
+        ids = self.ids(len(trajectories)) if ids is None else ids
+        timeout = self.timeout if timeout is None else timeout
+        backoff = Backoff(timeout, shortest=0.02, longest=1.0)
+        for attempt in itertools.count():
+            seconds = max(0.05, min(self._attempt, backoff.left))
+            future = self._peer.store(
+                self._table,
+                self._schema,
+                trajectories,
+                priorities,
+                ids,
+                finals,
+                again=attempt > 0,
+                seconds=seconds,
+            )
+            try:
+                return future.result()
+            except HandshakeError:
+                raise
+            except TransportError as error:
+                refusal = error.__cause__
+                if isinstance(refusal, GearError) and not (waits and isinstance(refusal, _PUSHED_BACK)):
+                    raise refusal from None
+                if failed is not None:
+                    failed(refusal if isinstance(refusal, GearError) else error)
+                if not backoff.sleep():
+                    if isinstance(refusal, GearError):
+                        raise refusal from None
+                    raise PeerTimeoutError(
+                        f"Timed out after {timeout:g} s; the trajectories may be stored or not. {error}"
+                    ) from None
+        raise AssertionError("unreachable")

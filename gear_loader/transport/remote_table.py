@@ -1,0 +1,288 @@
+"""`connect`: the table of a server on another machine, or in another process, to write to."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from gear_loader.errors import GearError, HandshakeError, TransportError
+from gear_loader.storage.incoming import checked_priorities, listed, rectangular, stacked, with_final
+from gear_loader.storage.rules import check_seconds
+from gear_loader.storage.schema import Schema, as_mapping, keeps
+from gear_loader.storage.stats import TableStats
+from gear_loader.storage.vector_writer import VectorWriter
+from gear_loader.transport.client import Peer
+from gear_loader.transport.delivery import Delivery
+from gear_loader.transport.handshake import read_secret
+from gear_loader.transport.remote_writer import RemoteWriter
+from gear_loader.transport.spool import Spool
+from gear_loader.transport.table_report import TableReport
+from gear_loader.transport.table_server import split_url
+from gear_loader.utils.arrays import Array
+from gear_loader.utils.checks import at_least
+
+__all__ = ["RemoteTable", "connect"]
+
+_SPOOL_BYTES = 256 << 20
+
+
+def connect(
+    url: str,
+    *,
+    secret: bytes | None = None,
+    secret_file: str | os.PathLike[str] | None = None,
+    timeout: float = 60.0,
+    spool_bytes: int = _SPOOL_BYTES,
+) -> RemoteTable:
+    """Connect to a table that another process serves, by `Table.serve` or ``gear-loader serve``.
+
+    Args:
+        url: ``gear://<host>:<port>/<table>``, or ``gear+ucx://...`` for UCX.
+        secret: the server's secret. secret_file: a file that holds it and that only its owner can read. By default the
+            environment variable ``GEAR_LOADER_SECRET``.
+        timeout: seconds that a call waits for the server, restarts of the server and lost connections included.
+        spool_bytes: bytes of steps that writers hold until the server has stored them.
+
+    Raises:
+        TransportError: an invalid address, or the server does not answer. HandshakeError: another secret or version.
+        RegionError: the server does not serve this table.
+    """
+    address, name = split_url(url)
+    known = _secret(secret, secret_file)
+    timeout = check_seconds("timeout", timeout)
+    peer = Peer(address, secret=known, timeout=timeout, name=f"the server {address}")
+    try:
+        return RemoteTable(peer, name, url, timeout, at_least("spool_bytes", spool_bytes))
+    except BaseException:
+        peer.close()
+        raise
+
+
+def _secret(secret: bytes | None, secret_file: str | os.PathLike[str] | None) -> bytes:
+    if secret is not None and secret_file is not None:
+        raise HandshakeError("secret and secret_file were both given; expected one of them.")
+    if secret_file is not None:
+        return read_secret(os.fspath(secret_file))
+    found = os.environb.get(b"GEAR_LOADER_SECRET", b"").strip() if secret is None else secret
+    if not found:
+        raise HandshakeError(
+            "No secret was given; expected secret=, secret_file=, or the environment variable GEAR_LOADER_SECRET with "
+            "the server's secret."
+        )
+    return found
+
+
+class RemoteTable:
+    """A table of a server, to which trajectories are added as to a `Table`; made by `connect`.
+
+    `add` and `extend` return when the trajectories can be drawn. Writers do not wait for the network: a thread sends
+    what they have committed. Each trajectory is stored exactly once, though connections are lost and the server is
+    killed and started again: what the server has not confirmed is sent again, and recognised by its id. A trajectory
+    that was evicted while its confirmation was lost, by a server that was killed too, is stored anew.
+
+    It is for one process; its methods may be called by several threads.
+
+    Attributes:
+        name: of the table. url: of the table. schema: its columns. longest: steps of the longest trajectory it holds.
+    """
+
+    def __init__(self, peer: Peer, name: str, url: str, timeout: float, spool_bytes: int) -> None:
+        self._peer = peer
+        self.name = name
+        self.url = url
+        self._timeout = timeout
+        report = self._report()
+        self.schema: Schema = report.schema
+        self.longest = report.longest
+        self._waits = report.on_full != "error"
+        self._delivery = Delivery(peer, name, report.schema, timeout)
+        self._spool = Spool(report, self._delivery, f"table {name!r} of {peer.name}", spool_bytes)
+        self._end = weakref.finalize(self, _end, self._spool, peer, timeout, os.getpid())
+
+    # ---------------------------------------------------------------- adding
+
+    def add(
+        self,
+        trajectory: Mapping[str, Any],
+        *,
+        priority: float | None = None,
+        final: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Store one trajectory, and wait until it can be drawn. Arguments as for `Table.add`.
+
+        Returns:
+            Index of the trajectory in the server's table, or -1 if it was evicted before the answer came.
+
+        Raises:
+            As `Table.add`. PeerTimeoutError: no answer before the deadline; it may be stored or not.
+        """
+        self._spool.check()
+        rows = as_mapping(trajectory) if final is None else with_final(self.schema, trajectory, final)
+        finals = None if final is None else np.ones(1, dtype=np.int64)
+        priorities = checked_priorities(priority, 1)
+        return int(self._delivery.store([rows], priorities, finals, waits=self._waits)[0])
+
+    def extend(
+        self,
+        trajectories: Iterable[Mapping[str, Any]] | Mapping[str, Any],
+        *,
+        lengths: Sequence[int] | Array | None = None,
+        priority: float | Sequence[float] | Array | None = None,
+    ) -> Array:
+        """Store many trajectories. Arguments as for `Table.extend`.
+
+        They are sent in requests of a limited size; each request is stored as a whole or not at all.
+
+        Returns:
+            Indices of the trajectories in the server's table, int64 [n]; -1 for one that was evicted meanwhile.
+
+        Raises:
+            As `add`; what earlier requests stored stays stored.
+        """
+        self._spool.check()
+        rows = self._listed(trajectories, lengths)
+        priorities = checked_priorities(priority, len(rows))
+        # All are checked before any is stored.
+        counts = [self.schema.validate(each, what=f"trajectory {i}")[0] for i, each in enumerate(rows)]
+        sizes = np.array(counts, dtype=np.int64) * self.schema.step_bytes + self.schema.trajectory_bytes
+        stored, low = [np.empty(0, dtype=np.int64)], 0
+        while low < len(rows):
+            high = low + self._delivery.counts(sizes[low:])
+            stored.append(self._delivery.store(rows[low:high], priorities[low:high], waits=self._waits))
+            low = high
+        return np.concatenate(stored)
+
+    def _listed(self, trajectories: Any, lengths: Any) -> list[Mapping[str, Any]]:
+        """Trajectories one by one: views of stacked ones and of those in a list, copies of those of an iterator."""
+        lengths = rectangular(trajectories) if lengths is None else lengths
+        if lengths is not None:
+            counts = stacked(self.schema, trajectories, lengths).lengths.tolist()
+            once = self.schema.per_trajectory
+            return [
+                {
+                    name: values[i] if name in once else values[i][:count]
+                    for name, values in as_mapping(trajectories).items()
+                }
+                for i, count in enumerate(counts)
+            ]
+        if isinstance(as_mapping(trajectories), Mapping):
+            listed(self.schema, trajectories)  # raises: one mapping without lengths
+        kept = keeps(trajectories)
+        return [as_mapping(each) if kept else copy.deepcopy(dict(as_mapping(each))) for each in trajectories]
+
+    def writer(
+        self, *, wait: bool = False, chunk_steps: int | None = None, overlap_steps: int = 0
+    ) -> RemoteWriter:
+        """Create a writer that adds trajectories step by step.
+
+        Args:
+            wait: whether `commit` returns only when the trajectory can be drawn.
+            chunk_steps, overlap_steps: as for `Table.writer`.
+        """
+        options = {"chunk_steps": chunk_steps, "overlap_steps": overlap_steps}
+        return RemoteWriter(self._spool, self, wait=wait, timeout=self._timeout, **options)
+
+    def writers(self, n: int, **options: Any) -> VectorWriter:
+        """Create a writer for the n environments of a vector environment; see `VectorWriter`.
+
+        The indices that it returns are not those of the server's table.
+
+        Args:
+            n: number of environments. options: of each environment's `writer`, but `wait`.
+        """
+        if options.pop("wait", False):
+            raise TransportError("writers() has no wait=True; call flush() to wait until all is stored.")
+        return VectorWriter(self._spool.table, n, lambda: self.writer(**options))
+
+    def flush(self, timeout: float | None = None) -> None:
+        """Wait until the server has stored all that writers have committed.
+
+        Args:
+            timeout: seconds; by default those of `connect`.
+
+        Raises:
+            PeerTimeoutError: not before the deadline. GearError: the server refused a trajectory.
+        """
+        self._spool.flush(self._timeout if timeout is None else check_seconds("timeout", timeout))
+
+    @property
+    def num_waiting(self) -> int:
+        """Trajectories that writers have committed and the server has not confirmed yet."""
+        return self._spool.num_waiting
+
+    # ---------------------------------------------------------------- looking
+
+    def _report(self) -> TableReport:
+        try:
+            return TableReport.parse(self._peer.metadata("table", self.name).result())
+        except TransportError as error:
+            if isinstance(error.__cause__, GearError) and not isinstance(error, HandshakeError):
+                raise error.__cause__ from None
+            raise
+
+    def stats(self) -> TableStats:
+        """Statistics of the server's table, now."""
+        return self._report().stats
+
+    def __len__(self) -> int:
+        """Number of live trajectories in the server's table, now."""
+        return self.stats().num_trajectories
+
+    @property
+    def num_steps(self) -> int:
+        """Number of their steps."""
+        return self.stats().num_steps
+
+    # ---------------------------------------------------------------- closing
+
+    def close(self) -> None:
+        """Wait until all that was committed is stored, and disconnect; idempotent.
+
+        Raises:
+            As `flush`; it is disconnected all the same, and what was not stored is lost, as the message says.
+        """
+        if not self._end.alive:
+            return
+        try:
+            self.flush()
+        except GearError as error:
+            lost = self.num_waiting
+            if lost:
+                raise type(error)(f"{lost:,} committed trajectories were not stored: {error}") from None
+            raise
+        finally:
+            self._end.detach()
+            self._spool.stop()
+            self._peer.close()
+
+    def __enter__(self) -> RemoteTable:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with contextlib.suppress(GearError) if kind is not None else contextlib.nullcontext():
+            self.close()
+
+    def __repr__(self) -> str:
+        state = f"{self.num_waiting} waiting" if self._end.alive else "closed"
+        return f"RemoteTable({self.url!r}, {len(self.schema)} columns, {state})"
+
+
+def _end(spool: Spool, peer: Peer, timeout: float, pid: int) -> None:
+    """Store what is left when the table is garbage or the process ends."""
+    if os.getpid() != pid:
+        return
+    with contextlib.suppress(GearError):
+        spool.flush(timeout)
+    if spool.num_waiting:
+        spool.report_loss()
+    spool.stop()
+    peer.close()

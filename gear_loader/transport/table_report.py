@@ -1,0 +1,65 @@
+"""What a server tells clients of a table: schema, longest trajectory, statistics."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from gear_loader.errors import TransportError
+from gear_loader.storage.rules import OnFull, check_on_full
+from gear_loader.storage.schema import Schema
+from gear_loader.storage.stats import TableStats
+from gear_loader.storage.table import Table
+
+__all__ = ["TableReport", "table_report"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TableReport:
+    """A table as its server describes it.
+
+    Attributes:
+        schema: its columns. longest: steps of the longest trajectory that it holds. on_full: its policy.
+        stats: its statistics.
+    """
+
+    schema: Schema
+    longest: int
+    on_full: OnFull
+    stats: TableStats
+
+    @classmethod
+    def parse(cls, data: bytes) -> TableReport:
+        """Parse and check a report from an untrusted source.
+
+        Raises:
+            TransportError: invalid.
+        """
+        try:
+            fields = json.loads(data)
+            longest = fields["longest"]
+            if type(longest) is not int or longest < 1:
+                raise ValueError(f"longest is {longest!r}")
+            check_on_full(fields["on_full"])
+            schema, stats = Schema.from_json(fields["schema"]), _stats(fields["stats"])
+            return cls(schema, longest, fields["on_full"], stats)
+        except Exception as error:
+            raise TransportError(
+                f"A server described a table by {data[:100]!r} ({error}). Run the same version of Gear Loader on all "
+                "machines."
+            ) from None
+
+
+def _stats(fields: Any) -> TableStats:
+    numbers = {field.name: fields[field.name] for field in dataclasses.fields(TableStats)}
+    wrong = [name for name, value in numbers.items() if type(value) not in (int, float) or not value >= 0]
+    if wrong:
+        raise ValueError(f"{wrong[0]} is {numbers[wrong[0]]!r}")
+    return TableStats(**numbers)
+
+
+def table_report(table: Table) -> bytes:
+    """The report of a table, serialized. May wait for the table's lock."""
+    report = {"schema": table.schema.to_json(), "longest": table.longest, "on_full": table.on_full}
+    return json.dumps({**report, "stats": dataclasses.asdict(table.stats())}).encode()

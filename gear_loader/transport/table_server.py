@@ -1,0 +1,93 @@
+"""`Table.serve`: a server process of one table, and the address that clients connect to."""
+
+from __future__ import annotations
+
+import secrets
+import urllib.parse
+
+from gear_loader.errors import PrivateTableError, TransportError
+from gear_loader.storage.table import Table
+from gear_loader.transport.channel import Address
+from gear_loader.transport.process import ServerProcess, start_server
+
+__all__ = ["TableServer", "serve", "split_url", "url_of"]
+
+_SCHEMES = {"gear": "socket", "gear+ucx": "ucx"}
+_URL = "expected gear://<host>:<port>/<table>, such as gear://10.0.0.1:5555/replay"
+
+
+class TableServer:
+    """A server process of one table, started by `Table.serve`; it ends with `stop`, or with this process.
+
+    Attributes:
+        url: for `gear_loader.connect`, such as ``gear://127.0.0.1:40001/replay``.
+        secret: what clients must prove, at least 16 bytes.
+        pid: process id of the server.
+    """
+
+    def __init__(self, table: str, process: ServerProcess, carrier: str, secret: bytes) -> None:
+        self.url = url_of(process.addresses[carrier], table)
+        self.secret = secret
+        self.pid = process.pid
+        self._process = process
+
+    def alive(self) -> bool:
+        """Whether the process is running."""
+        return self._process.alive()
+
+    def stop(self) -> None:
+        """Stop the process and wait for its end; idempotent. What was stored stays in the table."""
+        self._process.stop()
+
+    def __enter__(self) -> TableServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def __repr__(self) -> str:
+        return f"TableServer({self.url!r}, pid={self.pid}, {'running' if self.alive() else 'ended'})"
+
+
+def serve(table: Table, *, host: str, port: int, carrier: str, secret: bytes | None) -> TableServer:
+    """Start a server of a table. See `Table.serve`."""
+    if table.name is None:
+        raise PrivateTableError(
+            "serve() was called on a private table, which no other process can attach to. Create it with a name, "
+            "Table.create(..., name='replay')."
+        )
+    known = secrets.token_hex(32).encode() if secret is None else secret
+    process = start_server([table.name], [carrier], host, port, secret=known)
+    return TableServer(table.name, process, carrier, known)
+
+
+# ---------------------------------------------------------------- addresses of tables
+
+
+def url_of(address: str, table: str) -> str:
+    """The address of a table on a server with the address `address`, such as ``socket://127.0.0.1:5555``."""
+    parts = urllib.parse.urlsplit(address)
+    scheme = next(scheme for scheme, carrier in _SCHEMES.items() if carrier == parts.scheme)
+    query = f"?{parts.query}" if parts.query else ""
+    return f"{scheme}://{parts.netloc}/{urllib.parse.quote(table, safe='')}{query}"
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """The address of the server, for `Peer`, and the name of the table in ``gear://<host>:<port>/<table>``.
+
+    Raises:
+        TransportError: invalid.
+    """
+    if not isinstance(url, str) or len(url) > 1024:
+        raise TransportError(f"Address {str(url)[:100]!r} was received; {_URL}.")
+    parts = urllib.parse.urlsplit(url)
+    table = urllib.parse.unquote(parts.path.removeprefix("/"))
+    carrier = _SCHEMES.get(parts.scheme)
+    if carrier is None or not table or "/" in table or parts.fragment:
+        raise TransportError(f"Address {url!r} was received; {_URL}.")
+    address = f"{carrier}://{parts.netloc}" + (f"?{parts.query}" if parts.query else "")
+    try:
+        Address.parse(address)
+    except TransportError as error:
+        raise TransportError(f"Address {url!r} was received ({error}); {_URL}.") from None
+    return address, table

@@ -1,0 +1,436 @@
+"""`gear_loader.connect`: what is added through a server, exactly once, whatever happens to server and connection."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import multiprocessing
+import os
+import random
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from table_common import fresh_name
+from transport_common import SECRET, serving, wait_until
+
+import gear_loader as gear
+from gear_loader.errors import (
+    GearError,
+    HandshakeError,
+    PeerTimeoutError,
+    PrivateTableError,
+    RegionError,
+    SchemaError,
+    TableFullError,
+    TransportError,
+)
+from gear_loader.transport import start_server
+from gear_loader.transport.stored_once import StoredOnce
+
+FORK = multiprocessing.get_context("fork")
+COLUMNS = {
+    "obs": gear.Column(torch.float32, (3,), final=True),
+    "action": gear.Column(torch.int64),
+    "half": gear.Column(torch.bfloat16),
+    "goal": gear.Column(torch.float32, (2,), per="trajectory"),
+}
+NUMBERS = {"number": gear.Column(torch.int64)}
+
+
+def episode(number: int, steps: int) -> dict[str, Any]:
+    """A trajectory of which every value tells its number and step."""
+    values = torch.arange(steps) + 1000 * number
+    return {
+        "obs": values[:, None].repeat(1, 3).float(),
+        "action": values,
+        "half": torch.arange(steps).bfloat16(),
+        "goal": torch.full((2,), float(number)),
+    }
+
+
+@contextlib.contextmanager
+def named(columns: dict[str, gear.Column], **sizes: int) -> Iterator[gear.Table]:
+    """A named table that is unlinked at the end."""
+    with gear.Table.create(columns, name=fresh_name(), block_steps=4, **sizes) as table:
+        try:
+            yield table
+        finally:
+            with contextlib.suppress(RegionError):
+                table.unlink()
+
+
+def url_of(address: str, table: gear.Table) -> str:
+    return f"{address.replace('socket', 'gear')}/{table.name}"
+
+
+@contextlib.contextmanager
+def connected(table: gear.Table, **options: Any) -> Iterator[gear.RemoteTable]:
+    """A connection to a server of the table, in this process."""
+    with (
+        serving(table.name) as server,
+        gear.connect(url_of(server.address, table), secret=SECRET, **{"timeout": 20.0, **options}) as remote,
+    ):
+        yield remote
+
+
+def numbers_in(table: gear.Table) -> list[int]:
+    """The first value of every trajectory, sorted."""
+    return sorted(int(table[int(index)]["number"][0]) for index in table.indices())
+
+
+class Proxy:
+    """Forwards connections to a server; can drop answers, and cut all connections."""
+
+    def __init__(self, address: str) -> None:
+        host, _, port = address.removeprefix("socket://").partition(":")
+        self._server = host, int(port)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"socket://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.swallow = threading.Event()
+        """Drop the next answer of the server, and its connection."""
+        self._ends: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(self._server)
+                self._ends += [client, server]
+                for ends in ((client, server, False), (server, client, True)):
+                    threading.Thread(target=self._forward, args=ends, daemon=True).start()
+
+    def _forward(self, source: socket.socket, target: socket.socket, answers: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if answers and self.swallow.is_set():
+                    self.swallow.clear()
+                    break
+                target.sendall(data)
+        for end in (source, target):
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def cut(self) -> None:
+        """Cut all connections."""
+        for end in self._ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._listener.close()
+        self.cut()
+
+
+# ---------------------------------------------------------------- what arrives
+
+
+def test_all_ways_to_add_store_what_was_given() -> None:
+    episodes = [episode(number, 1 + number % 5) for number in range(12)]
+    last = {"obs": torch.full((3,), -1.0)}
+    with named(COLUMNS, max_steps=500, max_trajectories=40) as table, connected(table) as remote:
+        slots = [remote.add(episodes[0], priority=2.5), remote.add(episodes[1], final=last)]
+        slots += remote.extend(episodes[2:4], priority=[0.5, 1.5]).tolist()
+
+        def one_dict() -> Iterator[dict[str, Any]]:
+            made: dict[str, Any] = {}
+            for each in episodes[4:6]:
+                made.update({name: value.clone() for name, value in each.items()})
+                yield made
+
+        slots += remote.extend(one_dict()).tolist()
+        both = {name: torch.stack([episodes[9][name]] * 2) for name in COLUMNS}
+        slots += remote.extend(both, lengths=[5, 2]).tolist()
+        begin = {name: episodes[9][name][:2] for name in COLUMNS if name != "goal"}
+        episodes[6:8] = episodes[9], {**begin, "goal": episodes[9]["goal"]}
+        with remote.writer(wait=True) as writer:
+            for number in (8, 9):
+                for step in range(len(episodes[number]["action"])):
+                    writer.append({k: episodes[number][k][step] for k in ("obs", "action", "half")})
+                goal = {"goal": episodes[number]["goal"]}
+                slots.append(writer.commit(priority=3.0, final=last, trajectory=goal))
+        vector = remote.writers(2)
+        vector.trajectory = {"goal": torch.stack([episodes[number]["goal"] for number in (10, 10)])}
+        for step in range(1 + 10 % 5):
+            rows = {k: torch.stack([episodes[10][k][step]] * 2) for k in ("obs", "action", "half")}
+            vector.append(rows, done=np.array([False, False]) if step < 10 % 5 else np.array([True, True]))
+        remote.flush()
+        slots += table.indices()[-2:].tolist()
+        for slot, number in zip(slots, [*range(6), 6, 7, 8, 9, 10, 10], strict=True):
+            found = table[slot]
+            assert all(torch.equal(found[name], episodes[number][name]) for name in COLUMNS), number
+            final = table.final(slot)
+            assert (final is not None) == (number in (1, 8, 9))
+            assert final is None or torch.equal(final["obs"], last["obs"])
+        assert len(remote) == len(table) == 12
+        assert remote.stats() == table.stats()
+        assert remote.num_steps == table.num_steps
+        assert table.index.arrays.priority[slots[:4]].tolist() == [2.5, -1.0, 0.5, 1.5]
+        assert "goal" in remote.schema
+        assert repr(remote).endswith("4 columns, 0 waiting)")
+        table.check_valid()
+
+
+def test_bad_input_is_an_error_of_a_table_and_stores_nothing() -> None:
+    with named(NUMBERS, max_steps=40, max_trajectories=4) as table, connected(table, timeout=0.5) as remote:
+        with pytest.raises(SchemaError, match="trajectory 1 has the columns"):
+            remote.extend([{"number": torch.ones(2, dtype=torch.int64)}, {"other": torch.ones(2)}])
+        with pytest.raises(SchemaError, match="without lengths"):
+            remote.extend({"number": torch.ones(2, dtype=torch.int64)})
+        with pytest.raises(SchemaError, match=r"priority -1\.0"):
+            remote.add({"number": torch.ones(2, dtype=torch.int64)}, priority=-1.0)
+        with pytest.raises(SchemaError, match="holds at most 40"):
+            remote.add({"number": torch.ones(41, dtype=torch.int64)})
+        with pytest.raises(SchemaError, match="holds at most 40"):
+            remote.writer().append(number=torch.ones(41, dtype=torch.int64))
+        assert len(table) == 0
+        remote.extend([{"number": torch.ones(1, dtype=torch.int64)}] * 4)
+        with pytest.raises(TableFullError, match="4 of at most 4 trajectories"):
+            remote.add({"number": torch.ones(1, dtype=torch.int64)})
+        assert len(table) == 4
+
+
+def test_what_cannot_be_connected_to() -> None:
+    with named(NUMBERS, max_steps=40, max_trajectories=4) as table, serving(table.name) as server:
+        for url in (
+            "gear://127.0.0.1/x",
+            "socket://127.0.0.1:1/x",
+            "gear://127.0.0.1:1",
+            "gear://a:1/b/c",
+            5,
+        ):
+            with pytest.raises(TransportError, match="expected gear://"):
+                gear.connect(url, secret=SECRET)  # type: ignore[arg-type]
+        with pytest.raises(HandshakeError, match="secret"):
+            gear.connect(url_of(server.address, table), secret=b"another secret of some length", timeout=5.0)
+        with pytest.raises(HandshakeError, match="No secret was given"):
+            gear.connect(url_of(server.address, table))
+        with pytest.raises(RegionError, match="'else' is not served here"):
+            gear.connect(f"{server.address.replace('socket', 'gear')}/else", secret=SECRET)
+        with pytest.raises(PeerTimeoutError, match="could not be reached"):
+            gear.connect("gear://127.0.0.1:9/x", secret=SECRET, timeout=0.2)
+    with pytest.raises(PrivateTableError, match="serve"):
+        gear.Table.create(NUMBERS, max_steps=1, max_trajectories=1).serve()
+
+
+def test_a_served_table_is_found_by_its_url() -> None:
+    with named(NUMBERS, max_steps=40, max_trajectories=4) as table, table.serve() as server:
+        with gear.connect(server.url, secret=server.secret) as remote:
+            remote.add({"number": torch.tensor([7])})
+        assert numbers_in(table) == [7]
+        assert "running" in repr(server)
+    assert not server.alive()
+
+
+# ---------------------------------------------------------------- exactly once
+
+
+def test_lost_answers_and_connections_store_nothing_twice() -> None:
+    with named(NUMBERS, max_steps=2000, max_trajectories=1000) as table, serving(table.name) as server:
+        proxy = Proxy(server.address)
+        with gear.connect(url_of(proxy.address, table), secret=SECRET, timeout=30.0) as remote:
+            writer = remote.writer()
+            for number in range(0, 300, 3):
+                if number % 30 == 0:
+                    proxy.swallow.set()
+                elif number % 30 == 15:
+                    proxy.cut()
+                remote.add({"number": torch.tensor([number])})
+                remote.extend([{"number": torch.tensor([number + 1])}])
+                writer.append(number=number + 2)
+                writer.commit()
+            remote.flush()
+        proxy.close()
+        assert numbers_in(table) == list(range(300))
+
+
+def storm(table: gear.Table, *, writers: int, episodes: int, kills: int, seed: int) -> None:
+    """Processes write through a server that is killed and started again; each trajectory must be there once."""
+    server = start_server([table.name], secret=SECRET)
+    address = server.addresses["socket"]
+    port = int(address.rpartition(":")[2])
+
+    def write(first: int) -> None:
+        with gear.connect(url_of(address, table), secret=SECRET, timeout=60.0) as remote:
+            writer = remote.writer()
+            for number in range(first, first + episodes):
+                for step in range(1 + number % 3):
+                    writer.append(number=number if step == 0 else -1)
+                writer.commit()
+
+    processes = [FORK.Process(target=write, args=(i * episodes,)) for i in range(writers)]
+    for process in processes:
+        process.start()
+    chance = random.Random(seed)
+    for _ in range(kills):
+        threading.Event().wait(chance.uniform(0.05, 0.6))
+        os.kill(server.pid, signal.SIGKILL)
+        server.stop()
+        server = start_server([table.name], port=port, secret=SECRET)
+    for process in processes:
+        process.join(90)
+    server.stop()
+    assert [process.exitcode for process in processes] == [0] * writers
+    assert numbers_in(table) == list(range(writers * episodes))
+    table.check_valid()
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork.*may lead to deadlocks:DeprecationWarning")
+def test_a_server_that_is_killed_loses_nothing_and_stores_nothing_twice() -> None:
+    with named(NUMBERS, max_steps=20_000, max_trajectories=8000) as table:
+        storm(table, writers=2, episodes=1500, kills=1, seed=1)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.*use of fork.*may lead to deadlocks:DeprecationWarning")
+@pytest.mark.parametrize("seed", range(4))
+def test_a_server_that_is_killed_many_times(seed: int) -> None:
+    with named(NUMBERS, max_steps=100_000, max_trajectories=50_000) as table:
+        storm(table, writers=4, episodes=8000, kills=10, seed=seed)
+
+
+class TestStoredOnce:
+    """The server's memory of requests."""
+
+    IDS = np.array([7, 8], dtype=np.int64)
+
+    @staticmethod
+    def none(ids: np.ndarray) -> np.ndarray:
+        return np.full(len(ids), -1, dtype=np.int64)
+
+    def test_a_request_that_is_repeated_is_answered_from_memory(self) -> None:
+        once, calls = StoredOnce(self.none), []
+
+        def store() -> np.ndarray:
+            calls.append(1)
+            return np.array([3, 4])
+
+        assert once.run(self.IDS, store, again=False).tolist() == [3, 4]
+        assert once.run(self.IDS, store, again=True).tolist() == [3, 4]
+        assert len(calls) == 1
+
+    def test_another_process_may_have_stored_it(self) -> None:
+        once = StoredOnce(lambda ids: np.where(ids == 8, 5, -1))
+        assert once.run(self.IDS, lambda: pytest.fail("stored twice"), again=True).tolist() == [-1, 5]
+
+    def test_a_repetition_waits_for_the_first_execution(self) -> None:
+        once, begun, go = StoredOnce(self.none), threading.Event(), threading.Event()
+        results: list[Future[Any]] = [Future(), Future()]
+
+        def store() -> np.ndarray:
+            begun.set()
+            go.wait(30)
+            return np.array([1, 2])
+
+        def first() -> None:
+            results[0].set_result(once.run(self.IDS, store, again=False))
+
+        def second() -> None:
+            results[1].set_result(once.run(self.IDS, lambda: pytest.fail("stored twice"), again=True))
+
+        threads = [threading.Thread(target=call) for call in (first, second)]
+        threads[0].start()
+        begun.wait(30)
+        threads[1].start()
+        go.set()
+        assert [result.result(30).tolist() for result in results] == [[1, 2], [1, 2]]
+
+    def test_a_failed_request_can_be_sent_again(self) -> None:
+        once = StoredOnce(self.none)
+
+        def full() -> np.ndarray:
+            raise TableFullError("full")
+
+        with pytest.raises(TableFullError):
+            once.run(self.IDS, full, again=False)
+        assert once.run(self.IDS, lambda: np.array([1, 2]), again=True).tolist() == [1, 2]
+
+
+# ---------------------------------------------------------------- the spool
+
+
+def test_writers_go_on_without_the_server_until_the_spool_is_full() -> None:
+    with named(NUMBERS, max_steps=20_000, max_trajectories=10_000) as table:
+        server = start_server([table.name], secret=SECRET)
+        address = server.addresses["socket"]
+        remote = gear.connect(url_of(address, table), secret=SECRET, timeout=1.0, spool_bytes=1)
+        server.stop()
+        writer = remote.writer()
+
+        def write(number: int) -> None:
+            writer.append(number=number)
+            writer.commit()
+
+        for number in range(4096):
+            write(number)
+        with pytest.raises(
+            PeerTimeoutError, match=r"spool is full: 4,096 trajectories wait for table '.*not answered"
+        ):
+            write(4096)
+        with pytest.raises(PeerTimeoutError, match="not stored by table"):
+            remote.flush()
+        with start_server([table.name], port=int(address.rpartition(":")[2]), secret=SECRET):
+            remote.flush(timeout=60)
+            write(4096)
+            remote.close()
+        assert numbers_in(table) == list(range(4097))
+
+
+def test_a_refusal_for_good_is_told_at_every_later_call() -> None:
+    with named(NUMBERS, max_steps=40, max_trajectories=4) as table, serving(table.name) as server:
+        remote = gear.connect(url_of(server.address, table), secret=SECRET, timeout=5.0)
+        table.unlink()
+        other = gear.Table.create(
+            {"x": gear.Column(torch.int64)}, max_steps=9, max_trajectories=9, name=table.name
+        )
+        try:
+            writer = remote.writer()
+            writer.append(number=1)
+            writer.commit()
+            for call in (remote.flush, lambda: writer.append(number=2), remote.close):
+                with pytest.raises(SchemaError, match=r"refused a trajectory.*has the columns \{x int64"):
+                    call()
+        finally:
+            other.unlink()
+
+
+def test_what_was_committed_is_stored_when_nothing_refers_to_the_connection_any_more() -> None:
+    with named(NUMBERS, max_steps=40, max_trajectories=4) as table, serving(table.name) as server:
+        writer = gear.connect(url_of(server.address, table), secret=SECRET).writer()
+        gc.collect()
+        writer.append(number=5)
+        writer.commit()
+        del writer
+        gc.collect()
+        wait_until(lambda: numbers_in(table) == [5])
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork.*may lead to deadlocks:DeprecationWarning")
+def test_a_forked_child_is_told_to_connect_itself() -> None:
+    with named(NUMBERS, max_steps=40, max_trajectories=4) as table, connected(table) as remote:
+
+        def use() -> None:
+            with pytest.raises(TransportError, match="in each process"):
+                remote.add({"number": torch.tensor([1])})
+
+        child = FORK.Process(target=use)
+        child.start()
+        child.join(30)
+        assert child.exitcode == 0
+        remote.add({"number": torch.tensor([2])})
+
+
+def test_a_closed_connection_says_so() -> None:
+    with named(NUMBERS, max_steps=40, max_trajectories=4) as table, connected(table) as remote:
+        writer = remote.writer()
+        remote.close()
+        for call in (lambda: writer.append(number=1), lambda: remote.add({"number": torch.tensor([1])})):
+            with pytest.raises(GearError, match="closed; connect again"):
+                call()
