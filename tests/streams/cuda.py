@@ -13,7 +13,8 @@ import torch
 from cuda_common import CurrentDevice
 
 from gear_loader.collection import prefetch
-from gear_loader.utils import waiting
+from gear_loader.storage import pinning
+from gear_loader.utils import captures, waiting
 
 from . import kernels
 from .machine import Event, Machine, Policy, Stream
@@ -263,7 +264,8 @@ class Cuda(CurrentDevice):
         patch.setattr(prefetch, "threading", self.threads.threading)
         patch.setattr(prefetch, "queue", self.threads.queue)
         patch.setattr(waiting, "time", self.threads.time)
-        patch.setattr(prefetch.ctypes, "CDLL", lambda name: self)
+        patch.setattr(pinning, "threading", self.threads.threading)
+        patch.setattr(captures.ctypes, "CDLL", lambda name: self)
         kernels.install(self, patch)
         try:
             with CudaFunctions(self):
