@@ -8,12 +8,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes
+import mmap
 import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from gear_loader.errors import SchemaError
@@ -25,6 +27,7 @@ __all__ = [
     "gpu_nodes",
     "node_of_gpu",
     "nodes_of",
+    "nodes_of_file",
     "nodes_with_memory",
     "policy_of",
     "prefer",
@@ -40,6 +43,7 @@ _CALLS = {  # numbers of mbind, get_mempolicy and move_pages
 _PREFERRED = 1  # MPOL_PREFERRED: other nodes are used when this one is full
 _OF_ADDRESS = 2  # MPOL_F_ADDR
 _MAX_NODES = 1024
+_SAMPLES = 64  # pages of a file
 _NVIDIA, _DISPLAY = "0x10de", "0x03"  # vendor; class of GPUs
 
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
@@ -182,6 +186,17 @@ def nodes_of(addresses: Sequence[int]) -> dict[int, int]:
     if _call(2, 0, len(addresses), pages, None, status, 0):
         return {}
     return dict(sorted(collections.Counter(node for node in status if node >= 0).items()))
+
+
+def nodes_of_file(fd: int, count: int) -> dict[int, int]:
+    """`nodes_of` up to 64 pages of a file of `count` bytes, which are read."""
+    with mmap.mmap(fd, count, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ) as memory:
+        places = range(0, count, max(mmap.PAGESIZE, count // _SAMPLES // mmap.PAGESIZE * mmap.PAGESIZE))
+        view = np.frombuffer(memory, dtype=np.uint8)
+        view[:: places.step].sum()
+        start = view.ctypes.data
+        del view
+        return nodes_of([start + place for place in places])
 
 
 def _call(which: int, *arguments: Any) -> int:

@@ -48,6 +48,7 @@ class Cuda(CurrentDevice):
         self.threads.hear = self.machine.learn
         self.devices = devices
         self.refuse_pinning = False
+        self.may_pin: Callable[[], bool] = lambda: True
         self._defaults = [Stream(self.machine, number) for number in range(devices)]
 
     # ---------------------------------------------------------------- devices and streams
@@ -189,6 +190,7 @@ class Cuda(CurrentDevice):
 
     def cudaHostRegister(self, address: int, count: int, flags: int) -> int:
         assert flags == 1
+        self.threads.wait(self.may_pin)
         if self.refuse_pinning:
             return 2
         self.memory.registered[address] = count

@@ -185,6 +185,7 @@ class Run:
         self.cuda.machine.checks_order = ordered
         self.expected: dict[tuple[int, int], dict[str, Any]] = {}
         self.kinds: set[bool] = set()
+        self.num_taken = 0
         self._updates: list[tuple[dict[str, Any], int]] = []
         self._updated = 0
 
@@ -196,6 +197,9 @@ class Run:
                 table = made_table()
                 try:
                     if self.scenario.pinning:
+                        waits = needs_priorities(SELECTORS[self.scenario.selector]())
+                        batches = 0 if waits else self.choose.choice([1, 2])
+                        self.cuda.may_pin = lambda: self.num_taken >= batches
                         table.pin(DEVICE, wait=False)
                     self._consume(table)
                     gc.collect()
@@ -275,6 +279,7 @@ class Run:
         """What a training step does with a batch."""
         scenario = self.scenario
         self._between_batches()
+        self.num_taken += 1
         self.kinds |= {collector.zero_copy for collector in data._buffers.collectors}
         if scenario.mode == "inference" and batch["value"].is_inference():
             raise Mismatch(f"batch {key} is an inference tensor: it cannot be trained on")
