@@ -851,6 +851,10 @@ class ReplayDataset(IterableDataset[Batch]):
             kind = CudaShardCollector if zero_copy else ShardCollector
             made = kind(self.shards, self.windows, **options)
         else:
+            if self.device.type == "cuda" and needs_priorities(self.selector):
+                self.table.region.pin(
+                    self.device
+                )  # draws read it too, so it cannot be pinned during the iteration
             made = Collector(self.table, self.windows, informs=self.sample_info, **options)
         made.stream_priority = self.stream_priority
         return made

@@ -6,6 +6,7 @@ Each third-party library is loaded in a separate process with a deadline, so a c
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import platform
@@ -15,7 +16,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from gear_loader.storage import shared_memory
+from gear_loader.errors import RegionError
+from gear_loader.storage import numa, pages, shared_memory
 from gear_loader.transport.child_process import child_command
 
 __all__ = ["report"]
@@ -118,7 +120,9 @@ def report(*, deadline: float = _DEADLINE) -> dict[str, Any]:
           ``version``, ``problem`` (None, or why it cannot be used), ``devices`` as [name, transport], and
           ``infiniband``: ``possible``, and ``reason`` with the remedy;
         - ``infiniband``: ``adapters`` and ``device_files``;
-        - ``memory``: ``locked_limit`` in bytes (None: no limit), ``shm_bytes`` and ``shm_free``;
+        - ``memory``: ``locked_limit`` in bytes (None: no limit), ``shm_bytes`` and ``shm_free``; ``huge_private``, and
+          ``huge_named`` as the mount option ``huge=``; NUMA ``nodes`` with memory, ``gpu_nodes`` by PCI address, and
+          ``table_nodes``: table -> node -> sampled pages;
         - ``cuda``, ``triton``, ``numba``;
         - ``environment``: variables UCX_*, NIXL_* and RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY that are set;
         - ``slow``: for each slow path ``what``, ``why`` and ``remedy``, without full stops at their ends.
@@ -234,6 +238,25 @@ def _memory() -> dict[str, Any]:
     except OSError as error:
         found["shm_bytes"] = found["shm_free"] = 0
         found["shm_problem"] = str(error)
+    found["huge_private"] = pages.huge_pages_of_memory()
+    found["huge_named"] = "never" if "shm_problem" in found else pages.huge_pages_of_files()
+    found["nodes"], found["gpu_nodes"] = numa.nodes_with_memory(), numa.gpu_nodes()
+    found["table_nodes"] = {} if "shm_problem" in found else _table_nodes()
+    return found
+
+
+def _table_nodes() -> dict[str, dict[int, int]]:
+    """Name of a table that this process has not attached -> NUMA node -> number of sampled pages on it."""
+    found = {}
+    for name in shared_memory.region_names():
+        with (
+            contextlib.suppress(OSError, RegionError),
+            shared_memory.opened(shared_memory.region_path(name)) as file,
+        ):
+            shared_memory.check_own(file.info, name)
+            # Closing a mapping of one that this process has attached would release its lock.
+            if not file.ours and os.pread(file.fd, len(shared_memory.MAGIC), 0) == shared_memory.MAGIC:
+                found[name] = numa.nodes_of_file(file.fd, file.info.st_size)
     return found
 
 
@@ -370,6 +393,20 @@ def _slow(found: dict[str, Any]) -> list[dict[str, str]]:
         "pinning and registering memory may be refused",
         f"no more than {limit or 0:,} bytes may be locked",
         "ulimit -l unlimited; in a container --ulimit memlock=-1",
+    )
+    nodes = set(memory["gpu_nodes"].values())
+    far = sorted(name for name, on in memory["table_nodes"].items() if nodes and set(on) - nodes)
+    add(
+        len(memory["nodes"]) > 1 and far,
+        f"a GPU reads the tables {', '.join(far)} through the link between processors",
+        f"the GPUs are on the NUMA nodes {sorted(nodes)}, and pages of these tables on others",
+        "create them with numa=<node of the GPU>, or 'auto' after torch.cuda.init(), with enough free memory there",
+    )
+    add(
+        gpu and memory["huge_named"] in ("never", "deny"),
+        "named tables lie in pages of 4 KiB",
+        f"{shared_memory.DIRECTORY} gives no huge pages (huge={memory['huge_named']})",
+        f"mount -o remount,huge=within_size {shared_memory.DIRECTORY}, or Table.create(huge_pages=True)",
     )
     add(
         memory["shm_bytes"] < _SHM,

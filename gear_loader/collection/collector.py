@@ -132,6 +132,7 @@ class Collector:
 
     Attributes:
         zero_copy: whether the device reads the region itself.
+        awaits_pinning: whether it will as soon as the region is pinned; see `look`.
     """
 
     def __init__(
@@ -153,7 +154,9 @@ class Collector:
         self.batch_size = batch_size
         self.device = device
         self.programs = programs
-        self.zero_copy = device.type == "cuda" and table.region.pin(device)
+        pinning = device.type == "cuda" and table.region.is_pinning
+        self.zero_copy = device.type == "cuda" and table.region.pin(device, wait=not pinning)
+        self.awaits_pinning = pinning and not self.zero_copy
         index = table.reader().index_arrays()
         self._extent, self._block_ids = index
         self._block_steps = table.region.layout.block_steps
@@ -173,6 +176,16 @@ class Collector:
         """Whether `gather` may wait for other processes, so that the training thread must not call it."""
 
     # ---------------------------------------------------------------- buffers
+
+    def look(self) -> None:
+        """Let buffers made from here on be those of a device that reads the region, if it has been pinned meanwhile."""
+        if self.awaits_pinning and not self.table.region.is_pinning:
+            self.awaits_pinning = False
+            self.zero_copy = self.table.region.pin(self.device)
+
+    def is_outdated(self, buffers: Buffers) -> bool:
+        """Whether buffers are gathered on the CPU and copied although the device reads the region by now."""
+        return self.zero_copy and buffers.gpu is not None and buffers.gpu.staging is not None
 
     def buffers(self, *, shared: bool = False) -> Buffers:
         """New tensors for one batch.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import ctypes
 import itertools
 import os
 import queue
@@ -22,6 +21,7 @@ from gear_loader.collection.references import can_count
 from gear_loader.errors import GearError, GpuError, LockTimeoutError
 from gear_loader.storage.lock import LOCK_TIMEOUT
 from gear_loader.utils.arrays import outside_inference
+from gear_loader.utils.captures import allow_captures
 from gear_loader.utils.mutex import holds_any
 from gear_loader.utils.notices import notice
 from gear_loader.utils.waiting import Interrupted, interruptible
@@ -53,7 +53,7 @@ class Pool:
         free: unused buffers.
         delivered: the last batches of an ended iterator, oldest first.
         stream: side stream that fills the buffers, on a GPU.
-        releaser: releases read tickets, if the GPU reads the region.
+        releaser: releases read tickets, if the GPU reads the region, or will when it is pinned.
     """
 
     def __init__(self, collector: Collector, *, shared: bool = False) -> None:
@@ -66,7 +66,7 @@ class Pool:
         if collector.device.type == "cuda":
             self.stream = torch.cuda.Stream(collector.device, priority=collector.stream_priority)
             collector.use_on(self.stream)
-        if collector.zero_copy:
+        if collector.zero_copy or collector.awaits_pinning:
             self.releaser = _Releaser(collector)
             weakref.finalize(self, self.releaser.stop)
 
@@ -74,8 +74,9 @@ class Pool:
 class Prefetcher:
     """Fills buffers ahead of one consumer and recycles them after use.
 
-    On the CPU, and for a GPU that cannot read the region, a thread fills them. Otherwise the consumer's request for
-    batch i queues the work of batch i + prefetch on a side stream, which costs the host some tens of microseconds.
+    On the CPU, and for a GPU that cannot read the region when the iteration begins, a thread fills them. Otherwise the
+    consumer's request for batch i queues the work of batch i + prefetch on a side stream, which costs the host some
+    tens of microseconds.
 
     Args:
         pool: pool of the buffers.
@@ -130,7 +131,7 @@ class Prefetcher:
         if self._prefetch == 0:
             for item in items:
                 yield self.one(fill, item)
-        elif self._releaser is not None and not self.collector.waits:
+        elif self.collector.zero_copy and not self.collector.waits:
             yield from self._ahead_on_stream(fill, items)
         else:
             yield from self._ahead_in_thread(fill, items)
@@ -292,8 +293,11 @@ class Prefetcher:
     # ---------------------------------------------------------------- buffers
 
     def _take(self) -> Buffers:
+        self.collector.look()
         try:
-            return self._pool.free.pop()
+            while self.collector.is_outdated(buffers := self._pool.free.pop()):
+                pass  # freed: the allocators wait for the streams that use them
+            return buffers
         except IndexError:
             # Allocated on the stream that fills them: the allocator then reuses freed memory only after the work
             # queued there.
@@ -453,27 +457,6 @@ class _Releaser:
                 notice("gpu-failed", f"cuda:{self._device} failed while it gathered a batch: {error}")
         else:
             ticket.end()
-
-
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
-
-
-def allow_captures() -> None:
-    """Allow other threads to capture CUDA graphs during any call of this thread.
-
-    By default a capture fails if another thread waits for an event or allocates meanwhile.
-    """
-    try:
-        exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
-        code: int | str = exchange(ctypes.byref(ctypes.c_int(_RELAXED)))
-    except (OSError, AttributeError) as error:
-        code = str(error)
-    if code != 0:
-        notice(
-            "captures",
-            f"Threads that prepare batches may disturb the capture of CUDA graphs ({code}): capture them with "
-            "torch.cuda.graph(..., capture_error_mode='thread_local').",
-        )
 
 
 def _record(batch: dict[str, Any], stream: torch.cuda.Stream) -> None:

@@ -116,7 +116,7 @@ class ShardCollector(Collector):
             shards.table, windows, batch_size=batch_size, device=device, programs=programs, weighs=weighs
         )
         self.shards = shards
-        self.zero_copy = False
+        self.zero_copy = self.awaits_pinning = False
         self.waits = shards.exchange.size > 1
         self.num_gone = 0
         self.num_lost = 0

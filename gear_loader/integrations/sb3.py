@@ -477,7 +477,7 @@ class ReplayBuffer(_ReplayBuffer):
         ticket = Ticket()
         collector = prefetcher.collector
         try:
-            if collector.zero_copy:  # the GPU reads the table after this returns
+            if buffers.gpu is not None:  # the GPU may read the table after this returns
                 collector.table.reader().begin_read(ticket)
             collector.gather(buffers, rows)
             prefetcher.release(buffers, ticket)

@@ -10,7 +10,6 @@ import mmap
 import os
 import stat
 import time
-import warnings
 import weakref
 from typing import Any, ClassVar
 
@@ -18,17 +17,18 @@ import numpy as np
 import torch
 
 from gear_loader.errors import PrivateTableError, RegionError, TableClosedError
-from gear_loader.storage import shared_memory
+from gear_loader.storage import numa, pages, shared_memory
 from gear_loader.storage.counters import BELL
 from gear_loader.storage.layout import HEADER_LIMIT, Layout, round_up
 from gear_loader.storage.lock import IndexLock
+from gear_loader.storage.pinning import Pinning, unregister
 from gear_loader.storage.shared_memory import guarded, region_path
+from gear_loader.utils.mutex import uninterrupted
 from gear_loader.utils.notices import notice
 
 __all__ = ["Region", "region_path"]
 
 _WIPE_ON_FORK, _KEEP_ON_FORK = 18, 19  # MADV_WIPEONFORK and MADV_KEEPONFORK, missing in `mmap`
-_REGISTER_CHUNK = 1 << 36  # one cudaHostRegister call of 512 GiB fails, calls of 64 GiB work
 _MEMORY_FILESYSTEMS = ("tmpfs", "ramfs")
 _ATTACH_TIMEOUT = 10.0  # seconds; removing or inspecting a region takes milliseconds
 
@@ -48,8 +48,11 @@ class _Mapping:
     every: ClassVar[weakref.WeakSet[_Mapping]] = weakref.WeakSet()
     released: ClassVar[collections.deque[_Mapping | None]] = collections.deque()
 
-    def __init__(self, memory: mmap.mmap, name: str, fd: int | None, key: tuple[int, int] | None) -> None:
+    def __init__(
+        self, memory: mmap.mmap, offset: int, name: str, fd: int | None, key: tuple[int, int] | None
+    ) -> None:
         self.memory: mmap.mmap | None = memory
+        self.offset = offset  # of the region in the memory
         self.fd = fd
         self.key = key
         self.users = 1
@@ -57,7 +60,8 @@ class _Mapping:
             None  # the memory after its last user, while views of it exist
         )
         self.lock = IndexLock(name, fd)
-        self.pinned: bool | None = None
+        self.pinned: bool | None = None  # False if CUDA refuses
+        self.pinning: Pinning | None = None  # in progress; counts as a user, so that its memory stays mapped
         self.registered: list[int] = []
         self.devices: set[int] = set()  # GPUs whose kernels read it
         self.is_parents = False  # private memory that forked children do not receive
@@ -65,17 +69,20 @@ class _Mapping:
         self.every.add(self)
 
     @classmethod
-    def make(cls, path: str, name: str, layout: Layout) -> _Mapping:
+    def make(cls, path: str, name: str, layout: Layout, huge: pages.HugePages, node: int | None) -> _Mapping:
         """Create a file of zeros with its header, and link it to its name when complete: no partial file remains."""
-        memory = None
+        memory, count = None, layout.region_bytes
         fd = os.open(shared_memory.DIRECTORY, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(fd, 0, layout.region_bytes)
+            os.ftruncate(fd, count)  # so that a tmpfs allocates huge pages within the file's size
+            memory, offset = pages.map_file(fd, count)
+            if node is not None:
+                numa.prefer(node, pages.address_of(memory) + offset, count)
+            pages.prepare_file(fd, memory, offset, count, huge)
             os.pwrite(fd, layout.preamble().ljust(64, b"\0") + layout.header[64:], 0)
-            memory = mmap.mmap(fd, layout.region_bytes, flags=mmap.MAP_SHARED)
             fcntl.flock(fd, fcntl.LOCK_SH)  # marks it as used, see `gear_loader.storage.shared_memory`
             info = os.fstat(fd)
-            mapping = cls(memory, name, fd, (info.st_dev, info.st_ino))
+            mapping = cls(memory, offset, name, fd, (info.st_dev, info.st_ino))
             with guarded():
                 # /proc/self/fd holds symbolic links, which os.link() follows only if a directory is given. An absolute
                 # path does not use the directory.
@@ -113,13 +120,13 @@ class _Mapping:
                 info = os.fstat(fd)
                 shared_memory.check_own(info, name)
                 layout = Layout.read(os.pread(fd, HEADER_LIMIT, 0), info.st_size, name)
-                memory = mmap.mmap(fd, layout.region_bytes, flags=mmap.MAP_SHARED)
+                memory, offset = pages.map_file(fd, layout.region_bytes)
             except BaseException:
                 os.close(fd)
                 raise
             # Another file may have replaced it since os.stat(), but not one that this process has mapped: this process
             # links its files under the guard.
-            mapping = cls(memory, name, fd, (info.st_dev, info.st_ino))
+            mapping = cls(memory, offset, name, fd, (info.st_dev, info.st_ino))
             mapping.remember()
             return mapping, layout
 
@@ -147,6 +154,8 @@ class _Mapping:
                         mapping.users -= 1
                         if not mapping.users:
                             mapping.unmap()
+                        elif mapping.users == 1 and mapping.pinning is not None:
+                            mapping.pinning.stop()  # it is the last user, and releases the mapping as it ends
                 for mapping in list(cls.registry.values()):
                     if mapping.mapped() is None:
                         mapping.forget()
@@ -159,7 +168,8 @@ class _Mapping:
             for device in sorted(self.devices):
                 torch.cuda.synchronize(device)  # kernels may still be reading
             with torch.cuda.device(min(self.devices)):
-                self.unregister()
+                unregister(self.registered)
+            self.devices.clear()
         self.pinned = None
         self.lock.hear(None)
         memory, self.memory = self.memory, None
@@ -170,8 +180,7 @@ class _Mapping:
         try:
             memory.close()
         except BufferError:  # a view exists; the memory is unmapped with the last view
-            # `mmap` has a descriptor of its own, and closing it releases this process's locks on the file. So the file
-            # stays registered and is not mapped a second time until then.
+            # The file stays registered and is not mapped a second time until then.
             if self.key is not None:
                 self.left = weakref.ref(memory, self.on_unmapped)
             return
@@ -196,26 +205,28 @@ class _Mapping:
             os.close(self.fd)
             self.fd = None
 
-    def register(self, base: int, total: int) -> bool:
-        """Register the memory with CUDA for the current device; return False with a notice if CUDA refuses."""
-        torch.cuda.init()
+    def pin(self, base: int, total: int, device: int) -> None:
+        """Begin to register the memory with CUDA in a thread; the caller holds the guard."""
         self.keep_from_children()
-        for start in range(0, total, _REGISTER_CHUNK):
-            count = min(_REGISTER_CHUNK, total - start)
-            code = int(torch.cuda.cudart().cudaHostRegister(base + start, count, 1))
-            if code != 0:
-                self.unregister()
-                self.keep_from_children(undo=True)
-                _clear_cuda_error()
-                notice(
-                    "pin",
-                    f"CUDA refused to pin {_size(count)} of host memory (cudaHostRegister returned {code}): batches "
-                    "are gathered on the CPU and copied. Raise the locked-memory limit (ulimit -l) or the "
-                    "container's memory.",
-                )
-                return False
-            self.registered.append(base + start)
-        return True
+        try:
+            self.pinning = Pinning(base, total, device, lambda pinned: self.on_pinned(pinned, device))
+            self.users += 1
+            self.pinning.start()
+        except BaseException:
+            self.users -= self.pinning is not None
+            self.pinning = None
+            self.keep_from_children(undo=True)
+            raise
+
+    def on_pinned(self, pinned: bool | None, device: int) -> None:
+        assert self.pinning is not None
+        if pinned:
+            self.registered = self.pinning.registered
+            self.devices.add(device)
+        else:
+            self.keep_from_children(undo=True)
+        self.pinned, self.pinning = pinned, None
+        self.release()
 
     def keep_from_children(self, *, undo: bool = False) -> None:
         """Exclude private memory from forks, or include it again.
@@ -225,20 +236,14 @@ class _Mapping:
         """
         if self.fd is not None or self.memory is None:  # a fork does not copy shared memory
             return
-        self.is_parents = not undo
+        self.is_parents = True
         wipe, drop = (_KEEP_ON_FORK, mmap.MADV_DOFORK) if undo else (_WIPE_ON_FORK, mmap.MADV_DONTFORK)
         try:
             self.memory.madvise(wipe)
         except OSError:  # an older kernel
             with contextlib.suppress(OSError):
                 self.memory.madvise(drop)
-
-    def unregister(self) -> None:
-        while self.registered:
-            code = int(torch.cuda.cudart().cudaHostUnregister(self.registered.pop()))
-            if code != 0:
-                _clear_cuda_error()
-                warnings.warn(f"cudaHostUnregister returned {code}.", RuntimeWarning, stacklevel=3)
+        self.is_parents = not undo  # last, for a fork in between
 
     @classmethod
     def after_fork(cls) -> None:
@@ -246,6 +251,9 @@ class _Mapping:
             mapping.is_lost |= mapping.is_parents and mapping.memory is not None
             # A child does not inherit registrations with CUDA.
             mapping.pinned, mapping.registered, mapping.devices = None, [], set()
+            if mapping.pinning is not None:  # the thread, which is a user, is the parent's
+                mapping.pinning = None
+                mapping.released.append(mapping)
 
 
 _lost: list[mmap.mmap] = []
@@ -267,7 +275,9 @@ class Region:
         self.name = name
         self.lock = mapping.lock
         assert mapping.memory is not None
-        self.bytes: np.ndarray[Any, Any] | None = np.frombuffer(mapping.memory, dtype=np.uint8)
+        self.bytes: np.ndarray[Any, Any] | None = np.frombuffer(
+            mapping.memory, dtype=np.uint8, count=layout.region_bytes, offset=mapping.offset
+        )
         self._mapping = mapping
         if mapping.fd is not None:
             self.lock.hear(self.array("counters")[BELL:].ctypes.data)
@@ -277,27 +287,44 @@ class Region:
     # ---------------------------------------------------------------- create, attach, remove
 
     @classmethod
-    def create(cls, layout: Layout, name: str | None) -> Region:
+    def create(
+        cls,
+        layout: Layout,
+        name: str | None,
+        *,
+        huge_pages: pages.HugePages = "auto",
+        node: int | None = None,
+    ) -> Region:
         """Map a new region of zeros and write its header.
 
         A named region gets its name when it is complete. Its memory is reserved at once, so that a full `/dev/shm` is
         an error here and not a crash later.
 
+        Args:
+            layout: places of the index and the columns.
+            name: name of the region, or None.
+            huge_pages: as for `Table.create`.
+            node: NUMA node whose memory is preferred, or None.
+
         Raises:
-            RegionError: the name is taken, there is not enough memory, or $GEAR_LOADER_DIR cannot hold tables.
+            RegionError: the name is taken, there is not enough memory, huge pages were asked for and cannot be had, or
+                $GEAR_LOADER_DIR cannot hold tables.
         """
         if name is None:
             try:
-                memory = mmap.mmap(-1, layout.region_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                memory, offset = pages.map_private(layout.region_bytes)
             except (OSError, OverflowError, ValueError) as error:
                 raise RegionError(
                     f"A table of {_size(layout.region_bytes)} cannot be mapped ({error}). "
                     "Lower max_steps, max_trajectories or max_blocks."
                 ) from error
-            with contextlib.suppress(OSError):  # huge pages only affect speed
-                memory.madvise(mmap.MADV_HUGEPAGE)
-            memory[: len(layout.header)] = layout.preamble().ljust(64, b"\0") + layout.header[64:]
-            return cls(_Mapping(memory, "a private table", None, None), layout, None)
+            pages.prepare_private(memory, huge_pages)
+            if node is not None:
+                numa.prefer(node, pages.address_of(memory) + offset, layout.region_bytes)
+            memory[offset : offset + len(layout.header)] = (
+                layout.preamble().ljust(64, b"\0") + layout.header[64:]
+            )
+            return cls(_Mapping(memory, offset, "a private table", None, None), layout, None)
 
         path = region_path(name)
         if os.path.lexists(path):
@@ -306,9 +333,11 @@ class Region:
         if layout.region_bytes > free.f_bavail * free.f_frsize:
             raise RegionError(_too_large(layout.region_bytes))
         try:
-            mapping = _Mapping.make(path, f"Table {name!r} ({path})", layout)
+            mapping = _Mapping.make(path, f"Table {name!r} ({path})", layout, huge_pages, node)
         except FileExistsError as error:
             raise RegionError(_exists(name)) from error
+        except RegionError:
+            raise
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise RegionError(_too_large(layout.region_bytes)) from error
@@ -413,17 +442,28 @@ class Region:
         """Whether this process has registered the region with CUDA."""
         return bool(self._mapping.registered)
 
-    def pin(self, device: torch.device | None = None) -> bool:
+    @property
+    def is_pinning(self) -> bool:
+        """Whether a thread of this process is registering the region with CUDA."""
+        return self._mapping.pinning is not None
+
+    def pin(self, device: torch.device | None = None, *, wait: bool = True) -> bool:
         """Register the region with CUDA in this process, so that kernels can read it; idempotent.
 
-        Does not wait for the GPU, but touches and locks every page. Forked processes do not receive a pinned private
-        region: there every use of it raises PrivateTableError.
+        A thread does it, which allocates and locks every page. The region can be read and written meanwhile, and
+        closed: the thread then unregisters and unmaps it. Does not wait for the GPU. Forked processes do not receive a
+        private region whose pinning has begun: there every use of it raises PrivateTableError.
 
         Args:
             device: GPU whose kernels read the region; by default the current one.
+            wait: wait for the thread, with a progress bar where there is a terminal.
 
         Returns:
-            False without a GPU, or if CUDA refuses; a notice gives the reason.
+            Whether it is pinned. False without a GPU, or if CUDA refuses; a notice gives the reason. Without `wait`
+            also False while the thread is at work.
+
+        Raises:
+            GpuError: no progress for two minutes.
         """
         mapping = self._mapping
         if mapping.pinned is False:
@@ -438,13 +478,20 @@ class Region:
         index = torch.cuda.current_device() if index is None else index
         if index in mapping.devices:
             return True
-        base = self._view().ctypes.data
-        with guarded():
-            if mapping.pinned is None:
-                total = round_up(self.layout.region_bytes, mmap.PAGESIZE)
-                with torch.cuda.device(index):
-                    mapping.pinned = mapping.register(base, total)
-            if mapping.pinned:
+        base, total = self._view().ctypes.data, round_up(self.layout.region_bytes, mmap.PAGESIZE)
+        while mapping.pinned is None:
+            with guarded():
+                if mapping.pinned is None and mapping.pinning is None:
+                    with torch.cuda.device(index):
+                        torch.cuda.init()
+                    uninterrupted(lambda: mapping.pin(base, total, index))
+                pinning = mapping.pinning
+            if not wait:
+                break
+            if pinning is not None:
+                pinning.wait()
+        if mapping.pinned:
+            with guarded():
                 mapping.devices.add(index)
         return bool(mapping.pinned)
 
@@ -478,9 +525,3 @@ def _too_large(count: int) -> str:
         f"--shm-size; else: mount -o remount,size=... {shared_memory.DIRECTORY}), or let GEAR_LOADER_DIR name a "
         "directory on a larger tmpfs."
     )
-
-
-def _clear_cuda_error() -> None:
-    # A failed runtime call leaves an error code for the next launch check; a tiny launch consumes it.
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())).add_(1)

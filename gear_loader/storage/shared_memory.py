@@ -37,6 +37,7 @@ __all__ = [
     "guarded",
     "hold",
     "in_use",
+    "mount_options",
     "opened",
     "processes",
     "region_names",
@@ -131,6 +132,16 @@ def check_directory() -> None:
 
 def filesystem() -> str:
     """The kernel's name of the file system type of named tables, or "unknown"."""
+    return next(iter(_mount()), "unknown")
+
+
+def mount_options() -> list[str]:
+    """The options of the file system of named tables, such as ``["rw", "size=24G", "huge=advise"]``."""
+    return _mount()[-1].split(",") if _mount() else []
+
+
+def _mount() -> list[str]:
+    """Type, source and options of the file system of named tables; empty if unknown."""
     device = os.stat(DIRECTORY).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     with (
@@ -139,8 +150,8 @@ def filesystem() -> str:
     ):
         for words in map(str.split, file):
             if words[2] == number:
-                return words[words.index("-") + 1]
-    return "unknown"
+                return words[words.index("-") + 1 :]
+    return []
 
 
 def region_names() -> list[str]:

@@ -14,6 +14,7 @@ import torch
 from cuda_common import FakeCuda
 
 import gear_loader as gear
+from gear_loader.storage import pinning
 from gear_loader.storage import region as regions
 
 pytestmark = [
@@ -25,7 +26,7 @@ SCHEMA = {"value": gear.Column(torch.float32, (8,))}
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    monkeypatch.setattr(regions, "_clear_cuda_error", lambda: None)
+    monkeypatch.setattr(pinning, "_clear_cuda_error", lambda: None)
     return FakeCuda(monkeypatch)
 
 

@@ -13,7 +13,8 @@ import torch
 from cuda_common import CurrentDevice
 
 from gear_loader.collection import prefetch
-from gear_loader.utils import waiting
+from gear_loader.storage import pinning
+from gear_loader.utils import captures, waiting
 
 from . import kernels
 from .machine import Event, Machine, Policy, Stream
@@ -47,6 +48,7 @@ class Cuda(CurrentDevice):
         self.threads.hear = self.machine.learn
         self.devices = devices
         self.refuse_pinning = False
+        self.may_pin: Callable[[], bool] = lambda: True
         self._defaults = [Stream(self.machine, number) for number in range(devices)]
 
     # ---------------------------------------------------------------- devices and streams
@@ -188,6 +190,7 @@ class Cuda(CurrentDevice):
 
     def cudaHostRegister(self, address: int, count: int, flags: int) -> int:
         assert flags == 1
+        self.threads.wait(self.may_pin)
         if self.refuse_pinning:
             return 2
         self.memory.registered[address] = count
@@ -263,7 +266,8 @@ class Cuda(CurrentDevice):
         patch.setattr(prefetch, "threading", self.threads.threading)
         patch.setattr(prefetch, "queue", self.threads.queue)
         patch.setattr(waiting, "time", self.threads.time)
-        patch.setattr(prefetch.ctypes, "CDLL", lambda name: self)
+        patch.setattr(pinning, "threading", self.threads.threading)
+        patch.setattr(captures.ctypes, "CDLL", lambda name: self)
         kernels.install(self, patch)
         try:
             with CudaFunctions(self):

@@ -45,6 +45,7 @@ class Scenario:
         selector: key of `SELECTORS`.
         prefetch, copy, complete: of the dataset.
         pinned: whether the device can read the table; else batches are gathered on the host.
+        pinning: whether a thread is still pinning it when the dataset is made.
         side: whether the consumer works on a stream of its own.
         writes: trajectories that another thread adds meanwhile; they evict others.
         grows: whether they are added step by step.
@@ -64,6 +65,7 @@ class Scenario:
     copy: bool | None = None
     complete: bool = False
     pinned: bool = True
+    pinning: bool = False
     side: bool = False
     writes: int = 0
     grows: bool = False
@@ -174,6 +176,7 @@ class Run:
 
     Attributes:
         cuda: the stand-in, with its counts.
+        kinds: whether collectors were seen whose device reads the table, and others.
     """
 
     def __init__(self, scenario: Scenario, seed: int, policy: Policy, *, ordered: bool = True) -> None:
@@ -181,6 +184,8 @@ class Run:
         self.cuda = Cuda(seed, policy)
         self.cuda.machine.checks_order = ordered
         self.expected: dict[tuple[int, int], dict[str, Any]] = {}
+        self.kinds: set[bool] = set()
+        self.num_taken = 0
         self._updates: list[tuple[dict[str, Any], int]] = []
         self._updated = 0
 
@@ -191,6 +196,11 @@ class Run:
             with self.cuda.installed(), self._mode():
                 table = made_table()
                 try:
+                    if self.scenario.pinning:
+                        waits = needs_priorities(SELECTORS[self.scenario.selector]())
+                        batches = 0 if waits else self.choose.choice([1, 2])
+                        self.cuda.may_pin = lambda: self.num_taken >= batches
+                        table.pin(DEVICE, wait=False)
                     self._consume(table)
                     gc.collect()
                 finally:
@@ -269,6 +279,8 @@ class Run:
         """What a training step does with a batch."""
         scenario = self.scenario
         self._between_batches()
+        self.num_taken += 1
+        self.kinds |= {collector.zero_copy for collector in data._buffers.collectors}
         if scenario.mode == "inference" and batch["value"].is_inference():
             raise Mismatch(f"batch {key} is an inference tensor: it cannot be trained on")
         read.append((key, cloned(batch)))

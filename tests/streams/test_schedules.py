@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import os
@@ -86,6 +87,18 @@ def test_batches_over_shards_in_any_order_of_work() -> None:
 @pytest.mark.parametrize("part", range(4))
 def test_batches_over_shards_in_thousands_of_schedules(part: int) -> None:
     check_shards(range(FIRST + 1000 + 100 * part, FIRST + 1000 + 100 * part + 100))
+
+
+def test_batches_while_the_table_is_being_pinned() -> None:
+    """They are gathered on the host until then, and read by the device afterwards, in the same iteration."""
+    changed = 0
+    for seed in range(FIRST, FIRST + 10):
+        for policy in POLICIES:
+            scenario = dataclasses.replace(Scenario.of(seed), pinning=True, pinned=True)
+            run = Run(scenario, seed, policy)
+            run.run()
+            changed += len(run.kinds) == 2
+    assert changed > 5, "a scenario that shows both kinds of batches is missing"
 
 
 @pytest.mark.parametrize("mode", MODES)

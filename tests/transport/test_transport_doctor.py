@@ -75,7 +75,10 @@ def test_what_is_found_here() -> None:
         assert carrier["infiniband"]["possible"] or carrier["infiniband"]["reason"]
 
 
-def test_nothing_is_slow_where_everything_is_there(elsewhere: Elsewhere) -> None:
+def test_nothing_is_slow_where_everything_is_there(
+    elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor.pages, "huge_pages_of_files", lambda: "within_size")
     found = doctor.report()
     assert found["slow"] == []
     assert found["infiniband"] == {"adapters": ["mlx5_0"], "device_files": ["uverbs0"]}

@@ -1,0 +1,251 @@
+"""Pages of a region's memory: where they are mapped, whether they are huge, and when they are allocated.
+
+Huge pages are of 2 MiB, the system's transparent ones. A private region has them where the system allows MADV_HUGEPAGE.
+Those of a named one belong to its file: a tmpfs mounted with ``huge=within_size`` or ``huge=always`` allocates them
+itself, one with ``huge=advise`` where memory is first touched through an advised mapping. On any other tmpfs, Linux 6.1
+and newer turns existing pages into huge ones (MADV_COLLAPSE), which copies them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from gear_loader.errors import RegionError, SchemaError
+from gear_loader.storage import shared_memory
+from gear_loader.storage.layout import round_up
+from gear_loader.utils.formatting import size
+
+__all__ = [
+    "HUGE_PAGE",
+    "HugePages",
+    "address_of",
+    "check_huge_pages",
+    "collapse",
+    "huge_pages_of_files",
+    "huge_pages_of_memory",
+    "map_file",
+    "map_private",
+    "populate",
+    "prepare_file",
+    "prepare_private",
+]
+
+HugePages = bool | Literal["auto"]
+HUGE_PAGE = 1 << 21
+"""Bytes of a huge page, and the alignment of every region in memory."""
+_POPULATE_WRITE, _COLLAPSE = (
+    23,
+    25,
+)  # MADV_POPULATE_WRITE (Linux 5.14), MADV_COLLAPSE (6.1), missing in `mmap`
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_PER_THREAD = 1 << 27  # bytes; fewer are not worth a thread
+_MOST_THREADS = 8
+_SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int),
+    *(ctypes.c_int, ctypes.c_int, ctypes.c_long),
+)
+_libc.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+
+
+def check_huge_pages(value: object) -> HugePages:
+    """Return `value` if it is an option of huge pages; raises SchemaError."""
+    if value is True or value is False or value == "auto":
+        return value
+    raise SchemaError(f"huge_pages is {value!r}; expected 'auto', True or False.")
+
+
+# ---------------------------------------------------------------- mapping
+
+
+def map_private(count: int) -> tuple[mmap.mmap, int]:
+    """Map private memory of zeros; returns it, and the offset of its first `count` bytes that begin on a huge page.
+
+    Raises:
+        OSError, OverflowError, ValueError: the system refuses.
+    """
+    memory = mmap.mmap(-1, count + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return memory, -address_of(memory) % HUGE_PAGE
+
+
+def map_file(fd: int, count: int) -> tuple[mmap.mmap, int]:
+    """Map the first `count` bytes of a file, shared; returns as `map_private`.
+
+    The file lies in the place of a part of private memory, because `mmap` takes no address. Closing that memory unmaps
+    both. It holds no descriptor of the file.
+
+    Raises:
+        OSError, OverflowError, ValueError: the system refuses.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    memory = mmap.mmap(-1, count + HUGE_PAGE, flags=flags)
+    start = address_of(memory)
+    offset = -start % HUGE_PAGE
+    protection = mmap.PROT_READ | mmap.PROT_WRITE
+    if _libc.mmap(start + offset, count, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0) != start + offset:
+        code = ctypes.get_errno()
+        memory.close()
+        raise OSError(code, os.strerror(code))
+    return memory, offset
+
+
+def address_of(memory: mmap.mmap) -> int:
+    """Address of the first byte of mapped memory."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+# ---------------------------------------------------------------- what the system allows
+
+
+def huge_pages_of_memory() -> bool:
+    """Whether private memory can have huge pages."""
+    return _chosen("enabled") in ("always", "madvise")
+
+
+def huge_pages_of_files() -> str:
+    """How the directory of named tables gives huge pages to files.
+
+    Returns:
+        The mount option ``huge=`` of a tmpfs: ``"never"``, ``"advise"``, ``"within_size"`` or ``"always"``;
+        ``"deny"`` or ``"force"`` if the system's ``shmem_enabled`` overrules it; ``"never"`` for other file systems.
+    """
+    overruled = _chosen("shmem_enabled")
+    if overruled in ("deny", "force"):
+        return overruled
+    options = shared_memory.mount_options() if shared_memory.filesystem() == "tmpfs" else []
+    return next((each[5:] for each in options if each.startswith("huge=")), "never")
+
+
+def _chosen(setting: str) -> str:
+    """The value in brackets of a setting such as ``always [madvise] never``."""
+    with contextlib.suppress(OSError):
+        for word in (_SETTINGS / setting).read_text().split():
+            if word.startswith("["):
+                return word.strip("[]")
+    return ""
+
+
+# ---------------------------------------------------------------- allocation
+
+
+def prepare_private(memory: mmap.mmap, huge: HugePages) -> None:
+    """Choose the pages of private memory, which the system allocates as they are written.
+
+    Raises:
+        RegionError: `huge` is True and the system has none.
+    """
+    if huge is True and not huge_pages_of_memory():
+        raise RegionError(
+            "huge_pages=True was given, but the system gives no huge pages to private memory. Allow them "
+            f"(echo madvise > {_SETTINGS}/enabled, as root), or use huge_pages='auto'."
+        )
+    with contextlib.suppress(OSError):  # a system without them
+        memory.madvise(mmap.MADV_HUGEPAGE if huge else mmap.MADV_NOHUGEPAGE)
+
+
+def prepare_file(fd: int, memory: mmap.mmap, offset: int, count: int, huge: HugePages) -> None:
+    """Allocate the pages of a new file that `map_file` has mapped.
+
+    Args:
+        fd: the file, of `count` bytes. memory, offset: as returned by `map_file`.
+
+    Raises:
+        RegionError: `huge` is True and not all whole huge pages can be had.
+        OSError: there is no space.
+    """
+    start = address_of(memory) + offset
+    mode = huge_pages_of_files()
+    if huge and count >= HUGE_PAGE:
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE, offset, round_up(count, mmap.PAGESIZE))
+        if mode == "advise":  # huge if touched through this mapping, but not if reserved by the call below
+            populate(start, count)
+    os.posix_fallocate(fd, 0, count)
+    if huge is not True or count < HUGE_PAGE:
+        return
+    missing, code = collapse(start, count)
+    if missing and not (code == errno.EINVAL and mode in ("advise", "within_size", "always", "force")):
+        why = (
+            f"this system cannot make them (Linux 6.1 or newer can, unless {_SETTINGS}/shmem_enabled is 'deny')"
+            if code == errno.EINVAL
+            else f"the memory is too fragmented or too full ({os.strerror(code)})"
+        )
+        raise RegionError(
+            f"huge_pages=True was given, but {size(missing)} of {size(count)} are not in huge pages: {why}. "
+            f"mount -o remount,huge=advise {shared_memory.DIRECTORY} (as root) lets tables have them from their "
+            "creation; or use huge_pages='auto'."
+        )
+
+
+def populate(start: int, count: int) -> bool:
+    """Allocate all pages of mapped memory without a change of its contents, in several threads.
+
+    Other threads and processes may read and write the memory meanwhile.
+
+    Returns:
+        Whether all are allocated. Linux before 5.14 cannot.
+    """
+    end = start + count
+    return not _in_threads(start, end, lambda begin, stop: _advise(begin, stop - begin, _POPULATE_WRITE))
+
+
+def collapse(start: int, count: int) -> tuple[int, int]:
+    """Turn the whole huge pages' worth of mapped memory into huge pages, in several threads.
+
+    Other threads and processes may read and write the memory meanwhile.
+
+    Returns:
+        Bytes that are not in huge pages, and the last error's number or 0.
+    """
+    start, end = round_up(start, HUGE_PAGE), (start + count) // HUGE_PAGE * HUGE_PAGE
+    missing: list[int] = []
+
+    def work(begin: int, stop: int) -> int:
+        code = _advise(begin, stop - begin, _COLLAPSE)
+        if code not in (0, errno.EINVAL):  # one page without memory ends the call: ask for each
+            pages = range(begin, stop, HUGE_PAGE)
+            missing.extend(page for page in pages if _advise(page, HUGE_PAGE, _COLLAPSE))
+        elif code:
+            missing.extend(range(begin, stop, HUGE_PAGE))
+        return code
+
+    code = _in_threads(start, end, work)
+    return len(missing) * HUGE_PAGE, code if missing else 0
+
+
+def _advise(start: int, count: int, advice: int) -> int:
+    """Call madvise without the GIL; returns the error's number or 0."""
+    return ctypes.get_errno() if _libc.madvise(start, count, advice) else 0
+
+
+def _in_threads(start: int, end: int, work: Callable[[int, int], int]) -> int:
+    """Call `work` for pieces of a range in several threads; returns an error's number that one returned, or 0."""
+    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)), max(1, (end - start) // _PER_THREAD))
+    piece = round_up(-(-(end - start) // threads), HUGE_PAGE)
+    codes: list[int] = []
+    started = [
+        threading.Thread(
+            target=lambda begin=begin: codes.append(work(begin, min(begin + piece, end))),
+            name="gear-loader-pages",
+            daemon=True,
+        )
+        for begin in range(start + piece, end, piece)
+    ]
+    for thread in started:
+        thread.start()
+    if start < end:
+        codes.append(work(start, min(start + piece, end)))
+    for thread in started:
+        thread.join()
+    return next(filter(None, codes), 0)
