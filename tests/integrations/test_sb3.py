@@ -168,15 +168,16 @@ def test_training_is_the_same_to_the_bit(tmp_path: Path, algorithm: str, env: st
                 "MlpPolicy",
                 make_vec_env(env, n_envs=n_envs, seed=3),
                 replay_buffer_class=kind,
-                buffer_size=300,
+                buffer_size=120,
                 learning_starts=50,
+                batch_size=32,
                 seed=3,
                 device="cpu",
                 policy_kwargs={"net_arch": [16]},
             )
-            model.learn(250)
+            model.learn(100)
             model.save_replay_buffer(tmp_path / "buffer.pkl")
             model.load_replay_buffer(tmp_path / "buffer.pkl")
-            model.learn(250, reset_num_timesteps=False)
+            model.learn(100, reset_num_timesteps=False)
         trained.append(torch.cat([value.flatten() for value in model.policy.state_dict().values()]))
     assert torch.equal(*trained)
