@@ -120,7 +120,7 @@ class Subject(source.Subject):
     def stream(self) -> tuple[np.ndarray, np.ndarray]:
         """Steps that are appended over and over, int64 ``[calls, envs]``, of which each environment plays its own part
         of the data; and whether an episode ends with them, which all do in the last call."""
-        data, calls = self.data, 2048 // self.envs
+        data, calls = self.data, 2048 if self.envs == 1 else 1024
         first = data.begins[np.arange(self.envs) * (len(data.begins) // self.envs)]
         steps = first + np.arange(calls)[:, None]
         ends = data.terminated[steps] | data.truncated[steps]
