@@ -5,7 +5,7 @@
 #
 # FOLDER is .peers of this project by default, which the benchmarks look into by themselves; another one is named to
 # them by --peers FOLDER. What is there already is kept. One that cannot be made does not keep the others away: the
-# reason is kept in FOLDER/NAME/failed.txt, and the benchmarks and the report give it. About 9 GB, of which TorchRL's
+# reason is kept in FOLDER/NAME/failed.txt, and the benchmarks and the report give it. About 11 GB, of which TorchRL's
 # torch is 5.5.
 #
 # They are separate from .venv and from each other, because Reverb 0.14 wants TensorFlow 2.15, which wants numpy 1 and
