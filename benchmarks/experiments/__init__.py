@@ -45,6 +45,10 @@ memory | cpu | Reverb, TorchRL, cpprb |
     bytes resident for each byte of payload, with trajectories of uneven length
 overlap | cpu, cuda | |
     how much a training step slows down with the loader beside it
+transitions | cpu | SB3, TorchRL, cpprb, Tianshou |
+    single transitions out of a million steps, uniformly and by priority, and appending steps
+learn | cpu | SB3 |
+    DQN and SAC of Stable-Baselines3 with its own replay buffer and with ours: returns, wall time
 train | cpu, cuda | Reverb, TorchRL |
     a small transformer end to end: samples a second, seconds to a return
 """

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers import batches, checkpoint, memory, online, select
+from benchmarks.peers import batches, checkpoint, memory, online, select, transitions
 from benchmarks.peers.select import ALPHA, BETA
 from benchmarks.peers.source import Source, Steps
 
@@ -143,7 +143,61 @@ class Writer(online.Rows):
     extend = add
 
 
+class Transitions(transitions.Subject):
+    """`ReplayBuffer` and `PrioritizedReplayBuffer`, next observations stored, or derived by ``next_of``.
+
+    Derived ones need steps in the order of one environment.
+    """
+
+    settings = ({"next_of": False}, {"next_of": True})
+
+    def open(self) -> None:
+        columns = {"obs": {"shape": 4}, "action": {"dtype": np.int64}, "reward": {}, "next_obs": {"shape": 4}}
+        columns["terminated"] = {"dtype": np.bool_}
+        options: dict[str, Any] = {}
+        if self.setting["next_of"]:
+            del columns["next_obs"]
+            options["next_of"] = "obs"
+        if self.prioritized:
+            from cpprb import PrioritizedReplayBuffer
+
+            self.store = PrioritizedReplayBuffer(self.data.steps, columns, alpha=ALPHA, eps=0.0, **options)
+        else:
+            from cpprb import ReplayBuffer
+
+            self.store = ReplayBuffer(self.data.steps, columns, **options)
+
+    def fill(self) -> None:
+        data = self.data
+        for begin, end in zip(data.begins, data.begins + data.lengths, strict=True):
+            steps = slice(begin, end)
+            more = {"priorities": data.priorities[steps]} if self.prioritized else {}
+            self.store.add(**data.columns(steps), **more)
+            self.store.on_episode_end()
+
+    def sample(self) -> Any:
+        return self.store.sample(self.batch, BETA) if self.prioritized else self.store.sample(self.batch)
+
+    def update(self, batch: Any, values: Any) -> None:
+        self.store.update_priorities(batch["indexes"], values)
+
+    def weights(self, batch: Any) -> np.ndarray:
+        return np.asarray(batch["weights"])
+
+    def calls(self, steps: np.ndarray, ends: np.ndarray) -> Iterator[Any]:
+        rows = steps if self.envs > 1 else steps[:, 0]
+        for row, done in zip(rows, ends, strict=True):
+            yield self.data.columns(row), self.envs == 1 and done[0]
+
+    def append(self, call: Any) -> None:
+        row, ends = call
+        self.store.add(**row)
+        if ends:
+            self.store.on_episode_end()
+
+
 KINDS: dict[str, dict[str, Any]] = {
+    "transitions": {"cpprb": Transitions},
     "batches": {"cpprb": Batches},
     "select": {"cpprb": Selection},
     "online": {"cpprb": Writer},

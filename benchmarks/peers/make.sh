@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Environments with the libraries that the benchmarks compare with, one each: Reverb, TorchRL, cpprb, Tianshou.
+# Environments with the libraries that the benchmarks compare with, one each: Reverb, TorchRL, cpprb, Tianshou, SB3.
 #
-#     bash benchmarks/peers/make.sh [FOLDER [NAME...]]        NAME: reverb torchrl cpprb tianshou; all by default
+#     bash benchmarks/peers/make.sh [FOLDER [NAME...]]        NAME: reverb torchrl cpprb tianshou sb3; all by default
 #
 # FOLDER is .peers of this project by default, which the benchmarks look into by themselves; another one is named to
 # them by --peers FOLDER. What is there already is kept. One that cannot be made does not keep the others away: the
-# reason is kept in FOLDER/NAME/failed.txt, and the benchmarks and the report give it. About 9 GB, of which TorchRL's
+# reason is kept in FOLDER/NAME/failed.txt, and the benchmarks and the report give it. About 11 GB, of which TorchRL's
 # torch is 5.5.
 #
 # They are separate from .venv and from each other, because Reverb 0.14 wants TensorFlow 2.15, which wants numpy 1 and
@@ -18,7 +18,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd) || exit 2
 folder=${1:-$root/.peers}
 (($#)) && shift
 names=("$@")
-((${#names[@]})) || names=(reverb torchrl cpprb tianshou)
+((${#names[@]})) || names=(reverb torchrl cpprb tianshou sb3)
 torch=${TORCH:-$(sed -n 's/^torch==//p' "$root/constraints.txt")}
 python=${PYTHON:-$(command -v python3.11 || echo python3)}
 status=0
@@ -29,8 +29,9 @@ for name in "${names[@]}"; do
         torchrl) packages=("torch==${TORCHRL_TORCH:-2.14.1}" torchrl==0.14.1) module=torchrl.data ;;
         cpprb) packages=(cpprb==11.0.0) module=cpprb ;;
         tianshou) packages=("torch==$torch" tianshou==2.0.1) module=tianshou.data ;;
+        sb3) packages=("torch==$torch" stable-baselines3==2.9.2 -e "$root") module=gear_loader.integrations.sb3 ;;
         *)
-            echo "make.sh: no peer is called $name; expected some of: reverb torchrl cpprb tianshou" >&2
+            echo "make.sh: no peer is called $name; expected some of: reverb torchrl cpprb tianshou sb3" >&2
             exit 2
             ;;
     esac

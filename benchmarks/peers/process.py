@@ -165,16 +165,23 @@ def start(
     variant: str,
     threads: int = 1,
     *,
+    environment: str | None = None,
     patience: float = 300.0,
 ) -> PeerProcess:
-    """A process that answers commands of a task with a library: see `benchmarks/peers/serve.py`."""
+    """A process that answers commands of a task with a library: see `benchmarks/peers/serve.py`.
+
+    Args:
+        environment: of `make.sh`; by default the library's own, or none for ours and torch alone.
+    """
     python = Path(sys.executable)
-    if library not in OWN:
-        place = (folder or Path()) / library
+    if environment is None and library.partition("_")[0] not in OWN:
+        environment = library
+    if environment is not None:
+        place = (folder or Path()) / environment
         python, note = place / "bin" / "python", place / "failed.txt"
         if note.is_file():
             raise PeerFailed(note.read_text(encoding="utf-8").strip())
         if folder is None or not python.exists():
             where = "GEAR_LOADER_PEERS is empty" if folder is None else f"{folder}"
-            raise PeerFailed(f"there is no environment {library}: {where} (benchmarks/peers/make.sh)")
+            raise PeerFailed(f"there is no environment {environment}: {where} (benchmarks/peers/make.sh)")
     return PeerProcess([str(python), "-I", _SCRIPT, task, library, variant, str(threads)], patience=patience)

@@ -2,9 +2,10 @@
 
     python -I benchmarks/peers/serve.py TASK LIBRARY VARIANT THREADS
 
-TASK and LIBRARY are modules of this folder: ``batches``, ``checkpoint``, ``memory``, ``online``, ``select`` or
-``train``; ``reverb``, ``torchrl``, ``cpprb``, ``tianshou``, ``plain`` (torch and numpy alone) or ``gear`` (this
-project). Only ``gear`` imports anything of this project from outside of this folder.
+TASK and LIBRARY are modules of this folder: ``batches``, ``checkpoint``, ``learn``, ``memory``, ``online``, ``select``,
+``train`` or ``transitions``; ``reverb``, ``torchrl``, ``cpprb``, ``tianshou``, ``sb3``, or one whose name begins with
+``plain`` (torch and numpy alone) or ``gear`` (this project). Only the last import anything of this project from outside
+of this folder.
 
 The first line of standard output says what was imported, or why it could not be. Each line of standard input is then a
 command as JSON, ``{"do": NAME, ...}``: the task's `Worker` has a method of that name, whose arguments are the other

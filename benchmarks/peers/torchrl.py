@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.peers import batches, checkpoint, episodes, memory, online, select
+from benchmarks.peers import batches, checkpoint, episodes, memory, online, select, transitions
 from benchmarks.peers.select import ALPHA, BETA
 from benchmarks.peers.source import Steps
 
@@ -281,7 +281,59 @@ class Loader(episodes.Loader):
         return {**batch, "mask": self._mask}
 
 
+class Transitions(transitions.Subject):
+    """`TensorDictReplayBuffer` and `TensorDictPrioritizedReplayBuffer` over `LazyTensorStorage`, without prefetching or
+    with 2 batches ahead; or a plain `ReplayBuffer`, which adds no index to a batch. Names are flat, which is faster
+    than ("next", "obs").
+    """
+
+    settings = ({"prefetch": 0}, {"prefetch": 2}, {"prefetch": 0, "kind": "ReplayBuffer"})
+
+    def open(self) -> None:
+        storage = data.LazyTensorStorage(self.data.steps)
+        options: dict[str, Any] = {"storage": storage, "batch_size": self.batch}
+        options["prefetch"] = self.setting["prefetch"] or None
+        if self.prioritized:
+            self.store = data.TensorDictPrioritizedReplayBuffer(alpha=ALPHA, beta=BETA, eps=0.0, **options)
+        else:
+            self.store = getattr(data, self.setting.get("kind", "TensorDictReplayBuffer"))(**options)
+
+    def fill(self) -> None:
+        self.store.extend(tensors(self.data.columns(), self.data.steps))
+        if self.prioritized:
+            self.store.update_priority(
+                torch.arange(self.data.steps), torch.from_numpy(self.data.priorities.copy())
+            )
+
+    def sample(self) -> Any:
+        return self.store.sample()
+
+    def values(self, values: np.ndarray) -> Any:
+        return torch.from_numpy(values)
+
+    def update(self, batch: Any, values: Any) -> None:
+        self.store.update_priority(batch["index"], values)
+
+    def found(self, batch: Any) -> Mapping[str, Any]:
+        return {name: batch[name].numpy() for name in transitions.COLUMNS}
+
+    def weights(self, batch: Any) -> np.ndarray:
+        return np.asarray(batch["priority_weight"].numpy())
+
+    def calls(self, steps: np.ndarray, ends: np.ndarray) -> Iterator[Any]:
+        for row in steps:
+            values = tensors(self.data.columns(row), self.envs)
+            yield values if self.envs > 1 else values[0]
+
+    def append(self, call: Any) -> None:
+        if self.envs > 1:
+            self.store.extend(call)
+        else:
+            self.store.add(call)
+
+
 KINDS: dict[str, dict[str, Any]] = {
+    "transitions": {"TorchRL": Transitions},
     "batches": {"TorchRL": Batches, "TorchRL, slices": Slices},
     "select": {"TorchRL tree": Tree, "TorchRL sampler": Sampler},
     "online": {"TorchRL": Writer},

@@ -45,7 +45,6 @@ _NEXT = "next_observation"
 _BLOCK_STEPS = 16
 _LONGEST = 1024  # steps at which an episode goes on in another trajectory, so that the oldest can be removed in pieces
 _SPARE = 1.75  # blocks for short episodes, relative to those of full blocks
-_LARGE = 1 << 20  # bytes of a batch
 _SHORTEST = 8  # mean length of an episode in steps for which there are slots
 _randint: Any = np.random.randint  # of the global random state, as SB3 draws, so that its seeds hold here
 # Attributes that belong to one table.
@@ -87,7 +86,7 @@ class ReplayBuffer(_ReplayBuffer):
         optimize_memory_usage: see above.
         handle_timeout_termination: an episode that ended by ``TimeLimit.truncated`` in its info does not count as done
             in batches.
-        copy: deliver each batch in new memory, as SB3 does; else a batch is valid until two more have been sampled.
+        copy: a batch stays as it is while anything refers to it, as SB3's do; else until two more have been sampled.
         name: name of the table, by which other processes attach to read it; None for private memory.
 
     Attributes:
@@ -431,10 +430,6 @@ class ReplayBuffer(_ReplayBuffer):
             observation = self._normalized(observation, env)
             following = self._normalized(following, env)
             reward = self.to_torch(self._normalize_reward(reward.cpu().numpy(), env))
-        elif self.copy and not self._is_fresh(count):
-            observation, action, following, reward = (
-                part.clone() for part in (observation, action, following, reward)
-            )
         return ReplayBufferSamples(observation, action, following, dones, reward)
 
     def _normalized(self, observation: torch.Tensor, env: Any) -> torch.Tensor:
@@ -450,18 +445,13 @@ class ReplayBuffer(_ReplayBuffer):
     def _gather(self, rows: Array, members: Array) -> Batch:
         """The transitions of calls `rows` of `add` (modulo the buffer's size) and environments `members`."""
         count = len(rows)
-        options = {"keep": 1 if self.copy else 2, "copy": self._is_fresh(count)}
+        options = {"keep": 2, "copy": None if self.copy else False}
         prefetcher = self._pools.single(count, count, self._collector, **options)
         if prefetcher.collector.device != self.device:
             self._pools = BufferPools()
             prefetcher = self._pools.single(count, count, self._collector, **options)
         drawn = self._drawn(rows, members)
         return prefetcher.one(lambda buffers, item: self._fill(prefetcher, buffers, item), drawn)
-
-    def _is_fresh(self, count: int) -> bool:
-        """Whether batches of `count` rows are gathered into new memory. A small one is faster to copy."""
-        large = count * self.table.schema.step_bytes >= _LARGE
-        return self.copy and (large or self.device.type != "cpu")
 
     def _drawn(self, rows: Array, members: Array) -> SelectedRows:
         slots, steps = np.empty(len(rows), dtype=np.int64), np.empty(len(rows), dtype=np.int64)
@@ -477,7 +467,7 @@ class ReplayBuffer(_ReplayBuffer):
         ticket = Ticket()
         collector = prefetcher.collector
         try:
-            if buffers.gpu is not None:  # the GPU may read the table after this returns
+            if collector.zero_copy:  # the GPU reads the table after this returns
                 collector.table.reader().begin_read(ticket)
             collector.gather(buffers, rows)
             prefetcher.release(buffers, ticket)

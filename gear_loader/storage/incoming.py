@@ -13,7 +13,7 @@ import torch
 
 from gear_loader.errors import SchemaError
 from gear_loader.storage.operations import UNSET
-from gear_loader.storage.schema import Column, Schema, as_mapping, keeps, settled
+from gear_loader.storage.schema import NUMPY_DTYPES, Column, Schema, as_mapping, keeps, settled
 from gear_loader.utils.arrays import Array, as_array, narrowed, shown, unreadable
 
 __all__ = [
@@ -91,12 +91,14 @@ def checked_final(schema: Schema, final: Any) -> dict[str, Array]:
         final: column name -> array, tensor or number ``[*shape]``, for all columns with ``Column(final=True)``.
 
     Returns:
-        Bytes of a step of every column that has steps, uint8 [1, step_bytes]: zeros for the other columns.
+        Bytes of a step of every column that has steps, uint8 [1, step_bytes], for reading: zeros for the others. They
+        may be the memory of `final`.
 
     Raises:
         SchemaError: a column is missing, or has no final values, or a value does not fit.
     """
-    wanted = {name: column for name, column in schema.items() if column.final}
+    finals = schema.finals
+    wanted: Mapping[str, Column] = {} if finals is None else finals
     final = as_mapping(final)
     if not isinstance(final, Mapping) or set(final) != set(wanted):
         given = sorted(map(str, final)) if isinstance(final, Mapping) else type(final).__name__
@@ -104,15 +106,20 @@ def checked_final(schema: Schema, final: Any) -> dict[str, Array]:
         raise SchemaError(
             f"final has {given}; expected {known}: all columns with Column(final=True) and no other."
         )
-    rows = {name: zeros_of(column) for name, column in schema.steps.items()}
-    steps = {name: _one_step(name, final[name], column) for name, column in wanted.items()}
-    rows.update(Schema(wanted).validate(steps, what="final")[1] if wanted else {})
+    rows = dict(schema.zero_step)
+    if finals is None:
+        return rows
+    for name, column in finals.items():
+        value = final[name]
+        fits = type(value) is np.ndarray and value.dtype == NUMPY_DTYPES.get(column.dtype)
+        if not fits or value.shape != column.shape or not value.flags.c_contiguous:
+            break
+        rows[name] = value.reshape(1, -1).view(np.uint8)
+    else:
+        return rows
+    steps = {name: _one_step(name, final[name], column) for name, column in finals.items()}
+    rows.update(finals.validate(steps, what="final")[1])
     return rows
-
-
-def zeros_of(column: Column) -> Array:
-    """A step of zeros, uint8 [1, step_bytes]."""
-    return np.zeros((1, column.step_bytes), dtype=np.uint8)
 
 
 def _one_step(name: str, value: Any, column: Column) -> Any:

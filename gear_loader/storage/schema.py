@@ -255,6 +255,20 @@ class Schema(Mapping[str, Column]):
         return {name: column for name, column in self.items() if column.trajectory}
 
     @functools.cached_property
+    def finals(self) -> Schema | None:
+        """The columns with final steps; None without one."""
+        found = {name: column for name, column in self.items() if column.final}
+        return Schema(found) if found else None
+
+    @functools.cached_property
+    def zero_step(self) -> dict[str, np.ndarray]:
+        """A step of zeros of every column that has steps, uint8 [1, step_bytes], read-only."""
+        zeros = {name: np.zeros((1, column.step_bytes), np.uint8) for name, column in self._by_step.items()}
+        for values in zeros.values():
+            values.flags.writeable = False
+        return zeros
+
+    @functools.cached_property
     def step_bytes(self) -> int:
         """Bytes of one step over all columns that have steps."""
         return sum(column.step_bytes for column in self._by_step.values())

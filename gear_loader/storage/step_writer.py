@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from gear_loader.errors import SchemaError
 from gear_loader.storage.incoming import checked_final
 from gear_loader.storage.writer import Target, Writer
+from gear_loader.utils.arrays import Array, data_address
 
 __all__ = ["StepWriter"]
 
@@ -34,6 +35,8 @@ class StepWriter(Writer):
         super().__init__(table)
         self._grown: tuple[int, int, int] | None = None  # slot, generation, and steps of the trajectory
         self._reserved = np.zeros(2, dtype=np.int64)
+        # Where the columns put a step, as no block is shown; see `append`.
+        self._spares = np.array([column.spare_address for column in self._columns], dtype=np.int64)
 
     @property
     def num_steps(self) -> int:
@@ -56,15 +59,17 @@ class StepWriter(Writer):
         if self._schema.casts:
             rows = self._schema.cast(rows, what="the step")
         self._check_usable()
+        if len(rows) == len(self._puts) and self._put(0, rows):
+            return (self.append_at(self._spares, 1),)
         if self._is_single(rows):
-            self._check_step(rows)  # leaves the values in the columns' spare steps
-            return (self.append_at([column.spare_address for column in self._columns], 1),)
+            self._check_step(rows)
+            return (self.append_at(self._spares, 1),)
         count, addresses, hold = self._schema.locate(dict(rows), what="the steps")
         index = self.append_at(addresses, count)
         del hold
         return (index,)
 
-    def append_at(self, addresses: list[int], count: int) -> int:
+    def append_at(self, addresses: Sequence[int] | Array, count: int) -> int:
         """`append` of steps that have been checked.
 
         Args:
@@ -76,15 +81,15 @@ class StepWriter(Writer):
         Raises:
             As `append`.
         """
-        if self.num_steps + count > self._table.longest:
-            raise self._too_long(self.num_steps + count)
-        if self._grown is not None and self._add(addresses, count, final=False):
-            slot, generation, length = self._grown
+        slot, generation, length = self._grown or (0, 0, 0)
+        if length + count > self._table.longest:
+            raise self._too_long(length + count)
+        if length and self._add(addresses, count, final=False):
             self._grown = slot, generation, length + count
             return slot
         return self._begin_trajectory(addresses, count)
 
-    def _begin_trajectory(self, addresses: list[int], count: int) -> int:
+    def _begin_trajectory(self, addresses: Sequence[int] | Array, count: int) -> int:
         self._grown = None
         self._checked_once(None)
         try:
@@ -102,7 +107,7 @@ class StepWriter(Writer):
         self._grown = slot, generation, count
         return slot
 
-    def _add(self, addresses: list[int], count: int, *, final: bool) -> bool:
+    def _add(self, addresses: Sequence[int] | Array, count: int, *, final: bool) -> bool:
         """Add steps to the trajectory; return False if it is gone."""
         assert self._grown is not None
         slot, generation, _ = self._grown
@@ -111,7 +116,7 @@ class StepWriter(Writer):
             slot,
             generation,
             self._table.step_addresses(),
-            np.array(addresses, dtype=np.int64),
+            np.asarray(addresses, dtype=np.int64),
             count,
             self._reserved,
             final=final,
@@ -155,7 +160,7 @@ class StepWriter(Writer):
             raise SchemaError("Nothing has been appended since the last commit; append at least one step.")
         if final is not None:
             last = checked_final(self._table.schema, final)
-            self._add([row.ctypes.data for row in last.values()], 1, final=True)
+            self._add([data_address(row) for row in last.values()], 1, final=True)
         slot = self._grown[0]
         self._grown = None
         return slot

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import struct
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -26,9 +25,9 @@ from gear_loader.native.copying import (
     VECTOR_WIDTH,
 )
 from gear_loader.storage.incoming import checked_priorities
-from gear_loader.storage.schema import Schema, as_mapping, settled
+from gear_loader.storage.schema import NUMPY_DTYPES, Column, Schema, as_mapping, settled
 from gear_loader.storage.step_writer import StepWriter
-from gear_loader.storage.writer import Target, Writer
+from gear_loader.storage.writer import Target, Writer, here
 from gear_loader.utils.arrays import Array, address_of, as_array, data_address, shown
 from gear_loader.utils.checks import at_least
 
@@ -80,7 +79,7 @@ class VectorWriter:
                 f"and {layout.max_steps:,} steps. Create the table larger."
             )
         self.trajectory: Mapping[str, Any] | None = None
-        self._pid = os.getpid()
+        self._pid = here.pid
         self._writers = [make_writer() for _ in range(count)]
         columns = table.step_addresses()
         width = len(columns)
@@ -95,13 +94,17 @@ class VectorWriter:
         self._pack_rows = struct.Struct(f"={width}q").pack_into
         self._rows_at = 8 * rows
         self._what = f"the rows (T = {count}, one for each environment)"
-        self._final_schema: Schema | None = None
         once = {
             name: dataclasses.replace(column, per="step")
             for name, column in table.schema.per_trajectory.items()
         }
         self._once_schema = Schema(once) if once else None
-        self._step_bytes = columns[:, 2].tolist()
+        # Name, dtype and shape of rows that need no further look.
+        self._plain = [
+            (name, NUMPY_DTYPES.get(column.dtype), (count, *column.shape))
+            for name, column in table.schema.steps.items()
+        ]
+        self._row_offsets = np.arange(count)[:, None] * columns[:, 2]  # int64 [n, C], bytes
         self._no_index = np.full(count, -1, dtype=np.int64)
         self._nobody = np.zeros(count, dtype=bool)
         self._nobody.flags.writeable = False
@@ -193,14 +196,14 @@ class VectorWriter:
         indices = self._no_index.copy()
         appended = self._nobody.copy()
         chosen = range(self.num_envs) if acting is None else np.flatnonzero(acting).tolist()
+        places = self._row_offsets + np.array(addresses, dtype=np.int64)
         for i in chosen:
             writer = self._hand_out(i)
             assert isinstance(writer, StepWriter)
             if priorities is not None:
                 writer.priority = float(priorities[i]) if priorities[i] >= 0 else None
-            places = [at + i * size for at, size in zip(addresses, self._step_bytes, strict=True)]
             try:
-                writer.append_at(places, 1)
+                writer.append_at(places[i], 1)
                 appended[i] = True
                 if ending is not None and ending[i]:
                     last = None if final is None else {name: values[i] for name, values in final.items()}
@@ -218,6 +221,17 @@ class VectorWriter:
             rows = as_mapping(rows)
             if columns and isinstance(rows, Mapping):
                 rows = {**settled(rows), **columns}
+        if type(rows) is dict and len(rows) == len(self._plain):
+            found = []
+            for name, dtype, shape in self._plain:
+                value = rows.get(name)
+                if type(value) is not np.ndarray or value.dtype != dtype or value.shape != shape:
+                    break
+                if dtype is None or not value.flags.c_contiguous:
+                    break
+                found.append(data_address(value))
+            else:
+                return found, rows
         length, addresses, hold = self._table.schema.steps.locate(rows, what=self._what)
         if length != self.num_envs:
             raise SchemaError(
@@ -246,19 +260,17 @@ class VectorWriter:
         return value if value.flags.c_contiguous else np.ascontiguousarray(value)
 
     def _checked_final(self, final: Any) -> dict[str, Any]:
-        final, schema = as_mapping(final), self._table.schema
-        wanted = {name: column for name, column in schema.items() if column.final}
+        final, finals = as_mapping(final), self._table.schema.finals
+        wanted: Mapping[str, Column] = {} if finals is None else finals
         if not isinstance(final, Mapping) or set(final) != set(wanted):
             given = sorted(map(str, final)) if isinstance(final, Mapping) else type(final).__name__
             raise SchemaError(
                 f"final has {given}; expected the columns {sorted(wanted)}: all with Column(final=True) and no other."
             )
         rows = dict(settled(final))
-        if not wanted:
+        if finals is None:
             return rows
-        if self._final_schema is None:
-            self._final_schema = Schema(wanted)
-        length, _, _ = self._final_schema.locate(rows, what=f"final, {self._what}")
+        length, _, _ = finals.locate(rows, what=f"final, {self._what}")
         if length != self.num_envs:
             raise SchemaError(
                 f"final has {length} rows; expected one for each of {self.num_envs} environments."
@@ -292,7 +304,7 @@ class VectorWriter:
         """Allocate blocks for each active environment that has reached the end of its blocks."""
         places = self._places
         without = places[:, VECTOR_NEXT] >= places[:, VECTOR_END]
-        for i in np.flatnonzero(without if acting is None else without & acting).tolist():
+        for i in (without if acting is None else without & acting).nonzero()[0].tolist():
             blocks, step, end = self._writers[i].reserve()
             self._blocks[i] = np.array(blocks, dtype=np.int32)
             places[i] = data_address(self._blocks[i]), step, end, step
@@ -323,7 +335,7 @@ class VectorWriter:
         if acting is not None:
             due &= acting
         indices = self._no_index.copy()
-        for i in np.flatnonzero(due).tolist():
+        for i in due.nonzero()[0].tolist():
             try:
                 for index in self._count_with(i, priorities):
                     indices[i] = index
@@ -415,9 +427,9 @@ class VectorWriter:
         self._table.check_open()
 
     def _check_process(self) -> None:
-        if os.getpid() != self._pid:
+        if here.pid != self._pid:
             raise GearError(
-                f"A vector writer of process {self._pid} was used in process {os.getpid()}; make one with "
+                f"A vector writer of process {self._pid} was used in process {here.pid}; make one with "
                 "table.writers() in each process."
             )
 

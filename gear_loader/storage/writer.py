@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,7 +20,7 @@ from gear_loader.storage.casting import can_cast
 from gear_loader.storage.incoming import checked_final, single_priority
 from gear_loader.storage.index import Claim
 from gear_loader.storage.schema import NUMPY_DTYPES, Column, as_mapping, settled
-from gear_loader.utils.arrays import Array, address_of, unreadable
+from gear_loader.utils.arrays import Array, address_of, data_address, unreadable
 from gear_loader.utils.checks import at_least
 
 if TYPE_CHECKING:
@@ -32,6 +32,20 @@ __all__ = ["Writer"]
 
 _GENEROUS = 8
 """A writer allocates at most one eighth of the free steps in advance."""
+
+
+class _Here:
+    """The id of this process, without the system call of `os.getpid`."""
+
+    def __init__(self) -> None:
+        self.update()
+
+    def update(self) -> None:
+        self.pid = os.getpid()
+
+
+here = _Here()
+os.register_at_fork(after_in_child=here.update)
 
 
 class Target(Protocol):
@@ -108,7 +122,8 @@ class Writer:
             _StepColumn(name, column, table.region.column(name), layout.columns[name].step_bytes)
             for name, column in self._schema.items()
         ]
-        self._pid = os.getpid()
+        self._puts = [(column.name, column.put) for column in self._columns]
+        self._pid = here.pid
         # The slot being written comes last; while a chunk is cut, the next slot's claim is added before its allocation.
         self._open: list[Claim] = []
         self._thread = 0  # the thread that began the trajectory
@@ -169,9 +184,11 @@ class Writer:
         rows: Mapping[str, Any] = columns if steps is None else self._joined(steps, columns)
         if self._schema.casts:
             rows = self._schema.cast(rows, what="the step")
-        if len(rows) != len(self._columns):
+        if len(rows) != len(self._puts):
             self._schema.validate_names(rows, what="the step")
-        self._check_usable()
+        if here.pid != self._pid:
+            self._check_process()
+        self._table.check_open()
         place = self._steps
         if place >= self._held or place // self._block_steps != self._here:
             if self._is_single(rows):
@@ -181,17 +198,25 @@ class Writer:
             else:
                 return self._append_many(rows)
         inside = self._steps - self._here * self._block_steps
-        for column in self._columns:
-            try:
-                value = rows[column.name]
-            except KeyError:
-                self._schema.validate_names(rows, what="the step")
-                raise
-            if not column.put(inside, value):
-                if not self._is_single(rows):
-                    return self._append_many(rows)
-                raise column.misfit(value)
-        return self._appended(1)
+        if not self._put(inside, rows):
+            if not self._is_single(rows):
+                return self._append_many(rows)
+            self._check_step(rows)
+        if self._cuts:
+            return self._appended(1)
+        self._steps += 1
+        self._fresh += 1
+        return ()
+
+    def _put(self, inside: int, rows: Mapping[str, Any]) -> bool:
+        """Write one step; return False if a value does not fit, or a column is missing."""
+        try:
+            for name, put in self._puts:
+                if not put(inside, rows[name]):
+                    return False
+        except KeyError:
+            return False
+        return True
 
     def _joined(self, steps: Mapping[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
         steps = as_mapping(steps)
@@ -249,7 +274,7 @@ class Writer:
         del hold
         return indices
 
-    def _copy_in(self, addresses: list[int], blocks: list[int], first: int, count: int) -> None:
+    def _copy_in(self, addresses: Sequence[int] | Array, blocks: list[int], first: int, count: int) -> None:
         """Copy `count` steps into the blocks of one trajectory, from step `first` on.
 
         Args:
@@ -269,7 +294,7 @@ class Writer:
     @property
     def open_slots(self) -> tuple[int, list[int]]:
         """Thread of the writer, and the slots that it is writing (empty in a forked child)."""
-        claims = list(self._open) if os.getpid() == self._pid else []
+        claims = list(self._open) if here.pid == self._pid else []
         return self._thread, [int(claim.slots[0]) for claim in claims if claim.slots[0] >= 0]
 
     def _make_room(self, count: int) -> None:
@@ -416,7 +441,7 @@ class Writer:
             raise SchemaError("Nothing has been appended since the last commit; append at least one step.")
         if last is not None:
             self._make_room(1)
-            self._copy_in([row.ctypes.data for row in last.values()], self._ids, self._steps, 1)
+            self._copy_in([data_address(row) for row in last.values()], self._ids, self._steps, 1)
         slot = self._slot
         self._write_once(once)
         with self._all_or_nothing():
@@ -513,7 +538,7 @@ class Writer:
 
     def close(self) -> None:
         """As `discard`; idempotent."""
-        if os.getpid() == self._pid:
+        if here.pid == self._pid:
             self.discard()
 
     def _forget(self) -> None:
@@ -523,13 +548,14 @@ class Writer:
         self._last_chunk = None
 
     def _check_usable(self) -> None:
-        self._check_process()
+        if here.pid != self._pid:
+            self._check_process()
         self._table.check_open()
 
     def _check_process(self) -> None:
-        if os.getpid() != self._pid:
+        if here.pid != self._pid:
             raise GearError(
-                f"A writer of process {self._pid} was used in process {os.getpid()}; make one with table.writer() "
+                f"A writer of process {self._pid} was used in process {here.pid}; make one with table.writer() "
                 "in each process."
             )
 
@@ -575,18 +601,16 @@ class _StepColumn:
         self._largest = torch.finfo(column.dtype).max if column.dtype.is_floating_point else 0.0
         whole = np.iinfo(self._dtype) if self._dtype is not None and self._kind in "iu" else None
         self._limits = (0, -1) if whole is None else (int(whole.min), int(whole.max))
-        # Types of numbers, and their limits, that are written as they are; `_put_number` looks at all others.
+        # Types of numbers that always fit, and of those that fit within limits: both are written as they are.
+        # `_put_number` looks at all others.
+        self._always: frozenset[type] = frozenset()
         self._quick: tuple[frozenset[type], float, float] = (frozenset(), 0, 0)
         if not self.shape and self._dtype is not None:
-            if self._kind == "b":
-                self._quick = _BOOLS, False, True
-            elif whole is None:
-                narrow = (
-                    _FLOATS | {np.float32} if self._dtype.itemsize < 8 else _FLOATS
-                )  # it has no such limits
-                self._quick = narrow, -self._largest, self._largest
-            else:
+            self._always = _BOOLS if self._kind == "b" else frozenset({self._dtype.type})
+            if whole is not None:
                 self._quick = _INTEGERS, *self._limits
+            elif self._kind == "f":
+                self._quick = _FLOATS, -self._largest, self._largest
         spare: Array = np.empty(step_bytes, dtype=np.uint8)
         self.spare_address: int = spare.ctypes.data
         """Address of the value that `fits` has accepted last."""
@@ -610,8 +634,15 @@ class _StepColumn:
 
     def put(self, place: int, value: Any) -> bool:
         """Write the value of one step; return False, having written nothing, if it does not fit."""
+        kind = type(value)
+        if kind in self._always:
+            self._view[place] = value
+            return True
+        if kind is np.ndarray and value.dtype == self._dtype and value.shape == self.shape:
+            self._view[place] = value
+            return self._dtype is not None
         kinds, low, high = self._quick
-        if type(value) in kinds and low <= value <= high:
+        if kind in kinds and low <= value <= high:
             self._view[place] = value
             return True
         if isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
@@ -681,6 +712,6 @@ class _StepColumn:
 
 def _give_up(index: Index, claims: list[Claim], pid: int) -> None:
     # The writer was garbage-collected; the next allocation that needs space reclaims its slots.
-    if os.getpid() == pid:
+    if here.pid == pid:
         for claim in claims:
             index.abort(claim.slots, wait=False, generations=claim.generations)

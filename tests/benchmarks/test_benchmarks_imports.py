@@ -18,6 +18,8 @@ FILES = {
 STANDARD = {*sys.stdlib_module_names, "numpy"}
 LIBRARIES = {"reverb": {"reverb", "tensorflow", "torch"}, "cpprb": {"cpprb"}, "tianshou": {"tianshou"}}
 LIBRARIES["torchrl"] = {"torchrl", "tensordict", "torch"}
+LIBRARIES["sb3"] = {"stable_baselines3", "gymnasium", "torch"}
+TASKS = ("select", "batches", "checkpoint", "memory", "online", "episodes", "transitions", "learn")
 
 
 def imported(path: Path) -> set[str]:
@@ -45,12 +47,10 @@ def test_rooms_below_do_not_import_experiments() -> None:
             assert not {m for m in imported(path) if m.startswith("benchmarks.experiments")}, name
 
 
-@pytest.mark.parametrize(
-    "name", ["serve", "source", "select", "batches", "checkpoint", "memory", "online", "episodes", *LIBRARIES]
-)
+@pytest.mark.parametrize("name", ["serve", "source", *TASKS, *LIBRARIES])
 def test_what_runs_beside_another_library_imports_nothing_else(name: str) -> None:
     found = imported(FOLDER / "peers" / f"{name}.py")
-    allowed = STANDARD | LIBRARIES.get(name, set())
+    allowed = STANDARD | LIBRARIES.get("sb3" if name == "learn" else name, set())
     other = {m for m in found if not m.startswith("benchmarks.peers.")}
     assert {module.split(".")[0] for module in other} <= allowed
     assert not found & {"benchmarks.peers.gear", "benchmarks.peers.plain", "benchmarks.peers.process"}

@@ -22,6 +22,9 @@ FED = {"alone", "ours, prefetch 0", "ours, prefetch 2", "ours, prefetch 2, DataL
 LOADED = {"read", "read, kept", "ours", "torch.load", "cpprb"}
 RATIOS = {"no limit", *(f"{n} trajectory" for n in ("1 row a", "8 rows a", "64 rows a"))}
 
+TRANSITIONS = {key: {"plain torch", "ours", "ours, copy=False"} for key in ("uniform", "prioritized")}
+APPENDED = {"plain torch", "ours, every step", "ours, per episode"}
+
 RUNS: dict[str, tuple[str, dict[str, set[str]], str]] = {
     "collect": ("--threads 1 --trajectories 130", {"W1": {*COLLECTED, "x[idx]"}, "W2": COLLECTED}, "Targets"),
     "single-server": (
@@ -73,6 +76,11 @@ RUNS: dict[str, tuple[str, dict[str, set[str]], str]] = {
             "all_to_all": {"all_to_all"},
         },
         "Targets",
+    ),
+    "transitions": (
+        "--threads 1 --peers PEERS",
+        {**TRANSITIONS, "append 1": APPENDED, "append 8": APPENDED},
+        "left out: SB3: ",
     ),
     "train": (
         "--threads 1 --episodes 12",

@@ -1,0 +1,132 @@
+"""This project's transitions: episodes in a table, drawn from by single steps, as the README's DQN does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+import gear_loader as gear
+from benchmarks.peers import transitions
+from benchmarks.peers.select import ALPHA, BETA
+from benchmarks.peers.transitions import EIGHT, ONE, PRIORITIZED, UNIFORM
+
+PACKAGES = MODULES = ("torch", "numpy")
+_STEP = gear.Window(1, squeeze=True)
+_WINDOWS = {
+    **dict.fromkeys(("obs", "action", "reward", "terminated"), _STEP),
+    "next_obs": gear.Window(1, 1, column="obs", squeeze=True),
+}
+
+
+class Transitions(transitions.Subject):
+    """`ReplayDataset.sample` of steps; each observation is stored once, and an episode's last one as its final step."""
+
+    modes: tuple[str, ...] = (UNIFORM, PRIORITIZED)
+    copy: bool | None = None
+    every_step = True
+
+    def open(self) -> None:
+        steps = self.data.steps
+        self.store = gear.Table.create(
+            {
+                "obs": gear.Column(torch.float32, (4,), final=True),
+                "action": gear.Column(torch.int64),
+                "reward": gear.Column(torch.float32),
+                "terminated": gear.Column(torch.bool),
+            },
+            max_steps=steps,
+            max_trajectories=max(steps // 50, 64),
+            block_steps="auto",
+            on_full="evict_oldest",
+        )
+        prioritized = gear.Prioritized(alpha=ALPHA, beta=BETA, unit="step")
+        self._replay = gear.ReplayDataset(
+            self.store,
+            batch_size=self.batch,
+            windows=_WINDOWS,
+            selector=prioritized if self.prioritized else gear.Uniform(unit="step"),
+            seed=self.data.seed,
+            device="cpu",
+            prefetch=0,
+            copy=self.copy,
+        )
+        if self.envs > 1:
+            self._writer: Any = self.store.writers(self.envs, commit_every_step=self.every_step)
+        else:
+            self._writer = self.store.writer(commit_every_step=self.every_step)
+
+    def fill(self) -> None:
+        data, first = self.data, ("obs", "action", "reward", "terminated")
+        index = []
+        for begin, length in zip(data.begins, data.lengths, strict=True):
+            steps = slice(begin, begin + length)
+            rows = {name: getattr(data, name)[steps] for name in first}
+            index.append(self.store.add(rows, final={"obs": data.next_obs[begin + length - 1]}))
+        if self.prioritized:
+            self._replay.sample()
+            every = np.repeat(np.array(index), data.lengths)
+            anchor = np.arange(data.steps) - np.repeat(data.begins, data.lengths)
+            self._replay.update_priority(every, data.priorities, anchor=anchor)
+
+    def sample(self) -> Any:
+        return self._replay.sample()
+
+    def values(self, values: np.ndarray) -> Any:
+        return torch.from_numpy(values)
+
+    def update(self, batch: Any, values: Any) -> None:
+        self._replay.update_priority(batch, values)
+
+    def weights(self, batch: Any) -> np.ndarray:
+        return np.asarray(batch["priority_weight"])
+
+    def calls(self, steps: np.ndarray, ends: np.ndarray) -> Iterator[Any]:
+        data = self.data
+        for row, done in zip(steps if self.envs > 1 else steps[:, 0], ends, strict=True):
+            values = data.columns(row)
+            final = {"obs": values.pop("next_obs")}
+            yield values, done, final if done.any() else None
+
+    def append(self, call: Any) -> None:
+        row, done, final = call
+        if self.envs > 1:
+            self._writer.append(**row, done=done, final=final)
+            return
+        self._writer.append(**row)
+        if final is not None:
+            self._writer.commit(final=final)
+
+    def close(self) -> None:
+        self._writer.close()
+        self.store.close()
+
+
+class Recycled(Transitions):
+    """The same with ``copy=False``: a batch stays as it is until two more have been drawn."""
+
+    copy = False
+
+
+class EveryStep(Transitions):
+    """Appending steps that can be drawn as soon as `append` has returned."""
+
+    modes = (ONE, EIGHT)
+
+
+class Episodes(EveryStep):
+    """Appending steps that can be drawn when their episode has ended."""
+
+    every_step = False
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "transitions": {
+        "ours": Transitions,
+        "ours, copy=False": Recycled,
+        "ours, every step": EveryStep,
+        "ours, per episode": Episodes,
+    }
+}
