@@ -23,13 +23,13 @@ import typer
 from rich.table import Table
 
 from benchmarks.showing import grid, standard_console
-from gear_loader.kernels.gather import TILES
+from gear_loader.kernels.gather import TILE
 
 LINE = 128
 HEADER = 24
 """Bytes of a completion beside its payload: header, sequence number, checksum and framing."""
 
-INSTRUCTIONS = {16: 1475, 4: 5200}
+INSTRUCTIONS = {16: 528, 4: 900}
 """Instructions of warps for 4 KiB of lines, by word size, counted by the emulator."""
 
 ISSUED = 4 * 1.6e9
@@ -67,9 +67,8 @@ def seconds(bus: Bus, row_bytes: int, batch: int, programs: int, *, step_bytes: 
     """Seconds of a batch of rows of adjacent lines, with a grid of so many programs."""
     word = 16 if step_bytes % 16 == 0 else 4
     lines = batch * -(-row_bytes // LINE)
-    tile = TILES[word]
-    tiles = -(-lines // tile)
-    a_tile = bus.latency + CHAIN + INSTRUCTIONS[word] * tile * LINE / 4096 / ISSUED
+    tiles = -(-lines // TILE)
+    a_tile = bus.latency + CHAIN + INSTRUCTIONS[word] * TILE * LINE / 4096 / ISSUED
     by_programs = -(-tiles // min(programs, tiles)) * a_tile
     return LAUNCH + max(lines * LINE / bus.reads(), by_programs, a_tile)
 
