@@ -35,7 +35,7 @@ import triton.language as tl
 from gear_loader.kernels import plan as _plan
 from gear_loader.kernels.plan import GatherPlan
 
-__all__ = ["gather"]
+__all__ = ["gather", "reciprocal"]
 
 BASE = tl.constexpr(_plan.BASE)
 STRIDE = tl.constexpr(_plan.STRIDE)

@@ -707,7 +707,8 @@ def draw_distinct(tree: SumTree, random: torch.Tensor, items: torch.Tensor, valu
     """Draw distinct items, one after another, each in proportion to the remaining leaves.
 
     Arguments and errors as for `draw`. Rows without a remaining item get -1 and 0 and are counted in `tree.status`. The
-    tree is unchanged afterwards. A single program runs, so large batches are slow.
+    tree is unchanged afterwards. After a first draw by many programs, a single one drops repetitions and redraws, so
+    large batches are slow.
     """
     count = check_draw(tree, random, items, values)
     if count == 0:
