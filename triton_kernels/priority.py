@@ -48,7 +48,7 @@ LOWEST_CLAIM = tl.constexpr(-(1 << 31))  # bits with the sign: below those of an
 DRAW = {"ROWS": 8, "num_warps": 1, "enable_fp_fusion": False}
 UPDATE = {"ROWS": 256, "num_warps": 16, "enable_fp_fusion": False}
 UPDATE_ALONE = {"ROWS": 512, "NODES": 256, "num_warps": 16, "maxnreg": 128, "enable_fp_fusion": False}
-DISTINCT = {"ROWS": 256, "DRAWS": 32, "num_warps": 16, "enable_fp_fusion": False}
+DISTINCT = {"ROWS": 256, "DRAWS": 32, "num_warps": 8, "maxnreg": 255, "enable_fp_fusion": False}
 ALONE = 4096
 """Most rows of an update by one program, with barriers between levels instead of launches."""
 MOST_CLAIMS = 1 << 22
