@@ -48,8 +48,10 @@ _NAMES = {
     "*i32": "block_ids staging known steps owner number ids",
     "*fp64": "sums",
     "*fp32": "values leaves mins maxs maximum drawn_leaves weights",
-    "i32": "num_columns batch num_tiles block_steps block_shift num_pieces count depth first_row first_phase "
-    "last_phase num_slots num_blocks num_ids size width first last offset anchor_first ahead ahead_final once",
+    "i32": "num_columns num_masks lines batch line_tiles num_tiles block_steps shift num_pieces count depth first_row "
+    "first_phase last_phase num_slots num_blocks num_ids size width first last offset anchor_first ahead ahead_final "
+    "once",
+    "i64": "magic",
     "fp32": "floor alpha eps beta",
 }
 TYPES = {
@@ -74,8 +76,8 @@ VARIANTS = [
         Variant(
             f"gather_{word}{'_rows' * chosen}",
             gather.gather_kernel,
-            {"WORD": word, "CHOSEN": chosen, "TILE": gather.TILES[word], "ENTRIES": gather.ENTRIES},
-            gather.LAUNCH[word],
+            {"WORD": word, "CHOSEN": chosen},
+            gather.LAUNCH,
         )
         for word, chosen in itertools.product((16, 4, 1), (False, True))
     ),
@@ -83,10 +85,14 @@ VARIANTS = [
     Variant("priority_draw", priority.draw_kernel, {}, priority.DRAW),
     *(
         Variant(
-            f"priority_update{'_unset' * unset}{'' if alpha_one else '_alpha'}",
-            priority.update_kernel,
+            f"priority_{name}{'_unset' * unset}{'' if alpha_one else '_alpha'}",
+            kernel,
             {"UNSET_ALLOWED": unset, "ALPHA_ONE": alpha_one},
-            priority.UPDATE,
+            launch,
+        )
+        for name, kernel, launch in (
+            ("update", priority.update_kernel, priority.UPDATE),
+            ("alone", priority.update_alone_kernel, priority.UPDATE_ALONE),
         )
         for unset, alpha_one in itertools.product((False, True), repeat=2)
     ),
@@ -108,9 +114,9 @@ VARIANTS = [
     Variant("items_weigh_table", items.weigh_kernel, {"TABLE": True}, items.WEIGH),
 ]
 
-# Global loads and stores, local ones (spills; without a suffix they move 4 bytes), and generic ones (whose space
-# the compiler could not tell).
-_MEMORY = re.compile(r"\b(?:LDG|STG|LDL|STL|LD|ST)(?:\.[A-Z0-9_]+)*(?=\s)")
+# Global loads (LDGSTS: into shared memory) and stores, local ones (spills; without a suffix they move 4 bytes), and
+# generic ones (whose space the compiler could not tell).
+_MEMORY = re.compile(r"\b(?:LDGSTS|LDG|STG|LDL|STL|LD|ST)(?:\.[A-Z0-9_]+)*(?=\s)")
 
 
 # In Triton's own code: the shape that threads form over a tile, and the load that uses it.
@@ -118,7 +124,9 @@ _LAYOUT = re.compile(
     r"^(#\w+) = #ttg\.blocked<\{sizePerThread = \[(?:\d+, )?(\d+)\], threadsPerWarp = \[(?:\d+, )?(\d+)\]",
     re.M,
 )
-_LINES = re.compile(r"= tt\.load .*evict_first : tensor<\d+(?:x32)?x!tt\.ptr<i32>, (#\w+)>")
+_LINES = re.compile(
+    r"= (?:tt\.load|ttg\.async_copy_global_to_local) .*evict_first\b.* : tensor<\d+(?:x32)?x!tt\.ptr<i32>, (#\w+)>"
+)
 
 
 def _side_by_side(code: str) -> int:

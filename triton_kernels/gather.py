@@ -1,8 +1,8 @@
 """Gather windows of trajectories from host memory, all columns of a batch in one launch.
 
-The work is split into 128-byte lines of the *source*. Row b of the batch gets `LINES` of them in every column, the
-most that its window can touch. A program processes one tile of lines at a time, of any rows: it computes each line's
-row, block and address, reads the whole line, and writes the part of it within the window:
+The work is split into 128-byte lines of the *source*. Row b of the batch gets `lines` of them, of each column the most
+that its window can touch; `GatherPlan` lists them. A program processes one tile of adjacent lines at a time, of any
+rows and columns: it computes each line's address, reads the whole line, and writes the part of it within the window:
 
     steps of a trajectory     | block 7         | block 2         |      window: steps 3 to 9
     lines of its blocks       |-----|-----|--pad|-----|-----|--pad|
@@ -11,6 +11,17 @@ row, block and address, reads the whole line, and writes the part of it within t
 So host memory is read only in whole, aligned lines, whatever the size of a step, and small rows fill a tile as well as
 large ones. The line with the same number of the *output* is the one whose padding the program writes. Masks have tiles
 of their own, of `ENTRIES` entries.
+
+**Pipeline.** Three loads, one after another, lead to a line's address. A program has several tiles under way and waits
+only for loads that it issued at least a tile ago; it requests the lines of the next tile before it stores a tile:
+
+    slot, anchor    of tile k + 4   into registers
+    extent          of tile k + 3
+    block id        of tile k + 2
+    lines           of tile k + 1   into shared memory, asynchronously
+    stores          of tile k
+
+One thread computes the address of a line; the threads that move its words read it from shared memory.
 """
 
 from __future__ import annotations
@@ -24,7 +35,7 @@ import triton.language as tl
 from gear_loader.kernels import plan as _plan
 from gear_loader.kernels.plan import GatherPlan
 
-__all__ = ["gather"]
+__all__ = ["gather", "reciprocal"]
 
 BASE = tl.constexpr(_plan.BASE)
 STRIDE = tl.constexpr(_plan.STRIDE)
@@ -33,58 +44,244 @@ OUT = tl.constexpr(_plan.OUT)
 LENGTH = tl.constexpr(_plan.LENGTH)
 OFFSET = tl.constexpr(_plan.OFFSET)
 PAD = tl.constexpr(_plan.PAD)
-MASK = tl.constexpr(_plan.MASK)
 LINES = tl.constexpr(_plan.LINES)
 FINAL = tl.constexpr(_plan.FINAL)
 WIDTH = tl.constexpr(_plan.WIDTH)
 PAD_KEEP = tl.constexpr(_plan.PAD_KEEP)
 PAD_HEAD = tl.constexpr(_plan.PAD_HEAD)
 PAD_EDGE = tl.constexpr(_plan.PAD_EDGE)
+EDGE = tl.constexpr(1 << 24)  # in a line's padding: it repeats a step
+PART = tl.constexpr(32)  # lines whose padding is written at a time
 
-TILES = {16: 128, 4: 64, 1: 64}
-"""Lines per tile, by word size: 16 or 8 KiB in flight per program. A bus of 55 GB/s and 1.5 us needs 82 KB of them."""
+TILE = 128
+"""Lines of a tile, one a thread: 16 KiB, of which up to two tiles are in flight a program."""
 
 ENTRIES = 512
 """Entries per tile of a mask."""
 
-LAUNCH: dict[int, dict[str, int | None]] = {
-    16: {"num_warps": 8, "maxnreg": None},
-    4: {"num_warps": 8, "maxnreg": 168},
-    1: {"num_warps": 8, "maxnreg": 168},
-}
-"""Launch options by word size; without a limit the last two take 174 and 212 registers, and need no more than this."""
+LAUNCH = {"TILE": TILE, "ENTRIES": ENTRIES, "STAGES": 3, "num_warps": 4}
+"""Launch options. `STAGES`: tiles whose lines are requested or stored at a time."""
 
 
 @triton.jit
-def _window(p_slots, p_anchors, p_extent, i_row, m_row, offset, length, pad, final):
-    """Windows of rows of the batch: first step, number of existing steps, padding before them, block table offset."""
-    slot = tl.load(p_slots + i_row, mask=m_row, other=0)
-    begin = tl.load(p_anchors + i_row, mask=m_row, other=0) + offset
-    steps = tl.load(p_extent + slot * 3, mask=m_row, other=0)
-    o_ids = tl.load(p_extent + slot * 3 + 1, mask=m_row, other=0)
-    steps += tl.load(p_extent + slot * 3 + 2, mask=m_row & (final != 0), other=0)
+def _clip(x):
+    return tl.minimum(tl.maximum(x, 0), 128)
+
+
+@triton.jit
+def _window(begin, steps, length, pad):
+    """Windows: first step, number of existing steps, padding before them."""
     low = tl.minimum(tl.maximum(begin, 0), steps)
     count = (tl.maximum(tl.minimum(begin + length, steps), low) - low).to(tl.int32)
     head = tl.where(pad == PAD_HEAD, length - count, 0)
-    head = tl.where(
-        (pad == PAD_KEEP) | (pad == PAD_EDGE), tl.where(count > 0, (low - begin).to(tl.int32), length), head
-    )
+    keep = tl.where(count > 0, (low - begin).to(tl.int32), length)
+    head = tl.where((pad == PAD_KEEP) | (pad == PAD_EDGE), keep, head)
     # Of a window without any, the step next to it.
-    low = tl.minimum(low, tl.maximum(steps - 1, 0))
-    return low, count, head, o_ids
+    return tl.minimum(low, tl.maximum(steps - 1, 0)), count, head
 
 
 @triton.jit
-def _edges(p_block_ids, o_ids, first, count, m_row, block_steps, stride, step_bytes):
-    """Source bytes of the first and of the last step of windows, or of the step next to them; int64 [TILE] each.
+def _names(
+    p_lines, p_slots, p_anchors, p_rows, i_tile, lines, batch, CHOSEN: tl.constexpr, TILE: tl.constexpr
+):
+    """Row of the outputs (-1: no such line), column and number within it, slot and anchor of a tile's lines."""
+    i_line = i_tile * TILE + tl.arange(0, TILE)
+    i_row = (i_line.to(tl.uint32) // lines.to(tl.uint32)).to(tl.int32)
+    m_row = i_row < batch
+    b_name = tl.load(p_lines + (i_line - i_row * lines), mask=m_row, other=0)
+    slot = tl.load(p_slots + i_row, mask=m_row, other=0)
+    anchor = tl.load(p_anchors + i_row, mask=m_row, other=0)
+    if CHOSEN:
+        i_out = tl.load(p_rows + i_row, mask=m_row, other=-1)
+    else:
+        i_out = tl.where(m_row, i_row, -1).to(tl.int64)
+    return i_out, b_name, slot, anchor
 
-    `o_ids` are the places of the windows' first blocks, `first` the steps within them.
+
+@triton.jit
+def _extents(p_extent, i_out, slot):
+    """Length, place of the block table and final steps of trajectories."""
+    m_row = i_out >= 0
+    steps = tl.load(p_extent + slot * 3, mask=m_row, other=0)
+    o_ids = tl.load(p_extent + slot * 3 + 1, mask=m_row, other=0)
+    return steps, o_ids, tl.load(p_extent + slot * 3 + 2, mask=m_row, other=0)
+
+
+@triton.jit
+def _block(low, block_steps, magic, shift):
+    """Block of a step, counted from the trajectory's first, and the step within it: int64 and int32 [TILE].
+
+    By a multiplication and a shift, see `reciprocal`: there is no instruction that divides int64.
     """
+    i_block = (tl.umulhi((low * 4).to(tl.uint64), magic.to(tl.uint64)) >> shift).to(tl.int64)
+    return i_block, (low - i_block * block_steps).to(tl.int32)
+
+
+@triton.jit
+def _lines(p_columns, p_block_ids, i_out, b_name, anchor, steps, o_ids, finals, block_steps, magic, shift):
+    """Where lines come from and go to; loads their block ids.
+
+    Returns, each [TILE]: id of the line's block; address of the line in block 0; bytes from block to block; address in
+    the output of the line's byte 0; bytes of it within the window (`_range`); address of the output's line of the same
+    number; the padding there (`_padding`), or 0 if there is none.
+    """
+    m_row = i_out >= 0
+    p_column = p_columns + b_name.to(tl.int32) * WIDTH
+    i_line = (b_name >> 32).to(tl.int32)
+    a_source = tl.load(p_column + BASE, mask=m_row, other=0)
+    stride = tl.load(p_column + STRIDE, mask=m_row, other=128).to(tl.int32)
+    step_bytes = tl.load(p_column + STEP_BYTES, mask=m_row, other=0).to(tl.int32)
+    a_out = tl.load(p_column + OUT, mask=m_row, other=0)
+    length = tl.load(p_column + LENGTH, mask=m_row, other=0).to(tl.int32)
+    offset = tl.load(p_column + OFFSET, mask=m_row, other=0)
+    pad = tl.load(p_column + PAD, mask=m_row, other=0).to(tl.int32)
+    final = tl.load(p_column + FINAL, mask=m_row, other=0)
+    low, count, head = _window(anchor + offset, steps + tl.where(final != 0, finals, 0), length, pad)
+    # A window of a single step that does not exist is, with this padding, one of the step next to it.
+    m_other = (pad == PAD_EDGE) & (length == 1)
+    count, head = tl.where(m_other, 1, count), tl.where(m_other, 0, head)
+    i_block, first = _block(low, block_steps, magic, shift)
+
+    # The line's block, counted from the window's first, and the line's first byte within it. Lines are numbered as if
+    # a trajectory's blocks were adjacent.
+    o_line = (first * step_bytes // 128 + i_line) * 128
+    n_block = (o_line.to(tl.uint32) // stride.to(tl.uint32)).to(tl.int32)
+    o_inside = o_line - n_block * stride
+    block_bytes = block_steps * step_bytes
+    # Start of the line relative to the window's first step, in bytes without block padding.
+    o_steps = n_block * block_bytes + o_inside - first * step_bytes
+    window_bytes = count * step_bytes
+    m_line = m_row & (o_steps < window_bytes)
+    block_id = tl.load(p_block_ids + o_ids + i_block + n_block, mask=m_line, other=0)
+    end = tl.where(m_line, _clip(tl.minimum(block_bytes - o_inside, window_bytes - o_steps)), 0)
+    b_range = _clip(-o_steps) | (end << 8)
+    row_bytes = length * step_bytes
+    a_out += i_out * row_bytes
+
+    pad_from = head * step_bytes - i_line * 128
+    pad_to = _clip(pad_from + window_bytes)
+    pad_from = _clip(pad_from)
+    pad_stop = tl.where(m_row, _clip(row_bytes - i_line * 128), 0)
+    b_pad = pad_from | (pad_to << 8) | (pad_stop << 16) | tl.where(pad == PAD_EDGE, EDGE, 0)
+    b_pad = tl.where((tl.minimum(pad_from, pad_stop) > 0) | (pad_to < pad_stop), b_pad, 0)
+    a_line = a_out + i_line.to(tl.int64) * 128
+    a_out += head * step_bytes + o_steps
+    return block_id, a_source + o_inside, stride, a_out, tl.where(m_line, b_range, 0), a_line, b_pad
+
+
+@triton.jit
+def _edges(
+    p_columns,
+    p_lines,
+    p_slots,
+    p_anchors,
+    p_extent,
+    p_block_ids,
+    p_rows,
+    i_tile,
+    lines,
+    batch,
+    block_steps,
+    magic,
+    shift,
+    CHOSEN: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Addresses of the first and of the last step of windows, or of the step next to them, and bytes of a step.
+
+    Loads once more what leads to a tile's lines, rather than keep it: few tiles have such padding.
+    """
+    i_out, b_name, slot, anchor = _names(
+        p_lines, p_slots, p_anchors, p_rows, i_tile, lines, batch, CHOSEN, TILE
+    )
+    steps, o_ids, finals = _extents(p_extent, i_out, slot)
+    m_row = i_out >= 0
+    p_column = p_columns + b_name.to(tl.int32) * WIDTH
+    a_source = tl.load(p_column + BASE, mask=m_row, other=0)
+    stride = tl.load(p_column + STRIDE, mask=m_row, other=0)
+    step_bytes = tl.load(p_column + STEP_BYTES, mask=m_row, other=128).to(tl.int32)
+    length = tl.load(p_column + LENGTH, mask=m_row, other=0).to(tl.int32)
+    begin = anchor + tl.load(p_column + OFFSET, mask=m_row, other=0)
+    final = tl.load(p_column + FINAL, mask=m_row, other=0)
+    low, count, _ = _window(begin, steps + tl.where(final != 0, finals, 0), length, PAD_EDGE)
+    i_block, first = _block(low, block_steps, magic, shift)
+    o_ids += i_block
     last = first + tl.maximum(count - 1, 0)
     n_block = last // block_steps
-    head = tl.load(p_block_ids + o_ids, mask=m_row, other=0).to(tl.int64) * stride + first * step_bytes
-    tail = tl.load(p_block_ids + o_ids + n_block, mask=m_row, other=0).to(tl.int64) * stride
-    return head, tail + (last - n_block * block_steps) * step_bytes
+    head = tl.load(p_block_ids + o_ids, mask=m_row, other=0) * stride + first * step_bytes
+    tail = tl.load(p_block_ids + o_ids + n_block, mask=m_row, other=0) * stride
+    tail += (last - n_block * block_steps) * step_bytes
+    i_line = (b_name >> 32).to(tl.int32)
+    return a_source + head, a_source + tail, step_bytes, i_line * 128 % step_bytes
+
+
+@triton.jit
+def _words(b_bytes, WORD: tl.constexpr):
+    """Numbers of bytes as numbers of words of 4 bytes, which come four at a time if WORD is 16; of bytes if it is 1."""
+    if WORD == 16:
+        return b_bytes // 16 * 4
+    elif WORD == 4:
+        return b_bytes // 4
+    else:
+        return b_bytes
+
+
+@triton.jit
+def _pointers(address, WORD: tl.constexpr):
+    """Pointers to words of 4 bytes, or to bytes; tells the compiler what addresses are multiples of."""
+    if WORD == 16:
+        return tl.multiple_of((address // 16 * 16).to(tl.pointer_type(tl.int32)), 16)[:, None]
+    elif WORD == 4:
+        return address.to(tl.pointer_type(tl.int32))[:, None]
+    else:
+        return address.to(tl.pointer_type(tl.int8))[:, None]
+
+
+@triton.jit
+def _store(b_line, a_out, b_range, i_tile, line_tiles, WORD: tl.constexpr):
+    """Write the parts of lines, int32 [TILE, 32], that are within their windows."""
+    o_word = tl.arange(0, 32)[None, :]
+    p_out = _pointers(a_out, WORD)
+    b_range = b_range[:, None]
+    start, end = _words(b_range & 255, WORD), _words(b_range >> 8, WORD)
+    if WORD == 1:
+        if i_tile < line_tiles:
+            for k in range(4):
+                o_byte = o_word * 4 + k
+                m_byte = (o_byte >= start) & (o_byte < end)
+                tl.store(p_out + o_byte, (b_line >> (8 * k)).to(tl.int8), mask=m_byte)
+    else:
+        tl.store(p_out + o_word, b_line, mask=(o_word >= start) & (o_word < end))
+
+
+@triton.jit
+def _store_padding(a_line, b_pad, a_head, a_tail, step_bytes, phase, WORD: tl.constexpr, EDGES: tl.constexpr):
+    """Write the padding of lines of the outputs: zeros, or with `EDGES` the step next to it where lines have `EDGE`."""
+    o_word = tl.arange(0, 32)[None, :]
+    SIZE: tl.constexpr = 1 if WORD == 1 else 4
+    for i_part in range(a_line.shape[0] // PART):
+        i_line = i_part * PART + tl.arange(0, PART)
+        b_part = tl.gather(b_pad, i_line, 0)[:, None]  # [PART, 1]
+        p_out = _pointers(tl.gather(a_line, i_line, 0), WORD)
+        pad_from, pad_to = _words(b_part & 255, WORD), _words((b_part >> 8) & 255, WORD)
+        pad_stop = _words((b_part >> 16) & 255, WORD)
+        if EDGES:
+            a_from = tl.gather(a_head, i_line, 0)[:, None]
+            a_to = tl.gather(a_tail, i_line, 0)[:, None]
+            size = tl.gather(step_bytes, i_line, 0)[:, None]
+            o_from = tl.gather(phase, i_line, 0)[:, None]
+        for k in tl.static_range(4 // SIZE):
+            o_out = o_word * (4 // SIZE) + k
+            m_pad = ((o_out < pad_from) | (o_out >= pad_to)) & (o_out < pad_stop)
+            if EDGES:
+                a_edge = tl.where(o_out < pad_from, a_from, a_to) + (o_from + o_out * SIZE) % size
+                p_edge = (a_edge // 4 * 4).to(tl.pointer_type(tl.int32))
+                b_edge = tl.load(p_edge, mask=m_pad & (b_part >= EDGE), other=0)
+                if WORD == 1:
+                    b_edge = (b_edge >> (a_edge % 4 * 8).to(tl.int32)).to(tl.int8)
+            else:
+                b_edge = tl.zeros([PART, 32], dtype=tl.int8 if WORD == 1 else tl.int32)
+            tl.store(p_out + o_out, b_edge, mask=m_pad)
 
 
 @triton.jit
@@ -93,206 +290,168 @@ def _write_mask(
     p_anchors,
     p_extent,
     p_rows,
+    p_column,
     i_tile,
     batch,
-    a_out,
-    offset,
-    length,
-    pad,
-    final,
     CHOSEN: tl.constexpr,
     ENTRIES: tl.constexpr,
 ):
     """One tile of a mask: consecutive entries over the rows of the batch."""
+    length = tl.load(p_column + LENGTH).to(tl.int32)
     i_entry = i_tile * ENTRIES + tl.arange(0, ENTRIES)
     i_row = i_entry // length
     m_row = i_row < batch
-    _, count, head, _ = _window(p_slots, p_anchors, p_extent, i_row, m_row, offset, length, pad, final)
+    slot = tl.load(p_slots + i_row, mask=m_row, other=0)
+    begin = tl.load(p_anchors + i_row, mask=m_row, other=0) + tl.load(p_column + OFFSET)
+    steps = tl.load(p_extent + slot * 3, mask=m_row, other=0)
+    steps += tl.load(p_extent + slot * 3 + 2, mask=m_row & (tl.load(p_column + FINAL) != 0), other=0)
+    _, count, head = _window(begin, steps, length, tl.load(p_column + PAD).to(tl.int32))
     i_step = i_entry - i_row * length - head
     b_mask = ((i_step >= 0) & (i_step < count)).to(tl.int8)
-    o_entry = i_entry
+    o_entry = i_entry.to(tl.int64)
     if CHOSEN:
         o_entry = tl.load(p_rows + i_row, mask=m_row, other=0) * length + (i_entry - i_row * length)
-    tl.store(a_out.to(tl.pointer_type(tl.int8)) + o_entry, b_mask, mask=m_row)
+    tl.store(tl.load(p_column + OUT).to(tl.pointer_type(tl.int8)) + o_entry, b_mask, mask=m_row)
 
 
 # No argument is specialised on its value: a smaller last batch, or one of a single row, must not recompile in
 # mid-epoch, and the code is the same (tests/aot.py shows it).
 @triton.jit(
     do_not_specialize=[
-        "p_columns",
-        "p_slots",
-        "p_anchors",
-        "p_extent",
-        "p_block_ids",
-        "p_rows",
-        "num_columns",
-        "batch",
-        "num_tiles",
-        "block_steps",
-        "block_shift",
+        *(
+            "p_columns",
+            "p_slots",
+            "p_anchors",
+            "p_extent",
+            "p_block_ids",
+            "p_rows",
+            "num_columns",
+            "num_masks",
+        ),
+        *("lines", "batch", "line_tiles", "block_steps", "magic", "shift"),
     ]
 )
 def gather_kernel(
-    p_columns,  # int64 [C, WIDTH]
+    p_columns,  # int64 [C + masks, WIDTH], then int64 [lines]: number of the line << 32 | its column
     p_slots,  # int64 [B]
     p_anchors,  # int64 [B]
-    p_extent,  # int64 [T, 3] in host memory
-    p_block_ids,  # int32 [H] in host memory
+    p_extent,  # int64 [T, 3]
+    p_block_ids,  # int32 [H]
     p_rows,  # int64 [B] if CHOSEN
     num_columns,
+    num_masks,
+    lines,  # of a row of the batch, over all columns
     batch,
-    num_tiles,
+    line_tiles,
     block_steps,
-    block_shift,  # its logarithm if it is a power of two, else -1
+    magic,  # see `reciprocal`
+    shift,
     WORD: tl.constexpr,  # bytes of which steps are whole multiples: 16, 4 or 1
     CHOSEN: tl.constexpr,  # whether entry b goes to row p_rows[b] of the outputs, or to row b
     TILE: tl.constexpr,
     ENTRIES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    # Positions within a window, a block or a column of the batch fit into int32 (the plan checks it); addresses and
-    # steps of a trajectory are int64.
-    for i_tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        # The tile's column and its number within the column.
-        i_column = 0
-        i_first = 0
-        o_tile = 0
-        for i in range(num_columns):
-            i_column = tl.where(i_tile >= o_tile, i, i_column)
-            i_first = tl.where(i_tile >= o_tile, o_tile, i_first)
-            lines = tl.load(p_columns + i * WIDTH + LINES).to(tl.int32)
-            entries = tl.load(p_columns + i * WIDTH + LENGTH).to(tl.int32)
-            o_tile += tl.where(
-                lines > 0, (batch * lines + TILE - 1) // TILE, (batch * entries + ENTRIES - 1) // ENTRIES
+    # Positions within a window, a block or a batch's lines fit into int32 (the plan checks it); addresses and steps of
+    # a trajectory are int64.
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    p_lines = p_columns + (num_columns + num_masks) * WIDTH
+    # Of the tile after the next, of that after it: in these registers. A tile beyond the last has no rows.
+    i_out, b_name, slot, anchor = _names(
+        p_lines, p_slots, p_anchors, p_rows, tl.minimum(program, line_tiles), lines, batch, CHOSEN, TILE
+    )
+    steps, o_ids, finals = _extents(p_extent, i_out, slot)
+    i_next = tl.minimum(program + programs, line_tiles)
+    y_out, y_name, slot, y_anchor = _names(
+        p_lines, p_slots, p_anchors, p_rows, i_next, lines, batch, CHOSEN, TILE
+    )
+    block_id, a_block, stride, a_out, b_range, a_line, b_pad = _lines(
+        p_columns, p_block_ids, i_out, b_name, anchor, steps, o_ids, finals, block_steps, magic, shift
+    )
+    steps, o_ids, finals = _extents(p_extent, y_out, slot)
+    i_next = tl.minimum(i_next + programs, line_tiles)
+    z_out, z_name, z_slot, z_anchor = _names(
+        p_lines, p_slots, p_anchors, p_rows, i_next, lines, batch, CHOSEN, TILE
+    )
+    for i_tile in tl.range(program, line_tiles, programs, num_stages=STAGES):
+        # Loads in a branch stay where they are, so that Triton pipelines only those of the lines. What the lines need
+        # comes out of it, so that it runs before they are requested.
+        if i_tile + programs < line_tiles:
+            a_source = a_block + block_id.to(tl.int64) * stride
+            x_out, x_range, x_line, x_pad = a_out, b_range, a_line, b_pad
+            block_id, a_block, stride, a_out, b_range, a_line, b_pad = _lines(
+                p_columns,
+                p_block_ids,
+                y_out,
+                y_name,
+                y_anchor,
+                steps,
+                o_ids,
+                finals,
+                block_steps,
+                magic,
+                shift,
             )
-        i_first = i_tile - i_first
-        p_column = p_columns + i_column * WIDTH
-        lines = tl.load(p_column + LINES).to(tl.int32)
-        length = tl.load(p_column + LENGTH).to(tl.int32)
-        offset = tl.load(p_column + OFFSET)
-        pad = tl.load(p_column + PAD)
-        final = tl.load(p_column + FINAL)
-        a_out = tl.load(p_column + OUT)
-
-        if lines == 0:
-            _write_mask(
-                p_slots,
-                p_anchors,
-                p_extent,
-                p_rows,
-                i_first,
-                batch,
-                a_out,
-                offset,
-                length,
-                pad,
-                final,
-                CHOSEN,
-                ENTRIES,
+            y_out, y_name, y_anchor = z_out, z_name, z_anchor
+            steps, o_ids, finals = _extents(p_extent, z_out, z_slot)
+            i_next = tl.minimum(i_next + programs, line_tiles)
+            z_out, z_name, z_slot, z_anchor = _names(
+                p_lines, p_slots, p_anchors, p_rows, i_next, lines, batch, CHOSEN, TILE
             )
         else:
-            stride = tl.load(p_column + STRIDE).to(tl.int32)
-            step_bytes = tl.load(p_column + STEP_BYTES).to(tl.int32)
-            # Row of the batch and number within it of each line, and the row's window.      [TILE]
-            i_line = i_first * TILE + tl.arange(0, TILE)
-            i_row = i_line // lines
-            i_line = i_line - i_row * lines
-            m_row = i_row < batch
-            low, count, head, o_ids = _window(
-                p_slots, p_anchors, p_extent, i_row, m_row, offset, length, pad, final
-            )
+            a_source = a_block + block_id.to(tl.int64) * stride
+            x_out, x_range, x_line, x_pad = a_out, b_range, a_line, b_pad
+        # Whole lines, in words of 4 bytes.                                                   [TILE, 32]
+        p_source = tl.multiple_of((a_source // 128 * 128).to(tl.pointer_type(tl.int32)), 128)
+        b_line = tl.load(
+            p_source[:, None] + tl.arange(0, 32)[None, :],
+            mask=(x_range > 0)[:, None],
+            other=0,
+            eviction_policy="evict_first",
+        )
+        _store(b_line, x_out, x_range, i_tile, line_tiles, WORD)
+        padded = tl.max(x_pad, axis=0)
+        if padded > 0:
+            if padded >= EDGE:
+                a_head, a_tail, step_bytes, phase = _edges(
+                    p_columns,
+                    p_lines,
+                    p_slots,
+                    p_anchors,
+                    p_extent,
+                    p_block_ids,
+                    p_rows,
+                    i_tile,
+                    lines,
+                    batch,
+                    block_steps,
+                    magic,
+                    shift,
+                    CHOSEN,
+                    TILE,
+                )
+                _store_padding(x_line, x_pad, a_head, a_tail, step_bytes, phase, WORD, True)
+            else:
+                _store_padding(x_line, x_pad, x_line, x_line, x_pad, x_pad, WORD, False)
 
-            # The line's block, counted from the window's first, and the line's first byte within it. Lines are
-            # numbered as if a trajectory's blocks were adjacent.                              [TILE]
-            if block_shift >= 0:
-                i_block = low >> block_shift  # there is no instruction that divides int64
-            else:
-                i_block = low // block_steps
-            o_ids += i_block
-            first = (low - i_block * block_steps).to(tl.int32)  # step within the window's first block
-            o_line = (first * step_bytes // 128 + i_line) * 128
-            n_block = o_line // stride
-            o_inside = o_line - n_block * stride
-            block_bytes = block_steps * step_bytes
-            # Start of the line relative to the window's first step, in bytes without block padding.
-            o_steps = n_block * block_bytes + o_inside - first * step_bytes
-            m_line = m_row & (o_steps < count * step_bytes)
-            block_id = tl.load(p_block_ids + o_ids + n_block, mask=m_line, other=0).to(tl.int64)
-            # Bytes [start, end) of the line are in the window; byte 0 of the line goes to `o_out`.
-            start = -o_steps
-            end = tl.where(m_line, tl.minimum(block_bytes - o_inside, count * step_bytes - o_steps), 0)
-            row_bytes = length * step_bytes
-            if CHOSEN:
-                i_out = tl.load(p_rows + i_row, mask=m_row, other=0)
-            else:
-                i_out = i_row.to(tl.int64)
-            o_row = i_out * row_bytes
-            o_out = o_row + head * step_bytes + o_steps
-            # Padding in the output's line of the same number: bytes before `pad_from` and [pad_to, pad_stop).
-            pad_from = head * step_bytes - i_line * 128
-            pad_to = pad_from + count * step_bytes
-            pad_stop = tl.where(m_row, row_bytes - i_line * 128, 0)
+    o_tile = line_tiles
+    for i_column in range(num_columns, num_columns + num_masks):
+        p_column = p_columns + i_column * WIDTH
+        tiles = (batch * tl.load(p_column + LENGTH).to(tl.int32) + ENTRIES - 1) // ENTRIES
+        # The program's next tile, as if those of all columns were in one row.
+        for i_tile in range((program + programs - o_tile % programs) % programs, tiles, programs):
+            _write_mask(p_slots, p_anchors, p_extent, p_rows, p_column, i_tile, batch, CHOSEN, ENTRIES)
+        o_tile += tiles
 
-            # Whole lines in, wanted words out, in words of 4 bytes.                          [TILE, 32]
-            o_word = tl.arange(0, 32)[None, :]
-            p_source = tl.load(p_column + BASE).to(tl.pointer_type(tl.int32))
-            o_source = ((block_id * stride + o_inside) // 128) * 32
-            if WORD == 16:
-                # Tells the compiler that every bound is a whole number of 16-byte words.
-                p_source = tl.multiple_of(p_source, 128)
-                p_out = tl.multiple_of(a_out.to(tl.pointer_type(tl.int32)), 16)
-                o_out = (o_out // 16) * 4
-                o_row = (o_row // 16) * 4 + i_line * 32
-                start, end = start // 16 * 4, end // 16 * 4
-                pad_from, pad_to, pad_stop = pad_from // 16 * 4, pad_to // 16 * 4, pad_stop // 16 * 4
-            elif WORD == 4:
-                p_out = a_out.to(tl.pointer_type(tl.int32))
-                o_out = o_out // 4
-                o_row = o_row // 4 + i_line * 32
-                start, end = start // 4, end // 4
-                pad_from, pad_to, pad_stop = pad_from // 4, pad_to // 4, pad_stop // 4
-            b_line = tl.load(
-                p_source + o_source[:, None] + o_word,
-                mask=m_line[:, None],
-                other=0,
-                eviction_policy="evict_first",
-            )
-            if WORD != 1:
-                m_word = (o_word >= start[:, None]) & (o_word < end[:, None])
-                tl.store(p_out + o_out[:, None] + o_word, b_line, mask=m_word)
-                m_pad = (o_word < pad_from[:, None]) | (o_word >= pad_to[:, None])
-                m_pad = m_pad & (o_word < pad_stop[:, None])
-                b_pad = tl.zeros([TILE, 32], dtype=tl.int32)
-                if pad == PAD_EDGE:
-                    o_head, o_tail = _edges(
-                        p_block_ids, o_ids, first, count, m_row, block_steps, stride, step_bytes
-                    )
-                    o_edge = tl.where(o_word < pad_from[:, None], o_head[:, None], o_tail[:, None]) // 4
-                    o_edge += (i_line[:, None] * 32 + o_word) % (step_bytes // 4)
-                    b_pad = tl.load(p_source + o_edge, mask=m_pad, other=0)
-                tl.store(p_out + o_row[:, None] + o_word, b_pad, mask=m_pad)
-            else:
-                p_out = a_out.to(tl.pointer_type(tl.int8))
-                o_row += i_line * 128
-                o_head = tl.zeros([TILE], dtype=tl.int64)
-                o_tail = tl.zeros([TILE], dtype=tl.int64)
-                if pad == PAD_EDGE:  # before the loop, which takes fewer registers than in it
-                    o_head, o_tail = _edges(
-                        p_block_ids, o_ids, first, count, m_row, block_steps, stride, step_bytes
-                    )
-                for k in tl.static_range(4):
-                    o_byte = o_word * 4 + k
-                    m_byte = (o_byte >= start[:, None]) & (o_byte < end[:, None])
-                    tl.store(p_out + o_out[:, None] + o_byte, (b_line >> (8 * k)).to(tl.int8), mask=m_byte)
-                    m_pad = (o_byte < pad_from[:, None]) | (o_byte >= pad_to[:, None])
-                    m_pad = m_pad & (o_byte < pad_stop[:, None])
-                    b_pad = tl.zeros([TILE, 32], dtype=tl.int8)
-                    if pad == PAD_EDGE:
-                        o_edge = tl.where(o_byte < pad_from[:, None], o_head[:, None], o_tail[:, None])
-                        o_edge += (i_line[:, None] * 128 + o_byte) % step_bytes
-                        b_word = tl.load(p_source + o_edge // 4, mask=m_pad, other=0)
-                        b_pad = (b_word >> (o_edge % 4 * 8).to(tl.int32)).to(tl.int8)
-                    tl.store(p_out + o_row[:, None] + o_byte, b_pad, mask=m_pad)
+
+def reciprocal(steps: int) -> tuple[int, int]:
+    """A factor and a shift that divide by `steps`: ``x // steps == (4 * x * factor >> 64) >> shift`` for x below 2**61.
+
+    The factor is ``2**(62 + shift) / steps`` rounded up: by less than one, so 4 * x * factor is too large by less than
+    what would reach the next multiple of `steps`. It has at least 61 bits, so every launch passes an int64.
+    """
+    shift = steps.bit_length() - 1
+    return -(-(1 << (62 + shift)) // steps), shift
 
 
 def gather(
@@ -341,26 +500,28 @@ def gather(
     cuda = plan.device.type == "cuda"
     if programs is None:
         programs = torch.cuda.get_device_properties(plan.device).multi_processor_count if cuda else 4
-    steps = plan.block_steps
-    shift = -1 if steps & (steps - 1) else steps.bit_length() - 1
+    magic, shift = reciprocal(plan.block_steps)
     with torch.cuda.device(plan.device) if cuda else contextlib.nullcontext():
         for word, table, device_table in plan.launches:
-            tiles = plan.tiles(table, count, TILES[word], ENTRIES)
-            gather_kernel[(min(programs, tiles),)](
+            line_tiles, mask_tiles = plan.tiles(table, count, TILE, ENTRIES)
+            lines = int(table[:, LINES.value].sum())
+            masks = int((table[:, LINES.value] == 0).sum())
+            gather_kernel[(min(programs, line_tiles + mask_tiles),)](
                 device_table,
                 slots,
                 anchors,
                 extent,
                 block_ids,
                 slots if rows is None else rows,
-                len(table),
+                len(table) - masks,
+                masks,
+                lines,
                 count,
-                tiles,
-                steps,
+                line_tiles,
+                plan.block_steps,
+                magic,
                 shift,
                 WORD=word,
                 CHOSEN=rows is not None,
-                TILE=TILES[word],
-                ENTRIES=ENTRIES,
-                **LAUNCH[word],
+                **LAUNCH,
             )

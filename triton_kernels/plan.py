@@ -33,6 +33,7 @@ __all__ = [
     "GatherColumn",
     "GatherPlan",
     "PlacePlan",
+    "with_lines",
 ]
 
 LINE = 128
@@ -161,10 +162,11 @@ class GatherPlan:
         table: int64 [C, WIDTH] on the CPU.
         launches: (word bytes, table on the CPU, table on the device) of each kernel launch: one launch with 16-byte
             words if all steps are whole such words; otherwise one with 4-byte words for the columns that allow it, and
-            one with single bytes for the rest. The masks are additional rows of the first launch.
+            one with single bytes for the rest. The masks are additional rows of the first launch, after its columns.
+            That on the device also lists the lines of a row of the batch, see `with_lines`.
 
     Raises:
-        TypeError, ValueError: a column that the kernels do not support.
+        TypeError, ValueError: a column that the kernels do not support, or columns of too many lines together.
     """
 
     def __init__(self, columns: Sequence[GatherColumn], block_steps: int) -> None:
@@ -177,6 +179,12 @@ class GatherPlan:
             raise ValueError(
                 "The columns' outputs differ in batch size or device; expected the same for all."
             )
+        lines = sum(column.lines(block_steps) for column in columns) * first.shape[0]
+        if lines + 4096 >= 2**31:
+            raise ValueError(
+                f"A batch of {first.shape[0]:,} rows has {lines:,} lines of {LINE} bytes in its columns, more than the "
+                "kernels count; expected less than 2**31: a smaller batch, shorter windows or fewer columns."
+            )
         self.columns = tuple(columns)
         self.block_steps = block_steps
         self.batch_size = first.shape[0]
@@ -184,8 +192,8 @@ class GatherPlan:
         self.table = torch.tensor(
             [self._row(column) for column in columns], dtype=torch.int64, device="cpu"
         ).reshape(-1, WIDTH)
-        self.launches = [(word, table, table.to(self.device)) for word, table in self._launches()]
-        self._tiles: dict[tuple[int, int, int, int], int] = {}
+        self.launches = [(word, table, with_lines(table).to(self.device)) for word, table in self._launches()]
+        self._tiles: dict[tuple[int, int, int, int], tuple[int, int]] = {}
 
     def _row(self, column: GatherColumn) -> list[int]:
         row = [0] * WIDTH
@@ -224,19 +232,17 @@ class GatherPlan:
         parts[0][1].extend(masks)
         return [(word, torch.tensor(part, dtype=torch.int64, device="cpu")) for word, part in parts]
 
-    def tiles(self, table: torch.Tensor, count: int, tile: int, entries: int) -> int:
-        """Number of tiles of a launch over `count` rows: of `tile` lines each, or `entries` of a mask.
+    def tiles(self, table: torch.Tensor, count: int, tile: int, entries: int) -> tuple[int, int]:
+        """Numbers of tiles of a launch over `count` rows: of `tile` lines each, and of `entries` of a mask.
 
         Args:
             table: of one of `launches`.
         """
         key = (id(table), count, tile, entries)
         if key not in self._tiles:
-            sizes = [
-                (lines * count, tile) if lines else (length * count, entries)
-                for lines, length in table[:, [LINES, LENGTH]].tolist()
-            ]
-            self._tiles[key] = sum(-(-size // each) for size, each in sizes)
+            masks = table[table[:, LINES] == 0, LENGTH].tolist()
+            lines = int(table[:, LINES].sum()) * count
+            self._tiles[key] = -(-lines // tile), sum(-(-length * count // entries) for length in masks)
         return self._tiles[key]
 
     def of_source(self, sources: Sequence[torch.Tensor], block_steps: int) -> GatherPlan:
@@ -274,6 +280,18 @@ class GatherPlan:
                 f"{len(slots)} slots and {len(anchors)} anchors; expected as many of both, at most {self.batch_size}."
             )
         return len(slots)
+
+
+def with_lines(table: torch.Tensor) -> torch.Tensor:
+    """The table of a launch as the kernel reads it, int64 on the CPU: its entries, then those of the lines of a row.
+
+    The entry of a line: its number within its column << 32 | the column.
+    """
+    counts = table[:, LINES]
+    columns = torch.arange(len(table), device="cpu").repeat_interleave(counts)
+    first = (counts.cumsum(0) - counts)[columns]
+    lines = (torch.arange(len(columns), device="cpu") - first) << 32 | columns
+    return torch.cat([table.view(-1), lines])
 
 
 # One row of a placing plan's table: int64 [PLACE_WIDTH].

@@ -47,7 +47,8 @@ LOWEST_CLAIM = tl.constexpr(-(1 << 31))  # bits with the sign: below those of an
 # Fused multiply-adds would round differently from the other implementations.
 DRAW = {"ROWS": 8, "num_warps": 1, "enable_fp_fusion": False}
 UPDATE = {"ROWS": 256, "num_warps": 16, "enable_fp_fusion": False}
-DISTINCT = {"ROWS": 32, "num_warps": 8, "maxnreg": 255, "enable_fp_fusion": False}
+UPDATE_ALONE = {"ROWS": 512, "NODES": 256, "num_warps": 16, "maxnreg": 128, "enable_fp_fusion": False}
+DISTINCT = {"ROWS": 256, "DRAWS": 32, "num_warps": 8, "maxnreg": 255, "enable_fp_fusion": False}
 ALONE = 4096
 """Most rows of an update by one program, with barriers between levels instead of launches."""
 MOST_CLAIMS = 1 << 22
@@ -213,10 +214,53 @@ def _leaf(b_value, alpha, eps, ALPHA_ONE: tl.constexpr):
     return tl.where(b_wide > 0, tl.maximum(b_wide, LOWEST_LEAF), 0.0)
 
 
-@triton.jit(
-    do_not_specialize=["floor", "alpha", "eps", "batch", "first_row", "depth", "first_phase", "last_phase"]
-)
-def update_kernel(
+@triton.jit
+def _rows(p_items, p_values, i_tile, batch, ROWS: tl.constexpr):
+    """A tile of an update: numbers of the rows, whether they count, their items (or 0) and values."""
+    i_row = i_tile * ROWS + tl.arange(0, ROWS)
+    m_row = i_row < batch
+    i_item = tl.load(p_items + i_row, mask=m_row, other=-1)
+    b_value = tl.load(p_values + i_row, mask=m_row, other=0.0)
+    m_row = m_row & (i_item >= 0)
+    return i_row, m_row, tl.where(m_row, i_item, 0), b_value
+
+
+@triton.jit
+def _invalid(i_row, m_row, b_value, alpha, eps, first_row, ALPHA_ONE: tl.constexpr):
+    """Positions in the whole update of rows with an invalid value, else `NOWHERE`."""
+    b_leaf = _leaf(b_value, alpha, eps, ALPHA_ONE)
+    m_good = (b_value >= 0) & (b_value <= LARGEST_LEAF) & (b_leaf <= LARGEST_LEAF)
+    return tl.where(m_row & ~m_good, first_row + i_row.to(tl.int64), NOWHERE)
+
+
+@triton.jit
+def _write(
+    p_leaves,
+    i_row,
+    m_row,
+    i_item,
+    b_value,
+    maximum,
+    alpha,
+    eps,
+    UNSET_ALLOWED: tl.constexpr,
+    ALPHA_ONE: tl.constexpr,
+):
+    """Write the leaves of rows that find their claim."""
+    m_gone = b_value == GONE
+    if UNSET_ALLOWED:
+        b_value = tl.where(b_value == UNSET, maximum, tl.where(m_gone, 0.0, b_value))
+    b_leaf = tl.minimum(_leaf(b_value, alpha, eps, ALPHA_ONE), LARGEST_LEAF)
+    if UNSET_ALLOWED:
+        b_leaf = tl.where(m_gone, 0.0, b_leaf)
+    p_bits = p_leaves.to(tl.pointer_type(tl.int32))
+    b_bits = tl.load(p_bits + i_item, mask=m_row, other=0, volatile=True)
+    m_wins = m_row & (b_bits == i_row + FIRST_CLAIM)
+    tl.store(p_leaves + i_item, b_leaf.to(tl.float32), mask=m_wins)
+
+
+@triton.jit(do_not_specialize=["floor", "alpha", "eps", "batch", "depth"])
+def update_alone_kernel(
     p_items,  # int64 [B], negative: skip
     p_values,  # float32 [B]
     p_leaves,
@@ -230,6 +274,60 @@ def update_kernel(
     alpha,
     eps,
     batch,
+    depth,
+    UNSET_ALLOWED: tl.constexpr,
+    ALPHA_ONE: tl.constexpr,
+    ROWS: tl.constexpr,
+    NODES: tl.constexpr,
+):
+    """A whole update by one program: it knows what it refuses, and reads status and maximum once."""
+    p_bits = p_leaves.to(tl.pointer_type(tl.int32))
+    tiles = tl.cdiv(batch, ROWS)
+    refused = (tl.load(p_status + BAD_POSITION) != NOWHERE) & (not UNSET_ALLOWED)
+    maximum = tl.maximum(tl.load(p_maximum), floor)
+    if not UNSET_ALLOWED:
+        b_first = tl.full([ROWS], NOWHERE, dtype=tl.int64)
+        for i_tile in range(tiles):
+            i_row, m_row, i_item, b_value = _rows(p_items, p_values, i_tile, batch, ROWS)
+            b_first = tl.minimum(b_first, _invalid(i_row, m_row, b_value, alpha, eps, 0, ALPHA_ONE))
+        first = tl.min(b_first, axis=0)
+        if first != NOWHERE:
+            tl.atomic_min(p_status + BAD_POSITION, first)
+            refused = True
+    if not refused:
+        for i_tile in range(tiles):
+            i_row, m_row, i_item, b_value = _rows(p_items, p_values, i_tile, batch, ROWS)
+            tl.atomic_max(p_bits + i_item, i_row + FIRST_CLAIM, mask=m_row)
+        tl.debug_barrier()
+        b_high = tl.zeros([ROWS], dtype=tl.float32)
+        for i_tile in range(tiles):
+            i_row, m_row, i_item, b_value = _rows(p_items, p_values, i_tile, batch, ROWS)
+            _write(p_leaves, i_row, m_row, i_item, b_value, maximum, alpha, eps, UNSET_ALLOWED, ALPHA_ONE)
+            b_high = tl.maximum(b_high, tl.where(m_row, b_value, 0.0))
+        tl.atomic_max(p_maximum, tl.maximum(tl.max(b_high, axis=0), floor))
+        tl.debug_barrier()
+        for i in range(depth):
+            _refresh_level(p_leaves, p_sums, p_mins, p_maxs, p_levels, i + 1, p_items, batch, 0, 1, NODES)
+            tl.debug_barrier()
+
+
+@triton.jit(
+    do_not_specialize=["floor", "alpha", "eps", "batch", "first_row", "depth", "first_phase", "last_phase"]
+)
+def update_kernel(
+    p_items,  # the arguments as above
+    p_values,
+    p_leaves,
+    p_sums,
+    p_mins,
+    p_maxs,
+    p_levels,
+    p_maximum,
+    p_status,
+    floor,
+    alpha,
+    eps,
+    batch,
     first_row,  # number of p_items[0] in the whole update
     depth,
     first_phase,  # 0 check, 1 claim, 2 write, 3 raise the maximum, LEVELS and up: level 1 and up
@@ -238,6 +336,7 @@ def update_kernel(
     ALPHA_ONE: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    """Phases of an update by many programs, each of which sees what those of the launches before have done."""
     i_first = tl.program_id(0)
     stride = tl.num_programs(0)
     tiles = tl.cdiv(batch, ROWS)
@@ -253,34 +352,29 @@ def update_kernel(
             refused = refused & (not UNSET_ALLOWED)
             maximum = tl.maximum(tl.load(p_maximum, volatile=True), floor)
             for i_tile in range(i_first, tiles, stride):
-                i_row = i_tile * ROWS + tl.arange(0, ROWS)
-                m_row = i_row < batch
-                i_item = tl.load(p_items + i_row, mask=m_row, other=-1)
-                b_value = tl.load(p_values + i_row, mask=m_row, other=0.0)
-                m_row = m_row & (i_item >= 0)
-                i_place = tl.where(m_row, i_item, 0)
+                i_row, m_row, i_item, b_value = _rows(p_items, p_values, i_tile, batch, ROWS)
                 if phase == 0:
                     if not UNSET_ALLOWED:
-                        b_leaf = _leaf(b_value, alpha, eps, ALPHA_ONE)
-                        m_good = (b_value >= 0) & (b_value <= LARGEST_LEAF) & (b_leaf <= LARGEST_LEAF)
-                        first = tl.min(
-                            tl.where(m_row & ~m_good, first_row + i_row.to(tl.int64), NOWHERE), axis=0
-                        )
+                        b_first = _invalid(i_row, m_row, b_value, alpha, eps, first_row, ALPHA_ONE)
+                        first = tl.min(b_first, axis=0)
                         if first != NOWHERE:
                             tl.atomic_min(p_status + BAD_POSITION, first)
                 elif not refused:
                     if phase == 1:
-                        tl.atomic_max(p_bits + i_place, i_row + FIRST_CLAIM, mask=m_row)
+                        tl.atomic_max(p_bits + i_item, i_row + FIRST_CLAIM, mask=m_row)
                     elif phase == 2:
-                        m_gone = b_value == GONE
-                        if UNSET_ALLOWED:
-                            b_value = tl.where(b_value == UNSET, maximum, tl.where(m_gone, 0.0, b_value))
-                        b_leaf = tl.minimum(_leaf(b_value, alpha, eps, ALPHA_ONE), LARGEST_LEAF)
-                        if UNSET_ALLOWED:
-                            b_leaf = tl.where(m_gone, 0.0, b_leaf)
-                        b_bits = tl.load(p_bits + i_place, mask=m_row, other=0, volatile=True)
-                        m_wins = m_row & (b_bits == i_row + FIRST_CLAIM)
-                        tl.store(p_leaves + i_place, b_leaf.to(tl.float32), mask=m_wins)
+                        _write(
+                            p_leaves,
+                            i_row,
+                            m_row,
+                            i_item,
+                            b_value,
+                            maximum,
+                            alpha,
+                            eps,
+                            UNSET_ALLOWED,
+                            ALPHA_ONE,
+                        )
                     else:  # a separate phase, because the previous one reads the maximum
                         high = tl.max(tl.where(m_row, b_value, 0.0), axis=0)
                         tl.atomic_max(p_maximum, tl.maximum(high, floor))
@@ -323,32 +417,32 @@ def draw_distinct_kernel(
     p_maxs,
     p_levels,
     p_status,
-    p_drawn,  # int64 [B], scratch: item drawn by each row
-    p_drawn_leaves,  # float32 [B], scratch
+    p_drawn,  # int64 [B], items that `draw_kernel` drew; then scratch
+    p_drawn_leaves,  # float32 [B], their leaves
     p_items,  # int64 [B]
     p_values,  # float32 [B]
     count,
     depth,
     ROWS: tl.constexpr,
+    DRAWS: tl.constexpr,
 ):
     key, step = tl.load(p_random), tl.load(p_random + 1)
     p_bits = p_leaves.to(tl.pointer_type(tl.int32))
     filled = 0
     turn = 0
     total = _total(p_sums, p_levels, depth)
-    if ~(total > 0):
-        tl.atomic_add(p_status + EMPTY_DRAWS, 1)
     while (filled < count) & (total > 0):
         rows = count - filled
         tiles = tl.cdiv(rows, ROWS)
-        for i_tile in range(tiles):
-            i_row = i_tile * ROWS + tl.arange(0, ROWS)
-            m_row = i_row < rows
-            i_number = (turn * count + i_row).to(tl.uint32)
-            i_item, b_leaf = _draw_rows(p_leaves, p_sums, p_levels, depth, key, step, i_number)
-            tl.store(p_drawn + i_row, i_item, mask=m_row)
-            tl.store(p_drawn_leaves + i_row, b_leaf, mask=m_row)
-        tl.debug_barrier()
+        if turn > 0:  # the first draw of each row was made by `draw_kernel`
+            for i_tile in range(tl.cdiv(rows, DRAWS)):
+                i_row = i_tile * DRAWS + tl.arange(0, DRAWS)
+                m_row = i_row < rows
+                i_number = (turn * count + i_row).to(tl.uint32)
+                i_item, b_leaf = _draw_rows(p_leaves, p_sums, p_levels, depth, key, step, i_number)
+                tl.store(p_drawn + i_row, i_item, mask=m_row)
+                tl.store(p_drawn_leaves + i_row, b_leaf, mask=m_row)
+            tl.debug_barrier()
         for i_tile in range(tiles):  # the lowest row that drew an item keeps it
             i_row = i_tile * ROWS + tl.arange(0, ROWS)
             m_row = i_row < rows
@@ -368,16 +462,17 @@ def draw_distinct_kernel(
             tl.store(p_values + i_out, b_leaf, mask=m_first)
             filled += tl.sum(m_first.to(tl.int32), axis=0)
         tl.debug_barrier()
-        for i_tile in range(tl.cdiv(filled - begin, ROWS)):
-            i_row = begin + i_tile * ROWS + tl.arange(0, ROWS)
-            m_row = i_row < filled
-            i_item = tl.load(p_items + i_row, mask=m_row, other=0)
-            tl.store(p_leaves + i_item, tl.zeros([ROWS], dtype=tl.float32), mask=m_row)
-        tl.debug_barrier()
-        for i in range(depth):
-            _refresh_level(p_leaves, p_sums, p_mins, p_maxs, p_levels, i + 1, p_drawn, rows, 0, 1, ROWS)
+        if filled < count:  # draw again, from the rest
+            for i_tile in range(tl.cdiv(filled - begin, ROWS)):
+                i_row = begin + i_tile * ROWS + tl.arange(0, ROWS)
+                m_row = i_row < filled
+                i_item = tl.load(p_items + i_row, mask=m_row, other=0)
+                tl.store(p_leaves + i_item, tl.zeros([ROWS], dtype=tl.float32), mask=m_row)
             tl.debug_barrier()
-        total = _total(p_sums, p_levels, depth)
+            for i in range(depth):
+                _refresh_level(p_leaves, p_sums, p_mins, p_maxs, p_levels, i + 1, p_drawn, rows, 0, 1, ROWS)
+                tl.debug_barrier()
+            total = _total(p_sums, p_levels, depth)
         turn += 1
     for i_tile in range(tl.cdiv(count, ROWS)):
         i_row = i_tile * ROWS + tl.arange(0, ROWS)
@@ -387,10 +482,11 @@ def draw_distinct_kernel(
         m_missing = (i_row >= filled) & (i_row < count)
         tl.store(p_items + i_row, tl.full([ROWS], -1, dtype=tl.int64), mask=m_missing)
         tl.store(p_values + i_row, tl.zeros([ROWS], dtype=tl.float32), mask=m_missing)
-    tl.debug_barrier()
-    for i in range(depth):
-        _refresh_level(p_leaves, p_sums, p_mins, p_maxs, p_levels, i + 1, p_items, count, 0, 1, ROWS)
+    if (turn > 1) | (filled < count):  # else only leaves were changed, by claims
         tl.debug_barrier()
+        for i in range(depth):
+            _refresh_level(p_leaves, p_sums, p_mins, p_maxs, p_levels, i + 1, p_items, count, 0, 1, ROWS)
+            tl.debug_barrier()
     tl.atomic_add(p_status + DISTINCT_MISSING, (count - filled).to(tl.int64))
 
 
@@ -474,7 +570,7 @@ def update(
     levels, end = LEVELS.value, LEVELS.value + tree.depth
     if count <= ALONE:
         if count:
-            launch(items, values, 0, end, 1)
+            _launch_alone(tree, items, values, alpha=alpha, eps=eps, unset=unset, floor=floor)
         return
     # Programs cannot synchronise, so every phase is a launch; the narrow levels share one.
     wide = levels + sum(nodes > ALONE for _, nodes in tree.shape)
@@ -488,6 +584,42 @@ def update(
         for phase in range(3, wide):
             launch(*part, phase, phase + 1, 1024)
         launch(*part, wide, end, 1)
+
+
+def _launch_alone(
+    tree: SumTree,
+    items: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    alpha: float,
+    eps: float,
+    unset: bool,
+    floor: float,
+) -> None:
+    floor, alpha, eps = _as_float32(floor, alpha, eps)
+    nodes = (tree.leaves, tree.sums, tree.mins, tree.maxs, tree.levels)
+    with on_device(tree.device):
+        update_alone_kernel[(1,)](
+            items,
+            values,
+            *nodes,
+            tree.maximum,
+            tree.status,
+            floor,
+            alpha,
+            eps,
+            len(items),
+            tree.depth,
+            UNSET_ALLOWED=unset,
+            ALPHA_ONE=alpha == 1.0,
+            **UPDATE_ALONE,
+        )
+
+
+def _as_float32(*numbers: float) -> list[float]:
+    """Numbers as kernels receive them; Triton's interpreter would not round them."""
+    rounded: list[float] = torch.tensor(numbers, dtype=torch.float32, device="cpu").tolist()
+    return rounded
 
 
 def build(tree: SumTree) -> None:
@@ -521,8 +653,7 @@ def _launch_update(
     unset: bool = False,
     floor: float = 0.0,
 ) -> None:
-    # Kernels receive floats as float32; Triton's interpreter would not round them.
-    floor, alpha, eps = torch.tensor([floor, alpha, eps], dtype=torch.float32, device="cpu").tolist()
+    floor, alpha, eps = _as_float32(floor, alpha, eps)
     with on_device(tree.device):
         update_kernel[(programs,)](
             items,
@@ -576,7 +707,8 @@ def draw_distinct(tree: SumTree, random: torch.Tensor, items: torch.Tensor, valu
     """Draw distinct items, one after another, each in proportion to the remaining leaves.
 
     Arguments and errors as for `draw`. Rows without a remaining item get -1 and 0 and are counted in `tree.status`. The
-    tree is unchanged afterwards. A single program runs, so large batches are slow.
+    tree is unchanged afterwards. After a first draw by many programs, a single one drops repetitions and redraws, so
+    large batches are slow.
     """
     count = check_draw(tree, random, items, values)
     if count == 0:
@@ -584,4 +716,7 @@ def draw_distinct(tree: SumTree, random: torch.Tensor, items: torch.Tensor, valu
     drawn, leaves = torch.empty_like(items), torch.empty_like(values)
     arguments: list[Any] = [random, tree.leaves, tree.sums, tree.mins, tree.maxs, tree.levels, tree.status]
     with on_device(tree.device):
+        draw_kernel[(triton.cdiv(count, DRAW["ROWS"]),)](
+            random, tree.leaves, tree.sums, tree.levels, tree.status, drawn, leaves, count, tree.depth, **DRAW
+        )
         draw_distinct_kernel[(1,)](*arguments, drawn, leaves, items, values, count, tree.depth, **DISTINCT)

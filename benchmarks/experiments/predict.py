@@ -3,11 +3,12 @@
 A batch takes as long as the slowest of three, plus a launch:
 
 bus        all bytes at the rate of the link, where each request of 128 bytes carries a header;
-programs   each program reads one tile after another, and waits for each: the bus's latency, the chain of loads that
-           leads to a line's address, and its instructions;
+programs   each program has two tiles under way: it requests the lines of the next one before it stores a tile. The
+           first waits for the loads that lead to a line's address too;
 requests   the bytes that the GPU may have outstanding, once in each latency.
 
-Counted: the tiles and requests of a batch, and the instructions of a tile (docs/gpu.md). Assumed: what `BUSES` states.
+Counted: the tiles and requests of a batch. Emulated: the time of a program for a tile, beside the bus (`WORK`).
+Assumed: what `BUSES` states, and the latencies of tests/emulation/timing.py.
 `PUBLISHED` holds figures that others have measured, which the model has to reproduce within a fifth.
 """
 
@@ -23,20 +24,20 @@ import typer
 from rich.table import Table
 
 from benchmarks.showing import grid, standard_console
-from gear_loader.kernels.gather import TILES
+from gear_loader.kernels.gather import TILE
 
 LINE = 128
 HEADER = 24
 """Bytes of a completion beside its payload: header, sequence number, checksum and framing."""
 
-INSTRUCTIONS = {16: 1475, 4: 5200}
-"""Instructions of warps for 4 KiB of lines, by word size, counted by the emulator."""
+UNDER_WAY = 2
+"""Tiles of a program whose lines are under way."""
 
-ISSUED = 4 * 1.6e9
-"""Instructions of warps that a multiprocessor issues in a second: four schedulers at 1.6 GHz."""
+WORK = {16: 0.8e-6, 4: 1.6e-6}
+"""Seconds of a program for a tile beside the wait for its lines, by word size: its instructions, issued in order."""
 
-CHAIN = 4 * 0.35e-6
-"""Seconds of four loads from the GPU's memory, one after another, before a line's address is known."""
+CHAIN = 3 * 0.35e-6
+"""Seconds of three loads from the GPU's memory, one after another, before the first line's address is known."""
 
 LAUNCH = 4e-6
 """Seconds of a launch."""
@@ -67,11 +68,15 @@ def seconds(bus: Bus, row_bytes: int, batch: int, programs: int, *, step_bytes: 
     """Seconds of a batch of rows of adjacent lines, with a grid of so many programs."""
     word = 16 if step_bytes % 16 == 0 else 4
     lines = batch * -(-row_bytes // LINE)
-    tile = TILES[word]
-    tiles = -(-lines // tile)
-    a_tile = bus.latency + CHAIN + INSTRUCTIONS[word] * tile * LINE / 4096 / ISSUED
-    by_programs = -(-tiles // min(programs, tiles)) * a_tile
-    return LAUNCH + max(lines * LINE / bus.reads(), by_programs, a_tile)
+    tiles = -(-lines // TILE)
+    first = CHAIN + bus.latency + WORK[word]
+    by_programs = first + (-(-tiles // min(programs, tiles)) - 1) * a_tile(bus, word)
+    return LAUNCH + max(lines * LINE / bus.reads(), by_programs)
+
+
+def a_tile(bus: Bus, word: int) -> float:
+    """Seconds of a program from tile to tile, on a bus that is idle."""
+    return max(WORK[word], (bus.latency + WORK[word]) / UNDER_WAY)
 
 
 def predicted(bus: Bus, row_bytes: int, batch: int, programs: int, *, step_bytes: int = LINE) -> float:

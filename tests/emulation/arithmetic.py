@@ -77,6 +77,10 @@ def operation(parts: tuple[str, ...]) -> tuple[Operation, list[str], str]:
         return _permute, ["u32", "u32", "u32"], kind
     if name in ("mul", "mad") and dtype.kind != "f":
         return _multiplication(name, parts[1], kind)
+    if "relu" in flags:  # and not below zero
+        _only(flags - {"relu"}, name in ("min", "max") and kind == "s32")
+        whole = _plain(name, dtype, False)
+        return (lambda x, y: np.maximum(whole(x, y), 0)), [kind] * 2, kind
     # Rounding to nearest, without contraction, is what numpy does; denormals count, but for .ftz.
     allowed = {"rn", "approx", "ftz"} if dtype.kind == "f" else set()
     _only(flags - allowed, True)
@@ -193,6 +197,15 @@ def _permute(x: Array, y: Array, choice: Array) -> Array:
     return found
 
 
+def _high(x: Array, y: Array) -> Array:
+    """The upper 64 bits of products of 64 bits."""
+    half, low = np.uint64(32), np.uint64(0xFFFFFFFF)
+    (x_high, x_low), (y_high, y_low) = ((each >> half, each & low) for each in (x, y))
+    middle = x_high * y_low + (x_low * y_low >> half)
+    other = x_low * y_high + (middle & low)
+    return x_high * y_high + (middle >> half) + (other >> half)
+
+
 def _multiplication(name: str, mode: str, kind: str) -> tuple[Operation, list[str], str]:
     bits, code = int(kind[1:]), kind[0]
     if mode == "lo":
@@ -202,6 +215,8 @@ def _multiplication(name: str, mode: str, kind: str) -> tuple[Operation, list[st
     elif mode == "hi" and kind == "u32" and name == "mul":
         high = np.uint64(32)
         return (lambda x, y: ((x.astype(np.uint64) * y) >> high).astype(np.uint32)), [kind, kind], kind
+    elif mode == "hi" and kind == "u64" and name == "mul":
+        return _high, [kind, kind], kind
     else:
         raise ValueError(f"unknown form {mode}")
     if name == "mul":

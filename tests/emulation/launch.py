@@ -24,6 +24,7 @@ from gear_loader.storage.region import Region
 from .machine import Counts, Machine
 from .memory import Memory
 from .ptx import parse
+from .timing import Latencies
 
 ARCH = 90
 _MODULES = (gather, items, place, priority)
@@ -49,7 +50,12 @@ def machine(name: str, version: str, kernels: tuple[str, ...] = ()) -> Machine:
 
 
 def launch(
-    runner: Machine, name: str, blocks: int, arguments: tuple[Any, ...], memory: Memory | None = None
+    runner: Machine,
+    name: str,
+    blocks: int,
+    arguments: tuple[Any, ...],
+    memory: Memory | None = None,
+    latencies: Latencies | None = None,
 ) -> Counts:
     """Run a kernel with the arguments of its launcher, blocks in random order; returns what it did."""
     memory = Memory() if memory is None else memory
@@ -60,7 +66,7 @@ def launch(
             values.append(argument.data_ptr())
         else:
             values.append(argument)
-    done = runner.launch(blocks, values, memory, _random.permutation(blocks).tolist())
+    done = runner.launch(blocks, values, memory, _random.permutation(blocks).tolist(), latencies)
     LAUNCHES[name] += 1
     COUNTS[name].instructions.update(done.instructions)
     COUNTS[name].host_requests.update(done.host_requests)

@@ -16,8 +16,10 @@ import numpy as np
 
 from . import arithmetic
 from .arithmetic import TYPES, Array
+from .copies import AsyncCopies
 from .memory import ATOMIC, READ, WRITE, Accesses, InvalidAccessError, Memory, RaceError
 from .ptx import Instruction, Program, listed
+from .timing import Latencies, Timeline
 
 WARP = 32
 SECTOR, LINE = 32, 128
@@ -40,10 +42,19 @@ class SynchronizationError(Exception):
 
 @dataclasses.dataclass
 class Counts:
-    """What a launch did: instructions of warps, by name; requests of warps to host memory, by their bytes."""
+    """What a launch did.
+
+    Attributes:
+        instructions: instructions of warps, by name.
+        host_requests: requests of warps to host memory, by their bytes.
+        host_bytes_at_stores: bytes requested from host memory before each store to global memory.
+        time: of the block that takes longest, where latencies were given.
+    """
 
     instructions: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     host_requests: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
+    host_bytes_at_stores: list[int] = dataclasses.field(default_factory=list)
+    time: float = 0.0
 
     @property
     def host_bytes(self) -> int:
@@ -76,6 +87,8 @@ class Machine:
         self._parameters: dict[str, int] = {}
         self._memory = Memory()
         self._shared = np.zeros(shared, dtype=np.uint8)
+        self._latencies: Latencies | None = None
+        self._timeline: Timeline | None = None
         self.counts = Counts()
         self._steps: list[Step | None] = [self._compile(each) for each in program.instructions]
 
@@ -87,8 +100,11 @@ class Machine:
         arguments: Sequence[int | float],
         memory: Memory,
         order: Sequence[int] | None = None,
+        latencies: Latencies | None = None,
     ) -> Counts:
         """Run `blocks` blocks, in `order`; addresses and numbers in the order of the kernel's arguments.
+
+        With `latencies`, also count the time of the block that takes longest.
 
         Raises:
             InvalidAccessError, RaceError, SynchronizationError: what the kernel did wrong.
@@ -97,7 +113,7 @@ class Machine:
         for (name, kind), value in zip(self.program.parameters.items(), [*arguments, 0, 0], strict=True):
             bits = int(np.float32(value).view(np.uint32)) if kind == "f32" else int(value)
             self._parameters[name] = bits & ((1 << 64) - 1 if kind.endswith("64") else (1 << 32) - 1)
-        self._memory, self.counts = memory, Counts()
+        self._memory, self.counts, self._latencies = memory, Counts(), latencies
         self._special["%nctaid.x"][:] = blocks
         read: list[Array] = []
         written: list[Array] = []
@@ -125,6 +141,10 @@ class Machine:
             register[:] = _UNSET & ((1 << 8 * register.itemsize) - 1) if register.dtype != np.bool_ else True
         self._shared[:] = 0xA5
         self._global, self._local = Accesses("global"), Accesses("shared")
+        self._copies = AsyncCopies(self._shared, self._local)
+        latencies = self._latencies
+        timeline = Timeline(self._registers, self.threads // WARP, latencies) if latencies else None
+        self._timeline = timeline
         touched: list[tuple[Array, Array]] = []
         place = np.zeros(self.threads, dtype=np.int64)
         alive, waiting = np.ones(self.threads, dtype=bool), np.zeros(self.threads, dtype=bool)
@@ -134,7 +154,11 @@ class Machine:
                 self._local.barrier()
                 touched.append(self._global.barrier())
                 if not alive.any():
+                    if timeline is not None:
+                        self.counts.time = max(self.counts.time, float(timeline.now.max()))
                     return [self._merged(touched)]
+                if timeline is not None:
+                    timeline.barrier()
                 if len(np.unique(place[waiting])) > 1:
                     raise SynchronizationError("Threads of a block wait at different barriers.")
                 waiting[:] = False
@@ -142,7 +166,10 @@ class Machine:
             at = int(place[able].min())
             here = able & (place == at)
             instruction, step = self.program.instructions[at], self._steps[at]
-            self.counts.instructions[".".join(instruction.parts)] += len(np.unique(self._warps[here]))
+            warps = np.unique(self._warps[here])
+            self.counts.instructions[".".join(instruction.parts)] += len(warps)
+            if timeline is not None:
+                timeline.issue(instruction, warps)
             place[here] = at + 1
             chosen = here
             if instruction.predicate is not None:
@@ -300,6 +327,10 @@ class Machine:
                 data, host = self._memory.load(places, width, str(instruction))
                 if host.any():
                     self._count_requests(places[host], warps[host], width)
+                if self._timeline is not None:
+                    self._timeline.loaded(
+                        instruction, warps, places, host=bool(host.any()), cached=not volatile
+                    )
             if not volatile:
                 getattr(self, accesses).note(places, width, warps, READ, instruction.line)
             values = np.zeros((self.threads, len(writers)), dtype=dtype)
@@ -324,9 +355,51 @@ class Machine:
                 self._shared[self._inside(places, width, instruction)] = data
             else:
                 self._memory.store(places, data, str(instruction))
+                self.counts.host_bytes_at_stores.append(self.counts.host_bytes)
             getattr(self, accesses).note(places, width, warps, WRITE, instruction.line, data)
 
         return store
+
+    def _do_cp(self, instruction: Instruction) -> Step:
+        """Asynchronous copies: of 4, 8 or 16 bytes, the first so many from global memory and zeros after them."""
+        kind = instruction.parts[1:]
+        if kind in (("async", "commit_group"), ("async", "wait_group")):
+            return self._group(instruction)
+        if kind[0] != "async" or kind[2:] != ("shared", "global") or kind[1] not in ("ca", "cg"):
+            raise UnknownInstructionError("form")
+        to, source = (self._address(each) for each in instruction.operands[:2])
+        width = int(instruction.operands[2], 0)
+        size = self._reader(instruction.operands[3] if len(instruction.operands) > 3 else str(width), "u32")
+
+        def copy(chosen: Array) -> None:
+            sizes, warps = size()[chosen], self._warps[chosen]
+            if not np.isin(sizes, (0, width)).all():
+                raise UnknownInstructionError(f"{instruction}: a part of {width} bytes")
+            places = self._inside(to()[chosen], width, instruction)
+            data, some = np.zeros((len(sizes), width), dtype=np.uint8), sizes > 0
+            if some.any():
+                addresses = source()[chosen][some]
+                data[some], host = self._memory.load(addresses, width, str(instruction))
+                if host.any():
+                    self._count_requests(addresses[host], warps[some][host], width)
+                if self._timeline is not None:
+                    self._timeline.copied(warps[some], addresses, host=bool(host.any()))
+                self._global.note(addresses, width, warps[some], READ, instruction.line)
+            self._copies.begin(places, data, warps, instruction.line, str(instruction))
+
+        return copy
+
+    def _group(self, instruction: Instruction) -> Step:
+        left = None if instruction.parts[2] == "commit_group" else int(instruction.operands[0], 0)
+
+        def close(chosen: Array) -> None:
+            if not chosen.all():
+                raise SynchronizationError(f"{instruction}: not all threads take part.")
+            for each in (self._copies, self._timeline):
+                if each is not None:
+                    each.commit() if left is None else each.wait(left)
+
+        return close
 
     def _do_stmatrix(self, instruction: Instruction) -> Step:
         """Rows of eight 16-bit words: thread 4 i + k of a warp has words 2 k and 2 k + 1 of row i."""
@@ -386,6 +459,10 @@ class Machine:
                     after = combine(before[thread], values[thread])
                 self._memory.store(one, np.array([[after]], dtype=dtype).view(np.uint8), str(instruction))
             self._global.note(places[chosen], dtype.itemsize, self._warps[chosen], ATOMIC, instruction.line)
+            if self._timeline is not None:
+                self._timeline.loaded(
+                    instruction, self._warps[chosen], places[chosen], host=False, cached=False
+                )
             write(before, chosen)
 
         return change
@@ -410,16 +487,22 @@ class Machine:
         return shuffle
 
     def _do_redux(self, instruction: Instruction) -> Step:
-        if instruction.parts != ("redux", "sync", "add", "s32"):
+        reductions = {"add": np.add, "min": np.minimum, "max": np.maximum}
+        combine = reductions.get(instruction.parts[2])
+        if combine is None or instruction.parts[1] != "sync" or instruction.parts[3:] != ("s32",):
             raise UnknownInstructionError("form")
         write = self._writer(instruction.operands[0], "s32")
-        value, members = (self._reader(instruction.operands[i], "u32") for i in (1, 2))
+        value, members = (
+            self._reader(instruction.operands[1], "s32"),
+            self._reader(instruction.operands[2], "u32"),
+        )
 
         def reduce(chosen: Array) -> None:
             self._all_members(chosen, members(), instruction)
-            sums = np.zeros(self._warps[-1] + 1, dtype=np.uint64)
-            np.add.at(sums, self._warps[chosen], value()[chosen].astype(np.uint64))
-            write(sums.astype(np.uint32).view(np.int32)[self._warps], chosen)
+            values, found = value(), np.zeros(self._warps[-1] + 1, dtype=np.int32)
+            for warp in np.unique(self._warps[chosen]):
+                found[warp] = combine.reduce(values[chosen & (self._warps == warp)], dtype=np.int32)
+            write(found[self._warps], chosen)
 
         return reduce
 
@@ -447,7 +530,9 @@ class Machine:
             raise InvalidAccessError(
                 f"{instruction}: {width} bytes outside the {self._shared_bytes} of shared memory, or not aligned."
             )
-        return first[:, None] + np.arange(width)
+        places: Array = first[:, None] + np.arange(width)
+        self._copies.check(places, str(instruction))
+        return places
 
     def _all_members(self, chosen: Array, members: Array, instruction: Instruction) -> None:
         """Raise unless all threads of the mask execute this together."""

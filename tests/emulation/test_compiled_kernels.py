@@ -22,8 +22,9 @@ from benchmarks.experiments import predict
 from emulation import launch
 from emulation.machine import Counts, Machine
 from emulation.memory import InvalidAccessError, Memory
+from emulation.timing import NANOSECONDS, ROUND_TRIPS, Latencies
 from gear_loader.kernels import gather, items, place
-from gear_loader.kernels.plan import GatherPlan
+from gear_loader.kernels.plan import LINES, GatherPlan
 from gear_loader.kernels.priority import DRAW
 from gear_loader.kernels.priority_reference import draw, update
 from gear_loader.kernels.sum_tree import SumTree
@@ -104,18 +105,61 @@ def test_draws_are_those_of_the_twin() -> None:
 @pytest.mark.parametrize(("step_bytes", "length", "least"), [(128, 20, 0.95), (16, 24, 0.7)])
 def test_what_a_gather_reads_over_the_bus(step_bytes: int, length: int, least: float) -> None:
     """Whole lines are read, by requests of 128 bytes, and most of what is read is wanted."""
-    counts, useful = measure(step_bytes, length)
+    counts, useful, _ = measure(step_bytes, length)
     assert set(counts.host_requests) == {128}
     assert useful / counts.host_bytes >= least
-    if step_bytes == 128:  # enough lines to fill their tiles
-        a_page = sum(counts.instructions.values()) / (counts.host_bytes / 4096)
-        assert a_page == pytest.approx(
-            predict.INSTRUCTIONS[16], rel=0.05
-        )  # what the model of bandwidth takes
 
 
-def measure(step_bytes: int, length: int, batch: int = 64) -> tuple[Counts, int]:
-    """What a gather of one column counts, and the bytes it delivers."""
+EVERY = [
+    pytest.param(16, aot_common.INSTALLED, aot_common.SAMPLE, id="sample"),
+    *(
+        pytest.param(word, version, (), id=f"{word}-{version}", marks=pytest.mark.long)
+        for word in (16, 4, 1)
+        for version in aot_common.VERSIONS
+    ),
+]
+
+
+@pytest.mark.parametrize(("word", "version", "kernels"), EVERY)
+def test_lines_of_the_next_tile_are_requested_before_a_tile_is_stored(
+    word: int, version: str, kernels: tuple[str, ...]
+) -> None:
+    step_bytes = {16: 128, 4: 132, 1: 129}[word]
+    counts, _, tiles = measure(step_bytes, 20, word=word, version=version, kernels=kernels)
+    requested = counts.host_bytes_at_stores
+    assert min(requested) > gather.TILE * 128  # more than a tile before the first store
+    # It grows from tile to tile, and all has been requested before the last tile but one is stored.
+    assert tiles // 2 < len(set(requested)) < tiles
+
+
+def test_a_tile_waits_for_memory_once_at_most() -> None:
+    """The loads that lead to a tile's lines are issued while tiles before it are on their way."""
+    assert a_tile(ROUND_TRIPS) <= 1
+
+
+def test_the_time_of_a_tile_is_that_of_the_model() -> None:
+    """Of two tiles under way, each waits for the bus: what `benchmarks predict` takes a tile to cost."""
+    expected = predict.a_tile(predict.BUSES["Gen5"], 16)
+    assert a_tile(NANOSECONDS) / 1e9 == pytest.approx(expected, rel=0.1)
+
+
+def a_tile(latencies: Latencies) -> float:
+    """Time from tile to tile of one program."""
+    (few, _, tiles), (many, _, more) = (measure(128, 20, batch, latencies=latencies) for batch in (64, 192))
+    return (many.time - few.time) / (more - tiles)
+
+
+def measure(
+    step_bytes: int,
+    length: int,
+    batch: int = 64,
+    *,
+    word: int = 16,
+    version: str = aot_common.INSTALLED,
+    kernels: tuple[str, ...] = aot_common.SAMPLE,
+    latencies: Latencies | None = None,
+) -> tuple[Counts, int, int]:
+    """What a gather of one column counts, in one program, the bytes it delivers, and its tiles."""
     store = Store([step_bytes], [100] * 8, 32, finals=False)
     slots, anchors = store.draw(batch)
     anchors = anchors.clamp(min=length)
@@ -125,14 +169,15 @@ def measure(step_bytes: int, length: int, batch: int = 64) -> tuple[Counts, int]
     for column in plan.columns:
         memory.add_tensor(column.source, "a source", host=True)
         memory.add_tensor(column.out, "an output")
-    word, table, device_table = plan.launches[0]
-    tiles = plan.tiles(table, batch, gather.TILES[word], gather.ENTRIES)
-    runner = launch.machine(f"gather_{word}", aot_common.INSTALLED, aot_common.SAMPLE)
+    ((found, table, device_table),) = plan.launches
+    assert found == word
+    tiles, _ = plan.tiles(table, batch, gather.TILE, gather.ENTRIES)
+    runner = launch.machine(f"gather_{word}", version, kernels)
     inputs = (device_table, slots, anchors, store.extent, store.block_ids, slots)
-    steps = store.block_steps
-    numbers = (len(table), batch, tiles, steps, -1 if steps & (steps - 1) else steps.bit_length() - 1)
-    counts = launch.launch(runner, f"gather_{word}", 1, (*inputs, *numbers), memory)
-    return counts, batch * length * step_bytes
+    numbers = (1, 0, int(table[0, LINES]), batch, tiles, store.block_steps)
+    arguments = (*inputs, *numbers, *gather.reciprocal(store.block_steps))
+    counts = launch.launch(runner, f"gather_{word}", 1, arguments, memory, latencies)
+    return counts, batch * length * step_bytes, tiles
 
 
 class Launches:

@@ -12,6 +12,7 @@ from emulation import arithmetic
 from emulation.machine import Counts, Machine, SynchronizationError, UnknownInstructionError
 from emulation.memory import InvalidAccessError, Memory, RaceError
 from emulation.ptx import parse
+from emulation.timing import ROUND_TRIPS
 
 OUT = "mul.wide.u32 %rd2, %r0, 4; add.s64 %rd3, %rd0, %rd2;"
 """The address of the thread's int32 of the output."""
@@ -91,6 +92,7 @@ UNSIGNED = 1 << 32
         ("mul.lo.s32", lambda x, y: x * y),
         ("min.u32", lambda x, y: min(x % UNSIGNED, y % UNSIGNED)),
         ("max.s32", max),
+        ("min.relu.s32", lambda x, y: max(min(x, y), 0)),
     ],
 )
 def test_integers(name: str, expected: object) -> None:
@@ -106,6 +108,13 @@ def test_integers(name: str, expected: object) -> None:
     for (x, y), value in zip(pairs, found.tolist(), strict=True):
         wanted = expected(x, y)
         assert wanted is None or wanted % UNSIGNED == value, (name, x, y)
+
+
+def test_upper_halves_of_products() -> None:
+    values = [0, 1, 3, 2**32 - 1, 2**32, 2**61 + 12345, 2**63, 2**64 - 1]
+    x, y = np.meshgrid(np.array(values, dtype=np.uint64), np.array(values, dtype=np.uint64))
+    found = arithmetic.operation(("mul", "hi", "u64"))[0](x.reshape(-1), y.reshape(-1))
+    assert found.tolist() == [a * b >> 64 for b in values for a in values]
 
 
 def test_parts_of_words() -> None:
@@ -182,6 +191,73 @@ def test_matrices_go_through_shared_memory() -> None:
     assert run(body).tolist() == [i % 32 + 32 for i in range(64)]
 
 
+COPY = "mul.lo.u32 %r1, %r0, 16; mul.wide.u32 %rd2, %r0, 16; add.s64 %rd3, %rd0, %rd2;"
+"""%r1 is the thread's 16 bytes of shared memory, %rd3 those of the output."""
+
+
+def test_asynchronous_copies_are_there_when_they_are_waited_for() -> None:
+    # Each thread copies 16 bytes, even ones zeros, and reads what its neighbour copied.
+    body = f"""{COPY} and.b32 %r2, %r0, 1; mul.lo.u32 %r2, %r2, 16;
+    cp.async.cg.shared.global [ %r1 + 0 ], [ %rd3 + 0 ], 0x10, %r2;
+    cp.async.commit_group; cp.async.wait_group 0; bar.sync 0;
+    xor.b32 %r1, %r1, 16; ld.shared.b32 {{ %r3 }}, [ %r1 + 4 ];
+    st.global.b32 [ %rd3 + 0 ], {{ %r3 }};"""
+    tried, out = machine(body, shared=1024), np.arange(256, dtype=np.int32)
+    launch(tried, out)
+    assert out[::4].tolist() == [4 * (i + 1) + 1 if i % 2 == 0 else 0 for i in range(64)]
+
+
+@pytest.mark.parametrize(
+    ("waits", "message"),
+    [
+        ("cp.async.commit_group; bar.sync 0;", "has not been waited for"),
+        ("cp.async.commit_group; cp.async.wait_group 1; bar.sync 0;", "has not been waited for"),
+        ("cp.async.commit_group; cp.async.wait_group 0;", "was read by warp"),
+    ],
+)
+def test_a_copy_that_is_read_too_early_is_an_error(waits: str, message: str) -> None:
+    copy = "cp.async.cg.shared.global [ %r1 + 0 ], [ %rd3 + 0 ], 0x10;"
+    tried = machine(
+        f"{COPY} {copy} {waits} xor.b32 %r1, %r1, 512; ld.shared.b32 {{ %r3 }}, [ %r1 + 0 ];", shared=1024
+    )
+    with pytest.raises(RaceError, match=message):
+        launch(tried, np.arange(256, dtype=np.int32))
+
+
+@pytest.mark.parametrize(
+    ("body", "trips"),
+    [
+        (
+            "ld.global.b32 { %r1 }, [ %rd0 + 0 ]; ld.global.b32 { %r2 }, [ %rd0 + 128 ]; add.s32 %r3, %r1, %r2;",
+            1,
+        ),
+        (
+            "ld.global.b32 { %r1 }, [ %rd0 + 0 ]; add.s32 %r3, %r1, 1; ld.global.b32 { %r2 }, [ %rd0 + 128 ];",
+            1,
+        ),
+        (
+            "ld.global.b32 { %r1 }, [ %rd0 + 0 ]; add.s32 %r3, %r1, 1; ld.global.b32 { %r2 }, [ %rd0 + 128 ];"
+            "add.s32 %r3, %r2, 1;",
+            2,
+        ),
+        ("ld.global.b32 { %r1 }, [ %rd0 + 0 ]; mov.b32 %r3, %r1; ld.global.b32 { %r2 }, [ %rd0 + 128 ];", 0),
+        (
+            "cp.async.cg.shared.global [ %r1 + 0 ], [ %rd0 + 0 ], 0x10; cp.async.commit_group;"
+            "cp.async.cg.shared.global [ %r1 + 16 ], [ %rd0 + 128 ], 0x10; cp.async.commit_group;"
+            "cp.async.wait_group 1; cp.async.wait_group 0;",
+            1,
+        ),
+    ],
+)
+def test_waits_for_memory_are_counted(body: str, trips: int) -> None:
+    """One wait for loads that are issued together; a copy of a register waits for nothing."""
+    out = np.zeros(64, dtype=np.int32)
+    memory = Memory()
+    memory.add(out.ctypes.data, out.nbytes, "the output")
+    tried = machine(f"mov.b32 %r1, 0; {body}", threads=32)
+    assert tried.launch(1, [out.ctypes.data], memory, latencies=ROUND_TRIPS).time == trips
+
+
 def test_numbers_in_the_text() -> None:
     assert arithmetic.constant("0f3F800000") == struct.unpack("<I", struct.pack("<f", 1.0))[0]
     assert [arithmetic.constant(text) for text in ("-1", "0x7632U")] == [-1, 0x7632]
@@ -194,7 +270,7 @@ def test_an_unknown_instruction_is_named() -> None:
     with pytest.raises(UnknownInstructionError, match=r"tried: ex2\.approx\.f32 .*line 14"):
         machine("ex2.approx.f32 %r1, %r0;")
     with pytest.raises(UnknownInstructionError, match=r"cp\.async"):
-        machine("cp.async.cg.shared.global [ %r0 + 0 ], [ %rd0 + 0 ], 16;")
+        machine("cp.async.bulk.shared.global [ %r0 + 0 ], [ %rd0 + 0 ], 16;")
     with pytest.raises(UnknownInstructionError, match=r"mad\.hi\.s32"):
         machine("mad.hi.s32 %r1, %r0, %r0, %r0;")
 

@@ -24,7 +24,7 @@ from gather_common import (
 )
 
 from gear_loader.kernels import reference
-from gear_loader.kernels.gather import gather
+from gear_loader.kernels.gather import gather, reciprocal
 from gear_loader.kernels.plan import (
     LINE,
     LINES,
@@ -268,6 +268,25 @@ def test_sizes_beyond_32_bits_are_refused(
     out = torch.empty(batch, length, step_bytes, dtype=torch.uint8, device="meta")
     with pytest.raises(ValueError, match=r"are more than the kernels count"):
         GatherColumn(source, out, 0).check(block_steps)
+
+
+def test_columns_of_too_many_lines_together_are_refused() -> None:
+    source = torch.empty(0, dtype=torch.uint8).as_strided((0, 2048), (2048, 1))
+    out = torch.empty(2**26, 1, 2048, dtype=torch.uint8, device="meta")  # 2**30 lines
+    GatherColumn(source, out, 0).check(1)
+    with pytest.raises(
+        ValueError, match=r"67,108,864 rows has 2,147,483,648 lines of 128 bytes in its columns"
+    ):
+        GatherPlan([GatherColumn(source, out, 0)] * 2, 1)
+
+
+def test_blocks_of_steps_need_no_division() -> None:
+    for steps in (1, 2, 3, 7, 31, 32, 33, 100, 1023, 2**20, 2**31 - 1):
+        factor, shift = reciprocal(steps)
+        assert 2**60 <= factor < 2**63  # an int64 in every launch
+        for block in (0, 1, 5, 2**29, 2**61 // steps - 1):
+            for x in (block * steps, (block + 1) * steps - 1):
+                assert (4 * x * factor >> 64) >> shift == block
 
 
 def test_sizes_just_below_32_bits_are_taken() -> None:

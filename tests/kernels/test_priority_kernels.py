@@ -260,7 +260,7 @@ def test_many_programs_do_as_one_does(
     tree = tree_of(priorities(capacity, seed=2))
     items, values = random_update(capacity, count, seed=4)
     alone, _ = check_update(tree, items, values, eps=0.5)
-    assert few_programs == [1]
+    assert few_programs == []  # one launch of a kernel of its own
     monkeypatch.setattr(priority, "ALONE", 64)
     few_programs.clear()
     many, _ = check_update(tree, items, values, eps=0.5)

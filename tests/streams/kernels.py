@@ -15,7 +15,7 @@ from gear_loader.kernels import gather as gathering
 from gear_loader.kernels import items as items_kernels
 from gear_loader.kernels import place as placing
 from gear_loader.kernels import priority, priority_reference, reference
-from gear_loader.kernels.plan import GatherPlan, PlacePlan
+from gear_loader.kernels.plan import GatherPlan, PlacePlan, with_lines
 from gear_loader.kernels.sum_tree import STALE, SumTree
 
 from .memory import View
@@ -103,7 +103,7 @@ class Launchers:
         if count == 0:
             return
         launch = self._launch(plan.device, "gather")
-        tables = [(launch.read(device_table), table) for _, table, device_table in plan.launches]
+        tables = [(launch.read(device_table), with_lines(table)) for _, table, device_table in plan.launches]
         given = [launch.read(part) for part in (slots, anchors, extent, block_ids)]
         chosen = None if rows is None else launch.read(rows)
         columns = []
