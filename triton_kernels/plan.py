@@ -28,6 +28,7 @@ __all__ = [
     "PLACE_WIDTH",
     "PLACE_WORD",
     "STEP_BYTES",
+    "STEP_STRIDE",
     "STRIDE",
     "WIDTH",
     "GatherColumn",
@@ -50,7 +51,8 @@ MASK = 7  # address of the mask [batch, length], or 0
 LINES = 8  # most lines that one row of the batch can touch; 0 marks a mask, whose address is OUT
 BLOCKS = 9  # blocks of the column: a block id is below it
 FINAL = 10  # 1: the window may read the final step, which follows the last step; else 0
-WIDTH = 11
+STEP_STRIDE = 11  # bytes from step to step in a block; the GPU's kernels expect STEP_BYTES
+WIDTH = 12
 
 PAD_KEEP, PAD_HEAD, PAD_TAIL, PAD_EDGE = range(4)
 
@@ -60,7 +62,7 @@ class GatherColumn:
     """One column of a batch.
 
     Attributes:
-        source: uint8 [blocks, stride], the column's blocks; its address and stride are multiples of 128.
+        source: uint8 [blocks, stride], the blocks that hold the column; its address and stride are multiples of 128.
         out: uint8 [B, L, step_bytes], contiguous; on the device that gathers.
         offset: first step of the window relative to the anchor.
         pad: PAD_KEEP leaves padding in place, PAD_HEAD and PAD_TAIL collect it at one end. PAD_EDGE leaves it in place
@@ -69,6 +71,8 @@ class GatherColumn:
         final: whether the window may read a trajectory's final step.
         once: whether a block has one value, of a whole trajectory, and the window shows that of its first block: an
             offset below 0 by more than any trajectory's length, and PAD_EDGE.
+        inside: bytes before the column in a step of `source`, which may be a record of several columns.
+        step_stride: bytes from step to step in a block; None: ``step_bytes``.
     """
 
     source: torch.Tensor
@@ -78,10 +82,17 @@ class GatherColumn:
     mask: torch.Tensor | None = None
     final: bool = False
     once: bool = False
+    inside: int = 0
+    step_stride: int | None = None
 
     @property
     def step_bytes(self) -> int:
         return self.out.shape[2]
+
+    @property
+    def stride(self) -> int:
+        """Bytes from step to step in a block."""
+        return self.step_bytes if self.step_stride is None else self.step_stride
 
     def check(self, block_steps: int) -> None:
         """Raise ValueError or TypeError unless the column fits the kernels."""
@@ -103,9 +114,14 @@ class GatherColumn:
                 f"expected multiples of {LINE}."
             )
         block_steps = 1 if self.once else block_steps
-        if block_steps < 1 or block_steps * self.step_bytes > source.shape[1]:
+        if self.inside < 0 or self.inside + self.step_bytes > self.stride:
             raise ValueError(
-                f"{block_steps} steps of {self.step_bytes} bytes do not fit into blocks of {source.shape[1]} bytes."
+                f"A step of {self.step_bytes} bytes begins {self.inside} bytes into one of {self.stride} bytes of the "
+                "source; expected it to lie inside."
+            )
+        if block_steps < 1 or block_steps * self.stride > source.shape[1]:
+            raise ValueError(
+                f"{block_steps} steps of {self.stride} bytes do not fit into blocks of {source.shape[1]} bytes."
             )
         if mask is not None and (
             mask.dtype != torch.bool
@@ -136,7 +152,7 @@ class GatherColumn:
         A window starts at a multiple of gcd(step bytes, 128) within a line, and passes the padding at the end of
         each block that it crosses.
         """
-        length, step_bytes = self.out.shape[1:]
+        length, step_bytes = self.out.shape[1], self.stride
         crossings = -(-(length - 1) // block_steps)
         padding = self.source.stride(0) - block_steps * step_bytes
         span = length * step_bytes + crossings * padding + LINE - math.gcd(step_bytes, LINE)
@@ -189,7 +205,7 @@ class GatherPlan:
 
     def _row(self, column: GatherColumn) -> list[int]:
         row = [0] * WIDTH
-        row[BASE] = column.source.data_ptr()
+        row[BASE] = column.source.data_ptr() + column.inside
         row[STRIDE] = column.source.stride(0)
         row[STEP_BYTES] = column.step_bytes
         row[OUT] = column.out.data_ptr()
@@ -200,6 +216,7 @@ class GatherPlan:
         row[LINES] = column.lines(self.block_steps)
         row[BLOCKS] = column.source.shape[0]
         row[FINAL] = int(column.final)
+        row[STEP_STRIDE] = column.stride
         return row
 
     def _launches(self) -> list[tuple[int, torch.Tensor]]:

@@ -47,7 +47,9 @@ def gather(
         block = block_ids[torch.where(shown, row[:, None] + step // plan.block_steps, 0)].long()
         source = column.source
         steps_of = source.as_strided(
-            (source.shape[0], plan.block_steps, column.step_bytes), (source.stride(0), column.step_bytes, 1)
+            (source.shape[0], plan.block_steps, column.step_bytes),
+            (source.stride(0), column.stride, 1),
+            source.storage_offset() + column.inside,
         )
         windows = steps_of[block, step % plan.block_steps].masked_fill_(~shown[:, :, None], 0)
         into: slice | torch.Tensor = slice(count) if rows is None else rows

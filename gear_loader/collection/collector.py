@@ -237,17 +237,20 @@ class Collector:
         columns: list[GatherColumn] = []
         for name, window in self.windows.items():
             column = schema[sources[name]]
+            place = region.layout.columns[sources[name]]
             out = empty(size, window.length, *column.shape, dtype=column.dtype)
             batch[name] = out[:, 0] if window.squeeze else out
             columns.append(
                 GatherColumn(
-                    source=torch.from_numpy(region.column(sources[name])),
+                    source=torch.from_numpy(region.blocks(sources[name])),
                     out=out.view(size, window.length, -1).view(torch.uint8),
                     offset=window.offset,
                     pad=_PADS[window.pad],
                     mask=masks[keys[name]] if owners.get(keys[name]) == name else None,
                     final=column.final,
                     once=column.trajectory,
+                    inside=place.inside,
+                    step_stride=place.step_stride,
                 )
             )
         shown = {

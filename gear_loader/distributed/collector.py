@@ -285,7 +285,7 @@ class ShardCollector(Collector):
         region, schema = self._table(shard).region, self.table.schema
         columns = [source_of(name, window) for name, window in self.windows.items()]
         chosen = [column for column in columns if (once if schema[column].trajectory else steps)]
-        return [torch.from_numpy(region.column(column)) for column in chosen]
+        return [torch.from_numpy(region.blocks(column)) for column in chosen]
 
     # ---------------------------------------------------------------- rows of other nodes
 

@@ -22,7 +22,7 @@ from gear_loader.errors import (
     StaleIndexError,
 )
 from gear_loader.native import copying
-from gear_loader.storage.block_sizes import notice_waste, resolved_block_steps
+from gear_loader.storage.block_sizes import notice_waste, resolved_block_steps, resolved_packing
 from gear_loader.storage.counters import NUM_FREE_BLOCKS, NUM_READY, NUM_STEPS, WRITING_STEPS
 from gear_loader.storage.ids import check_ids, check_origin, ids_of, origin_of
 from gear_loader.storage.incoming import (
@@ -96,7 +96,10 @@ class Table:
         layout = region.layout
         start = self._index.arrays.counters.ctypes.data - layout.arrays["counters"][0]
         self._columns: Array = np.array(
-            [(start + c.offset, c.block_stride, c.step_bytes) for c in layout.columns.values()],
+            [
+                (start + c.offset, c.block_stride, c.step_bytes, c.step_stride)
+                for c in layout.columns.values()
+            ],
             dtype=np.int64,
         )
         once = np.array([column.trajectory for column in layout.schema.values()])
@@ -127,6 +130,7 @@ class Table:
         max_trajectories: int,
         block_steps: int | Literal["auto"] = 64,
         mean_length: float | None = None,
+        packed: bool | Literal["auto"] = "auto",
         max_blocks: int | None = None,
         name: str | None = None,
         on_full: OnFull = "error",
@@ -174,8 +178,14 @@ class Table:
                 directory in which only this user and root can replace tables.
         """
         schema = Schema(schema)
+        packed = resolved_packing(schema, packed)
         block_steps = resolved_block_steps(
-            schema, block_steps, mean_length, max_steps=max_steps, max_trajectories=max_trajectories
+            schema,
+            block_steps,
+            mean_length,
+            max_steps=max_steps,
+            max_trajectories=max_trajectories,
+            packed=packed,
         )
         sizes = {"max_steps": max_steps, "max_trajectories": max_trajectories, "block_steps": block_steps}
         if max_blocks is not None:
@@ -205,6 +215,7 @@ class Table:
             max_trajectories=max_trajectories,
             block_steps=block_steps,
             num_blocks=int(max_blocks),
+            packed=packed,
             rules=rules,
         )
         if exist_ok or replace:
@@ -651,7 +662,8 @@ class Table:
         return max(0, min(steps, int(counters[NUM_FREE_BLOCKS]) * layout.block_steps))
 
     def column_addresses(self) -> Array:
-        """int64 [C, 3]: address of each column, bytes from block to block, bytes of a value."""
+        """int64 [C, 4]: address of each column's first step, bytes from block to block, of a step, and from step to
+        step in a block."""
         return self._columns
 
     def step_addresses(self) -> Array:
@@ -735,12 +747,12 @@ class Table:
 
     def _read_column(self, name: str, ids: Array, length: int) -> torch.Tensor:
         column = self.schema[name]
+        data = self._region.column(name)
         if column.trajectory:
-            value = self._region.column(name)[ids[0], : column.step_bytes]
+            value = data[ids[0], 0]
             return torch.from_numpy(value.copy()).view(column.dtype).reshape(column.shape)
-        block_bytes = self._region.layout.block_steps * column.step_bytes
-        data = self._region.column(name)[ids, :block_bytes].reshape(-1)[: length * column.step_bytes]
-        return torch.from_numpy(data.copy()).view(column.dtype).reshape(length, *column.shape)
+        rows = np.ascontiguousarray(data[ids].reshape(-1, column.step_bytes)[:length])
+        return torch.from_numpy(rows.reshape(-1)).view(column.dtype).reshape(length, *column.shape)
 
     def indices(self) -> Array:
         """Indices of all live trajectories, oldest first, int64 [n]."""
@@ -805,7 +817,7 @@ class Table:
         Logs once if more than a quarter of the resident bytes hold no steps (of tables with 1 MiB of steps or more).
         """
         stats = stats_of(self.index, self._region.layout)
-        notice_waste(self.schema, stats, "a private table" if self.name is None else f"table {self.name!r}")
+        notice_waste(self._region.layout, stats, "a private table" if self.name is None else f"table {self.name!r}")
         return stats
 
     def check_valid(self) -> None:
