@@ -32,6 +32,7 @@ __all__ = [
     "STRIDE",
     "WIDTH",
     "GatherColumn",
+    "GatherMask",
     "GatherPlan",
     "PlacePlan",
 ]
@@ -159,6 +160,40 @@ class GatherColumn:
         return -(-span // LINE)
 
 
+@dataclasses.dataclass(frozen=True)
+class GatherMask:
+    """The mask of a window that no column of a plan has.
+
+    Attributes:
+        out: bool [B, L], True where the step exists.
+        offset, pad, final: as of a `GatherColumn`.
+    """
+
+    out: torch.Tensor
+    offset: int
+    pad: int = PAD_KEEP
+    final: bool = False
+
+    def row(self) -> list[int]:
+        """The mask as a row of a plan's table."""
+        row = [0] * WIDTH
+        row[OUT], row[LENGTH], row[OFFSET] = self.out.data_ptr(), self.out.shape[1], self.offset
+        row[PAD], row[FINAL] = self.pad, int(self.final)
+        return row
+
+    def check(self, like: torch.Tensor) -> None:
+        """Raise ValueError unless the mask fits the kernels, and a batch with the output `like`."""
+        out = self.out
+        fits = out.dtype == torch.bool and out.ndim == 2 and out.is_contiguous() and out.shape[1] > 0
+        if not fits or out.device != like.device or len(out) != len(like) or out.numel() + 4096 >= 2**31:
+            raise ValueError(
+                f"A mask is {out.dtype} {list(out.shape)} on {out.device}; expected contiguous bool [{len(like)}, L] "
+                f"on {like.device}, of less than 2**31 entries."
+            )
+        if self.pad not in range(PAD_KEEP, PAD_EDGE + 1):
+            raise ValueError(f"pad is {self.pad}; expected {PAD_KEEP} to {PAD_EDGE}.")
+
+
 def _check_numbers(name: str, tensor: torch.Tensor, device: torch.device) -> None:
     if tensor.dtype != torch.int64 or tensor.ndim != 1 or not tensor.is_contiguous():
         raise TypeError(f"{name} is {tensor.dtype} {list(tensor.shape)}; expected contiguous int64 [n].")
@@ -172,18 +207,23 @@ class GatherPlan:
     Args:
         columns: at least one, all with the same batch size and device of `out`.
         block_steps: steps of a block.
+        masks: masks beside those of the columns; only for the GPU's kernels.
 
     Attributes:
         table: int64 [C, WIDTH] on the CPU.
         launches: (word bytes, table on the CPU, table on the device) of each kernel launch: one launch with 16-byte
             words if all steps are whole such words; otherwise one with 4-byte words for the columns that allow it, and
-            one with single bytes for the rest. The masks are additional rows of the first launch.
+            one with single bytes for the rest. The masks are additional rows of the first launch. Columns whose steps
+            do not lie one after another are for the CPU only: the kernels expect that ``inside`` is 0 and
+            ``step_stride`` None.
 
     Raises:
         TypeError, ValueError: a column that the kernels do not support.
     """
 
-    def __init__(self, columns: Sequence[GatherColumn], block_steps: int) -> None:
+    def __init__(
+        self, columns: Sequence[GatherColumn], block_steps: int, masks: Sequence[GatherMask] = ()
+    ) -> None:
         if not columns:
             raise ValueError("No columns were given; expected at least one.")
         for column in columns:
@@ -193,7 +233,9 @@ class GatherPlan:
             raise ValueError(
                 "The columns' outputs differ in batch size or device; expected the same for all."
             )
-        self.columns = tuple(columns)
+        for mask in masks:
+            mask.check(first)
+        self.columns, self.masks = tuple(columns), tuple(masks)
         self.block_steps = block_steps
         self.batch_size = first.shape[0]
         self.device = first.device
@@ -229,14 +271,12 @@ class GatherPlan:
         else:
             words = [row for row in rows if fits(row, 4)]
             parts = [(4, words), (1, [row for row in rows if not fits(row, 4)])]
-        masks = []
-        for row in rows:
-            if row[MASK]:
-                mask = [0] * WIDTH
-                for place in (LENGTH, OFFSET, PAD, FINAL):
-                    mask[place] = row[place]
-                mask[OUT] = row[MASK]
-                masks.append(mask)
+        masks = [
+            GatherMask(column.mask, column.offset, column.pad, column.final).row()
+            for column in self.columns
+            if column.mask is not None
+        ]
+        masks += [mask.row() for mask in self.masks]
         parts = [(word, part) for word, part in parts if part]
         parts[0][1].extend(masks)
         return [(word, torch.tensor(part, dtype=torch.int64, device="cpu")) for word, part in parts]
@@ -255,27 +295,6 @@ class GatherPlan:
             ]
             self._tiles[key] = sum(-(-size // each) for size, each in sizes)
         return self._tiles[key]
-
-    def of_source(self, sources: Sequence[torch.Tensor], block_steps: int) -> GatherPlan:
-        """A plan that gathers the same windows of another table into the same outputs and masks.
-
-        Args:
-            sources: source of each column, uint8 [blocks, stride]; see `GatherColumn.source`.
-            block_steps: steps of a block of that table.
-
-        Costs as much as a new plan; make it once for a set of buffers and a table.
-
-        Raises:
-            TypeError, ValueError: the numbers of sources and columns differ, or a source does not fit its column.
-        """
-        if len(sources) != len(self.columns):
-            raise ValueError(
-                f"{len(sources)} sources were given; expected {len(self.columns)}, one a column."
-            )
-        columns = zip(self.columns, sources, strict=True)
-        return GatherPlan(
-            [dataclasses.replace(column, source=source) for column, source in columns], block_steps
-        )
 
     def check_rows(self, slots: torch.Tensor, anchors: torch.Tensor, rows: torch.Tensor | None = None) -> int:
         """Validate the rows to gather and return their number, at most the batch size."""

@@ -676,7 +676,7 @@ def _step_address(  # type: ignore[no-untyped-def]
     return columns[c, BASE] + number * columns[c, STRIDE] + inside * columns[c, STEP_STRIDE], exists
 
 
-@njit  # type: ignore[untyped-decorator]
+@njit
 def _beside(columns):  # type: ignore[no-untyped-def]
     """An earlier column of the same record and window, in whose line the step of each column lies; or -1."""
     found = np.full(columns.shape[0], -1, dtype=np.int64)

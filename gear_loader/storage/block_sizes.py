@@ -26,9 +26,7 @@ _LEAST_BYTES = 1 << 20  # payload from which on that matters
 _GAIN = 0.1  # share of the resident bytes that other blocks must save to be named
 
 
-def expected_bytes(
-    schema: Schema, block_steps: Array, mean_length: float, *, packed: bool = False
-) -> Array:
+def expected_bytes(schema: Schema, block_steps: Array, mean_length: float, *, packed: bool = False) -> Array:
     """Expected resident bytes of one trajectory, for lengths of a geometric distribution.
 
     A trajectory of L steps takes ceil(L / block_steps) blocks. Each block has its records, and its steps in every other

@@ -134,7 +134,9 @@ class Record:
     @classmethod
     def of(cls, schema: Schema) -> Record | None:
         """The record of a schema's narrow columns; None if it has less than two."""
-        narrow = {name: column.step_bytes for name, column in schema.steps.items() if column.step_bytes < LINE}
+        narrow = {
+            name: column.step_bytes for name, column in schema.steps.items() if column.step_bytes < LINE
+        }
         if len(narrow) < 2:
             return None
         alignment = {name: min(size & -size, _WORD) for name, size in narrow.items()}

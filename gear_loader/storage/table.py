@@ -817,7 +817,9 @@ class Table:
         Logs once if more than a quarter of the resident bytes hold no steps (of tables with 1 MiB of steps or more).
         """
         stats = stats_of(self.index, self._region.layout)
-        notice_waste(self._region.layout, stats, "a private table" if self.name is None else f"table {self.name!r}")
+        notice_waste(
+            self._region.layout, stats, "a private table" if self.name is None else f"table {self.name!r}"
+        )
         return stats
 
     def check_valid(self) -> None:

@@ -105,8 +105,7 @@ class Writer:
         self.trajectory: Mapping[str, Any] | None = None
         layout = table.region.layout
         self._columns = [
-            _StepColumn(name, column, table.region.column(name))
-            for name, column in self._schema.items()
+            _StepColumn(name, column, table.region.column(name)) for name, column in self._schema.items()
         ]
         self._pid = os.getpid()
         # The slot being written comes last; while a chunk is cut, the next slot's claim is added before its allocation.
