@@ -380,7 +380,7 @@ class Region:
         return self._view()[offset : offset + count * dtype.itemsize].view(dtype).reshape(shape)
 
     def blocks(self, name: str) -> np.ndarray[Any, Any]:
-        """The blocks that hold column `name`, and in a packed table others with it: uint8 ``[blocks, block_stride]``."""
+        """The blocks that hold column `name`, perhaps with others: uint8 ``[blocks, block_stride]``."""
         column = self.layout.columns[name]
         count = self.layout.num_blocks * column.block_stride
         return self._view()[column.base : column.base + count].reshape(-1, column.block_stride)

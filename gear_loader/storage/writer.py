@@ -103,7 +103,6 @@ class Writer:
             self._check_two_chunks()
         self.priority: float | None = None
         self.trajectory: Mapping[str, Any] | None = None
-        layout = table.region.layout
         self._columns = [
             _StepColumn(name, column, table.region.column(name)) for name, column in self._schema.items()
         ]

@@ -235,7 +235,7 @@ def test_an_owner_that_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
 def _description() -> Description:
     table = Table.create(COLUMNS, max_steps=64, max_trajectories=4, block_steps=4)
     layout = table.region.layout
-    columns = tuple((each.offset, each.block_stride, each.step_bytes) for each in layout.columns.values())
+    columns = tuple(layout.columns.values())
     numbers = {"base": 1 << 40, "region_bytes": layout.region_bytes, "block_steps": 4, "num_slots": 4}
     numbers |= {"num_blocks": layout.num_blocks, "max_steps": 64, "word": 1 << 41, "value": 7}
     numbers |= {name: layout.arrays[name][0] for name in ("generation", "state")}
