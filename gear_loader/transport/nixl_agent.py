@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from gear_loader.errors import TransportError
-from gear_loader.storage.layout import ColumnLayout
+from gear_loader.storage.layout import LINE, ColumnLayout
 from gear_loader.storage.schema import Schema
 from gear_loader.transport.spec import read_schema
 from gear_loader.transport.ucx_library import before_another_ucx, quiet_environment
@@ -210,9 +210,12 @@ class Description:
         slots, blocks, steps = numbers["num_slots"], numbers["num_blocks"], numbers["block_steps"]
         limit = numbers["region_bytes"]
         ends = [numbers["generation"] + 8 * slots, numbers["state"] + 4 * slots]
+        widest = (
+            self.schema.step_bytes + self.schema.trajectory_bytes + LINE
+        )  # a record is not padded by more
         for column, place in zip(self.schema.values(), self.columns, strict=True):
             fits = place.step_bytes == column.step_bytes and place.inside <= place.offset
-            fits = fits and place.inside + place.step_bytes <= place.step_stride
+            fits = fits and place.inside + place.step_bytes <= place.step_stride <= widest
             if not fits or place.step_stride * (1 if column.trajectory else steps) > place.block_stride:
                 raise _damaged(f"blocks of {place.block_stride:,} bytes, steps of {place.step_bytes:,}")
             ends.append(place.base + place.block_stride * blocks)
