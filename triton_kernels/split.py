@@ -60,6 +60,31 @@ def _words(
     return i_out * row_bytes + i_step * record_bytes, o_word - i_step * step_words, i_out * row_words + o_word
 
 
+@triton.jit
+def _copy_16(a_source, a_out, o_source, o_out, m_word):
+    """Copy words of 16 bytes, as four of 4."""
+    i_part = tl.arange(0, 4)[None, :]
+    # Tells the compiler that both addresses are multiples of 16, which the plan checks.
+    p_source = tl.multiple_of(a_source.to(tl.pointer_type(tl.int32)), 16)
+    p_out = tl.multiple_of(a_out.to(tl.pointer_type(tl.int32)), 16)
+    b_words = tl.load(p_source + (o_source * 4)[:, None] + i_part, mask=m_word[:, None], other=0)  # [TILE, 4]
+    tl.store(p_out + (o_out * 4)[:, None] + i_part, b_words, mask=m_word[:, None])
+
+
+@triton.jit
+def _copy_4(a_source, a_out, o_source, o_out, m_word):
+    """Copy words of 4 bytes."""
+    b_words = tl.load(a_source.to(tl.pointer_type(tl.int32)) + o_source, mask=m_word, other=0)  # [TILE]
+    tl.store(a_out.to(tl.pointer_type(tl.int32)) + o_out, b_words, mask=m_word)
+
+
+@triton.jit
+def _copy_1(a_source, a_out, o_source, o_out, m_word):
+    """Copy single bytes."""
+    b_words = tl.load(a_source.to(tl.pointer_type(tl.int8)) + o_source, mask=m_word, other=0)  # [TILE]
+    tl.store(a_out.to(tl.pointer_type(tl.int8)) + o_out, b_words, mask=m_word)
+
+
 # Nothing is specialised on values, see `gather_kernel`.
 @triton.jit(do_not_specialize=["p_columns", "p_rows", "num_columns", "count", "num_tiles"])
 def split_kernel(
@@ -109,23 +134,11 @@ def split_kernel(
             p_rows, i_row, o_first, o_word, m_word, row_words, step_words, row_bytes, record_bytes, CHOSEN
         )
         if word == 16:
-            i_part = tl.arange(0, 4)[None, :]  # words of 4 bytes within one of 16
-            # Multiples of 16 bytes, which the plan checks.
-            o_source = (o_record // 16 + o_inside) * 4
-            p_source = tl.multiple_of(a_source.to(tl.pointer_type(tl.int32)), 16)
-            p_out = tl.multiple_of(a_out.to(tl.pointer_type(tl.int32)), 16)
-            b_words = tl.load(
-                p_source + o_source[:, None] + i_part, mask=m_word[:, None], other=0
-            )  # [TILE, 4]
-            tl.store(p_out + (o_out * 4)[:, None] + i_part, b_words, mask=m_word[:, None])
+            _copy_16(a_source, a_out, o_record // 16 + o_inside, o_out, m_word)
         elif word == 4:
-            p_source = a_source.to(tl.pointer_type(tl.int32)) + (o_record // 4 + o_inside)
-            b_word = tl.load(p_source, mask=m_word, other=0)
-            tl.store(a_out.to(tl.pointer_type(tl.int32)) + o_out, b_word, mask=m_word)
+            _copy_4(a_source, a_out, o_record // 4 + o_inside, o_out, m_word)
         else:
-            p_source = a_source.to(tl.pointer_type(tl.int8)) + (o_record + o_inside)
-            b_byte = tl.load(p_source, mask=m_word, other=0)
-            tl.store(a_out.to(tl.pointer_type(tl.int8)) + o_out, b_byte, mask=m_word)
+            _copy_1(a_source, a_out, o_record + o_inside, o_out, m_word)
 
 
 def split(
