@@ -142,5 +142,5 @@ def notice_waste(layout: Layout, stats: TableStats, name: str) -> None:
     notice(
         key,
         f"{wasted:.0%} of the bytes that {name} uses hold no steps: its trajectories have {mean:.1f} steps on average, "
-        f"its blocks {stats.block_steps}, and blocks of a column are padded to {LINE} bytes. {remedy}",
+        f"its blocks {stats.block_steps}, and blocks are padded to {LINE} bytes. {remedy}",
     )
