@@ -205,6 +205,33 @@ def test_scatter(length: int, block_steps: int, step_bytes: int, spare: int, shi
         assert np.array_equal(memory, expected)
 
 
+@pytest.mark.parametrize("sizes", [(44, 12, 4, 1), (1, 3)])
+def test_records_of_large_trajectories(sizes: tuple[int, ...]) -> None:
+    random, block_steps = np.random.default_rng(1), 300
+    lengths = np.array([1, 2 * copying.STREAM_BYTES // sum(sizes), 299])
+    record = -(-sum(sizes) // 4) * 4
+    stride = -(-block_steps * record // LINE) * LINE
+    used = -(-lengths // block_steps)
+    ids = random.permutation(used.sum()).astype(np.int32)
+    source = host_memory(used.sum() * stride).fill_(0).view(-1, stride)
+    insides = np.cumsum([0, *sizes[:-1]]).tolist()
+    columns = np.array(
+        [(source.data_ptr() + at, stride, size, record) for at, size in zip(insides, sizes, strict=True)]
+    )
+    given = [[random.integers(0, 256, (n, size), dtype=np.uint8) for n in lengths] for size in sizes]
+    addresses = np.array([[rows[i].ctypes.data for rows in given] for i in range(len(lengths))])
+    copying.scatter(columns, block_steps, ids, addresses, lengths)
+    expected = np.zeros((used.sum(), stride), dtype=np.uint8)
+    first = 0
+    for i, length in enumerate(lengths.tolist()):
+        for begin in range(0, length, block_steps):
+            steps = np.concatenate([rows[i][begin : begin + block_steps] for rows in given], axis=1)
+            padded = np.pad(steps, ((0, 0), (0, record - steps.shape[1])))
+            expected[ids[first], : padded.size] = padded.reshape(-1)
+            first += 1
+    assert np.array_equal(source.numpy(), expected)
+
+
 @hypothesis.given(
     sizes=st.lists(st.integers(1, 70), min_size=2, max_size=5),
     spare=st.integers(0, 20),
