@@ -148,11 +148,16 @@ class Table:
             max_steps: largest number of steps, and so the longest possible trajectory.
             max_trajectories: largest number of trajectories.
             block_steps: steps of a block, the unit of allocation. A trajectory takes ceil(length / block_steps)
-                blocks: small blocks waste less at its end, large ones are read in longer pieces. Blocks of a column
-                are padded to 128 bytes; 32 steps are the fewest without padding for columns of 4 bytes a step.
+                blocks: small blocks waste less at its end, large ones are read in longer pieces. Blocks of records, and
+                of each column outside them, are padded to 128 bytes; 32 steps are the fewest without padding for 4
+                bytes a step.
                 ``"auto"`` takes those that waste least of both, and of the index, if lengths are geometric.
             mean_length: with ``block_steps="auto"``: expected mean length of the trajectories in steps, at least 1; by
                 default ``max_steps / max_trajectories``.
+            packed: whether the columns of less than 128 bytes a step lie together, step by step, in records, if there
+                are two or more; ``"auto"`` does. Then a step of all of them is read from one place, and a block is padded
+                once and not for each of them. A batch for a GPU reads whole records over the bus, also if it has few
+                of their columns. False gives every column blocks of its own.
             max_blocks: number of blocks. By default enough for `max_steps` steps in `max_trajectories` trajectories
                 of any lengths. For known lengths, `required_blocks` gives the exact number and reserves less memory.
             name: name by which other processes attach. The table then outlives this process, until `unlink`. Its file
