@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -52,6 +52,7 @@ def load(
     max_steps: int | None,
     max_trajectories: int | None,
     block_steps: int | str | None,
+    packed: bool | Literal["auto"],
     max_blocks: int | None,
     on_full: OnFull | None,
     progress: bool,
@@ -75,7 +76,7 @@ def load(
                     f"{expected}. Give the schema that was saved (or none), or load another checkpoint."
                 )
             try:
-                return _load(kind, directory, manifest, sizes, name, on_full, progress)
+                return _load(kind, directory, manifest, sizes, packed, name, on_full, progress)
             except CheckpointError:
                 if was_replaced(lambda: read_manifest(directory).save, manifest.save):
                     return None
@@ -121,6 +122,7 @@ def _load(
     directory: Directory,
     manifest: Manifest,
     given: Mapping[str, int | str | None],
+    packed: bool | Literal["auto"],
     name: str | None,
     on_full: OnFull | None,
     progress: bool,
@@ -142,6 +144,7 @@ def _load(
     table = kind.create(
         manifest.schema,
         **sizes,
+        packed=packed,
         name=name,
         on_full=manifest.rules.on_full if on_full is None else on_full,
         rate_limiter=manifest.rules.rate_limiter,

@@ -155,9 +155,9 @@ class Table:
             mean_length: with ``block_steps="auto"``: expected mean length of the trajectories in steps, at least 1; by
                 default ``max_steps / max_trajectories``.
             packed: whether the columns of less than 128 bytes a step lie together, step by step, in records, if there
-                are two or more; ``"auto"`` does. Then a step of all of them is read from one place, and a block is padded
-                once and not for each of them. A batch for a GPU reads whole records over the bus, also if it has few
-                of their columns. False gives every column blocks of its own.
+                are two or more; ``"auto"`` does. Then a step of all of them is read from one place, and a block is
+                padded once and not for each of them. A batch for a GPU reads whole records over the bus, also if it
+                has few of their columns. False gives every column blocks of its own.
             max_blocks: number of blocks. By default enough for `max_steps` steps in `max_trajectories` trajectories
                 of any lengths. For known lengths, `required_blocks` gives the exact number and reserves less memory.
             name: name by which other processes attach. The table then outlives this process, until `unlink`. Its file
@@ -333,6 +333,7 @@ class Table:
         max_steps: int | None = None,
         max_trajectories: int | None = None,
         block_steps: int | Literal["auto"] | None = None,
+        packed: bool | Literal["auto"] = "auto",
         max_blocks: int | None = None,
         on_full: OnFull | None = None,
         progress: bool = False,
@@ -351,6 +352,7 @@ class Table:
             max_steps, max_trajectories, block_steps, max_blocks: as for `create`; by default those of the saved table,
                 with additional blocks where trajectories shared some. If one of the first three is given, `max_blocks`
                 is computed as in `create`; ``block_steps="auto"`` goes by the mean length of the saved trajectories.
+            packed: as for `create`, whatever the saved table was.
             on_full: as for `create`; by default that of the saved table. The rate limiter, `max_times_sampled` and
                 `max_age` are always those of the saved table.
             progress: show a progress bar if standard error is a terminal and `rich` is installed.
@@ -368,6 +370,7 @@ class Table:
             max_steps=max_steps,
             max_trajectories=max_trajectories,
             block_steps=block_steps,
+            packed=packed,
             max_blocks=max_blocks,
             on_full=on_full,
             progress=progress,
