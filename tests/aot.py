@@ -36,7 +36,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gear_loader.kernels import gather, items, place, priority
+from gear_loader.kernels import gather, items, place, priority, split
 
 ARCHITECTURES = (80, 90, 100)
 TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -82,6 +82,10 @@ VARIANTS = [
         for word, chosen in itertools.product((16, 4, 1), (False, True))
     ),
     Variant("place", place.place_kernel, {}, place.LAUNCH),
+    *(
+        Variant(f"split{'_rows' * chosen}", split.split_kernel, {"CHOSEN": chosen}, split.LAUNCH)
+        for chosen in (False, True)
+    ),
     Variant("priority_draw", priority.draw_kernel, {}, priority.DRAW),
     *(
         Variant(

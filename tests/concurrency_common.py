@@ -170,8 +170,7 @@ class Look:
         assert ((blocks >= 0) & (blocks < table.region.layout.num_blocks)).all(), "no block"
         found = {}
         for name, column in table.schema.items():
-            data = table.region.column(name)[:, : block_steps * column.step_bytes]
-            data = data.reshape(len(data), block_steps, column.step_bytes)[blocks, steps % block_steps]
+            data = table.region.column(name)[blocks, steps % block_steps]
             found[name] = data.view(_DTYPES[name]).reshape(-1, *column.shape)
         return found
 
@@ -231,7 +230,7 @@ def check_named(table: gear.Table, batch: Mapping[str, Any], numbers: Array) -> 
         slots, numbers = slots[there], numbers[there]
         extent, block_ids = table.reader().index_arrays()
         starts = extent[slots, 1].copy()
-        found = table.region.column("number")[block_ids[starts], :8].copy().view(np.int64).reshape(-1)
+        found = table.region.column("number")[block_ids[starts], 0].copy().view(np.int64).reshape(-1)
         # Retired and given out again before the ticket was had: then the generation tells.
         still = table.reader().slot_states()[1][slots] == generations[there]
         assert still.all(), "a slot was given away while it was read"

@@ -297,8 +297,7 @@ def check_two_tables(gather: Gather, *, memory: Memory = host_memory, device: st
         Store(sizes, [1, 6, 77], 32, seed=2, spare_lines=2, memory=memory),
     ]
     outputs = Outputs(specs, batch, device=device)
-    plan = outputs.plan(stores[0])
-    plans = [plan, plan.of_source(stores[1].sources, stores[1].block_steps)]
+    plans = [outputs.plan(store) for store in stores]
     order = choose(batch - 2, batch)
     expected: list[list[tuple[Array, Array]]] = []
     for store, each, rows in zip(stores, plans, order.split([5, 4]), strict=True):

@@ -26,7 +26,7 @@ def values_at(table: gear.Table, start: int, length: int) -> list[int]:
     """What a reader finds who has seen where a trajectory's block table is."""
     steps = table.region.layout.block_steps
     ids = table.region.array("block_ids").reshape(-1)[start : start - (-length // steps)]
-    found: list[int] = table.region.column("x")[ids, : steps * 8].reshape(-1).view(np.int64)[:length].tolist()
+    found: list[int] = table.region.column("x")[ids].reshape(-1).view(np.int64)[:length].tolist()
     return found
 
 

@@ -241,8 +241,7 @@ class Reading:
         ids = block_ids[self.start : self.start - (-self.length // layout.block_steps)]
         found = {}
         for name, column in table.schema.items():
-            used = layout.block_steps * column.step_bytes
-            data = table.region.column(name)[ids, :used].reshape(-1)[: self.length * column.step_bytes]
+            data = table.region.column(name)[ids].reshape(-1)[: self.length * column.step_bytes]
             values = torch.from_numpy(data.copy()).view(column.dtype)
             found[name] = values.reshape(self.length, *column.shape)
         assert number_of(found) == self.number

@@ -479,7 +479,7 @@ def gather(
             saturate the bus and leave the rest of the GPU free.
 
     Does not wait for the GPU. Other rows of the outputs do not change, so a batch can be gathered from several tables
-    with one launch per table (see `GatherPlan.of_source`).
+    with one launch per table (see `gear_loader.collection.plans`).
 
     Raises:
         TypeError, ValueError: arguments of another dtype, shape or device; nothing was launched.

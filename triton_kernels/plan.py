@@ -28,9 +28,11 @@ __all__ = [
     "PLACE_WIDTH",
     "PLACE_WORD",
     "STEP_BYTES",
+    "STEP_STRIDE",
     "STRIDE",
     "WIDTH",
     "GatherColumn",
+    "GatherMask",
     "GatherPlan",
     "PlacePlan",
     "with_lines",
@@ -51,7 +53,8 @@ MASK = 7  # address of the mask [batch, length], or 0
 LINES = 8  # most lines that one row of the batch can touch; 0 marks a mask, whose address is OUT
 BLOCKS = 9  # blocks of the column: a block id is below it
 FINAL = 10  # 1: the window may read the final step, which follows the last step; else 0
-WIDTH = 11
+STEP_STRIDE = 11  # bytes from step to step in a block; the GPU's kernels expect STEP_BYTES
+WIDTH = 12
 
 PAD_KEEP, PAD_HEAD, PAD_TAIL, PAD_EDGE = range(4)
 
@@ -61,7 +64,7 @@ class GatherColumn:
     """One column of a batch.
 
     Attributes:
-        source: uint8 [blocks, stride], the column's blocks; its address and stride are multiples of 128.
+        source: uint8 [blocks, stride], the blocks that hold the column; its address and stride are multiples of 128.
         out: uint8 [B, L, step_bytes], contiguous; on the device that gathers.
         offset: first step of the window relative to the anchor.
         pad: PAD_KEEP leaves padding in place, PAD_HEAD and PAD_TAIL collect it at one end. PAD_EDGE leaves it in place
@@ -70,6 +73,8 @@ class GatherColumn:
         final: whether the window may read a trajectory's final step.
         once: whether a block has one value, of a whole trajectory, and the window shows that of its first block: an
             offset below 0 by more than any trajectory's length, and PAD_EDGE.
+        inside: bytes before the column in a step of `source`, which may be a record of several columns.
+        step_stride: bytes from step to step in a block; None: ``step_bytes``.
     """
 
     source: torch.Tensor
@@ -79,10 +84,17 @@ class GatherColumn:
     mask: torch.Tensor | None = None
     final: bool = False
     once: bool = False
+    inside: int = 0
+    step_stride: int | None = None
 
     @property
     def step_bytes(self) -> int:
         return self.out.shape[2]
+
+    @property
+    def stride(self) -> int:
+        """Bytes from step to step in a block."""
+        return self.step_bytes if self.step_stride is None else self.step_stride
 
     def check(self, block_steps: int) -> None:
         """Raise ValueError or TypeError unless the column fits the kernels."""
@@ -104,9 +116,14 @@ class GatherColumn:
                 f"expected multiples of {LINE}."
             )
         block_steps = 1 if self.once else block_steps
-        if block_steps < 1 or block_steps * self.step_bytes > source.shape[1]:
+        if self.inside < 0 or self.inside + self.step_bytes > self.stride:
             raise ValueError(
-                f"{block_steps} steps of {self.step_bytes} bytes do not fit into blocks of {source.shape[1]} bytes."
+                f"A step of {self.step_bytes} bytes begins {self.inside} bytes into one of {self.stride} bytes of the "
+                "source; expected it to lie inside."
+            )
+        if block_steps < 1 or block_steps * self.stride > source.shape[1]:
+            raise ValueError(
+                f"{block_steps} steps of {self.stride} bytes do not fit into blocks of {source.shape[1]} bytes."
             )
         if mask is not None and (
             mask.dtype != torch.bool
@@ -137,11 +154,45 @@ class GatherColumn:
         A window starts at a multiple of gcd(step bytes, 128) within a line, and passes the padding at the end of
         each block that it crosses.
         """
-        length, step_bytes = self.out.shape[1:]
+        length, step_bytes = self.out.shape[1], self.stride
         crossings = -(-(length - 1) // block_steps)
         padding = self.source.stride(0) - block_steps * step_bytes
         span = length * step_bytes + crossings * padding + LINE - math.gcd(step_bytes, LINE)
         return -(-span // LINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherMask:
+    """The mask of a window that no column of a plan has.
+
+    Attributes:
+        out: bool [B, L], True where the step exists.
+        offset, pad, final: as of a `GatherColumn`.
+    """
+
+    out: torch.Tensor
+    offset: int
+    pad: int = PAD_KEEP
+    final: bool = False
+
+    def row(self) -> list[int]:
+        """The mask as a row of a plan's table."""
+        row = [0] * WIDTH
+        row[OUT], row[LENGTH], row[OFFSET] = self.out.data_ptr(), self.out.shape[1], self.offset
+        row[PAD], row[FINAL] = self.pad, int(self.final)
+        return row
+
+    def check(self, like: torch.Tensor) -> None:
+        """Raise ValueError unless the mask fits the kernels, and a batch with the output `like`."""
+        out = self.out
+        fits = out.dtype == torch.bool and out.ndim == 2 and out.is_contiguous() and out.shape[1] > 0
+        if not fits or out.device != like.device or len(out) != len(like) or out.numel() + 4096 >= 2**31:
+            raise ValueError(
+                f"A mask is {out.dtype} {list(out.shape)} on {out.device}; expected contiguous bool [{len(like)}, L] "
+                f"on {like.device}, of less than 2**31 entries."
+            )
+        if self.pad not in range(PAD_KEEP, PAD_EDGE + 1):
+            raise ValueError(f"pad is {self.pad}; expected {PAD_KEEP} to {PAD_EDGE}.")
 
 
 def _check_numbers(name: str, tensor: torch.Tensor, device: torch.device) -> None:
@@ -157,19 +208,24 @@ class GatherPlan:
     Args:
         columns: at least one, all with the same batch size and device of `out`.
         block_steps: steps of a block.
+        masks: masks beside those of the columns; only for the GPU's kernels.
 
     Attributes:
         table: int64 [C, WIDTH] on the CPU.
         launches: (word bytes, table on the CPU, table on the device) of each kernel launch: one launch with 16-byte
             words if all steps are whole such words; otherwise one with 4-byte words for the columns that allow it, and
             one with single bytes for the rest. The masks are additional rows of the first launch, after its columns.
-            That on the device also lists the lines of a row of the batch, see `with_lines`.
+            That on the device also lists the lines of a row of the batch, see `with_lines`. Columns whose steps do not
+            lie one after another are for the CPU only: the kernels expect that ``inside`` is 0 and ``step_stride`` is
+            None.
 
     Raises:
         TypeError, ValueError: a column that the kernels do not support, or columns of too many lines together.
     """
 
-    def __init__(self, columns: Sequence[GatherColumn], block_steps: int) -> None:
+    def __init__(
+        self, columns: Sequence[GatherColumn], block_steps: int, masks: Sequence[GatherMask] = ()
+    ) -> None:
         if not columns:
             raise ValueError("No columns were given; expected at least one.")
         for column in columns:
@@ -185,7 +241,9 @@ class GatherPlan:
                 f"A batch of {first.shape[0]:,} rows has {lines:,} lines of {LINE} bytes in its columns, more than the "
                 "kernels count; expected less than 2**31: a smaller batch, shorter windows or fewer columns."
             )
-        self.columns = tuple(columns)
+        for mask in masks:
+            mask.check(first)
+        self.columns, self.masks = tuple(columns), tuple(masks)
         self.block_steps = block_steps
         self.batch_size = first.shape[0]
         self.device = first.device
@@ -197,7 +255,7 @@ class GatherPlan:
 
     def _row(self, column: GatherColumn) -> list[int]:
         row = [0] * WIDTH
-        row[BASE] = column.source.data_ptr()
+        row[BASE] = column.source.data_ptr() + column.inside
         row[STRIDE] = column.source.stride(0)
         row[STEP_BYTES] = column.step_bytes
         row[OUT] = column.out.data_ptr()
@@ -208,6 +266,7 @@ class GatherPlan:
         row[LINES] = column.lines(self.block_steps)
         row[BLOCKS] = column.source.shape[0]
         row[FINAL] = int(column.final)
+        row[STEP_STRIDE] = column.stride
         return row
 
     def _launches(self) -> list[tuple[int, torch.Tensor]]:
@@ -220,14 +279,12 @@ class GatherPlan:
         else:
             words = [row for row in rows if fits(row, 4)]
             parts = [(4, words), (1, [row for row in rows if not fits(row, 4)])]
-        masks = []
-        for row in rows:
-            if row[MASK]:
-                mask = [0] * WIDTH
-                for place in (LENGTH, OFFSET, PAD, FINAL):
-                    mask[place] = row[place]
-                mask[OUT] = row[MASK]
-                masks.append(mask)
+        masks = [
+            GatherMask(column.mask, column.offset, column.pad, column.final).row()
+            for column in self.columns
+            if column.mask is not None
+        ]
+        masks += [mask.row() for mask in self.masks]
         parts = [(word, part) for word, part in parts if part]
         parts[0][1].extend(masks)
         return [(word, torch.tensor(part, dtype=torch.int64, device="cpu")) for word, part in parts]
@@ -244,27 +301,6 @@ class GatherPlan:
             lines = int(table[:, LINES].sum()) * count
             self._tiles[key] = -(-lines // tile), sum(-(-length * count // entries) for length in masks)
         return self._tiles[key]
-
-    def of_source(self, sources: Sequence[torch.Tensor], block_steps: int) -> GatherPlan:
-        """A plan that gathers the same windows of another table into the same outputs and masks.
-
-        Args:
-            sources: source of each column, uint8 [blocks, stride]; see `GatherColumn.source`.
-            block_steps: steps of a block of that table.
-
-        Costs as much as a new plan; make it once for a set of buffers and a table.
-
-        Raises:
-            TypeError, ValueError: the numbers of sources and columns differ, or a source does not fit its column.
-        """
-        if len(sources) != len(self.columns):
-            raise ValueError(
-                f"{len(sources)} sources were given; expected {len(self.columns)}, one a column."
-            )
-        columns = zip(self.columns, sources, strict=True)
-        return GatherPlan(
-            [dataclasses.replace(column, source=source) for column, source in columns], block_steps
-        )
 
     def check_rows(self, slots: torch.Tensor, anchors: torch.Tensor, rows: torch.Tensor | None = None) -> int:
         """Validate the rows to gather and return their number, at most the batch size."""

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from gear_loader.kernels.plan import PAD_EDGE, PAD_HEAD, PAD_KEEP, GatherPlan, PlacePlan
+from gear_loader.kernels.plan import (
+    PAD_EDGE,
+    PAD_HEAD,
+    PAD_KEEP,
+    GatherColumn,
+    GatherMask,
+    GatherPlan,
+    PlacePlan,
+)
+from gear_loader.kernels.split_plan import SplitPlan
 
-__all__ = ["gather", "place"]
+__all__ = ["gather", "place", "split"]
 
 
 def gather(
@@ -22,38 +31,43 @@ def gather(
     """Fill the plan's outputs and masks; see `gear_loader.kernels.gather.gather`. `programs` is not used."""
     count = plan.check_rows(slots, anchors, rows)
     lengths, row, finals = extent[slots].unbind(1)  # [B] each
-    for column in plan.columns:
-        steps = lengths + finals if column.final else lengths
-        length = column.out.shape[1]
-        begin = anchors + column.offset
+    into: slice | torch.Tensor = slice(count) if rows is None else rows
+    parts: list[GatherColumn | GatherMask] = [*plan.columns, *plan.masks]
+    for each in parts:
+        out = each.out
+        length = out.shape[1]
+        steps = lengths + finals if each.final else lengths
+        begin = anchors + each.offset
         low = begin.clamp(min=0).minimum(steps)
         high = (begin + length).minimum(steps).maximum(low)
         valid = high - low
-        if column.pad in (PAD_KEEP, PAD_EDGE):
+        if each.pad in (PAD_KEEP, PAD_EDGE):
             head = torch.where(valid > 0, low - begin, length)
-        elif column.pad == PAD_HEAD:
+        elif each.pad == PAD_HEAD:
             head = length - valid
         else:
             head = torch.zeros_like(low)
-        position = (
-            torch.arange(length, device=slots.device) - head[:, None]
-        )  # [B, L] within the steps that exist
+        # [B, L] within the steps that exist
+        position = torch.arange(length, device=slots.device) - head[:, None]
         mask = (position >= 0) & (position < valid[:, None])
+        if isinstance(each, GatherMask):
+            out[into] = mask
+            continue
         shown = mask
         step = torch.where(mask, low[:, None] + position, 0)
-        if column.pad == PAD_EDGE:
+        if each.pad == PAD_EDGE:
             step = torch.arange(length, device=slots.device) + begin[:, None]
             step, shown = step.clamp(min=0).minimum(steps[:, None] - 1), torch.ones_like(mask)
         block = block_ids[torch.where(shown, row[:, None] + step // plan.block_steps, 0)].long()
-        source = column.source
+        source = each.source
         steps_of = source.as_strided(
-            (source.shape[0], plan.block_steps, column.step_bytes), (source.stride(0), column.step_bytes, 1)
+            (source.shape[0], plan.block_steps, each.step_bytes),
+            (source.stride(0), each.stride, 1),
+            source.storage_offset() + each.inside,
         )
-        windows = steps_of[block, step % plan.block_steps].masked_fill_(~shown[:, :, None], 0)
-        into: slice | torch.Tensor = slice(count) if rows is None else rows
-        column.out[into] = windows
-        if column.mask is not None:
-            column.mask[into] = mask
+        out[into] = steps_of[block, step % plan.block_steps].masked_fill_(~shown[:, :, None], 0)
+        if each.mask is not None:
+            each.mask[into] = mask
 
 
 def place(plan: PlacePlan, staging: torch.Tensor, rows: torch.Tensor, *, programs: int | None = None) -> None:
@@ -62,3 +76,15 @@ def place(plan: PlacePlan, staging: torch.Tensor, rows: torch.Tensor, *, program
     for out, offset in zip(plan.outs, plan.offsets(count), strict=True):
         piece = staging[offset : offset + count * out.shape[1]].view(count, out.shape[1])
         out[rows] = piece.to(plan.device)
+
+
+def split(
+    plan: SplitPlan, count: int, *, rows: torch.Tensor | None = None, programs: int | None = None
+) -> None:
+    """Copy columns out of records; see `gear_loader.kernels.split.split`. `programs` is not used."""
+    plan.check_rows(count, rows)
+    these: slice | torch.Tensor = slice(count) if rows is None else rows
+    for column in plan.columns:
+        length, size = column.out.shape[1:]
+        first, inside = column.first, column.inside
+        column.out[these] = column.records[these, first : first + length, inside : inside + size]

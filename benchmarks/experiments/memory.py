@@ -134,7 +134,9 @@ def best_block(setting: Setting) -> int:
     def region_bytes(block: int) -> int:
         blocks = gear.Table.required_blocks(lengths, block)
         sizes = {"max_steps": int(lengths.sum()), "max_trajectories": len(lengths)}
-        return Layout(Schema(columns), **sizes, block_steps=block, num_blocks=blocks).region_bytes
+        return Layout(
+            Schema(columns), **sizes, block_steps=block, num_blocks=blocks, packed=True
+        ).region_bytes
 
     return min(sorted(sizes), key=region_bytes)
 

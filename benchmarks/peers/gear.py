@@ -179,7 +179,7 @@ class Memcpy(online.Subject):
 
     def open(self) -> None:
         column = max(self.spec["columns"], key=lambda name: np.prod(self.spec["columns"][name]))
-        part = np.array_split(_attached(self.address).region.column(column).reshape(-1), self.of)[self.number]
+        part = np.array_split(_attached(self.address).region.blocks(column).reshape(-1), self.of)[self.number]
         self._memory = part
         one = sum(values[0].nbytes for values in self.stacked.values())
         self._arena = np.frombuffer(

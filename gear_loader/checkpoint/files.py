@@ -23,15 +23,12 @@ import xxhash
 from gear_loader.checkpoint.directory import REMEDY, Directory, named
 from gear_loader.checkpoint.json_file import FileRecord
 from gear_loader.errors import CheckpointError
-from gear_loader.kernels.plan import BASE, BLOCKS, LENGTH, OUT, STEP_BYTES, WIDTH
-from gear_loader.native import copying
 from gear_loader.utils.arrays import Array
 
 __all__ = [
     "Pipeline",
     "Rows",
     "check_size",
-    "copy_pieces",
     "read_piece",
     "read_through",
     "write_small",
@@ -83,26 +80,6 @@ class Rows:
         step = block * self.block_steps + inside
         steps = np.minimum(stop, (block + 1) * self.block_steps) - step
         return which, block, inside, steps, self.first[which] + step - begin
-
-
-_ZERO = np.zeros(1, dtype=np.int64)
-_ZERO_ID = np.zeros(1, dtype=np.int32)
-
-
-def copy_pieces(targets: Array, sources: Array, counts: Array) -> None:
-    """Copy ``counts[i]`` bytes from address ``sources[i]`` to ``targets[i]``, for every i; all int64 [pieces].
-
-    Uses the compiled gather, with one column for each piece: a window over one trajectory of one block, in steps of
-    one byte.
-    """
-    if len(counts) == 0:
-        return
-    columns = np.zeros((len(counts), WIDTH), dtype=np.int64)
-    columns[:, BASE], columns[:, OUT], columns[:, LENGTH] = sources, targets, counts
-    columns[:, STEP_BYTES], columns[:, BLOCKS] = 1, 1
-    steps = int(counts.max())
-    extent = np.array([[steps, 0, 0]], dtype=np.int64)
-    copying.gather(columns, _ZERO, _ZERO, extent, _ZERO_ID, steps, 0, 1)
 
 
 # Files -----------------------------------------------------------------------------------------------

@@ -6,18 +6,19 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from gear_loader.checkpoint.directory import Directory
-from gear_loader.checkpoint.files import Pipeline, Rows, check_size, copy_pieces
+from gear_loader.checkpoint.files import Pipeline, Rows, check_size
 from gear_loader.checkpoint.identity import set_parent
 from gear_loader.checkpoint.index import Entries, read_entries
 from gear_loader.checkpoint.manifest import Manifest, Segment, open_checkpoint, read_manifest
 from gear_loader.checkpoint.names import MANIFEST_NAME, column_file, npy_header, segment_folder
 from gear_loader.checkpoint.partial_reads import read_ranges
 from gear_loader.errors import CheckpointError
+from gear_loader.native.copying import copy_pieces
 from gear_loader.storage.allocation import Claim
 from gear_loader.storage.layout import ColumnLayout
 from gear_loader.storage.rules import OnFull
@@ -51,6 +52,7 @@ def load(
     max_steps: int | None,
     max_trajectories: int | None,
     block_steps: int | str | None,
+    packed: bool | Literal["auto"],
     max_blocks: int | None,
     on_full: OnFull | None,
     progress: bool,
@@ -74,7 +76,7 @@ def load(
                     f"{expected}. Give the schema that was saved (or none), or load another checkpoint."
                 )
             try:
-                return _load(kind, directory, manifest, sizes, name, on_full, progress)
+                return _load(kind, directory, manifest, sizes, packed, name, on_full, progress)
             except CheckpointError:
                 if was_replaced(lambda: read_manifest(directory).save, manifest.save):
                     return None
@@ -120,6 +122,7 @@ def _load(
     directory: Directory,
     manifest: Manifest,
     given: Mapping[str, int | str | None],
+    packed: bool | Literal["auto"],
     name: str | None,
     on_full: OnFull | None,
     progress: bool,
@@ -141,6 +144,7 @@ def _load(
     table = kind.create(
         manifest.schema,
         **sizes,
+        packed=packed,
         name=name,
         on_full=manifest.rules.on_full if on_full is None else on_full,
         rate_limiter=manifest.rules.rate_limiter,
@@ -374,16 +378,18 @@ def _taker(
     """Return a function that copies rows of a segment into the blocks of one column.
 
     Args:
-        data: uint8 [blocks, block_stride], the column. column: its layout.
+        data: uint8 [blocks, block_steps, step_bytes], the column. column: its layout.
         rows: rows of the trajectories in the segment.
         places: int64 [n], where each trajectory's blocks begin in `ids`. ids: block ids.
     """
 
+    size = column.step_bytes
+
     def take(buffer: Array, begin: int, end: int) -> None:
         which, block, inside, steps, row = rows.pieces(begin, end)
         block_ids = ids[places[which] + block].astype(np.int64)
-        targets = data.ctypes.data + block_ids * column.block_stride + inside * column.step_bytes
-        sources = buffer.ctypes.data + row * column.step_bytes
-        copy_pieces(targets, sources, steps * column.step_bytes)
+        targets = data.ctypes.data + block_ids * column.block_stride + inside * column.step_stride
+        sources = buffer.ctypes.data + row * size
+        copy_pieces(targets, sources, steps, column.step_stride, size, size)
 
     return take

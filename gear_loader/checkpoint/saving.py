@@ -14,7 +14,7 @@ import numpy as np
 
 from gear_loader.checkpoint import manifest as manifest_module
 from gear_loader.checkpoint.directory import Directory
-from gear_loader.checkpoint.files import Pipeline, Rows, check_size, copy_pieces, write_small
+from gear_loader.checkpoint.files import Pipeline, Rows, check_size, write_small
 from gear_loader.checkpoint.housekeeping import (
     check_owned,
     convert_errors,
@@ -37,6 +37,7 @@ from gear_loader.checkpoint.names import (
     segment_folder,
 )
 from gear_loader.errors import CheckpointError
+from gear_loader.native.copying import copy_pieces
 from gear_loader.storage.counters import FIRST_SEQUENCE, NEXT_SEQUENCE, NUM_SAMPLED
 from gear_loader.storage.ids import origin_of
 from gear_loader.storage.index import Index
@@ -364,6 +365,7 @@ class _Save:
         reader, data = self.index.reader, self.columns[name]
         arrays = reader.arrays
         column = self.layout.columns[name]
+        size = column.step_bytes
 
         def fill(buffer: Array, begin: int, end: int) -> None:
             which, block, inside, steps, row = rows.pieces(begin, end)
@@ -383,9 +385,9 @@ class _Save:
                         )
                 place = arrays.extent[unsaved.slots[which], 1] + block
                 ids = arrays.ids_at(place).astype(np.int64)
-                sources = data.ctypes.data + ids * column.block_stride + inside * column.step_bytes
-                targets = buffer.ctypes.data + row * column.step_bytes
-                copy_pieces(targets, sources, steps * column.step_bytes)
+                sources = data.ctypes.data + ids * column.block_stride + inside * column.step_stride
+                targets = buffer.ctypes.data + row * size
+                copy_pieces(targets, sources, steps, size, column.step_stride, size)
                 ticket.end()
             finally:
                 ticket.end()  # idempotent; a signal handler may raise between `begin_read` and the call above

@@ -11,9 +11,10 @@ import torch
 
 from gear_loader.collection.batches import Batch
 from gear_loader.collection.n_step import NStep, Returns
+from gear_loader.collection.plans import Output, Plans, Staging, plans_of
 from gear_loader.collection.references import BatchReferences, aliased
 from gear_loader.collection.windows import expand, mask_of, reach_of, source_of, steps_only
-from gear_loader.kernels.plan import PAD_EDGE, PAD_HEAD, PAD_KEEP, PAD_TAIL, WIDTH, GatherColumn, GatherPlan
+from gear_loader.kernels.plan import WIDTH, GatherPlan
 from gear_loader.native import copying, threads
 from gear_loader.storage.rows import CudaRows, Reach, SelectedRows
 from gear_loader.storage.schema import Window
@@ -29,7 +30,6 @@ __all__ = [
     "resolve",
 ]
 
-_PADS = {"keep": PAD_KEEP, "head": PAD_HEAD, "tail": PAD_TAIL, "edge": PAD_EDGE}
 _ROW_KEYS = ("index", "anchor", "generation")
 _COUNTS, _NUMBERS = ("times_sampled", "age"), ("probability", "age_seconds")  # keys of ``sample_info``
 
@@ -64,12 +64,13 @@ class GpuSide:
 
 @dataclasses.dataclass
 class Buffers:
-    """The tensors of one batch, with the plan that fills them.
+    """The tensors of one batch, with the plans that fill them.
 
     Attributes:
         batch: column -> ``[B, L, *shape]``, mask, index, anchor, generation, on the target device.
-        plan: gather plan of the columns and masks.
-        once: on a GPU that reads the region, plan of the columns per trajectory; elsewhere they are in `plan`.
+        plans: of the collector's table.
+        outputs: what each window fills.
+        staging: on a GPU that reads the region, memory of gathered records; it is freed with the batch.
         gpu: auxiliary tensors on a GPU.
         names: on the CPU, int64 [3, B]: view of index, anchor and generation.
         columns: on the CPU, int64 [C, WIDTH]: view of the plan's table.
@@ -79,8 +80,9 @@ class Buffers:
     """
 
     batch: Batch
-    plan: GatherPlan
-    once: GatherPlan | None = None
+    plans: Plans
+    outputs: tuple[Output, ...]
+    staging: Staging | None = None
     gpu: GpuSide | None = None
     names: Array = dataclasses.field(default_factory=lambda: np.empty((3, 0), dtype=np.int64))
     columns: Array = dataclasses.field(default_factory=lambda: np.empty((0, WIDTH), dtype=np.int64))
@@ -93,6 +95,11 @@ class Buffers:
             returns.compute(self.batch["anchor"][:count])
 
     references: BatchReferences | None = None
+
+    @property
+    def plan(self) -> GatherPlan:
+        """Gather plan of the columns and masks."""
+        return self.plans.steps
 
     def lend(self, count: int) -> Batch:
         """`rows` as new tensors, whose references `is_held` finds."""
@@ -235,7 +242,7 @@ class Collector:
             tensor = torch.empty(*shape, dtype=dtype, device=device, pin_memory=pinned)
             return tensor.share_memory_() if shared else tensor
 
-        size, schema, region = self.batch_size, self.table.schema, self.table.region
+        size, schema = self.batch_size, self.table.schema
         # One mask for each key; in the plan it belongs to the column with the smallest steps.
         sources = {name: source_of(name, window) for name, window in self.windows.items()}
         keys = {name: mask_of(schema, name, window) for name, window in self.windows.items()}
@@ -247,22 +254,14 @@ class Collector:
             if schema[sources[name]].step_bytes < schema[sources[owner]].step_bytes:
                 owners[keys[name]] = name
         batch = Batch()
-        columns: list[GatherColumn] = []
+        outputs = []
         for name, window in self.windows.items():
             column = schema[sources[name]]
             out = empty(size, window.length, *column.shape, dtype=column.dtype)
             batch[name] = out[:, 0] if window.squeeze else out
-            columns.append(
-                GatherColumn(
-                    source=torch.from_numpy(region.column(sources[name])),
-                    out=out.view(size, window.length, -1).view(torch.uint8),
-                    offset=window.offset,
-                    pad=_PADS[window.pad],
-                    mask=masks[keys[name]] if owners.get(keys[name]) == name else None,
-                    final=column.final,
-                    once=column.trajectory,
-                )
-            )
+            mask = masks[keys[name]] if owners.get(keys[name]) == name else None
+            flat = out.view(size, window.length, -1).view(torch.uint8)
+            outputs.append(Output(sources[name], window, flat, mask))
         shown = {
             name: masks[keys[name]][:, 0] if window.squeeze else masks[keys[name]]
             for name, window in steps_only(schema, self.windows).items()
@@ -285,11 +284,9 @@ class Collector:
         if self.informs:
             counts = empty(2, size, dtype=torch.int64)
             batch["sample_info"] = _named(counts, empty(2, size, dtype=torch.float32))
-        # On a GPU that reads the region, a batch brings the blocks of its windows, and the first one in a place apart.
-        apart = [column for column in columns if column.once and self.zero_copy]
-        rest = [column for column in columns if not (column.once and self.zero_copy)]
-        plan = GatherPlan(rest, self._block_steps)
-        made = Buffers(batch, plan, GatherPlan(apart, 1) if apart else None, returns=returns)
+        staging: Staging | None = {} if self.zero_copy else None
+        plans = plans_of(self.table, outputs, staging)
+        made = Buffers(batch, plans, tuple(outputs), staging, returns=returns)
         if device.type == "cpu":
             made.names, made.columns = names.numpy(), made.plan.table.numpy()
             if "priority_weight" in batch:
@@ -408,7 +405,7 @@ class Collector:
 
     def _launch(self, buffers: Buffers, mirror: tuple[torch.Tensor, ...], count: int) -> None:
         """Gather `count` rows with the anchors, extents and block ids in `mirror`."""
-        from gear_loader.kernels import gather
+        from gear_loader.kernels import gather, split
 
         gather.gather(
             buffers.plan,
@@ -418,8 +415,10 @@ class Collector:
             mirror[1].view(-1),
             programs=self.programs,
         )
-        if buffers.once is not None:
-            self._gather_once(buffers.once, mirror[1], count)
+        if buffers.plans.split is not None:
+            split.split(buffers.plans.split, count, programs=self.programs)
+        if buffers.plans.once is not None:
+            self._gather_once(buffers.plans.once, mirror[1], count)
         buffers.compute(count)
 
     def _gather_once(

@@ -14,7 +14,7 @@ import torch
 from gear_loader.collection.batches import Batch
 from gear_loader.collection.collector import Buffers, Collector, copy_batch
 from gear_loader.collection.n_step import NStep
-from gear_loader.collection.windows import source_of
+from gear_loader.collection.plans import Plans, plans_of
 from gear_loader.distributed.remote import Part, RemoteShard, Staging
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import (
@@ -24,7 +24,7 @@ from gear_loader.errors import (
     TableEmptyError,
     TransportError,
 )
-from gear_loader.kernels.plan import GatherPlan, PlacePlan
+from gear_loader.kernels.plan import PlacePlan
 from gear_loader.native import copying, threads
 from gear_loader.native.sum_tree import READY
 from gear_loader.storage.readers import Ticket
@@ -81,12 +81,11 @@ class ShardBuffers(Buffers):
     """The tensors of one batch, and the plans that fill them from each shard.
 
     Attributes:
-        plans, once_plans: shard of this node -> gather plan, made on first use.
+        shard_plans: shard of this node -> plans, made on first use.
         place: plan that places rows of other nodes, made on first use.
     """
 
-    plans: dict[int, GatherPlan] = dataclasses.field(default_factory=dict)
-    once_plans: dict[int, GatherPlan] = dataclasses.field(default_factory=dict)
+    shard_plans: dict[int, Plans] = dataclasses.field(default_factory=dict)
     place: PlacePlan | None = None
 
 
@@ -133,7 +132,7 @@ class ShardCollector(Collector):
         made.batch["shard"] = torch.empty(
             self.batch_size, dtype=torch.int64, device=device, pin_memory=pinned
         )
-        return ShardBuffers(made.batch, made.plan, made.once, returns=made.returns)
+        return ShardBuffers(made.batch, made.plans, made.outputs, made.staging, returns=made.returns)
 
     # ---------------------------------------------------------------- collecting
 
@@ -250,7 +249,7 @@ class ShardCollector(Collector):
     def _gather_local(self, buffers: ShardBuffers, rows: ShardRows, which: Array) -> None:
         for shard, shard_rows in self._by_shard(rows, which):
             records = rows.records[shard_rows]
-            table, plan = self._table(shard), self._plan(buffers, shard)
+            table, plan = self._table(shard), self._plans(buffers, shard).steps
             slots, anchors = (np.ascontiguousarray(records[name]) for name in ("slot", "step"))
             extent, block_ids = table.reader().index_arrays()
             bad = threads.gather(
@@ -265,27 +264,11 @@ class ShardCollector(Collector):
             )
             table.reader().check_gathered(bad)
 
-    def _plan(self, buffers: ShardBuffers, shard: int) -> GatherPlan:
-        plan = buffers.plans.get(shard)
-        if plan is None:
-            block_steps = self._table(shard).region.layout.block_steps
-            plan = buffers.plans[shard] = buffers.plan.of_source(
-                self._sources(shard, buffers.once is None), block_steps
-            )
-        return plan
-
-    def _once_plan(self, buffers: ShardBuffers, shard: int) -> GatherPlan | None:
-        """The plan of the columns per trajectory, where they have one of their own."""
-        if buffers.once is not None and shard not in buffers.once_plans:
-            buffers.once_plans[shard] = buffers.once.of_source(self._sources(shard, True, False), 1)
-        return buffers.once_plans.get(shard)
-
-    def _sources(self, shard: int, once: bool, steps: bool = True) -> list[torch.Tensor]:
-        """The blocks of the windows' columns in a shard, of those per trajectory, of those with steps, or of both."""
-        region, schema = self._table(shard).region, self.table.schema
-        columns = [source_of(name, window) for name, window in self.windows.items()]
-        chosen = [column for column in columns if (once if schema[column].trajectory else steps)]
-        return [torch.from_numpy(region.column(column)) for column in chosen]
+    def _plans(self, buffers: ShardBuffers, shard: int) -> Plans:
+        """The plans of a shard of this node; packing and blocks of tables may differ."""
+        if shard not in buffers.shard_plans:
+            buffers.shard_plans[shard] = plans_of(self._table(shard), buffers.outputs, buffers.staging)
+        return buffers.shard_plans[shard]
 
     # ---------------------------------------------------------------- rows of other nodes
 

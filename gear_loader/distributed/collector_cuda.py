@@ -111,7 +111,14 @@ class CudaShardCollector(ShardCollector):
         if self.weighs:
             made.batch["priority_weight"] = mirror.weights
         return DeviceBuffers(
-            made.batch, made.plan, made.once, gpu, returns=made.returns, host=host, mirror=mirror
+            made.batch,
+            made.plans,
+            made.outputs,
+            made.staging,
+            gpu,
+            returns=made.returns,
+            host=host,
+            mirror=mirror,
         )
 
     @contextlib.contextmanager
@@ -131,7 +138,7 @@ class CudaShardCollector(ShardCollector):
             gpu.filled.record()  # also after a failed batch: the GPU reads it from the same memory
 
     def _gather_local(self, buffers: ShardBuffers, rows: ShardRows, which: Array) -> None:
-        from gear_loader.kernels import gather
+        from gear_loader.kernels import gather, split
 
         host, mirror = _sides(buffers)
         claims: list[tuple[int, slice]] = []
@@ -153,9 +160,9 @@ class CudaShardCollector(ShardCollector):
         if claims:
             mirror.copy_local(host)
         for shard, part in claims:
-            count = part.stop - part.start
+            count, plans = part.stop - part.start, self._plans(buffers, shard)
             gather.gather(
-                self._plan(buffers, shard),
+                plans.steps,
                 self._numbers[:count],
                 mirror.anchors[part],
                 mirror.extent[part],
@@ -163,8 +170,10 @@ class CudaShardCollector(ShardCollector):
                 rows=mirror.rows[part],
                 programs=self.programs,
             )
-            if (once := self._once_plan(buffers, shard)) is not None:
-                self._gather_once(once, mirror.block_ids[part], count, mirror.rows[part])
+            if plans.split is not None:
+                split.split(plans.split, count, rows=mirror.rows[part], programs=self.programs)
+            if plans.once is not None:
+                self._gather_once(plans.once, mirror.block_ids[part], count, mirror.rows[part])
 
     def _place_part(self, buffers: ShardBuffers, part: Part) -> None:
         from gear_loader.kernels import place

@@ -220,7 +220,7 @@ class ReplayBuffer(_ReplayBuffer):
         rows = {}
         for name, column in self.table.schema.items():
             data = self.table.region.column(name)[self._ids[member, : -(-steps // _BLOCK_STEPS)]]
-            data = data[:, : _BLOCK_STEPS * column.step_bytes].reshape(-1)[: steps * column.step_bytes]
+            data = np.ascontiguousarray(data.reshape(-1, column.step_bytes)[:steps])
             rows[name] = data.view(self._given[name].dtype).reshape(steps, *column.shape)
             if self.optimize_memory_usage and name != "observation":
                 rows[name][-1] = 0

@@ -28,6 +28,7 @@ from gear_loader.kernels.plan import (
     PAD_HEAD,
     PAD_TAIL,
     STEP_BYTES,
+    STEP_STRIDE,
     STRIDE,
     WIDTH,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "VECTOR_WIDTH",
     "append",
     "append_rows",
+    "copy_pieces",
     "finish",
     "gather",
     "gather_batch",
@@ -113,7 +115,7 @@ _SINGLE_BYTES = 1 << 12
 """Largest single steps that are: larger ones are copied at the speed of memory anyhow."""
 
 assert (BASE, STRIDE, STEP_BYTES, OUT, LENGTH, OFFSET, PAD, MASK) == (0, 1, 2, 3, 4, 5, 6, 7)
-assert (BLOCKS, FINAL, WIDTH) == (9, 10, 11)
+assert (BLOCKS, FINAL, STEP_STRIDE, WIDTH) == (9, 10, 11, 12)
 assert (PAD_HEAD, PAD_TAIL, PAD_EDGE) == (1, 2, 3)
 
 
@@ -144,7 +146,7 @@ def _copy_of(size: int) -> Any:
     return copy
 
 
-_copy_1, _copy_4, _copy_8, _copy_16 = map(_copy_of, (1, 4, 8, 16))
+_copy_1, _copy_2, _copy_4, _copy_8, _copy_16 = map(_copy_of, (1, 2, 4, 8, 16))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -291,13 +293,65 @@ def _copy_past_caches(target, source, count) -> None:  # type: ignore[no-untyped
     _copy(target + done, source + done, count - done)
 
 
+@njit  # type: ignore[untyped-decorator]
+def _copy_apart(target, apart, source, every, count, size) -> None:  # type: ignore[no-untyped-def]
+    """Copy `count` steps of `size` bytes, `every` bytes from one to the next at the source and `apart` at the target.
+
+    The size is looked at once, and the copies are moves of constant size: two that overlap where it is no power of two.
+    """
+    if size == 4:
+        for i in range(count):
+            _copy_4(target + i * apart, source + i * every)
+    elif size == 8:
+        for i in range(count):
+            _copy_8(target + i * apart, source + i * every)
+    elif size == 16:
+        for i in range(count):
+            _copy_16(target + i * apart, source + i * every)
+    elif size == 1:
+        for i in range(count):
+            _copy_1(target + i * apart, source + i * every)
+    elif size < 4:
+        for i in range(count):
+            to, of = target + i * apart, source + i * every
+            _copy_2(to, of)
+            _copy_1(to + size - 1, of + size - 1)
+    elif size < 8:
+        for i in range(count):
+            to, of = target + i * apart, source + i * every
+            _copy_4(to, of)
+            _copy_4(to + size - 4, of + size - 4)
+    elif size < 16:
+        for i in range(count):
+            to, of = target + i * apart, source + i * every
+            _copy_8(to, of)
+            _copy_8(to + size - 8, of + size - 8)
+    elif size <= 32:
+        for i in range(count):
+            to, of = target + i * apart, source + i * every
+            _copy_16(to, of)
+            _copy_16(to + size - 16, of + size - 16)
+    elif size <= 48:
+        for i in range(count):
+            to, of = target + i * apart, source + i * every
+            _copy_16(to, of)
+            _copy_16(to + 16, of + 16)
+            _copy_16(to + size - 16, of + size - 16)
+    else:
+        for i in range(count):
+            to, of = target + i * apart, source + i * every
+            for done in range(0, size - 16, 16):
+                _copy_16(to + done, of + done)
+            _copy_16(to + size - 16, of + size - 16)
+
+
 @compiled
 def scatter(columns, block_steps, ids, addresses, lengths) -> None:  # type: ignore[no-untyped-def]
     """Copy trajectories into their blocks.
 
     Args:
-        columns: int64 [C, 3], address of the column, bytes from block to block, bytes of a step. If the second is
-            negative, a trajectory has one value, which goes to its first block.
+        columns: int64 [C, 4], address of the column's first step, bytes from block to block, bytes of a step, bytes
+            from step to step. If the second is negative, a trajectory has one value, which goes to its first block.
         block_steps: steps of a block.
         ids: int32 [blocks], blocks of the trajectories, one trajectory after another.
         addresses: int64 [n, C], address of the contiguous steps of each trajectory in each column.
@@ -310,9 +364,11 @@ def scatter(columns, block_steps, ids, addresses, lengths) -> None:  # type: ign
     for i in range(len(lengths)):
         blocks = (lengths[i] + block_steps - 1) // block_steps
         for c in range(columns.shape[0]):
-            base, stride, step_bytes = columns[c, 0], columns[c, 1], columns[c, 2]
+            base, stride, step_bytes, every = columns[c, 0], columns[c, 1], columns[c, 2], columns[c, 3]
             if stride < 0:
                 _copy(base - int64(ids[first]) * stride, addresses[i, c], step_bytes)
+                continue
+            if every != step_bytes:
                 continue
             block_bytes = block_steps * step_bytes
             for j in range(blocks):
@@ -323,6 +379,15 @@ def scatter(columns, block_steps, ids, addresses, lengths) -> None:  # type: ign
                     _copy_past_caches(target, source, count)
                 else:
                     _copy(target, source, count)
+        # Block by block, so that the lines of the records are written while they are in the cache.
+        for j in range(blocks):
+            count = min(block_steps, lengths[i] - j * block_steps)
+            for c in range(columns.shape[0]):
+                stride, step_bytes, every = columns[c, 1], columns[c, 2], columns[c, 3]
+                if every != step_bytes:
+                    target = columns[c, 0] + int64(ids[first + j]) * stride
+                    source = addresses[i, c] + j * block_steps * step_bytes
+                    _copy_apart(target, every, source, step_bytes, count, step_bytes)
         first += blocks
     if streams:
         _order_stores()
@@ -333,7 +398,8 @@ def append(columns, block_steps, ids, first, addresses, count) -> None:  # type:
     """Copy steps into blocks of one trajectory, from step `first` on.
 
     Args:
-        columns: int64 [C, 3], address of the column, bytes from block to block, bytes of a step.
+        columns: int64 [C, 4], address of the column's first step, bytes from block to block, bytes of a step, bytes
+            from step to step.
         block_steps: steps of a block.
         ids: int32 [blocks], blocks of the trajectory.
         first: first step to write.
@@ -341,18 +407,36 @@ def append(columns, block_steps, ids, first, addresses, count) -> None:  # type:
         count: number of steps.
     """
     for c in range(columns.shape[0]):
-        base, stride, step_bytes = columns[c, 0], columns[c, 1], columns[c, 2]
+        base, stride, step_bytes, every = columns[c, 0], columns[c, 1], columns[c, 2], columns[c, 3]
         done = 0
         while done < count:
             block = (first + done) // block_steps
             inside = first + done - block * block_steps
             steps = min(block_steps - inside, count - done)
-            target = base + int64(ids[block]) * stride + inside * step_bytes
-            _copy(target, addresses[c] + done * step_bytes, steps * step_bytes)
+            target = base + int64(ids[block]) * stride + inside * every
+            source = addresses[c] + done * step_bytes
+            if every == step_bytes:
+                _copy(target, source, steps * step_bytes)
+            else:
+                _copy_apart(target, every, source, step_bytes, steps, step_bytes)
             done += steps
 
 
-# Request to `append_rows`, int64: this head, the columns as for `append` [C, 3], the address of the rows of each column
+@compiled
+def copy_pieces(targets, sources, counts, apart, every, size) -> None:  # type: ignore[no-untyped-def]
+    """Copy ``counts[i]`` steps from address ``sources[i]`` to ``targets[i]``, for every i; int64 [n] each.
+
+    Args:
+        apart, every: bytes from step to step at the targets, and at the sources. size: bytes of a step.
+    """
+    for i in range(len(counts)):
+        if apart == size and every == size:
+            _copy(targets[i], sources[i], counts[i] * size)
+        else:
+            _copy_apart(targets[i], apart, sources[i], every, counts[i], size)
+
+
+# Request to `append_rows`, int64: this head, the columns as for `append` [C, 4], the address of the rows of each column
 # [C], and the places [n, VECTOR_WIDTH].
 VECTOR_COUNT, VECTOR_COLUMNS, VECTOR_BLOCK_STEPS, VECTOR_ACTIVE, VECTOR_DONE, VECTOR_HEAD = range(6)
 # Places of an environment: address of the blocks of its trajectory, int32; its next step; end of the steps that may be
@@ -373,8 +457,8 @@ def append_rows(request):  # type: ignore[no-untyped-def]
         had reached it before.
     """
     count, width, block_steps = request[VECTOR_COUNT], request[VECTOR_COLUMNS], request[VECTOR_BLOCK_STEPS]
-    rows = VECTOR_HEAD + 3 * width
-    columns = request[VECTOR_HEAD:rows].reshape((width, 3))
+    rows = VECTOR_HEAD + 4 * width
+    columns = request[VECTOR_HEAD:rows].reshape((width, 4))
     places = request[rows + width : rows + width + count * VECTOR_WIDTH].reshape((count, VECTOR_WIDTH))
     every, none = request[VECTOR_ACTIVE] == 0, request[VECTOR_DONE] == 0
     # An unused mask is never read: any valid address will do.
@@ -394,7 +478,7 @@ def append_rows(request):  # type: ignore[no-untyped-def]
         number = int64(carray(pointer(places[i, VECTOR_BLOCKS]), (block + 1,), np.int32)[block])
         for c in range(width):
             step_bytes = columns[c, 2]
-            target = columns[c, 0] + number * columns[c, 1] + inside * step_bytes
+            target = columns[c, 0] + number * columns[c, 1] + inside * columns[c, 3]
             _copy(target, request[rows + c] + i * step_bytes, step_bytes)
         places[i, VECTOR_NEXT] = step + 1
         due += (not none and done[i] != 0) or step + 1 == places[i, VECTOR_END]
@@ -408,7 +492,7 @@ def put_steps(  # type: ignore[no-untyped-def]
     """Copy one step of each of E open trajectories into its blocks.
 
     Args:
-        columns: int64 [C, 3], address of the column, bytes from block to block, bytes of a step.
+        columns: int64 [C, 4], as for `append`.
         block_steps: steps of a block.
         blocks: int32 [E, W], blocks of each trajectory.
         open_steps: int64 [E, 3], slot, steps so far and capacity in steps of each trajectory; steps are counted up.
@@ -424,13 +508,11 @@ def put_steps(  # type: ignore[no-untyped-def]
     """
     more = 1 if ahead != 0 else 0
     if ahead != 0:
-        base, stride, step_bytes = columns[0, 0], columns[0, 1], columns[0, 2]
+        base, stride, step_bytes, every = columns[0, 0], columns[0, 1], columns[0, 2], columns[0, 3]
         for e in range(len(open_steps)):
             step = open_steps[e, 1]
             if step > 0:
-                known = (
-                    base + int64(blocks[e, step // block_steps]) * stride + step % block_steps * step_bytes
-                )
+                known = base + int64(blocks[e, step // block_steps]) * stride + step % block_steps * every
                 if _differ(known, sources[0] + e * step_bytes, step_bytes):
                     return -1 - e
     waiting = 0
@@ -438,12 +520,12 @@ def put_steps(  # type: ignore[no-untyped-def]
         step = open_steps[e, 1]
         block, inside = int64(blocks[e, step // block_steps]), step % block_steps
         for c in range(len(columns)):
-            base, stride, step_bytes = columns[c, 0], columns[c, 1], columns[c, 2]
-            _copy(base + block * stride + inside * step_bytes, sources[c] + e * step_bytes, step_bytes)
+            base, stride, step_bytes, every = columns[c, 0], columns[c, 1], columns[c, 2], columns[c, 3]
+            _copy(base + block * stride + inside * every, sources[c] + e * step_bytes, step_bytes)
         if ahead != 0:
-            base, stride, step_bytes = columns[0, 0], columns[0, 1], columns[0, 2]
+            base, stride, step_bytes, every = columns[0, 0], columns[0, 1], columns[0, 2], columns[0, 3]
             block, inside = int64(blocks[e, (step + 1) // block_steps]), (step + 1) % block_steps
-            _copy(base + block * stride + inside * step_bytes, ahead + e * step_bytes, step_bytes)
+            _copy(base + block * stride + inside * every, ahead + e * step_bytes, step_bytes)
         places[row, e, 0], places[row, e, 1] = open_steps[e, 0], step
         open_steps[e, 1] = step + 1
         waiting += ended[e] or step + 1 + more >= open_steps[e, 2]
@@ -472,12 +554,12 @@ def _window(begin, length, steps, pad):  # type: ignore[no-untyped-def]
 # Inlined: as a function call, it costs benchmark W2 a fifth of its speed.
 @njit(inline="always")  # type: ignore[untyped-decorator]
 def _copy_steps(  # type: ignore[no-untyped-def]
-    target, base, stride, step_bytes, blocks, low, count, block_ids, row, block_steps, streams
+    target, base, stride, step_bytes, every, blocks, low, count, block_ids, row, block_steps, streams
 ) -> bool:
     """Copy steps `low` to `low + count - 1` of a trajectory out of its blocks of one column.
 
     Args:
-        streams: write past the caches.
+        every: bytes from step to step in a block. streams: write past the caches.
 
     Returns:
         False if its block table has an invalid place or block; then some steps may have been copied.
@@ -493,9 +575,11 @@ def _copy_steps(  # type: ignore[no-untyped-def]
         number = int64(block_ids[place])
         if number < 0 or number >= blocks:
             return False
-        source = base + number * stride + inside * step_bytes
+        source = base + number * stride + inside * every
         size = take * step_bytes
-        if streams and size >= 1024:
+        if every != step_bytes:
+            _copy_apart(target, step_bytes, source, every, take, step_bytes)
+        elif streams and size >= 1024:
             _copy_past_caches(target, source, size)
         else:
             _copy(target, source, size)
@@ -506,7 +590,7 @@ def _copy_steps(  # type: ignore[no-untyped-def]
 
 @njit  # type: ignore[untyped-decorator]
 def _fill_edges(  # type: ignore[no-untyped-def]
-    begin, head, tail, base, stride, step_bytes, blocks, near, block_ids, row, block_steps, length
+    begin, head, tail, base, stride, step_bytes, every, blocks, near, block_ids, row, block_steps, length
 ) -> bool:
     """Fill the padding of a window at `begin`, whose steps are copied, with the steps next to it.
 
@@ -518,7 +602,7 @@ def _fill_edges(  # type: ignore[no-untyped-def]
     """
     if head == length:
         if not _copy_steps(
-            begin, base, stride, step_bytes, blocks, near, 1, block_ids, row, block_steps, False
+            begin, base, stride, step_bytes, every, blocks, near, 1, block_ids, row, block_steps, False
         ):
             return False
         head, tail = 0, length - 1
@@ -589,7 +673,22 @@ def _step_address(  # type: ignore[no-untyped-def]
     number = int64(block_ids[place])
     if number < 0 or number >= columns[c, BLOCKS]:
         return int64(-1), False
-    return columns[c, BASE] + number * columns[c, STRIDE] + inside * columns[c, STEP_BYTES], exists
+    return columns[c, BASE] + number * columns[c, STRIDE] + inside * columns[c, STEP_STRIDE], exists
+
+
+@njit
+def _beside(columns):  # type: ignore[no-untyped-def]
+    """An earlier column of the same record and window, in whose line the step of each column lies; or -1."""
+    found = np.full(columns.shape[0], -1, dtype=np.int64)
+    for c in range(columns.shape[0]):
+        for d in range(c):
+            same = abs(columns[c, BASE] - columns[d, BASE]) < columns[c, STEP_STRIDE]
+            for field in (STRIDE, STEP_STRIDE, OFFSET, PAD, FINAL):
+                same = same and columns[c, field] == columns[d, field]
+            if same:
+                found[c] = d
+                break
+    return found
 
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
@@ -603,6 +702,7 @@ def _gather_single(  # type: ignore[no-untyped-def]
     bad, width = 0, columns.shape[0]
     places = np.empty((_AHEAD, width), dtype=np.int64)
     there = np.empty((_AHEAD, width), dtype=np.uint8)
+    beside = _beside(columns)
     for begin in range(first, last, _AHEAD):
         count = min(_AHEAD, last - begin)
         for i in range(count):
@@ -614,6 +714,11 @@ def _gather_single(  # type: ignore[no-untyped-def]
             block = anchor // block_steps
             inside = anchor - block * block_steps
             for c in range(width):
+                before = beside[c]
+                if before >= 0 and places[i, before] != 0:
+                    places[i, c] = places[i, before] + columns[c, BASE] - columns[before, BASE]
+                    there[i, c] = there[i, before]
+                    continue
                 place, exists = _step_address(
                     columns, c, anchor, block, inside, steps, row, more, block_ids, block_steps
                 )
@@ -662,8 +767,9 @@ def _gather_rows(  # type: ignore[no-untyped-def]
                 _fill(out, 0, head * step_bytes)
             out += head * step_bytes
             base, stride, blocks = columns[c, BASE], columns[c, STRIDE], columns[c, BLOCKS]
+            every = columns[c, STEP_STRIDE]
             if not _copy_steps(
-                out, base, stride, step_bytes, blocks, low, count, block_ids, row, block_steps, streams
+                out, base, stride, step_bytes, every, blocks, low, count, block_ids, row, block_steps, streams
             ):
                 _fill(begin, 0, length * step_bytes)
                 bad += 1
@@ -679,6 +785,7 @@ def _gather_rows(  # type: ignore[no-untyped-def]
                     base,
                     stride,
                     step_bytes,
+                    every,
                     blocks,
                     near,
                     block_ids,

@@ -28,7 +28,7 @@ from gear_loader.sources.episodes import (
 )
 from gear_loader.sources.hdf5 import read_hdf5
 from gear_loader.sources.minari import read_minari
-from gear_loader.storage.block_sizes import resolved_block_steps
+from gear_loader.storage.block_sizes import resolved_block_steps, resolved_packing
 from gear_loader.storage.schema import Column, Schema, as_mapping, copied, keeps
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import unreadable
@@ -128,11 +128,14 @@ def load(
         _check_fit(reader, lengths, table)
         return _fill(table, reader, lengths, priority, progress)
     steps, count = int(lengths.sum()), len(lengths)
+    schema = Schema(reader.schema)
+    packed = resolved_packing(schema, "auto")
     in_blocks: int = resolved_block_steps(
-        Schema(reader.schema), block_steps, None, max_steps=steps, max_trajectories=count
+        schema, block_steps, None, max_steps=steps, max_trajectories=count, packed=packed
     )
     table = Table.create(
-        reader.schema,
+        schema,
+        packed=packed,
         max_steps=steps,
         max_trajectories=count,
         max_blocks=Table.required_blocks(lengths, in_blocks),

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from gear_loader.errors import SchemaError
-from gear_loader.storage.layout import LARGEST_SIZE, LINE, Layout
+from gear_loader.storage.layout import LARGEST_SIZE, LINE, Layout, Record
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.stats import BLOCK_ENTRY_BYTES, TableStats
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.notices import notice, notices
 
-__all__ = ["best_block_steps", "expected_bytes", "notice_waste", "resolved_block_steps"]
+__all__ = ["best_block_steps", "expected_bytes", "notice_waste", "resolved_block_steps", "resolved_packing"]
 
 _MOST = 1 << 16  # steps of the largest blocks that are considered
 _TOLERANCE = (
@@ -26,22 +26,30 @@ _LEAST_BYTES = 1 << 20  # payload from which on that matters
 _GAIN = 0.1  # share of the resident bytes that other blocks must save to be named
 
 
-def expected_bytes(schema: Schema, block_steps: Array, mean_length: float) -> Array:
+def expected_bytes(schema: Schema, block_steps: Array, mean_length: float, *, packed: bool = False) -> Array:
     """Expected resident bytes of one trajectory, for lengths of a geometric distribution.
 
-    A trajectory of L steps takes ceil(L / block_steps) blocks. Each block has its steps in every column, rounded up to
-    128 bytes, and its entries in the index; and each trajectory has a slot there.
+    A trajectory of L steps takes ceil(L / block_steps) blocks. Each block has its records, and its steps in every other
+    column, rounded up to 128 bytes, and its entries in the index; and each trajectory has a slot there.
 
     Args:
         schema: the columns.
         block_steps: int64 [n], steps of a block.
         mean_length: mean length of the trajectories in steps, at least 1.
+        packed: whether narrow columns share a record.
 
     Returns:
         float64 [n].
     """
     slot = Layout(schema, max_steps=1, max_trajectories=1, block_steps=1, num_blocks=1).slot_bytes
-    strides = sum(-(-block_steps * column.step_bytes // LINE) * LINE for column in schema.steps.values())
+    record = Record.of(schema) if packed else None
+    sizes = [] if record is None else [record.bytes]
+    sizes += [
+        column.step_bytes
+        for name, column in schema.steps.items()
+        if record is None or name not in record.offsets
+    ]
+    strides = sum(-(-block_steps * size // LINE) * LINE for size in sizes)
     once = sum(-(-column.step_bytes // LINE) * LINE for column in schema.per_trajectory.values())
     with np.errstate(divide="ignore"):  # a mean of 1 is one step always
         blocks = -1 / np.expm1(block_steps * np.log1p(-1 / mean_length))
@@ -49,19 +57,26 @@ def expected_bytes(schema: Schema, block_steps: Array, mean_length: float) -> Ar
     return result
 
 
-def best_block_steps(schema: Schema, mean_length: float, largest: int) -> int:
+def best_block_steps(schema: Schema, mean_length: float, largest: int, *, packed: bool = False) -> int:
     """The steps of a block that waste least, see `expected_bytes`; of those within 1% of it, the most.
 
     Args:
-        schema: the columns. mean_length: in steps, at least 1. largest: most steps of a block.
+        schema: the columns. mean_length: in steps, at least 1. largest: most steps of a block. packed: as for
+            `expected_bytes`.
     """
     candidates = np.arange(1, min(largest, _MOST) + 1)
-    expected = expected_bytes(schema, candidates, mean_length)
+    expected = expected_bytes(schema, candidates, mean_length, packed=packed)
     return int(candidates[expected <= expected.min() * _TOLERANCE][-1])
 
 
 def resolved_block_steps(
-    schema: Schema, block_steps: Any, mean_length: Any, *, max_steps: Any, max_trajectories: Any
+    schema: Schema,
+    block_steps: Any,
+    mean_length: Any,
+    *,
+    max_steps: Any,
+    max_trajectories: Any,
+    packed: bool = False,
 ) -> Any:
     """`block_steps` as given to `Table.create`, or what ``"auto"`` stands for.
 
@@ -84,25 +99,39 @@ def resolved_block_steps(
     real = isinstance(mean_length, (numbers.Real, np.generic)) and not isinstance(mean_length, bool)
     if not real or not 1 <= mean_length <= LARGEST_SIZE:  # False for NaN
         raise SchemaError(f"mean_length is {mean_length!r}; expected a mean number of steps, at least 1.")
-    return best_block_steps(schema, float(mean_length), int(max_steps))
+    return best_block_steps(schema, float(mean_length), int(max_steps), packed=packed)
 
 
-def notice_waste(schema: Schema, stats: TableStats, name: str) -> None:
+def resolved_packing(schema: Schema, packed: Any) -> bool:
+    """`packed` as given to `Table.create`, or what ``"auto"`` stands for.
+
+    Raises:
+        SchemaError: anything else.
+    """
+    if packed == "auto":
+        return Record.of(schema) is not None
+    if not isinstance(packed, bool):
+        raise SchemaError(f"packed is {packed!r}; expected True, False or 'auto'.")
+    return packed
+
+
+def notice_waste(layout: Layout, stats: TableStats, name: str) -> None:
     """Say once if more than a quarter of a table's resident bytes hold no steps, and what to do about it.
 
     Args:
-        schema: the columns. stats: of the table. name: of the table in the notice.
+        layout, stats: of the table. name: of the table in the notice.
     """
+    schema, packed = layout.schema, layout.packed
     wasted, key = 1 - stats.payload_bytes / stats.resident_bytes, f"waste {name}"
     if stats.payload_bytes < _LEAST_BYTES or wasted <= _WASTE or key in notices():
         return
     mean = stats.mean_length
-    (before,) = expected_bytes(schema, np.array([stats.block_steps]), mean).tolist()
+    (before,) = expected_bytes(schema, np.array([stats.block_steps]), mean, packed=packed).tolist()
     payload = mean * schema.step_bytes + schema.trajectory_bytes
     if 1 - payload / before <= _WASTE:
         return  # it is what writers and readers hold for now
-    best = best_block_steps(schema, mean, LARGEST_SIZE)
-    (after,) = expected_bytes(schema, np.array([best]), mean).tolist()
+    best = best_block_steps(schema, mean, LARGEST_SIZE, packed=packed)
+    (after,) = expected_bytes(schema, np.array([best]), mean, packed=packed).tolist()
     share = math.ceil(100 * (1 - payload / after))
     remedy = (
         f"Table.create(block_steps='auto', mean_length={mean:.0f}) takes blocks of {best}, which waste about {share}%."
@@ -113,5 +142,5 @@ def notice_waste(schema: Schema, stats: TableStats, name: str) -> None:
     notice(
         key,
         f"{wasted:.0%} of the bytes that {name} uses hold no steps: its trajectories have {mean:.1f} steps on average, "
-        f"its blocks {stats.block_steps}, and blocks of a column are padded to {LINE} bytes. {remedy}",
+        f"its blocks {stats.block_steps}, and blocks are padded to {LINE} bytes. {remedy}",
     )

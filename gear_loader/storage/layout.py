@@ -25,8 +25,10 @@
                     free_blocks          int32 [N]        stack
                     uses                 int32 [N, 2]     trajectories that use a block: live ones, all
                     lowest               float32 [G]      lower bound of the priorities of each group of slots
-    next page       column 0   [N blocks, block_stride B] block_steps steps, then padding to a multiple of 128 B; of a
-                                                          column per trajectory room for one value, which is in the
+    next page       record     [N blocks, block_stride B] of a packed table: block_steps records, then padding to a
+                                                          multiple of 128 B. A record is one step of all narrow columns
+                    column 0   [N blocks, block_stride B] of each other column: block_steps steps, then such padding; of
+                                                          a column per trajectory room for one value, which is in the
                                                           trajectory's first block
                     column 1   ...
                     tail       128 B, then up to a whole page
@@ -34,6 +36,12 @@
 T is `max_trajectories`, N the number of blocks, H = ceil(1.5 N), G the number of groups of slots, about sqrt(T). Every
 array starts on a multiple of 128 B. Because a column's base and block stride are such multiples, a 128-byte line never
 holds bytes of two blocks, and whole lines around a step lie inside the region: the GPU kernel reads only whole lines.
+
+A record holds the columns of less than 128 bytes a step, those of the largest alignment first, so that each lies at a
+multiple of its own; of float32 [4], int64, float32, and bool::
+
+    byte   0               16      24  28 29  32
+           | observation    | action |rew|t|  |    the next step's record follows
 """
 
 from __future__ import annotations
@@ -62,13 +70,15 @@ __all__ = [
     "MAX_READERS",
     "ColumnLayout",
     "Layout",
+    "Record",
     "round_up",
 ]
 
 LINE = 128
 """Bytes of one line: the unit in which a GPU reads host memory, and the alignment of all arrays."""
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
+_WORD = 16  # bytes that a GPU copies with fewest instructions; a record is padded to whole ones where that costs little
 HEADER_LIMIT = 1 << 20
 """Largest size of preamble and JSON, in bytes."""
 MAX_READERS = 256
@@ -87,11 +97,55 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ColumnLayout:
-    """Place of one column, in bytes: offset from the region's start, size of a step, stride between blocks."""
+    """Place of one column, in bytes.
+
+    Attributes:
+        offset: from the region's start to the column's first step.
+        step_bytes: bytes of a step.
+        block_stride: from block to block, a multiple of 128.
+        step_stride: from step to step in a block: `step_bytes`, or the bytes of a record.
+        inside: offset inside the record; 0 of a column that lies by itself.
+    """
 
     offset: int
     step_bytes: int
     block_stride: int
+    step_stride: int
+    inside: int = 0
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether other columns lie between the steps."""
+        return self.step_stride != self.step_bytes
+
+    @property
+    def base(self) -> int:
+        """Offset of the first block, a multiple of 128; columns of one record have the same."""
+        return self.offset - self.inside
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """One step of several columns: offset of each in the record, and bytes of the record."""
+
+    offsets: dict[str, int]
+    bytes: int
+
+    @classmethod
+    def of(cls, schema: Schema) -> Record | None:
+        """The record of a schema's narrow columns; None if it has less than two."""
+        narrow = {
+            name: column.step_bytes for name, column in schema.steps.items() if column.step_bytes < LINE
+        }
+        if len(narrow) < 2:
+            return None
+        alignment = {name: min(size & -size, _WORD) for name, size in narrow.items()}
+        offsets, end = {}, 0
+        for name in sorted(narrow, key=lambda name: -alignment[name]):
+            offsets[name] = end
+            end += narrow[name]
+        least, words = round_up(end, 4), round_up(end, _WORD)
+        return cls(offsets, words if words * 16 <= least * 17 else least)
 
 
 class Layout:
@@ -100,6 +154,7 @@ class Layout:
     Attributes:
         arrays: name -> (offset, dtype, shape) of the index.
         columns: name -> `ColumnLayout`.
+        record: the `Record` of the narrow columns in a packed table; else None.
         group: slots of a group.
         rules: eviction, expiry and rate limits of the table.
         region_bytes: size of the whole region, a multiple of the page size.
@@ -114,6 +169,7 @@ class Layout:
         max_trajectories: int,
         block_steps: int,
         num_blocks: int,
+        packed: bool = False,
         rules: Rules | None = None,
     ) -> None:
         self.schema = schema
@@ -121,6 +177,8 @@ class Layout:
         self.max_trajectories = max_trajectories
         self.block_steps = block_steps
         self.num_blocks = num_blocks
+        self.packed = packed
+        self.record = Record.of(schema) if packed else None
         self.rules = Rules() if rules is None else rules
         self.group = 1 << ((max_trajectories - 1).bit_length() + 1) // 2
         self.half = num_blocks + (num_blocks + 1) // 2
@@ -158,16 +216,21 @@ class Layout:
             offset = round_up(offset + int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize, LINE)
         offset = self.index_bytes = round_up(offset, mmap.PAGESIZE)
         self.columns: dict[str, ColumnLayout] = {}
-        for name, column in schema.items():
-            stride = round_up(column.step_bytes * (1 if column.trajectory else block_steps), LINE)
-            self.columns[name] = ColumnLayout(offset, column.step_bytes, stride)
-            offset += num_blocks * stride
-        self.region_bytes = round_up(offset + LINE, mmap.PAGESIZE)
-
-    @property
-    def block_bytes(self) -> int:
+        self.block_bytes = 0
         """Bytes of one block over all columns, padding included."""
-        return sum(column.block_stride for column in self.columns.values())
+        base = offset
+        if self.record is not None:
+            self.block_bytes = round_up(self.record.bytes * block_steps, LINE)
+        for name, column in schema.items():
+            size = column.step_bytes
+            if self.record is not None and name in self.record.offsets:
+                inside, stride = self.record.offsets[name], round_up(self.record.bytes * block_steps, LINE)
+                self.columns[name] = ColumnLayout(base + inside, size, stride, self.record.bytes, inside)
+                continue
+            stride = round_up(size * (1 if column.trajectory else block_steps), LINE)
+            self.columns[name] = ColumnLayout(base + num_blocks * self.block_bytes, size, stride, size)
+            self.block_bytes += stride
+        self.region_bytes = round_up(base + num_blocks * self.block_bytes + LINE, mmap.PAGESIZE)
 
     @property
     def slot_bytes(self) -> int:
@@ -188,6 +251,7 @@ class Layout:
             "max_trajectories": self.max_trajectories,
             "block_steps": self.block_steps,
             "num_blocks": self.num_blocks,
+            "packed": self.packed,
             "rules": self.rules.to_json(),
         }
         header = bytes(64) + json.dumps(fields, separators=(",", ":")).encode()
@@ -256,7 +320,7 @@ class Layout:
             "block_steps": LARGEST_SIZE,
             "num_blocks": LARGEST_COUNT,
         }
-        expected = sorted([*sizes, "schema", "rules"])
+        expected = sorted([*sizes, "packed", "schema", "rules"])
         if not isinstance(fields, dict) or sorted(fields) != expected:
             raise SchemaError(f"{reprlib.repr(fields)} was found; expected a mapping with {expected}")
         for key, largest in sizes.items():
@@ -265,7 +329,9 @@ class Layout:
                 raise SchemaError(
                     f"{key} is {reprlib.repr(value)}; expected an integer from 1 to {largest:,}"
                 )
+        if type(fields["packed"]) is not bool:
+            raise SchemaError(f"packed is {reprlib.repr(fields['packed'])}; expected True or False")
         if not isinstance(fields["rules"], dict):
             raise SchemaError(f"rules are {reprlib.repr(fields['rules'])}; expected a mapping")
         schema, rules = Schema.from_json(fields["schema"]), Rules.from_json(fields["rules"])
-        return cls(schema, rules=rules, **{key: fields[key] for key in sizes})
+        return cls(schema, rules=rules, packed=fields["packed"], **{key: fields[key] for key in sizes})

@@ -408,11 +408,18 @@ class Region:
         count = int(np.prod(shape))
         return self._view()[offset : offset + count * dtype.itemsize].view(dtype).reshape(shape)
 
-    def column(self, name: str) -> np.ndarray[Any, Any]:
-        """Column `name` as uint8 ``[blocks, block_stride]``."""
+    def blocks(self, name: str) -> np.ndarray[Any, Any]:
+        """The blocks that hold column `name`, perhaps with others: uint8 ``[blocks, block_stride]``."""
         column = self.layout.columns[name]
         count = self.layout.num_blocks * column.block_stride
-        return self._view()[column.offset : column.offset + count].reshape(-1, column.block_stride)
+        return self._view()[column.base : column.base + count].reshape(-1, column.block_stride)
+
+    def column(self, name: str) -> np.ndarray[Any, Any]:
+        """The steps of column `name`, uint8 ``[blocks, block_steps, step_bytes]``; of a column per trajectory one."""
+        column = self.layout.columns[name]
+        count = 1 if self.layout.schema[name].trajectory else self.layout.block_steps
+        steps = self.blocks(name)[:, : count * column.step_stride].reshape(-1, count, column.step_stride)
+        return steps[:, :, column.inside : column.inside + column.step_bytes]
 
     def _view(self) -> np.ndarray[Any, Any]:
         view = self.bytes  # read once: another thread may close the region

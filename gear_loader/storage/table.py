@@ -22,7 +22,7 @@ from gear_loader.errors import (
     StaleIndexError,
 )
 from gear_loader.native import copying
-from gear_loader.storage.block_sizes import notice_waste, resolved_block_steps
+from gear_loader.storage.block_sizes import notice_waste, resolved_block_steps, resolved_packing
 from gear_loader.storage.counters import NUM_FREE_BLOCKS, NUM_READY, NUM_STEPS, WRITING_STEPS
 from gear_loader.storage.ids import check_ids, check_origin, ids_of, origin_of
 from gear_loader.storage.incoming import (
@@ -98,7 +98,10 @@ class Table:
         layout = region.layout
         start = self._index.arrays.counters.ctypes.data - layout.arrays["counters"][0]
         self._columns: Array = np.array(
-            [(start + c.offset, c.block_stride, c.step_bytes) for c in layout.columns.values()],
+            [
+                (start + c.offset, c.block_stride, c.step_bytes, c.step_stride)
+                for c in layout.columns.values()
+            ],
             dtype=np.int64,
         )
         once = np.array([column.trajectory for column in layout.schema.values()])
@@ -129,6 +132,7 @@ class Table:
         max_trajectories: int,
         block_steps: int | Literal["auto"] = 64,
         mean_length: float | None = None,
+        packed: bool | Literal["auto"] = "auto",
         max_blocks: int | None = None,
         name: str | None = None,
         on_full: OnFull = "error",
@@ -148,11 +152,16 @@ class Table:
             max_steps: largest number of steps, and so the longest possible trajectory.
             max_trajectories: largest number of trajectories.
             block_steps: steps of a block, the unit of allocation. A trajectory takes ceil(length / block_steps)
-                blocks: small blocks waste less at its end, large ones are read in longer pieces. Blocks of a column
-                are padded to 128 bytes; 32 steps are the fewest without padding for columns of 4 bytes a step.
+                blocks: small blocks waste less at its end, large ones are read in longer pieces. Blocks of records, and
+                of each column outside them, are padded to 128 bytes; 32 steps are the fewest without padding for 4
+                bytes a step.
                 ``"auto"`` takes those that waste least of both, and of the index, if lengths are geometric.
             mean_length: with ``block_steps="auto"``: expected mean length of the trajectories in steps, at least 1; by
                 default ``max_steps / max_trajectories``.
+            packed: whether the columns of less than 128 bytes a step lie together, step by step, in records, if there
+                are two or more; ``"auto"`` does. Then a step of all of them is read from one place, and a block is
+                padded once and not for each of them. A batch for a GPU reads whole records over the bus, also if it
+                has few of their columns. False gives every column blocks of its own.
             max_blocks: number of blocks. By default enough for `max_steps` steps in `max_trajectories` trajectories
                 of any lengths. For known lengths, `required_blocks` gives the exact number and reserves less memory.
             name: name by which other processes attach. The table then outlives this process, until `unlink`. Its file
@@ -188,8 +197,14 @@ class Table:
                 or ``GEAR_LOADER_DIR`` is not a directory in which only this user and root can replace tables.
         """
         schema = Schema(schema)
+        packed = resolved_packing(schema, packed)
         block_steps = resolved_block_steps(
-            schema, block_steps, mean_length, max_steps=max_steps, max_trajectories=max_trajectories
+            schema,
+            block_steps,
+            mean_length,
+            max_steps=max_steps,
+            max_trajectories=max_trajectories,
+            packed=packed,
         )
         sizes = {"max_steps": max_steps, "max_trajectories": max_trajectories, "block_steps": block_steps}
         if max_blocks is not None:
@@ -220,6 +235,7 @@ class Table:
             max_trajectories=max_trajectories,
             block_steps=block_steps,
             num_blocks=int(max_blocks),
+            packed=packed,
             rules=rules,
         )
         if exist_ok or replace:
@@ -333,6 +349,7 @@ class Table:
         max_steps: int | None = None,
         max_trajectories: int | None = None,
         block_steps: int | Literal["auto"] | None = None,
+        packed: bool | Literal["auto"] = "auto",
         max_blocks: int | None = None,
         on_full: OnFull | None = None,
         progress: bool = False,
@@ -351,6 +368,7 @@ class Table:
             max_steps, max_trajectories, block_steps, max_blocks: as for `create`; by default those of the saved table,
                 with additional blocks where trajectories shared some. If one of the first three is given, `max_blocks`
                 is computed as in `create`; ``block_steps="auto"`` goes by the mean length of the saved trajectories.
+            packed: as for `create`, whatever the saved table was.
             on_full: as for `create`; by default that of the saved table. The rate limiter, `max_times_sampled` and
                 `max_age` are always those of the saved table.
             progress: show a progress bar if standard error is a terminal and `rich` is installed.
@@ -368,6 +386,7 @@ class Table:
             max_steps=max_steps,
             max_trajectories=max_trajectories,
             block_steps=block_steps,
+            packed=packed,
             max_blocks=max_blocks,
             on_full=on_full,
             progress=progress,
@@ -727,7 +746,8 @@ class Table:
         return max(0, min(steps, int(counters[NUM_FREE_BLOCKS]) * layout.block_steps))
 
     def column_addresses(self) -> Array:
-        """int64 [C, 3]: address of each column, bytes from block to block, bytes of a value."""
+        """int64 [C, 4]: address of each column's first step, bytes from block to block, of a step, and from step to
+        step in a block."""
         return self._columns
 
     def step_addresses(self) -> Array:
@@ -811,12 +831,12 @@ class Table:
 
     def _read_column(self, name: str, ids: Array, length: int) -> torch.Tensor:
         column = self.schema[name]
+        data = self._region.column(name)
         if column.trajectory:
-            value = self._region.column(name)[ids[0], : column.step_bytes]
+            value = data[ids[0], 0]
             return torch.from_numpy(value.copy()).view(column.dtype).reshape(column.shape)
-        block_bytes = self._region.layout.block_steps * column.step_bytes
-        data = self._region.column(name)[ids, :block_bytes].reshape(-1)[: length * column.step_bytes]
-        return torch.from_numpy(data.copy()).view(column.dtype).reshape(length, *column.shape)
+        rows = np.ascontiguousarray(data[ids].reshape(-1, column.step_bytes)[:length])
+        return torch.from_numpy(rows.reshape(-1)).view(column.dtype).reshape(length, *column.shape)
 
     def indices(self) -> Array:
         """Indices of all live trajectories, oldest first, int64 [n]."""
@@ -882,7 +902,9 @@ class Table:
         `ReplayDataset` does when an epoch begins.
         """
         stats = stats_of(self.index, self._region.layout)
-        notice_waste(self.schema, stats, "a private table" if self.name is None else f"table {self.name!r}")
+        notice_waste(
+            self._region.layout, stats, "a private table" if self.name is None else f"table {self.name!r}"
+        )
         return stats
 
     def check_valid(self) -> None:

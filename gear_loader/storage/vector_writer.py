@@ -83,7 +83,7 @@ class VectorWriter:
         self._writers = [make_writer() for _ in range(count)]
         columns = table.step_addresses()
         width = len(columns)
-        rows = VECTOR_HEAD + 3 * width
+        rows = VECTOR_HEAD + 4 * width
         self._request = np.zeros(rows + width + count * VECTOR_WIDTH, dtype=np.int64)
         self._request[[VECTOR_COUNT, VECTOR_COLUMNS, VECTOR_BLOCK_STEPS]] = count, width, layout.block_steps
         self._request[VECTOR_HEAD:rows] = columns.reshape(-1)

@@ -117,10 +117,8 @@ class Writer:
             self._check_two_chunks()
         self.priority: float | None = None
         self.trajectory: Mapping[str, Any] | None = None
-        layout = table.region.layout
         self._columns = [
-            _StepColumn(name, column, table.region.column(name), layout.columns[name].step_bytes)
-            for name, column in self._schema.items()
+            _StepColumn(name, column, table.region.column(name)) for name, column in self._schema.items()
         ]
         self._puts = [(column.name, column.put) for column in self._columns]
         self._pid = here.pid
@@ -366,7 +364,7 @@ class Writer:
 
     def _show_block(self, block: int) -> None:
         for column in self._columns:
-            column.show_block(self._ids[block], self._block_steps)
+            column.show_block(self._ids[block])
         self._here = block
 
     def _too_long(self, steps: int) -> SchemaError:
@@ -502,7 +500,7 @@ class Writer:
     def _write_once(self, values: dict[str, Array]) -> None:
         """Write these values into the first block of the open trajectory, where no other trajectory has any."""
         for name, value in values.items():
-            self._table.region.column(name)[self._ids[0], : value.shape[1]] = value[0]
+            self._table.region.column(name)[self._ids[0], 0] = value[0]
 
     @contextlib.contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
@@ -523,12 +521,7 @@ class Writer:
         blocks = np.arange(first, first + count) // self._block_steps
         inside = np.arange(first, first + count) % self._block_steps
         ids = np.array(self._ids, dtype=np.int64)[blocks]
-        rows = []
-        for column in self._columns:
-            size = column.step_bytes
-            data = column.data[ids[:, None], inside[:, None] * size + np.arange(size)]
-            rows.append(np.ascontiguousarray(data))
-        return rows
+        return [np.ascontiguousarray(column.data[ids, inside]) for column in self._columns]
 
     def discard(self) -> None:
         """Discard the steps appended since the last commit; completed chunks stay."""
@@ -590,10 +583,10 @@ _FLOATS: frozenset[type] = frozenset({float, int, np.float64})
 class _StepColumn:
     """Writes single steps into one column, through a view of the current block."""
 
-    def __init__(self, name: str, column: Column, data: Array, step_bytes: int) -> None:
+    def __init__(self, name: str, column: Column, data: Array) -> None:
         self.name = name
         self.shape = column.shape
-        self.step_bytes = step_bytes
+        self.step_bytes = step_bytes = column.step_bytes
         self.data = data
         self._column = column
         self._dtype = NUMPY_DTYPES.get(column.dtype)
@@ -614,15 +607,16 @@ class _StepColumn:
         spare: Array = np.empty(step_bytes, dtype=np.uint8)
         self.spare_address: int = spare.ctypes.data
         """Address of the value that `fits` has accepted last."""
-        self._spare = self._as_steps(spare, 1)
+        self._spare = self._as_steps(spare.reshape(1, -1))
         self._view = self._spare
 
-    def _as_steps(self, rows: Array, count: int) -> Array:
+    def _as_steps(self, rows: Array) -> Array:
+        """Steps uint8 [n, step_bytes], which need not lie one after another, as values [n, *shape]."""
         dtype = np.dtype(np.int16) if self._dtype is None else self._dtype
-        return rows.view(dtype).reshape(count, *self.shape)
+        return rows.view(dtype).reshape(len(rows), *self.shape)
 
-    def show_block(self, block: int, block_steps: int) -> None:
-        self._view = self._as_steps(self.data[block, : block_steps * self.step_bytes], block_steps)
+    def show_block(self, block: int) -> None:
+        self._view = self._as_steps(self.data[block])
 
     def fits(self, value: Any) -> bool:
         """Whether `put` would accept a value of one step."""

@@ -8,7 +8,8 @@ Layout of a description, little endian; texts and bytes are preceded by their le
     connection   u32, NIXL's metadata of the agent
     schema       u32, JSON as `Schema.to_json`
     numbers      10 x u64, see `_NUMBERS`
-    columns      u64 x 3 a column: offset in the region, bytes from block to block, bytes of a step
+    columns      u64 x 5 a column: offset in the region, bytes from block to block, of a step, and from step to step;
+                 offset inside the record, if it lies in one
 
 NIXL's own serialization of descriptors is pickle and is not used; NIXL validates `connection`.
 """
@@ -27,13 +28,14 @@ from typing import Any
 import numpy as np
 
 from gear_loader.errors import TransportError
+from gear_loader.storage.layout import LINE, ColumnLayout
 from gear_loader.storage.schema import Schema
 from gear_loader.transport.spec import read_schema
 from gear_loader.transport.ucx_library import before_another_ucx, quiet_environment
 
 __all__ = ["Description", "installed", "new_agent", "register", "version"]
 
-_MAGIC, _VERSION = b"GEARNIXL", 1
+_MAGIC, _VERSION = b"GEARNIXL", 2
 _NUMBERS = (
     "base",  # address of the region in the owner
     "region_bytes",
@@ -130,14 +132,14 @@ class Description:
 
     Attributes:
         agent: name of the owner's agent. connection: NIXL's metadata of the agent.
-        schema: the columns. columns: (offset, block stride, step bytes) of each.
+        schema: the columns. columns: the `ColumnLayout` of each.
         numbers: the values listed in `_NUMBERS`, by name.
     """
 
     agent: str
     connection: bytes
     schema: Schema
-    columns: tuple[tuple[int, int, int], ...]
+    columns: tuple[ColumnLayout, ...]
     numbers: dict[str, int]
 
     def to_bytes(self) -> bytes:
@@ -153,7 +155,7 @@ class Description:
                 struct.pack("<I", len(schema)),
                 schema,
                 struct.pack(f"<{len(_NUMBERS)}Q", *(self.numbers[name] for name in _NUMBERS)),
-                *(struct.pack("<3Q", *column) for column in self.columns),
+                *(struct.pack("<5Q", *_fields(column)) for column in self.columns),
             )
         )
 
@@ -195,7 +197,7 @@ class Description:
         connection = take(number("<I"), _MAX_CONNECTION)
         schema = read_schema(json.loads(take(number("<I"), _MAX_SCHEMA)))
         numbers = {name: number("<Q") for name in _NUMBERS}
-        columns = tuple((number("<Q"), number("<Q"), number("<Q")) for _ in schema)
+        columns = tuple(_column(*struct.unpack("<5Q", take(40))) for _ in schema)
         if place != len(data):
             raise _damaged(f"{len(data) - place:,} bytes too many")
         described = cls(agent, connection, schema, columns, numbers)
@@ -208,13 +210,26 @@ class Description:
         slots, blocks, steps = numbers["num_slots"], numbers["num_blocks"], numbers["block_steps"]
         limit = numbers["region_bytes"]
         ends = [numbers["generation"] + 8 * slots, numbers["state"] + 4 * slots]
-        for column, (offset, stride, step_bytes) in zip(self.schema.values(), self.columns, strict=True):
-            if step_bytes != column.step_bytes or step_bytes * (1 if column.trajectory else steps) > stride:
-                raise _damaged(f"blocks of {stride:,} bytes, steps of {step_bytes:,}")
-            ends.append(offset + stride * blocks)
+        widest = (
+            self.schema.step_bytes + self.schema.trajectory_bytes + LINE
+        )  # a record is not padded by more
+        for column, place in zip(self.schema.values(), self.columns, strict=True):
+            fits = place.step_bytes == column.step_bytes and place.inside <= place.offset
+            fits = fits and place.inside + place.step_bytes <= place.step_stride <= widest
+            if not fits or place.step_stride * (1 if column.trajectory else steps) > place.block_stride:
+                raise _damaged(f"blocks of {place.block_stride:,} bytes, steps of {place.step_bytes:,}")
+            ends.append(place.base + place.block_stride * blocks)
         sizes = (slots, blocks, steps, numbers["max_steps"], numbers["base"], numbers["word"])
         if max(ends) > limit or numbers["base"] + limit > 1 << 63 or min(sizes) < 1 or max(sizes) > 1 << 62:
             raise _damaged(f"a region of {limit:,} bytes that holds {max(ends):,}")
+
+
+def _fields(column: ColumnLayout) -> tuple[int, ...]:
+    return column.offset, column.block_stride, column.step_bytes, column.step_stride, column.inside
+
+
+def _column(offset: int, block_stride: int, step_bytes: int, step_stride: int, inside: int) -> ColumnLayout:
+    return ColumnLayout(offset, step_bytes, block_stride, step_stride, inside)
 
 
 def _damaged(what: str) -> TransportError:

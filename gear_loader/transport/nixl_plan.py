@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from gear_loader.errors import SchemaError, TransportError
 from gear_loader.kernels.plan import PAD_EDGE, PAD_HEAD, PAD_KEEP, PAD_TAIL
 from gear_loader.native.compile import compiled
 from gear_loader.transport.nixl_agent import Description
-from gear_loader.transport.spec import WindowSpec
+from gear_loader.transport.spec import Piece, WindowSpec
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Rows", "columns_of", "pieces_of"]
+__all__ = ["Reads", "Rows", "pieces_of", "reads_of"]
 
 _PADS = {"keep": PAD_KEEP, "head": PAD_HEAD, "tail": PAD_TAIL, "edge": PAD_EDGE}
 assert (PAD_HEAD, PAD_TAIL, PAD_EDGE) == (
@@ -136,8 +138,36 @@ class Rows:
         return len(self.slots)
 
 
-def columns_of(spec: WindowSpec, described: Description, count: int) -> Array:
-    """Columns and masks for `_walk`, int64 [C, 9].
+@dataclasses.dataclass
+class Reads:
+    """The windows of a fetch as `_walk` reads them.
+
+    Attributes:
+        columns: int64 [C, 9], columns that lie by themselves, and masks; read into the reply.
+        records: int64 [R, 9], windows of whole records, which are read into memory of `record_bytes`.
+        splits: of each column in a record: its piece of the reply, its row of `records`, and its offset in a record.
+    """
+
+    columns: Array
+    records: Array
+    record_bytes: int
+    splits: list[tuple[Piece, int, int]]
+
+    def split(self, memory: Array, out: Array, count: int) -> None:
+        """Copy the columns out of the records that were read.
+
+        Args:
+            memory: uint8, the records. out: uint8, the reply. count: its rows.
+        """
+        for piece, number, inside in self.splits:
+            begin, length, size = self.records[number, [OUT, LENGTH, STEP_BYTES]].tolist()
+            records = memory[begin : begin + count * length * size].reshape(count, length, size)
+            rows = out[piece.offset : piece.offset + count * piece.row_bytes].reshape(count, length, -1)
+            rows[:] = records[:, :, inside : inside + rows.shape[2]]
+
+
+def reads_of(spec: WindowSpec, described: Description, count: int) -> Reads:
+    """What a fetch of `count` rows reads.
 
     Raises:
         TransportError: the owner has other columns than the reader expects.
@@ -148,32 +178,47 @@ def columns_of(spec: WindowSpec, described: Description, count: int) -> Array:
             f"{spec.schema.to_json()}."
         )
     places = dict(zip(described.schema, described.columns, strict=True))
-    table = []
+    table, splits = [], []
+    records: dict[tuple[int, ...], int] = {}  # without the place in memory -> number
+    end, ends = 0, []
     for piece in spec.pieces(count):
         window = spec.windows[piece.name]
-        where = places[spec.sources[piece.name]] if piece.kind == "column" else (0, 0, 1)
-        column = spec.schema[spec.sources[piece.name]]
+        column, place = spec.schema[spec.sources[piece.name]], places[spec.sources[piece.name]]
         span = window.length, window.offset, _PADS[window.pad]
-        table.append((*where, piece.offset, *span, column.final, column.trajectory))
-    return np.array(table, dtype=np.int64)
+        kind = int(column.final), int(column.trajectory)
+        if piece.kind != "column":
+            table.append((0, 0, 1, piece.offset, *span, *kind))
+        elif place.is_packed:
+            key = (place.base, place.block_stride, place.step_stride, *span, *kind)
+            if key not in records:
+                records[key] = len(records)
+                ends.append(end)
+                end += count * window.length * place.step_stride
+            splits.append((piece, records[key], place.inside))
+        else:
+            table.append((place.offset, place.block_stride, place.step_bytes, piece.offset, *span, *kind))
+    listed = [(*key[:3], begin, *key[3:]) for key, begin in zip(records, ends, strict=True)]
+    columns, read = (np.array(part, dtype=np.int64).reshape(-1, ONCE + 1) for part in (table, listed))
+    return Reads(columns, read, end, splits)
 
 
-def pieces_of(spec: WindowSpec, described: Description, rows: Rows, out: Array) -> tuple[Array, Array]:
+def pieces_of(
+    spec: WindowSpec, described: Description, rows: Rows, columns: Array, out: Array
+) -> tuple[Array, Array]:
     """Compute the transfers of a fetch, and write padding and masks.
 
     Args:
         spec: the windows. described: the owner's memory. rows: of the fetch.
-        out: uint8, at least `spec.reply_bytes(n)`.
+        columns: from `reads_of`, for as many rows. out: uint8, the memory in which they lie.
 
     Returns:
         Remote and local sides of the transfers, each int64 [p, 5]: address, bytes, 0, bytes, 1. Remote addresses are
         always inside the table's columns.
 
     Raises:
-        TransportError: an invalid slot, length or block, or other columns.
+        TransportError: an invalid slot, length or block.
     """
     numbers, count = described.numbers, len(rows)
-    columns = columns_of(spec, described, count)
     slots, lengths, finals = rows.slots, rows.extent[:, 0], rows.extent[:, 2]
     wrong = (slots < 0) | (slots >= numbers["num_slots"])
     wrong |= (lengths < 1) | (lengths > numbers["max_steps"])

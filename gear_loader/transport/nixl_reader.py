@@ -32,7 +32,7 @@ import numpy as np
 from gear_loader.errors import PeerTimeoutError, SchemaError, TransportError
 from gear_loader.storage.operations import READY, RETIRED
 from gear_loader.transport.nixl_agent import Description
-from gear_loader.transport.nixl_plan import Rows, pieces_of
+from gear_loader.transport.nixl_plan import Rows, pieces_of, reads_of
 from gear_loader.transport.nixl_session import NixlRead, NixlSession
 from gear_loader.transport.spec import WindowSpec
 from gear_loader.utils.arrays import Array
@@ -239,9 +239,18 @@ class NixlPeer:
         status = out[start : start + count]
         if count:
             session, described = self._connect(job)
-            remote, local = pieces_of(spec, described, rows, out)
+            reads = reads_of(spec, described, count)
+            sides = [pieces_of(spec, described, rows, reads.columns, out)]
             session.hold(out)
-            yield from self._read(job, remote, local, out)
+            # Columns of a record are read together, with one transfer a block, and split here.
+            records = session.borrow(reads.record_bytes) if reads.splits else out[:0]
+            if reads.splits:
+                sides.append(pieces_of(spec, described, rows, reads.records, records))
+            remote, local = (np.concatenate(parts) for parts in zip(*sides, strict=True))
+            yield from self._read(job, remote, local, out, records)
+            if reads.splits:
+                reads.split(records, out, count)
+                session.give_back(records)
             gone = yield from self._gone(job, described)
             status[:] = np.where(gone, WindowSpec.GONE, WindowSpec.SERVED)
             for piece in spec.pieces(count) if gone.any() else ():

@@ -81,7 +81,7 @@ class NixlOwner:
                 self._name,
                 self._agent.get_agent_metadata(),
                 layout.schema,
-                tuple((each.offset, each.block_stride, each.step_bytes) for each in layout.columns.values()),
+                tuple(layout.columns.values()),
                 {
                     "base": view.ctypes.data,
                     "region_bytes": layout.region_bytes,

@@ -21,6 +21,7 @@ from gear_loader.kernels.plan import (
     PAD_KEEP,
     PAD_TAIL,
     STEP_BYTES,
+    STEP_STRIDE,
     STRIDE,
     WIDTH,
 )
@@ -76,7 +77,7 @@ class OpenQuery:
         self._layouts = {}
         self._columns = np.zeros((len(self.spec.windows), WIDTH), dtype=np.int64)
         for row, (name, window) in zip(self._columns, self.spec.windows.items(), strict=True):
-            row[[BASE, STRIDE, STEP_BYTES]] = base[order[self.spec.sources[name]]]
+            row[[BASE, STRIDE, STEP_BYTES, STEP_STRIDE]] = base[order[self.spec.sources[name]]]
             row[BLOCKS] = layout.num_blocks
             row[LENGTH], row[OFFSET], row[PAD] = window.length, window.offset, _PADS[window.pad]
             row[FINAL] = layout.schema[self.spec.sources[name]].final

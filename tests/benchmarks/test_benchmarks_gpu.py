@@ -401,7 +401,7 @@ def test_copies_of_the_driver_give_the_kernels_batch(swept: Any) -> None:
     variant.check()
     assert variant.measure() > 0
     targets, sources, sizes = copies.row_copies(rows, 1)
-    column, out = table.region.column("step64"), rows.buffers[1].batch["step64"]
+    column, out = table.region.blocks("step64"), rows.buffers[1].batch["step64"]
     assert targets.tolist() == [out.data_ptr() + 320 * i for i in range(3)]
     assert sizes.tolist() == [320] * 3
     assert np.all(sources >= column.ctypes.data)

@@ -478,3 +478,24 @@ def test_dying_while_tidying_up(tmp_path: Path) -> None:
         table.save(path)
         assert len(files(path)) <= 2 + 2 * 5
         assert loaded(path) == contents(table)
+
+
+def test_a_checkpoint_holds_columns_whatever_the_table_packs(tmp_path: Path) -> None:
+    """Saved out of records and loaded into columns, and the other way round; the files are the same."""
+    tables = [
+        gear.Table.create(COLUMNS, max_steps=100, max_trajectories=9, block_steps=4, packed=packed)
+        for packed in (True, False)
+    ]
+    for table, folder in zip(tables, ("packed", "apart"), strict=True):
+        table.extend([rows(0, 1), rows(1, 17), rows(2, 8)])
+        table.save(tmp_path / folder)
+    for folder, packed in (("packed", False), ("apart", True)):
+        with gear.Table.load(tmp_path / folder, packed=packed) as loaded:
+            assert loaded.region.layout.packed == packed
+            for slot, other in zip(loaded.indices().tolist(), tables[0].indices().tolist(), strict=True):
+                for name, values in loaded[slot].items():
+                    assert torch.equal(values, tables[0][other][name])
+    saved = [sorted((tmp_path / folder).rglob("*.npy")) for folder in ("packed", "apart")]
+    assert [file.read_bytes() for file in saved[0]] == [file.read_bytes() for file in saved[1]]
+    for table in tables:
+        table.close()

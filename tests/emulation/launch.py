@@ -17,8 +17,9 @@ import aot_common
 import numpy as np
 import torch
 
-from gear_loader.kernels import gather, items, place, priority
+from gear_loader.kernels import gather, items, place, priority, split
 from gear_loader.kernels.plan import GatherPlan, PlacePlan
+from gear_loader.kernels.split_plan import SplitPlan
 from gear_loader.storage.region import Region
 
 from .machine import Counts, Machine
@@ -27,7 +28,7 @@ from .ptx import parse
 from .timing import Latencies
 
 ARCH = 90
-_MODULES = (gather, items, place, priority)
+_MODULES = (gather, items, place, priority, split)
 
 LAUNCHES: collections.Counter[str] = collections.Counter()
 """How often each variant ran."""
@@ -106,6 +107,13 @@ def _add_plan(memory: Memory, table: Any) -> None:
         tables = [each[-1] for each in plan.launches] if isinstance(plan, GatherPlan) else [plan.device_table]
         if all(each is not table for each in tables):
             continue
+        if isinstance(plan, SplitPlan):
+            for part in plan.columns:
+                memory.add_tensor(part.records, "records")
+                memory.add_tensor(part.out, "an output")
+            continue
+        for mask in getattr(plan, "masks", ()):
+            memory.add_tensor(mask.out, "a mask")
         for column in getattr(plan, "columns", ()):
             memory.add_tensor(column.source, "a source", host=True)
             memory.add_tensor(column.out, "an output")
@@ -135,6 +143,7 @@ def install(version: str = aot_common.INSTALLED, kernels: tuple[str, ...] = ()) 
                 setattr(module, name, EmulatedKernel(name, kernel, find))
     _remember(GatherPlan, PLANS)
     _remember(PlacePlan, PLANS)
+    _remember(SplitPlan, PLANS)
     _remember(Region, _regions)
 
 

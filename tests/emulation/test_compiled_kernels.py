@@ -17,16 +17,18 @@ import aot_common
 import numpy as np
 import torch
 from gather_common import Outputs, Spec, Store, check_gather
+from records_common import CARTPOLE, HOPPER, Records
 
 from benchmarks.experiments import predict
 from emulation import launch
 from emulation.machine import Counts, Machine
 from emulation.memory import InvalidAccessError, Memory
 from emulation.timing import NANOSECONDS, ROUND_TRIPS, Latencies
-from gear_loader.kernels import gather, items, place
+from gear_loader.kernels import gather, items, place, split
 from gear_loader.kernels.plan import LINES, GatherPlan
 from gear_loader.kernels.priority import DRAW
 from gear_loader.kernels.priority_reference import draw, update
+from gear_loader.kernels.split_plan import SplitPlan
 from gear_loader.kernels.sum_tree import SumTree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -35,6 +37,7 @@ ROOT = Path(__file__).parents[2]
 KERNELS = [
     "tests/kernels/test_gather.py",
     "tests/kernels/test_place.py",
+    "tests/kernels/test_split.py",
     "tests/kernels/test_priority_kernels.py",
 ]
 DEVICE = "tests/selection/test_device_priorities.py"
@@ -102,7 +105,26 @@ def test_draws_are_those_of_the_twin() -> None:
         assert torch.equal(found[1], expected[1])
 
 
-@pytest.mark.parametrize(("step_bytes", "length", "least"), [(128, 20, 0.95), (16, 24, 0.7)])
+@pytest.mark.parametrize("chosen", [False, True])
+def test_records_are_split_as_by_the_twin(chosen: bool) -> None:
+    name = "split_rows" if chosen else "split"
+    runner = launch.machine(name, aot_common.INSTALLED, aot_common.SAMPLE)
+
+    def run(plan: SplitPlan, count: int, *, rows: Any = None, programs: int | None = None) -> None:
+        memory = Memory()
+        for column in plan.columns:
+            memory.add_tensor(column.records, "records")
+            memory.add_tensor(column.out, "an output")
+        given = (plan.device_table, plan.device_table if rows is None else rows)
+        tiles = plan.tiles(count, split.LAUNCH["TILE"])
+        launch.launch(runner, name, 2, (*given, len(plan.columns), count, tiles), memory)
+
+    Records(32, 7, CARTPOLE, 40, 33, chosen=chosen).run(run)
+    Records(64, 20, HOPPER, 40, 33, chosen=chosen, shift=4).run(run)
+
+
+# The last is what 44, 12, 4 and 4 bytes take in a packed table.
+@pytest.mark.parametrize(("step_bytes", "length", "least"), [(128, 20, 0.95), (16, 24, 0.7), (64, 20, 0.9)])
 def test_what_a_gather_reads_over_the_bus(step_bytes: int, length: int, least: float) -> None:
     """Whole lines are read, by requests of 128 bytes, and most of what is read is wanted."""
     counts, useful, _ = measure(step_bytes, length)
@@ -274,7 +296,7 @@ def test_the_tests_of_the_kernels_pass_on_compiled_code(tests: list[str], versio
         pytest.skip(f"Triton {version} could not be fetched")
     assert done.returncode == 0, done.stdout[-4000:]
     ran = set(re.findall(r"(\w+) \d+(?:,|$)", done.stdout.split("Emulated launches: ")[1].splitlines()[0]))
-    prefix = "items" if tests == [DEVICE] else ("gather", "place", "priority")
+    prefix = "items" if tests == [DEVICE] else ("gather", "place", "priority", "split")
     names = {name for name in aot_common.reports((version, launch.ARCH, ())) if name.startswith(prefix)}
     assert {name for name in names - ran if not name.startswith(NOT_BY_TESTS)} == set(), (
         "code that no test ran"

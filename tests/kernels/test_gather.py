@@ -306,14 +306,15 @@ def test_plans_that_are_refused() -> None:
         GatherPlan([column()], 0)
 
 
-def test_sources_that_are_refused() -> None:
-    plan = GatherPlan([column(), column()], 2)
-    with pytest.raises(ValueError, match="1 sources were given; expected 2, one a column"):
-        plan.of_source([host_memory(512).view(4, 128)], 2)
-    with pytest.raises(ValueError, match="source has stride 100 and address"):
-        plan.of_source([host_memory(512).view(4, 128), host_memory(400).view(4, 100)], 2)
+def test_steps_that_do_not_fit_into_their_blocks() -> None:
     with pytest.raises(ValueError, match="17 steps of 8 bytes do not fit into blocks of 128 bytes"):
-        plan.of_source([column.source for column in plan.columns], 17)
+        column().check(17)
+    with pytest.raises(ValueError, match="5 steps of 32 bytes do not fit into blocks of 128 bytes"):
+        dataclasses.replace(column(), step_stride=32).check(5)
+    with pytest.raises(
+        ValueError, match="A step of 8 bytes begins 25 bytes into one of 32 bytes of the source"
+    ):
+        dataclasses.replace(column(), inside=25, step_stride=32).check(2)
 
 
 def test_launches_of_a_plan() -> None:

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 NAMES = {
     *(f"gather_{word}{rows}" for word in (16, 4, 1) for rows in ("", "_rows")),
-    *("place", "priority_draw", "priority_distinct"),
+    *("place", "split", "split_rows", "priority_draw", "priority_distinct"),
     *(
         f"priority_{name}{unset}{alpha}"
         for name in ("update", "alone")
@@ -55,8 +55,10 @@ def test_what_holds_for_every_kernel(reports: Reports) -> None:
         assert unknown == set(), name
         # Pointers that are not aligned are compiled for once more at most; of gathers and places, none is.
         numbers = [part for part in report["specialised"] if not part.startswith("p_")]
-        assert (report["specialised"] if name.startswith(("gather", "place")) else numbers) == [], name
-        if name.startswith(("gather", "place")):
+        assert (report["specialised"] if name.startswith(("gather", "place", "split")) else numbers) == [], (
+            name
+        )
+        if name.startswith(("gather", "place", "split")):
             threads = int(re.findall(r"\.reqntid (\d+)", report["ptx"])[0])
             assert 16 * threads <= report["registers"] * threads <= 65536 * 2 / 3, (
                 name
@@ -93,6 +95,18 @@ def test_a_place_copies_whole_lines(reports: Reports) -> None:
     assert instructions.pop("LDG.E.64") > 0
     staging = {"LDG.E.EF.128": 2, "LDG.E.EF": 2 * 8}
     assert instructions == {**staging, "STG.E.128": 2, "STG.E": 8, "STG.E.U8": 4 * 8}
+
+
+def test_a_split_copies_in_the_widest_words(reports: Reports) -> None:
+    # A tile of 1,024 words over 256 threads, of 16, 4 and 1 bytes. Beside them only the plan and the rows are read.
+    for name in ("split", "split_rows"):
+        instructions = dict(reports[name]["instructions"])
+        assert instructions.pop("LDG.E.64") > 0
+        stores = {part: count for part, count in instructions.items() if part.startswith("STG")}
+        assert stores == {"STG.E.128": 4, "STG.E": 4, "STG.E.U8": 4}
+        assert instructions["LDG.E.128"] == 4
+    reads = (reports[name]["instructions"]["LDG.E.64"] for name in ("split", "split_rows"))
+    assert next(reads) < next(reads)
 
 
 def test_no_multiplication_is_fused_with_an_addition(reports: Reports) -> None:

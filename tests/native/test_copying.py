@@ -19,10 +19,11 @@ from gather_common import (
     check_two_tables,
     choose,
     host_memory,
+    windows_of,
 )
 
 from gear_loader.kernels import reference
-from gear_loader.kernels.plan import LINE, GatherPlan
+from gear_loader.kernels.plan import LINE, GatherColumn, GatherPlan
 from gear_loader.native import copying
 from gear_loader.native import threads as crew
 
@@ -131,7 +132,7 @@ def test_an_address_space_of_more_than_2_31_words() -> None:
     ids = store.block_ids[start : start + 3].numpy()
     assert (ids.astype(np.int64) * source.stride(0) > 2**31).sum() >= 2
     new = np.ascontiguousarray(~row)
-    columns = np.array([(source.data_ptr(), source.stride(0), 96)], dtype=np.int64)
+    columns = np.array([(source.data_ptr(), source.stride(0), 96, 96)], dtype=np.int64)
     copying.scatter(columns, 21, ids, np.array([[new.ctypes.data]]), np.array([len(row)], dtype=np.int64))
     for i, block in enumerate(ids.tolist()):
         piece = new[i * 21 : (i + 1) * 21].reshape(-1)
@@ -159,7 +160,7 @@ def test_copies_with_the_caches_and_past_them(total: int, step_bytes: int, shift
     given = generator.integers(0, 7, (int(lengths.sum()), step_bytes), dtype=np.uint8)
     ends = np.cumsum(lengths)
     addresses = given.ctypes.data + (ends - lengths)[:, None] * step_bytes
-    columns = np.array([[memory.ctypes.data, stride, step_bytes]], dtype=np.int64)
+    columns = np.array([[memory.ctypes.data, stride, step_bytes, step_bytes]], dtype=np.int64)
     copying.scatter(columns, block_steps, ids, addresses, lengths)
     expected, first = np.full_like(memory, 7).reshape(-1, stride), 0
     for i, length in enumerate(lengths.tolist()):
@@ -188,12 +189,12 @@ def test_scatter(length: int, block_steps: int, step_bytes: int, spare: int, shi
     for size in sizes:
         stride = -(-block_steps * size // LINE) * LINE + spare * LINE
         memory = host_memory((used.sum() + 2) * stride + 2 * GUARD).fill_(FOREIGN).numpy()
-        columns.append((memory[GUARD:].ctypes.data, stride, size))
+        columns.append((memory[GUARD:].ctypes.data, stride, size, size))
         memories.append(memory)
         sources.append([random.integers(0, 256, shift + n * size, dtype=np.uint8)[shift:] for n in lengths])
     addresses = np.array([[part[i].ctypes.data for part in sources] for i in range(3)], dtype=np.int64)
     copying.scatter(np.array(columns, dtype=np.int64), block_steps, ids, addresses, lengths)
-    for (_, stride, size), memory, parts in zip(columns, memories, sources, strict=True):
+    for (_, stride, size, _), memory, parts in zip(columns, memories, sources, strict=True):
         expected = np.full_like(memory, FOREIGN)
         block = iter(ids.tolist())
         for part in parts:
@@ -202,6 +203,94 @@ def test_scatter(length: int, block_steps: int, step_bytes: int, spare: int, shi
                 start = GUARD + next(block) * stride
                 expected[start : start + len(piece)] = piece
         assert np.array_equal(memory, expected)
+
+
+@pytest.mark.parametrize("sizes", [(44, 12, 4, 1), (1, 3)])
+def test_records_of_large_trajectories(sizes: tuple[int, ...]) -> None:
+    random, block_steps = np.random.default_rng(1), 300
+    lengths = np.array([1, 2 * copying.STREAM_BYTES // sum(sizes), 299])
+    record = -(-sum(sizes) // 4) * 4
+    stride = -(-block_steps * record // LINE) * LINE
+    used = -(-lengths // block_steps)
+    ids = random.permutation(used.sum()).astype(np.int32)
+    source = host_memory(used.sum() * stride).fill_(0).view(-1, stride)
+    insides = np.cumsum([0, *sizes[:-1]]).tolist()
+    columns = np.array(
+        [(source.data_ptr() + at, stride, size, record) for at, size in zip(insides, sizes, strict=True)]
+    )
+    given = [[random.integers(0, 256, (n, size), dtype=np.uint8) for n in lengths] for size in sizes]
+    addresses = np.array([[rows[i].ctypes.data for rows in given] for i in range(len(lengths))])
+    copying.scatter(columns, block_steps, ids, addresses, lengths)
+    expected = np.zeros((used.sum(), stride), dtype=np.uint8)
+    first = 0
+    for i, length in enumerate(lengths.tolist()):
+        for begin in range(0, length, block_steps):
+            steps = np.concatenate([rows[i][begin : begin + block_steps] for rows in given], axis=1)
+            padded = np.pad(steps, ((0, 0), (0, record - steps.shape[1])))
+            expected[ids[first], : padded.size] = padded.reshape(-1)
+            first += 1
+    assert np.array_equal(source.numpy(), expected)
+
+
+@hypothesis.given(
+    sizes=st.lists(st.integers(1, 70), min_size=2, max_size=5),
+    spare=st.integers(0, 20),
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=4),
+    block_steps=st.integers(1, 30),
+    length=st.sampled_from([1, 1, 3, 40]),
+    offset=st.integers(-9, 9),
+    pad=st.integers(0, 3),
+    seed=st.integers(0, 99),
+)
+def test_records(
+    sizes: list[int],
+    spare: int,
+    lengths: list[int],
+    block_steps: int,
+    length: int,
+    offset: int,
+    pad: int,
+    seed: int,
+) -> None:
+    """Columns that lie step by step: what a scatter wrote, and nothing else, and what a gather finds there."""
+    random = np.random.default_rng(seed)
+    insides, record = np.cumsum([0, *sizes[:-1]]).tolist(), sum(sizes) + spare
+    used = -(-np.array(lengths) // block_steps)
+    ids = random.permutation(used.sum() + 2)[: used.sum()].astype(np.int32)
+    stride = -(-block_steps * record // LINE) * LINE
+    source = host_memory((used.sum() + 2) * stride).fill_(FOREIGN).view(-1, stride)
+    given = [[random.integers(0, 256, (n, size), dtype=np.uint8) for n in lengths] for size in sizes]
+    columns = [
+        (source.data_ptr() + inside, stride, size, record)
+        for inside, size in zip(insides, sizes, strict=True)
+    ]
+    addresses = np.array([[rows[i].ctypes.data for rows in given] for i in range(len(lengths))])
+    copying.scatter(np.array(columns), block_steps, ids, addresses, np.array(lengths))
+    expected = np.full(source.shape, FOREIGN, dtype=np.uint8)
+    starts = np.cumsum(used) - used
+    for inside, rows in zip(insides, given, strict=True):
+        for start, row in zip(starts.tolist(), rows, strict=True):
+            for step, value in enumerate(row):
+                at = step % block_steps * record + inside
+                expected[ids[start + step // block_steps], at : at + len(value)] = value
+    assert np.array_equal(source.numpy(), expected)
+
+    slots, anchors = random.integers(0, len(lengths), 40), random.integers(-5, 70, 40)
+    outs = [torch.full((40, length, size), 77, dtype=torch.uint8) for size in sizes]
+    plan = GatherPlan(
+        [
+            GatherColumn(source, out, offset + i // 2, pad, inside=inside, step_stride=record)
+            for i, (out, inside) in enumerate(zip(outs, insides, strict=True))
+        ],
+        block_steps,
+    )
+    extent = np.stack((lengths, starts, np.zeros_like(starts)), axis=1)
+    table = plan.table.numpy()
+    assert copying.gather(table, slots, anchors, extent, ids, block_steps, 0, 40, None) == 0
+    for i, (out, rows) in enumerate(zip(outs, given, strict=True)):
+        spec = Spec(sizes[i], length, offset + i // 2, pad)
+        found, _ = windows_of(rows, spec, torch.from_numpy(slots), torch.from_numpy(anchors))
+        assert np.array_equal(out.numpy(), found)
 
 
 @hypothesis.given(

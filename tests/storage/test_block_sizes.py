@@ -52,23 +52,25 @@ def filled(schema: Schema, lengths: Any, **options: Any) -> gear.Table:
 CASES = list(itertools.product(SCHEMAS, (1, 7.5, 100)))
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("name", "mean"), mostly_long(CASES, *CASES[::4], CASES[10]))
-def test_auto_is_what_wastes_least(name: str, mean: float) -> None:
+def test_auto_is_what_wastes_least(name: str, mean: float, packed: bool) -> None:
     """Blocks of 1 to 128 steps filled with the same geometric lengths: none is resident in much less memory."""
     schema = schema_of(name)
+    best = best_block_steps(schema, mean, 10**6, packed=packed)
     lengths = np.random.default_rng(3).geometric(1 / mean, 400)
-    candidates = sorted({1, 2, 4, 8, 16, 32, 64, 128, best_block_steps(schema, mean, 10**6)})
+    candidates = sorted({1, 2, 4, 8, 16, 32, 64, 128, best})
     resident = {}
     for steps in candidates:
-        with filled(schema, lengths, block_steps=steps) as table:
+        with filled(schema, lengths, block_steps=steps, packed=packed) as table:
             stats = table.stats()
             resident[steps] = stats.resident_bytes - table.region.layout.arrays["extent"][0]
-            expected = len(lengths) * expected_bytes(schema, np.array([steps]), mean)[0]
+            expected = len(lengths) * expected_bytes(schema, np.array([steps]), mean, packed=packed)[0]
             assert resident[steps] == pytest.approx(expected, rel=0.2)
             assert stats.mean_length == lengths.mean()
-    best = best_block_steps(schema, mean, 10**6)
     assert resident[best] <= 1.03 * min(resident.values())
     options = {"max_steps": 10**6, "max_trajectories": 10, "block_steps": "auto", "mean_length": mean}
+    options["packed"] = packed
     with gear.Table.create(schema, **options) as table:
         assert table.region.layout.block_steps == best
 
@@ -76,7 +78,7 @@ def test_auto_is_what_wastes_least(name: str, mean: float) -> None:
 def test_the_mean_comes_from_the_sizes() -> None:
     schema = schema_of("whole lines")
     options: dict[str, Any] = {"block_steps": "auto"}
-    for steps, count in ((4000, 40), (40, 40), (10, 40), (3, 1)):
+    for steps, count in ((4000, 40), (40, 40), (10, 40), (3, 1)):  # columns of whole lines are not packed
         mean = max(1, steps / count)
         with gear.Table.create(schema, max_steps=steps, max_trajectories=count, **options) as table:
             assert table.region.layout.block_steps == best_block_steps(schema, mean, steps) <= steps
@@ -125,7 +127,7 @@ def test_a_table_that_wastes_much_is_named_once(
 
     (message,) = told("images", np.full(30, 10))
     assert "its trajectories have 10.0 steps on average, its blocks 64" in message
-    best = best_block_steps(schema_of("images"), 10, 10**6)
+    best = best_block_steps(schema_of("images"), 10, 10**6, packed=True)
     assert (
         f"Table.create(block_steps='auto', mean_length=10) takes blocks of {best}, which waste about"
         in message

@@ -15,6 +15,7 @@ from table_common import COLUMNS, fresh_name, named, numbers_of, rows
 
 import gear_loader as gear
 from gear_loader.errors import CorruptTableError, RegionError
+from gear_loader.kernels.plan import BLOCKS, STEP_STRIDE, WIDTH
 from gear_loader.native import copying
 from gear_loader.storage import bounds
 from gear_loader.storage import counters as at
@@ -170,10 +171,10 @@ def test_what_becomes_wrong_later_is_refused_where_it_would_be_followed(write: W
 
 
 def test_a_gather_of_wrong_blocks_fills_with_zeros_and_says_how_many() -> None:
-    columns = np.zeros((1, 10), dtype=np.int64)
+    columns = np.zeros((1, WIDTH), dtype=np.int64)
     blocks, out = np.ones((3, 128), dtype=np.uint8), np.full((4, 6), 7, dtype=np.uint8)
     columns[0, :5] = blocks.ctypes.data, 128, 1, out.ctypes.data, 6
-    columns[0, 9] = 3
+    columns[0, BLOCKS], columns[0, STEP_STRIDE] = 3, 1
     extent = np.array([[6, 0, 0], [6, 5, 0], [6, 2, 0], [6, 0, 0]], dtype=np.int64)
     ids = np.array([0, 2, 1, 3, -1, 0], dtype=np.int32)  # one of slot 1 is missing, one of slot 2 too large
     slots = np.array([0, 1, 2, 4], dtype=np.int64)

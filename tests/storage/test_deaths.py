@@ -157,8 +157,8 @@ def _adds(*lengths: int, policy: int = 0) -> Act:
         for number, length in enumerate(lengths):
             blocks = -(-length // steps)
             values = np.arange(blocks * steps) + 5000 + 100 * number
-            data = table.region.column("x")[:, : steps * 8]
-            data[np.array(ids[place : place + blocks])] = values.view(np.uint8).reshape(-1, steps * 8)
+            data = table.region.column("x")
+            data[np.array(ids[place : place + blocks])] = values.view(np.uint8).reshape(-1, steps, 8)
             place += blocks
         index.commit(slots, np.ones(len(lengths), dtype=np.float32))
 
@@ -199,8 +199,8 @@ def _priorities(table: gear.Table) -> None:
 
 def _final(table: gear.Table, index: Index) -> None:
     slots, ids = index.begin(np.array([8]))
-    data = table.region.column("x")[:, :24]
-    data[np.array(ids)] = (np.arange(9) + 5000).view(np.uint8).reshape(3, 24)
+    data = table.region.column("x")
+    data[np.array(ids)] = (np.arange(9) + 5000).view(np.uint8).reshape(3, 3, 8)
     index.finish(int(slots[0]), 7, 1.0, final=True)  # the third block is given back
 
 
@@ -220,9 +220,9 @@ def _lengthen(policy: int = 0, *, elsewhere: bool = False) -> Act:
             if answer != DONE:
                 return False
             length, start, _ = arrays.extent[slot].tolist()
-            values = table.region.column("x")[:, :24].view(np.int64)
+            values = table.region.column("x").view(np.int64)
             for step in range(length, length + count + final):
-                values[arrays.block_ids[start + step // 3], step % 3] = 5000 + step
+                values[arrays.block_ids[start + step // 3], step % 3, 0] = 5000 + step
             ops.publish_steps(arrays.where, slot, count, final)
             return True
 

@@ -67,13 +67,14 @@ class TableMachine(stateful.RuleBasedStateMachine):
         sizes=st.tuples(st.integers(1, 40), st.integers(1, 6), st.integers(1, 5)),
         tight=st.booleans(),
         evict=st.booleans(),
+        packed=st.booleans(),
     )
-    def create(self, sizes: tuple[int, int, int], tight: bool, evict: bool) -> None:
+    def create(self, sizes: tuple[int, int, int], tight: bool, evict: bool, packed: bool) -> None:
         max_steps, max_trajectories, block_steps = sizes
         options: dict[str, Any] = {"max_blocks": -(-max_steps // block_steps)} if tight else {}
         options |= {"block_steps": block_steps, "on_full": "evict_oldest" if evict else "error"}
         self.table = gear.Table.create(
-            COLUMNS, max_steps=max_steps, max_trajectories=max_trajectories, **options
+            COLUMNS, max_steps=max_steps, max_trajectories=max_trajectories, packed=packed, **options
         )
         self.table.region.lock.timeout = 0
         self.max_steps, self.max_trajectories, self.block_steps = max_steps, max_trajectories, block_steps

@@ -52,6 +52,7 @@ layouts = st.builds(
     max_trajectories=st.integers(1, 5000),
     block_steps=st.integers(1, 300),
     num_blocks=st.integers(1, 5000),
+    packed=st.booleans(),
 )
 
 
@@ -65,17 +66,39 @@ def test_nothing_overlaps_and_everything_is_aligned(layout: Layout) -> None:
     assert end <= layout.index_bytes < end + PAGE + LINE
     assert layout.index_bytes % PAGE == 0
     end = layout.index_bytes
-    for name, column in layout.columns.items():
-        used = layout.block_steps * layout.schema[name].step_bytes
-        assert column.step_bytes == layout.schema[name].step_bytes
-        assert column.offset == end
-        assert column.offset % LINE == 0
+    strides = []
+    for column in sorted(layout.columns.values(), key=lambda column: column.base):
+        if column.base < end and column.is_packed:
+            assert column.base == layout.index_bytes, "the record comes first"
+            continue
+        used = layout.block_steps * column.step_stride
+        assert column.base == end
+        assert column.base % LINE == 0
         assert column.block_stride % LINE == 0
         assert used <= column.block_stride < used + LINE
         end += layout.num_blocks * column.block_stride
+        strides.append(column.block_stride)
     assert layout.region_bytes % PAGE == 0
     assert end + LINE <= layout.region_bytes < end + LINE + PAGE, "a tail of one line, then a page's end"
-    assert layout.block_bytes == sum(column.block_stride for column in layout.columns.values())
+    assert layout.block_bytes == sum(strides)
+
+
+@hypothesis.given(layouts)
+def test_records_hold_narrow_columns_and_little_else(layout: Layout) -> None:
+    assert all(column.step_bytes == layout.schema[name].step_bytes for name, column in layout.columns.items())
+    narrow = {name for name, column in layout.columns.items() if column.step_bytes < LINE}
+    packed = {name: column for name, column in layout.columns.items() if column.is_packed}
+    assert set(packed) == (narrow if layout.packed and len(narrow) > 1 else set())
+    end = 0
+    for column in sorted(packed.values(), key=lambda column: column.inside):
+        assert column.inside == end
+        assert column.inside % min(16, column.step_bytes & -column.step_bytes) == 0
+        end += column.step_bytes
+        assert column.step_stride % 4 == 0
+    if packed:
+        record = layout.record.bytes
+        assert {column.step_stride for column in packed.values()} == {record}
+        assert end <= record < end + 4 or (record % 16 == 0 and record * 16 <= round_up(end, 4) * 17)
 
 
 @hypothesis.given(layouts)
@@ -87,7 +110,7 @@ def test_the_header_gives_the_layout_back(layout: Layout) -> None:
     assert found.arrays == layout.arrays
     assert found.columns == layout.columns
     assert found.region_bytes == layout.region_bytes
-    for name in ("max_steps", "max_trajectories", "block_steps", "num_blocks", "half"):
+    for name in ("max_steps", "max_trajectories", "block_steps", "num_blocks", "half", "packed"):
         assert getattr(found, name) == getattr(layout, name)
 
 
@@ -100,7 +123,7 @@ def test_the_header_is_readable_without_a_library() -> None:
     assert fields.pop("schema")[3] == ["value", "float32", [3]]
     rules = {"on_full": "error", "rate_limiter": None, "max_times_sampled": None, "max_age": None}
     sizes = {"max_steps": 200, "max_trajectories": 16, "block_steps": 4, "num_blocks": 62}
-    assert fields == {**sizes, "rules": rules}
+    assert fields == {**sizes, "packed": False, "rules": rules}
 
 
 def with_text(body: bytes, size: int) -> bytes:

@@ -22,9 +22,9 @@ STEP = sum(column.step_bytes for column in COLUMNS.values())
 def expected_resident(table: gear.Table, slots: int, blocks: int) -> int:
     """Header, counters and readers; for each slot its entries; for each block its data and four entries."""
     layout = table.region.layout
-    padded = sum(
-        math.ceil(layout.block_steps * column.step_bytes / LINE) * LINE for column in table.schema.values()
-    )
+    sizes = [column.step_bytes for column in table.schema.values()]
+    sizes = [sum(sizes)] if layout.packed else sizes  # these fill their record
+    padded = sum(math.ceil(layout.block_steps * size / LINE) * LINE for size in sizes)
     return layout.arrays["extent"][0] + slots * layout.slot_bytes + blocks * (padded + 16)
 
 

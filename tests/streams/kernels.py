@@ -15,7 +15,9 @@ from gear_loader.kernels import gather as gathering
 from gear_loader.kernels import items as items_kernels
 from gear_loader.kernels import place as placing
 from gear_loader.kernels import priority, priority_reference, reference
+from gear_loader.kernels import split as splitting
 from gear_loader.kernels.plan import GatherPlan, PlacePlan, with_lines
+from gear_loader.kernels.split_plan import SplitPlan
 from gear_loader.kernels.sum_tree import STALE, SumTree
 
 from .memory import View
@@ -73,7 +75,7 @@ class Launchers:
 
     def __init__(self, cuda: Cuda) -> None:
         self._cuda = cuda
-        self._gather, self._place = gathering.gather, placing.place
+        self._gather, self._place, self._split = gathering.gather, placing.place, splitting.split
         self._update, self._build = priority.update, priority.build
         self._draw, self._draw_distinct = priority.draw, priority.draw_distinct
         self._locate, self._resolve, self._weigh = (
@@ -113,6 +115,9 @@ class Launchers:
             if mask is not None:
                 mask = launch.write(mask if rows is not None else mask[:count])
             columns.append((column, launch.read(column.source), out, mask))
+        masks = [
+            (each, launch.write(each.out if rows is not None else each.out[:count])) for each in plan.masks
+        ]
 
         def run() -> None:
             for view, expected in tables:
@@ -127,7 +132,10 @@ class Launchers:
                 for column, source, out, mask in columns
             ]
             played: Any = types.SimpleNamespace(
-                columns=parts, block_steps=plan.block_steps, check_rows=lambda *_: count
+                columns=parts,
+                masks=[dataclasses.replace(each, out=out.tensor()) for each, out in masks],
+                block_steps=plan.block_steps,
+                check_rows=lambda *_: count,
             )
             reference.gather(
                 played, *(view.tensor() for view in given), rows=None if chosen is None else chosen.tensor()
@@ -156,6 +164,35 @@ class Launchers:
                 check_rows=lambda *_: count,
             )
             reference.place(played, source.tensor(), chosen.tensor())
+
+        launch.queue(run)
+
+    def split(
+        self, plan: SplitPlan, count: int, *, rows: torch.Tensor | None = None, programs: int | None = None
+    ) -> None:
+        self._split(plan, count, rows=rows, programs=programs)
+        if count == 0:
+            return
+        launch = self._launch(plan.device, "split")
+        table, expected = launch.read(plan.device_table), plan.table
+        chosen = None if rows is None else launch.read(rows)
+        columns = [
+            (
+                column,
+                launch.read(column.records if rows is not None else column.records[:count]),
+                launch.write(column.out if rows is not None else column.out[:count]),
+            )
+            for column in plan.columns
+        ]
+
+        def run() -> None:
+            _same(table, expected)
+            parts = [
+                dataclasses.replace(column, records=records.tensor(), out=out.tensor())
+                for column, records, out in columns
+            ]
+            played: Any = types.SimpleNamespace(columns=parts, check_rows=lambda *_: count)
+            reference.split(played, count, rows=None if chosen is None else chosen.tensor())
 
         launch.queue(run)
 
@@ -410,6 +447,7 @@ def install(cuda: Cuda, patch: pytest.MonkeyPatch) -> None:
     for module, names in (
         (gathering, ("gather",)),
         (placing, ("place",)),
+        (splitting, ("split",)),
         (priority, ("update", "build", "draw", "draw_distinct")),
         (items_kernels, ("locate", "resolve", "weigh")),
     ):

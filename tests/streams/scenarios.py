@@ -58,6 +58,7 @@ class Scenario:
         looks: whether the consumer asks for counts and states.
         mode: what else torch is told: ``"inference"`` mode, another ``"default device"`` or current ``"device"``, or
             the ``"capture"`` of a graph while other threads go on.
+        packed: whether the columns share a record.
     """
 
     selector: str = "uniform"
@@ -78,6 +79,7 @@ class Scenario:
     drops: bool = False
     looks: bool = False
     mode: str = ""
+    packed: bool = False
 
     @classmethod
     def of(cls, seed: int, mode: str = "") -> Scenario:
@@ -105,6 +107,7 @@ class Scenario:
             drops=choose.random() < 0.5,
             looks=choose.random() < 0.3,
             mode=mode,
+            packed=choose.random() < 0.5,
         )
 
     def simpler(self) -> Iterator[Scenario]:
@@ -152,14 +155,14 @@ def rows_of(number: int) -> dict[str, Any]:
     }
 
 
-def made_table() -> gear.Table:
+def made_table(*, packed: bool = False) -> gear.Table:
     schema = {
         "value": gear.Column(torch.float32, (5,)),
         "number": gear.Column(torch.int64),
         "task": gear.Column(torch.int64, (2,), per="trajectory"),
     }
     table = gear.Table.create(
-        schema, max_steps=80, max_trajectories=30, block_steps=4, on_full="evict_oldest"
+        schema, max_steps=80, max_trajectories=30, block_steps=4, packed=packed, on_full="evict_oldest"
     )
     for number in range(FIRST):
         table.add(rows_of(number), priority=1.0 + number % 3)
@@ -194,7 +197,7 @@ class Run:
         self.cuda.refuse_pinning = not self.scenario.pinned
         with collected_on_request():
             with self.cuda.installed(), self._mode():
-                table = made_table()
+                table = made_table(packed=self.scenario.packed)
                 try:
                     if self.scenario.pinning:
                         waits = needs_priorities(SELECTORS[self.scenario.selector]())

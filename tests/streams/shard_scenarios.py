@@ -68,7 +68,10 @@ class ShardScenario:
 def _tables(scenario: ShardScenario) -> list[gear.Table]:
     number = next(_names)
     options: dict[str, Any] = {"max_steps": 120, "on_full": "evict_oldest"} if scenario.writes else {}
-    return [filled(f"streams-{number}-{shard}", shard, COUNTS, **options) for shard in range(3)]
+    # Packed and not: a batch is gathered from both.
+    return [
+        filled(f"streams-{number}-{shard}", shard, COUNTS, packed=shard != 1, **options) for shard in range(3)
+    ]
 
 
 def _batches(

@@ -42,7 +42,7 @@ def work(cuda: Cuda, data: gear.ReplayDataset, *, updates: bool = False) -> dict
 def of_table(selector: Any, updates: bool, **options: Any) -> dict[str, float]:
     cuda = Cuda(0, "eager")
     cuda.refuse_pinning = options.pop("staged", False)
-    with cuda.installed(), made_table() as table:
+    with cuda.installed(), made_table(packed=options.pop("packed", False)) as table:
         options = {"windows": WINDOWS, "batches_per_epoch": 30, "selector": selector} | options
         data = gear.ReplayDataset(table, batch_size=4, device="cuda:1", **options)
         found = work(cuda, data, updates=updates)
@@ -63,12 +63,13 @@ def check(found: dict[str, float], copies: tuple[float, float], kernels: dict[st
     ("options", "copies", "kernels"),
     [
         ({}, 1, {"gather": 1, "clone": 0}),
+        ({"packed": True}, 1, {"gather": 1, "split": 1, "clone": 0}),
         ({"sample_info": True}, 1, {"gather": 1}),
         ({"windows": {**WINDOWS, "task": None}}, 1, {"gather": 2}),
         ({"copy": True}, 1, {"gather": 1, "clone": 6}),
         ({"staged": True}, 6, {"gather": 0}),  # a copy of each tensor of the batch
     ],
-    ids=["uniform", "sample_info", "per trajectory", "copies", "staged"],
+    ids=["uniform", "packed", "sample_info", "per trajectory", "copies", "staged"],
 )
 def test_a_batch_drawn_by_the_host(options: dict[str, Any], copies: float, kernels: dict[str, float]) -> None:
     check(of_table(gear.Uniform(), False, **options), (copies, 0), kernels)

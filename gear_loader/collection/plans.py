@@ -1,0 +1,153 @@
+"""The plans that fill a batch's tensors from one table: gathers, and on a GPU the split of records into columns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+
+from gear_loader.kernels.plan import (
+    PAD_EDGE,
+    PAD_HEAD,
+    PAD_KEEP,
+    PAD_TAIL,
+    GatherColumn,
+    GatherMask,
+    GatherPlan,
+)
+from gear_loader.kernels.split_plan import SplitColumn, SplitPlan
+from gear_loader.storage.schema import Window
+from gear_loader.storage.table import Table
+
+__all__ = ["Output", "Plans", "Staging", "plans_of"]
+
+_PADS = {"keep": PAD_KEEP, "head": PAD_HEAD, "tail": PAD_TAIL, "edge": PAD_EDGE}
+
+Staging = dict[tuple[int, int, str, bool, int], torch.Tensor]
+"""Length, offset, padding, final step and bytes of gathered records -> their memory, uint8 [B, length, bytes]. It
+belongs to a set of buffers: the plans of all tables use the same."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Output:
+    """What one window fills.
+
+    Attributes:
+        column: the column that it reads. window: the window.
+        out: uint8 [B, L, step_bytes]. mask: bool [B, L] if this window fills it, or None.
+    """
+
+    column: str
+    window: Window
+    out: torch.Tensor
+    mask: torch.Tensor | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plans:
+    """The plans by which the windows of one table are gathered.
+
+    Attributes:
+        steps: of all windows; on a GPU that reads the region, of those of steps, where the columns of a record are
+            gathered as one column.
+        once: on such a GPU, of the columns per trajectory.
+        split: on such a GPU, of the columns in gathered records.
+    """
+
+    steps: GatherPlan
+    once: GatherPlan | None = None
+    split: SplitPlan | None = None
+
+
+def plans_of(table: Table, outputs: Sequence[Output], staging: Staging | None = None) -> Plans:
+    """The plans that fill `outputs` from a table.
+
+    Args:
+        table: whose region the device that gathers can read.
+        outputs: of the windows, at least one with steps.
+        staging: memory of gathered records; what is missing is allocated on the current stream. None for the CPU, which
+            reads single columns of records.
+    """
+    region, schema = table.region, table.schema
+    layout = region.layout
+
+    def column_of(output: Output) -> GatherColumn:
+        place, column = layout.columns[output.column], schema[output.column]
+        return GatherColumn(
+            source=torch.from_numpy(region.blocks(output.column)),
+            out=output.out,
+            offset=output.window.offset,
+            pad=_PADS[output.window.pad],
+            mask=output.mask,
+            final=column.final,
+            once=column.trajectory,
+            inside=place.inside,
+            step_stride=place.step_stride,
+        )
+
+    if staging is None:
+        return Plans(GatherPlan([column_of(output) for output in outputs], layout.block_steps))
+    # A batch brings the blocks of its windows, and the first one of its trajectory in a place apart.
+    once = [column_of(output) for output in outputs if schema[output.column].trajectory]
+    packed = [output for output in outputs if layout.columns[output.column].is_packed]
+    columns = [
+        column_of(output)
+        for output in outputs
+        if not schema[output.column].trajectory and not layout.columns[output.column].is_packed
+    ]
+    masks: list[GatherMask] = []
+    split: list[SplitColumn] = []
+    for span, group in _record_spans(packed, lambda output: schema[output.column].final):
+        assert layout.record is not None
+        length, offset, pad, final = span
+        out = group[0].out
+        key = (*span, layout.record.bytes)
+        if key not in staging:
+            staging[key] = out.new_empty(len(out), length, layout.record.bytes)
+        source = torch.from_numpy(region.blocks(group[0].column))
+        columns.append(GatherColumn(source, staging[key], offset, _PADS[pad], final=final))
+        for output in group:
+            inside, first = layout.columns[output.column].inside, output.window.offset - offset
+            split.append(SplitColumn(staging[key], output.out, first, inside))
+            if output.mask is not None:
+                own = output.window.offset, _PADS[output.window.pad], schema[output.column].final
+                masks.append(GatherMask(output.mask, *own))
+    return Plans(
+        GatherPlan(columns, layout.block_steps, masks),
+        GatherPlan(once, 1) if once else None,
+        SplitPlan(split) if split else None,
+    )
+
+
+def _record_spans(
+    outputs: Sequence[Output], is_final: Callable[[Output], bool]
+) -> list[tuple[tuple[int, int, str, bool], list[Output]]]:
+    """The windows of records that are gathered, and the outputs whose windows lie in each.
+
+    Where padding stays in its place, a window is a part of any longer one around it, so neighbours share one unless it
+    were longer than theirs together. A final step is zeros in columns without one, which is their padding there.
+
+    Returns:
+        Length, offset, padding and whether the final step is read, with the outputs.
+    """
+    kinds: dict[tuple[object, ...], list[Output]] = {}
+    for output in outputs:
+        window, final = output.window, is_final(output)
+        key: tuple[object, ...] = (window.pad, final) if window.pad == "edge" else (window.pad,)
+        kinds.setdefault(key if window.pad in ("keep", "edge") else (*window.span, final), []).append(output)
+    spans: list[tuple[tuple[int, int, str, bool], list[Output]]] = []
+    for group in kinds.values():
+        ordered = sorted(group, key=lambda output: output.window.offset)
+        while ordered:
+            begin, end = ordered[0].window.offset, ordered[0].window.offset + ordered[0].window.length
+            count = 1
+            for output in ordered[1:]:
+                low, high = output.window.offset, output.window.offset + output.window.length
+                if max(end, high) - begin > end - begin + high - low:
+                    break
+                end, count = max(end, high), count + 1
+            part, ordered = ordered[:count], ordered[count:]
+            final = any(is_final(output) for output in part)
+            spans.append(((end - begin, begin, part[0].window.pad, final), part))
+    return spans
