@@ -126,6 +126,10 @@ def every_experiment(made: Made) -> list[dict[str, Any]]:
         made.amount("memory", workload, name, value, "bytes resident / byte of payload", **goal)
     beside = {"alone": 1000.0, "ours, prefetch 0": 900.0, "plain torch": 700.0}
     put("overlap", "step", "small network, batch 32", beside, "alone", {"batch": 32}, "rows")
+    drawing = {"plain torch": 4000.0, "ours": 3000.0, "SB3": 900.0}
+    put("transitions", "uniform", "uniform: sample", drawing, "plain torch", {"batch": 256}, "rows")
+    for name, seconds in {"ours": 30.0, "SB3": 31.0}.items():
+        made.amount("learn", "wall time of training", name, seconds, "s")
     training = {"alone": 1000.0, "ours": 950.0, "Reverb": 500.0}
     put("train", "steps", "steps of training", training, "alone", {"batch": 64}, "rows")
     for name, seconds in {"ours": 20.0, "Reverb": 45.0}.items():

@@ -44,11 +44,11 @@ checkpoint | cpu | Reverb, TorchRL, cpprb |
 memory | cpu | Reverb, TorchRL, cpprb |
     bytes resident for each byte of payload, with trajectories of uneven length
 overlap | cpu, cuda | |
-    how much a training step slows down with the loader beside it
+    how much the loader beside it slows down a training step
 transitions | cpu | SB3, TorchRL, cpprb, Tianshou |
-    single transitions out of a million steps, uniformly and by priority, and appending steps
+    drawing single transitions and appending steps, uniformly and by priority
 learn | cpu | SB3 |
-    DQN and SAC of Stable-Baselines3 with its own replay buffer and with ours: returns, wall time
+    DQN and SAC of Stable-Baselines3, with its replay buffer or ours
 train | cpu, cuda | Reverb, TorchRL |
     a small transformer end to end: samples a second, seconds to a return
 """

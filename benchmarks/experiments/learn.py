@@ -74,8 +74,9 @@ def learned(session: Session, processes: dict[str, PeerProcess], what: str, step
     for name, mine in runs.items():
         returns = [float(np.mean(run["returns"])) for run in mine]
         about = {"steps": steps, "peer": processes[name].about, "weights": [run["weights"] for run in mine]}
-        error = float(np.std(returns, ddof=1) / len(returns) ** 0.5) if len(returns) > 1 else float("nan")
-        extras = {"mean": float(np.mean(returns)), "standard_error": error}
+        extras = {"mean": float(np.mean(returns))}
+        if len(returns) > 1:
+            extras["standard_error"] = float(np.std(returns, ddof=1) / len(returns) ** 0.5)
         told = {**about, "returns": returns}
         shown.setdefault("return", []).append(
             session.record(_amount(what, "return", name, returns, told, extras=extras))

@@ -1,4 +1,5 @@
-"""Pictures made of bars: the headline, single-server, checkpoint, memory, overlap, train."""
+"""Pictures made of bars: the headline, single-server, transitions, checkpoint, memory, overlap, learn,
+train."""
 
 from __future__ import annotations
 
@@ -65,12 +66,26 @@ def draw_checkpoint(found: Sequence[Comparison]) -> bytes | None:
     return _panels([max(kind, key=lambda c: c.parameters.get("bytes", 0)) for kind in kinds])
 
 
+def draw_transitions(found: Sequence[Comparison]) -> bytes | None:
+    """Drawing single transitions and appending steps."""
+    return _panels([c for c in found if c.experiment == "transitions" and c.ours and c.timed])
+
+
 def draw_memory(found: Sequence[Comparison]) -> bytes | None:
-    """Bytes resident for each byte of payload: a panel for each distribution of lengths, the plain variants alone."""
+    """Bytes resident for each byte of payload: a panel for each distribution of lengths."""
+    return _amounts([c for c in found if c.experiment == "memory"])
+
+
+def draw_learn(found: Sequence[Comparison]) -> bytes | None:
+    """Seconds of training, and of the replay buffer: a panel for each learner and each of them."""
+    return _amounts([c for c in found if c.experiment == "learn" and c.workload != "return"])
+
+
+def _amounts(found: Sequence[Comparison]) -> bytes | None:
+    """A panel of bars for each comparison of figures that are no times of batches, of the plain variants alone."""
     found_rows = {
         c.label: [row for row in c.rows.values() if "amount" in row and ", " not in row["variant"]]
         for c in found
-        if c.experiment == "memory"
     }
 
     def panel(axes: Any, title: str) -> None:

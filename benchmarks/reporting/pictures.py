@@ -61,6 +61,14 @@ _PICTURES: dict[
         "Bytes resident for each byte of payload, by distribution of lengths; the table has further variants.",
     ),
     "overlap": (bars.draw_overlap, "How many times as long training takes with the loader beside it."),
+    "transitions": (
+        bars.draw_transitions,
+        "Transitions drawn, and steps appended; whiskers from p10 to p90.",
+    ),
+    "learn": (
+        bars.draw_learn,
+        "Seconds of training with either replay buffer; whiskers from p10 to p90 of the seeds.",
+    ),
     "train": (bars.draw_train, "End to end: return over time, and samples a second."),
 }
 

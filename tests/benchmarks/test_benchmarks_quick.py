@@ -80,7 +80,7 @@ RUNS: dict[str, tuple[str, dict[str, set[str]], str]] = {
     "transitions": (
         "--threads 1 --peers PEERS",
         {**TRANSITIONS, "append 1": APPENDED, "append 8": APPENDED},
-        "left out: SB3: ",
+        "left out: SB3",
     ),
     "train": (
         "--threads 1 --episodes 12",

@@ -18,7 +18,18 @@ from benchmarks.peers import catalog
 from benchmarks.peers import process as processes
 
 PAPERS = ("single-server", "multi-server", "batch-size")
-NAMES = (*PAPERS, "collect", "select", "online", "checkpoint", "memory", "overlap", "train")
+NAMES = (
+    *PAPERS,
+    "collect",
+    "select",
+    "online",
+    "checkpoint",
+    "memory",
+    "overlap",
+    "transitions",
+    "learn",
+    "train",
+)
 
 
 def words(text: str) -> str:
