@@ -102,6 +102,8 @@ class ShardCollector(Collector):
         num_lost: rows that were replaced because their shard could not be reached.
     """
 
+    _gathers_inline = False
+
     def __init__(
         self,
         shards: Shards,
@@ -272,12 +274,14 @@ class ShardCollector(Collector):
             plan = buffers.plans[shard] = buffers.plan.of_source(
                 self._sources(shard, buffers.once is None), block_steps
             )
+            buffers.references = None
         return plan
 
     def _once_plan(self, buffers: ShardBuffers, shard: int) -> GatherPlan | None:
         """The plan of the columns per trajectory, where they have one of their own."""
         if buffers.once is not None and shard not in buffers.once_plans:
             buffers.once_plans[shard] = buffers.once.of_source(self._sources(shard, True, False), 1)
+            buffers.references = None
         return buffers.once_plans.get(shard)
 
     def _sources(self, shard: int, once: bool, steps: bool = True) -> list[torch.Tensor]:
@@ -324,6 +328,7 @@ class ShardCollector(Collector):
             pieces = self._pieces()
             outs = [self._out(buffers.batch, piece.name, piece.kind) for piece in pieces]
             buffers.place = PlacePlan([out.view(self.batch_size, -1).view(torch.uint8) for out in outs])
+            buffers.references = None
         return buffers.place
 
     def _pieces(self) -> tuple[Piece, ...]:
