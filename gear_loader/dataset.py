@@ -146,9 +146,9 @@ class ReplayDataset(IterableDataset[Batch]):
     can be, others take its place. (On the CPU, tensors of up to 4 KiB and one dtype share an allocation of 4 KiB, which
     one that is kept keeps.) What has only an address (``data_ptr()``) is no reference. On a GPU a reference must
     also outlast the launch of the last kernel that reads the batch, as everywhere in PyTorch. ``copy=False`` saves
-    counting the references and making tensors, some microseconds a batch: then a batch is valid until `keep` more have been requested,
-    whatever refers to it, and must not be sent to another process. ``copy=True`` delivers each batch in new memory: on
-    a GPU a copy that the GPU makes without the host waiting. `DataLoader` workers always do.
+    counting the references and making tensors, some microseconds a batch: then a batch is valid until `keep` more have
+    been requested, whatever refers to it, and must not be sent to another process. ``copy=True`` delivers each batch in
+    new memory: on a GPU a copy that the GPU makes without the host waiting. `DataLoader` workers always do.
 
     **Order:** batch number and seed determine every draw, so `prefetch` and `num_workers` do not change the order.
     Rank r of w ranks gets the batches number r, r + w, r + 2 w, ...
