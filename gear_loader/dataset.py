@@ -460,7 +460,7 @@ class ReplayDataset(IterableDataset[Batch]):
         while number < count:
             batch = number * world + rank  # number over all ranks
             if not self.selector.passes:
-                yield Draw(seed, epoch, batch, 0, size, number=past + number), None
+                yield Draw(seed, epoch, batch, 0, size, 0, past + number), None
             else:
                 if batch // self._pass_batches(view) != turn:  # a new pass, over the current items
                     view = self._selected().look()

@@ -67,27 +67,22 @@ def listed(schema: Schema, trajectories: Any) -> Steps:
         raise SchemaError(
             f"A {type(trajectories).__name__} was received; expected an iterable of trajectories."
         ) from None
-    lengths: list[int] = []
-    addresses: list[int] = []
-    holds: list[object] = []
     kept = keeps(trajectories)
-    for trajectory in each:
-        found = schema.locate_fast(trajectory) if kept else None
-        length, places, hold = found or _located(schema, trajectory, f"trajectory {len(lengths)}", kept=kept)
+    if kept and (found := schema.locate_list(trajectories)) is not None:
+        return Steps(*found)
+    lengths, addresses, holds = [], [], []
+    for i, trajectory in enumerate(each):
+        what = f"trajectory {i}"
+        if kept:
+            length, places, hold = schema.locate(trajectory, what=what)
+        else:
+            length, arrays = schema.validate(trajectory, what=what)
+            hold = [array.copy() for array in arrays.values()]
+            places = [array.ctypes.data for array in hold]
         lengths.append(length)
-        addresses += places
+        addresses.append(places)
         holds.append(hold)
-    places_of_all = np.array(addresses, dtype=np.int64).reshape(len(lengths), len(schema))
-    return Steps(places_of_all, np.array(lengths, dtype=np.int64), holds)
-
-
-def _located(schema: Schema, trajectory: Any, what: str, *, kept: bool) -> tuple[int, list[int], object]:
-    """As `Schema.locate`; copied unless the data are `kept` as they are."""
-    if kept:
-        return schema.locate(trajectory, what=what)
-    length, arrays = schema.validate(trajectory, what=what)
-    hold = [array.copy() for array in arrays.values()]
-    return length, [array.ctypes.data for array in hold], hold
+    return Steps(np.array(addresses, dtype=np.int64), np.array(lengths, dtype=np.int64), holds)
 
 
 def checked_final(schema: Schema, final: Any) -> dict[str, Array]:

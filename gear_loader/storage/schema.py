@@ -16,7 +16,7 @@ import torch
 
 from gear_loader.errors import SchemaError
 from gear_loader.storage.casting import can_cast, cast_to
-from gear_loader.storage.locating import Expected, located
+from gear_loader.storage.locating import Expected, located, located_list
 from gear_loader.utils.arrays import address_of, data_address, unreadable
 
 __all__ = ["BATCH_KEYS", "DTYPES", "Column", "Schema", "Window", "as_mapping", "copied", "keeps", "settled"]
@@ -329,6 +329,10 @@ class Schema(Mapping[str, Column]):
     def locate_fast(self, rows: Any) -> tuple[int, list[int], list[Any]] | None:
         """`locate` of contiguous CPU data of the exact dtypes in a dict; None for all else, valid or not."""
         return located(self._expected, rows)
+
+    def locate_list(self, rows: Any) -> tuple[np.ndarray, np.ndarray, list[Any]] | None:
+        """`locate_fast` of a list or a tuple; see `located_list`."""
+        return located_list(self._expected, rows)
 
     def locate(
         self, rows: Mapping[str, Any], *, what: str = "the trajectory"
