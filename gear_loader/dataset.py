@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import logging
 import math
-import operator
 import os
 import queue
 import weakref
@@ -143,11 +143,12 @@ class ReplayDataset(IterableDataset[Batch]):
     **Validity of a batch:** a batch does not change as long as anything refers to it: its tensors, slices of them,
     numpy arrays over them, autograd. Its memory is reused after that, when `keep` more batches have been requested from
     the same iterator or the next one (2 by default: the batch in use and one that a trainer fetched ahead); until it
-    can be, others take its place. What has only an address (``data_ptr()``) is no reference. On a GPU a reference must
+    can be, others take its place. (On the CPU, tensors of up to 4 KiB and one dtype share an allocation of 4 KiB, which
+    one that is kept keeps.) What has only an address (``data_ptr()``) is no reference. On a GPU a reference must
     also outlast the launch of the last kernel that reads the batch, as everywhere in PyTorch. ``copy=False`` saves
-    counting the references, some microseconds a batch: then a batch is valid until `keep` more have been requested,
-    whatever refers to it, and must not be sent to another process. ``copy=True`` delivers each batch in new memory: on
-    a GPU a copy that the GPU makes without the host waiting. `DataLoader` workers always do.
+    counting the references and making tensors, some microseconds a batch: then a batch is valid until `keep` more have
+    been requested, whatever refers to it, and must not be sent to another process. ``copy=True`` delivers each batch in
+    new memory: on a GPU a copy that the GPU makes without the host waiting. `DataLoader` workers always do.
 
     **Order:** batch number and seed determine every draw, so `prefetch` and `num_workers` do not change the order.
     Rank r of w ranks gets the batches number r, r + w, r + 2 w, ...
@@ -432,12 +433,11 @@ class ReplayDataset(IterableDataset[Batch]):
         draws = self._draws(epoch, before + number + workers * step, workers)
         try:
             try:
-                for batch in prefetcher.batches(
-                    lambda buffers, item: self._fill(prefetcher, buffers, *item), draws
-                ):
+                plain = self.output == "dict"
+                for batch in prefetcher.batches(functools.partial(self._fill, prefetcher), draws):
                     step += 1
                     position.delivered(epoch, before, step)
-                    yield self._delivered(batch)
+                    yield batch if plain else as_tensordict(batch)
                 if not in_worker:
                     # A worker keeps its end position, so that it ends again if resumed while others have batches left.
                     position.end(epoch)
@@ -465,7 +465,7 @@ class ReplayDataset(IterableDataset[Batch]):
         while number < count:
             batch = number * world + rank  # number over all ranks
             if not self.selector.passes:
-                yield Draw(seed, epoch, batch, 0, size, number=past + number), None
+                yield Draw(seed, epoch, batch, 0, size, 0, past + number), None
             else:
                 if batch // self._pass_batches(view) != turn:  # a new pass, over the current items
                     view = self._selected().look()
@@ -525,13 +525,9 @@ class ReplayDataset(IterableDataset[Batch]):
             turn, first = divmod(self._position.sampled_items, max(items, 1))
             epoch, count = SAMPLE_EPOCH + 1 + rank, min(count, items - first)
         draw = Draw(self._draw_seed(), epoch, number, first, count, turn, self._position.samples)
-        batch = prefetcher.one(lambda buffers, item: self._fill(prefetcher, buffers, item, view), draw)
+        batch = prefetcher.one(functools.partial(self._fill, prefetcher), (draw, view))
         self._position.samples += 1
         self._position.sampled_items += count
-        return self._delivered(batch)
-
-    def _delivered(self, batch: Batch) -> Batch:
-        """The batch in the form that `output` names."""
         return batch if self.output == "dict" else as_tensordict(batch)
 
     @staticmethod
@@ -546,9 +542,14 @@ class ReplayDataset(IterableDataset[Batch]):
 
     # ---------------------------------------------------------------- one batch
 
-    def _fill(self, prefetcher: Prefetcher, buffers: Buffers, draw: Draw, frozen: Any) -> int:
-        """Draw and gather a batch into `buffers`; return its number of rows. `frozen`: see `Selection.draw`."""
+    def _fill(self, prefetcher: Prefetcher, buffers: Buffers, item: tuple[Draw, Any]) -> int:
+        """Draw and gather a batch into `buffers`; return its number of rows. `item`: see `_draws`."""
+        draw, frozen = item
         selection = self._selected()
+        if frozen is None and buffers.inline is not None and selection.fill(draw, buffers.inline):
+            if buffers.returns:
+                buffers.compute(draw.count)
+            return draw.count
         ticket = selection.new_ticket()
         try:
             rows = selection.draw(draw, ticket, frozen)  # under the read ticket
@@ -572,10 +573,15 @@ class ReplayDataset(IterableDataset[Batch]):
                 "start it with spawn."
             )
         options = (
-            *(self.table, self.selector, self.anchor, self.subset),
-            *(self.rate_limited, self.sample_info, self.complete),
+            self.table,
+            self.selector,
+            self.anchor,
+            self.subset,
+            self.rate_limited,
+            self.sample_info,
+            self.complete,
         )
-        if self._selection is None or not all(map(operator.is_, options, self._selected_for)):
+        if self._selection is None or options != self._selected_for:
             self._selected_for = options
             self._selection = selection_for(
                 SelectionContext(*options),

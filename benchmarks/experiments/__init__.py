@@ -35,6 +35,8 @@ batch-size | cpu, cuda | Reverb, TorchRL, cpprb | 3: batch sizes 32 to 1024
     the same batches as single-server, of 32 to 1024 rows
 collect | cpu, cuda | |
     gathering batches, against a copy of as many bytes
+overhead | cpu | |
+    what a call costs beside its copy: batches of one, whole trajectories, adding
 select | cpu, cuda | TorchRL, cpprb, Tianshou |
     drawing by priority and setting priorities, against the number of items
 online | cpu | Reverb, TorchRL, cpprb |

@@ -12,10 +12,11 @@ import torch
 from gear_loader.collection.batches import Batch
 from gear_loader.collection.n_step import NStep, Returns
 from gear_loader.collection.plans import Output, Plans, Staging, plans_of
-from gear_loader.collection.references import BatchReferences, aliased
+from gear_loader.collection.references import Arena, BatchReferences
 from gear_loader.collection.windows import expand, mask_of, reach_of, source_of, steps_only
 from gear_loader.kernels.plan import WIDTH, GatherPlan
 from gear_loader.native import copying, threads
+from gear_loader.storage.inline import INLINE_BATCH_BYTES, InlineBatch
 from gear_loader.storage.rows import CudaRows, Reach, SelectedRows
 from gear_loader.storage.schema import Window
 from gear_loader.storage.table import Table
@@ -76,7 +77,9 @@ class Buffers:
         columns: on the CPU, int64 [C, WIDTH]: view of the plan's table.
         weights: on the CPU, float32 [B]: view of priority_weight if batches carry it.
         returns: the n-step returns to compute after the gather.
-        references: the references to the tensors, since the first `lend`.
+        inline: on the CPU, the same places for a batch that is small enough to be gathered under the lock; else None.
+        references: the references to the tensors, since the first `lend`; to be reset to None by whatever makes another
+            reference that lasts as long as the buffers.
     """
 
     batch: Batch
@@ -88,13 +91,13 @@ class Buffers:
     columns: Array = dataclasses.field(default_factory=lambda: np.empty((0, WIDTH), dtype=np.int64))
     weights: Array = dataclasses.field(default_factory=lambda: np.empty(0, dtype=np.float32))
     returns: tuple[Returns, ...] = ()
+    inline: InlineBatch | None = None
+    references: BatchReferences | None = None
 
     def compute(self, count: int) -> None:
         """Compute what the first `count` rows have beside gathered windows; see `Returns.compute`."""
         for returns in self.returns:
             returns.compute(self.batch["anchor"][:count])
-
-    references: BatchReferences | None = None
 
     @property
     def plan(self) -> GatherPlan:
@@ -102,16 +105,10 @@ class Buffers:
         return self.plans.steps
 
     def lend(self, count: int) -> Batch:
-        """`rows` as new tensors, whose references `is_held` finds."""
+        """`rows` as new tensors, whose references `references` finds."""
         if self.references is None:
             self.references = BatchReferences(self.batch)
-        self.references.mark()
-        return self.rows(count) if count < self.plan.batch_size else Batch(aliased(self.batch))
-
-    @property
-    def is_held(self) -> bool:
-        """Whether anything refers to the tensors that `lend` returned last, or to views of them."""
-        return self.references is not None and self.references.held
+        return self.rows(count) if count < self.plan.batch_size else self.references.aliases()
 
     def rows(self, count: int) -> Batch:
         """The batch's first `count` rows; views if the batch is smaller than the buffers."""
@@ -141,6 +138,8 @@ class Collector:
         zero_copy: whether the device reads the region itself.
         awaits_pinning: whether it will as soon as the region is pinned; see `look`.
     """
+
+    _gathers_inline = True  # whether rows are of one table alone
 
     def __init__(
         self,
@@ -201,7 +200,10 @@ class Collector:
             shared: allocate them in shared memory, so that they can be sent to another process without a copy.
         """
         if self.device.type != "cuda":
-            return self._buffers(torch.device("cpu"), shared=shared)
+            made = self._buffers(torch.device("cpu"), shared=shared)
+            if self._gathers_inline and self.batch_size * self._row_bytes <= INLINE_BATCH_BYTES:
+                made.inline = InlineBatch(made.columns, made.names, made.weights)
+            return made
         buffers = self._buffers(self.device)
         host: tuple[torch.Tensor, ...] | None = None
         mirror: tuple[torch.Tensor, ...] | None = None
@@ -238,7 +240,11 @@ class Collector:
         return parts
 
     def _buffers(self, device: torch.device, *, shared: bool = False, pinned: bool = False) -> Buffers:
+        arena = Arena() if device.type == "cpu" and not shared and not pinned else None
+
         def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            if arena is not None and (small := arena.empty(shape, dtype)) is not None:
+                return small
             tensor = torch.empty(*shape, dtype=dtype, device=device, pin_memory=pinned)
             return tensor.share_memory_() if shared else tensor
 

@@ -325,17 +325,18 @@ class Prefetcher:
     def _recycle(self) -> None:
         if self._stream is not None:
             self._check_process()
-        held = []
-        for _ in range(len(self._delivered) - self._keep + 1):
-            buffers = self._delivered.popleft()
-            if self._lends and buffers.is_held:
+        delivered = self._delivered
+        held: list[Buffers] = []
+        for _ in range(len(delivered) - self._keep + 1):
+            buffers = delivered.popleft()
+            if self._lends and buffers.references is not None and buffers.references.held:
                 held.append(buffers)
                 continue
             if buffers.gpu is not None and buffers.gpu.consumers:  # else only copies were delivered
                 buffers.gpu.released.record(torch.cuda.current_stream(self.collector.device))
             self._pool.free.append(buffers)
         if held:  # the memory of the oldest is freed when nothing refers to it any longer
-            self._delivered.extendleft(reversed(held[-_MOST_HELD:]))
+            delivered.extendleft(reversed(held[-_MOST_HELD:]))
 
     # ---------------------------------------------------------------- tickets and closing
 

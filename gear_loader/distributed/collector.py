@@ -101,6 +101,8 @@ class ShardCollector(Collector):
         num_lost: rows that were replaced because their shard could not be reached.
     """
 
+    _gathers_inline = False
+
     def __init__(
         self,
         shards: Shards,
@@ -268,6 +270,7 @@ class ShardCollector(Collector):
         """The plans of a shard of this node; packing and blocks of tables may differ."""
         if shard not in buffers.shard_plans:
             buffers.shard_plans[shard] = plans_of(self._table(shard), buffers.outputs, buffers.staging)
+            buffers.references = None  # the plan refers to the batch's memory
         return buffers.shard_plans[shard]
 
     # ---------------------------------------------------------------- rows of other nodes
@@ -307,6 +310,7 @@ class ShardCollector(Collector):
             pieces = self._pieces()
             outs = [self._out(buffers.batch, piece.name, piece.kind) for piece in pieces]
             buffers.place = PlacePlan([out.view(self.batch_size, -1).view(torch.uint8) for out in outs])
+            buffers.references = None
         return buffers.place
 
     def _pieces(self) -> tuple[Piece, ...]:

@@ -15,7 +15,6 @@ from gear_loader.errors import SchemaError
 from gear_loader.selection.base import Selection
 from gear_loader.selection.prioritized import PrioritizedSelection
 from gear_loader.selection.selectors import Draw, Prioritized
-from gear_loader.selection.weights import importance_weights
 from gear_loader.utils.arrays import Array
 
 __all__ = [
@@ -57,13 +56,13 @@ class LocalPrioritizedSelection(PrioritizedSelection):
         super().load_state_dict(state)
         self.correction, self.least = (float(number) for number in state["shares"])
 
-    def _importance(self, draw: Draw, leaves: Array) -> Array:
+    def _weighing(self, draw: Draw) -> tuple[float, float, float]:
         selector = self.context.selector
         assert isinstance(selector, Prioritized)
         beta = selector.beta_at(draw.number)
         if selector.normalize == "table" and self.least > 0:
-            return importance_weights(leaves, self.least * self._tree.total, beta)
-        return importance_weights(leaves, None, beta, scale=self.correction)
+            return self.least * self._tree.total, beta, 1.0
+        return -1.0, beta, self.correction
 
 
 def begin_epoch(exchange: SingleProcess, selection: Selection, batches: float, *, fresh: bool) -> float:

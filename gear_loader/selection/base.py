@@ -16,6 +16,7 @@ from gear_loader.selection.selectors import (
     Selector,
 )
 from gear_loader.storage.ids import sequences_of
+from gear_loader.storage.inline import InlineBatch
 from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.rows import SelectedRows
@@ -173,6 +174,17 @@ class Selection:
             Rows for the collector: `SelectedRows`, `CudaRows`, or the rows of a `ShardCollector`.
         """
         raise NotImplementedError
+
+    def fill(self, draw: Draw, batch: InlineBatch) -> bool:
+        """Draw the rows of a batch from the current items, and gather it, in one compiled call under the lock.
+
+        Args:
+            draw: counters of the draw. batch: where the batch goes.
+
+        Returns:
+            False, having done nothing, if it needs `draw`.
+        """
+        return False
 
     def undo(self, ticket: Any) -> None:
         """Release the ticket of a failed batch and subtract its rows from the sample count. Idempotent."""

@@ -22,6 +22,7 @@ from gear_loader.selection.tree import PriorityTree, uniforms, weigh
 from gear_loader.selection.updates import PriorityUpdates, request
 from gear_loader.selection.weights import importance_weights
 from gear_loader.storage.index_arrays import ranges
+from gear_loader.storage.inline import InlineBatch, Places, prioritized_batch
 from gear_loader.storage.operations import READY, UNSET
 from gear_loader.storage.reader import Changes, Snapshot
 from gear_loader.storage.readers import Ticket
@@ -116,9 +117,23 @@ class PrioritizedSelection(Selection):
         self._num_stale = 0
         self._may_leave_range = may_leave_range(context.selector)
         self._make_tree(self._map.capacity)
-        self._history: collections.deque[tuple[tuple[int, int], DrawnItems]] = collections.deque(
-            maxlen=history
+        self._draws_compiled = (
+            type(context.selector) is Prioritized
+            and context.selector.replacement
+            and not self._may_leave_range
+            and not context.counts
+            and (context.complete is None or self._map.steps)
         )
+        steps, places = self._map.steps, self._map
+        # For the compiled loops: steps of a block, and where its steps belong; 0 if an item is a trajectory.
+        self._places: tuple[int, Array, Array] = (
+            (places.block_steps, places.owner, places.number) if steps else (0, _NO_BLOCKS, _NO_BLOCKS)
+        )
+        self._anchor = ANCHOR_KINDS[context.anchor]
+        self._inline: tuple[tuple[Array, ...], Places] | None = None
+        # Rows of the last batches; those of `fill` as int64 [5, n], see `prioritized_batch`.
+        self._history: collections.deque[tuple[tuple[int, int], DrawnItems | Array]]
+        self._history = collections.deque(maxlen=history)
         self._pending: dict[tuple[int, int], DrawnItems] = {}
         self._mutex = new_mutex()
 
@@ -156,6 +171,44 @@ class PrioritizedSelection(Selection):
             if draw.epoch < SAMPLE_EPOCH:
                 self._keep_rows(draw, rows)
         return self.rows(rows.slots, rows.steps, rows.generations, times, likely, rows.weights)
+
+    def fill(self, draw: Draw, batch: InlineBatch) -> bool:
+        """See `Selection.fill`."""
+        context, count = self.context, draw.count
+        reader = context.table.reader()
+        if not self._draws_compiled or count != batch.count or not reader.draws_inline:
+            return False
+        with self._mutex:
+            if self._pending or self._unset is not None:
+                return False
+            drawn = np.empty((5, count), dtype=np.int64)
+            if not reader.draw_inline(
+                prioritized_batch,
+                batch,
+                self._tree_places(count),
+                self._map.position,
+                count if context.limited else 0,
+                reader.arrays.block_steps,
+                self._tree.depth,
+                self._places[0],
+                self._anchor,
+                key(draw.seed, LEAVES, draw.epoch),
+                key(draw.seed, ANCHORS, draw.epoch),
+                draw.step,
+                *self._weighing(draw),
+                drawn,
+            ):
+                return False
+            if draw.epoch < SAMPLE_EPOCH:
+                self._history.append(((draw.epoch, draw.step), drawn))
+        return True
+
+    def _tree_places(self, count: int) -> Places:
+        """Places of the arrays that `prioritized_batch` draws `count` rows from."""
+        arrays = self._tree.arrays_for(count)
+        if self._inline is None or self._inline[0] is not arrays:
+            self._inline = arrays, Places(*arrays, *self._places[1:])
+        return self._inline[1]
 
     def _draw_or_wait(self, draw: Draw) -> DrawnItems:
         """`_draw`; with `max_times_sampled`, wait for items until the deadline."""
@@ -252,23 +305,15 @@ class PrioritizedSelection(Selection):
 
     def _draw_compiled(self, draw: Draw) -> DrawnItems | None:
         """`_draw` in one compiled call; None if that is not possible, or nothing can be drawn."""
-        selector, context = self.context.selector, self.context
-        if type(selector) is not Prioritized or not selector.replacement or self._may_leave_range:
+        if not self._draws_compiled:
             return None
-        if context.counts or (context.complete is not None and selector.unit == "trajectory"):
-            return None
-        table = context.table
-        generation, sequence = table.reader().slot_states()[1:]
+        table = self.context.table
         names, leaves = np.empty((4, draw.count), dtype=np.int64), np.empty(draw.count, dtype=np.float32)
-        map_, steps = self._map, self._map.steps
         rows = (
-            map_.block_steps if steps else 0,
-            map_.owner if steps else _NO_BLOCKS,
-            map_.number if steps else _NO_BLOCKS,
+            *self._places,
             table.reader().index_arrays()[0],
-            generation,
-            sequence,
-            ANCHOR_KINDS[context.anchor],
+            *table.reader().slot_states()[1:],
+            self._anchor,
             draw_key(draw, ANCHORS),
         )
         if not self._tree.draw_rows(names, leaves, key=draw_key(draw, LEAVES), step=draw.step, rows=rows):
@@ -319,10 +364,15 @@ class PrioritizedSelection(Selection):
 
     def _importance(self, draw: Draw, leaves: Array) -> Array:
         """Importance weights of drawn leaves, float32 [n]."""
+        least, beta, scale = self._weighing(draw)
+        return importance_weights(leaves, None if least < 0 else least, beta, scale=scale)
+
+    def _weighing(self, draw: Draw) -> tuple[float, float, float]:
+        """Smallest leaf that weighs 1 (negative: that of the batch), beta, and the factor of the weights."""
         selector = self.context.selector
         assert isinstance(selector, Prioritized)
-        least = self._tree.minimum if selector.normalize == "table" else None
-        return importance_weights(leaves, least, selector.beta_at(draw.number))
+        least = self._tree.minimum if selector.normalize == "table" else -1.0
+        return least, selector.beta_at(draw.number), 1.0
 
     def _likely(self, rows: DrawnItems) -> Array | float:
         """Probabilities of the drawn rows, float [n] or one number for all."""
@@ -511,7 +561,10 @@ class PrioritizedSelection(Selection):
         self._maximum, self._num_stale = maximum, num_stale
 
     def _recent(self) -> list[dict[str, Any]]:
-        return [{"epoch": epoch, "step": step, **_tensors(rows)} for (epoch, step), rows in self._history]
+        return [
+            {"epoch": epoch, "step": step, **_tensors(_as_items(rows))}
+            for (epoch, step), rows in self._history
+        ]
 
     def _known(self) -> Snapshot:
         view = self.view()
@@ -623,6 +676,14 @@ def _find(known: Array, wanted: Array) -> tuple[Array, Array]:
     places[places == len(known)] = 0
     found = known[places] == wanted if len(known) else np.zeros(len(wanted), dtype=bool)
     return np.where(found, places, 0), found
+
+
+def _as_items(rows: DrawnItems | Array) -> DrawnItems:
+    """The rows of an entry of the history."""
+    if isinstance(rows, DrawnItems):
+        return rows
+    weights = rows[4].view(np.float32)[: rows.shape[1]]
+    return DrawnItems(rows[3], rows[0], rows[1], rows[2], weights)
 
 
 def _tensors(rows: DrawnItems) -> dict[str, Any]:

@@ -35,6 +35,7 @@ from gear_loader.selection.prioritized import (
 )
 from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Prioritized, TopK
 from gear_loader.selection.updates import check_names, request
+from gear_loader.storage.inline import InlineBatch
 from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.rows import CudaRows, Reach, SelectedRows
@@ -173,6 +174,10 @@ class CudaPrioritizedSelection(PrioritizedSelection):
         return packed_views(memory.to(self._device, non_blocking=True), parts)
 
     # ---------------------------------------------------------------- drawing
+
+    def fill(self, draw: Draw, batch: InlineBatch) -> bool:
+        """See `Selection.fill`: the host does not draw."""
+        return False
 
     def draw(self, draw: Draw, ticket: Ticket, frozen: Snapshot | None = None) -> SelectedRows | CudaRows:
         """See `Selection.draw`: `SelectedRows` for a repeated batch, else `CudaRows`, which draw on the GPU."""

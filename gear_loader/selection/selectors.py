@@ -252,7 +252,10 @@ class Prioritized(Selector):
         Raises:
             SchemaError: the schedule returned an invalid value.
         """
-        beta = self.beta(number) if callable(self.beta) else self.beta
+        beta = self.beta
+        if type(beta) is float and 0.0 <= beta < math.inf:
+            return beta
+        beta = beta(number) if callable(beta) else beta
         if not _finite(beta) or beta < 0:
             raise SchemaError(
                 f"The schedule {self.beta!r} gave {beta!r} for batch {number}; expected a finite number of at least 0."

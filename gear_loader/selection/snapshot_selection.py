@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gear_loader.native.random import uniform_rows
-from gear_loader.selection.base import ANCHOR_KINDS, REDRAWN, Selection
+from gear_loader.selection.base import ANCHOR_KINDS, REDRAWN, Selection, SelectionContext
 from gear_loader.selection.random import signed
 from gear_loader.selection.selectors import (
     Draw,
@@ -18,6 +18,7 @@ from gear_loader.selection.selectors import (
     anchors,
     replacements,
 )
+from gear_loader.storage.inline import InlineBatch, Places, uniform_batch
 from gear_loader.storage.operations import READY
 from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.readers import Ticket
@@ -30,6 +31,44 @@ __all__ = ["SnapshotSelection"]
 class SnapshotSelection(Selection):
     """Draws rows from a snapshot, or from either end of the insertion order."""
 
+    def __init__(self, context: SelectionContext) -> None:
+        super().__init__(context)
+        selector = context.selector
+        self._by_step, self._anchor = selector.unit == "step", ANCHOR_KINDS[context.anchor]
+        self._draws_uniformly = type(selector) is Uniform and selector.replacement and not context.counts
+        self._items: tuple[Snapshot, Places] | None = (
+            None  # for `fill`: a snapshot, and what is drawn from it
+        )
+
+    def fill(self, draw: Draw, batch: InlineBatch) -> bool:
+        """See `Selection.fill`."""
+        context, count = self.context, draw.count
+        reader = context.table.reader()
+        if not self._draws_uniformly or count != batch.count or not reader.draws_inline:
+            return False
+        snapshot = reader.known()
+        if snapshot is None:
+            return False
+        if self._items is None or self._items[0] is not snapshot:
+            view = self.anchors_of(self.view(snapshot))
+            if len(view) == 0:
+                return False
+            self._items = snapshot, Places(view.slots, view.lengths, view.generations, view.sums[1])
+        return reader.draw_inline(
+            uniform_batch,
+            batch,
+            self._items[1],
+            snapshot.version,
+            count if context.limited else 0,
+            reader.arrays.block_steps,
+            self._by_step,
+            self._anchor,
+            context.first,
+            signed(draw.seed),
+            draw.step,
+            draw.epoch,
+        )
+
     def draw(self, draw: Draw, ticket: Ticket, frozen: Snapshot | None = None) -> SelectedRows:
         """See `Selection.draw`."""
         selector = self.context.selector
@@ -38,13 +77,8 @@ class SnapshotSelection(Selection):
             return self._draw_from_end(selector, draw, ticket)
         _, snapshot = self.context.table.reader().begin_snapshot(self.context.samples(draw.count), ticket)
         view = self.anchors_of(self.view(snapshot))
-        if (
-            frozen is None
-            and type(selector) is Uniform
-            and selector.replacement
-            and len(view)
-            and not self.context.counts
-        ):
+        if self._draws_uniformly and frozen is None and len(view):
+            assert isinstance(selector, Uniform)
             return self._draw_uniform(selector, view, draw)
         items = view if frozen is None else frozen
         if selector.num_items(items) == 0 or len(view) == 0:
@@ -70,8 +104,8 @@ class SnapshotSelection(Selection):
             view.lengths,
             view.generations,
             view.sums[1],
-            selector.unit == "step",
-            ANCHOR_KINDS[self.context.anchor],
+            self._by_step,
+            self._anchor,
             signed(draw.seed),
             draw.step,
             draw.epoch,

@@ -30,6 +30,7 @@ class PriorityTree:
         self.capacity = capacity
         self.extremes = extremes
         self._scratch: tuple[Array, ...] | None = None
+        self._arrays: tuple[Array, ...] | None = None
         self._blocks = -(-capacity // FANOUT)
         self.leaves: Array = np.zeros(self._blocks * FANOUT, dtype=np.float32)
         offsets, count, place = [], self._blocks, 0
@@ -43,6 +44,8 @@ class PriorityTree:
         self._sums = np.zeros(place)
         wide, place = wide_levels(capacity)
         self._wide_offsets = np.array([offset for offset, _ in wide], dtype=np.int64)
+        self.depth = len(wide)
+        """Levels of the wide tree."""
         place = place if extremes else 0
         self._mins = np.full(place, np.inf, dtype=np.float32)
         self._maxs = np.zeros(place, dtype=np.float32)
@@ -115,11 +118,18 @@ class PriorityTree:
             Whether any leaf is positive.
         """
         scratch = self._scratch_for(names.shape[1])
-        depth = len(self._wide_offsets)
+        depth = self.depth
         drawn: bool = sum_tree.draw_rows(
             self.leaves, self._sums, self._offsets, depth, key, step, *scratch, *rows, names, leaves
         )
         return drawn
+
+    def arrays_for(self, count: int) -> tuple[Array, ...]:
+        """Leaves, sums, their offsets, and work space for compiled draws of `count` items; the same tuple each time."""
+        scratch = self._scratch_for(count)
+        if self._arrays is None or self._arrays[3] is not scratch[0]:
+            self._arrays = (self.leaves, self._sums, self._offsets, *scratch)
+        return self._arrays
 
     def draw_some(self, count: int, *, key: int, step: int) -> tuple[Array, Array]:
         """`draw` with `distinct`, of at most `count` items, in the order of drawing; raises no error if fewer."""
@@ -128,7 +138,7 @@ class PriorityTree:
 
     def _drawn(self, count: int, key: int, step: int, distinct: bool) -> tuple[Array, Array, int]:
         items, leaves = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.float32)
-        rest = (len(self._wide_offsets), key, step, items, leaves, *self._scratch_for(count))
+        rest = (self.depth, key, step, items, leaves, *self._scratch_for(count))
         if distinct:
             found = sum_tree.draw_distinct(self.leaves, *self._nodes, *rest)
         else:
@@ -140,7 +150,7 @@ class PriorityTree:
         # Kept, because allocating it costs as much as the draw.
         if self._scratch is None or len(self._scratch[2]) < count:
             self._scratch = (
-                np.empty((len(self._wide_offsets) + 2, count)),
+                np.empty((self.depth + 2, count)),
                 np.empty((4, 64), dtype=np.uint64),
                 np.empty(count, dtype=np.uint64),
                 np.empty(count),

@@ -67,8 +67,10 @@ def listed(schema: Schema, trajectories: Any) -> Steps:
         raise SchemaError(
             f"A {type(trajectories).__name__} was received; expected an iterable of trajectories."
         ) from None
-    lengths, addresses, holds = [], [], []
     kept = keeps(trajectories)
+    if kept and (found := schema.locate_list(trajectories)) is not None:
+        return Steps(*found)
+    lengths, addresses, holds = [], [], []
     for i, trajectory in enumerate(each):
         what = f"trajectory {i}"
         if kept:

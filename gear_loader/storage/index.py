@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import struct
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -79,7 +80,8 @@ class Index:
             self.arrays, self.recovery, self.block_tables, self.readers, self.admission
         )
         self.reader = TableReader(self.arrays, self.recovery, self.readers, self.admission)
-        self._request: tuple[Array, memoryview, struct.Struct] | None = None
+        # Of `store_one`: the request, a view of it, and the function that packs values into that.
+        self._request: tuple[Array, memoryview, Callable[..., None]] | None = None
 
     # ---------------------------------------------------------------- writing
 
@@ -246,22 +248,25 @@ class Index:
             return None
         if self._request is None or len(self._request[0]) < REQUEST_HEAD + 3 + len(addresses):
             memory = np.zeros(REQUEST_HEAD + 3 + len(addresses), dtype=np.int64)
-            self._request = memory, memory.data, struct.Struct(f"={REQUEST_HEAD + 2}qd{len(addresses)}q")
-        request, view, form = self._request
-        operation, where, here = self.arrays.operations.store, self.arrays.where, self.readers.here()
-
-        def section() -> int | None:
-            # The request belongs to this handle; only the lock holder writes to it.
-            form.pack_into(
-                view, 0, 1, True, time.monotonic_ns(), evict, *here, length, -1, priority, *addresses
-            )
-            slot: int = view[REQUEST_HEAD + 1] if operation(where, columns, request) == DONE else -1
-            return None if slot < 0 else slot
-
+            form = struct.Struct(f"={REQUEST_HEAD + 2}qd{len(addresses)}q")
+            self._request = memory, memory.data, form.pack_into
+        given = (*self.readers.here(), length, -1, priority, *addresses)
         try:
-            return self.recovery.lock.run(section)
+            slot = self.recovery.lock.run(self._store_one, columns, evict, given)
         except IndexError as error:
             raise self.arrays.corrupt(str(error)) from error
+        return None if slot < 0 else slot
+
+    def _store_one(self, columns: Array, evict: int, given: tuple[float, ...]) -> int:
+        """The slot of a stored trajectory; negative if it was not stored. The caller holds the lock."""
+        # The request belongs to this handle; only the lock holder writes to it.
+        assert self._request is not None
+        request, view, pack = self._request
+        pack(view, 0, 1, True, time.monotonic_ns(), evict, *given)
+        if self.arrays.operations.store(self.arrays.where, columns, request) != DONE:
+            return -1
+        slot: int = view[REQUEST_HEAD + 1]
+        return slot
 
     def commit(self, slots: Array, priorities: Array) -> None:
         """Make written slots visible, in the given order, when the rate limiter allows it.

@@ -104,11 +104,11 @@ class IndexLock:
         self._bell: _Bell | None = None
         _locks.add(self)
 
-    def run(self, section: Callable[[], _T]) -> _T:
+    def run(self, section: Callable[..., _T], *given: Any) -> _T:
         """Call `section` while holding the lock.
 
         Args:
-            section: a function without arguments that does not acquire the same lock.
+            section: a function that does not acquire the same lock. given: its arguments.
 
         Returns:
             The result of `section`.
@@ -116,17 +116,18 @@ class IndexLock:
         Raises:
             LockTimeoutError: timed out waiting for another process or thread, or this thread is the lock holder.
         """
-        mutex = self._mutex
+        mutex, file = self._mutex, self._fd
         owned = mutex._is_owned
         if owned():
             raise self._reentered()
         try:
             try:
-                self._take(mutex)
-                return section()
+                if file is not None or not mutex.acquire(False):
+                    self._take(mutex)
+                return section(*given)
             finally:
                 if owned():
-                    self._drop(mutex)
+                    mutex.release() if file is None else self._drop(mutex)
         finally:
             if owned():  # the release above was interrupted
                 self._drop(mutex)

@@ -13,6 +13,7 @@ from gear_loader.errors import StaleIndexError
 from gear_loader.storage.admission import Admission
 from gear_loader.storage.counters import NEXT_SEQUENCE, NUM_READY, NUM_SAMPLED, NUM_TOUCHED, VERSION
 from gear_loader.storage.index_arrays import IndexArrays
+from gear_loader.storage.inline import UNCHANGED, InlineBatch, Places
 from gear_loader.storage.operations import READY
 from gear_loader.storage.readers import Readers, Ticket
 from gear_loader.storage.recovery import Recovery
@@ -70,7 +71,39 @@ class TableReader:
         self._readers = readers
         self._admission = admission
         self._log = Log()
+        self._places = Places(
+            arrays.counters, arrays.extent, arrays.block_ids, arrays.generation, arrays.sequence
+        )
+        self.draws_inline = not admission.has_conditions
+        """Whether `draw_inline` may be used: no rule of the table asks more of a draw than an unchanged index."""
         self._no_changes: Changes | None = None  # latest result of `begin_changes`, if it was empty
+
+    def known(self) -> Snapshot | None:
+        """The latest snapshot if the table has not changed since, else None. Takes no lock."""
+        known = self._log.known
+        return None if known is None or known.version != self.arrays.counters[VERSION] else known
+
+    def draw_inline(
+        self, loop: Callable[..., int], batch: InlineBatch, places: Places, since: int, *given: object
+    ) -> bool:
+        """Draw and gather a batch under the lock, without a read ticket.
+
+        Args:
+            loop: of `gear_loader.storage.inline`. batch: where the batch goes.
+            places: of what is drawn from. since: version or position of it. given: the loop's other arguments, from
+                `samples` on.
+
+        Returns:
+            False, having done nothing, if the batch must be drawn under a read ticket.
+        """
+        bad = self._recovery.lock.run(
+            loop, self._places.table, batch.places.table, places.table, since, *given
+        )
+        if bad:
+            if bad == UNCHANGED:
+                return False
+            self.check_gathered(bad)
+        return True
 
     @property
     def position(self) -> int:

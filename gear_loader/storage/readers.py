@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 
@@ -46,7 +45,7 @@ class Ticket:
 
     def begin_unchanged(self, readers: Readers, counter: int, value: int, samples: int) -> bool:
         """Register the ticket and count rows as drawn, if nothing has changed; see `operations.begin_unchanged`."""
-        pid, start = _process(self._pid)
+        pid, start = _here()
         self._readers = readers
         row: int = readers.arrays.operations.begin_unchanged(
             readers.arrays.where, pid, start, self.number, counter, value, samples
@@ -74,12 +73,23 @@ class Ticket:
         self._readers = None
 
 
-@functools.cache
-def _process(pid: int) -> tuple[int, int]:
-    return pid, process_start(pid)
+_own: tuple[int, int] | None = None  # pid and start time of this process
 
 
-os.register_at_fork(after_in_child=_process.cache_clear)
+def _here() -> tuple[int, int]:
+    global _own
+    if _own is None:
+        pid = os.getpid()
+        _own = pid, process_start(pid)
+    return _own
+
+
+def _after_fork() -> None:
+    global _own
+    _own = None
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Readers:
@@ -95,7 +105,7 @@ class Readers:
     @staticmethod
     def here() -> tuple[int, int]:
         """Pid and start time of this process."""
-        return _process(os.getpid())
+        return _own or _here()
 
     def alive(self, pid: int, start: int) -> bool:
         """Whether the process with this pid and start time is running."""

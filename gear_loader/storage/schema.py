@@ -16,6 +16,7 @@ import torch
 
 from gear_loader.errors import SchemaError
 from gear_loader.storage.casting import can_cast, cast_to
+from gear_loader.storage.locating import Expected, located, located_list
 from gear_loader.utils.arrays import address_of, data_address, unreadable
 
 __all__ = ["BATCH_KEYS", "DTYPES", "Column", "Schema", "Window", "as_mapping", "copied", "keeps", "settled"]
@@ -222,10 +223,17 @@ class Schema(Mapping[str, Column]):
                 )
         self._columns = dict(columns)
         self.casts = any(column.cast for column in columns.values())
-        self._expected = {
-            name: (column.dtype, NUMPY_DTYPES.get(column.dtype), column.shape, column.trajectory)
+        self._expected = tuple(
+            Expected(
+                name,
+                column.dtype,
+                NUMPY_DTYPES.get(column.dtype),
+                column.shape,
+                column.trajectory,
+                column.step_bytes,
+            )
             for name, column in columns.items()
-        }
+        )
         self._by_step = {name: column for name, column in columns.items() if not column.trajectory}
         if not self._by_step:
             raise SchemaError(
@@ -332,6 +340,14 @@ class Schema(Mapping[str, Column]):
 
     # ---------------------------------------------------------------- rows
 
+    def locate_fast(self, rows: Any) -> tuple[int, list[int], list[Any]] | None:
+        """`locate` of contiguous CPU data of the exact dtypes in a dict; None for all else, valid or not."""
+        return located(self._expected, rows)
+
+    def locate_list(self, rows: Any) -> tuple[np.ndarray, np.ndarray, list[Any]] | None:
+        """`locate_fast` of a list or a tuple; see `located_list`."""
+        return located_list(self._expected, rows)
+
     def locate(
         self, rows: Mapping[str, Any], *, what: str = "the trajectory"
     ) -> tuple[int, list[int], object]:
@@ -348,39 +364,9 @@ class Schema(Mapping[str, Column]):
         """
         if type(rows) is not dict:
             rows = as_mapping(rows)
-        # Fast path for contiguous CPU data of the exact dtypes; `validate` handles all other input.
-        if type(rows) is dict and len(rows) == len(self._columns):
-            length, addresses, values = 0, [], []
-            for name, (dtype, array_dtype, shape, once) in self._expected.items():
-                value = rows.get(name)
-                if type(value) is np.ndarray:
-                    given = value.shape
-                    if array_dtype is None or value.dtype != array_dtype or not value.flags.c_contiguous:
-                        break
-                    address = data_address(value)
-                elif type(value) is torch.Tensor:
-                    if value.is_nested or value.layout is not torch.strided:
-                        break
-                    given = value.shape
-                    if value.dtype is not dtype or not value.is_cpu:
-                        break
-                    if not value.is_contiguous() or value.is_neg():
-                        break
-                    address = address_of(value)
-                else:
-                    break
-                if once:
-                    if not address or given != shape:
-                        break
-                else:
-                    if not length:
-                        length = given[0] if given else 0
-                    if not address or not length or given != (length, *shape):
-                        break
-                addresses.append(address)
-                values.append(value)
-            else:
-                return length, addresses, values
+        found = located(self._expected, rows)
+        if found is not None:
+            return found
         length, arrays = self.validate(rows, what=what)
         return length, [array.ctypes.data for array in arrays.values()], arrays
 
@@ -398,7 +384,7 @@ class Schema(Mapping[str, Column]):
         if type(rows) is not dict or len(rows) != len(self._columns):
             return None
         padded, addresses, strides = -1, [], []
-        for name, (dtype, array_dtype, shape, once) in self._expected.items():
+        for name, dtype, array_dtype, shape, once, _ in self._expected:
             value = rows.get(name)
             if type(value) is np.ndarray:
                 fits = value.dtype == array_dtype and array_dtype is not None and value.flags.c_contiguous

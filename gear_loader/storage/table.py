@@ -111,6 +111,8 @@ class Table:
         self._step_bytes = layout.schema.step_bytes
         self.longest: int = min(layout.max_steps, layout.num_blocks * layout.block_steps)
         """Steps of the longest trajectory that the table can hold."""
+        most = INLINE_BYTES - layout.schema.trajectory_bytes
+        self._longest_inline = min(self.longest, most // self._step_bytes)
         _tables.add(self)
         self.schema: Schema = region.layout.schema
         """The columns, a mapping of name to `Column`."""
@@ -534,12 +536,10 @@ class Table:
         if final is not None:
             rows = with_final(self.schema, trajectory, final)
             return int(self.store([rows], np.array([first], dtype=np.float32), finals=_ONE)[0])
-        length, addresses, hold = self.schema.locate(trajectory)
-        if (
-            length * self._step_bytes + self.schema.trajectory_bytes <= INLINE_BYTES
-            and length <= self.longest
-        ):
-            slot = index.store_one(self._targets, length, addresses, first, evict=self.policy[0])
+        schema = self.schema
+        length, addresses, hold = schema.locate_fast(trajectory) or schema.locate(trajectory)
+        if length <= self._longest_inline:
+            slot = index.store_one(self._targets, length, addresses, first, evict=_POLICIES[self.on_full][0])
             if slot is not None:
                 return slot
         steps = Steps(np.array([addresses], dtype=np.int64), np.array([length], dtype=np.int64), hold)

@@ -37,6 +37,15 @@ RUNS: dict[str, tuple[str, dict[str, set[str]], str]] = {
         {"W1": IN_PROCESS | MAP_STYLE | {"cpprb"}},
         "cpprb",
     ),
+    "overhead": (
+        "--threads 1 --busy 1 --batches 8",
+        {
+            "step": {"plain torch", "uniform", "prioritized, steps", "uniform, copy=False"},
+            "W1": {"index_select", "ours"},
+            "add": {"memcpy", "plain torch", "ours", "ours, arrays", "ours, stacked", "ours, list"},
+        },
+        "at most 15 µs",
+    ),
     "select": (
         "--device cpu --threads 1 --sizes 500,3e3 --batches 8,64 --peers PEERS",
         {key: {*SELECTED, "cpprb"} for key in ("draw", "update", "cycle")},

@@ -101,8 +101,10 @@ def collect(gatherer: Collector, rows: tuple[Array, Array, Array], buffers: Buff
 
 
 @pytest.fixture
-def three_threads() -> Iterator[None]:
+def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Three threads, which also share batches that one would usually gather alone."""
     threads = torch.get_num_threads()
+    monkeypatch.setattr(crew, "_ALONE_BYTES", 1 << 19)
     torch.set_num_threads(3)
     yield
     torch.set_num_threads(threads)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 import gear_loader as gear
 from gear_loader.collection import prefetch as prefetching
 from gear_loader.collection import references
-from gear_loader.collection.references import BatchReferences, aliased
+from gear_loader.collection.references import BatchReferences
 from gear_loader.errors import SchemaError
 
 WINDOWS = {"reward": gear.Window(5, -2), "next": gear.Window(1, 1, column="reward", squeeze=True)}
@@ -51,8 +51,7 @@ def test_each_kind_of_reference_is_counted(holder: str) -> None:
     found = BatchReferences(own)
     assert len(found._storages) == 3
     for _ in range(2):
-        found.mark()
-        batch = aliased(own)
+        batch = found.aliases()
         assert found.held
         kept = HOLDERS[holder](batch["value"])
         del batch
@@ -60,8 +59,7 @@ def test_each_kind_of_reference_is_counted(holder: str) -> None:
         kept = None
         assert not found.held
         assert kept is None
-    found.mark()
-    part = aliased(own)["mask"]
+    part = found.aliases()["mask"]
     assert found.held
     del part
     assert not found.held
@@ -71,8 +69,7 @@ def test_each_kind_of_reference_is_counted(holder: str) -> None:
 def test_memory_that_another_process_was_sent_is_not_used_again() -> None:
     own = {"value": torch.zeros(4, 3)}
     found = BatchReferences(own)
-    found.mark()
-    aliased(own)["value"].share_memory_()
+    found.aliases()["value"].share_memory_()
     assert found.held
 
 

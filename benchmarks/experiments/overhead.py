@@ -1,0 +1,200 @@
+"""``python -m benchmarks overhead``: what a call costs beside the copy that it makes, on the CPU.
+
+Batches of one step, of which nearly all is overhead; whole trajectories of W1 against `index_select`; adding them one
+by one, stacked, and as a list of dicts. Plain torch or memcpy copies as many bytes in the same turn. With ``--busy N``
+beside N processes that never wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+
+import gear_loader as gear
+from benchmarks.harness import Session, Variant
+from benchmarks.options import command as as_command
+from benchmarks.options import numbers, option
+from benchmarks.workloads import W1, Data, expect
+
+BATCHES = (32, 256, 1024)
+QUICK_TRAJECTORIES, EXTENDED = 64, 1000  # of W1; the second: of a call of `extend`
+LIMIT = 15e-6  # seconds that a batch of one, and adding a trajectory, should take at most
+LEAST = {32: 0.9, 256: 1.0, 1024: 1.0}
+"""Ratio to `index_select` that W1 should have, by rows of a batch."""
+SELECTORS = {
+    "uniform": gear.Uniform(),
+    "uniform, steps": gear.Uniform(unit="step"),
+    "prioritized": gear.Prioritized(),
+    "prioritized, steps": gear.Prioritized(unit="step"),
+}
+_SPIN = """
+import os, sys, threading
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+while True: pass
+"""
+
+Batches = option(str, f"Rows of W1's batches: {','.join(map(str, BATCHES))} by default.")
+
+
+@as_command("overhead", repeats=(2, 15), pause=0.005)
+def command(
+    session: Session,
+    busy: Annotated[int, typer.Option(min=0, help="Processes that run beside it and never wait.")] = 0,
+    batches: Batches = None,
+) -> None:
+    """What a call costs beside its copy: batches of one, whole trajectories, adding."""
+    count = QUICK_TRAJECTORIES if session.quick else W1.trajectories
+    sizes = numbers(batches, "--batches", 1, 1 << 16) or BATCHES[: 1 if session.quick else None]
+    session.configure(busy=busy, batches=sizes, trajectories=count)
+    told = {"busy": busy, "trajectories": count}
+    data = Data(W1.of(count))
+    with _busy(busy):
+        with data.table(W1.steps) as table:
+            _single(session, data, table, told)
+            for size in sizes:
+                if not session.late(f"W1, batch {size}"):
+                    _whole(session, data, table, size, {**told, "batch": size})
+        _adding(session, data, told)
+
+
+@contextlib.contextmanager
+def _busy(count: int) -> Iterator[None]:
+    """So many processes that never wait; they end when their standard input does."""
+    with contextlib.ExitStack() as stack:
+        for _ in range(count):
+            stack.enter_context(subprocess.Popen([sys.executable, "-c", _SPIN], stdin=subprocess.PIPE))
+        yield
+
+
+def _timed(call: Callable[[], object], count: int) -> Callable[[], float]:
+    """A function that calls it so many times, and returns the seconds."""
+
+    def measure() -> float:
+        started = time.perf_counter()
+        for _ in itertools.repeat(None, count):
+            call()
+        return time.perf_counter() - started
+
+    return measure
+
+
+def _batches(table: gear.Table, size: int, **options: Any) -> Iterator[Any]:
+    given = {"device": "cpu", "prefetch": 0, "batches_per_epoch": math.inf, **options}
+    return iter(gear.ReplayDataset(table, batch_size=size, **given))
+
+
+def _checked(data: Data, table: gear.Table, batches: Iterator[Any], length: int) -> Callable[[], None]:
+    """A function that compares some batches with the windows that their rows name."""
+    position_of = torch.from_numpy(np.argsort(table.indices()))  # of slots, which are 0 to n - 1
+
+    def check() -> None:
+        for batch in itertools.islice(batches, 20):
+            positions, steps = position_of[batch["index"]], batch["anchor"][:, None] + torch.arange(length)
+            expect(batch, {name: values[positions[:, None], steps] for name, values in data.stacked.items()})
+
+    return check
+
+
+def _plain(name: str, rows: Mapping[str, torch.Tensor], size: int, count: int) -> Variant:
+    """Random rows, ``[n, ...]`` of each column, by one `index_select` a column; `count` batches a turn."""
+    out = {column: torch.empty(size, *values.shape[1:]) for column, values in rows.items()}
+    total, amount = len(next(iter(rows.values()))), sum(values.nbytes for values in out.values())
+
+    def select() -> torch.Tensor:
+        index = torch.randint(total, (size,))
+        for column, values in rows.items():
+            torch.index_select(values, 0, index, out=out[column])
+        return index
+
+    def check() -> None:
+        index = select()
+        expect(out, {column: values[index] for column, values in rows.items()})
+
+    return Variant(name, _timed(select, count), check, amount, count)
+
+
+def _single(session: Session, data: Data, table: gear.Table, told: Mapping[str, Any]) -> None:
+    """Batches of one step."""
+    count = 50 if session.quick else 2000
+    variants = [_plain("plain torch", data.flat, 1, count)]
+    for name, copy in itertools.product(SELECTORS, (None, False)):
+        batches = _batches(table, 1, windows=gear.Window(1), selector=SELECTORS[name], copy=copy)
+        full = name if copy is None else f"{name}, copy=False"
+        checked, limit = _checked(data, table, batches, 1), LIMIT if copy is None else None
+        measure, amount = _timed(batches.__next__, count), variants[0].amount
+        variants.append(Variant(full, measure, checked, amount, count, limit=limit))
+    if not session.late("a batch of one"):
+        session.compare("step", "a batch of one", variants, "plain torch", {**told, "batch": 1})
+
+
+def _whole(session: Session, data: Data, table: gear.Table, size: int, told: Mapping[str, Any]) -> None:
+    """Batches of whole trajectories, five a turn."""
+    plain = _plain("index_select", data.stacked, size, 5)
+    batches = _batches(table, size, windows=W1.window, anchor="first", copy=False)
+    targets = {"index_select": LEAST[size]} if size in LEAST else {}
+    checked, measure = _checked(data, table, batches, W1.steps), _timed(batches.__next__, 5)
+    ours = Variant("ours", measure, checked, plain.amount, 5, targets=targets)
+    session.compare("W1", f"whole trajectories, batch {size}", [plain, ours], "index_select", told)
+
+
+def _adding(session: Session, data: Data, told: Mapping[str, Any]) -> None:
+    """Adding whole trajectories to a full table, one by one and many at once."""
+    every, count = (32, 20) if session.quick else (EXTENDED, 1000)
+    chosen = np.arange(every) % data.workload.trajectories
+    stacked = {name: values[chosen] for name, values in data.stacked.items()}
+    rows = [{name: values[i] for name, values in stacked.items()} for i in range(every)]
+    memory = {name: torch.zeros_like(values) for name, values in stacked.items()}
+    source, target = np.ones((every, W1.row_bytes), np.uint8), np.zeros((every, W1.row_bytes), np.uint8)
+    copied, assigned = itertools.cycle(range(every)), itertools.cycle(range(every))
+
+    def copy() -> None:
+        place = next(copied)
+        target[place] = source[place]
+
+    def assign() -> None:
+        place = next(assigned)
+        for name, values in rows[place].items():
+            memory[name][place] = values
+
+    def check() -> None:
+        for _ in range(every):
+            copy()
+            assign()
+        expect({"bytes": torch.from_numpy(target), **memory}, {"bytes": torch.from_numpy(source), **stacked})
+
+    def variant(name: str, add: Callable[[], Any], times: int, items: int, **more: Any) -> Variant:
+        def stored() -> None:
+            expect(table[int(np.asarray(add()).reshape(-1)[-1])], rows[-1])
+
+        checked = stored if name.startswith("ours") else check
+        return Variant(name, _timed(add, times), checked, items * W1.row_bytes, times, **more)
+
+    sizes = {"max_steps": every * W1.steps, "max_trajectories": every, "block_steps": W1.steps}
+    arrays, lengths = {name: value.numpy() for name, value in rows[-1].items()}, [W1.steps] * every
+    with gear.Table.create(W1.schema, **sizes, on_full="evict_oldest") as table:
+        table.extend(rows)
+        single = [
+            variant("memcpy", copy, count, 1),
+            variant("plain torch", assign, count, 1),
+            variant("ours", lambda: table.add(rows[-1]), count, 1, limit=LIMIT),
+            variant("ours, arrays", lambda: table.add(arrays), count, 1, limit=LIMIT),
+        ]
+        aimed: dict[str, Any] = {"targets": {"memcpy": 0.9}}
+        many = [
+            variant("memcpy", lambda: np.copyto(target, source), 1, every),
+            variant("ours, stacked", lambda: table.extend(stacked, lengths=lengths), 1, every, **aimed),
+            variant("ours, list", lambda: table.extend(rows), 1, every, **aimed),
+        ]
+        for label, variants in (("adding a trajectory", single), ("adding many", many)):
+            if not session.late(label):
+                session.compare("add", label, variants, "memcpy", {**told, "count": every})

@@ -1,0 +1,209 @@
+"""Small batches, drawn and gathered in one compiled call under the lock.
+
+Such a batch needs no read ticket: while the lock is held, no block is reused. The loops do nothing if the index is not
+as the caller knows it; the caller then draws under a read ticket, which also recovers the index.
+
+The loops get arrays as `Places`, their addresses: numba takes 65 ns to unpack one array, and there are up to eighteen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray, njit
+
+from gear_loader.kernels.plan import WIDTH
+from gear_loader.native.compile import compiled
+from gear_loader.native.copying import gather_batch, pointer
+from gear_loader.native.random import uniform_rows
+from gear_loader.native.sum_tree import draw_rows, importance
+from gear_loader.storage.counters import DIGEST, DIRTY, INITIALIZED, NUM_SAMPLED, NUM_TOUCHED, VERSION
+from gear_loader.utils.arrays import Array
+
+__all__ = ["INLINE_BATCH_BYTES", "UNCHANGED", "InlineBatch", "Places", "prioritized_batch", "uniform_batch"]
+
+assert DIGEST == 0x810CC1BA  # of the positions in `counters`, compiled into the cached machine code
+assert WIDTH == 12
+
+INLINE_BATCH_BYTES = 1 << 16
+"""Largest batch that is gathered under the lock, in bytes: some 10 us, in which other processes may wait for it."""
+
+UNCHANGED = -1
+"""Result of the loops if they have done nothing."""
+
+
+class Places:
+    """Addresses and sizes of C-contiguous arrays.
+
+    Attributes:
+        arrays: the arrays, which are kept alive.
+        table: int64 [n, 2], address and last extent of each.
+    """
+
+    __slots__ = ("arrays", "table")
+
+    def __init__(self, *arrays: Array) -> None:
+        assert all(array.flags.c_contiguous for array in arrays)
+        self.arrays = arrays
+        self.table: Array = np.array(
+            [(array.ctypes.data, array.shape[-1]) for array in arrays], dtype=np.int64
+        )
+
+
+class InlineBatch:
+    """Where a batch goes; see `gear_loader.collection.collector.Buffers`.
+
+    Args:
+        columns: int64 [C, WIDTH], a gather plan's table.
+        names: int64 [3, B], index, anchor and generation.
+        weights: float32 [B], importance weights; [0] for batches without them.
+
+    Attributes:
+        count: rows of the batch, B.
+        places: of names, columns (as [C * WIDTH]) and weights.
+    """
+
+    __slots__ = ("count", "places")
+
+    def __init__(self, columns: Array, names: Array, weights: Array) -> None:
+        self.count = names.shape[1]
+        self.places = Places(names, columns.reshape(-1), weights)
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _int64(table: Any, i: Any) -> Any:
+    return carray(pointer(table[i, 0]), (table[i, 1],), np.int64)
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _int32(table: Any, i: Any) -> Any:
+    return carray(pointer(table[i, 0]), (table[i, 1],), np.int32)
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _float64(table: Any, i: Any) -> Any:
+    return carray(pointer(table[i, 0]), (table[i, 1],), np.float64)
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _float32(table: Any, i: Any) -> Any:
+    return carray(pointer(table[i, 0]), (table[i, 1],), np.float32)
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def _gather(index: Any, batch: Any, slots: Any, anchors: Any, generations: Any, block_steps: Any) -> Any:
+    """`gather_batch` of a whole batch, and count its rows as drawn, if no window is invalid."""
+    names = carray(pointer(batch[0, 0]), (3, batch[0, 1]), np.int64)
+    columns = carray(pointer(batch[1, 0]), (batch[1, 1] // WIDTH, WIDTH), np.int64)
+    extent = carray(pointer(index[1, 0]), (index[3, 1], 3), np.int64)
+    # The machine code of these loops is linked into the cached code of this file, which depends on their files too.
+    return gather_batch(columns, slots, anchors, generations, extent, _int32(index, 2), block_steps, names)
+
+
+@compiled
+def uniform_batch(  # type: ignore[no-untyped-def]
+    index, batch, items, version, samples, block_steps, steps, anchor, first, seed, step, epoch
+):
+    """Draw a batch as `uniform_rows` does, and gather it.
+
+    Args:
+        index: places of `counters`, `extent`, `block_ids`, `generation` and `sequence`.
+        batch: places of an `InlineBatch`.
+        items: places of `slots`, `lengths`, `generations` and `sums`, as for `uniform_rows`.
+        version: expected value of `VERSION`. samples: rows to add to `NUM_SAMPLED`. block_steps: steps of a block.
+        steps, anchor, seed, step, epoch: as for `uniform_rows`. first: step added to the anchors.
+
+    Returns:
+        As `gather_batch`; UNCHANGED if the version is another one or the index needs recovery.
+    """
+    counters = _int64(index, 0)
+    if counters[DIRTY] != 0 or counters[INITIALIZED] == 0 or counters[VERSION] != version:
+        return UNCHANGED
+    slots, lengths, generations, sums = (
+        _int64(items, 0),
+        _int64(items, 1),
+        _int64(items, 2),
+        _int64(items, 3),
+    )
+    names = carray(pointer(batch[0, 0]), (3, batch[0, 1]), np.int64)
+    uniform_rows(slots, lengths, generations, sums, steps, anchor, seed, step, epoch, names)
+    if first != 0:
+        for b in range(names.shape[1]):
+            names[1, b] += first
+    bad = _gather(index, batch, names[0], names[1], names[2], block_steps)
+    if bad == 0:
+        counters[NUM_SAMPLED] += samples
+    return bad
+
+
+@compiled
+def prioritized_batch(  # type: ignore[no-untyped-def]
+    index,
+    batch,
+    tree,
+    position,
+    samples,
+    block_steps,
+    wide_depth,
+    item_steps,
+    anchor,
+    key,
+    anchor_key,
+    step,
+    least,
+    beta,
+    scale,
+    drawn,
+):
+    """Draw a batch as `draw_rows` does, weigh it as `importance` does, and gather it.
+
+    Args:
+        index, batch: as for `uniform_batch`.
+        tree: places of `leaves`, `sums`, `offsets`, `us`, `words`, `nodes`, `rest`, `partial`, `owner` and `number`, as
+            for `draw_rows`.
+        position: expected value of `NUM_TOUCHED`. samples: rows to add to `NUM_SAMPLED`. block_steps: steps of a block.
+        wide_depth, anchor, key, anchor_key, step: as for `draw_rows`. item_steps: its `block_steps`.
+        least, beta, scale: as for `importance`.
+        drawn: int64 [5, B], output: slots, anchors, generations, sequence numbers, and the weights as float32 in the
+            first half of the last row.
+
+    Returns:
+        As `uniform_batch`; also UNCHANGED if every leaf is 0.
+    """
+    counters = _int64(index, 0)
+    if counters[DIRTY] != 0 or counters[INITIALIZED] == 0 or counters[NUM_TOUCHED] != position:
+        return UNCHANGED
+    count = drawn.shape[1]
+    last = drawn[4].view(np.float32)
+    weighed, values = last[:count], last[count:]
+    if not draw_rows(
+        _float32(tree, 0),
+        _float64(tree, 1),
+        _int64(tree, 2),
+        wide_depth,
+        key,
+        step,
+        carray(pointer(tree[3, 0]), (wide_depth + 2, tree[3, 1]), np.float64),
+        carray(pointer(tree[4, 0]), (4, tree[4, 1]), np.uint64),
+        carray(pointer(tree[5, 0]), (tree[5, 1],), np.uint64),
+        _float64(tree, 6),
+        _float64(tree, 7),
+        item_steps,
+        _int32(tree, 8),
+        _int32(tree, 9),
+        carray(pointer(index[1, 0]), (index[3, 1], 3), np.int64),
+        _int64(index, 3),
+        _int64(index, 4),
+        anchor,
+        anchor_key,
+        drawn[:4],
+        values,
+    ):
+        return UNCHANGED
+    importance(values, least, beta, scale, weighed)
+    _float32(batch, 2)[:] = weighed
+    bad = _gather(index, batch, drawn[0], drawn[1], drawn[2], block_steps)
+    if bad == 0:
+        counters[NUM_SAMPLED] += samples
+    return bad

@@ -1,0 +1,161 @@
+"""The quick check of new trajectories: contiguous CPU data of exactly the columns' dtypes and shapes.
+
+It returns where the data lie, or None for everything else, valid or not, which `Schema.validate` checks.
+
+A call into torch takes 0.1 us, so a tensor is asked as little as possible: one that is not strided, or nested, or
+without a storage of its own (sparse, mkldnn, inside `torch.func`) raises RuntimeError when it is asked for its shape,
+its address or its storage.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from gear_loader.utils.arrays import Array, data_address
+
+__all__ = ["Expected", "located", "located_list"]
+
+
+class Expected(NamedTuple):
+    """What a column's values have to be.
+
+    Attributes:
+        name: of the column. dtype: torch's. array_dtype: numpy's; None if it has none.
+        shape: of one step, or of the value per trajectory. once: whether it is one per trajectory.
+        step_bytes: bytes of it.
+    """
+
+    name: str
+    dtype: torch.dtype
+    array_dtype: np.dtype[Any] | None
+    shape: tuple[int, ...]
+    once: bool
+    step_bytes: int
+
+
+def located(expected: tuple[Expected, ...], rows: Any) -> tuple[int, list[int], list[Any]] | None:
+    """Check one trajectory.
+
+    Args:
+        expected: the table's columns. rows: anything.
+
+    Returns:
+        T; address of each column's steps; the arrays and tensors that own this memory. None if a full validation is
+        needed.
+    """
+    if type(rows) is not dict or len(rows) != len(expected):
+        return None
+    length, addresses, values = 0, [], []
+    try:
+        for name, dtype, array_dtype, shape, once, step_bytes in expected:
+            value = rows.get(name)
+            if type(value) is torch.Tensor:
+                given = value.shape
+                if (
+                    value.dtype is not dtype
+                    or not value.is_cpu
+                    or not value.is_contiguous()
+                    or value.is_neg()
+                ):
+                    return None
+                address = value.data_ptr()
+                held = value.untyped_storage().nbytes() - value.storage_offset() * dtype.itemsize
+            elif type(value) is np.ndarray:
+                given = value.shape
+                if array_dtype is None or value.dtype != array_dtype or not value.flags.c_contiguous:
+                    return None
+                address, held = data_address(value), -1
+            else:
+                return None
+            if once:
+                if given != shape or 0 <= held < step_bytes:
+                    return None
+            else:
+                if not length:
+                    length = given[0] if given else 0
+                if not length or given != (length, *shape) or 0 <= held < length * step_bytes:
+                    return None
+            if not address:
+                return None
+            addresses.append(address)
+            values.append(value)
+    except RuntimeError:
+        return None
+    return length, addresses, values
+
+
+def located_list(expected: tuple[Expected, ...], rows: Any) -> tuple[Array, Array, list[Any]] | None:
+    """Check many trajectories at once.
+
+    All values of a column are asked for one property after another, by loops in C, which takes a third of the time.
+
+    Args:
+        expected: the table's columns. rows: a list or a tuple.
+
+    Returns:
+        Addresses, int64 [n, C]; lengths in steps, int64 [n]; the owners of this memory. None if a full validation is
+        needed, also if there are no rows.
+    """
+    if set(map(type, rows)) != {dict} or set(map(len, rows)) != {len(expected)}:
+        return None
+    addresses = np.empty((len(rows), len(expected)), dtype=np.int64)
+    lengths: Array | None = None
+    owners: list[Any] = []
+    try:
+        for c, each in enumerate(expected):
+            values = list(map(operator.itemgetter(each.name), rows))
+            found = _of_tensors(values, each) or _of_arrays(values, each)
+            if found is None:
+                return None
+            shapes, addresses[:, c], held = found
+            if each.once:
+                if any(shape != each.shape for shape in set(shapes)) or (held < each.step_bytes).any():
+                    return None
+            else:
+                if not all(shape and shape[0] and shape[1:] == each.shape for shape in set(shapes)):
+                    return None
+                steps = np.fromiter(map(operator.itemgetter(0), shapes), np.int64, len(rows))
+                lengths = steps if lengths is None else lengths
+                if (steps != lengths).any() or (held < steps * each.step_bytes).any():
+                    return None
+            owners.append(values)
+    except (KeyError, RuntimeError):
+        return None
+    return None if lengths is None or not addresses.all() else (addresses, lengths, owners)
+
+
+_Found = tuple[list[Any], "list[int]", Array]
+
+
+def _of_tensors(values: list[Any], each: Expected) -> _Found | None:
+    """Shapes, addresses, and bytes from there to the storage's end (int64 [n]) of contiguous CPU tensors."""
+    if set(map(type, values)) != {torch.Tensor} or any(
+        value is not each.dtype for value in map(_DTYPE, values)
+    ):
+        return None
+    if not all(map(_IS_CPU, values)) or not all(map(_CONTIGUOUS, values)) or any(map(_NEGATED, values)):
+        return None
+    count, ends = len(values), map(_BYTES, map(_STORAGE, values))
+    begins = np.fromiter(map(_OFFSET, values), np.int64, count) * each.dtype.itemsize
+    return list(map(_SHAPE, values)), list(map(_ADDRESS, values)), np.fromiter(ends, np.int64, count) - begins
+
+
+def _of_arrays(values: list[Any], each: Expected) -> _Found | None:
+    """The same of C-contiguous arrays, which always hold all of their elements."""
+    if set(map(type, values)) != {np.ndarray} or each.array_dtype is None:
+        return None
+    if any(value != each.array_dtype for value in set(map(_DTYPE, values))) or not all(map(_C_ORDER, values)):
+        return None
+    held = np.fromiter(map(_NBYTES, values), np.int64, len(values))
+    return list(map(_SHAPE, values)), list(map(data_address, values)), held
+
+
+_DTYPE, _SHAPE, _IS_CPU, _NBYTES = map(operator.attrgetter, ("dtype", "shape", "is_cpu", "nbytes"))
+_C_ORDER = operator.attrgetter("flags.c_contiguous")
+_CONTIGUOUS, _NEGATED = torch.Tensor.is_contiguous, torch.Tensor.is_neg
+_ADDRESS, _OFFSET = torch.Tensor.data_ptr, torch.Tensor.storage_offset
+_STORAGE, _BYTES = torch.Tensor.untyped_storage, torch.UntypedStorage.nbytes

@@ -1,0 +1,142 @@
+"""Batches that are drawn and gathered in one call under the lock: the same as under a read ticket, and as safe."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from dataset_common import copies, episode, make_table, named_table
+
+import gear_loader as gear
+from gear_loader.collection.collector import Collector
+from gear_loader.errors import CorruptTableError, GearError
+from gear_loader.storage.counters import NUM_SAMPLED
+from gear_loader.storage.operations import READING
+from gear_loader.storage.reader import TableReader
+
+SELECTORS: dict[str, dict[str, Any]] = {
+    "trajectories": {"selector": gear.Uniform()},
+    "first steps": {"selector": gear.Uniform(), "anchor": "first"},
+    "steps": {"selector": gear.Uniform(unit="step")},
+    "steps of a subset": {"selector": gear.Uniform(unit="step"), "subset": lambda numbers: numbers % 3 > 0},
+    "complete windows": {"selector": gear.Uniform(), "complete": True},
+    "by priority": {"selector": gear.Prioritized(beta=gear.LinearSchedule(0.2, 1.0, batches=20))},
+    "by priority, table": {"selector": gear.Prioritized(normalize="table"), "anchor": "last"},
+    "steps by priority": {"selector": gear.Prioritized(unit="step", eps=0.1), "complete": True},
+}
+
+
+def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
+    given: dict[str, Any] = {"batch_size": 5, "windows": gear.Window(3, -1), "device": "cpu", "seed": 7}
+    given |= {"prefetch": 0, "batches_per_epoch": math.inf}
+    return gear.ReplayDataset(table, **{**given, **options})
+
+
+def run(table: gear.Table, **options: Any) -> tuple[list[Any], dict[str, Any], int]:
+    """Batches, some of them after changes of the table and of priorities; the state afterwards; rows counted."""
+    data = dataset(table, **options)
+    batches, found = iter(data), []
+    for turn in range(12):
+        batch = next(batches)
+        found += copies([batch, data.sample(), data.sample(3)])
+        if turn % 3 == 2 and data.selector.weighs:
+            data.update_priority(batch, torch.arange(5.0))
+        if turn % 4 == 3:
+            table.add(episode(20 + turn, 6), priority=3.0)
+    return found, data.state_dict(), table.stats().num_sampled
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_it_is_the_batch_that_a_read_ticket_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+    draw_inline = TableReader.draw_inline
+
+    def counted(self: TableReader, *given: Any) -> bool:
+        calls.append(draw_inline(self, *given))
+        return calls[-1]
+
+    monkeypatch.setattr(TableReader, "draw_inline", counted)
+    sizes = {"max_steps": 400, "max_trajectories": 32}
+    with make_table(**sizes) as table:
+        inline = run(table, **SELECTORS[name])
+    assert sum(calls) > 12
+    calls.clear()
+    monkeypatch.setattr(Collector, "_gathers_inline", False)
+    with make_table(**sizes) as table:
+        plain = run(table, **SELECTORS[name])
+    assert not calls
+    torch.testing.assert_close(inline[0], plain[0], rtol=0, atol=0, equal_nan=True)
+    states = [
+        {key: part for key, part in state.items() if key != "config"} for state in (inline[1], plain[1])
+    ]
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+    assert inline[2] == plain[2] > 0
+
+
+def test_it_takes_no_ticket_and_leaves_no_lock() -> None:
+    with named_table("test-inline") as table:
+        batches = iter(dataset(table))
+        for _ in range(3):
+            next(batches)
+        readers = table.region.array("readers")
+        known = readers.copy()
+        next(batches)
+        assert (readers == known).all()
+        assert not readers[:, READING].any()
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                with gear.Table.attach(table.name or "", timeout=10.0) as other:
+                    other.region.lock.timeout = 10.0
+                    status = 0 if other.region.lock.run(int) == 0 else 1
+            finally:
+                os._exit(status)
+        assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.parametrize("selector", [gear.Uniform(), gear.Prioritized()])
+def test_a_corrupt_block_table_is_an_error_and_counts_nothing(selector: Any) -> None:
+    with make_table() as table:
+        batches = iter(dataset(table, selector=selector))
+        next(batches)
+        next(batches)
+        table.region.array("block_ids")[:] = 1 << 30
+        with pytest.raises(
+            CorruptTableError, match="5 windows of a batch have slots or blocks that do not exist"
+        ):
+            next(batches)
+        assert table.region.array("counters")[NUM_SAMPLED] == 10
+
+
+def test_a_table_that_is_closed_in_between_is_an_error() -> None:
+    table = make_table()
+    batches = iter(dataset(table))
+    next(batches)
+    next(batches)
+    table.close()
+    with pytest.raises(GearError, match="closed"):
+        next(batches)
+
+
+def test_small_tensors_share_memory_by_dtype_and_can_be_saved(tmp_path: Path) -> None:
+    with make_table() as table:
+        batch = next(iter(dataset(table, selector=gear.Prioritized())))
+        storages = {
+            value.dtype: {v.untyped_storage().data_ptr() for v in batch.values() if v.dtype == value.dtype}
+            for value in batch.values()
+        }
+        assert all(len(addresses) == 1 for addresses in storages.values())
+        assert len(set.union(*storages.values())) == len(storages)
+        assert max(value.untyped_storage().nbytes() for value in batch.values()) <= 4096
+        before = copies([batch])[0]
+        torch.save(batch, tmp_path / "batch.pt")
+        batch["reward"].fill_(-1)
+        assert all(torch.equal(batch[key], before[key]) for key in batch if key != "reward")
+        torch.testing.assert_close(dict(torch.load(tmp_path / "batch.pt")), dict(before), rtol=0, atol=0)
+        kept = batch["index"]
+        assert kept._base is None
