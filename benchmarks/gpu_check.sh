@@ -116,11 +116,11 @@ tests() {
 
 tests gather 60 tests/kernels/test_gather_gpu.py
 tests priority 40 tests/kernels/test_priority_gpu.py
-tests place 20 tests/kernels/test_place.py
+tests place 20 tests/kernels/test_place.py tests/kernels/test_split.py
 tests shards 25 tests/distributed/test_shard_collector.py
 # Only files that hold GPU tests: others may import packages that are not here.
 mapfile -t files < <(grep -lE '\bmark\.gpu\b' tests/test_*.py tests/*/test_*.py |
-    grep -vE '/test_(gather_gpu|priority_gpu|place|shard_collector|benchmarks.*)\.py$')
+    grep -vE '/test_(gather_gpu|priority_gpu|place|split|shard_collector|benchmarks.*)\.py$')
 ((${#files[@]})) && tests other 10 "${files[@]}"
 
 # benchmark NAME SECONDS

@@ -456,7 +456,7 @@ class ReplayDataset(IterableDataset[Batch]):
         view = self._selected().look()
         count = self._epoch_batches(view, world)
         if rank == number == 0 and (epoch == 0 or get_worker_info() is None):
-            self.table.stats()  # logs once if much of the table's memory holds no steps
+            self.table.notice_waste()
             self._noticed_epoch = self._noticed_epoch or self._notice_epoch(view)
         if self._exchange is not None and not self._is_global:
             count = begin_epoch(self._exchange, self._selected(), count, fresh=number == 0)

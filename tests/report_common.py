@@ -126,6 +126,15 @@ def every_experiment(made: Made) -> list[dict[str, Any]]:
         made.amount("memory", workload, name, value, "bytes resident / byte of payload", **goal)
     beside = {"alone": 1000.0, "ours, prefetch 0": 900.0, "plain torch": 700.0}
     put("overlap", "step", "small network, batch 32", beside, "alone", {"batch": 32}, "rows")
+    put(
+        "overhead",
+        "step",
+        "a batch of one",
+        {"plain torch": 1e5, "uniform": 1.4e5},
+        "plain torch",
+        {"batch": 1},
+        "rows",
+    )
     drawing = {"plain torch": 4000.0, "ours": 3000.0, "SB3": 900.0}
     put("transitions", "uniform", "uniform: sample", drawing, "plain torch", {"batch": 256}, "rows")
     for name, seconds in {"ours": 30.0, "SB3": 31.0}.items():

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 __all__ = [
@@ -323,11 +324,12 @@ def with_lines(table: torch.Tensor) -> torch.Tensor:
 
     The entry of a line: its number within its column << 32 | the column.
     """
-    counts = table[:, LINES]
-    columns = torch.arange(len(table), device="cpu").repeat_interleave(counts)
-    first = (counts.cumsum(0) - counts)[columns]
-    lines = (torch.arange(len(columns), device="cpu") - first) << 32 | columns
-    return torch.cat([table.view(-1), lines])
+    # By numpy: threads of torch, which `repeat_interleave` uses, hang in a forked child.
+    counts = table[:, LINES].numpy()
+    columns = np.repeat(np.arange(len(table)), counts)
+    first = (np.cumsum(counts) - counts)[columns]
+    lines = (np.arange(len(columns)) - first) << 32 | columns
+    return torch.from_numpy(np.concatenate([table.numpy().reshape(-1), lines]))
 
 
 # One row of a placing plan's table: int64 [PLACE_WIDTH].

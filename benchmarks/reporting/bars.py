@@ -1,4 +1,4 @@
-"""Pictures made of bars: the headline, single-server, transitions, checkpoint, memory, overlap, learn,
+"""Pictures made of bars: the headline, single-server, overhead, transitions, checkpoint, memory, overlap, learn,
 train."""
 
 from __future__ import annotations
@@ -69,6 +69,11 @@ def draw_checkpoint(found: Sequence[Comparison]) -> bytes | None:
 def draw_transitions(found: Sequence[Comparison]) -> bytes | None:
     """Drawing single transitions and appending steps."""
     return _panels([c for c in found if c.experiment == "transitions" and c.ours and c.timed])
+
+
+def draw_overhead(found: Sequence[Comparison]) -> bytes | None:
+    """Batches of one, whole trajectories and adding."""
+    return _panels([c for c in found if c.experiment == "overhead" and c.timed])
 
 
 def draw_memory(found: Sequence[Comparison]) -> bytes | None:

@@ -43,6 +43,10 @@ _PICTURES: dict[
         "Gathering against the size of a batch, with one size of blocks; bands from p10 to p90.",
     ),
     "collect-rows": (lines.draw_rows, "The kernel's share of the copy engine's rate."),
+    "overhead": (
+        bars.draw_overhead,
+        "What a call costs beside plain torch or a plain copy; whiskers from p10 to p90.",
+    ),
     "select": (
         lines.draw_select,
         "One cycle: draw a batch by priority, then set new priorities. Bands from p10 to p90; hollow marks where draws "

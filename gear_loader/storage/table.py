@@ -902,10 +902,18 @@ class Table:
         `ReplayDataset` does when an epoch begins.
         """
         stats = stats_of(self.index, self._region.layout)
-        notice_waste(
-            self._region.layout, stats, "a private table" if self.name is None else f"table {self.name!r}"
-        )
+        self.notice_waste(stats)
         return stats
+
+    def notice_waste(self, stats: TableStats | None = None) -> None:
+        """Log once if more than a quarter of the resident bytes hold no steps; see `stats`.
+
+        Args:
+            stats: of the table, if they are known.
+        """
+        layout = self._region.layout
+        stats = stats_of(self.index, layout) if stats is None else stats
+        notice_waste(layout, stats, "a private table" if self.name is None else f"table {self.name!r}")
 
     def check_valid(self) -> None:
         """Check the consistency of the index, for tests and after a crash.

@@ -21,6 +21,7 @@ PAPERS = ("single-server", "multi-server", "batch-size")
 NAMES = (
     *PAPERS,
     "collect",
+    "overhead",
     "select",
     "online",
     "checkpoint",

@@ -19,7 +19,7 @@ import gear_loader as gear
 from gear_loader.collection import prefetch
 from gear_loader.errors import GpuError
 from gear_loader.storage.operations import READING
-from gear_loader.utils import notices as notices
+from gear_loader.utils import captures, notices
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_gather_gpu.py uses CUDA itself")
 DEVICE = torch.device("cuda", 1)
@@ -46,7 +46,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
-    monkeypatch.setattr(prefetch.ctypes, "CDLL", lambda name: made)
+    monkeypatch.setattr(captures.ctypes, "CDLL", lambda name: made)
     return made
 
 
@@ -152,7 +152,7 @@ def test_without_copies_buffers_are_used_again_behind_the_consumer(
     copy: bool | None,
 ) -> None:
     if staged:
-        monkeypatch.setattr(type(table.region), "pin", lambda *_: False)
+        monkeypatch.setattr(type(table.region), "pin", lambda *_, **__: False)
     data = dataset(table, prefetch=2, copy=copy)
     expected = list(dataset(table, "cpu", copy=True))
     places = []
@@ -180,7 +180,7 @@ def test_kept_batches_never_change(
     prefetch: int,
 ) -> None:
     if staged:
-        monkeypatch.setattr(type(table.region), "pin", lambda *_: False)
+        monkeypatch.setattr(type(table.region), "pin", lambda *_, **__: False)
     data = dataset(table, prefetch=prefetch)
     expected = dataset(table, "cpu", copy=True)
     for one, other in zip([*data, *data], [*expected, *expected], strict=True):
@@ -207,7 +207,7 @@ def test_the_thread_is_on_the_dataset_s_device(
     wait_until(lambda: readers(table) == 0, "the tickets")
     assert set(cuda.devices_of("event.synchronize")) == {1}
     assert set(cuda.devices_of("record")) <= {0, 1}  # `released`, on the consumer's thread
-    assert driver.relaxed == ["gear-loader-release"]  # and never the caller's thread
+    assert driver.relaxed == ["gear-loader-pin", "gear-loader-release"]  # and never the caller's thread
     assert cuda.devices_of("cudaHostRegister") == [1]
     table.close()
     assert cuda.synchronized == [1]
@@ -226,7 +226,7 @@ def test_threads_that_fill_let_others_capture_graphs(
     for buffers in [pool.collector.buffers() for _ in range(data.prefetch + data.keep + 1)]:
         pool.free.append(buffers)
     assert len(list(data)) == 8
-    assert set(driver.relaxed) == {"gear-loader-release", "gear-loader-prefetch"}
+    assert set(driver.relaxed) == {"gear-loader-pin", "gear-loader-release", "gear-loader-prefetch"}
 
 
 def test_without_the_driver_s_call_a_notice_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,7 +207,7 @@ STAGED = pytest.mark.parametrize("staged", [False, True], ids=["zero-copy", "sta
 def staged(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the region counts as one that cannot be pinned, so that batches are gathered on the CPU and copied."""
     if request.param:
-        monkeypatch.setattr(Region, "pin", lambda self: False)
+        monkeypatch.setattr(Region, "pin", lambda *_, **__: False)
     return bool(request.param)
 
 
