@@ -117,8 +117,13 @@ class Data:
         workload = self.workload
         return {n: v.view(workload.trajectories, workload.steps, *v.shape[1:]) for n, v in self.flat.items()}
 
-    def table(self, block_steps: int, **options: Any) -> gear.Table:
-        """A private table of these trajectories, in their order, without spare room; `options` of `Table.extend`."""
+    def table(self, block_steps: int, *, packed: bool | str = "auto", **options: Any) -> gear.Table:
+        """A private table of these trajectories, in their order, without spare room.
+
+        Args:
+            packed: as for `Table.create`; False where the gather kernel is launched by itself, without the split of
+                records. options: of `Table.extend`.
+        """
         workload = self.workload
         lengths = np.full(workload.trajectories, workload.steps)
         table = gear.Table.create(
@@ -127,6 +132,7 @@ class Data:
             max_trajectories=workload.trajectories,
             block_steps=block_steps,
             max_blocks=gear.Table.required_blocks(lengths, block_steps),
+            packed=packed,
         )
         table.extend(self.stacked, lengths=lengths, **options)
         return table

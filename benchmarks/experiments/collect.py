@@ -233,7 +233,7 @@ def measured_on_gpu(
         data = Data(workload)
         for steps in BLOCK_STEPS:
             label = f"{workload.name}, batch {{}}, blocks {steps}".format
-            with data.table(steps) as table:
+            with data.table(steps, packed=False) as table:
                 for batch in session.each(workload.name, batches, label):
                     _workload(rig, data, table, batch, label(batch))
     with sweep_table(sizes.steps, sizes.trajectories) as table:

@@ -173,7 +173,7 @@ def measured_on_gpu(
     sizes = (QUICK if session.quick else Sizes()) if sizes is None else sizes
     data = Data(workload.of(trajectories))
     told = {"batch": sizes.batch, "trajectories": trajectories}
-    with data.table(BLOCK_STEPS) as table:
+    with data.table(BLOCK_STEPS, packed=False) as table:
         loads = _loads(engine, data, table, sizes)
         works = {work.name: work for work in (_products(engine, sizes), _training_steps(engine, data, sizes))}
         fed_steps = "fed transformer steps"
