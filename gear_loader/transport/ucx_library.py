@@ -112,7 +112,7 @@ class Ucxx(Library):
     @classmethod
     def title(cls) -> str:
         with quiet_environment():
-            return f"ucxx-{importlib.import_module('ucxx').__version__}"
+            return f"ucxx-{_imported('ucxx').__version__}"
 
     @classmethod
     def ucx_version(cls) -> tuple[int, ...]:
