@@ -12,6 +12,8 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.gear-loader-ready
 JOBS := 2
+# Beside the machine code that numba keeps: make clean removes both.
+LOOPS := gear_loader/__pycache__/.loops-compiled
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all test-emulated rdma-check lint format docs bench peers report clean
@@ -32,10 +34,15 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(RUN) examples/decision_transformer.py $(ARGS)
 
-test: $(READY)
+# Once, on two cores; else each of the tests' workers compiles all loops, at the same time.
+$(LOOPS): $(READY) tests/compile_loops.py gear_loader/storage/operations.py gear_loader/storage/inline.py $(wildcard gear_loader/native/*.py)
+	$(RUN) tests/compile_loops.py
+	@mkdir -p $(@D) && touch $@
+
+test: $(LOOPS)
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal -m "not long" $(ARGS)
 
-test-all: $(READY)
+test-all: $(LOOPS)
 	$(RUN) -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 test-emulated: $(READY)

@@ -1,6 +1,10 @@
 """Changes one place of a module at a time and counts how many of the changes the tests notice.
 
     python tests/mutate.py gear_loader/storage/limiters.py tests/storage/test_limiters.py [-n 15] [--seed 0]
+    python tests/mutate.py gear_loader/storage/index.py tests/storage --before main
+
+The second form is for tests that have become fewer: a change that survives is tried again with the tests as they were
+at that revision of git. They must notice no more than the tests do now.
 
 Of all places where the module could be changed, a random sample of N is tried, always the same for a seed:
 
@@ -134,6 +138,13 @@ def copied(folder: Path) -> None:
             shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
 
 
+def tests_of(revision: str, folder: Path) -> None:
+    """Put the tests of a revision of git in the place of those of a copy."""
+    shutil.rmtree(folder / "tests")
+    archive = subprocess.run(["git", "archive", revision, "tests"], cwd=ROOT, capture_output=True, check=True)
+    subprocess.run(["tar", "-x", "-C", str(folder)], input=archive.stdout, check=True)
+
+
 def outcome(folder: Path, tests: list[str], cache: Path, timeout: float | None) -> tuple[str, str]:
     """Run the tests in a copy: "survived", "killed" or "timeout", and what pytest printed."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not long", "-p", "no:cacheprovider", *tests]
@@ -165,30 +176,59 @@ def main() -> None:
     parser.add_argument("tests", nargs="+", help="what pytest is to run")
     parser.add_argument("-n", type=int, default=15, help="how many changes are tried")
     parser.add_argument("--seed", type=int, default=0, help="which changes are tried")
+    parser.add_argument("--before", metavar="REV", help="what survives is tried again with the tests of REV")
+    parser.add_argument(
+        "--folder", type=Path, help="the copy lies here, and the next run finds its machine code"
+    )
     options = parser.parse_args()
     module = options.module.resolve().relative_to(ROOT)
     source = (ROOT / module).read_text()
     every = changes(source)
-    chosen = random.Random(options.seed).sample(every, min(options.n, len(every)))
+    chosen = sorted(random.Random(options.seed).sample(every, min(options.n, len(every))))
     with tempfile.TemporaryDirectory(prefix="gear-loader-mutate-") as temporary:
-        folder, cache = Path(temporary, "tree"), Path(temporary, "numba")
+        parent = options.folder or Path(temporary)
+        folder, cache = parent / "tree", parent / "numba"
+        shutil.rmtree(folder, ignore_errors=True)
         copied(folder)
-        began = time.monotonic()
-        result, output = outcome(folder, options.tests, cache, None)
-        if result != "survived":
-            sys.exit(f"{output}\nThe tests fail without a change; expected tests that pass.")
-        timeout = max(60.0, 5 * (time.monotonic() - began))
-        compiled = Path(importlib.util.cache_from_source(str(folder / module)))
-        counts = {"killed": 0, "survived": 0, "timeout": 0}
-        for number, change in enumerate(sorted(chosen)):
-            (folder / module).write_text(change.source)
-            compiled.unlink(missing_ok=True)  # it is told from an older one by seconds and bytes only
-            own = Path(temporary, f"numba-{number}") if "numba" in source or "njit" in source else cache
-            result, _ = outcome(folder, options.tests, own, timeout)
-            counts[result] += 1
-            print(f"{result:8}  {module}:{change.line}  {change.before}  ->  {change.after}", flush=True)
-    total = ", ".join(f"{count} {name}" for name, count in counts.items())
-    print(f"{len(chosen)} of {len(every)} changes: {total}")
+        left = tried(chosen, folder, module, options.tests, cache)
+        print(f"{len(chosen)} of {len(every)} changes: {len(chosen) - len(left)} noticed", flush=True)
+        if options.before and left:
+            tests_of(options.before, folder)
+            (folder / module).write_text(source)
+            still = tried(left, folder, module, options.tests, cache)
+            print(f"with the tests of {options.before}: {len(chosen) - len(still)} noticed")
+
+
+def tried(chosen: list[Change], folder: Path, module: Path, tests: list[str], cache: Path) -> list[Change]:
+    """Run the tests of a copy once without a change, then with each, and print what came of it.
+
+    Returns:
+        The changes that survive.
+    """
+    source = (folder / module).read_text()
+    tests = [name for name in tests if (folder / name.partition("::")[0]).exists()]
+    began = time.monotonic()
+    result, output = outcome(folder, tests, cache, None)
+    if result != "survived":
+        sys.exit(f"{output}\nThe tests fail without a change; expected tests that pass.")
+    timeout = max(60.0, 5 * (time.monotonic() - began))
+    compiled = Path(importlib.util.cache_from_source(str(folder / module)))
+    left = []
+    for change in chosen:
+        (folder / module).write_text(change.source)
+        compiled.unlink(missing_ok=True)  # it is told from an older one by seconds and bytes only
+        own = cache.with_name("numba of one") if "numba" in source or "njit" in source else cache
+        result, output = outcome(folder, tests, own, timeout)
+        shutil.rmtree(cache.with_name("numba of one"), ignore_errors=True)
+        if result == "survived":
+            left.append(change)
+        first = next((line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))), "")
+        place = f"{module}:{change.line}"
+        print(
+            f"{result:8}  {place}  {change.before}  ->  {change.after}  {first.partition(' - ')[0]}",
+            flush=True,
+        )
+    return left
 
 
 if __name__ == "__main__":

@@ -5,9 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 from cli_common import run
+
+from gear_loader import warmup
 
 PHILOX = """
 import numpy as np
@@ -59,9 +64,18 @@ def test_warming_up_uses_every_loop() -> None:
     assert out == "6"
 
 
-def test_the_command_says_what_it_has_done() -> None:
-    python("from gear_loader.warmup import warm_up; warm_up()")
-    code, output = run("warmup")
-    assert code == 0
-    assert "drawing by priority ..." in output
-    assert "All loops were compiled already; tried in" in output
+def test_the_command_says_what_it_has_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    for compiled, said in (
+        ({}, "All loops were compiled already; tried in "),
+        ({"random.philox": 1.5}, "Compiled 1 loops in "),
+    ):
+
+        def warm_up(progress: Callable[[str], None], compiled: Any = compiled) -> Any:
+            progress("drawing by priority")
+            return compiled
+
+        monkeypatch.setattr(warmup, "warm_up", warm_up)
+        code, output = run("warmup")
+        assert code == 0
+        assert "drawing by priority ..." in output
+        assert said in output

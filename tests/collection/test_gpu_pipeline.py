@@ -6,7 +6,6 @@ import ctypes
 import gc
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -169,35 +168,6 @@ def test_without_copies_buffers_are_used_again_behind_the_consumer(
     assert buffers.gpu.filled.records > 1  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("staged", "prefetch"), [(False, 0), (True, 2)])
-def test_kept_batches_never_change(
-    cuda: FakeCuda,
-    driver: Driver,
-    on_cpu: OnCpu,
-    table: gear.Table,
-    monkeypatch: pytest.MonkeyPatch,
-    staged: bool,
-    prefetch: int,
-) -> None:
-    if staged:
-        monkeypatch.setattr(type(table.region), "pin", lambda *_, **__: False)
-    data = dataset(table, prefetch=prefetch)
-    expected = dataset(table, "cpu", copy=True)
-    for one, other in zip([*data, *data], [*expected, *expected], strict=True):
-        same(one, other)
-
-
-def test_copies_made_ahead_in_inference_mode_serve_training(
-    cuda: FakeCuda, driver: Driver, on_cpu: OnCpu, table: gear.Table
-) -> None:
-    with torch.inference_mode():
-        data = dataset(table, copy=True)
-        iterator = iter(data)
-        next(iterator)
-    batches = [*iterator, *dataset(table, batches_per_epoch=3), *data]
-    assert not any(batch["value"].is_inference() for batch in batches)
-
-
 def test_the_thread_is_on_the_dataset_s_device(
     cuda: FakeCuda, driver: Driver, on_cpu: OnCpu, table: gear.Table
 ) -> None:
@@ -214,21 +184,6 @@ def test_the_thread_is_on_the_dataset_s_device(
     assert cuda.devices_of("cudaHostUnregister") == [1]
 
 
-def test_threads_that_fill_let_others_capture_graphs(
-    cuda: FakeCuda, driver: Driver, on_cpu: OnCpu, table: gear.Table, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        gear.collection.collector.Collector, "gather", lambda *_: None
-    )  # not in the mode of this thread
-    data = dataset(table)
-    pool = data._buffers.prefetcher(BATCH, data._collector, prefetch=0, **data._buffering(False))._pool
-    pool.collector.waits = True
-    for buffers in [pool.collector.buffers() for _ in range(data.prefetch + data.keep + 1)]:
-        pool.free.append(buffers)
-    assert len(list(data)) == 8
-    assert set(driver.relaxed) == {"gear-loader-pin", "gear-loader-release", "gear-loader-prefetch"}
-
-
 def test_without_the_driver_s_call_a_notice_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise OSError(f"{name}: cannot open shared object file")
@@ -238,27 +193,6 @@ def test_without_the_driver_s_call_a_notice_says_what_to_do(monkeypatch: pytest.
     prefetch.allow_captures()
     assert "capture_error_mode='thread_local'" in notices.notices()["captures"]
     assert "libcuda.so.1: cannot open shared object file" in notices.notices()["captures"]
-
-
-def test_what_a_kernel_reads_is_kept_until_it_has_read_it(
-    cuda: FakeCuda, driver: Driver, on_cpu: OnCpu, table: gear.Table
-) -> None:
-    """Not only the rows: the pinned memory of the draw too, however early the dataset and its batches are dropped."""
-    data = dataset(table, prefetch=0)
-    cuda.hold()
-    batch = data.sample()
-    (pool,) = data._buffers.pools.values()
-    (buffers,) = pool.delivered or data._buffers.sampler[1]._delivered  # type: ignore[index]
-    assert buffers.gpu is not None
-    alive = weakref.ref(buffers), weakref.ref(buffers.gpu.random)
-    assert readers(table) == 1
-    del batch, data, pool, buffers
-    gc.collect()
-    assert all(part() is not None for part in alive)
-    assert readers(table) == 1
-    cuda.finish()
-    wait_until(lambda: readers(table) == 0, "the ticket")
-    wait_until(lambda: gc.collect() >= 0 and all(part() is None for part in alive), "the buffers")
 
 
 def test_a_gpu_that_fails_gives_nothing_back(

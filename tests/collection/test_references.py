@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dataset_common import LENGTHS, copies, equal, make_table, named_table, same_batches, snapshot
-from torch.utils.data import DataLoader
+from dataset_common import copies, equal, make_table, same_batches
 
 import gear_loader as gear
 from gear_loader.collection import prefetch as prefetching
@@ -105,17 +104,6 @@ def test_kept_batches_never_change(table: gear.Table, prefetch: int, keep: int) 
     same_batches(run(fresh), run(data))
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_kept_slices_and_arrays_never_change(table: gear.Table, prefetch: int) -> None:
-    data = dataset(table, prefetch=prefetch)
-    kept, copied = [], []
-    for i, batch in enumerate(itertools.chain(data, data)):
-        if i % 3:
-            kept.append(batch["reward"][1:, 2] if i % 2 else batch["reward"][1:, 2].numpy())
-            copied.append(batch["reward"][1:, 2].tolist())
-    assert [value.tolist() for value in kept] == copied
-
-
 def test_memory_that_nothing_refers_to_is_used_again(table: gear.Table) -> None:
     for prefetch, keep in ((0, 1), (0, 2), (2, 2)):
         data = dataset(table, prefetch=prefetch, keep=keep)
@@ -155,15 +143,3 @@ def test_where_references_cannot_be_counted_each_batch_has_memory_of_its_own(
 ) -> None:
     monkeypatch.setattr(references, "_use_count", None)
     same_batches(copies(dataset(table)), list(dataset(table)))
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_batches_kept_from_a_loader_never_change(workers: int) -> None:
-    with named_table("test-references", LENGTHS) as table:
-        data = dataset(table, batches_per_epoch=6)
-        loader = DataLoader(data, batch_size=None, num_workers=workers)
-        expected = copies(dataset(table, batches_per_epoch=6))
-        found = list(loader)
-        held = [(batch, snapshot(batch)) for batch in loader]
-        same_batches(expected, found)
-        assert all(equal(batch, before) for batch, before in held)

@@ -101,7 +101,9 @@ def test_rows_go_to_their_places(device: bool, remote: tuple[int, ...], fake_str
 def test_a_node_that_does_not_answer(
     device: bool, fake_stream: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gear_loader.distributed.shards._RETRY", 3600.0)  # on a busy machine a gather takes seconds
+    monkeypatch.setattr(
+        "gear_loader.distributed.shards._RETRY", 3600.0
+    )  # on a busy machine a gather takes seconds
     shards = Shards([filled(None, shard, COUNTS) for shard in range(3)])
     error = PeerTimeoutError("node b did not answer")
     shards._sources[2] = RemoteShard(PlayedPeer(shards.own[2], set(), error), "played", shards.table.schema)

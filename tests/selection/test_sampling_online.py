@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from table_common import COLUMNS, rows
 import gear_loader as gear
 from gear_loader.errors import PriorityError, RateLimitError, SchemaError, TableEmptyError
 from gear_loader.storage.counters import NUM_SAMPLED
+from gear_loader.utils.waiting import Backoff
 
 SIZES: dict[str, Any] = {"max_steps": 400, "max_trajectories": 60, "block_steps": 4}
 WINDOW = gear.Window(length=3, offset=-1)
@@ -131,15 +134,38 @@ def test_each_is_drawn_so_often_and_not_once_more(selector: gear.selectors.Selec
         table.check_valid()
 
 
+@contextlib.contextmanager
+def adding_while_drawn(table: gear.Table, numbers: Iterable[int]) -> Iterator[None]:
+    """Another thread adds trajectories of three steps as soon as a draw waits."""
+    waits, sleep = threading.Event(), Backoff.sleep
+
+    def told(backoff: Backoff) -> bool:
+        waits.set()
+        return sleep(backoff)
+
+    def add() -> None:
+        assert waits.wait(20)
+        for number in numbers:
+            table.add(rows(number, 3))
+
+    adding = threading.Thread(target=add)
+    adding.start()
+    Backoff.sleep = told  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Backoff.sleep = sleep  # type: ignore[method-assign]
+        waits.set()
+        adding.join()
+
+
 def test_a_batch_that_lacks_rows_waits_for_more() -> None:
     with table_of(6, max_times_sampled=1, timeout=20) as table:
         for selector in (gear.Fifo(), gear.Uniform(), gear.Prioritized()):
             data = dataset_of(table, selector=selector)
             seen = numbers_in(data.sample())
-            adding = threading.Timer(0.1, lambda: [table.add(rows(100 + i, 3)) for i in range(6)])
-            adding.start()
-            seen += numbers_in(data.sample())
-            adding.join()
+            with adding_while_drawn(table, range(100, 106)):
+                seen += numbers_in(data.sample())
             assert len(set(seen)) == 8
             table.remove(table.indices())
             table.extend([rows(50 + i, 3) for i in range(6)])
@@ -147,15 +173,12 @@ def test_a_batch_that_lacks_rows_waits_for_more() -> None:
 
 def test_min_size_is_waited_for() -> None:
     with table_of(rate_limiter=gear.MinSize(5), timeout=20) as table:
-        adding = threading.Timer(0.1, lambda: [table.add(rows(i, 3)) for i in range(5)])
-        for data in (dataset_of(table), dataset_of(table, prefetch=2, selector=gear.Prioritized())):
-            if not adding.is_alive() and len(table) == 0:
-                adding.start()
-            batch = next(iter(data))
-            assert len(table) >= 5
-            assert len(batch["index"]) == 4
-        adding.join()
-        assert table.stats().sample_wait > 0.05
+        with adding_while_drawn(table, range(5)):
+            for data in (dataset_of(table), dataset_of(table, prefetch=2, selector=gear.Prioritized())):
+                batch = next(iter(data))
+                assert len(table) >= 5
+                assert len(batch["index"]) == 4
+        assert table.stats().sample_wait > 0
 
 
 def test_an_error_at_the_deadline_names_the_limiter_and_its_counts() -> None:
