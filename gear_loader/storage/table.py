@@ -433,7 +433,7 @@ class Table:
     ) -> Any:
         """Start a server process of this table, for `gear_loader.connect` from other processes and machines.
 
-        The server attaches to the table and ends with this process. It serves whoever proves the secret; nothing is
+        The server attaches to the table and ends with this process. It serves clients that prove the secret; nothing is
         encrypted.
 
         Args:

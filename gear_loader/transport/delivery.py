@@ -34,7 +34,7 @@ _PUSHED_BACK = (TableFullError, RateLimitError, LockTimeoutError)
 
 
 class _Ids:
-    """Ids that no other trajectory has: 32 random bits, drawn anew after each 16,384, and a count; thread-safe."""
+    """Ids that no other trajectory has: 32 random bits, new ones after each 16,384, and a count; thread-safe."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()

@@ -85,7 +85,7 @@ class RemoteTable:
     `add` and `extend` return when the trajectories can be drawn. Writers do not wait for the network: a thread sends
     what they have committed. Each trajectory is stored exactly once, though connections are lost and the server is
     killed and started again: what the server has not confirmed is sent again, and recognised by its id. A trajectory
-    that was evicted while its confirmation was lost, by a server that was killed too, is stored anew.
+    that was evicted while its confirmation was lost, by a server that was killed too, is stored again.
 
     It is for one process; its methods may be called by several threads.
 

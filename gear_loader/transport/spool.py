@@ -63,7 +63,6 @@ class Spool:
         )
         self.table.longest = min(self.table.longest, report.longest)
         self.name = name
-        self.num_stored = 0
         self.wanted: dict[Key, int] = {}
         """Where writers that wait want to know the index in the server's table: -1 until it is known."""
         self._delivery = delivery
@@ -183,7 +182,6 @@ class Spool:
                 self.wanted[key] = index
         self.table.remove(request.slots)
         with self._changed:
-            self.num_stored += len(stored)
             self._stored, self._last, self._quiet = request.last + 1, None, Backoff(_QUIET)
             self._changed.notify_all()
         return True
