@@ -253,22 +253,30 @@ def test_tiny_priorities_stay_drawable_and_zero_stays_zero(run: Any) -> None:
     assert tree.leaves[:6].tolist() == [1, 1, 1, 1, 0, 1]
 
 
-@pytest.mark.parametrize(("capacity", "count"), [(33, 65), (1025, 400)])
+@pytest.mark.parametrize(
+    ("capacity", "count", "options"),
+    [(33, 65, {}), (1025, 400, {}), (33, 65, {"alpha": 0.6}), (33, 65, {"alpha": 0.6, "unset": True})],
+)
 def test_many_programs_do_as_one_does(
-    capacity: int, count: int, few_programs: list[int], monkeypatch: pytest.MonkeyPatch
+    capacity: int,
+    count: int,
+    options: dict[str, Any],
+    few_programs: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tree = tree_of(priorities(capacity, seed=2))
-    items, values = random_update(capacity, count, seed=4)
-    alone, _ = check_update(tree, items, values, eps=0.5)
+    items, values = random_update(capacity, count, seed=4, unset="unset" in options)
+    options = {"eps": 0.5, **options}
+    alone, _ = check_update(tree, items, values, **options)
     assert few_programs == []  # one launch of a kernel of its own
     monkeypatch.setattr(priority, "ALONE", 64)
     few_programs.clear()
-    many, _ = check_update(tree, items, values, eps=0.5)
+    many, _ = check_update(tree, items, values, **options)
     assert few_programs[:3] == [3, 3, 3]
     same_tree(many, alone)
     monkeypatch.setattr(priority, "MOST_CLAIMS", 300)
     few_programs.clear()
-    parts, _ = check_update(tree, items, values, eps=0.5)
+    parts, _ = check_update(tree, items, values, **options)
     assert len(few_programs) >= 4 * -(-count // 300)
     same_tree(parts, alone)
     check_consistent(parts)
