@@ -120,6 +120,7 @@ BY_STRING = {
     "gear_loader.transport.channel": 1,
     "gear_loader.transport.nixl_agent": 1,
     "gear_loader.transport.process": 1,
+    "gear_loader.transport.remote_table": 1,
     "gear_loader.transport.ucx_library": 4,
 }
 

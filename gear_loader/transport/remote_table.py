@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -44,7 +45,9 @@ def connect(
     """Connect to a table that another process serves, by `Table.serve` or ``gear-loader serve``.
 
     Args:
-        url: ``gear://<host>:<port>/<table>``, or ``gear+ucx://...`` for UCX.
+        url: ``gear://<host>:<port>/<table>``, or ``gear+ucx://...`` for UCX; or ``ray://<actor>`` for the table of a
+            `gear_loader.integrations.ray.Replay` in this process's Ray cluster, which needs no secret: on the actor's
+            node this returns a `Table`, which has the same methods to add and more.
         secret: the server's secret. secret_file: a file that holds it and that only its owner can read. By default the
             environment variable ``GEAR_LOADER_SECRET``.
         timeout: seconds that a call waits for the server, restarts of the server and lost connections included.
@@ -54,6 +57,8 @@ def connect(
         TransportError: an invalid address, or the server does not answer. HandshakeError: another secret or version.
         RegionError: the server does not serve this table.
     """
+    if isinstance(url, str) and url.startswith("ray://"):
+        return _through_ray(url, secret, secret_file, timeout=timeout, spool_bytes=spool_bytes)
     address, name = split_url(url)
     known = _secret(secret, secret_file)
     timeout = check_seconds("timeout", timeout)
@@ -63,6 +68,15 @@ def connect(
     except BaseException:
         peer.close()
         raise
+
+
+def _through_ray(
+    url: str, secret: bytes | None, secret_file: str | os.PathLike[str] | None, **options: Any
+) -> RemoteTable:
+    if secret is not None or secret_file is not None:
+        raise HandshakeError(f"A secret was given with {url}, for which the Ray actor has one. Leave it out.")
+    connect = importlib.import_module("gear_loader.integrations.ray").connect
+    return cast("RemoteTable", connect(url, **options))
 
 
 def _secret(secret: bytes | None, secret_file: str | os.PathLike[str] | None) -> bytes:
