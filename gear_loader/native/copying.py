@@ -55,6 +55,7 @@ __all__ = [
     "append",
     "append_rows",
     "copy_pieces",
+    "copy_row",
     "finish",
     "gather",
     "gather_batch",
@@ -444,6 +445,20 @@ VECTOR_COUNT, VECTOR_COLUMNS, VECTOR_BLOCK_STEPS, VECTOR_ACTIVE, VECTOR_DONE, VE
 VECTOR_BLOCKS, VECTOR_NEXT, VECTOR_END, VECTOR_COUNTED, VECTOR_WIDTH = range(5)
 
 
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def copy_row(columns, block, inside, addresses, row) -> None:  # type: ignore[no-untyped-def]
+    """Copy one step of each column into a block.
+
+    Args:
+        columns: int64 [C, 4], as for `append`. block, inside: the block, and the step within it.
+        addresses: int64 [C], address of contiguous steps of each column. row: which of them.
+    """
+    for c in range(columns.shape[0]):
+        step_bytes = columns[c, 2]
+        target = columns[c, 0] + block * columns[c, 1] + inside * columns[c, 3]
+        _copy(target, addresses[c] + row * step_bytes, step_bytes)
+
+
 @compiled
 def append_rows(request):  # type: ignore[no-untyped-def]
     """Copy one row for each of n environments to the next step of its trajectory.
@@ -476,10 +491,7 @@ def append_rows(request):  # type: ignore[no-untyped-def]
         block = step // block_steps
         inside = step - block * block_steps
         number = int64(carray(pointer(places[i, VECTOR_BLOCKS]), (block + 1,), np.int32)[block])
-        for c in range(width):
-            step_bytes = columns[c, 2]
-            target = columns[c, 0] + number * columns[c, 1] + inside * columns[c, 3]
-            _copy(target, request[rows + c] + i * step_bytes, step_bytes)
+        copy_row(columns, number, inside, request[rows : rows + width], i)
         places[i, VECTOR_NEXT] = step + 1
         due += (not none and done[i] != 0) or step + 1 == places[i, VECTOR_END]
     return due

@@ -34,13 +34,11 @@ __all__ = [
     "draw_distinct",
     "draw_rows",
     "importance",
-    "known_rows",
     "uniforms",
     "update",
     "weigh",
+    "weighed",
 ]
-
-READY = 2  # as in `gear_loader.storage.operations`
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -413,53 +411,23 @@ def draw_distinct(  # type: ignore[no-untyped-def]
     return filled
 
 
-# ------------------------------------------------------------ rows
-
-
-@compiled
-def known_rows(  # type: ignore[no-untyped-def]
-    slots, wanted, priorities, weights, state, generation, sequence, next_sequence, items, leaves
-):
-    """Select the rows of a priority update whose trajectories are live.
-
-    Args:
-        slots: int64 [n]. wanted: int64 [n], expected generations, or int64 [0] for any.
-        priorities, weights: float32 [n].
-        state, generation, sequence: index arrays. next_sequence: bound of the known sequence numbers, for any
-            generation.
-        items: int64 [n], leaves: float32 [n], output: the first entries are filled.
-
-    Returns:
-        Number of selected rows; the largest of their priorities, or 0.
-    """
-    count, largest = 0, np.float32(0)
-    for i in range(len(slots)):
-        slot = slots[i]
-        if slot < 0 or slot >= len(state) or state[slot] != READY:
-            continue
-        if len(wanted):
-            if generation[slot] != wanted[i]:
-                continue
-        elif sequence[slot] >= next_sequence:
-            continue
-        items[count], leaves[count] = slot, weights[i]
-        largest = max(largest, priorities[i])
-        count += 1
-    return count, largest
-
-
 # ------------------------------------------------------------ values
+
+
+@njit(inline="always")
+def weighed(value, alpha, eps):  # type: ignore[no-untyped-def]
+    """``(value + eps) ** alpha``, computed in float64, 0 only for 0."""
+    value = np.float64(value) + eps
+    if value > 0:
+        return max(value if alpha == 1.0 else value**alpha, LOWEST_LEAF)
+    return value
 
 
 @compiled
 def weigh(values, alpha, eps, out) -> None:  # type: ignore[no-untyped-def]
-    """``(values + eps) ** alpha`` of float32 [n] into float64 [n], 0 only for 0."""
+    """Weigh float32 [n] into float64 [n]; see `weighed`."""
     for i in range(len(values)):
-        value = np.float64(values[i]) + eps
-        if value > 0:
-            out[i] = max(value if alpha == 1.0 else value**alpha, LOWEST_LEAF)
-        else:
-            out[i] = value
+        out[i] = weighed(values[i], alpha, eps)
 
 
 @compiled

@@ -19,6 +19,7 @@ from gear_loader.native import copying
 from gear_loader.storage.casting import can_cast
 from gear_loader.storage.incoming import checked_final, single_priority
 from gear_loader.storage.index import Claim
+from gear_loader.storage.operations import GENEROUS, ROOM_GENERATION, ROOM_HELD, ROOM_PLACE, ROOM_WIDTH
 from gear_loader.storage.schema import NUMPY_DTYPES, Column, as_mapping, settled
 from gear_loader.utils.arrays import Array, address_of, data_address, unreadable
 from gear_loader.utils.checks import at_least
@@ -28,10 +29,7 @@ if TYPE_CHECKING:
     from gear_loader.storage.region import Region
     from gear_loader.storage.schema import Schema
 
-__all__ = ["Writer"]
-
-_GENEROUS = 8
-"""A writer allocates at most one eighth of the free steps in advance."""
+__all__ = ["Writer", "reserve_together"]
 
 
 class _Here:
@@ -304,13 +302,15 @@ class Writer:
             raise self._too_long(needed)
         if not self._held and self._open:
             self._look_up()
-        if needed <= self._held:
+        if needed <= self._held or reserve_together([self], count):
             return
+        if not self._held and self._open:
+            self._look_up()
         evict, wait = self._table.policy
         if not self._open:
             self._ids, self._held = self._begin(needed)
             return
-        free = self._table.free_steps() // _GENEROUS
+        free = self._table.free_steps() // GENEROUS
         before = self._held
         most = min(max(2 * before, needed), before + free, self._chunk)
         self._held = 0  # unknown if the call below is interrupted
@@ -361,6 +361,45 @@ class Writer:
             self._open.remove(claim)
             raise
         return ids.tolist(), first
+
+    def has_room(self, count: int) -> bool:
+        """Whether `count` more steps fit into the blocks that the writer holds."""
+        return self._steps + count <= self._held
+
+    def ask_for_room(self, count: int, row: Array, place: int) -> int:
+        """Ask for room for `count` more steps in a row of `operations.reserve_rows`.
+
+        Until `take_room`, what the writer holds is unknown, and `reserve` reads it from the index.
+
+        Args:
+            row: int64 [ROOM_WIDTH], output. place: of its blocks in `ids`.
+
+        Returns:
+            Most new blocks; -1 if it has to call `reserve` instead.
+        """
+        needed, size = self._steps + count, self._block_steps
+        if needed > self._chunk or bool(self._open) != bool(self._held):
+            return -1
+        if not self._open:
+            row[:] = -1, 0, needed, self._chunk, 0, place, 0, 0
+            claim = Claim(1)
+            claim.slots = row[:1]  # a view: the operation writes into it
+            self._thread = threading.get_ident()
+            self._open.append(claim)
+            return -(-max(needed, size) // size)
+        row[:] = self._slot, self._held, needed, self._chunk, data_address(self._run), place, 0, 0
+        most = max(needed, min(2 * self._held, self._chunk))
+        self._held = 0
+        return -(-most // size) - len(self._ids)
+
+    def take_room(self, row: Array, ids: Array) -> None:
+        """Take the room that `operations.reserve_rows` has given."""
+        claim, place, held = self._open[-1], int(row[ROOM_PLACE]), int(row[ROOM_HELD])
+        if claim.generations is None:
+            claim.generations = row[ROOM_GENERATION : ROOM_GENERATION + 1]
+        more = -(-held // self._block_steps) - len(self._ids)
+        self._ids = [*self._ids, *ids[place : place + more].tolist()]
+        self._held = held
 
     def _show_block(self, block: int) -> None:
         for column in self._columns:
@@ -437,16 +476,45 @@ class Writer:
                 self.discard()
                 return index
             raise SchemaError("Nothing has been appended since the last commit; append at least one step.")
+        slot, length, _ = self._completed(last, once)
+        with self._all_or_nothing():
+            self._index.finish(slot, length, checked, final=last is not None)
+            self.count_commit()
+        return slot
+
+    def _completed(self, last: Mapping[str, Array] | None, once: dict[str, Array]) -> tuple[int, int, bool]:
+        """Write the final step and what the trajectory has once.
+
+        Returns:
+            The slot, its steps with the final one, and whether there is one.
+        """
         if last is not None:
             self._make_room(1)
             self._copy_in([data_address(row) for row in last.values()], self._ids, self._steps, 1)
-        slot = self._slot
         self._write_once(once)
-        with self._all_or_nothing():
-            self._index.finish(slot, self._steps + (last is not None), checked, final=last is not None)
-            self._forget()
-            self._committed += 1
-        return slot
+        return self._slot, self._steps + (last is not None), last is not None
+
+    @property
+    def commits_together(self) -> bool:
+        """Whether a caller may commit the open slot itself, with those of other writers; see `complete`."""
+        return type(self) is Writer and not self._cuts and self._index.changes_rows
+
+    def complete(self, final: Mapping[str, Any] | None) -> tuple[int, int, bool]:
+        """Write what `commit` writes, for a caller that commits the open slot itself and then calls `count_commit`.
+
+        Returns:
+            The slot, its steps with the final one, and whether there is one.
+
+        Raises:
+            As `commit`.
+        """
+        last = None if final is None else checked_final(self._table.schema, final)
+        return self._completed(last, self._checked_once(None))
+
+    def count_commit(self) -> None:
+        """Count a commit of the open slot, and forget it."""
+        self._forget()
+        self._committed += 1
 
     def _cut(self) -> tuple[int, ...]:
         """Commit a chunk, and begin the next one with their common steps."""
@@ -571,6 +639,31 @@ class Writer:
             self.commit(self.priority)
         else:
             self.close()
+
+
+def reserve_together(writers: Sequence[Writer], count: int) -> bool:
+    """Make room for `count` more steps of each of several writers of a table, under one lock, if none has to wait.
+
+    Returns:
+        Whether all have got it; the others have to call `reserve`.
+    """
+    table, writers = writers[0]._table, [writer for writer in writers if not writer.has_room(count)]
+    if not writers or not table.index.changes_rows:
+        return not writers
+    rows = np.empty((len(writers), ROOM_WIDTH), dtype=np.int64)
+    asked = place = 0
+    for writer in writers:
+        blocks = writer.ask_for_room(count, rows[asked], place)
+        if blocks < 0:
+            break
+        asked, place = asked + 1, place + blocks
+    if not asked:
+        return False
+    ids = np.empty(place, dtype=np.int32)
+    done = table.index.reserve_rows(rows[:asked], ids, evict=table.policy[0])
+    for writer, row in zip(writers[:done], rows, strict=False):
+        writer.take_room(row, ids)
+    return done == len(writers)
 
 
 _BOOLS: frozenset[type] = frozenset({bool, np.bool_})
