@@ -128,7 +128,7 @@ def _descend(leaves, sums, offsets, us, nodes, rest, partial) -> None:  # type: 
             left = sums[offset + nodes[i] * _TWO]
             # Rounding may leave a rest as large as the right sum, even if that is 0.
             right = (rest[i] >= left) & (sums[offset + nodes[i] * _TWO + _ONE] > 0)
-            rest[i] -= left if right else 0.0
+            rest[i] -= left * np.float64(right)  # a branch would be predicted wrongly every other time
             nodes[i] = nodes[i] * _TWO + uint64(right)
     base = uint64(leaves.ctypes.data)
     for i in range(count):
@@ -166,11 +166,11 @@ def _in_block(leaves, block, rest, partial, own):  # type: ignore[no-untyped-def
         width = _ONE << uint64(bit)
         left = partial[own + width * _TWO + place]
         right = (rest >= left) & (partial[own + width * _TWO + place + width] > 0)
-        rest -= left if right else 0.0
-        place += width if right else uint64(0)
+        rest -= left * np.float64(right)
+        place += width * uint64(right)
     item = block * _BLOCK + place
     right = (rest >= np.float64(leaves[item])) & (leaves[item + uint64(16)] > 0)
-    return item + (uint64(16) if right else uint64(0))
+    return item + uint64(16) * uint64(right)
 
 
 @compiled
