@@ -246,19 +246,30 @@ def draw_rows(  # type: ignore[no-untyped-def]
     count = len(items)
     if block_steps == 0 and anchor == 0:
         _uniforms(anchor_key, step, 1, 0, us[:, :count], words)
+    # What the rows need is fetched into the cache for all of them before it is read.
+    if block_steps > 0:
+        for i in range(count):
+            names[3, i] = block = items[i] // block_steps
+            _prefetch(uint64(owner.ctypes.data) + uint64(block) * uint64(4))
+            _prefetch(uint64(number.ctypes.data) + uint64(block) * uint64(4))
+        for i in range(count):
+            block = names[3, i]
+            names[1, i] = int64(number[block]) * block_steps + (items[i] - block * block_steps)
+            names[0, i] = int64(owner[block])
     for i in range(count):
-        item = items[i]
-        if block_steps > 0:
-            block = item // block_steps
-            slot = int64(owner[block])
-            at = int64(number[block]) * block_steps + (item - block * block_steps)
-        else:
-            slot, at, length = item, int64(0), extent[item, 0]
+        slot = uint64(names[0, i])
+        _prefetch(uint64(extent.ctypes.data) + slot * uint64(24))
+        _prefetch(uint64(generation.ctypes.data) + slot * uint64(8))
+        _prefetch(uint64(sequence.ctypes.data) + slot * uint64(8))
+    for i in range(count):
+        slot = names[0, i]
+        if block_steps == 0:
+            length, at = extent[slot, 0], int64(0)
             if anchor == 0:
                 at = min(int64(us[0, i] * np.float64(length)), length - 1)
             elif anchor == 2:
                 at = length - 1
-        names[0, i], names[1, i] = slot, at
+            names[1, i] = at
         names[2, i], names[3, i] = generation[slot], sequence[slot]
     return True
 
