@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, int64, njit
+from numba import carray, int64, njit, uint64
 
 from gear_loader.native.compile import compiled
 from gear_loader.native.copying import pointer
-from gear_loader.native.sum_tree import weighed
+from gear_loader.native.sum_tree import prefetch, weighed
 
 __all__ = ["READY", "known_items", "leaves_of", "live_items", "step_items", "take"]
 
@@ -82,27 +82,37 @@ def step_items(  # type: ignore[no-untyped-def]
     Returns:
         Number of steps of the last kind; 0 without `shares`, when they are unknown.
     """
-    shared = 0
+    for i in range(len(slots)):
+        if 0 <= slots[i] < len(length):
+            prefetch(uint64(length.ctypes.data) + uint64(slots[i]) * uint64(4))
+            prefetch(uint64(extent.ctypes.data) + uint64(slots[i]) * uint64(24))
     for i in range(len(slots)):
         items[i] = -1
         slot, step = slots[i], steps[i]
         if slot < 0 or slot >= len(length) or step < first or step >= length[slot]:
             continue
-        part = step // block_steps
-        place = extent[slot, 1] + part
+        place = extent[slot, 1] + step // block_steps
         if place < 0 or place >= len(block_ids):
             continue
         block = int64(block_ids[place])
         if block < 0 or block >= len(owner):
             continue
-        if owner[block] != slot or number[block] != part:
-            if shares:
-                items[i] = -2 - block
-                shared += 1
+        items[i] = -2 - block
+        prefetch(uint64(owner.ctypes.data) + uint64(block) * uint64(4))
+        prefetch(uint64(number.ctypes.data) + uint64(block) * uint64(4))
+        prefetch(uint64(inside.ctypes.data) + uint64(block) * uint64(8))
+    shared = 0
+    for i in range(len(slots)):
+        if items[i] == -1:
             continue
-        at = step - part * block_steps
-        if inside[block, 0] <= at < inside[block, 1]:
-            items[i] = block * block_steps + at
+        block, part = -2 - items[i], steps[i] // block_steps
+        if owner[block] == slots[i] and number[block] == part:
+            at = steps[i] - part * block_steps
+            items[i] = block * block_steps + at if inside[block, 0] <= at < inside[block, 1] else -1
+        elif shares:
+            shared += 1
+        else:
+            items[i] = -1
     return shared
 
 

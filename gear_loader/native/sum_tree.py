@@ -34,6 +34,7 @@ __all__ = [
     "draw_distinct",
     "draw_rows",
     "importance",
+    "prefetch",
     "uniforms",
     "update",
     "weigh",
@@ -42,7 +43,7 @@ __all__ = [
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _prefetch(_context: Any, _address: Any) -> Any:
+def prefetch(_context: Any, _address: Any) -> Any:
     """Prefetch the cache line at an address."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -132,8 +133,8 @@ def _descend(leaves, sums, offsets, us, nodes, rest, partial) -> None:  # type: 
             nodes[i] = nodes[i] * _TWO + uint64(right)
     base = uint64(leaves.ctypes.data)
     for i in range(count):
-        _prefetch(base + nodes[i] * uint64(128))
-        _prefetch(base + nodes[i] * uint64(128) + uint64(64))
+        prefetch(base + nodes[i] * uint64(128))
+        prefetch(base + nodes[i] * uint64(128) + uint64(64))
     for begin in range(0, count, _ROWS):  # the partial sums of this many rows fit into the L1 cache
         rows = min(_ROWS, count - begin)
         for i in range(rows):
@@ -250,17 +251,17 @@ def draw_rows(  # type: ignore[no-untyped-def]
     if block_steps > 0:
         for i in range(count):
             names[3, i] = block = items[i] // block_steps
-            _prefetch(uint64(owner.ctypes.data) + uint64(block) * uint64(4))
-            _prefetch(uint64(number.ctypes.data) + uint64(block) * uint64(4))
+            prefetch(uint64(owner.ctypes.data) + uint64(block) * uint64(4))
+            prefetch(uint64(number.ctypes.data) + uint64(block) * uint64(4))
         for i in range(count):
             block = names[3, i]
             names[1, i] = int64(number[block]) * block_steps + (items[i] - block * block_steps)
             names[0, i] = int64(owner[block])
     for i in range(count):
         slot = uint64(names[0, i])
-        _prefetch(uint64(extent.ctypes.data) + slot * uint64(24))
-        _prefetch(uint64(generation.ctypes.data) + slot * uint64(8))
-        _prefetch(uint64(sequence.ctypes.data) + slot * uint64(8))
+        prefetch(uint64(extent.ctypes.data) + slot * uint64(24))
+        prefetch(uint64(generation.ctypes.data) + slot * uint64(8))
+        prefetch(uint64(sequence.ctypes.data) + slot * uint64(8))
     for i in range(count):
         slot = names[0, i]
         if block_steps == 0:
@@ -353,8 +354,8 @@ def update(  # type: ignore[no-untyped-def]
     base = uint64(leaves.ctypes.data)
     for i in range(count):
         nodes[i] = uint64(items[i]) >> uint64(5)
-        _prefetch(base + nodes[i] * uint64(128))
-        _prefetch(base + nodes[i] * uint64(128) + uint64(64))
+        prefetch(base + nodes[i] * uint64(128))
+        prefetch(base + nodes[i] * uint64(128) + uint64(64))
     for i in range(count):
         leaves[uint64(items[i])] = values[i]
     _refresh(leaves, sums, mins, maxs, offsets, wide_offsets, num_blocks, nodes, False)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +14,7 @@ from gear_loader.utils.arrays import Array, address_of, as_array, data_address, 
 __all__ = ["PriorityUpdates", "check_names", "request"]
 
 
-@dataclasses.dataclass(frozen=True)
-class PriorityUpdates:
+class PriorityUpdates(NamedTuple):
     """A validated priority update.
 
     Attributes:
@@ -83,15 +81,14 @@ def _take(index: Any, priority: Any, generation: Any, anchor: Any) -> tuple[Arra
     if type(priority) not in (torch.Tensor, np.ndarray) or priority.ndim != 1 or not len(priority):
         return None
     count = len(priority)
-    addresses = [_address(index, count, torch.int64, _INT64)]
-    addresses += [
-        0 if part is None else _address(part, count, torch.int64, _INT64) for part in (anchor, generation)
-    ]
-    addresses.append(_address(priority, count, torch.float32, _FLOAT32))
-    if -1 in addresses:
+    slots = _address(index, count, torch.int64, _INT64)
+    steps = 0 if anchor is None else _address(anchor, count, torch.int64, _INT64)
+    generations = 0 if generation is None else _address(generation, count, torch.int64, _INT64)
+    values = _address(priority, count, torch.float32, _FLOAT32)
+    if slots < 0 or steps < 0 or generations < 0 or values < 0:
         return None
     rows, priorities = np.empty((3, count), dtype=np.int64), np.empty(count, dtype=np.float32)
-    return rows, priorities, take(*addresses, rows, priorities)
+    return rows, priorities, take(slots, steps, generations, values, rows, priorities)
 
 
 def _address(value: Any, count: int, dtype: torch.dtype, array_dtype: Any) -> int:

@@ -21,6 +21,7 @@ from gear_loader.native.copying import (
     VECTOR_COUNTED,
     VECTOR_END,
     VECTOR_HEAD,
+    VECTOR_LOOKS,
     VECTOR_NEXT,
     VECTOR_WIDTH,
 )
@@ -95,7 +96,9 @@ class VectorWriter:
         self._request[[VECTOR_COUNT, VECTOR_COLUMNS, VECTOR_BLOCK_STEPS]] = count, width, layout.block_steps
         self._request[VECTOR_HEAD:rows] = columns.reshape(-1)
         self._places = self._request[rows + width :].reshape(count, VECTOR_WIDTH)
-        self._blocks = [np.empty(0, dtype=np.int32)] * count  # hold the memory that the places name
+        self._blocks: list[Array] = [self._request] * count  # hold the memory that the places name
+        self._together = self._writers[0].commits_together
+        self._request[VECTOR_LOOKS] = not self._together
         self._bytes = self._request.data
         self._pack_masks = struct.Struct("=2q").pack_into
         self._pack_rows = struct.Struct(f"={width}q").pack_into
@@ -335,10 +338,12 @@ class VectorWriter:
         places = self._places
         without = places[:, VECTOR_NEXT] >= places[:, VECTOR_END]
         which = (without if acting is None else without & acting).nonzero()[0].tolist()
+        if self._together:  # else `_ended` has done so
+            for i in which:
+                self._count(i)
         reserve_together([self._writers[i] for i in which], 1)
         for i in which:
-            blocks, step, end = self._writers[i].reserve()
-            self._blocks[i] = np.array(blocks, dtype=np.int32)
+            self._blocks[i], step, end = self._writers[i].reserve()
             places[i] = data_address(self._blocks[i]), step, end, step
 
     def _count(self, i: int) -> tuple[int, ...]:
@@ -359,20 +364,20 @@ class VectorWriter:
         priorities: Array | None,
         final: Mapping[str, Any] | None,
     ) -> Array:
-        """Count the steps of environments at the end of their blocks, a chunk or a trajectory; commit the last two."""
+        """Commit chunks and trajectories that have ended; unless that is done together, look at ends of blocks too."""
         places = self._places
-        due = places[:, VECTOR_NEXT] == places[:, VECTOR_END]
+        due = self._nobody.copy() if self._together else places[:, VECTOR_NEXT] == places[:, VECTOR_END]
         if ending is not None:
             due |= ending
         if acting is not None:
             due &= acting
         indices = self._no_index.copy()
         try:
-            if self._writers[0].commits_together:
-                for i in due.nonzero()[0].tolist():
+            if self._together:
+                which = due.nonzero()[0].tolist()
+                for i in which:
                     self._count(i)
-                if ending is not None:
-                    self._commit_together((due & ending).nonzero()[0].tolist(), priorities, final, indices)
+                self._commit_together(which, priorities, final, indices)
             else:
                 for i in due.nonzero()[0].tolist():
                     for index in self._count_with(i, priorities):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import struct
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from gear_loader.storage.schema import Schema
 
 __all__ = ["Writer", "reserve_together"]
+
+_NO_BLOCKS: Array = np.empty(0, dtype=np.int32)
+_pack_room = struct.Struct(f"={ROOM_WIDTH}q").pack_into
 
 
 class _Here:
@@ -126,7 +130,7 @@ class Writer:
         self._index.allocator.writers.add(self)
         self._give_up = weakref.finalize(self, _give_up, self._index, self._open, self._pid)
         self._give_up.atexit = False
-        self._ids: list[int] = []  # blocks of the open slot
+        self._ids = _NO_BLOCKS  # int32, blocks of the open slot
         self._run = np.zeros(2, dtype=np.int64)
         self._held = 0  # its capacity in steps; 0 with an open slot: unknown after an interrupted call
         self._steps = 0
@@ -270,16 +274,16 @@ class Writer:
         del hold
         return indices
 
-    def _copy_in(self, addresses: Sequence[int] | Array, blocks: list[int], first: int, count: int) -> None:
+    def _copy_in(self, addresses: Sequence[int] | Array, blocks: Array, first: int, count: int) -> None:
         """Copy `count` steps into the blocks of one trajectory, from step `first` on.
 
         Args:
-            addresses: address of the contiguous steps of each column. blocks: block ids of the trajectory.
+            addresses: address of the contiguous steps of each column. blocks: int32, block ids of the trajectory.
         """
         copying.append(
             self._table.step_addresses(),
             self._block_steps,
-            np.array(blocks, dtype=np.int32),
+            blocks,
             first,
             np.array(addresses, dtype=np.int64),
             count,
@@ -321,7 +325,7 @@ class Writer:
         except GearError:
             self._held = before
             raise
-        self._ids = [*self._ids, *more.tolist()]
+        self._ids = np.concatenate((self._ids, more))
         self._held = held
 
     @property
@@ -334,10 +338,8 @@ class Writer:
         if self._slot < 0:
             self._open.clear()
             return
-        self._ids, held = (
-            self._index.arrays.row(self._slot).tolist(),
-            int(self._index.arrays.extent[self._slot, 0]),
-        )
+        held = int(self._index.arrays.extent[self._slot, 0])
+        self._ids = self._index.arrays.row(self._slot)
         self._here, self._held = -1, held
 
     def _abort(self) -> None:
@@ -346,7 +348,7 @@ class Writer:
             if claim.slots[0] >= 0:
                 self._index.abort(claim.slots, generations=claim.generations)
 
-    def _begin(self, needed: int) -> tuple[list[int], int]:
+    def _begin(self, needed: int) -> tuple[Array, int]:
         """Allocate a slot for `needed` steps, or a full block if that needs no eviction; return blocks and steps."""
         evict, wait = self._table.policy
         first = min(max(needed, self._block_steps), self._chunk)
@@ -360,7 +362,7 @@ class Writer:
         except GearError:
             self._open.remove(claim)
             raise
-        return ids.tolist(), first
+        return ids, first
 
     def has_room(self, count: int) -> bool:
         """Whether `count` more steps fit into the blocks that the writer holds."""
@@ -381,13 +383,14 @@ class Writer:
         if needed > self._chunk or bool(self._open) != bool(self._held):
             return -1
         if not self._open:
-            row[:] = -1, 0, needed, self._chunk, 0, place, 0, 0
+            _pack_room(row, 0, -1, 0, needed, self._chunk, 0, place, 0, 0)
             claim = Claim(1)
             claim.slots = row[:1]  # a view: the operation writes into it
             self._thread = threading.get_ident()
             self._open.append(claim)
             return -(-max(needed, size) // size)
-        row[:] = self._slot, self._held, needed, self._chunk, data_address(self._run), place, 0, 0
+        run = data_address(self._run)
+        _pack_room(row, 0, self._slot, self._held, needed, self._chunk, run, place, 0, 0)
         most = max(needed, min(2 * self._held, self._chunk))
         self._held = 0
         return -(-most // size) - len(self._ids)
@@ -398,12 +401,12 @@ class Writer:
         if claim.generations is None:
             claim.generations = row[ROOM_GENERATION : ROOM_GENERATION + 1]
         more = -(-held // self._block_steps) - len(self._ids)
-        self._ids = [*self._ids, *ids[place : place + more].tolist()]
+        self._ids = np.concatenate((self._ids, ids[place : place + more]))
         self._held = held
 
     def _show_block(self, block: int) -> None:
         for column in self._columns:
-            column.show_block(self._ids[block])
+            column.show_block(int(self._ids[block]))
         self._here = block
 
     def _too_long(self, steps: int) -> SchemaError:
@@ -414,11 +417,11 @@ class Writer:
 
     # ---------------------------------------------------------------- for callers that write into the blocks
 
-    def reserve(self, count: int = 1) -> tuple[list[int], int, int]:
+    def reserve(self, count: int = 1) -> tuple[Array, int, int]:
         """Make room for the next steps, which the caller writes into their blocks itself and then counts by `written`.
 
         Returns:
-            Blocks of the open trajectory; the next step; end of the steps that may be written before `written`.
+            Blocks of the open trajectory, int32; the next step; end of the steps that may be written before `written`.
 
         Raises:
             As `append`.
@@ -588,7 +591,7 @@ class Writer:
         """Copy steps of the open trajectory: one array uint8 [count, step_bytes] per column."""
         blocks = np.arange(first, first + count) // self._block_steps
         inside = np.arange(first, first + count) % self._block_steps
-        ids = np.array(self._ids, dtype=np.int64)[blocks]
+        ids = self._ids[blocks]
         return [np.ascontiguousarray(column.data[ids, inside]) for column in self._columns]
 
     def discard(self) -> None:
@@ -604,7 +607,7 @@ class Writer:
 
     def _forget(self) -> None:
         self._open.clear()
-        self._ids, self._held, self._steps, self._fresh, self._here = [], 0, 0, 0, -1
+        self._ids, self._held, self._steps, self._fresh, self._here = _NO_BLOCKS, 0, 0, 0, -1
         self._run[:] = 0
         self._last_chunk = None
 
