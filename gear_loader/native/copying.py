@@ -472,8 +472,8 @@ def append_rows(request):  # type: ignore[no-untyped-def]
             ends of their blocks; columns, rows and places.
 
     Returns:
-        Number of environments that are done, or have reached an end that is looked at; -1, having written nothing, if an
-        active one had reached it before.
+        Number of environments that are done, or have reached an end that is looked at; -1, having written nothing, if
+        an active one had reached it before.
     """
     count, width, block_steps = request[VECTOR_COUNT], request[VECTOR_COLUMNS], request[VECTOR_BLOCK_STEPS]
     rows = VECTOR_HEAD + 4 * width

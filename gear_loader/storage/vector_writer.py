@@ -102,7 +102,9 @@ class VectorWriter:
         self._bytes = self._request.data
         self._pack_masks = struct.Struct("=2q").pack_into
         self._pack_rows = struct.Struct(f"={width}q").pack_into
+        self._pack_place = struct.Struct(f"={VECTOR_WIDTH}q").pack_into
         self._rows_at = 8 * rows
+        self._places_at = 8 * (rows + width)
         self._what = f"the rows (T = {count}, one for each environment)"
         once = {
             name: dataclasses.replace(column, per="step")
@@ -344,7 +346,8 @@ class VectorWriter:
         reserve_together([self._writers[i] for i in which], 1)
         for i in which:
             self._blocks[i], step, end = self._writers[i].reserve()
-            places[i] = data_address(self._blocks[i]), step, end, step
+            address = data_address(self._blocks[i])
+            self._pack_place(self._bytes, self._places_at + 8 * VECTOR_WIDTH * i, address, step, end, step)
 
     def _count(self, i: int) -> tuple[int, ...]:
         """Tell an environment's writer of the steps written since the last time; return chunks that it has cut."""
