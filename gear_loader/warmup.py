@@ -16,6 +16,7 @@ from gear_loader.distributed.shards import Shards
 from gear_loader.native import compile as native
 from gear_loader.native import copying
 from gear_loader.selection.selectors import Fifo, Lifo, Prioritized, Selector, TopK, Uniform
+from gear_loader.storage.limiters import MinSize
 from gear_loader.storage.schema import Column, Window
 from gear_loader.storage.table import Table
 
@@ -92,9 +93,16 @@ def _writing() -> None:
                 writer.commit()
                 writer.append(_steps(2))
                 writer.discard()
-        with table.writers(2) as writers:
-            for done in (False, True):
-                writers.append(_steps(2), done=[done, done])
+        for options in ({}, {"commit_every_step": True}):
+            with table.writers(2, **options) as writers:
+                for done in (False, False, True):
+                    writers.append(_steps(2), done=[done, done])
+    # With a rate limiter, writers take their room one by one.
+    with _table(on_full="evict_oldest", rate_limiter=MinSize(1)) as table:
+        for _ in range(3):
+            with table.writer() as writer:
+                for _ in range(30):
+                    writer.append(observation=np.zeros(3, dtype=np.float32), reward=0.0)
 
 
 def _draw(table: Table | Shards, selector: Selector, **options: Any) -> None:

@@ -26,7 +26,7 @@ from gear_loader.errors import (
 )
 from gear_loader.kernels.plan import PlacePlan
 from gear_loader.native import copying, threads
-from gear_loader.native.sum_tree import READY
+from gear_loader.storage.operations import READY
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.schema import Window
 from gear_loader.storage.table import Table

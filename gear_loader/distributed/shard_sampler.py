@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 
 from gear_loader.distributed.records import SUMMARY, record_dtype
-from gear_loader.native.sum_tree import READY
 from gear_loader.selection.base import REDRAWN, SelectionContext
 from gear_loader.selection.prioritized import ANCHORS, LEAVES, PrioritizedSelection, checked_weights, draw_key
 from gear_loader.selection.selectors import Draw, Fifo, Prioritized, TopK, anchors
 from gear_loader.selection.snapshot_selection import SnapshotSelection
 from gear_loader.selection.tree import uniforms
 from gear_loader.selection.updates import PriorityUpdates
+from gear_loader.storage.operations import READY
 from gear_loader.storage.reader import Changes, Snapshot
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.table import Table

@@ -50,11 +50,13 @@ __all__ = [
     "VECTOR_DONE",
     "VECTOR_END",
     "VECTOR_HEAD",
+    "VECTOR_LOOKS",
     "VECTOR_NEXT",
     "VECTOR_WIDTH",
     "append",
     "append_rows",
     "copy_pieces",
+    "copy_row",
     "finish",
     "gather",
     "gather_batch",
@@ -438,10 +440,26 @@ def copy_pieces(targets, sources, counts, apart, every, size) -> None:  # type: 
 
 # Request to `append_rows`, int64: this head, the columns as for `append` [C, 4], the address of the rows of each column
 # [C], and the places [n, VECTOR_WIDTH].
-VECTOR_COUNT, VECTOR_COLUMNS, VECTOR_BLOCK_STEPS, VECTOR_ACTIVE, VECTOR_DONE, VECTOR_HEAD = range(6)
+VECTOR_COUNT, VECTOR_COLUMNS, VECTOR_BLOCK_STEPS, VECTOR_ACTIVE, VECTOR_DONE, VECTOR_LOOKS, VECTOR_HEAD = (
+    range(7)
+)
 # Places of an environment: address of the blocks of its trajectory, int32; its next step; end of the steps that may be
 # written; the step up to which its writer has counted.
 VECTOR_BLOCKS, VECTOR_NEXT, VECTOR_END, VECTOR_COUNTED, VECTOR_WIDTH = range(5)
+
+
+@njit(inline="always")  # type: ignore[untyped-decorator]
+def copy_row(columns, block, inside, addresses, row) -> None:  # type: ignore[no-untyped-def]
+    """Copy one step of each column into a block.
+
+    Args:
+        columns: int64 [C, 4], as for `append`. block, inside: the block, and the step within it.
+        addresses: int64 [C], address of contiguous steps of each column. row: which of them.
+    """
+    for c in range(columns.shape[0]):
+        step_bytes = columns[c, 2]
+        target = columns[c, 0] + block * columns[c, 1] + inside * columns[c, 3]
+        _copy(target, addresses[c] + row * step_bytes, step_bytes)
 
 
 @compiled
@@ -450,17 +468,19 @@ def append_rows(request):  # type: ignore[no-untyped-def]
 
     Args:
         request: int64, as described above: number of environments and of columns; steps of a block; addresses of the
-            masks `active` and `done`, bool [n], or 0 (all are active, none is done); columns, rows and places.
+            masks `active` and `done`, bool [n], or 0 (all are active, none is done); whether the writers look at the
+            ends of their blocks; columns, rows and places.
 
     Returns:
-        Number of environments that are done or have reached their end; -1, having written nothing, if an active one
-        had reached it before.
+        Number of environments that are done, or have reached an end that is looked at; -1, having written nothing, if
+        an active one had reached it before.
     """
     count, width, block_steps = request[VECTOR_COUNT], request[VECTOR_COLUMNS], request[VECTOR_BLOCK_STEPS]
     rows = VECTOR_HEAD + 4 * width
     columns = request[VECTOR_HEAD:rows].reshape((width, 4))
     places = request[rows + width : rows + width + count * VECTOR_WIDTH].reshape((count, VECTOR_WIDTH))
     every, none = request[VECTOR_ACTIVE] == 0, request[VECTOR_DONE] == 0
+    looks = request[VECTOR_LOOKS] != 0
     # An unused mask is never read: any valid address will do.
     spare = request.ctypes.data
     active = carray(pointer(spare if every else request[VECTOR_ACTIVE]), (count,), np.uint8)
@@ -476,12 +496,9 @@ def append_rows(request):  # type: ignore[no-untyped-def]
         block = step // block_steps
         inside = step - block * block_steps
         number = int64(carray(pointer(places[i, VECTOR_BLOCKS]), (block + 1,), np.int32)[block])
-        for c in range(width):
-            step_bytes = columns[c, 2]
-            target = columns[c, 0] + number * columns[c, 1] + inside * columns[c, 3]
-            _copy(target, request[rows + c] + i * step_bytes, step_bytes)
+        copy_row(columns, number, inside, request[rows : rows + width], i)
         places[i, VECTOR_NEXT] = step + 1
-        due += (not none and done[i] != 0) or step + 1 == places[i, VECTOR_END]
+        due += (not none and done[i] != 0) or (looks and step + 1 == places[i, VECTOR_END])
     return due
 
 

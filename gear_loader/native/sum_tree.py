@@ -34,17 +34,16 @@ __all__ = [
     "draw_distinct",
     "draw_rows",
     "importance",
-    "known_rows",
+    "prefetch",
     "uniforms",
     "update",
     "weigh",
+    "weighed",
 ]
-
-READY = 2  # as in `gear_loader.storage.operations`
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _prefetch(_context: Any, _address: Any) -> Any:
+def prefetch(_context: Any, _address: Any) -> Any:
     """Prefetch the cache line at an address."""
 
     def codegen(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -130,12 +129,12 @@ def _descend(leaves, sums, offsets, us, nodes, rest, partial) -> None:  # type: 
             left = sums[offset + nodes[i] * _TWO]
             # Rounding may leave a rest as large as the right sum, even if that is 0.
             right = (rest[i] >= left) & (sums[offset + nodes[i] * _TWO + _ONE] > 0)
-            rest[i] -= left if right else 0.0
+            rest[i] -= left * np.float64(right)  # a branch would be predicted wrongly every other time
             nodes[i] = nodes[i] * _TWO + uint64(right)
     base = uint64(leaves.ctypes.data)
     for i in range(count):
-        _prefetch(base + nodes[i] * uint64(128))
-        _prefetch(base + nodes[i] * uint64(128) + uint64(64))
+        prefetch(base + nodes[i] * uint64(128))
+        prefetch(base + nodes[i] * uint64(128) + uint64(64))
     for begin in range(0, count, _ROWS):  # the partial sums of this many rows fit into the L1 cache
         rows = min(_ROWS, count - begin)
         for i in range(rows):
@@ -168,11 +167,11 @@ def _in_block(leaves, block, rest, partial, own):  # type: ignore[no-untyped-def
         width = _ONE << uint64(bit)
         left = partial[own + width * _TWO + place]
         right = (rest >= left) & (partial[own + width * _TWO + place + width] > 0)
-        rest -= left if right else 0.0
-        place += width if right else uint64(0)
+        rest -= left * np.float64(right)
+        place += width * uint64(right)
     item = block * _BLOCK + place
     right = (rest >= np.float64(leaves[item])) & (leaves[item + uint64(16)] > 0)
-    return item + (uint64(16) if right else uint64(0))
+    return item + uint64(16) * uint64(right)
 
 
 @compiled
@@ -248,19 +247,30 @@ def draw_rows(  # type: ignore[no-untyped-def]
     count = len(items)
     if block_steps == 0 and anchor == 0:
         _uniforms(anchor_key, step, 1, 0, us[:, :count], words)
+    # What the rows need is fetched into the cache for all of them before it is read.
+    if block_steps > 0:
+        for i in range(count):
+            names[3, i] = block = items[i] // block_steps
+            prefetch(uint64(owner.ctypes.data) + uint64(block) * uint64(4))
+            prefetch(uint64(number.ctypes.data) + uint64(block) * uint64(4))
+        for i in range(count):
+            block = names[3, i]
+            names[1, i] = int64(number[block]) * block_steps + (items[i] - block * block_steps)
+            names[0, i] = int64(owner[block])
     for i in range(count):
-        item = items[i]
-        if block_steps > 0:
-            block = item // block_steps
-            slot = int64(owner[block])
-            at = int64(number[block]) * block_steps + (item - block * block_steps)
-        else:
-            slot, at, length = item, int64(0), extent[item, 0]
+        slot = uint64(names[0, i])
+        prefetch(uint64(extent.ctypes.data) + slot * uint64(24))
+        prefetch(uint64(generation.ctypes.data) + slot * uint64(8))
+        prefetch(uint64(sequence.ctypes.data) + slot * uint64(8))
+    for i in range(count):
+        slot = names[0, i]
+        if block_steps == 0:
+            length, at = extent[slot, 0], int64(0)
             if anchor == 0:
                 at = min(int64(us[0, i] * np.float64(length)), length - 1)
             elif anchor == 2:
                 at = length - 1
-        names[0, i], names[1, i] = slot, at
+            names[1, i] = at
         names[2, i], names[3, i] = generation[slot], sequence[slot]
     return True
 
@@ -344,8 +354,8 @@ def update(  # type: ignore[no-untyped-def]
     base = uint64(leaves.ctypes.data)
     for i in range(count):
         nodes[i] = uint64(items[i]) >> uint64(5)
-        _prefetch(base + nodes[i] * uint64(128))
-        _prefetch(base + nodes[i] * uint64(128) + uint64(64))
+        prefetch(base + nodes[i] * uint64(128))
+        prefetch(base + nodes[i] * uint64(128) + uint64(64))
     for i in range(count):
         leaves[uint64(items[i])] = values[i]
     _refresh(leaves, sums, mins, maxs, offsets, wide_offsets, num_blocks, nodes, False)
@@ -413,53 +423,23 @@ def draw_distinct(  # type: ignore[no-untyped-def]
     return filled
 
 
-# ------------------------------------------------------------ rows
-
-
-@compiled
-def known_rows(  # type: ignore[no-untyped-def]
-    slots, wanted, priorities, weights, state, generation, sequence, next_sequence, items, leaves
-):
-    """Select the rows of a priority update whose trajectories are live.
-
-    Args:
-        slots: int64 [n]. wanted: int64 [n], expected generations, or int64 [0] for any.
-        priorities, weights: float32 [n].
-        state, generation, sequence: index arrays. next_sequence: bound of the known sequence numbers, for any
-            generation.
-        items: int64 [n], leaves: float32 [n], output: the first entries are filled.
-
-    Returns:
-        Number of selected rows; the largest of their priorities, or 0.
-    """
-    count, largest = 0, np.float32(0)
-    for i in range(len(slots)):
-        slot = slots[i]
-        if slot < 0 or slot >= len(state) or state[slot] != READY:
-            continue
-        if len(wanted):
-            if generation[slot] != wanted[i]:
-                continue
-        elif sequence[slot] >= next_sequence:
-            continue
-        items[count], leaves[count] = slot, weights[i]
-        largest = max(largest, priorities[i])
-        count += 1
-    return count, largest
-
-
 # ------------------------------------------------------------ values
+
+
+@njit(inline="always")
+def weighed(value, alpha, eps):  # type: ignore[no-untyped-def]
+    """``(value + eps) ** alpha``, computed in float64, 0 only for 0."""
+    value = np.float64(value) + eps
+    if value > 0:
+        return max(value if alpha == 1.0 else value**alpha, LOWEST_LEAF)
+    return value
 
 
 @compiled
 def weigh(values, alpha, eps, out) -> None:  # type: ignore[no-untyped-def]
-    """``(values + eps) ** alpha`` of float32 [n] into float64 [n], 0 only for 0."""
+    """Weigh float32 [n] into float64 [n]; see `weighed`."""
     for i in range(len(values)):
-        value = np.float64(values[i]) + eps
-        if value > 0:
-            out[i] = max(value if alpha == 1.0 else value**alpha, LOWEST_LEAF)
-        else:
-            out[i] = value
+        out[i] = weighed(values[i], alpha, eps)
 
 
 @compiled

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gear_loader.kernels.sum_tree import GONE, UNSET
+from gear_loader.native.priority_updates import step_items
 from gear_loader.selection.complete import CompleteAnchors
 from gear_loader.storage.index_arrays import ranges
 from gear_loader.storage.reader import Changes
@@ -290,25 +291,26 @@ class ItemMap:
         return self.owner[blocks].astype(np.int64), steps
 
     def items(self, slots: Array, steps: Array, extent: Array, block_ids: Array) -> Array:
-        """Items of steps (int64 [n]) of live slots (int64 [n]); -1 for a step unknown to the map.
+        """Items of steps (int64 [n]) of live slots (int64 [n]); -1 for a slot or step unknown to the map.
 
         The index may change meanwhile, and a slot be another trajectory's: a block counts only if the map knows it.
         """
         if not self.steps:
             return slots
-        starts = extent[slots, 1]
-        inside = (steps >= self._first_step) & (steps < self.length[slots])
-        number = np.where(inside, steps // self.block_steps, 0)
-        places = np.clip(starts + number, 0, len(block_ids) - 1)
-        blocks = np.clip(block_ids[places].astype(np.int64), 0, len(self.owner) - 1)
-        known = inside & (self.owner[blocks] == slots) & (self.number[blocks] == number)
-        if self._others:
-            for row in np.flatnonzero(inside & ~known).tolist():
-                shares = self._others.get(int(blocks[row]), [])
-                known[row] = any((s.slot, s.number) == (slots[row], number[row]) for s in shares)
-        at = steps % self.block_steps
-        known &= (at >= self.inside[blocks, 0]) & (at < self.inside[blocks, 1])
-        return np.where(known, blocks * self.block_steps + at, -1)
+        items: Array = np.empty(len(slots), dtype=np.int64)
+        known = (self.length, self.owner, self.number, self.inside)
+        sizes = self.block_steps, self._first_step, bool(self._others)
+        if step_items(slots, steps, extent, block_ids, *sizes, *known, items):
+            for row in np.flatnonzero(items < -1).tolist():
+                items[row] = self._shared_item(-2 - int(items[row]), int(slots[row]), int(steps[row]))
+        return items
+
+    def _shared_item(self, block: int, slot: int, step: int) -> int:
+        """Item of a trajectory's step in a block that another one owns; -1 if the trajectory does not share it."""
+        number, at = divmod(step, self.block_steps)
+        first, end = self.inside[block].tolist()
+        shares = any((share.slot, share.number) == (slot, number) for share in self._others.get(block, ()))
+        return block * self.block_steps + at if shares and first <= at < end else -1
 
     def all_items(self, slots: Array, extent: Array, block_ids: Array) -> Array:
         """Items of these slots, concatenated."""

@@ -13,7 +13,8 @@ import torch
 
 from gear_loader.errors import GearError, PriorityError, SchemaError, StaleIndexError, TableEmptyError
 from gear_loader.kernels.sum_tree import GONE, LOWEST_LEAF
-from gear_loader.native import sum_tree
+from gear_loader.native import priority_updates
+from gear_loader.native.priority_updates import known_items, leaves_of, live_items
 from gear_loader.selection.base import ANCHOR_KINDS, REDRAWN, Selection, SelectionContext
 from gear_loader.selection.item_map import ItemMap, Leaves
 from gear_loader.selection.random import key
@@ -45,8 +46,9 @@ __all__ = [
 ]
 
 _NO_BLOCKS: Array = np.empty(0, dtype=np.int32)
+_ANY: Array = np.empty(0, dtype=np.int64)  # generations of rows that may have any
 LEAVES, ANCHORS = 3, 4  # streams of random numbers, after those of `gear_loader.selection.selectors`
-assert sum_tree.READY == READY
+assert priority_updates.READY == READY
 _LARGEST = float(np.finfo(np.float32).max)
 _MAX_SAMPLE = 1 << 18  # most leaves read for statistics
 SHARE = 2.0**-10
@@ -125,6 +127,8 @@ class PrioritizedSelection(Selection):
             and (context.complete is None or self._map.steps)
         )
         steps, places = self._map.steps, self._map
+        # Whether trajectories that the map knows are never drawn: it holds no steps that are no complete anchor.
+        self._chooses = context.subset is not None or (context.complete is not None and not steps)
         # For the compiled loops: steps of a block, and where its steps belong; 0 if an item is a trajectory.
         self._places: tuple[int, Array, Array] = (
             (places.block_steps, places.owner, places.number) if steps else (0, _NO_BLOCKS, _NO_BLOCKS)
@@ -451,54 +455,31 @@ class PrioritizedSelection(Selection):
             )
 
     def _update(self, request: PriorityUpdates, weighed: Array) -> None:
-        """Set priorities; skip and count stale rows."""
+        """Set priorities (`weighed`: their leaves, float32 [n], overwritten); skip and count stale rows."""
         with self._mutex:
             self._keep_up()  # so that it can update trajectories added before this call
-            items, leaves, largest = self._known_rows(request, weighed)
-            self._num_stale += len(request.slots) - len(items)
+            items = self._items(request)
+            count, largest = known_items(items, request.priorities, weighed)
+            self._num_stale += len(items) - count
             self._maximum = max(self._maximum, largest)
-            self._tree.update(items, leaves)
+            self._tree.update(items[:count], weighed[:count])
             if not self._map.steps and self.context.table.rules.on_full == "evict_lowest_priority":
                 generations = request.generations
                 if generations is None:
                     generations = np.full(len(request.slots), -1)
                 self.context.table.reader().set_priorities(request.slots, generations, request.priorities)
 
-    def _known_rows(self, request: PriorityUpdates, weighed: Array) -> tuple[Array, Array, float]:
-        """Items and leaves of the rows that are not stale, and the largest of their priorities."""
-        if self._map.steps or self.context.filters:
-            items = self._items(request)
-            known = items >= 0
-            return items[known], weighed[known], float(request.priorities[known].max(initial=0))
-        wanted = request.slots[:0] if request.generations is None else request.generations
-        items, leaves = np.empty_like(request.slots), np.empty_like(weighed)
-        count, largest = sum_tree.known_rows(
-            request.slots,
-            wanted,
-            request.priorities,
-            weighed,
-            *self.context.table.reader().slot_states(),
-            self._map.next_sequence,
-            items,
-            leaves,
-        )
-        return items[:count], leaves[:count], float(largest)
-
     def _items(self, request: PriorityUpdates) -> Array:
         """Items of a request, int64 [n]; -1 for a stale row."""
-        table, slots = self.context.table, request.slots
-        state, generation, sequence = table.reader().slot_states()
-        inside = (slots >= 0) & (slots < len(state))
-        slots = np.where(inside, slots, 0)
-        known = inside & (state[slots] == READY)
-        if request.generations is not None:  # of drawn trajectories, which are known
-            known &= generation[slots] == request.generations
-        else:
-            known &= sequence[slots] < self._map.next_sequence
-        if self.context.filters:
-            known &= self.context.chosen(slots)
-        items = self._map.items(slots, request.steps, *table.reader().index_arrays())
-        return np.where(known, items, -1)
+        slots, reader = request.slots, self.context.table.reader()
+        items = self._map.items(slots, request.steps, *reader.index_arrays())
+        wanted = _ANY if request.generations is None else request.generations
+        live: Array = np.empty_like(slots)
+        # Drawn trajectories, whose generations are known, are known to the map.
+        live_items(items, slots, wanted, *reader.slot_states(), self._map.next_sequence, live)
+        if self._chooses and len(known := np.flatnonzero(live >= 0)):
+            live[known[~self.context.chosen(slots[known])]] = -1
+        return live
 
     def quantiles(self, shares: Array) -> Array:
         """Quantiles (float64 [n]) of the positive priorities, or of a sample if they are many."""
@@ -654,15 +635,14 @@ def checked_weights(selector: Selector, priorities: Array) -> Array:
     Raises:
         PriorityError: a leaf exceeds float32's range.
     """
-    weighed = weigh(priorities, *exponent(selector))
-    bad = np.flatnonzero(weighed > _LARGEST)
-    if len(bad):
+    leaves: Array = np.empty(len(priorities), dtype=np.float32)
+    bad = leaves_of(priorities, *exponent(selector), leaves)
+    if bad >= 0:
         raise PriorityError(
-            f"priority[{bad[0]}] is {priorities[bad[0]]}, which {selector!r} raises beyond float32's "
+            f"priority[{bad}] is {priorities[bad]}, which {selector!r} raises beyond float32's "
             "range; expected a smaller one, or use a smaller alpha. Nothing was changed."
         )
-    narrow: Array = weighed.astype(np.float32)
-    return narrow
+    return leaves
 
 
 def draw_key(draw: Draw, stream: int) -> int:

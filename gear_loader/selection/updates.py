@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import torch
 
 from gear_loader.errors import PriorityError, SchemaError
-from gear_loader.utils.arrays import Array, as_array, narrowed, shown
+from gear_loader.native.priority_updates import take
+from gear_loader.utils.arrays import Array, address_of, as_array, data_address, narrowed, shown
 
 __all__ = ["PriorityUpdates", "check_names", "request"]
 
 
-@dataclasses.dataclass(frozen=True)
-class PriorityUpdates:
+class PriorityUpdates(NamedTuple):
     """A validated priority update.
 
     Attributes:
@@ -41,6 +41,12 @@ def request(
         PriorityError: a priority that is NaN, infinite (as float32) or negative; the message names the first.
         SchemaError: another shape or dtype, or `anchor` does not fit `unit`.
     """
+    taken = _take(index, priority, generation, anchor) if (anchor is None) == (unit == "trajectory") else None
+    if taken is not None:
+        rows, narrow, bad = taken
+        if bad >= 0:
+            raise _invalid(bad, narrow[bad])
+        return PriorityUpdates(rows[0], rows[1], None if generation is None else rows[2], narrow)
     slots = _array("index", index, "iu")
     count = len(slots)
     values = _array("priority", priority, "fiub", count)
@@ -51,11 +57,56 @@ def request(
     steps = np.zeros(count, dtype=np.int64) if anchor is None else _array("anchor", anchor, "iu", count)
     narrow, bad = narrowed(values)
     if bad >= 0:
-        raise PriorityError(
-            f"priority[{bad}] is {values[bad]}; expected a finite number (as float32) that is not negative. "
-            "Nothing was changed."
-        )
+        raise _invalid(bad, values[bad])
     return PriorityUpdates(_int64(slots), _int64(steps), generations, np.array(narrow))
+
+
+def _invalid(row: int, value: Any) -> PriorityError:
+    return PriorityError(
+        f"priority[{row}] is {value}; expected a finite number (as float32) that is not negative. "
+        "Nothing was changed."
+    )
+
+
+_INT64, _FLOAT32 = np.dtype(np.int64), np.dtype(np.float32)
+
+
+def _take(index: Any, priority: Any, generation: Any, anchor: Any) -> tuple[Array, Array, int] | None:
+    """Copy an update of contiguous host memory and look for an invalid priority, in one compiled call.
+
+    Returns:
+        Slots, steps and generations as int64 [3, n], priorities as float32 [n], and the first invalid one or -1; None
+        if the arguments need the full validation.
+    """
+    if type(priority) not in (torch.Tensor, np.ndarray) or priority.ndim != 1 or not len(priority):
+        return None
+    count = len(priority)
+    slots = _address(index, count, torch.int64, _INT64)
+    steps = 0 if anchor is None else _address(anchor, count, torch.int64, _INT64)
+    generations = 0 if generation is None else _address(generation, count, torch.int64, _INT64)
+    values = _address(priority, count, torch.float32, _FLOAT32)
+    if slots < 0 or steps < 0 or generations < 0 or values < 0:
+        return None
+    rows, priorities = np.empty((3, count), dtype=np.int64), np.empty(count, dtype=np.float32)
+    return rows, priorities, take(slots, steps, generations, values, rows, priorities)
+
+
+def _address(value: Any, count: int, dtype: torch.dtype, array_dtype: Any) -> int:
+    """Address of the elements of a contiguous array or CPU tensor [n] of this dtype; -1 for other values."""
+    if type(value) is torch.Tensor:
+        if (
+            value.dtype is not dtype
+            or value.layout is not torch.strided
+            or not value.is_cpu
+            or value.is_nested
+        ):
+            return -1
+        if value.shape != (count,) or not value.is_contiguous() or value.is_neg():
+            return -1
+        return address_of(value) or -1
+    if type(value) is not np.ndarray or value.dtype != array_dtype or value.shape != (count,):
+        return -1
+    return data_address(value) if value.flags.c_contiguous and value.flags.aligned else -1
 
 
 def _int64(values: Array) -> Array:

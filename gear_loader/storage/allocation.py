@@ -208,6 +208,11 @@ class Allocator:
                 mine.update(slots)
         return bool(mine) and mine.issuperset(np.flatnonzero(self.arrays.state == WRITING).tolist())
 
+    def look_for_dead_writers(self) -> None:
+        """`reclaim_writers` at most once a second, in a lock of its own."""
+        if self.arrays.counters[NUM_WRITING] and time.monotonic() >= self._writers_checked + 1.0:
+            self._recovery.locked(functools.partial(self.reclaim_writers, every=1.0))
+
     def reclaim_writers(self, *, every: float) -> bool:
         """Abort the slots of dead writers, checking at most once in `every` seconds; return whether any were found."""
         index = self.arrays

@@ -451,6 +451,24 @@ class Index:
         self.allocator.obtain((0, blocks, more), attempt, evict=evict, wait=wait, last=slot)
         return not gone
 
+    def add_rows(
+        self, columns: Array, addresses: Array, grown: Array, chosen: Array, *, longest: int, evict: int
+    ) -> int:
+        """Add one step to each of several trajectories that are visible already, under one lock.
+
+        Args:
+            columns, addresses, grown, chosen, longest: as for `operations.add_rows`. evict: as for `begin`.
+
+        Returns:
+            How many have got it; `add_steps` must be used for the next one, or it does not grow.
+        """
+        if self.admission.max_age is not None:
+            return 0
+        arrays = self.arrays
+        given = (arrays.where, columns, addresses, grown, chosen, longest, int(evict))
+        added: int = self.recovery.lock.run(arrays.ops.add_rows, *given)
+        return added
+
     def finish(self, slot: int, length: int, priority: float, *, final: bool = False) -> None:
         """Commit a slot that holds `length` steps and free its unused blocks.
 
@@ -468,6 +486,40 @@ class Index:
                 self.arrays.where, slots, length, final, priorities, time.monotonic_ns()
             ),
         )
+
+    # ---------------------------------------------------------------- several writers at once
+
+    @property
+    def changes_rows(self) -> bool:
+        """Whether `reserve_rows` and `finish_rows` may be used: no rule asks more of a commit than an allocation."""
+        return self.arrays.stores_at_once and self.admission.max_age is None
+
+    def reserve_rows(self, rows: Array, ids: Array, *, evict: int) -> int:
+        """`begin` or `grow` for each of several writers in order, under one lock, where no wait is needed.
+
+        Args:
+            rows: int64 [n, ROOM_WIDTH], ids: int32; see `operations.reserve_rows`. evict: as for `begin`.
+
+        Returns:
+            How many have got their room; for the next one `begin` or `grow` must be used.
+        """
+        self.allocator.look_for_dead_writers()
+        ops, where, here = self.arrays.ops, self.arrays.where, self.readers.here()
+        done: int = self.recovery.lock.run(ops.reserve_rows, where, rows, ids, int(evict), *here)
+        return done
+
+    def finish_rows(self, rows: Array) -> bool:
+        """`finish` for each of several slots in order, under one lock.
+
+        Args:
+            rows: int64 [n, FINISH_WIDTH], see `operations.FINISH_SLOT`.
+
+        Returns:
+            False, having done nothing, if `finish` must be used.
+        """
+        ops, where = self.arrays.ops, self.arrays.where
+        done: bool = self.recovery.lock.run(ops.finish_rows, where, rows, time.monotonic_ns())
+        return done
 
     def roll(
         self,

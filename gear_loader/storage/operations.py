@@ -25,13 +25,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import carray, int64, njit, types
 from numba.extending import intrinsic, overload, register_jitable
 
 from gear_loader.kernels.sum_tree import UNSET as UNSET
 from gear_loader.native.compile import compiled
 from gear_loader.native.copying import append as append_steps
-from gear_loader.native.copying import pointer, scatter
+from gear_loader.native.copying import copy_row, pointer, scatter
 from gear_loader.storage.counters import (
     COMMITTING,
     DIGEST,
@@ -91,6 +91,26 @@ UNREADY, TIGHT = 6, 7
 operations with `evict` None, that they need `make_room`."""
 GONE = 8
 """Additional result of `lengthen`: the trajectory was evicted or removed."""
+# A growing trajectory, int64: slot, generation, steps (0: none grows), and the state of `lengthen`.
+GROWN_SLOT, GROWN_GENERATION, GROWN_STEPS, GROWN_RUN, _GROWN_RUN_1, GROWN_WIDTH = range(6)
+# A row of `reserve_rows`, int64: slot of the writer, or -1 for one that begins (output); steps that it holds (output
+# too); steps that it needs, and the most that it may hold; address of `run` of `grow`; place of its new blocks in
+# `ids`; result (output); generation of a new slot (output).
+(
+    ROOM_SLOT,
+    ROOM_HELD,
+    ROOM_NEEDED,
+    ROOM_MOST,
+    ROOM_RUN,
+    ROOM_PLACE,
+    ROOM_ANSWER,
+    ROOM_GENERATION,
+    ROOM_WIDTH,
+) = range(9)
+GENEROUS = 8
+"""A writer allocates at most one eighth of the free steps in advance."""
+# A row of `finish_rows`, int64: slot, steps, whether the last one is the final step, and the bits of the priority.
+FINISH_SLOT, FINISH_LENGTH, FINISH_FINAL, FINISH_PRIORITY, FINISH_WIDTH = range(5)
 # Head of a request to `store`, int64; followed by lengths [n], slots [n] (output), priorities [n] (float64) and
 # addresses [n, C].
 REQUEST_COUNT, REQUEST_AT_ONCE, REQUEST_NOW, REQUEST_EVICT, REQUEST_PID, REQUEST_START, REQUEST_HEAD = range(
@@ -1093,8 +1113,112 @@ def _add_steps(p, slot, generation, more, final, evict, run, columns, addresses)
 
 
 @compiled
+def _add_rows(p, columns, addresses, grown, chosen, longest, evict):  # type: ignore[no-untyped-def]
+    """`lengthen`, copy and `publish_steps` for one step of each of several trajectories, in order.
+
+    Args:
+        columns, addresses: as for `copy_row`; the row is the number in `chosen`.
+        grown: int64 [n, GROWN_WIDTH], the trajectories; their steps are counted.
+        chosen: int64 [m], which of them. longest: most steps of a trajectory. evict: as for `make_room`.
+
+    Returns:
+        How many have got their step; the next one does not grow, or needs the general path.
+    """
+    v = _view(p)
+    if v.counters[DIRTY] != 0 or v.counters[INITIALIZED] == 0:
+        return 0
+    for j in range(len(chosen)):
+        i = chosen[j]
+        if grown[i, GROWN_STEPS] == 0 or grown[i, GROWN_STEPS] >= longest:
+            return j
+        slot, run = grown[i, GROWN_SLOT], grown[i, GROWN_RUN:]
+        if lengthen(v, slot, grown[i, GROWN_GENERATION], 1, 0, evict, run) != DONE:
+            return j
+        step = v.extent[slot, 0]
+        place = step // v.block_steps
+        block = int64(v.block_ids[v.extent[slot, 1] + place])
+        require(block >= 0 and block < v.num_blocks)
+        # Its machine code is linked into the cached code of this file: a change of it needs a change here.
+        copy_row(columns, block, step - place * v.block_steps, addresses, i)
+        publish_steps(v, slot, 1, 0)
+        grown[i, GROWN_STEPS] += 1
+    return len(chosen)
+
+
+@compiled
 def _finish(p, slots, length, final, priorities, now):  # type: ignore[no-untyped-def]
     finish(_view(p), slots, length, final, priorities, now)
+
+
+@_operation  # type: ignore[untyped-decorator]
+def reserve_rows(v: Any, rows: Any, ids: Any, evict: Any, pid: Any, process_start: Any) -> Any:
+    """`begin` or `grow` for each of several writers, in order, as `Writer` does for one.
+
+    Args:
+        rows: int64 [n, ROOM_WIDTH], see there. ids: int32, output: the new blocks of each.
+        evict, pid, process_start: as for `begin`.
+
+    Returns:
+        How many have got their room; ROOM_ANSWER of the next one says why not.
+    """
+    if v.counters[DIRTY] != 0 or v.counters[INITIALIZED] == 0:
+        rows[0, ROOM_ANSWER] = UNREADY
+        return 0
+    counters = v.counters
+    for i in range(len(rows)):
+        row = rows[i]
+        needed, taken = row[ROOM_NEEDED], ids[row[ROOM_PLACE] :]
+        free = v.max_steps - counters[NUM_STEPS] - counters[WRITING_STEPS]
+        free = max(min(free, counters[NUM_FREE_BLOCKS] * v.block_steps), 0)
+        if row[ROOM_SLOT] < 0:
+            first = min(max(needed, v.block_steps), row[ROOM_MOST])
+            row[ROOM_HELD] = first if first <= free else needed
+            lengths = row[ROOM_HELD : ROOM_HELD + 1]
+            slots = row[ROOM_SLOT : ROOM_SLOT + 1]
+            answer = begin(v, lengths, row[:0], evict, pid, process_start, slots, taken)
+            row[ROOM_GENERATION] = v.generation[row[ROOM_SLOT]] if answer == DONE else 0
+        else:
+            run = carray(pointer(row[ROOM_RUN]), (2,), np.int64)
+            before = row[ROOM_HELD]
+            full = blocks_of(v, needed) * v.block_steps
+            most = min(max(2 * before, needed), before + free // GENEROUS, row[ROOM_MOST])
+            answer = FULL
+            for turn in range(3):
+                row[ROOM_HELD] = max(most, full) if turn == 0 else (full if turn == 1 else needed)
+                if evict is None:  # decided when it is compiled
+                    answer = grow(v, row[ROOM_SLOT], row[ROOM_HELD], None, run, taken)
+                else:
+                    policy = REFUSE if turn == 0 else evict
+                    answer = grow(v, row[ROOM_SLOT], row[ROOM_HELD], policy, run, taken)
+                if answer in (DONE, FLIP):
+                    break
+        row[ROOM_ANSWER] = answer
+        if answer != DONE:
+            return i
+    return len(rows)
+
+
+@compiled
+def _reserve_rows_light(p, rows, ids, evict, pid, process_start):  # type: ignore[no-untyped-def]
+    return reserve_rows(_view(p), rows, ids, None, pid, process_start)
+
+
+@compiled
+def _reserve_rows(p, rows, ids, evict, pid, process_start):  # type: ignore[no-untyped-def]
+    return reserve_rows(_view(p), rows, ids, evict, pid, process_start)
+
+
+@compiled
+def _finish_rows(p, rows, now):  # type: ignore[no-untyped-def]
+    """`finish` for each of several slots, in order; see FINISH_SLOT. Returns False, having done nothing, if unready."""
+    v = _view(p)
+    if v.counters[DIRTY] != 0 or v.counters[INITIALIZED] == 0:
+        return False
+    for i in range(len(rows)):
+        row = rows[i]
+        slots, priorities = row[FINISH_SLOT : FINISH_SLOT + 1], row[FINISH_PRIORITY:].view(np.float64)
+        finish(v, slots, row[FINISH_LENGTH], row[FINISH_FINAL], priorities, now)
+    return True
 
 
 @compiled
@@ -1183,11 +1307,31 @@ def _on_demand(light: Any, full: Any) -> Any:
     return call
 
 
+def _rows_on_demand(light: Any, full: Any) -> Any:
+    """`_on_demand` for `reserve_rows`."""
+    needed = False
+
+    def call(p: Any, rows: Array, *given: Any) -> Any:
+        nonlocal needed
+        done = 0
+        if not needed:
+            done = light(p, rows, *given)
+            if done == len(rows) or rows[done, ROOM_ANSWER] != TIGHT:
+                return done
+            needed = True
+        return done + full(p, rows[done:], *given)
+
+    return call
+
+
 _ENTRIES = {operation.__name__: globals()[f"_{operation.__name__}"] for operation in _OPERATIONS} | {
     "begin": _on_demand(_begin_light, _begin),
     "grow": _on_demand(_grow_light, _grow),
     "store": _on_demand(_store_light, _store),
+    "add_rows": _add_rows,
+    "finish_rows": _finish_rows,
+    "reserve_rows": _rows_on_demand(_reserve_rows_light, _reserve_rows),
     "add_steps": _add_steps,
 }
 COMPILED = types_module.SimpleNamespace(**_ENTRIES)
-"""The compiled operations, and `store`; the first argument is the result of `places_of`."""
+"""The compiled operations, and those that exist only compiled; the first argument is the result of `places_of`."""

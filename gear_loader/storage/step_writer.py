@@ -10,6 +10,7 @@ import numpy as np
 
 from gear_loader.errors import SchemaError
 from gear_loader.storage.incoming import checked_final
+from gear_loader.storage.operations import GROWN_RUN, GROWN_SLOT, GROWN_STEPS, GROWN_WIDTH
 from gear_loader.storage.writer import Target, Writer
 from gear_loader.utils.arrays import Array, data_address
 
@@ -26,6 +27,7 @@ class StepWriter(Writer):
     If the trajectory is evicted or removed while it grows, the next step begins another one.
 
     Attributes:
+        grown: int64 [GROWN_WIDTH], the trajectory that grows; see `gear_loader.storage.operations`.
         priority: initial priority of the next trajectory and its steps; None for the selector's running maximum.
         trajectory: values of the columns per trajectory, ``{name: [*shape]}``, of the next trajectory; set them before
             its first step.
@@ -33,15 +35,14 @@ class StepWriter(Writer):
 
     def __init__(self, table: Target) -> None:
         super().__init__(table)
-        self._grown: tuple[int, int, int] | None = None  # slot, generation, and steps of the trajectory
-        self._reserved = np.zeros(2, dtype=np.int64)
+        self.grown: Array = np.zeros(GROWN_WIDTH, dtype=np.int64)
         # Where the columns put a step, as no block is shown; see `append`.
         self._spares = np.array([column.spare_address for column in self._columns], dtype=np.int64)
 
     @property
     def num_steps(self) -> int:
         """Steps of the trajectory that grows."""
-        return 0 if self._grown is None else self._grown[2]
+        return int(self.grown[GROWN_STEPS])
 
     def append(self, steps: Mapping[str, Any] | None = None, /, **columns: Any) -> tuple[int, ...]:
         """Append one step, or several, and make them visible.
@@ -81,16 +82,16 @@ class StepWriter(Writer):
         Raises:
             As `append`.
         """
-        slot, generation, length = self._grown or (0, 0, 0)
+        length = self.num_steps
         if length + count > self._table.longest:
             raise self._too_long(length + count)
         if length and self._add(addresses, count, final=False):
-            self._grown = slot, generation, length + count
-            return slot
+            self.grown[GROWN_STEPS] += count
+            return int(self.grown[GROWN_SLOT])
         return self._begin_trajectory(addresses, count)
 
     def _begin_trajectory(self, addresses: Sequence[int] | Array, count: int) -> int:
-        self._grown = None
+        self.grown[GROWN_STEPS] = 0
         self._checked_once(None)
         try:
             self._make_room(count)
@@ -103,14 +104,12 @@ class StepWriter(Writer):
         except BaseException:
             super().discard()
             raise
-        self._reserved[:] = 0
-        self._grown = slot, generation, count
+        self.grown[:] = slot, generation, count, 0, 0
         return slot
 
     def _add(self, addresses: Sequence[int] | Array, count: int, *, final: bool) -> bool:
         """Add steps to the trajectory; return False if it is gone."""
-        assert self._grown is not None
-        slot, generation, _ = self._grown
+        slot, generation, *_ = self.grown.tolist()
         evict, wait = self._table.policy
         return self._index.add_steps(
             slot,
@@ -118,7 +117,7 @@ class StepWriter(Writer):
             self._table.step_addresses(),
             np.asarray(addresses, dtype=np.int64),
             count,
-            self._reserved,
+            self.grown[GROWN_RUN:],
             final=final,
             evict=evict,
             wait=wait,
@@ -156,19 +155,18 @@ class StepWriter(Writer):
                 "trajectory was given to commit, but the trajectory is visible already; set writer.trajectory before "
                 "its first step."
             )
-        if self._grown is None:
+        if not self.num_steps:
             raise SchemaError("Nothing has been appended since the last commit; append at least one step.")
         if final is not None:
             last = checked_final(self._table.schema, final)
             self._add([data_address(row) for row in last.values()], 1, final=True)
-        slot = self._grown[0]
-        self._grown = None
-        return slot
+        self.grown[GROWN_STEPS] = 0
+        return int(self.grown[GROWN_SLOT])
 
     def discard(self) -> None:
         """End the trajectory as it is: its steps are visible already, and stay."""
         self._check_process()
-        self._grown = None
+        self.grown[GROWN_STEPS] = 0
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None

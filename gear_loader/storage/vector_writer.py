@@ -21,13 +21,21 @@ from gear_loader.native.copying import (
     VECTOR_COUNTED,
     VECTOR_END,
     VECTOR_HEAD,
+    VECTOR_LOOKS,
     VECTOR_NEXT,
     VECTOR_WIDTH,
 )
 from gear_loader.storage.incoming import checked_priorities
+from gear_loader.storage.operations import (
+    FINISH_PRIORITY,
+    FINISH_SLOT,
+    FINISH_WIDTH,
+    GROWN_WIDTH,
+    UNSET,
+)
 from gear_loader.storage.schema import NUMPY_DTYPES, Column, Schema, as_mapping, settled
 from gear_loader.storage.step_writer import StepWriter
-from gear_loader.storage.writer import Target, Writer, here
+from gear_loader.storage.writer import Target, Writer, here, reserve_together
 from gear_loader.utils.arrays import Array, address_of, as_array, data_address, shown
 from gear_loader.utils.checks import at_least
 
@@ -88,11 +96,15 @@ class VectorWriter:
         self._request[[VECTOR_COUNT, VECTOR_COLUMNS, VECTOR_BLOCK_STEPS]] = count, width, layout.block_steps
         self._request[VECTOR_HEAD:rows] = columns.reshape(-1)
         self._places = self._request[rows + width :].reshape(count, VECTOR_WIDTH)
-        self._blocks = [np.empty(0, dtype=np.int32)] * count  # hold the memory that the places name
+        self._blocks: list[Array] = [self._request] * count  # hold the memory that the places name
+        self._together = self._writers[0].commits_together
+        self._request[VECTOR_LOOKS] = not self._together
         self._bytes = self._request.data
         self._pack_masks = struct.Struct("=2q").pack_into
         self._pack_rows = struct.Struct(f"={width}q").pack_into
+        self._pack_place = struct.Struct(f"={VECTOR_WIDTH}q").pack_into
         self._rows_at = 8 * rows
+        self._places_at = 8 * (rows + width)
         self._what = f"the rows (T = {count}, one for each environment)"
         once = {
             name: dataclasses.replace(column, per="step")
@@ -104,7 +116,14 @@ class VectorWriter:
             (name, NUMPY_DTYPES.get(column.dtype), (count, *column.shape))
             for name, column in table.schema.steps.items()
         ]
-        self._row_offsets = np.arange(count)[:, None] * columns[:, 2]  # int64 [n, C], bytes
+        self._step_bytes = np.ascontiguousarray(columns[:, 2])
+        self._everyone = np.arange(count)
+        self._grown = np.zeros(
+            (count, GROWN_WIDTH), dtype=np.int64
+        )  # trajectories of writers that commit every step
+        for writer, row in zip(self._writers, self._grown, strict=True):
+            if isinstance(writer, StepWriter):
+                writer.grown = row
         self._no_index = np.full(count, -1, dtype=np.int64)
         self._nobody = np.zeros(count, dtype=bool)
         self._nobody.flags.writeable = False
@@ -192,26 +211,42 @@ class VectorWriter:
         priorities: Array | None,
         final: Mapping[str, Any] | None,
     ) -> Array:
-        """Append with writers that commit every step."""
+        """Append with writers that commit every step: one call under the lock up to each environment that is done."""
         indices = self._no_index.copy()
-        appended = self._nobody.copy()
-        chosen = range(self.num_envs) if acting is None else np.flatnonzero(acting).tolist()
-        places = self._row_offsets + np.array(addresses, dtype=np.int64)
-        for i in chosen:
-            writer = self._hand_out(i)
-            assert isinstance(writer, StepWriter)
-            if priorities is not None:
-                writer.priority = float(priorities[i]) if priorities[i] >= 0 else None
-            try:
-                writer.append_at(places[i], 1)
-                appended[i] = True
-                if ending is not None and ending[i]:
-                    last = None if final is None else {name: values[i] for name, values in final.items()}
-                    indices[i] = writer.commit(final=last)
-            except GearError:
-                self.appended = appended
-                raise
+        self.appended = appended = self._nobody.copy()
+        chosen = self._everyone if acting is None else np.flatnonzero(acting)
+        if not len(chosen):
+            return indices
+        ends = [] if ending is None else (np.flatnonzero(ending[chosen]) + 1).tolist()
+        places = np.array(addresses, dtype=np.int64)
+        if priorities is not None:
+            for i in chosen.tolist():
+                self._writers[i].priority = float(priorities[i]) if priorities[i] >= 0 else None
+        at = 0
+        for end in dict.fromkeys([*ends, len(chosen)]):
+            while at < end:
+                added = self._add_rows(places, chosen[at:end])
+                appended[chosen[at : at + added]] = True
+                at += added
+                if at < end:  # its trajectory begins, is gone, or does not fit at once
+                    i = int(chosen[at])
+                    writer = self._hand_out(i)
+                    assert isinstance(writer, StepWriter)
+                    writer.append_at(places + i * self._step_bytes, 1)
+                    appended[i] = True
+                    at += 1
+            i = int(chosen[end - 1])
+            if ending is not None and ending[i]:
+                last = None if final is None else {name: values[i] for name, values in final.items()}
+                indices[i] = self._writers[i].commit(final=last)
+        self.appended = self._nobody
         return indices
+
+    def _add_rows(self, places: Array, chosen: Array) -> int:
+        """Add rows to trajectories that grow; return how many, of the environments `chosen`, came first."""
+        evict, _ = self._table.policy
+        columns, longest = self._table.step_addresses(), self._table.longest
+        return self._table.index.add_rows(columns, places, self._grown, chosen, longest=longest, evict=evict)
 
     def _located(self, rows: Any, columns: dict[str, Any]) -> tuple[list[int], object]:
         """Check the rows; return the address of each column, and what holds their memory."""
@@ -304,10 +339,15 @@ class VectorWriter:
         """Allocate blocks for each active environment that has reached the end of its blocks."""
         places = self._places
         without = places[:, VECTOR_NEXT] >= places[:, VECTOR_END]
-        for i in (without if acting is None else without & acting).nonzero()[0].tolist():
-            blocks, step, end = self._writers[i].reserve()
-            self._blocks[i] = np.array(blocks, dtype=np.int32)
-            places[i] = data_address(self._blocks[i]), step, end, step
+        which = (without if acting is None else without & acting).nonzero()[0].tolist()
+        if self._together:  # else `_ended` has done so
+            for i in which:
+                self._count(i)
+        reserve_together([self._writers[i] for i in which], 1)
+        for i in which:
+            self._blocks[i], step, end = self._writers[i].reserve()
+            address = data_address(self._blocks[i])
+            self._pack_place(self._bytes, self._places_at + 8 * VECTOR_WIDTH * i, address, step, end, step)
 
     def _count(self, i: int) -> tuple[int, ...]:
         """Tell an environment's writer of the steps written since the last time; return chunks that it has cut."""
@@ -327,25 +367,63 @@ class VectorWriter:
         priorities: Array | None,
         final: Mapping[str, Any] | None,
     ) -> Array:
-        """Count the steps of environments at the end of their blocks, a chunk or a trajectory; commit the last two."""
+        """Commit chunks and trajectories that have ended; unless that is done together, look at ends of blocks too."""
         places = self._places
-        due = places[:, VECTOR_NEXT] == places[:, VECTOR_END]
+        due = self._nobody.copy() if self._together else places[:, VECTOR_NEXT] == places[:, VECTOR_END]
         if ending is not None:
             due |= ending
         if acting is not None:
             due &= acting
         indices = self._no_index.copy()
-        for i in due.nonzero()[0].tolist():
-            try:
-                for index in self._count_with(i, priorities):
-                    indices[i] = index
-                if ending is not None and ending[i]:
-                    indices[i] = self._commit(i, priorities, final)
-            except GearError:
-                self.appended = indices >= 0
-                self._take_back(~self.appended if acting is None else acting & ~self.appended)
-                raise
+        try:
+            if self._together:
+                which = due.nonzero()[0].tolist()
+                for i in which:
+                    self._count(i)
+                self._commit_together(which, priorities, final, indices)
+            else:
+                for i in due.nonzero()[0].tolist():
+                    for index in self._count_with(i, priorities):
+                        indices[i] = index
+                    if ending is not None and ending[i]:
+                        indices[i] = self._commit(i, priorities, final)
+        except GearError:
+            self.appended = indices >= 0
+            self._take_back(~self.appended if acting is None else acting & ~self.appended)
+            raise
         return indices
+
+    def _commit_together(
+        self, which: list[int], priorities: Array | None, final: Mapping[str, Any] | None, indices: Array
+    ) -> None:
+        """Commit the trajectories of environments, all of whose steps are counted, under one lock.
+
+        Args:
+            indices: int64 [n], output, of those that are committed, also if another one fails.
+        """
+        rows = np.zeros((len(which), FINISH_WIDTH), dtype=np.int64)
+        rows[:, FINISH_PRIORITY].view(np.float64)[:] = UNSET if priorities is None else priorities[which]
+        if final is not None and which:
+            reserve_together([self._writers[i] for i in which], 1)
+        ready, failure = 0, None
+        for i in which:
+            last = None if final is None else {name: values[i] for name, values in final.items()}
+            try:
+                rows[ready, :FINISH_PRIORITY] = self._hand_out(i).complete(last)
+            except GearError as error:  # the ones before it are committed first
+                failure = error
+                break
+            ready += 1
+        together = ready > 0 and self._table.index.finish_rows(rows[:ready])
+        for i, row in zip(which[:ready], rows, strict=False):
+            if together:
+                self._writers[i].count_commit()
+                self._places[i] = 0
+                indices[i] = row[FINISH_SLOT]
+            else:
+                indices[i] = self._commit(i, priorities, final)
+        if failure is not None:
+            raise failure
 
     def _count_with(self, i: int, priorities: Array | None) -> tuple[int, ...]:
         """`_count`, with a priority for the chunks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import struct
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from gear_loader.native import copying
 from gear_loader.storage.casting import can_cast
 from gear_loader.storage.incoming import checked_final, single_priority
 from gear_loader.storage.index import Claim
+from gear_loader.storage.operations import GENEROUS, ROOM_GENERATION, ROOM_HELD, ROOM_PLACE, ROOM_WIDTH
 from gear_loader.storage.schema import NUMPY_DTYPES, Column, as_mapping, settled
 from gear_loader.utils.arrays import Array, address_of, data_address, unreadable
 from gear_loader.utils.checks import at_least
@@ -28,10 +30,10 @@ if TYPE_CHECKING:
     from gear_loader.storage.region import Region
     from gear_loader.storage.schema import Schema
 
-__all__ = ["Writer"]
+__all__ = ["Writer", "reserve_together"]
 
-_GENEROUS = 8
-"""A writer allocates at most one eighth of the free steps in advance."""
+_NO_BLOCKS: Array = np.empty(0, dtype=np.int32)
+_pack_room = struct.Struct(f"={ROOM_WIDTH}q").pack_into
 
 
 class _Here:
@@ -128,7 +130,7 @@ class Writer:
         self._index.allocator.writers.add(self)
         self._give_up = weakref.finalize(self, _give_up, self._index, self._open, self._pid)
         self._give_up.atexit = False
-        self._ids: list[int] = []  # blocks of the open slot
+        self._ids = _NO_BLOCKS  # int32, blocks of the open slot
         self._run = np.zeros(2, dtype=np.int64)
         self._held = 0  # its capacity in steps; 0 with an open slot: unknown after an interrupted call
         self._steps = 0
@@ -272,16 +274,16 @@ class Writer:
         del hold
         return indices
 
-    def _copy_in(self, addresses: Sequence[int] | Array, blocks: list[int], first: int, count: int) -> None:
+    def _copy_in(self, addresses: Sequence[int] | Array, blocks: Array, first: int, count: int) -> None:
         """Copy `count` steps into the blocks of one trajectory, from step `first` on.
 
         Args:
-            addresses: address of the contiguous steps of each column. blocks: block ids of the trajectory.
+            addresses: address of the contiguous steps of each column. blocks: int32, block ids of the trajectory.
         """
         copying.append(
             self._table.step_addresses(),
             self._block_steps,
-            np.array(blocks, dtype=np.int32),
+            blocks,
             first,
             np.array(addresses, dtype=np.int64),
             count,
@@ -304,13 +306,15 @@ class Writer:
             raise self._too_long(needed)
         if not self._held and self._open:
             self._look_up()
-        if needed <= self._held:
+        if needed <= self._held or reserve_together([self], count):
             return
+        if not self._held and self._open:
+            self._look_up()
         evict, wait = self._table.policy
         if not self._open:
             self._ids, self._held = self._begin(needed)
             return
-        free = self._table.free_steps() // _GENEROUS
+        free = self._table.free_steps() // GENEROUS
         before = self._held
         most = min(max(2 * before, needed), before + free, self._chunk)
         self._held = 0  # unknown if the call below is interrupted
@@ -321,7 +325,7 @@ class Writer:
         except GearError:
             self._held = before
             raise
-        self._ids = [*self._ids, *more.tolist()]
+        self._ids = np.concatenate((self._ids, more))
         self._held = held
 
     @property
@@ -334,10 +338,8 @@ class Writer:
         if self._slot < 0:
             self._open.clear()
             return
-        self._ids, held = (
-            self._index.arrays.row(self._slot).tolist(),
-            int(self._index.arrays.extent[self._slot, 0]),
-        )
+        held = int(self._index.arrays.extent[self._slot, 0])
+        self._ids = self._index.arrays.row(self._slot)
         self._here, self._held = -1, held
 
     def _abort(self) -> None:
@@ -346,7 +348,7 @@ class Writer:
             if claim.slots[0] >= 0:
                 self._index.abort(claim.slots, generations=claim.generations)
 
-    def _begin(self, needed: int) -> tuple[list[int], int]:
+    def _begin(self, needed: int) -> tuple[Array, int]:
         """Allocate a slot for `needed` steps, or a full block if that needs no eviction; return blocks and steps."""
         evict, wait = self._table.policy
         first = min(max(needed, self._block_steps), self._chunk)
@@ -360,11 +362,51 @@ class Writer:
         except GearError:
             self._open.remove(claim)
             raise
-        return ids.tolist(), first
+        return ids, first
+
+    def has_room(self, count: int) -> bool:
+        """Whether `count` more steps fit into the blocks that the writer holds."""
+        return self._steps + count <= self._held
+
+    def ask_for_room(self, count: int, row: Array, place: int) -> int:
+        """Ask for room for `count` more steps in a row of `operations.reserve_rows`.
+
+        Until `take_room`, what the writer holds is unknown, and `reserve` reads it from the index.
+
+        Args:
+            row: int64 [ROOM_WIDTH], output. place: of its blocks in `ids`.
+
+        Returns:
+            Most new blocks; -1 if it has to call `reserve` instead.
+        """
+        needed, size = self._steps + count, self._block_steps
+        if needed > self._chunk or bool(self._open) != bool(self._held):
+            return -1
+        if not self._open:
+            _pack_room(row, 0, -1, 0, needed, self._chunk, 0, place, 0, 0)
+            claim = Claim(1)
+            claim.slots = row[:1]  # a view: the operation writes into it
+            self._thread = threading.get_ident()
+            self._open.append(claim)
+            return -(-max(needed, size) // size)
+        run = data_address(self._run)
+        _pack_room(row, 0, self._slot, self._held, needed, self._chunk, run, place, 0, 0)
+        most = max(needed, min(2 * self._held, self._chunk))
+        self._held = 0
+        return -(-most // size) - len(self._ids)
+
+    def take_room(self, row: Array, ids: Array) -> None:
+        """Take the room that `operations.reserve_rows` has given."""
+        claim, place, held = self._open[-1], int(row[ROOM_PLACE]), int(row[ROOM_HELD])
+        if claim.generations is None:
+            claim.generations = row[ROOM_GENERATION : ROOM_GENERATION + 1]
+        more = -(-held // self._block_steps) - len(self._ids)
+        self._ids = np.concatenate((self._ids, ids[place : place + more]))
+        self._held = held
 
     def _show_block(self, block: int) -> None:
         for column in self._columns:
-            column.show_block(self._ids[block])
+            column.show_block(int(self._ids[block]))
         self._here = block
 
     def _too_long(self, steps: int) -> SchemaError:
@@ -375,11 +417,11 @@ class Writer:
 
     # ---------------------------------------------------------------- for callers that write into the blocks
 
-    def reserve(self, count: int = 1) -> tuple[list[int], int, int]:
+    def reserve(self, count: int = 1) -> tuple[Array, int, int]:
         """Make room for the next steps, which the caller writes into their blocks itself and then counts by `written`.
 
         Returns:
-            Blocks of the open trajectory; the next step; end of the steps that may be written before `written`.
+            Blocks of the open trajectory, int32; the next step; end of the steps that may be written before `written`.
 
         Raises:
             As `append`.
@@ -437,16 +479,45 @@ class Writer:
                 self.discard()
                 return index
             raise SchemaError("Nothing has been appended since the last commit; append at least one step.")
+        slot, length, _ = self._completed(last, once)
+        with self._all_or_nothing():
+            self._index.finish(slot, length, checked, final=last is not None)
+            self.count_commit()
+        return slot
+
+    def _completed(self, last: Mapping[str, Array] | None, once: dict[str, Array]) -> tuple[int, int, bool]:
+        """Write the final step and what the trajectory has once.
+
+        Returns:
+            The slot, its steps with the final one, and whether there is one.
+        """
         if last is not None:
             self._make_room(1)
             self._copy_in([data_address(row) for row in last.values()], self._ids, self._steps, 1)
-        slot = self._slot
         self._write_once(once)
-        with self._all_or_nothing():
-            self._index.finish(slot, self._steps + (last is not None), checked, final=last is not None)
-            self._forget()
-            self._committed += 1
-        return slot
+        return self._slot, self._steps + (last is not None), last is not None
+
+    @property
+    def commits_together(self) -> bool:
+        """Whether a caller may commit the open slot itself, with those of other writers; see `complete`."""
+        return type(self) is Writer and not self._cuts and self._index.changes_rows
+
+    def complete(self, final: Mapping[str, Any] | None) -> tuple[int, int, bool]:
+        """Write what `commit` writes, for a caller that commits the open slot itself and then calls `count_commit`.
+
+        Returns:
+            The slot, its steps with the final one, and whether there is one.
+
+        Raises:
+            As `commit`.
+        """
+        last = None if final is None else checked_final(self._table.schema, final)
+        return self._completed(last, self._checked_once(None))
+
+    def count_commit(self) -> None:
+        """Count a commit of the open slot, and forget it."""
+        self._forget()
+        self._committed += 1
 
     def _cut(self) -> tuple[int, ...]:
         """Commit a chunk, and begin the next one with their common steps."""
@@ -520,7 +591,7 @@ class Writer:
         """Copy steps of the open trajectory: one array uint8 [count, step_bytes] per column."""
         blocks = np.arange(first, first + count) // self._block_steps
         inside = np.arange(first, first + count) % self._block_steps
-        ids = np.array(self._ids, dtype=np.int64)[blocks]
+        ids = self._ids[blocks]
         return [np.ascontiguousarray(column.data[ids, inside]) for column in self._columns]
 
     def discard(self) -> None:
@@ -536,7 +607,7 @@ class Writer:
 
     def _forget(self) -> None:
         self._open.clear()
-        self._ids, self._held, self._steps, self._fresh, self._here = [], 0, 0, 0, -1
+        self._ids, self._held, self._steps, self._fresh, self._here = _NO_BLOCKS, 0, 0, 0, -1
         self._run[:] = 0
         self._last_chunk = None
 
@@ -571,6 +642,31 @@ class Writer:
             self.commit(self.priority)
         else:
             self.close()
+
+
+def reserve_together(writers: Sequence[Writer], count: int) -> bool:
+    """Make room for `count` more steps of each of several writers of a table, under one lock, if none has to wait.
+
+    Returns:
+        Whether all have got it; the others have to call `reserve`.
+    """
+    table, writers = writers[0]._table, [writer for writer in writers if not writer.has_room(count)]
+    if not writers or not table.index.changes_rows:
+        return not writers
+    rows = np.empty((len(writers), ROOM_WIDTH), dtype=np.int64)
+    asked = place = 0
+    for writer in writers:
+        blocks = writer.ask_for_room(count, rows[asked], place)
+        if blocks < 0:
+            break
+        asked, place = asked + 1, place + blocks
+    if not asked:
+        return False
+    ids = np.empty(place, dtype=np.int32)
+    done = table.index.reserve_rows(rows[:asked], ids, evict=table.policy[0])
+    for writer, row in zip(writers[:done], rows, strict=False):
+        writer.take_room(row, ids)
+    return done == len(writers)
 
 
 _BOOLS: frozenset[type] = frozenset({bool, np.bool_})

@@ -728,3 +728,47 @@ def test_updates_at_the_end_of_an_epoch_keep_their_order(
     leave.set()
     assert len(list(iterator)) == 1
     assert leaves_of(data)[5, 0] == 4.0
+
+
+GIVEN: dict[str, Callable[[list[Any]], Any]] = {
+    "arrays": lambda values: np.array(values, np.float32 if isinstance(values[0], float) else np.int64),
+    "tensors": lambda values: torch.tensor(values),
+    "every other": lambda values: torch.tensor([values, values]).T.reshape(-1)[::2],
+    "negated views": lambda values: torch._neg_view(torch.tensor(values).neg()),
+    "not aligned": lambda values: _shifted(GIVEN["arrays"](values)),
+}
+
+
+def _shifted(array: np.ndarray) -> np.ndarray:
+    memory = np.zeros(array.nbytes + 1, dtype=np.uint8)
+    shifted: np.ndarray = memory[1:].view(array.dtype)
+    shifted[:] = array
+    return shifted
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("kind", GIVEN)
+def test_what_is_read_in_place_is_what_a_list_says(table: gear.Table, unit: Any, kind: str) -> None:
+    """Values, an invalid one among them, and shapes that differ: the same priorities, errors and counts."""
+    found = []
+    for make in (list, GIVEN[kind]):
+        data = dataset(table, gear.Prioritized(0.7, unit=unit))
+        batch = data.sample(6)
+        rows = [batch[name].tolist() for name in ("index", "generation", "anchor")]
+        rows[0][2], rows[1][3] = 2**40, 77  # an index that does not exist, and a generation that does not
+        index, generation, anchor = map(make, rows)
+        names = {"generation": generation} | ({"anchor": anchor} if unit == "step" else {})
+        values = [2.0, 0.0, 7.0, 1e-30, 5.0, 3.0]
+        data.update_priority(index, make(values), **names)
+        messages = []
+        for change in ({"priority": make([*values[:4], -1.0, float("nan")])}, {"priority": make(values[:5])}):
+            with pytest.raises((PriorityError, SchemaError)) as caught:
+                data.update_priority(index, **change, **names)
+            messages.append(str(caught.value))
+        if unit == "step":
+            with pytest.raises(SchemaError, match="No anchor was received"):
+                data.update_priority(index, make(values), generation=generation)
+        found.append((leaves_of(data), data.num_stale, messages[0]))
+        assert "priority is float" in messages[1]
+    assert found[0] == found[1]
+    assert found[0][1] == 2

@@ -14,6 +14,8 @@ from table_common import forked, forks, named
 import gear_loader as gear
 from gear_loader.errors import GearError, RateLimitError, SchemaError, TableClosedError, TableFullError
 from gear_loader.native import copying
+from gear_loader.storage.counters import RUNS
+from gear_loader.storage.lock import IndexLock
 
 COLUMNS = {
     "x": gear.Column(torch.int64),
@@ -289,3 +291,61 @@ def test_final_steps_and_steps_at_once(options: dict[str, Any]) -> None:
                 assert table.num_steps == sum(min(step + 1, length) for length in lengths)
             table.check_valid()
         assert sorted(scalars(table)) == [list(range(100 * i, 100 * i + n)) for i, n in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("options", [{}, {"commit_every_step": True}])
+def test_one_lock_for_all_environments(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for room for all, one for room for final steps, one for commits; also when the table is full."""
+    columns = {"x": gear.Column(torch.int64, final=True)}
+    sizes = {"max_steps": 1000, "max_trajectories": 200, "block_steps": 4, "on_full": "evict_oldest"}
+    with gear.Table.create(columns, **sizes) as table:
+        writer = table.writers(6, **options)
+        lengths = 1 + np.random.default_rng(3).permutation(6)
+        steps, calls, counters = np.zeros(6, dtype=int), 0, table.region.array("counters")
+        run = IndexLock.run
+
+        def counted(self: IndexLock, *given: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return run(self, *given)
+
+        monkeypatch.setattr(IndexLock, "run", counted)
+        for _ in range(250):
+            steps += 1
+            done, calls, moves = steps == lengths, 0, counters[RUNS]
+            x = 100 * np.arange(6) + steps
+            index = writer.append(x=x, done=done, final={"x": x + 1})
+            assert ((index >= 0) == done).all()
+            if counters[RUNS] != moves:
+                pass  # the index was used for the first time, or its block tables were compacted
+            elif not options:
+                assert calls <= 3
+            elif (steps > 1).all():
+                assert calls <= 1 + 2 * done.sum()  # up to each one that ends, and its final step
+            for i in np.flatnonzero(done).tolist():
+                assert table[int(index[i])]["x"].tolist() == [100 * i + k + 1 for k in range(lengths[i])]
+                last = table.final(int(index[i]))
+                assert last is not None
+                assert last["x"] == x[i] + 1
+            steps[done] = 0
+            lengths = np.where(done, (lengths * 5) % 13 + 1, lengths)
+            table.check_valid()
+        assert table.stats().num_evicted > 50
+
+
+def test_a_commit_that_fails_leaves_those_before_it() -> None:
+    """The final step of the second environment finds no room."""
+    columns = {"x": gear.Column(torch.int64, final=True)}
+    with gear.Table.create(columns, max_steps=12, max_trajectories=3, block_steps=4) as table:
+        other = table.add({"x": np.arange(4)})
+        writer = table.writers(2)
+        for step in range(3):
+            writer.append(x=np.arange(2) + 10 * step, active=[step > 0, True])
+        x, both = np.arange(2) + 30, np.ones(2, dtype=bool)
+        with pytest.raises(TableFullError):
+            writer.append(x=x, done=both, final={"x": x})
+        assert writer.appended.tolist() == [True, False]
+        assert writer.num_steps.tolist() == [0, 3]
+        table.remove(other)
+        writer.append(x=x, done=both, active=~writer.appended, final={"x": x})
+        assert scalars(table) == [[10, 20, 30], [1, 11, 21, 31]]

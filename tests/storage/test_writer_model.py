@@ -386,7 +386,7 @@ class WriterMachine(stateful.RuleBasedStateMachine):
         for stream in open_:
             (slot,) = (int(claim.slots[0]) for claim in stream.writer._open)
             assert stream.writer.num_steps == len(stream.values)
-            assert index.arrays.row(slot).tolist() == stream.writer._ids
+            assert index.arrays.row(slot).tolist() == stream.writer._ids.tolist()
             assert index.arrays.extent[slot, 0] == stream.writer._held
             assert values_at(table, int(index.arrays.extent[slot, 1]), len(stream.values)) == stream.values
 
