@@ -19,6 +19,7 @@ from gear_loader.transport.loop import EventLoop, event_loop
 from gear_loader.transport.request import Request
 from gear_loader.transport.spec import WindowSpec
 from gear_loader.transport.store_message import Store
+from gear_loader.transport.update_message import Update
 from gear_loader.transport.wire import Fields, Kind, Limits, pack_text
 from gear_loader.utils.arrays import Array
 
@@ -206,6 +207,39 @@ class Peer:
                 what=f"{n:,} trajectories ({len(data):,} bytes) to be stored into table {table!r}",
                 bulk=data,
                 small_bytes=8 * n,
+                check=check,
+                seconds=seconds,
+            )
+        )
+
+    def update(self, update: Update, *, seconds: float | None = None) -> Future[int]:
+        """Set priorities of trajectories.
+
+        Args:
+            update: the table and its rows. seconds: until the deadline; by default the peer's timeout.
+
+        Returns:
+            A future of the number of rows of removed trajectories, which were skipped.
+        """
+        n = len(update.updates.slots)
+
+        def check(limits: Limits) -> str | None:
+            return f"the server takes at most {limits.rows:,} at a time" if n > limits.rows else None
+
+        def finish(small: memoryview) -> int:
+            fields = Fields(small, Kind.UPDATED.name)
+            stale = fields.number(8, "stale")
+            fields.end()
+            return stale
+
+        return self._submit(
+            Request(
+                kind=Kind.UPDATE,
+                small=update.pack(),
+                answer=Kind.UPDATED,
+                finish=finish,
+                what=f"{n:,} priorities to be set in table {update.table!r}",
+                small_bytes=8,
                 check=check,
                 seconds=seconds,
             )

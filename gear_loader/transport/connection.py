@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gear_loader.errors import GearError, LockTimeoutError, TransportError
+from gear_loader.transport.access import refusal
 from gear_loader.transport.channel import Channel, as_bytes
 from gear_loader.transport.open_query import OpenQuery
 from gear_loader.transport.spec import ALIGNMENT, MAX_SPEC_BYTES, WindowSpec
 from gear_loader.transport.store_message import Store
+from gear_loader.transport.update_message import Update
 from gear_loader.transport.wire import HEADER, Fields, Header, Kind, Limits, ProtocolError, check, pack_error
 from gear_loader.utils.arrays import Array
 
@@ -61,6 +63,7 @@ class Connection:
             Kind.FETCH: (8 + 24 * limits.rows, 0),
             Kind.STORE: (Store.most(limits), limits.store_bytes),
             Kind.METADATA: (4 + 2 * _MOST_NAME, 0),
+            Kind.UPDATE: (Update.most(limits), 0),
             Kind.BYE: (0, 0),
         }
 
@@ -111,6 +114,10 @@ class Connection:
         await channel.recv_into(self._head)
         header = Header.parse(self._head)
         check(header, self._allowed, "after the handshake")
+        why = refusal(self._server.allow, header.kind)
+        if why is not None:
+            await self._send(Kind.ERROR, header.request, pack_error(TransportError(why)))
+            raise ProtocolError(why)
         self.receiving_since = self._loop.time()
         small = self._small_buffer(header.small)
         if header.small:
@@ -126,6 +133,8 @@ class Connection:
                 return False
             if header.kind is Kind.OPEN:
                 await self._open(header.request, small)
+            elif header.kind is Kind.UPDATE:
+                await self._update(header.request, small)
             else:
                 await self._describe(header.request, small)
         return True
@@ -171,6 +180,20 @@ class Connection:
             await self._fail(request, error, f"metadata {name[:40]!r} of {table!r}")
             return
         await self._send(Kind.DESCRIBED, request, b"", memoryview(answer))
+
+    async def _update(self, request: int, small: Array) -> None:
+        update = Update.parse(small, self._limits)
+        server = self._server
+
+        def work() -> int:
+            return server.tables.get(update.table).revise(update)
+
+        try:
+            stale = await server.writers(update.table).run(work)
+        except Exception as error:
+            await self._fail(request, error, f"setting priorities in {update.table!r}")
+            return
+        await self._send(Kind.UPDATED, request, stale.to_bytes(8, "little"))
 
     async def _fail(self, request: int, error: Exception, what: str) -> None:
         """Send an error to the requester; log it if it is internal."""
@@ -269,17 +292,24 @@ class Connection:
 
     async def _begin_store(self, header: Header, small: Array) -> None:
         request = Store.parse(small.copy(), header.bulk, self._limits)
+        budget = self._server.budget
+        self.receiving_since = None  # the server waits for itself, not for the requester
         while len(self._stores) >= _STORES:
-            self.receiving_since = None  # the server waits for itself, not for the requester
             await asyncio.wait(self._stores, return_when=asyncio.FIRST_COMPLETED)
+        await budget.take(header.bulk)
+        try:
             self.receiving_since = self._loop.time()
-        data = _buffer(header.bulk)
-        if header.bulk:
-            await self._channel.recv_into(data)
+            data = _buffer(header.bulk)
+            if header.bulk:
+                await self._channel.recv_into(data)
+        except BaseException:
+            budget.give(header.bulk)
+            raise
         self.receiving_since = None
         task = asyncio.ensure_future(self._store(header.request, request, data))
         self._stores.add(task)
         task.add_done_callback(self._stored)
+        task.add_done_callback(lambda _: budget.give(header.bulk))
 
     def _stored(self, task: asyncio.Task[None]) -> None:
         self._stores.discard(task)

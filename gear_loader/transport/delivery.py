@@ -6,7 +6,8 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,13 +21,16 @@ from gear_loader.errors import (
     TransportError,
 )
 from gear_loader.storage.ids import CLIENT_ORIGIN, joined
+from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.schema import Schema
 from gear_loader.transport.client import Peer
+from gear_loader.transport.update_message import Update
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.waiting import Backoff
 
 __all__ = ["Delivery"]
 
+_T = TypeVar("_T")
 _COUNT_BITS = 14
 _RANDOM_BYTES = 4
 _PUSHED_BACK = (TableFullError, RateLimitError, LockTimeoutError)
@@ -117,23 +121,65 @@ class Delivery:
             PeerTimeoutError: no answer before the deadline; they may be stored, or may still be.
             HandshakeError, TransportError: the server refused the connection or the request.
         """
-        ids = self.ids(len(trajectories)) if ids is None else ids
-        timeout = self.timeout if timeout is None else timeout
-        backoff = Backoff(timeout, shortest=0.02, longest=1.0)
-        for attempt in itertools.count():
-            seconds = max(0.05, min(self._attempt, backoff.left))
-            future = self._peer.store(
+        known = self.ids(len(trajectories)) if ids is None else ids
+
+        def attempt(again: bool, seconds: float) -> Future[Array]:
+            return self._peer.store(
                 self._table,
                 self._schema,
                 trajectories,
                 priorities,
-                ids,
+                known,
                 finals,
-                again=attempt > 0,
+                again=again,
                 seconds=seconds,
             )
+
+        return self._until_done(
+            attempt, "the trajectories may be stored or not", waits=waits, timeout=timeout, failed=failed
+        )
+
+    def update(self, updates: PriorityUpdates, *, strict: bool) -> int:
+        """Set priorities, and wait for it; a request whose answer is lost is sent again.
+
+        Args:
+            updates: any number of rows. strict: whether a row of a removed trajectory is an error.
+
+        Returns:
+            Number of rows of removed trajectories, which were skipped.
+
+        Raises:
+            StaleIndexError: with `strict`. PeerTimeoutError: no answer before the deadline; they may be set or not.
+            HandshakeError, TransportError: as `store`.
+        """
+        request = Update(self._table, updates, strict)
+
+        def attempt(_: bool, seconds: float) -> Future[int]:
+            return self._peer.update(request, seconds=seconds)
+
+        return self._until_done(attempt, "the priorities may be set or not")
+
+    def _until_done(
+        self,
+        attempt: Callable[[bool, float], Future[_T]],
+        what: str,
+        *,
+        waits: bool = True,
+        timeout: float | None = None,
+        failed: Callable[[GearError], None] | None = None,
+    ) -> _T:
+        """Make a request until it is answered.
+
+        Args:
+            attempt: sends it: whether it was sent before, and seconds until its deadline.
+            what: the consequence of a deadline that passes, for its error.
+            waits, timeout, failed: as for `store`.
+        """
+        timeout = self.timeout if timeout is None else timeout
+        backoff = Backoff(timeout, shortest=0.02, longest=1.0)
+        for number in itertools.count():
             try:
-                return future.result()
+                return attempt(number > 0, max(0.05, min(self._attempt, backoff.left))).result()
             except HandshakeError:
                 raise
             except TransportError as error:
@@ -145,7 +191,5 @@ class Delivery:
                 if not backoff.sleep():
                     if isinstance(refusal, GearError):
                         raise refusal from None
-                    raise PeerTimeoutError(
-                        f"Timed out after {timeout:g} s; the trajectories may be stored or not. {error}"
-                    ) from None
+                    raise PeerTimeoutError(f"Timed out after {timeout:g} s; {what}. {error}") from None
         raise AssertionError("unreachable")

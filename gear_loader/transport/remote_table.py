@@ -8,16 +8,18 @@ import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from gear_loader.errors import GearError, HandshakeError, TransportError
 from gear_loader.storage.incoming import checked_priorities, listed, rectangular, stacked, with_final
+from gear_loader.storage.priority_updates import is_strict, request
 from gear_loader.storage.rules import check_seconds
 from gear_loader.storage.schema import Schema, as_mapping, keeps
 from gear_loader.storage.stats import TableStats
 from gear_loader.storage.vector_writer import VectorWriter
+from gear_loader.transport.access import refusal
 from gear_loader.transport.client import Peer
 from gear_loader.transport.delivery import Delivery
 from gear_loader.transport.handshake import read_secret
@@ -25,12 +27,17 @@ from gear_loader.transport.remote_writer import RemoteWriter
 from gear_loader.transport.spool import Spool
 from gear_loader.transport.table_report import TableReport
 from gear_loader.transport.table_server import split_url
+from gear_loader.transport.wire import Kind
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import at_least
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["RemoteTable", "connect"]
 
 _SPOOL_BYTES = 256 << 20
+_UPDATES = 1 << 13  # priorities of one request
 
 
 def connect(
@@ -102,11 +109,18 @@ class RemoteTable:
         self.schema: Schema = report.schema
         self.longest = report.longest
         self._waits = report.on_full != "error"
+        self._refusal = refusal(report.allow, Kind.STORE)
         self._delivery = Delivery(peer, name, report.schema, timeout)
         self._spool = Spool(report, self._delivery, f"table {name!r} of {peer.name}", spool_bytes)
         self._end = weakref.finalize(self, _end, self._spool, peer, timeout, os.getpid())
 
     # ---------------------------------------------------------------- adding
+
+    def _check(self) -> None:
+        """Raise what makes it impossible to change the table."""
+        if self._refusal is not None:
+            raise TransportError(self._refusal)
+        self._spool.check()
 
     def add(
         self,
@@ -122,8 +136,9 @@ class RemoteTable:
 
         Raises:
             As `Table.add`. PeerTimeoutError: no answer before the deadline; it may be stored or not.
+            TransportError: the server's clients may only read, `Table.serve` with ``allow="read"``.
         """
-        self._spool.check()
+        self._check()
         rows = as_mapping(trajectory) if final is None else with_final(self.schema, trajectory, final)
         finals = None if final is None else np.ones(1, dtype=np.int64)
         priorities = checked_priorities(priority, 1)
@@ -146,7 +161,7 @@ class RemoteTable:
         Raises:
             As `add`; what earlier requests stored stays stored.
         """
-        self._spool.check()
+        self._check()
         rows = self._listed(trajectories, lengths)
         priorities = checked_priorities(priority, len(rows))
         # All are checked before any is stored.
@@ -177,6 +192,33 @@ class RemoteTable:
         kept = keeps(trajectories)
         return [as_mapping(each) if kept else copy.deepcopy(dict(as_mapping(each))) for each in trajectories]
 
+    def update_priority(
+        self,
+        index: Sequence[int] | Array | torch.Tensor,
+        priority: Sequence[float] | Array | torch.Tensor,
+        *,
+        generation: Sequence[int] | Array | torch.Tensor | None = None,
+        stale: Literal["ignore", "error"] = "ignore",
+    ) -> int:
+        """Set the priorities of trajectories in the server's table; see `Table.update_priority`.
+
+        Args:
+            index, priority, generation, stale: as for `Table.update_priority`. They are sent in requests of at most
+                8,192 rows, each of which is applied as a whole or not at all.
+
+        Returns:
+            Number of rows that were skipped.
+
+        Raises:
+            As `Table.update_priority`; with ``stale="error"`` the rows of earlier requests stay. PeerTimeoutError: no
+            answer before the deadline; they may be set or not.
+        """
+        self._check()
+        updates = request(index, priority, generation=generation, anchor=None, unit="trajectory")
+        strict = is_strict(stale)
+        parts = [updates.part(low, low + _UPDATES) for low in range(0, len(updates.slots), _UPDATES)]
+        return sum(self._delivery.update(part, strict=strict) for part in parts)
+
     def writer(
         self, *, wait: bool = False, chunk_steps: int | None = None, overlap_steps: int = 0
     ) -> RemoteWriter:
@@ -186,6 +228,7 @@ class RemoteTable:
             wait: whether `commit` returns only when the trajectory can be drawn.
             chunk_steps, overlap_steps: as for `Table.writer`.
         """
+        self._check()
         options = {"chunk_steps": chunk_steps, "overlap_steps": overlap_steps}
         return RemoteWriter(self._spool, self, wait=wait, timeout=self._timeout, **options)
 

@@ -135,7 +135,7 @@ class Session:
     async def _send_one(self, request: Request[Any]) -> None:
         why = None if request.check is None else request.check(self._limits)
         if why is not None:
-            request.end(TransportError(f"{self._peer} was asked for {request.what}, but {why}."))
+            request.end(failure(TransportError(f"{why}."), f"{self._peer} was asked for {request.what}"))
             return
         number = self._register(request)
         if request.spec is not None:

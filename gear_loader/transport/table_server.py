@@ -7,6 +7,7 @@ import urllib.parse
 
 from gear_loader.errors import PrivateTableError, TransportError
 from gear_loader.storage.table import Table
+from gear_loader.transport.access import Allow, check_allow
 from gear_loader.transport.channel import Address
 from gear_loader.transport.process import ServerProcess, start_server
 
@@ -49,7 +50,9 @@ class TableServer:
         return f"TableServer({self.url!r}, pid={self.pid}, {'running' if self.alive() else 'ended'})"
 
 
-def serve(table: Table, *, host: str, port: int, carrier: str, secret: bytes | None) -> TableServer:
+def serve(
+    table: Table, *, host: str, port: int, carrier: str, secret: bytes | None, allow: Allow
+) -> TableServer:
     """Start a server of a table. See `Table.serve`."""
     if table.name is None:
         raise PrivateTableError(
@@ -57,7 +60,7 @@ def serve(table: Table, *, host: str, port: int, carrier: str, secret: bytes | N
             "Table.create(..., name='replay')."
         )
     known = secrets.token_hex(32).encode() if secret is None else secret
-    process = start_server([table.name], [carrier], host, port, secret=known)
+    process = start_server([table.name], [carrier], host, port, secret=known, allow=check_allow(allow))
     return TableServer(table.name, process, carrier, known)
 
 

@@ -35,6 +35,9 @@ separate message of the channel. All integers are little-endian::
     ERROR              small: `CODES` u16, text; the connection stays open
     BYE                the requester closes
     BUSY               small: text; the server has no free connection, and closes    server
+    UPDATE             small: n u32, flags u32, slots int64 [n], generations int64 [n] if bit 0 of the flags is set,
+                       priorities float32 [n], table text; bit 1: a row of a removed trajectory is an error
+    UPDATED            small: number u64 of rows of removed trajectories, which were skipped
 
 HELLO, CHALLENGE, PROOF and WELCOME come first, in this order. Then the requester may send any number of requests
 without waiting; answers may arrive in any order. There is no pickle; sizes are checked before memory is allocated.
@@ -78,7 +81,7 @@ __all__ = [
 ]
 
 
-VERSION = 1
+VERSION = 2
 HEADER = 64
 NONCE = 32
 MAX_TEXT = 4096
@@ -116,6 +119,8 @@ class Kind(enum.IntEnum):
     ERROR = 14
     BYE = 15
     BUSY = 16
+    UPDATE = 17
+    UPDATED = 18
 
 
 _KINDS = {int(kind): kind for kind in Kind}
@@ -134,16 +139,19 @@ class Limits:
         unproven: most connections before authentication; for a further one the oldest is closed.
         handshake: seconds for the handshake.
         patience: seconds for the transfer of one message, in either direction.
+        total_bytes: most bytes of the STORE requests of all connections that are being received or stored. Further ones
+            wait for their turn.
     """
 
     rows: int = 1 << 16
     reply_bytes: int = 1 << 28
     store_bytes: int = 1 << 28
     specs: int = 64
-    connections: int = 256
+    connections: int = 4096
     unproven: int = 256
     handshake: float = 5.0
     patience: float = 60.0
+    total_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -26,9 +26,11 @@ from gear_loader.errors import (
     GearError,
     HandshakeError,
     PeerTimeoutError,
+    PriorityError,
     PrivateTableError,
     RegionError,
     SchemaError,
+    StaleIndexError,
     TableFullError,
     TransportError,
 )
@@ -228,6 +230,29 @@ def test_a_served_table_is_found_by_its_url() -> None:
         assert numbers_in(table) == [7]
         assert "running" in repr(server)
     assert not server.alive()
+
+
+def test_priorities_of_the_servers_table_are_set() -> None:
+    with named(NUMBERS, max_steps=40, max_trajectories=4) as table, serving(table.name) as server:
+        proxy = Proxy(server.address)
+        table.extend([{"number": torch.tensor([number])} for number in range(4)], priority=1.0)
+        selector = gear.Prioritized(alpha=1.0)
+        data = gear.ReplayDataset(table, batch_size=64, windows=gear.Window(1), selector=selector, prefetch=0)
+        data.sample()
+        with gear.connect(url_of(proxy.address, table), secret=SECRET, timeout=20.0) as remote:
+            assert remote.update_priority([0, 2], torch.tensor([0.0, 3.0])) == 0
+            proxy.swallow.set()
+            assert remote.update_priority(np.array([1, 3]), [0.0, 2.0], generation=[77, 1]) == 1
+            assert set(data.sample()["number"].reshape(-1).tolist()) == {1, 2, 3}
+            for given in (-1.0, float("nan")):
+                with pytest.raises(PriorityError, match=r"priority\[0\]"):
+                    remote.update_priority([0], [given])
+            with pytest.raises(SchemaError, match="stale is"):
+                remote.update_priority([0], [1.0], stale="skip")  # type: ignore[arg-type]
+            with pytest.raises(StaleIndexError, match=r"1 of 2 priorities .* index 9"):
+                remote.update_priority([0, 9], [1.0, 1.0], stale="error")
+        proxy.close()
+        assert table.region.array("priority").tolist() == [0.0, 1.0, 3.0, 2.0]
 
 
 # ---------------------------------------------------------------- exactly once

@@ -10,7 +10,7 @@ import numpy as np
 from gear_loader.errors import PriorityError, SchemaError
 from gear_loader.utils.arrays import Array, as_array, narrowed, shown
 
-__all__ = ["PriorityUpdates", "check_names", "request"]
+__all__ = ["PriorityUpdates", "check_names", "is_strict", "request"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,13 @@ class PriorityUpdates:
     steps: Array
     generations: Array | None
     priorities: Array
+
+    def part(self, begin: int, end: int) -> PriorityUpdates:
+        """Rows `begin` to `end`."""
+        generations = None if self.generations is None else self.generations[begin:end]
+        return PriorityUpdates(
+            self.slots[begin:end], self.steps[begin:end], generations, self.priorities[begin:end]
+        )
 
 
 def request(
@@ -56,6 +63,17 @@ def request(
             "Nothing was changed."
         )
     return PriorityUpdates(_int64(slots), _int64(steps), generations, np.array(narrow))
+
+
+def is_strict(stale: Any) -> bool:
+    """Whether the option `stale` makes a row of a removed trajectory an error.
+
+    Raises:
+        SchemaError: neither "ignore" nor "error".
+    """
+    if stale not in ("ignore", "error"):
+        raise SchemaError(f"stale is {stale!r}; expected 'ignore' or 'error'.")
+    return bool(stale == "error")
 
 
 def _int64(values: Array) -> Array:
