@@ -12,6 +12,7 @@ from gear_loader.errors import GearError, LockTimeoutError, TransportError
 from gear_loader.transport.access import refusal
 from gear_loader.transport.channel import Channel, as_bytes
 from gear_loader.transport.open_query import OpenQuery
+from gear_loader.transport.part_message import MOST_PART, OpenParts, Part
 from gear_loader.transport.spec import ALIGNMENT, MAX_SPEC_BYTES, WindowSpec
 from gear_loader.transport.store_message import Store
 from gear_loader.transport.update_message import Update
@@ -55,6 +56,7 @@ class Connection:
         self._reply: asyncio.Task[None] | None = None  # a large reply that is being sent
         self._reply_turn = 0  # index of its buffer
         self._stores: set[asyncio.Task[None]] = set()
+        self._parts = OpenParts(self._limits, server.open_parts)
         self.receiving_since: float | None = None
         self.sending_since: float | None = None
         limits = self._limits
@@ -64,6 +66,7 @@ class Connection:
             Kind.STORE: (Store.most(limits), limits.store_bytes),
             Kind.METADATA: (4 + 2 * _MOST_NAME, 0),
             Kind.UPDATE: (Update.most(limits), 0),
+            Kind.PART: (Part.most(), MOST_PART),
             Kind.BYE: (0, 0),
         }
 
@@ -88,11 +91,13 @@ class Connection:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._parts.clear()
         self._queries.clear()
         self._staging.clear()
 
     def release(self) -> None:
-        """Detach tables whose names were removed or replaced."""
+        """Detach tables whose names were removed or replaced, and forget open trajectories that do not go on."""
+        self._parts.expire()
         for opened in self._queries.values():
             if isinstance(opened, OpenQuery):
                 opened.release()
@@ -127,6 +132,8 @@ class Connection:
             await self._fetch(header.request, small)
         elif header.kind is Kind.STORE:
             await self._begin_store(header, small)
+        elif header.kind is Kind.PART:
+            await self._keep_part(header, small)
         else:
             self.receiving_since = None
             if header.kind is Kind.BYE:
@@ -290,23 +297,37 @@ class Connection:
 
     # ---------------------------------------------------------------- storing
 
+    async def _keep_part(self, header: Header, small: Array) -> None:
+        part = Part.parse(small, header.bulk)
+        data = await self._receive_bulk(header.bulk)
+        self._server.budget.give(header.bulk)
+        if self._parts.fits(part, header.bulk):
+            self._parts.add(part, data)
+
+    async def _receive_bulk(self, size: int) -> Array:
+        """Receive a bulk part when the budget has room for it; the caller gives `size` bytes back."""
+        self.receiving_since = None  # the server waits for itself, not for the requester
+        await self._server.budget.take(size)
+        try:
+            self.receiving_since = self._loop.time()
+            data = _buffer(size)
+            if size:
+                await self._channel.recv_into(data)
+        except BaseException:
+            self._server.budget.give(size)
+            raise
+        self.receiving_since = None
+        return data
+
     async def _begin_store(self, header: Header, small: Array) -> None:
         request = Store.parse(small.copy(), header.bulk, self._limits)
         budget = self._server.budget
         self.receiving_since = None  # the server waits for itself, not for the requester
         while len(self._stores) >= _STORES:
             await asyncio.wait(self._stores, return_when=asyncio.FIRST_COMPLETED)
-        await budget.take(header.bulk)
-        try:
-            self.receiving_since = self._loop.time()
-            data = _buffer(header.bulk)
-            if header.bulk:
-                await self._channel.recv_into(data)
-        except BaseException:
-            budget.give(header.bulk)
-            raise
-        self.receiving_since = None
-        task = asyncio.ensure_future(self._store(header.request, request, data))
+        data = await self._receive_bulk(header.bulk)
+        parts = self._parts.take(int(request.ids[0])) if request.parts else []
+        task = asyncio.ensure_future(self._store(header.request, request, parts, data))
         self._stores.add(task)
         task.add_done_callback(self._stored)
         task.add_done_callback(lambda _: budget.give(header.bulk))
@@ -316,11 +337,12 @@ class Connection:
         if not task.cancelled():
             task.exception()  # the connection is closed, and `run` ends, too
 
-    async def _store(self, request: int, store: Store, data: Array) -> None:
+    async def _store(self, request: int, store: Store, parts: list[tuple[int, Array]], data: Array) -> None:
         server = self._server
 
         def work() -> Array:
-            return server.tables.get(store.table).store(store, data)
+            whole = store.joined(parts, data) if store.parts else (store, data)
+            return server.tables.get(store.table).store(*whole)
 
         try:
             slots = await server.writers(store.table).run(work)

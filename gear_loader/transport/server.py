@@ -17,6 +17,7 @@ from gear_loader.transport.channel import Channel, Listener, carrier
 from gear_loader.transport.connection import Connection
 from gear_loader.transport.handshake import answer, check_secret, refuse
 from gear_loader.transport.open_query import warm_up
+from gear_loader.transport.part_message import HeldBytes
 from gear_loader.transport.table_cache import TableCache
 from gear_loader.transport.table_report import table_report
 from gear_loader.transport.wire import Limits, ProtocolError, printable
@@ -69,7 +70,8 @@ class Server:
         allow: "read" refuses requests that change a table, "write" those for rows.
 
     Attributes:
-        tables: the attached tables. allow: as given. budget: for the memory of requests.
+        tables: the attached tables. allow: as given. budget: for the memory of requests. open_parts: that of
+            PART messages.
         metadata: functions by name, called in a thread with a table's name, that return bytes for authenticated
             requesters. "capacity" is the capacity report, "table" the schema and statistics; one-sided carriers add
             their own.
@@ -93,6 +95,7 @@ class Server:
         self.limits = limits or Limits()
         self.allow = check_allow(allow)
         self.budget = ByteBudget(self.limits.total_bytes)
+        self.open_parts = HeldBytes(self.limits.all_open_bytes)
         self.metadata: dict[str, Callable[[str], bytes]] = {}
         self._secret = check_secret(secret)
         self.tables = TableCache(tables, store_timeout)

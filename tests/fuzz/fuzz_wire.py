@@ -21,6 +21,7 @@ if __name__ == "__main__":
 
 with _watched:
     from gear_loader.transport.channel import Address
+    from gear_loader.transport.part_message import Part
     from gear_loader.transport.spec import WindowSpec
     from gear_loader.transport.store_message import Store
     from gear_loader.transport.update_message import Update
@@ -57,6 +58,12 @@ def parse_update(data: bytes) -> None:
     assert (again.table, again.strict) == (update.table, update.strict)
 
 
+def parse_part(data: bytes) -> None:
+    """A part that is read is written the same."""
+    part = Part.parse(data[3:], int.from_bytes(data[:3], "little"))
+    assert part.pack() == data[3:]
+
+
 def parse_error(data: bytes) -> None:
     """What a server says becomes one of our errors."""
     assert isinstance(read_error(data), GearError)
@@ -86,6 +93,7 @@ TARGETS: tuple[Callable[[bytes], None], ...] = (
     parse_spec,
     parse_store,
     parse_update,
+    parse_part,
     parse_error,
     parse_fields,
     parse_address,

@@ -33,7 +33,8 @@ from gear_loader.storage.operations import UNSET
 from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.schema import Schema
 from gear_loader.transport import Limits, Peer, WindowSpec
-from gear_loader.transport.store_message import Store
+from gear_loader.transport.part_message import Part
+from gear_loader.transport.store_message import Store, step_places
 from gear_loader.transport.update_message import Update
 from gear_loader.transport.wire import Header, Kind, pack_text
 
@@ -84,6 +85,7 @@ def requests_of(name: str) -> list[bytes]:
         message(Kind.STORE, store.pack(), bytes(store.bulk_bytes)),
         message(Kind.METADATA, pack_text("a") + pack_text(name)),
         message(Kind.UPDATE, Update(name, updates, False).pack()),
+        message(Kind.PART, Part(5, 0, 2).pack(), bytes(step_places(schema, 2)[1])),
         message(Kind.BYE),
     ]
 
