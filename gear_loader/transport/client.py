@@ -257,7 +257,7 @@ class Peer:
 
         Args:
             schema: the table's columns. identity: id of the trajectory. number: of the piece in it, from 0 on.
-            piece: column name -> uint8 [rows, step_bytes], at most `MOST_PART` bytes. seconds: until the deadline.
+            piece: column name -> uint8 [rows, step_bytes], at most 4 MiB. seconds: until the deadline.
 
         Returns:
             A future that ends when they are sent; the server may not keep them.

@@ -9,9 +9,10 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+import torch
 
 from gear_loader.errors import GearError, HandshakeError, TransportError
 from gear_loader.storage.incoming import checked_priorities, listed, rectangular, stacked, with_final
@@ -31,9 +32,6 @@ from gear_loader.transport.urls import split_url
 from gear_loader.transport.wire import Kind
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import at_least
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["RemoteTable", "connect"]
 

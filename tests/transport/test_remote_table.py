@@ -318,7 +318,7 @@ def storm(table: gear.Table, *, writers: int, episodes: int, kills: int, seed: i
     port = int(address.rpartition(":")[2])
 
     def write(first: int) -> None:
-        with gear.connect(url_of(address, table), secret=SECRET, timeout=60.0) as remote:
+        with gear.connect(url_of(address, table), secret=SECRET, timeout=180.0) as remote:
             writer = remote.writer()
             for number in range(first, first + episodes):
                 for step in range(1 + number % 3):
