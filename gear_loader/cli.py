@@ -329,11 +329,18 @@ def serve_tables(
             "--one-sided", help="Allow one-sided NIXL reads of the tables' memory: closed fabrics only."
         ),
     ] = False,
+    allow: Annotated[
+        str,
+        typer.Option(
+            metavar="all|read|write", help="What requesters may do: read rows, add trajectories, or all."
+        ),
+    ] = "all",
     parent: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Serve windows of tables to other nodes and store their trajectories. Prints its addresses as one JSON line."""
     # Imported here because they load torch.
     from gear_loader.errors import GearError
+    from gear_loader.transport.access import check_allow
     from gear_loader.transport.handshake import check_secret, read_secret
     from gear_loader.transport.process import read_parent, run_server
 
@@ -351,7 +358,7 @@ def serve_tables(
         else:
             secret = _secret_of_environment() if secret_file is None else read_secret(secret_file)
         listens = [(name, host.strip("[]"), int(port)) for name in chosen]
-        run_server(tables, listens, secret, parent=parent, one_sided=one_sided)
+        run_server(tables, listens, secret, parent=parent, one_sided=one_sided, allow=check_allow(allow))
     except (GearError, OSError) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None

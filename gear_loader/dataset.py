@@ -42,6 +42,7 @@ from gear_loader.selection.epochs import notice_short_epoch
 from gear_loader.selection.prioritized import PrioritizedSelection, needs_priorities
 from gear_loader.selection.random import key
 from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Selector, Uniform
+from gear_loader.storage.priority_updates import is_strict
 from gear_loader.storage.schema import Window, as_mapping
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
@@ -622,7 +623,8 @@ class ReplayDataset(IterableDataset[Batch]):
             stale: how to treat rows of removed trajectories: ``"ignore"`` skips and counts them (`num_stale`),
                 ``"error"`` changes nothing and raises.
 
-        If items are trajectories, a table with ``on_full="evict_lowest_priority"`` gets the priorities too.
+        If items are trajectories, a table with ``on_full="evict_lowest_priority"`` gets the priorities too. For updates
+        that other processes see, see `Table.update_priority`.
 
         The update affects all batches requested later, but not those already prefetched. If the GPU draws, CUDA tensors
         stay there and nothing waits; the GPU then detects an invalid value, ignores the update, and a later call raises
@@ -634,8 +636,7 @@ class ReplayDataset(IterableDataset[Batch]):
             SchemaError: other shapes or dtypes, or a selector that does not draw by priority. Nothing was changed.
         """
         selection = self._by_priority("update_priority")
-        if stale not in ("ignore", "error"):
-            raise SchemaError(f"stale is {stale!r}; expected 'ignore' or 'error'.")
+        is_strict(stale)
         index = as_mapping(index)
         if isinstance(index, Mapping):
             index, generation, anchor, shard = self._names(index, generation, anchor, shard)

@@ -117,6 +117,7 @@ BY_STRING = {
     "gear_loader.distributed.__init__": 1,
     "gear_loader.sources._optional": 1,
     "gear_loader.storage.table": 3,
+    "gear_loader.transport.__init__": 1,
     "gear_loader.transport.channel": 1,
     "gear_loader.transport.nixl_agent": 1,
     "gear_loader.transport.process": 1,

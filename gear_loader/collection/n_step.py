@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from gear_loader.errors import SchemaError
-from gear_loader.native import returns
 from gear_loader.storage.schema import Schema, Window
 from gear_loader.utils.checks import at_least
 
@@ -124,6 +123,8 @@ class Returns:
         Args:
             anchors: int64 [n], on the device of the tensors.
         """
+        from gear_loader.native import returns  # here, because it loads numba
+
         rows = slice(len(anchors))
         rewards, done = self.rewards[rows].flatten(1).float(), self.done[rows].flatten(1) != 0
         parts = (rewards, done, self.steps[rows], self.follows[rows])

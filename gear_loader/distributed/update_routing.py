@@ -14,7 +14,8 @@ from gear_loader.distributed.shards import Shards
 from gear_loader.errors import SchemaError
 from gear_loader.selection.prioritized import checked_weights
 from gear_loader.selection.selectors import Selector
-from gear_loader.selection.updates import PriorityUpdates, request
+from gear_loader.selection.updates import request
+from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.utils.arrays import Array, as_array
 
 __all__ = ["MoveHistory", "UpdateRouter"]

@@ -134,12 +134,12 @@ class ItemMap:
         added = fresh & chosen
         self.position, self.next_sequence = changes.position, changes.next_sequence
         if not self.steps:
-            items = changes.slots[stale]
+            slots = changes.slots[stale]
             empty = np.empty(0, dtype=np.int64)
-            self._present[items] = added[stale]
-            return Leaves(
-                items, np.where(added, changes.priorities, _GONE)[stale], items, added[stale], empty
-            )
+            self._present[slots] = added[stale]
+            again = grown & changes.revised  # another priority, of the same trajectory
+            new = np.where(added | again, changes.priorities, _GONE)
+            return Leaves(changes.slots[stale | again], new[stale | again], slots, added[stale], empty)
         self._present[changes.slots[stale]] = added[stale]
         grown &= self._ends(changes.slots, extent) != self.length[changes.slots]
         blocks, kept = self._remove(changes.slots[stale])

@@ -20,11 +20,12 @@ from gear_loader.selection.item_map import ItemMap, Leaves
 from gear_loader.selection.random import key
 from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Prioritized, Selector, TopK, anchors
 from gear_loader.selection.tree import PriorityTree, uniforms, weigh
-from gear_loader.selection.updates import PriorityUpdates, request
+from gear_loader.selection.updates import request
 from gear_loader.selection.weights import importance_weights
 from gear_loader.storage.index_arrays import ranges
 from gear_loader.storage.inline import InlineBatch, Places, prioritized_batch
 from gear_loader.storage.operations import READY, UNSET
+from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.reader import Changes, Snapshot
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.rows import CudaRows, SelectedRows

@@ -34,8 +34,9 @@ from gear_loader.selection.prioritized import (
     out_of_range,
 )
 from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Prioritized, TopK
-from gear_loader.selection.updates import check_names, request
+from gear_loader.selection.updates import request
 from gear_loader.storage.inline import InlineBatch
+from gear_loader.storage.priority_updates import check_names
 from gear_loader.storage.reader import Snapshot
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.rows import CudaRows, Reach, SelectedRows

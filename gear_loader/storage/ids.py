@@ -7,14 +7,17 @@ with an id: `ident` holds it, and -1 for all others.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gear_loader.errors import SchemaError
 from gear_loader.storage.counters import NEXT_SEQUENCE, ORIGIN
-from gear_loader.storage.operations import READY, WRITING, View
+from gear_loader.storage.states import READY, WRITING
 from gear_loader.utils.arrays import Array, as_array
+
+if TYPE_CHECKING:
+    from gear_loader.storage.operations import View
 
 __all__ = [
     "CLIENT_ORIGIN",

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from gear_loader.errors import SchemaError
-from gear_loader.storage.operations import UNSET
+from gear_loader.kernels.sum_tree import UNSET
 from gear_loader.storage.schema import NUMPY_DTYPES, Column, Schema, as_mapping, keeps, settled
 from gear_loader.utils.arrays import Array, as_array, narrowed, shown, unreadable
 

@@ -48,6 +48,7 @@ class IndexArrays:
         self.owner: Array = region.array("owner")
         self.stream: Array = region.array("stream")
         self.created: Array = region.array("created")
+        self.revised: Array = region.array("revised")
         self.moved: Array = region.array("moved")
         self.priority: Array = region.array("priority")
         self.sampled: Array = region.array("sampled")

@@ -14,6 +14,8 @@
                     owner      int64 [T, 2]               pid and start time of the slot's writer
                     stream     int32 [T]                  stream of steps that it was cut from, or 0
                     created    int64 [T]                  time of the commit, nanoseconds of the monotonic clock
+                    revised    int64 [T]                  entries written to `touched` when its priority was set last
+                                                          by `Table.update_priority`; 0 if it never was
                     moved      uint32 [T]                 new place of the block table during a compaction
                     priority   float32 [T]                latest priority, or -1
                     sampled    int32 [T]                  number of draws, if counted
@@ -21,7 +23,7 @@
                     links      int32 [T, 2]               older and newer neighbour in order of commitment
                     block_ids  int32 [2, H]               block tables: a trajectory's blocks, one after another
                     free_slots, retired  int32 [T]        stack; ring in order of retirement
-                    touched    int32 [T]                  ring of the latest committed and retired slots
+                    touched    int32 [T]                  ring of the slots committed, retired or revised last
                     free_blocks          int32 [N]        stack
                     uses                 int32 [N, 2]     trajectories that use a block: live ones, all
                     lowest               float32 [G]      lower bound of the priorities of each group of slots
@@ -77,7 +79,7 @@ __all__ = [
 LINE = 128
 """Bytes of one line: the unit in which a GPU reads host memory, and the alignment of all arrays."""
 
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 _WORD = 16  # bytes that a GPU copies with fewest instructions; a record is padded to whole ones where that costs little
 HEADER_LIMIT = 1 << 20
 """Largest size of preamble and JSON, in bytes."""
@@ -196,6 +198,7 @@ class Layout:
             ("owner", np.int64, (slots, 2)),
             ("stream", np.int32, (slots,)),
             ("created", np.int64, (slots,)),
+            ("revised", np.int64, (slots,)),
             ("moved", np.uint32, (slots,)),
             ("priority", np.float32, (slots,)),
             ("sampled", np.int32, (slots,)),

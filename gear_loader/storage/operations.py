@@ -72,9 +72,12 @@ from gear_loader.storage.counters import (
     WRITING_BLOCKS,
     WRITING_STEPS,
 )
+from gear_loader.storage.states import FREE as FREE
+from gear_loader.storage.states import READY as READY
+from gear_loader.storage.states import RETIRED as RETIRED
+from gear_loader.storage.states import WRITING as WRITING
 from gear_loader.utils.arrays import Array
 
-FREE, WRITING, READY, RETIRED = range(4)
 assert UNSET == -1  # compiled into the cached machine code
 assert DIGEST == 0x810CC1BA  # of the positions in `counters`, compiled in too
 

@@ -14,7 +14,8 @@ from gear_loader.storage.admission import Admission
 from gear_loader.storage.counters import NEXT_SEQUENCE, NUM_READY, NUM_SAMPLED, NUM_TOUCHED, VERSION
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.inline import UNCHANGED, InlineBatch, Places
-from gear_loader.storage.operations import READY
+from gear_loader.storage.operations import READY, begin_change, end_change
+from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.readers import Readers, Ticket
 from gear_loader.storage.recovery import Recovery
 from gear_loader.storage.snapshot import Log, Snapshot
@@ -29,16 +30,17 @@ _NO_SLOTS = np.empty(0, dtype=np.int64)
 
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """Trajectories committed or retired since an earlier position.
+    """Trajectories committed, retired or given another priority since an earlier position.
 
     Attributes:
         position: argument `since` of the next call.
         next_sequence: sequence number above those of all trajectories.
         num_ready: number of live trajectories.
         everything: whether `slots` are all slots, because the ring of changes has overflowed.
-        slots: int64 [n], distinct: slots in which a trajectory was committed or retired.
+        slots: int64 [n], distinct: slots in which a trajectory was committed, retired or revised.
         ready: bool [n], whether the slot has a live trajectory now.
         sequences: int64 [n]. priorities: float32 [n], `UNSET` for a trajectory without one.
+        revised: bool [n], whether `TableReader.revise` has set the priority of the slot since.
     """
 
     position: int
@@ -49,6 +51,7 @@ class Changes:
     ready: Array
     sequences: Array
     priorities: Array
+    revised: Array
 
 
 class TableReader:
@@ -219,6 +222,7 @@ class TableReader:
             self.arrays.state[slots] == READY,
             self.arrays.sequence[slots],
             self.arrays.priority[slots],
+            self.arrays.revised[slots] > since,
         )
 
     def _touched_since(self, since: int) -> Array | None:
@@ -353,6 +357,48 @@ class TableReader:
         rows = [np.ascontiguousarray(part, dtype=np.int64) for part in (slots, generations)]
         priorities = np.ascontiguousarray(priorities, dtype=np.float32)
         self._recovery.locked(lambda: self.arrays.ops.set_priorities(self.arrays.where, *rows, priorities))
+
+    def revise(self, updates: PriorityUpdates, *, strict: bool) -> int:
+        """Write new priorities, which selections by priority follow; see `Table.update_priority`.
+
+        Args:
+            updates: rows; their steps are ignored. strict: whether a stale row is an error.
+
+        Returns:
+            Number of stale rows, which are skipped.
+
+        Raises:
+            StaleIndexError: with `strict`, a row is stale. Nothing was changed.
+        """
+        slots, arrays = updates.slots, self.arrays
+        generations = np.full(len(slots), -1) if updates.generations is None else updates.generations
+
+        def write() -> int:
+            inside = (slots >= 0) & (slots < arrays.num_slots)
+            at = np.where(inside, slots, 0)
+            live = inside & (arrays.state[at] == READY)
+            live &= (generations < 0) | (arrays.generation[at] == generations)
+            count = int(np.count_nonzero(~live))
+            if strict and count:
+                row = int(np.flatnonzero(~live)[0])
+                raise StaleIndexError(
+                    f"{count} of {len(slots)} priorities are for removed trajectories; the first is row {row}, index "
+                    f"{slots[row]}. Nothing was changed; stale='ignore' skips them."
+                )
+            chosen = np.unique(slots[live])
+            if len(chosen):
+                first = int(arrays.counters[NUM_TOUCHED])
+                begin_change(arrays.view)
+                arrays.ops.set_priorities(
+                    arrays.where, slots[live], generations[live], updates.priorities[live]
+                )
+                arrays.revised[chosen] = first + len(chosen)
+                arrays.touched[np.arange(first, first + len(chosen)) % arrays.num_slots] = chosen
+                arrays.counters[NUM_TOUCHED] = first + len(chosen)
+                end_change(arrays.view)
+            return count
+
+        return self._recovery.locked(write)
 
 
 def stale(arrays: IndexArrays, slot: int) -> StaleIndexError:

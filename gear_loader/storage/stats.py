@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import TYPE_CHECKING
 
 from gear_loader.storage.counters import (
     FIRST_SEQUENCE,
@@ -17,8 +18,10 @@ from gear_loader.storage.counters import (
     NUM_WRITING,
     SAMPLE_WAIT,
 )
-from gear_loader.storage.index import Index
-from gear_loader.storage.layout import Layout
+
+if TYPE_CHECKING:
+    from gear_loader.storage.index import Index
+    from gear_loader.storage.layout import Layout
 
 __all__ = ["BLOCK_ENTRY_BYTES", "TableStats", "stats_of"]
 

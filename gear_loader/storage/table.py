@@ -39,6 +39,7 @@ from gear_loader.storage.layout import Layout
 from gear_loader.storage.limiters import RateLimiter
 from gear_loader.storage.numa import Numa, check_numa
 from gear_loader.storage.pages import HugePages, check_huge_pages
+from gear_loader.storage.priority_updates import is_strict, request
 from gear_loader.storage.reader import TableReader
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.region import Region
@@ -429,7 +430,13 @@ class Table:
         self._region.close()
 
     def serve(
-        self, *, host: str = "127.0.0.1", port: int = 0, carrier: str = "socket", secret: bytes | None = None
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        carrier: str = "socket",
+        secret: bytes | None = None,
+        allow: Literal["all", "read", "write"] = "write",
     ) -> Any:
         """Start a server process of this table, for `gear_loader.connect` from other processes and machines.
 
@@ -441,6 +448,8 @@ class Table:
             port: port number, or 0 for a free one.
             carrier: ``"socket"`` or ``"ucx"``.
             secret: at least 16 bytes; by default random ones.
+            allow: what clients may do: ``"write"`` adds trajectories and sets priorities, ``"read"`` fetches rows,
+                ``"all"`` both. Statistics are for all of them.
 
         Returns:
             The `gear_loader.transport.TableServer`: its `url` and `secret` are what `gear_loader.connect` takes.
@@ -449,7 +458,7 @@ class Table:
             PrivateTableError: the table has no name. TransportError: the server did not start, or invalid arguments.
             HandshakeError: an invalid secret.
         """
-        options = {"host": host, "port": port, "carrier": carrier, "secret": secret}
+        options = {"host": host, "port": port, "carrier": carrier, "secret": secret, "allow": allow}
         return importlib.import_module("gear_loader.transport.table_server").serve(self, **options)
 
     def unlink(self) -> None:
@@ -922,6 +931,38 @@ class Table:
             AssertionError: the index is inconsistent; the message says where.
         """
         self.index.recovery.check_valid()
+
+    def update_priority(
+        self,
+        index: Sequence[int] | Array | torch.Tensor,
+        priority: Sequence[float] | Array | torch.Tensor,
+        *,
+        generation: Sequence[int] | Array | torch.Tensor | None = None,
+        stale: Literal["ignore", "error"] = "ignore",
+    ) -> int:
+        """Set the priorities of trajectories, for all who draw from the table, in any process.
+
+        Datasets that draw trajectories by priority use them from their next draw on, those that draw single steps do
+        not. Of this and a dataset's own `ReplayDataset.update_priority` the later one counts. Eviction by the lowest
+        priority, checkpoints and datasets that are made later see them too.
+
+        Args:
+            index: int [n], indices of trajectories. Of equal ones the last counts.
+            priority: numbers [n], finite as float32 and not negative.
+            generation: int [n], ``batch["generation"]``; detects stale rows, whose index was reused.
+            stale: how to treat rows of removed trajectories: ``"ignore"`` skips them, ``"error"`` changes nothing and
+                raises.
+
+        Returns:
+            Number of rows that were skipped.
+
+        Raises:
+            PriorityError: a priority is NaN, infinite or negative; the message names the first. Nothing was changed.
+            StaleIndexError: with ``stale="error"``: a trajectory was removed. Nothing was changed.
+            SchemaError: other shapes or dtypes. Nothing was changed.
+        """
+        updates = request(index, priority, generation=generation, anchor=None, unit="trajectory")
+        return self.reader().revise(updates, strict=is_strict(stale))
 
     # ---------------------------------------------------------------- for selections, collectors and transports
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
 import numpy as np
-import torch
 
 from gear_loader.errors import GearError, SchemaError
 from gear_loader.native import copying
@@ -33,18 +31,16 @@ from gear_loader.storage.operations import (
     GROWN_WIDTH,
     UNSET,
 )
-from gear_loader.storage.schema import NUMPY_DTYPES, Column, Schema, as_mapping, settled
+from gear_loader.storage.schema import NUMPY_DTYPES
 from gear_loader.storage.step_writer import StepWriter
+from gear_loader.storage.vector_rows import VectorRows
 from gear_loader.storage.writer import Target, Writer, here, reserve_together
-from gear_loader.utils.arrays import Array, address_of, as_array, data_address, shown
-from gear_loader.utils.checks import at_least
+from gear_loader.utils.arrays import Array, data_address
 
 __all__ = ["VectorWriter"]
 
-_BOOL = np.dtype(np.bool_)
 
-
-class VectorWriter:
+class VectorWriter(VectorRows):
     """Adds the trajectories of n environments, which take their steps at the same time.
 
     Created by `Table.writers`. It behaves as n writers (`Writer`), but one call of compiled code writes the rows of all
@@ -76,8 +72,9 @@ class VectorWriter:
     """
 
     def __init__(self, table: Target, n: int, make_writer: Callable[[], Writer]) -> None:
+        super().__init__(table.schema, n)
         self._table = table
-        self.num_envs = count = at_least("n", n)
+        count = self.num_envs
         layout = table.region.layout
         most = min(layout.max_trajectories, layout.num_blocks, layout.max_steps)
         if count > most:
@@ -86,7 +83,6 @@ class VectorWriter:
                 f"its own and the table holds {layout.max_trajectories:,} trajectories, {layout.num_blocks:,} blocks "
                 f"and {layout.max_steps:,} steps. Create the table larger."
             )
-        self.trajectory: Mapping[str, Any] | None = None
         self._pid = here.pid
         self._writers = [make_writer() for _ in range(count)]
         columns = table.step_addresses()
@@ -105,12 +101,6 @@ class VectorWriter:
         self._pack_place = struct.Struct(f"={VECTOR_WIDTH}q").pack_into
         self._rows_at = 8 * rows
         self._places_at = 8 * (rows + width)
-        self._what = f"the rows (T = {count}, one for each environment)"
-        once = {
-            name: dataclasses.replace(column, per="step")
-            for name, column in table.schema.per_trajectory.items()
-        }
-        self._once_schema = Schema(once) if once else None
         # Name, dtype and shape of rows that need no further look.
         self._plain = [
             (name, NUMPY_DTYPES.get(column.dtype), (count, *column.shape))
@@ -124,7 +114,6 @@ class VectorWriter:
         for writer, row in zip(self._writers, self._grown, strict=True):
             if isinstance(writer, StepWriter):
                 writer.grown = row
-        self._no_index = np.full(count, -1, dtype=np.int64)
         self._nobody = np.zeros(count, dtype=bool)
         self._nobody.flags.writeable = False
         self.appended: Array = self._nobody
@@ -250,12 +239,7 @@ class VectorWriter:
 
     def _located(self, rows: Any, columns: dict[str, Any]) -> tuple[list[int], object]:
         """Check the rows; return the address of each column, and what holds their memory."""
-        if rows is None:
-            rows = columns
-        else:
-            rows = as_mapping(rows)
-            if columns and isinstance(rows, Mapping):
-                rows = {**settled(rows), **columns}
+        rows = self._given(rows, columns)
         if type(rows) is dict and len(rows) == len(self._plain):
             found = []
             for name, dtype, shape in self._plain:
@@ -268,65 +252,8 @@ class VectorWriter:
             else:
                 return found, rows
         length, addresses, hold = self._table.schema.steps.locate(rows, what=self._what)
-        if length != self.num_envs:
-            raise SchemaError(
-                f"The rows have {length} entries; expected arrays [n, ...] with one row for each of the "
-                f"{self.num_envs} environments. Nothing was appended."
-            )
+        self._check_count(length)
         return addresses, hold
-
-    def _mask(self, name: str, value: Any) -> Array:
-        """A mask as a contiguous array, bool [n]."""
-        fits = (
-            type(value) is torch.Tensor and value.dtype is torch.bool and value.is_cpu and not value.is_nested
-        )
-        if fits and address_of(value):
-            value = value.numpy()
-        if type(value) is not np.ndarray:
-            try:
-                value = np.asarray(as_array(value, name))
-            except (TypeError, ValueError, RuntimeError):
-                value = np.empty(0, dtype=object)
-        if value.dtype != _BOOL or value.shape != (self.num_envs,):
-            raise SchemaError(
-                f"{name} has dtype {value.dtype} and shape {list(value.shape)}; expected a mask, bool "
-                f"[{self.num_envs}], one value for each environment. Nothing was changed."
-            )
-        return value if value.flags.c_contiguous else np.ascontiguousarray(value)
-
-    def _checked_final(self, final: Any) -> dict[str, Any]:
-        final, finals = as_mapping(final), self._table.schema.finals
-        wanted: Mapping[str, Column] = {} if finals is None else finals
-        if not isinstance(final, Mapping) or set(final) != set(wanted):
-            given = sorted(map(str, final)) if isinstance(final, Mapping) else type(final).__name__
-            raise SchemaError(
-                f"final has {given}; expected the columns {sorted(wanted)}: all with Column(final=True) and no other."
-            )
-        rows = dict(settled(final))
-        if finals is None:
-            return rows
-        length, _, _ = finals.locate(rows, what=f"final, {self._what}")
-        if length != self.num_envs:
-            raise SchemaError(
-                f"final has {length} rows; expected one for each of {self.num_envs} environments."
-            )
-        return rows
-
-    def _check_trajectory(self) -> None:
-        """Raise SchemaError unless `trajectory` has a row for each environment."""
-        if self._once_schema is None and self.trajectory is None:
-            return
-        wanted = sorted(self._table.schema.per_trajectory)
-        if self._once_schema is None or not isinstance(self.trajectory, Mapping):
-            raise SchemaError(
-                f"The attribute trajectory is {shown(self.trajectory)}; expected arrays [{self.num_envs}, ...] of the "
-                f"columns with per='trajectory': {wanted}."
-            )
-        length, _, _ = self._once_schema.locate(self.trajectory, what="the attribute trajectory")
-        if length != self.num_envs:
-            raise SchemaError(
-                f"The attribute trajectory has {length} rows; expected one for each of {self.num_envs} environments."
-            )
 
     def _hand_out(self, i: int) -> Writer:
         """The writer of an environment, which knows what its trajectory has once."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import struct
 import threading
@@ -13,16 +12,14 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
 
 from gear_loader.errors import GearError, SchemaError
 from gear_loader.native import copying
-from gear_loader.storage.casting import can_cast
 from gear_loader.storage.incoming import checked_final, single_priority
 from gear_loader.storage.index import Claim
 from gear_loader.storage.operations import GENEROUS, ROOM_GENERATION, ROOM_HELD, ROOM_PLACE, ROOM_WIDTH
-from gear_loader.storage.schema import NUMPY_DTYPES, Column, as_mapping, settled
-from gear_loader.utils.arrays import Array, address_of, data_address, unreadable
+from gear_loader.storage.step_appender import StepAppender, checked_once, too_long
+from gear_loader.utils.arrays import Array, data_address
 from gear_loader.utils.checks import at_least
 
 if TYPE_CHECKING:
@@ -72,7 +69,7 @@ class Target(Protocol):
     def check_open(self) -> None: ...
 
 
-class Writer:
+class Writer(StepAppender):
     """Adds trajectories to a table step by step: `append` steps, then `commit`.
 
     Created by `Table.writer`. Steps are written directly into the table's blocks and are invisible until `commit`.
@@ -101,7 +98,6 @@ class Writer:
 
     def __init__(self, table: Target, *, chunk_steps: int | None = None, overlap_steps: int = 0) -> None:
         self._table = table
-        self._schema = table.schema.steps
         self._index = table.index
         self._block_steps = table.region.layout.block_steps
         self._chunk = table.longest if chunk_steps is None else at_least("chunk_steps", chunk_steps)
@@ -119,10 +115,7 @@ class Writer:
             self._check_two_chunks()
         self.priority: float | None = None
         self.trajectory: Mapping[str, Any] | None = None
-        self._columns = [
-            _StepColumn(name, column, table.region.column(name)) for name, column in self._schema.items()
-        ]
-        self._puts = [(column.name, column.put) for column in self._columns]
+        super().__init__(table.schema.steps, [table.region.column(name) for name in table.schema.steps])
         self._pid = here.pid
         # The slot being written comes last; while a chunk is cut, the next slot's claim is added before its allocation.
         self._open: list[Claim] = []
@@ -181,6 +174,7 @@ class Writer:
         After an error nothing was appended, except for the steps of completed chunks. After a time-out the call can be
         repeated with the same step.
         """
+        # As `_given`, without its call: this runs for every step.
         rows: Mapping[str, Any] = columns if steps is None else self._joined(steps, columns)
         if self._schema.casts:
             rows = self._schema.cast(rows, what="the step")
@@ -208,25 +202,6 @@ class Writer:
         self._fresh += 1
         return ()
 
-    def _put(self, inside: int, rows: Mapping[str, Any]) -> bool:
-        """Write one step; return False if a value does not fit, or a column is missing."""
-        try:
-            for name, put in self._puts:
-                if not put(inside, rows[name]):
-                    return False
-        except KeyError:
-            return False
-        return True
-
-    def _joined(self, steps: Mapping[str, Any], columns: dict[str, Any]) -> dict[str, Any]:
-        steps = as_mapping(steps)
-        if not isinstance(steps, Mapping):
-            raise SchemaError(
-                f"The step is a {type(steps).__name__}; expected a mapping of the columns {list(self._schema)}, "
-                "or the columns as keywords."
-            )
-        return {**settled(steps), **columns}
-
     def _appended(self, count: int) -> tuple[int, ...]:
         """Count written steps, and cut a chunk if they complete one; return its index."""
         self._steps += count
@@ -239,23 +214,6 @@ class Writer:
             self._steps -= count
             self._fresh -= count
             raise
-
-    def _check_step(self, rows: Mapping[str, Any]) -> None:
-        """Raise SchemaError for a step that does not fit, before blocks are allocated for it."""
-        self._schema.validate_names(rows, what="the step")
-        for column in self._columns:
-            if not column.fits(rows[column.name]):
-                raise column.misfit(rows[column.name])
-
-    def _is_single(self, rows: Mapping[str, Any]) -> bool:
-        """Whether the rows are one step; several steps have an additional dimension in every column."""
-        for column in self._columns:
-            if column.name not in rows:
-                self._schema.validate_names(rows, what="the step")
-            value = rows[column.name]
-            if getattr(value, "ndim", 0) != len(column.shape) + 1:
-                return True
-        return False
 
     def _append_many(self, rows: Mapping[str, Any]) -> tuple[int, ...]:
         length, addresses, hold = self._schema.locate(dict(rows), what="the steps")
@@ -383,14 +341,14 @@ class Writer:
         if needed > self._chunk or bool(self._open) != bool(self._held):
             return -1
         if not self._open:
-            _pack_room(row, 0, -1, 0, needed, self._chunk, 0, place, 0, 0)
+            _pack_room(row.data, 0, -1, 0, needed, self._chunk, 0, place, 0, 0)
             claim = Claim(1)
             claim.slots = row[:1]  # a view: the operation writes into it
             self._thread = threading.get_ident()
             self._open.append(claim)
             return -(-max(needed, size) // size)
         run = data_address(self._run)
-        _pack_room(row, 0, self._slot, self._held, needed, self._chunk, run, place, 0, 0)
+        _pack_room(row.data, 0, self._slot, self._held, needed, self._chunk, run, place, 0, 0)
         most = max(needed, min(2 * self._held, self._chunk))
         self._held = 0
         return -(-most // size) - len(self._ids)
@@ -410,10 +368,7 @@ class Writer:
         self._here = block
 
     def _too_long(self, steps: int) -> SchemaError:
-        return SchemaError(
-            f"The trajectory would have {steps:,} steps; this table holds at most {self._table.longest:,}. Commit "
-            "earlier, cut it into chunks with table.writer(chunk_steps=...), or create the table larger."
-        )
+        return too_long(steps, self._table.longest)
 
     # ---------------------------------------------------------------- for callers that write into the blocks
 
@@ -562,11 +517,7 @@ class Writer:
 
     def _checked_once(self, given: Mapping[str, Any] | None) -> dict[str, Array]:
         """The values of the columns per trajectory for a commit, uint8 [1, step_bytes] each."""
-        schema = self._table.schema
-        values = self.trajectory if given is None else given
-        if not schema.per_trajectory and values is None:
-            return {}
-        return schema.validate_once(values, what="trajectory")
+        return checked_once(self._table.schema, self.trajectory if given is None else given)
 
     def _write_once(self, values: dict[str, Array]) -> None:
         """Write these values into the first block of the open trajectory, where no other trajectory has any."""
@@ -667,137 +618,6 @@ def reserve_together(writers: Sequence[Writer], count: int) -> bool:
     for writer, row in zip(writers[:done], rows, strict=False):
         writer.take_room(row, ids)
     return done == len(writers)
-
-
-_BOOLS: frozenset[type] = frozenset({bool, np.bool_})
-_INTEGERS: frozenset[type] = frozenset(
-    {int, *(np.dtype(f"{kind}{size}").type for kind in "iu" for size in (1, 2, 4, 8))}
-)
-_FLOATS: frozenset[type] = frozenset({float, int, np.float64})
-
-
-class _StepColumn:
-    """Writes single steps into one column, through a view of the current block."""
-
-    def __init__(self, name: str, column: Column, data: Array) -> None:
-        self.name = name
-        self.shape = column.shape
-        self.step_bytes = step_bytes = column.step_bytes
-        self.data = data
-        self._column = column
-        self._dtype = NUMPY_DTYPES.get(column.dtype)
-        self._kind = "" if self._dtype is None else self._dtype.kind
-        self._largest = torch.finfo(column.dtype).max if column.dtype.is_floating_point else 0.0
-        whole = np.iinfo(self._dtype) if self._dtype is not None and self._kind in "iu" else None
-        self._limits = (0, -1) if whole is None else (int(whole.min), int(whole.max))
-        # Types of numbers that always fit, and of those that fit within limits: both are written as they are.
-        # `_put_number` looks at all others.
-        self._always: frozenset[type] = frozenset()
-        self._quick: tuple[frozenset[type], float, float] = (frozenset(), 0, 0)
-        if not self.shape and self._dtype is not None:
-            self._always = _BOOLS if self._kind == "b" else frozenset({self._dtype.type})
-            if whole is not None:
-                self._quick = _INTEGERS, *self._limits
-            elif self._kind == "f":
-                self._quick = _FLOATS, -self._largest, self._largest
-        spare: Array = np.empty(step_bytes, dtype=np.uint8)
-        self.spare_address: int = spare.ctypes.data
-        """Address of the value that `fits` has accepted last."""
-        self._spare = self._as_steps(spare.reshape(1, -1))
-        self._view = self._spare
-
-    def _as_steps(self, rows: Array) -> Array:
-        """Steps uint8 [n, step_bytes], which need not lie one after another, as values [n, *shape]."""
-        dtype = np.dtype(np.int16) if self._dtype is None else self._dtype
-        return rows.view(dtype).reshape(len(rows), *self.shape)
-
-    def show_block(self, block: int) -> None:
-        self._view = self._as_steps(self.data[block])
-
-    def fits(self, value: Any) -> bool:
-        """Whether `put` would accept a value of one step."""
-        view, self._view = self._view, self._spare
-        try:
-            return self.put(0, value)
-        finally:
-            self._view = view
-
-    def put(self, place: int, value: Any) -> bool:
-        """Write the value of one step; return False, having written nothing, if it does not fit."""
-        kind = type(value)
-        if kind in self._always:
-            self._view[place] = value
-            return True
-        if kind is np.ndarray and value.dtype == self._dtype and value.shape == self.shape:
-            self._view[place] = value
-            return self._dtype is not None
-        kinds, low, high = self._quick
-        if kind in kinds and low <= value <= high:
-            self._view[place] = value
-            return True
-        if isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
-            if value.dtype == self._dtype and value.shape == self.shape and self._dtype is not None:
-                self._view[place] = value
-                return True
-            return False
-        if isinstance(value, torch.Tensor):
-            return self._put_tensor(place, value)
-        return not self.shape and self._put_number(place, value)
-
-    def _put_tensor(self, place: int, value: torch.Tensor) -> bool:
-        if value.is_nested or value.dtype is not self._column.dtype or tuple(value.shape) != self.shape:
-            return False
-        plain = value.is_contiguous() and address_of(value) != 0
-        if not plain and unreadable(value) is not None:
-            return False
-        if value.requires_grad or not value.is_cpu or value.is_neg():
-            value = value.detach().resolve_neg().cpu()
-        self._view[place] = (value.view(torch.int16) if self._dtype is None else value).numpy()
-        return True
-
-    def _put_number(self, place: int, value: Any) -> bool:
-        number = value.item() if isinstance(value, np.generic) else value
-        if isinstance(number, bool):
-            fits = self._kind == "b"
-        elif not isinstance(number, (int, float)):
-            fits = False
-        elif self._largest:
-            special = isinstance(number, float) and not math.isfinite(number)
-            fits = special or -self._largest <= number <= self._largest
-        else:
-            fits = self._kind in "iu" and isinstance(number, int) and self._in_range(number)
-        if not fits:
-            return False
-        if self._dtype is None:
-            number = (
-                torch.tensor(float(number), dtype=self._column.dtype, device="cpu").view(torch.int16).item()
-            )
-        self._view[place] = number
-        return True
-
-    def _in_range(self, value: int) -> bool:
-        low, high = self._limits
-        return low <= value <= high
-
-    def misfit(self, value: Any) -> SchemaError:
-        """The error for a value that does not fit."""
-        shape = list(self.shape)
-        expected = f"{self._column.dtype} and shape {shape} (or [k, ...] of k steps in every column)"
-        kind = unreadable(value) if isinstance(value, torch.Tensor) else None
-        given = getattr(value, "dtype", None)
-        casts = given != self._column.dtype and given != self._dtype and can_cast(given, self._column.dtype)
-        casts = isinstance(value, (list, tuple)) if given is None else casts
-        remedy = " With cast=True the column converts it." if casts and not self._column.cast else ""
-        if kind is not None:
-            what = f"is a {kind}"
-        elif isinstance(value, (np.ndarray, torch.Tensor)):
-            what = f"has dtype {value.dtype} and shape {list(value.shape)}"
-        else:
-            what = f"is {value!r}, of type {type(value).__name__}"
-        return SchemaError(
-            f"Column {self.name!r} of the step {what}; expected an array or a tensor of {expected}"
-            f"{', or a number' if not shape else ''}.{remedy} Nothing was appended."
-        )
 
 
 def _give_up(index: Index, claims: list[Claim], pid: int) -> None:

@@ -8,14 +8,21 @@ A server, and a client on another node::
     status = peer.fetch(spec, slots, anchors, generations, out).result()
 """
 
-from gear_loader.transport.channel import Address, Carrier, Channel, Listener, carrier
-from gear_loader.transport.client import Peer
-from gear_loader.transport.process import ServerProcess, start_server
-from gear_loader.transport.remote_writer import RemoteWriter
-from gear_loader.transport.server import Server
-from gear_loader.transport.spec import Piece, WindowSpec
-from gear_loader.transport.table_server import TableServer
-from gear_loader.transport.wire import Limits
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gear_loader.transport.channel import Address, Carrier, Channel, Listener, carrier
+    from gear_loader.transport.client import Peer
+    from gear_loader.transport.process import ServerProcess, start_server
+    from gear_loader.transport.remote_vector_writer import RemoteVectorWriter
+    from gear_loader.transport.remote_writer import RemoteWriter
+    from gear_loader.transport.server import Server
+    from gear_loader.transport.spec import Piece, WindowSpec
+    from gear_loader.transport.table_server import TableServer
+    from gear_loader.transport.wire import Limits
 
 __all__ = [
     "Address",
@@ -25,6 +32,7 @@ __all__ = [
     "Listener",
     "Peer",
     "Piece",
+    "RemoteVectorWriter",
     "RemoteWriter",
     "Server",
     "ServerProcess",
@@ -33,3 +41,30 @@ __all__ = [
     "carrier",
     "start_server",
 ]
+
+# Loaded on first use: clients need neither the server nor the compiled loops.
+_MODULES = {
+    "Address": "channel",
+    "Carrier": "channel",
+    "Channel": "channel",
+    "Limits": "wire",
+    "Listener": "channel",
+    "Peer": "client",
+    "Piece": "spec",
+    "RemoteVectorWriter": "remote_vector_writer",
+    "RemoteWriter": "remote_writer",
+    "Server": "server",
+    "ServerProcess": "process",
+    "TableServer": "table_server",
+    "WindowSpec": "spec",
+    "carrier": "channel",
+    "start_server": "process",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"gear_loader.transport.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -16,15 +16,30 @@ from gear_loader.transport.channel import Address
 from gear_loader.transport.handshake import check_secret
 from gear_loader.transport.link import Link
 from gear_loader.transport.loop import EventLoop, event_loop
+from gear_loader.transport.part_message import Part
 from gear_loader.transport.request import Request
 from gear_loader.transport.spec import WindowSpec
-from gear_loader.transport.store_message import Store
+from gear_loader.transport.store_message import Store, step_places
+from gear_loader.transport.update_message import Update
 from gear_loader.transport.wire import Fields, Kind, Limits, pack_text
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Peer"]
+__all__ = ["Peer", "Rows"]
 
 _T = TypeVar("_T")
+
+
+class Rows(NamedTuple):
+    """A checked trajectory.
+
+    Attributes:
+        length: number of rows. pieces: its steps, column name -> uint8 [rows, step_bytes] for consecutive ones.
+        once: column per trajectory -> uint8 [1, step_bytes].
+    """
+
+    length: int
+    pieces: Sequence[Mapping[str, Array]]
+    once: Mapping[str, Array]
 
 
 class Peer:
@@ -164,7 +179,29 @@ class Peer:
             SchemaError: a trajectory does not fit the schema. TransportError: the peer is closed, or was created before
                 a fork.
         """
-        n = len(trajectories)
+        located = [schema.validate(each, what=f"trajectory {i}") for i, each in enumerate(trajectories)]
+        rows = [Rows(length, [arrays], arrays) for length, arrays in located]
+        return self.store_rows(table, schema, rows, priorities, ids, finals, again=again, seconds=seconds)
+
+    def store_rows(
+        self,
+        table: str,
+        schema: Schema,
+        rows: Sequence[Rows],
+        priorities: Array,
+        ids: Array,
+        finals: Array | None = None,
+        *,
+        ahead: int = 0,
+        again: bool = False,
+        seconds: float | None = None,
+    ) -> Future[Array]:
+        """As `store`, for trajectories that have been checked.
+
+        Args:
+            ahead: pieces of the only trajectory that `send_part` has sent before.
+        """
+        n = len(rows)
         finals = np.zeros(n, dtype=np.int64) if finals is None else finals
         for name, values, dtype in (
             ("priorities", priorities, np.float32),
@@ -173,15 +210,17 @@ class Peer:
         ):
             if not isinstance(values, np.ndarray) or values.dtype != dtype or values.shape != (n,):
                 raise SchemaError(f"{name} is {_shape(values)}; expected {np.dtype(dtype).name} [{n}].")
-        located = [schema.validate(each, what=f"trajectory {i}") for i, each in enumerate(trajectories)]
-        lengths = np.array([length for length, _ in located], dtype=np.int64)
-        request = Store(table, schema, lengths, ids, priorities, finals, again)
+        lengths = np.array([each.length for each in rows], dtype=np.int64)
+        first = next(iter(schema.steps))
+        before = sum(len(piece[first]) for piece in rows[0].pieces[:ahead]) if ahead else 0
+        request = Store(table, schema, lengths, ids, priorities, finals, again, ahead, before)
         data = np.zeros(request.bulk_bytes, dtype=np.uint8)
-        for name, (at, _) in zip(schema, request.columns, strict=True):
-            for _, arrays in located:
-                part = arrays[name].reshape(-1)
-                data[at : at + len(part)] = part
-                at += len(part)
+        for (name, column), (at, _) in zip(schema.items(), request.columns, strict=True):
+            for each in rows:
+                for piece in [each.once] if column.trajectory else each.pieces[ahead:]:
+                    part = piece[name].reshape(-1)
+                    data[at : at + len(part)] = part
+                    at += len(part)
 
         def check(limits: Limits) -> str | None:
             if n > limits.rows or len(data) > limits.store_bytes:
@@ -211,11 +250,74 @@ class Peer:
             )
         )
 
-    def metadata(self, name: str, table: str) -> Future[bytes]:
+    def send_part(
+        self, schema: Schema, identity: int, number: int, piece: Mapping[str, Array], *, seconds: float
+    ) -> Future[None]:
+        """Send steps of a trajectory that is stored later, by `store_rows` with `ahead`.
+
+        Args:
+            schema: the table's columns. identity: id of the trajectory. number: of the piece in it, from 0 on.
+            piece: column name -> uint8 [rows, step_bytes], at most 4 MiB. seconds: until the deadline.
+
+        Returns:
+            A future that ends when they are sent; the server may not keep them.
+        """
+        rows = len(next(iter(piece.values())))
+        places, size = step_places(schema, rows)
+        data = np.zeros(size, dtype=np.uint8)
+        for name, (at, count) in places.items():
+            data[at : at + count] = piece[name].reshape(-1)
+        return self._submit(
+            Request(
+                kind=Kind.PART,
+                small=Part(identity, number, rows).pack(),
+                answer=None,
+                finish=lambda _: None,
+                what=f"a part of a trajectory ({size:,} bytes)",
+                bulk=data,
+                seconds=seconds,
+            )
+        )
+
+    def update(self, update: Update, *, seconds: float | None = None) -> Future[int]:
+        """Set priorities of trajectories.
+
+        Args:
+            update: the table and its rows. seconds: until the deadline; by default the peer's timeout.
+
+        Returns:
+            A future of the number of rows of removed trajectories, which were skipped.
+        """
+        n = len(update.updates.slots)
+
+        def check(limits: Limits) -> str | None:
+            return f"the server takes at most {limits.rows:,} at a time" if n > limits.rows else None
+
+        def finish(small: memoryview) -> int:
+            fields = Fields(small, Kind.UPDATED.name)
+            stale = fields.number(8, "stale")
+            fields.end()
+            return stale
+
+        return self._submit(
+            Request(
+                kind=Kind.UPDATE,
+                small=update.pack(),
+                answer=Kind.UPDATED,
+                finish=finish,
+                what=f"{n:,} priorities to be set in table {update.table!r}",
+                small_bytes=8,
+                check=check,
+                seconds=seconds,
+            )
+        )
+
+    def metadata(self, name: str, table: str, *, seconds: float | None = None) -> Future[bytes]:
         """Request metadata of a table.
 
         Args:
             name: of the metadata; see `Server.metadata`. table: name of the table.
+            seconds: until the deadline; by default the peer's timeout.
         """
         return self._submit(
             Request(
@@ -224,6 +326,7 @@ class Peer:
                 answer=Kind.DESCRIBED,
                 finish=bytes,
                 what=f"{name!r} of table {table!r}",
+                seconds=seconds,
             )
         )
 

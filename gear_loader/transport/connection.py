@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gear_loader.errors import GearError, LockTimeoutError, TransportError
+from gear_loader.transport.access import refusal
 from gear_loader.transport.channel import Channel, as_bytes
 from gear_loader.transport.open_query import OpenQuery
+from gear_loader.transport.part_message import MOST_PART, OpenParts, Part
 from gear_loader.transport.spec import ALIGNMENT, MAX_SPEC_BYTES, WindowSpec
 from gear_loader.transport.store_message import Store
+from gear_loader.transport.update_message import Update
 from gear_loader.transport.wire import HEADER, Fields, Header, Kind, Limits, ProtocolError, check, pack_error
 from gear_loader.utils.arrays import Array
 
@@ -53,6 +56,7 @@ class Connection:
         self._reply: asyncio.Task[None] | None = None  # a large reply that is being sent
         self._reply_turn = 0  # index of its buffer
         self._stores: set[asyncio.Task[None]] = set()
+        self._parts = OpenParts(self._limits, server.open_parts)
         self.receiving_since: float | None = None
         self.sending_since: float | None = None
         limits = self._limits
@@ -61,6 +65,8 @@ class Connection:
             Kind.FETCH: (8 + 24 * limits.rows, 0),
             Kind.STORE: (Store.most(limits), limits.store_bytes),
             Kind.METADATA: (4 + 2 * _MOST_NAME, 0),
+            Kind.UPDATE: (Update.most(limits), 0),
+            Kind.PART: (Part.most(), MOST_PART),
             Kind.BYE: (0, 0),
         }
 
@@ -85,11 +91,13 @@ class Connection:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._parts.clear()
         self._queries.clear()
         self._staging.clear()
 
     def release(self) -> None:
-        """Detach tables whose names were removed or replaced."""
+        """Detach tables whose names were removed or replaced, and forget open trajectories that do not go on."""
+        self._parts.expire()
         for opened in self._queries.values():
             if isinstance(opened, OpenQuery):
                 opened.release()
@@ -111,6 +119,10 @@ class Connection:
         await channel.recv_into(self._head)
         header = Header.parse(self._head)
         check(header, self._allowed, "after the handshake")
+        why = refusal(self._server.allow, header.kind)
+        if why is not None:
+            await self._send(Kind.ERROR, header.request, pack_error(TransportError(why)))
+            raise ProtocolError(why)
         self.receiving_since = self._loop.time()
         small = self._small_buffer(header.small)
         if header.small:
@@ -120,12 +132,16 @@ class Connection:
             await self._fetch(header.request, small)
         elif header.kind is Kind.STORE:
             await self._begin_store(header, small)
+        elif header.kind is Kind.PART:
+            await self._keep_part(header, small)
         else:
             self.receiving_since = None
             if header.kind is Kind.BYE:
                 return False
             if header.kind is Kind.OPEN:
                 await self._open(header.request, small)
+            elif header.kind is Kind.UPDATE:
+                await self._update(header.request, small)
             else:
                 await self._describe(header.request, small)
         return True
@@ -171,6 +187,20 @@ class Connection:
             await self._fail(request, error, f"metadata {name[:40]!r} of {table!r}")
             return
         await self._send(Kind.DESCRIBED, request, b"", memoryview(answer))
+
+    async def _update(self, request: int, small: Array) -> None:
+        update = Update.parse(small, self._limits)
+        server = self._server
+
+        def work() -> int:
+            return server.tables.get(update.table).revise(update)
+
+        try:
+            stale = await server.writers(update.table).run(work)
+        except Exception as error:
+            await self._fail(request, error, f"setting priorities in {update.table!r}")
+            return
+        await self._send(Kind.UPDATED, request, stale.to_bytes(8, "little"))
 
     async def _fail(self, request: int, error: Exception, what: str) -> None:
         """Send an error to the requester; log it if it is internal."""
@@ -267,30 +297,52 @@ class Connection:
 
     # ---------------------------------------------------------------- storing
 
+    async def _keep_part(self, header: Header, small: Array) -> None:
+        part = Part.parse(small, header.bulk)
+        data = await self._receive_bulk(header.bulk)
+        self._server.budget.give(header.bulk)
+        if self._parts.fits(part, header.bulk):
+            self._parts.add(part, data)
+
+    async def _receive_bulk(self, size: int) -> Array:
+        """Receive a bulk part when the budget has room for it; the caller gives `size` bytes back."""
+        self.receiving_since = None  # the server waits for itself, not for the requester
+        await self._server.budget.take(size)
+        try:
+            self.receiving_since = self._loop.time()
+            data = _buffer(size)
+            if size:
+                await self._channel.recv_into(data)
+        except BaseException:
+            self._server.budget.give(size)
+            raise
+        self.receiving_since = None
+        return data
+
     async def _begin_store(self, header: Header, small: Array) -> None:
         request = Store.parse(small.copy(), header.bulk, self._limits)
+        budget = self._server.budget
+        self.receiving_since = None  # the server waits for itself, not for the requester
         while len(self._stores) >= _STORES:
-            self.receiving_since = None  # the server waits for itself, not for the requester
             await asyncio.wait(self._stores, return_when=asyncio.FIRST_COMPLETED)
-            self.receiving_since = self._loop.time()
-        data = _buffer(header.bulk)
-        if header.bulk:
-            await self._channel.recv_into(data)
-        self.receiving_since = None
-        task = asyncio.ensure_future(self._store(header.request, request, data))
+        data = await self._receive_bulk(header.bulk)
+        parts = self._parts.take(int(request.ids[0])) if request.parts else []
+        task = asyncio.ensure_future(self._store(header.request, request, parts, data))
         self._stores.add(task)
         task.add_done_callback(self._stored)
+        task.add_done_callback(lambda _: budget.give(header.bulk))
 
     def _stored(self, task: asyncio.Task[None]) -> None:
         self._stores.discard(task)
         if not task.cancelled():
             task.exception()  # the connection is closed, and `run` ends, too
 
-    async def _store(self, request: int, store: Store, data: Array) -> None:
+    async def _store(self, request: int, store: Store, parts: list[tuple[int, Array]], data: Array) -> None:
         server = self._server
 
         def work() -> Array:
-            return server.tables.get(store.table).store(store, data)
+            whole = store.joined(parts, data) if store.parts else (store, data)
+            return server.tables.get(store.table).store(*whole)
 
         try:
             slots = await server.writers(store.table).run(work)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,15 +22,20 @@ from gear_loader.errors import (
     TransportError,
 )
 from gear_loader.storage.ids import CLIENT_ORIGIN, joined
+from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.schema import Schema
-from gear_loader.transport.client import Peer
+from gear_loader.transport.client import Peer, Rows
+from gear_loader.transport.update_message import Update
+from gear_loader.transport.wire import PartsMissingError
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.waiting import Backoff
 
-__all__ = ["Delivery"]
+__all__ = ["Delivery", "until_done"]
 
+_T = TypeVar("_T")
 _COUNT_BITS = 14
 _RANDOM_BYTES = 4
+_FLOWING = 15.0  # seconds that a piece may take to be sent ahead
 _PUSHED_BACK = (TableFullError, RateLimitError, LockTimeoutError)
 """Errors of a server that a later attempt may not meet: the table is full, limited, or locked."""
 
@@ -74,7 +81,6 @@ class Delivery:
         self._table = table
         self._schema = schema
         self._ids = _Ids()
-        self._attempt = max(15.0, timeout / 4)  # longer than a server waits for space
 
     def counts(self, sizes: Array) -> int:
         """How many of the first trajectories, whose bytes are `sizes` (int64 [n], n at least 1), go into a request."""
@@ -117,35 +123,131 @@ class Delivery:
             PeerTimeoutError: no answer before the deadline; they may be stored, or may still be.
             HandshakeError, TransportError: the server refused the connection or the request.
         """
-        ids = self.ids(len(trajectories)) if ids is None else ids
-        timeout = self.timeout if timeout is None else timeout
-        backoff = Backoff(timeout, shortest=0.02, longest=1.0)
-        for attempt in itertools.count():
-            seconds = max(0.05, min(self._attempt, backoff.left))
-            future = self._peer.store(
+        known = self.ids(len(trajectories)) if ids is None else ids
+
+        def attempt(again: bool, seconds: float) -> Future[Array]:
+            return self._peer.store(
                 self._table,
                 self._schema,
                 trajectories,
                 priorities,
-                ids,
+                known,
                 finals,
-                again=attempt > 0,
+                again=again,
                 seconds=seconds,
             )
-            try:
-                return future.result()
-            except HandshakeError:
-                raise
-            except TransportError as error:
-                refusal = error.__cause__
-                if isinstance(refusal, GearError) and not (waits and isinstance(refusal, _PUSHED_BACK)):
+
+        return until_done(
+            attempt,
+            "the trajectories may be stored or not",
+            timeout=self.timeout,
+            total=timeout,
+            waits=waits,
+            failed=failed,
+        )
+
+    def store_rows(
+        self,
+        rows: Sequence[Rows],
+        priorities: Array,
+        finals: Array,
+        ids: Array,
+        *,
+        ahead: int,
+        failed: Callable[[GearError], None],
+    ) -> Array:
+        """As `store`, for trajectories that have been checked, without a deadline.
+
+        Args:
+            ahead: pieces of the only trajectory that were sent before; if the server has lost them, all is sent again.
+        """
+
+        def attempt(again: bool, seconds: float) -> Future[Array]:
+            first = 0 if again else ahead
+            return self._peer.store_rows(
+                *(self._table, self._schema, rows, priorities, ids, finals),
+                ahead=first,
+                again=again,
+                seconds=seconds,
+            )
+
+        return until_done(attempt, "", timeout=self.timeout, total=math.inf, failed=failed)
+
+    def send_part(self, identity: int, number: int, piece: Mapping[str, Array]) -> bool:
+        """Send steps of a trajectory that is stored later; returns whether they were sent.
+
+        Args:
+            identity: id of the trajectory. number: of the piece in it. piece: as for `Peer.send_part`.
+        """
+        try:
+            self._peer.send_part(self._schema, identity, number, piece, seconds=_FLOWING).result()
+        except HandshakeError:
+            raise
+        except TransportError:
+            return False
+        return True
+
+    def update(self, updates: PriorityUpdates, *, strict: bool) -> int:
+        """Set priorities, and wait for it; a request whose answer is lost is sent again.
+
+        Args:
+            updates: any number of rows. strict: whether a row of a removed trajectory is an error.
+
+        Returns:
+            Number of rows of removed trajectories, which were skipped.
+
+        Raises:
+            StaleIndexError: with `strict`. PeerTimeoutError: no answer before the deadline; they may be set or not.
+            HandshakeError, TransportError: as `store`.
+        """
+        request = Update(self._table, updates, strict)
+
+        def attempt(_: bool, seconds: float) -> Future[int]:
+            return self._peer.update(request, seconds=seconds)
+
+        return until_done(attempt, "the priorities may be set or not", timeout=self.timeout)
+
+
+def until_done(
+    attempt: Callable[[bool, float], Future[_T]],
+    what: str,
+    *,
+    timeout: float,
+    total: float | None = None,
+    waits: bool = True,
+    failed: Callable[[GearError], None] | None = None,
+) -> _T:
+    """Make a request until it is answered.
+
+    Args:
+        attempt: sends it: whether it was sent before, and seconds until its deadline.
+        what: the consequence of a deadline that passes, for its error.
+        timeout: seconds of a call, of which an attempt has a part. total: seconds until the deadline; `timeout` by
+            default.
+        waits, failed: as for `Delivery.store`.
+
+    Raises:
+        HandshakeError, PeerTimeoutError: the server refused the connection, or there was no answer before the deadline.
+        GearError: the error of the server.
+    """
+    total = timeout if total is None else total
+    longest = max(15.0, timeout / 4)  # longer than a server waits for space
+    backoff = Backoff(total, shortest=0.02, longest=1.0)
+    for number in itertools.count():
+        try:
+            return attempt(number > 0, max(0.05, min(longest, backoff.left))).result()
+        except HandshakeError:
+            raise
+        except TransportError as error:
+            refusal = error.__cause__
+            if isinstance(refusal, PartsMissingError):
+                continue  # the next attempt sends the whole trajectory
+            if isinstance(refusal, GearError) and not (waits and isinstance(refusal, _PUSHED_BACK)):
+                raise refusal from None
+            if failed is not None:
+                failed(refusal if isinstance(refusal, GearError) else error)
+            if not backoff.sleep():
+                if isinstance(refusal, GearError):
                     raise refusal from None
-                if failed is not None:
-                    failed(refusal if isinstance(refusal, GearError) else error)
-                if not backoff.sleep():
-                    if isinstance(refusal, GearError):
-                        raise refusal from None
-                    raise PeerTimeoutError(
-                        f"Timed out after {timeout:g} s; the trajectories may be stored or not. {error}"
-                    ) from None
-        raise AssertionError("unreachable")
+                raise PeerTimeoutError(f"Timed out after {total:g} s; {what}. {error}") from None
+    raise AssertionError("unreachable")

@@ -8,6 +8,7 @@ import importlib
 import json
 import logging
 import os
+import resource
 import select
 import signal
 import struct
@@ -18,6 +19,7 @@ import weakref
 from collections.abc import Sequence
 
 from gear_loader.errors import HandshakeError, TransportError
+from gear_loader.transport.access import Allow, check_allow
 from gear_loader.transport.channel import CARRIERS, is_loopback
 from gear_loader.transport.child_process import child_command
 from gear_loader.transport.handshake import check_secret
@@ -67,6 +69,7 @@ def run_server(
     *,
     parent: int | None = None,
     one_sided: bool = False,
+    allow: Allow = "all",
 ) -> None:
     """Serve until SIGTERM, SIGINT or the end of the parent; then end the process. Does not return.
 
@@ -75,15 +78,26 @@ def run_server(
     Args:
         tables: names of the tables. listens: carrier, host and port of each listener.
         parent: descriptor of a pipe that the parent closes at its end, or None.
-        one_sided: allow one-sided NIXL reads of the tables' memory.
+        one_sided: allow one-sided NIXL reads of the tables' memory. allow: as for `Server`.
 
     Raises:
-        TransportError: a carrier cannot be used here. OSError: it cannot listen at an address.
+        TransportError: a carrier cannot be used here, or invalid options. OSError: it cannot listen at an address.
     """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="gear-loader serve: %(message)s")
     if all(is_loopback(host) for _, host, _ in listens) and any(name == "ucx" for name, _, _ in listens):
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
-    asyncio.run(_serve(Server(tables, secret), tables, listens, parent, one_sided))
+    if one_sided and check_allow(allow) == "write":
+        raise TransportError(
+            "allow is 'write', but one-sided reads were asked for too; expected one of them."
+        )
+    _raise_open_files()
+    asyncio.run(_serve(Server(tables, secret, allow=allow), tables, listens, parent, one_sided))
+
+
+def _raise_open_files() -> None:
+    """Let this process open as many files as the system allows it: a connection takes one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def _serve(
@@ -200,6 +214,7 @@ def start_server(
     *,
     secret: bytes,
     one_sided: bool = False,
+    allow: Allow = "all",
     timeout: float = _START,
 ) -> ServerProcess:
     """Start a server of tables of this machine, in a process that ends with this one.
@@ -210,13 +225,14 @@ def start_server(
         host: address to listen at. By default only this machine can connect.
         port: port number (with one carrier only), or 0 for a free port.
         secret: shared secret of the requesters; passed through a pipe.
-        one_sided: allow one-sided NIXL reads of the tables' memory.
+        one_sided: allow one-sided NIXL reads of the tables' memory. allow: as for `Server`.
         timeout: seconds until the server must be ready.
 
     Raises:
         TransportError: invalid arguments, or the server did not start.
     """
     check_secret(secret)
+    check_allow(allow)
     unknown = [name for name in carriers if name not in CARRIERS]
     if unknown or not carriers or len(set(carriers)) != len(carriers):
         raise TransportError(
@@ -233,7 +249,8 @@ def start_server(
     command = child_command("serve", "--parent", str(theirs))
     for name in carriers:
         command += ["--carrier", name]
-    command += ["--listen", f"{shown}:{port}", *(["--one-sided"] if one_sided else []), "--", *tables]
+    command += ["--listen", f"{shown}:{port}", "--allow", allow, *(["--one-sided"] if one_sided else [])]
+    command += ["--", *tables]
     process = None
     try:
         process = subprocess.Popen(

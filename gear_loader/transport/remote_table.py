@@ -8,30 +8,36 @@ import importlib
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
+import torch
 
 from gear_loader.errors import GearError, HandshakeError, TransportError
 from gear_loader.storage.incoming import checked_priorities, listed, rectangular, stacked, with_final
+from gear_loader.storage.priority_updates import is_strict, request
 from gear_loader.storage.rules import check_seconds
 from gear_loader.storage.schema import Schema, as_mapping, keeps
 from gear_loader.storage.stats import TableStats
-from gear_loader.storage.vector_writer import VectorWriter
+from gear_loader.transport.access import refusal
 from gear_loader.transport.client import Peer
-from gear_loader.transport.delivery import Delivery
+from gear_loader.transport.delivery import Delivery, until_done
 from gear_loader.transport.handshake import read_secret
+from gear_loader.transport.remote_vector_writer import RemoteVectorWriter
 from gear_loader.transport.remote_writer import RemoteWriter
 from gear_loader.transport.spool import Spool
 from gear_loader.transport.table_report import TableReport
-from gear_loader.transport.table_server import split_url
+from gear_loader.transport.urls import split_url
+from gear_loader.transport.wire import Kind
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import at_least
 
 __all__ = ["RemoteTable", "connect"]
 
 _SPOOL_BYTES = 256 << 20
+_UPDATES = 1 << 13  # priorities of one request
 
 
 def connect(
@@ -51,7 +57,8 @@ def connect(
         secret: the server's secret. secret_file: a file that holds it and that only its owner can read. By default the
             environment variable ``GEAR_LOADER_SECRET``.
         timeout: seconds that a call waits for the server, restarts of the server and lost connections included.
-        spool_bytes: bytes of steps that writers hold until the server has stored them.
+        spool_bytes: bytes of steps in this process from which on writers wait for the server to store what is
+            committed.
 
     Raises:
         TransportError: an invalid address, or the server does not answer. HandshakeError: another secret or version.
@@ -116,11 +123,19 @@ class RemoteTable:
         self.schema: Schema = report.schema
         self.longest = report.longest
         self._waits = report.on_full != "error"
+        self._refusal = refusal(report.allow, Kind.STORE)
         self._delivery = Delivery(peer, name, report.schema, timeout)
-        self._spool = Spool(report, self._delivery, f"table {name!r} of {peer.name}", spool_bytes)
+        where = f"table {name!r} of {peer.name}"
+        self._spool = Spool(report.schema, report.longest, self._delivery, where, spool_bytes)
         self._end = weakref.finalize(self, _end, self._spool, peer, timeout, os.getpid())
 
     # ---------------------------------------------------------------- adding
+
+    def _check(self) -> None:
+        """Raise what makes it impossible to change the table."""
+        if self._refusal is not None:
+            raise TransportError(self._refusal)
+        self._spool.check()
 
     def add(
         self,
@@ -136,8 +151,9 @@ class RemoteTable:
 
         Raises:
             As `Table.add`. PeerTimeoutError: no answer before the deadline; it may be stored or not.
+            TransportError: the server's clients may only read, `Table.serve` with ``allow="read"``.
         """
-        self._spool.check()
+        self._check()
         rows = as_mapping(trajectory) if final is None else with_final(self.schema, trajectory, final)
         finals = None if final is None else np.ones(1, dtype=np.int64)
         priorities = checked_priorities(priority, 1)
@@ -160,7 +176,7 @@ class RemoteTable:
         Raises:
             As `add`; what earlier requests stored stays stored.
         """
-        self._spool.check()
+        self._check()
         rows = self._listed(trajectories, lengths)
         priorities = checked_priorities(priority, len(rows))
         # All are checked before any is stored.
@@ -191,6 +207,33 @@ class RemoteTable:
         kept = keeps(trajectories)
         return [as_mapping(each) if kept else copy.deepcopy(dict(as_mapping(each))) for each in trajectories]
 
+    def update_priority(
+        self,
+        index: Sequence[int] | Array | torch.Tensor,
+        priority: Sequence[float] | Array | torch.Tensor,
+        *,
+        generation: Sequence[int] | Array | torch.Tensor | None = None,
+        stale: Literal["ignore", "error"] = "ignore",
+    ) -> int:
+        """Set the priorities of trajectories in the server's table; see `Table.update_priority`.
+
+        Args:
+            index, priority, generation, stale: as for `Table.update_priority`. They are sent in requests of at most
+                8,192 rows, each of which is applied as a whole or not at all.
+
+        Returns:
+            Number of rows that were skipped.
+
+        Raises:
+            As `Table.update_priority`; with ``stale="error"`` the rows of earlier requests stay. PeerTimeoutError: no
+            answer before the deadline; they may be set or not.
+        """
+        self._check()
+        updates = request(index, priority, generation=generation, anchor=None, unit="trajectory")
+        strict = is_strict(stale)
+        parts = [updates.part(low, low + _UPDATES) for low in range(0, len(updates.slots), _UPDATES)]
+        return sum(self._delivery.update(part, strict=strict) for part in parts)
+
     def writer(
         self, *, wait: bool = False, chunk_steps: int | None = None, overlap_steps: int = 0
     ) -> RemoteWriter:
@@ -200,20 +243,28 @@ class RemoteTable:
             wait: whether `commit` returns only when the trajectory can be drawn.
             chunk_steps, overlap_steps: as for `Table.writer`.
         """
-        options = {"chunk_steps": chunk_steps, "overlap_steps": overlap_steps}
-        return RemoteWriter(self._spool, self, wait=wait, timeout=self._timeout, **options)
+        self._check()
+        return RemoteWriter(
+            self._spool,
+            self,
+            wait=wait,
+            timeout=self._timeout,
+            chunk_steps=chunk_steps,
+            overlap_steps=overlap_steps,
+        )
 
-    def writers(self, n: int, **options: Any) -> VectorWriter:
-        """Create a writer for the n environments of a vector environment; see `VectorWriter`.
+    def writers(
+        self, n: int, *, chunk_steps: int | None = None, overlap_steps: int = 0
+    ) -> RemoteVectorWriter:
+        """Create a writer for the n environments of a vector environment.
 
-        The indices that it returns are not those of the server's table.
+        It does not wait for the server and returns no indices; `flush` waits until all is stored.
 
         Args:
-            n: number of environments. options: of each environment's `writer`, but `wait`.
+            n: number of environments. chunk_steps, overlap_steps: as for `Table.writer`.
         """
-        if options.pop("wait", False):
-            raise TransportError("writers() has no wait=True; call flush() to wait until all is stored.")
-        return VectorWriter(self._spool.table, n, lambda: self.writer(**options))
+        self._check()
+        return RemoteVectorWriter(self._spool, self, n, chunk_steps=chunk_steps, overlap_steps=overlap_steps)
 
     def flush(self, timeout: float | None = None) -> None:
         """Wait until the server has stored all that writers have committed.
@@ -234,12 +285,10 @@ class RemoteTable:
     # ---------------------------------------------------------------- looking
 
     def _report(self) -> TableReport:
-        try:
-            return TableReport.parse(self._peer.metadata("table", self.name).result())
-        except TransportError as error:
-            if isinstance(error.__cause__, GearError) and not isinstance(error, HandshakeError):
-                raise error.__cause__ from None
-            raise
+        def attempt(_: bool, seconds: float) -> Future[bytes]:
+            return self._peer.metadata("table", self.name, seconds=seconds)
+
+        return TableReport.parse(until_done(attempt, "nothing was changed", timeout=self._timeout))
 
     def stats(self) -> TableStats:
         """Statistics of the server's table, now."""

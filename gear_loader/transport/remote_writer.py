@@ -2,50 +2,183 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from types import TracebackType
 from typing import Any
 
-from gear_loader.errors import TableFullError
-from gear_loader.storage.writer import Writer
-from gear_loader.transport.spool import Spool
+import numpy as np
 
-__all__ = ["RemoteWriter"]
+from gear_loader.errors import GearError, SchemaError
+from gear_loader.storage.incoming import checked_final, single_priority
+from gear_loader.storage.step_appender import StepAppender, checked_once, too_long
+from gear_loader.transport.spool import Episode, Piece, Spool
+from gear_loader.utils.checks import at_least
+
+__all__ = ["RemoteWriter", "check_chunks"]
+
+_FIRST = 32  # steps of the first buffer of a piece
 
 
-class RemoteWriter(Writer):
-    """Adds trajectories to the table of a server step by step: a `Writer`, made by `RemoteTable.writer`.
+def check_chunks(spool: Spool, chunk_steps: int | None, overlap_steps: int) -> tuple[int, int]:
+    """Check the options of a writer; returns steps of a chunk, or of the longest trajectory, and the overlap.
 
-    `append` copies steps into a spool in this process's memory, and never waits for the network while the spool has
-    room. `commit` hands the trajectory to a thread that sends it, together with what else is waiting.
+    Raises:
+        SchemaError: as `Table.writer`.
+    """
+    overlap = at_least("overlap_steps", overlap_steps, least=0)
+    if chunk_steps is None and overlap:
+        raise SchemaError(f"overlap_steps is {overlap_steps} without chunk_steps; give both.")
+    chunk = spool.longest if chunk_steps is None else at_least("chunk_steps", chunk_steps)
+    if chunk > spool.longest or overlap >= chunk:
+        raise SchemaError(
+            f"chunk_steps is {chunk:,} and overlap_steps {overlap:,}; expected overlap_steps < chunk_steps <= "
+            f"{spool.longest:,}, the longest trajectory that the table holds."
+        )
+    return chunk, overlap
 
-    Args:
-        spool: where steps go. owner: kept alive, because the spool ends with it.
-        wait: whether `commit` waits until the trajectory can be drawn. timeout: seconds for it.
-        options: of `Writer`.
+
+class RemoteWriter(StepAppender):
+    """Adds trajectories to the table of a server step by step, as a `Writer` does; made by `RemoteTable.writer`.
+
+    `append` copies steps into this process's memory, and never waits for the network while there is room (see
+    `spool_bytes` of `connect`). A thread sends them: of long trajectories a piece of 256 KiB whenever there is one, so
+    that `commit` has only the rest to send.
+
+    It is for one thread. As a context manager it commits the steps appended since the last `commit`, or discards them
+    if the block raises.
+
+    Attributes:
+        priority: initial priority of chunks cut by `append`; None for the selector's running maximum.
+        trajectory: values of the columns per trajectory, ``{name: [*shape]}``, of what is committed next, chunks too,
+            unless `commit` gets them; None at first.
     """
 
-    def __init__(self, spool: Spool, owner: object, *, wait: bool, timeout: float, **options: Any) -> None:
+    def __init__(
+        self,
+        spool: Spool,
+        owner: object,
+        *,
+        wait: bool,
+        timeout: float,
+        chunk_steps: int | None = None,
+        overlap_steps: int = 0,
+    ) -> None:
         spool.check()
-        super().__init__(spool.table, **options)
         self._spool = spool
-        self._owner = owner
+        self._owner = owner  # kept alive, because the spool ends with it
         self._wait = wait
         self._timeout = timeout
+        self._chunk, self._overlap = check_chunks(spool, chunk_steps, overlap_steps)
+        self._cuts = chunk_steps is not None
+        self.priority: float | None = None
+        self.trajectory: Mapping[str, Any] | None = None
+        nothing = {name: np.empty((0, c.step_bytes), np.uint8) for name, c in spool.schema.steps.items()}
+        super().__init__(spool.schema.steps, [values[None] for values in nothing.values()])
+        self._pid = os.getpid()
+        self._episode = Episode()
+        self._piece: Piece = nothing
+        self._room = self._inside = 0  # steps of the current buffer: all, and those that are written
+        self._fresh = 0  # steps that are in no committed chunk
+        self._cut_last = False  # whether the last call has ended with a complete chunk
+        self._committed = 0
+
+    # ---------------------------------------------------------------- appending
+
+    @property
+    def num_steps(self) -> int:
+        """Steps appended since the last `commit`; with chunks, steps of the current chunk."""
+        return self._episode.rows + self._inside
+
+    @property
+    def num_committed(self) -> int:
+        """Trajectories that this writer has committed; with chunks, the number of chunks."""
+        return self._committed
 
     def append(self, steps: Mapping[str, Any] | None = None, /, **columns: Any) -> tuple[int, ...]:
-        """As `Writer.append`; returns ().
+        """Append one step, or several. Arguments as for `Writer.append`.
+
+        Returns:
+            ().
 
         Raises:
-            PeerTimeoutError: the spool is full, and the server took nothing before the deadline. Nothing was appended.
+            SchemaError: a value does not fit, or the trajectory would be longer than the table can hold.
+            PeerTimeoutError: the spool is full, and the server took nothing before the deadline.
             GearError: the server refused an earlier trajectory.
+
+        After an error nothing was appended, except for the steps of completed chunks. After a time-out the call can be
+        repeated with the same step.
         """
+        rows = self._given(steps, columns)
         self._spool.check()
-        try:
-            if super().append(steps, **columns):
-                self._spool.wake()
-        except TableFullError as error:
-            raise self._spool.full(error) from None
+        if self._inside >= self._room:
+            if not self._is_single(rows):
+                return self._append_many(rows)
+            self._check_step(rows)
+            self._make_room(1)
+        if not self._put(self._inside, rows):
+            if not self._is_single(rows):
+                return self._append_many(rows)
+            self._check_step(rows)
+        self._appended(1)
         return ()
+
+    def _append_many(self, rows: Mapping[str, Any]) -> tuple[int, ...]:
+        length, arrays = self._schema.validate(dict(rows), what="the steps")
+        if not self._cuts and self.num_steps + length > self._chunk:
+            raise too_long(self.num_steps + length, self._chunk)
+        done = 0
+        while done < length:
+            if self._inside >= self._room:
+                self._make_room(min(length - done, self._chunk - self.num_steps))
+            count = min(length - done, self._room - self._inside)
+            for name, values in self._piece.items():
+                values[self._inside : self._inside + count] = arrays[name][done : done + count]
+            self._appended(count)
+            done += count
+        return ()
+
+    def _make_room(self, count: int) -> None:
+        """Make room for `count` more steps, at most those of a piece and of a chunk: at least for one."""
+        if self.num_steps + 1 > self._chunk:
+            raise too_long(self.num_steps + 1, self._chunk)
+        most = min(self._spool.piece_steps, self._chunk - self._episode.rows)
+        room = min(max(2 * self._room, self._inside + count, _FIRST), most)
+        size = (room - self._room) * self._schema.step_bytes
+        self._spool.reserve(size)
+        self._episode.size += size
+        grown = {name: np.empty((room, c.step_bytes), np.uint8) for name, c in self._schema.items()}
+        for name, values in grown.items():
+            values[: self._inside] = self._piece[name][: self._inside]
+        self._show(grown, room)
+
+    def _show(self, piece: Piece, room: int) -> None:
+        """Make a buffer the current one."""
+        self._piece, self._room = piece, room
+        self._show_data([values[None] for values in piece.values()])
+
+    def _appended(self, count: int) -> None:
+        """Count written steps; hand over a piece that is full, and cut a chunk that is complete."""
+        self._inside += count
+        self._fresh += count
+        if self._cuts and self.num_steps == self._chunk:
+            try:
+                self._cut()
+            except GearError:
+                self._inside -= count
+                self._fresh -= count
+                raise
+        elif self._inside >= self._spool.piece_steps:
+            self._end_piece()
+            self._spool.send_ahead(self._episode)
+
+    def _end_piece(self) -> None:
+        """Add what is written of the current buffer to the trajectory."""
+        if self._inside:
+            self._episode.add({n: values[: self._inside] for n, values in self._piece.items()}, self._inside)
+        self._inside = self._room = 0
+
+    # ---------------------------------------------------------------- committing
 
     def commit(
         self,
@@ -54,31 +187,128 @@ class RemoteWriter(Writer):
         final: Mapping[str, Any] | None = None,
         trajectory: Mapping[str, Any] | None = None,
     ) -> int:
-        """As `Writer.commit`.
+        """Commit the appended steps as a trajectory; the next step begins another one.
+
+        Arguments as for `Writer.commit`.
 
         Returns:
-            With ``wait``: the index in the server's table, or -1 if it was evicted since or was cut into chunks.
+            With ``wait``: the index in the server's table, with chunks of the last one; -1 if it was evicted since.
             Otherwise -1.
 
         Raises:
+            SchemaError: as `Writer.commit`; the appended steps are kept.
             PeerTimeoutError: not stored before the deadline; it stays in the spool and will be, so do not repeat it.
             GearError: the server refused it, or an earlier trajectory.
         """
         self._spool.check()
-        key = None
-        generations = self._open[-1].generations if self._wait and self._open and not self._cuts else None
-        if generations is not None:
-            key = int(self._open[-1].slots[0]), int(generations[0])
-            self._spool.wanted[key] = -1
-        try:
-            try:
-                super().commit(priority, final=final, trajectory=trajectory)
-            except TableFullError as error:
-                raise self._spool.full(error) from None
-            self._spool.wake()
-            if self._wait:
-                self._spool.flush(self._timeout)
-            return -1 if key is None else self._spool.wanted[key]
-        finally:
-            if key is not None:
-                del self._spool.wanted[key]
+        checked = single_priority(priority)
+        last = None if final is None else checked_final(self._spool.schema, final)
+        once = checked_once(self._spool.schema, self.trajectory if trajectory is None else trajectory)
+        if not self._fresh and (last is None or not self._overlap):
+            return self._end_stream(with_final=last is not None)
+        if last is not None:
+            if self._inside >= self._room:
+                self._make_room(1)
+            for name, row in last.items():
+                self._piece[name][self._inside] = row[0]
+            self._inside += 1
+        episode = self._finish(checked, once, final=last is not None)
+        self._begin()
+        return self._answer(episode)
+
+    def _end_stream(self, *, with_final: bool) -> int:
+        """Commit without steps after the last chunk."""
+        if not self._cut_last:
+            raise SchemaError("Nothing has been appended since the last commit; append at least one step.")
+        if with_final:
+            raise SchemaError(
+                "The last chunk is complete and committed, so it cannot get a final step; give chunks an "
+                "overlap_steps of at least 1, or commit() without final."
+            )
+        last = self._last
+        self.discard()
+        return self._answer(last)
+
+    def _answer(self, episode: Episode) -> int:
+        if not self._wait:
+            return -1
+        self._spool.flush(self._timeout)
+        return episode.index
+
+    def _finish(self, priority: float, once: Piece, *, final: bool) -> Episode:
+        """Hand the trajectory over."""
+        self._end_piece()
+        episode = self._last = self._episode
+        episode.priority, episode.once, episode.final = priority, once, int(final)
+        self._spool.commit(episode)
+        self._committed += 1
+        return episode
+
+    def _cut(self) -> None:
+        """Commit a chunk, and begin the next one with their common steps."""
+        priority = single_priority(self.priority)
+        once = checked_once(self._spool.schema, self.trajectory)
+        room = min(
+            max(2 * self._overlap, _FIRST), max(self._spool.piece_steps, self._overlap + 1), self._chunk
+        )
+        size = room * self._schema.step_bytes if self._overlap else 0
+        self._spool.reserve(size)
+        self._end_piece()
+        common = self._episode.last(self._overlap) if self._overlap else {}
+        self._finish(priority, once, final=False)
+        self._begin()
+        self._cut_last = True
+        if self._overlap:
+            piece = {name: np.empty((room, c.step_bytes), np.uint8) for name, c in self._schema.items()}
+            for name, values in piece.items():
+                values[: self._overlap] = common[name]
+            self._episode.size = size
+            self._show(piece, room)
+            self._inside = self._overlap
+
+    _last: Episode
+
+    def _begin(self) -> None:
+        """Begin another trajectory."""
+        self._episode = Episode()
+        self._inside = self._room = self._fresh = 0
+        self._cut_last = False
+
+    def discard(self) -> None:
+        """Discard the steps appended since the last commit; completed chunks stay."""
+        self._check_process()
+        self._spool.release(self._episode.size)
+        self._begin()
+
+    def close(self) -> None:
+        """As `discard`; idempotent."""
+        if os.getpid() == self._pid:
+            self.discard()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise GearError(
+                f"A writer of process {self._pid} was used in process {os.getpid()}; connect in each process."
+            )
+
+    def __del__(self) -> None:
+        if getattr(self, "_episode", None) is not None and os.getpid() == self._pid:
+            self._spool.release(self._episode.size)
+
+    def __repr__(self) -> str:
+        chunks = f", chunks of {self._chunk:,} steps, {self._overlap:,} overlapping" if self._cuts else ""
+        return (
+            f"<RemoteWriter: {self.num_steps:,} steps appended since the last commit, {self._committed:,} "
+            f"trajectories committed{chunks}; to {self._spool.name}>"
+        )
+
+    def __enter__(self) -> RemoteWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None and self._fresh:
+            self.commit(self.priority)
+        else:
+            self.close()

@@ -24,7 +24,8 @@ class Request(Generic[_T]):
 
     Attributes:
         kind, small, bulk: the message. The session fills in the first 4 bytes of `small` of a FETCH.
-        answer: kind of the answer. small_bytes: size of its small part.
+        answer: kind of the answer; None for a message without one, whose result comes when it is sent.
+        small_bytes: size of the answer's small part.
         finish: converts the received part into the result.
         what: description of the request in errors.
         spec: the spec that must be opened first, or None.
@@ -36,7 +37,7 @@ class Request(Generic[_T]):
 
     kind: Kind
     small: Array | bytes
-    answer: Kind
+    answer: Kind | None
     finish: Callable[[memoryview], _T]
     what: str
     bulk: Array | None = None

@@ -11,11 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from gear_loader.errors import HandshakeError
+from gear_loader.transport.access import Allow, ByteBudget, check_allow
 from gear_loader.transport.capacity import capacity_report
 from gear_loader.transport.channel import Channel, Listener, carrier
 from gear_loader.transport.connection import Connection
 from gear_loader.transport.handshake import answer, check_secret, refuse
 from gear_loader.transport.open_query import warm_up
+from gear_loader.transport.part_message import HeldBytes
 from gear_loader.transport.table_cache import TableCache
 from gear_loader.transport.table_report import table_report
 from gear_loader.transport.wire import Limits, ProtocolError, printable
@@ -65,15 +67,17 @@ class Server:
         limits: see `Limits`.
         store_timeout: seconds that a store waits for free space in a table.
         threads: number of gather threads; by default the number of cores, at most 8.
+        allow: "read" refuses requests that change a table, "write" those for rows.
 
     Attributes:
-        tables: the attached tables.
+        tables: the attached tables. allow: as given. budget: for the memory of requests. open_parts: that of
+            PART messages.
         metadata: functions by name, called in a thread with a table's name, that return bytes for authenticated
             requesters. "capacity" is the capacity report, "table" the schema and statistics; one-sided carriers add
             their own.
 
     Raises:
-        HandshakeError: invalid secret. RegionError: invalid table name.
+        HandshakeError: invalid secret. RegionError: invalid table name. TransportError: invalid `allow`.
     """
 
     log = logging.getLogger("gear_loader.transport")
@@ -86,13 +90,17 @@ class Server:
         limits: Limits | None = None,
         store_timeout: float = 10.0,
         threads: int | None = None,
+        allow: Allow = "all",
     ) -> None:
         self.limits = limits or Limits()
+        self.allow = check_allow(allow)
+        self.budget = ByteBudget(self.limits.total_bytes)
+        self.open_parts = HeldBytes(self.limits.all_open_bytes)
         self.metadata: dict[str, Callable[[str], bytes]] = {}
         self._secret = check_secret(secret)
         self.tables = TableCache(tables, store_timeout)
         self.metadata["capacity"] = lambda name: capacity_report(self.tables.get(name).table)
-        self.metadata["table"] = lambda name: table_report(self.tables.get(name).table)
+        self.metadata["table"] = lambda name: table_report(self.tables.get(name).table, self.allow)
         self.gatherers = Threads(threads or min(8, os.cpu_count() or 1), "gear-loader-gather")
         self._waiters = {name: Threads(_WAITERS, "gear-loader-wait") for name in tables}
         self._writers = {name: Threads(_WRITERS, "gear-loader-store") for name in tables}

@@ -135,7 +135,10 @@ class Session:
     async def _send_one(self, request: Request[Any]) -> None:
         why = None if request.check is None else request.check(self._limits)
         if why is not None:
-            request.end(TransportError(f"{self._peer} was asked for {request.what}, but {why}."))
+            request.end(failure(TransportError(f"{why}."), f"{self._peer} was asked for {request.what}"))
+            return
+        if request.answer is None:
+            await self._send_only(request)
             return
         number = self._register(request)
         if request.spec is not None:
@@ -146,6 +149,19 @@ class Session:
             request.small[:4] = np.frombuffer(opened.to_bytes(4, "little"), dtype=np.uint8)  # type: ignore[index]
         bulk = () if request.bulk is None else (request.bulk,)
         await send(self._channel, request.kind, number, request.small, *bulk)
+
+    async def _send_only(self, request: Request[Any]) -> None:
+        """Send a message that has no answer."""
+        bulk = () if request.bulk is None else (request.bulk,)
+        self._next += 1
+        try:
+            await send(self._channel, request.kind, self._next - 1, request.small, *bulk)
+        except BaseException as error:
+            request.end(
+                TransportError(f"{self._peer}: {request.what} was not sent ({type(error).__name__}).")
+            )
+            raise
+        request.end(received=memoryview(b""))
 
     def _register(self, request: Request[Any]) -> int:
         number, self._next = self._next, self._next + 1
@@ -219,7 +235,7 @@ class Session:
             return
         if header.kind is not request.answer:
             raise ProtocolError(
-                f"A message {header.kind.name} came; expected {request.answer.name} or ERROR."
+                f"A message {header.kind.name} came; expected {request.answer and request.answer.name} or ERROR."
             )
         if request.answer is Kind.DESCRIBED:
             received = await self._described(header)

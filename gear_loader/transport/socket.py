@@ -17,6 +17,8 @@ __all__ = ["SocketCarrier", "SocketChannel"]
 _AHEAD = 1 << 12  # bytes of the read-ahead buffer for small messages
 _CALLS_IN_A_ROW = 64  # calls without waiting, after which the channel yields to the event loop
 _MOST_PARTS = 64  # of one `sendmsg`
+_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
+"""A machine that has vanished is noticed after 60 s."""
 _GONE = "The connection was closed by the other side."
 
 
@@ -37,6 +39,9 @@ class SocketChannel(Channel):
         self._calls = 0
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEP_ALIVE:
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
         try:
             host, port = connection.getpeername()[:2]
             self.peer = f"{host}:{port}"

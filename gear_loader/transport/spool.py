@@ -1,82 +1,114 @@
-"""The spool of a client: trajectories that its writers have committed, until the server has stored them."""
+"""The spool of a client: trajectories that its writers have begun, until the server has stored them."""
 
 from __future__ import annotations
 
+import collections
 import logging
-import math
 import os
 import threading
 import time
-import weakref
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from gear_loader.errors import GearError, PeerTimeoutError, TableFullError, TransportError
-from gear_loader.storage.counters import NEXT_SEQUENCE
-from gear_loader.storage.table import Table
+import numpy as np
+
+from gear_loader.errors import GearError, PeerTimeoutError, TransportError
+from gear_loader.storage.schema import Schema
+from gear_loader.transport.client import Rows
 from gear_loader.transport.delivery import Delivery
-from gear_loader.transport.table_report import TableReport
+from gear_loader.transport.part_message import MOST_PART
 from gear_loader.utils.arrays import Array
 from gear_loader.utils.waiting import Backoff
 
-__all__ = ["Spool"]
+__all__ = ["Episode", "Piece", "Spool"]
 
 _log = logging.getLogger("gear_loader.transport")
-_MOST_TRAJECTORIES = 1 << 12
-_IDLE = (
-    0.02  # seconds between looks for chunks and vector writers' trajectories, which do not wake the thread
-)
+_OVERHEAD = 512  # bytes that a trajectory is counted with besides its steps
 _QUIET = 5.0  # seconds before a line about a server that does not answer, and between two
+_PIECE_BYTES = 1 << 18
 
-Key = tuple[int, int]
-"""Slot and generation of a trajectory in the spool."""
+Piece = dict[str, Array]
+"""Consecutive steps of a trajectory: column name -> uint8 [steps, step_bytes], contiguous."""
 
 
-class _Request(NamedTuple):
-    """Trajectories to be stored by one request: their slots and ids, int64 [n], and the sequence number of the last."""
+class Episode:
+    """A trajectory on its way to the server.
 
-    slots: Array
-    ids: Array
-    last: int
+    Attributes:
+        pieces: its steps; of a committed one, the final step is the last row. rows: number of rows in them.
+        once: column per trajectory -> uint8 [1, step_bytes]. priority: -1 for none. final: 1 with a final step, else 0.
+        id: its global id, once it has one; else -1. ahead: pieces that were sent before the commit.
+        size: bytes that it is counted with. index: in the server's table, -1 until it is known.
+    """
+
+    __slots__ = ("ahead", "final", "id", "index", "once", "pieces", "priority", "rows", "size")
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+        self.once: Piece = {}
+        self.rows = self.final = self.size = self.ahead = 0
+        self.priority, self.id, self.index = -1.0, -1, -1
+
+    def add(self, piece: Piece, rows: int) -> None:
+        """Add steps."""
+        self.pieces.append(piece)
+        self.rows += rows
+
+    def last(self, count: int) -> Piece:
+        """A copy of the last `count` steps."""
+        found: list[Piece] = []
+        for piece in reversed(self.pieces):
+            rows = len(next(iter(piece.values())))
+            begin = max(0, rows - count)
+            found.append({name: values[begin:] for name, values in piece.items()})
+            count -= rows - begin
+            if not count:
+                break
+        return {name: np.concatenate([piece[name] for piece in reversed(found)]) for name in self.pieces[0]}
+
+
+class _Ahead(NamedTuple):
+    """A piece that is sent before its trajectory is committed: its trajectory, its number, and its rows."""
+
+    episode: Episode
+    number: int
+    piece: Piece
 
 
 class Spool:
-    """A private table that writers fill and a thread empties in the same order, each trajectory exactly once.
+    """Trajectories of all writers of a connection, which a thread sends in order, each exactly once.
+
+    Pieces of long trajectories are sent while these are still being written; the server keeps them until the
+    trajectory is committed, and if it does not, the whole trajectory is sent with the commit.
 
     When the server cannot be reached, the thread goes on trying and writers go on until the spool is full; then they
     wait for space. When the server refuses a trajectory for good (another schema or secret, say), every later call
     raises its error.
 
     Args:
-        report: the server's table. delivery: stores in it. name: of the server in errors.
-        spool_bytes: bytes of steps that the spool holds.
+        schema: the table's columns. longest: steps of the longest trajectory that it holds.
+        delivery: stores in it. name: of the table and its server in errors.
+        spool_bytes: bytes of steps from which on writers wait while committed trajectories are being sent.
     """
 
-    def __init__(self, report: TableReport, delivery: Delivery, name: str, spool_bytes: int) -> None:
-        step_bytes = report.schema.step_bytes
-        steps = max(_MOST_TRAJECTORIES, spool_bytes // step_bytes)
-        self.table = Table.create(
-            report.schema,
-            max_steps=min(steps, 2**36),
-            max_trajectories=_MOST_TRAJECTORIES,
-            on_full="wait",
-            timeout=delivery.timeout,
-        )
-        self.table.longest = min(self.table.longest, report.longest)
+    def __init__(self, schema: Schema, longest: int, delivery: Delivery, name: str, spool_bytes: int) -> None:
+        self.schema = schema
+        self.longest = longest
         self.name = name
-        self.wanted: dict[Key, int] = {}
-        """Where writers that wait want to know the index in the server's table: -1 until it is known."""
+        self.piece_steps = max(1, min(longest, _PIECE_BYTES // schema.step_bytes))
+        """Steps of a piece."""
+        self._most = spool_bytes
         self._delivery = delivery
         self._changed = threading.Condition()
-        self._work = threading.Event()
+        self._queue: collections.deque[Episode | _Ahead] = collections.deque()
+        self._held = 0  # bytes
+        self._committed = self._stored = 0  # trajectories so far
         self._stopped = False
         self._failed: GearError | None = None  # for good
         self._last: GearError | None = None  # of the latest attempt
         self._quiet = Backoff(_QUIET)
         self._asked = time.monotonic()
-        self._stored = 0  # sequence number up to which trajectories are stored
         self._pid = os.getpid()
-        self._thread = threading.Thread(target=_run, args=(weakref.ref(self),), daemon=True)
-        self._thread.name = f"gear-loader-spool-{name}"
+        self._thread = threading.Thread(target=self._run, name=f"gear-loader-spool-{name}", daemon=True)
         self._thread.start()
 
     # ---------------------------------------------------------------- writers
@@ -95,21 +127,59 @@ class Spool:
         if self._stopped:
             raise TransportError(f"The connection to {self.name} has been closed; connect again.")
 
-    def wake(self) -> None:
-        """Tell the thread that something was committed."""
-        self._work.set()
-
     @property
     def num_waiting(self) -> int:
         """Committed trajectories that the server has not confirmed yet."""
-        return len(self.table)
+        return self._committed - self._stored
 
-    def full(self, error: TableFullError) -> TransportError:
-        """The error of a writer whose wait for space timed out."""
-        return PeerTimeoutError(
-            f"The spool is full: {self.num_waiting:,} trajectories wait for {self.name}. {self._why()} Nothing is "
-            f"lost: retry, or connect with a larger spool_bytes. ({error})"
-        )
+    def reserve(self, size: int) -> None:
+        """Count bytes of steps that a writer is about to hold; while the spool is full, wait until something is stored.
+
+        What is not committed is never waited for: open trajectories alone may take more.
+
+        Raises:
+            PeerTimeoutError: nothing was stored before the deadline; nothing was counted. Any error of `check`.
+        """
+        with self._changed:
+            backoff = Backoff(self._delivery.timeout)
+            while self._is_full(size) and self._failed is None and not self._stopped and backoff.left:
+                self._changed.wait(min(backoff.left, 1.0))
+            self.check()
+            if self._is_full(size):
+                raise PeerTimeoutError(
+                    f"The spool is full: {self.num_waiting:,} trajectories wait for {self.name}. {self._why()} Nothing "
+                    "is lost: retry, or connect with a larger spool_bytes."
+                )
+            self._held += size
+
+    def _is_full(self, size: int) -> bool:
+        return self.num_waiting > 0 and self._held + size > self._most
+
+    def count(self, size: int) -> None:
+        """Count bytes without a wait, for what was reserved before under another size."""
+        with self._changed:
+            self._held += size
+
+    def release(self, size: int) -> None:
+        """Give back bytes of `reserve`."""
+        with self._changed:
+            self._held -= size
+            self._changed.notify_all()
+
+    def send_ahead(self, episode: Episode) -> None:
+        """Send the last piece of an open trajectory."""
+        with self._changed:
+            self._queue.append(_Ahead(episode, len(episode.pieces) - 1, episode.pieces[-1]))
+            self._changed.notify_all()
+
+    def commit(self, episode: Episode) -> None:
+        """Hand over a trajectory."""
+        with self._changed:
+            episode.size += _OVERHEAD
+            self._held += _OVERHEAD
+            self._committed += 1
+            self._queue.append(episode)
+            self._changed.notify_all()
 
     def _why(self) -> str:
         """What the thread waits for, as a sentence for errors."""
@@ -124,10 +194,9 @@ class Spool:
             PeerTimeoutError: not before the deadline; they stay in the spool. Any error of `check`.
         """
         self.check()
-        target = int(self.table.index.arrays.counters[NEXT_SEQUENCE])
         backoff = Backoff(timeout)
-        self.wake()
         with self._changed:
+            target = self._committed
             while self._stored < target and self._failed is None and backoff.left:
                 self._changed.wait(min(backoff.left, 1.0))
         self.check()
@@ -145,46 +214,91 @@ class Spool:
 
     def stop(self) -> None:
         """End the thread after its current request; idempotent."""
-        self._stopped = True
-        self._work.set()
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
 
     # ---------------------------------------------------------------- the thread
 
-    def send(self) -> bool:
-        """Store what has been committed, by one request; return whether there was anything."""
-        request = self._next()
-        if request is None:
-            return False
-        arrays = self.table.index.arrays
-        finals = arrays.extent[request.slots, 2]
-        pairs = zip(request.slots.tolist(), finals.tolist(), strict=True)
-        rows: list[Any] = [self.table.rows(slot, final=bool(final)) for slot, final in pairs]
-        self._asked = time.monotonic()
-        try:
-            stored = self._delivery.store(
-                rows,
-                arrays.priority[request.slots],
-                finals,
-                ids=request.ids,
-                timeout=math.inf,
-                failed=self._note,
-            )
-        except GearError as error:
-            if not self._stopped:
-                with self._changed:
-                    self._failed = error
-                    self._changed.notify_all()
-                _log.error("%s refused a trajectory: %s", self.name, error)
-            return False
-        for slot, index in zip(request.slots.tolist(), stored.tolist(), strict=True):
-            key = slot, int(arrays.generation[slot])
-            if key in self.wanted:
-                self.wanted[key] = index
-        self.table.remove(request.slots)
+    def _run(self) -> None:
+        while work := self._next():
+            try:
+                if isinstance(work, _Ahead):
+                    self._send_piece(work)
+                else:
+                    self._store(work)
+            except GearError as error:
+                if not self._stopped:
+                    self._fail(error)
+                    _log.error("%s refused a trajectory: %s", self.name, error)
+                return
+            except Exception as error:  # an internal error: writers must learn of it
+                self._fail(GearError(f"{type(error).__name__}: {error}"))
+                _log.error("the spool of %s failed: %s", self.name, error, exc_info=error)
+                return
+
+    def _fail(self, error: GearError) -> None:
         with self._changed:
-            self._stored, self._last, self._quiet = request.last + 1, None, Backoff(_QUIET)
+            self._failed = error
             self._changed.notify_all()
-        return True
+
+    def _next(self) -> list[Episode] | _Ahead | None:
+        """Wait for work: a piece, or committed trajectories for one request; None when the thread is to end."""
+        with self._changed:
+            while not self._queue and not self._stopped:
+                self._changed.wait()
+            if self._stopped:
+                return None
+            first = self._queue.popleft()
+            if isinstance(first, _Ahead) or first.ahead:
+                return first if isinstance(first, _Ahead) else [first]
+            chosen, size = [first], self._bytes(first)
+            while self._queue and len(chosen) < self._delivery.most:
+                following = self._queue[0]
+                if isinstance(following, _Ahead) or following.ahead:
+                    break
+                size += self._bytes(following)
+                if size > self._delivery.request_bytes:
+                    break
+                chosen.append(following)
+                self._queue.popleft()
+            return chosen
+
+    def _bytes(self, episode: Episode) -> int:
+        return episode.rows * self.schema.step_bytes + self.schema.trajectory_bytes
+
+    def _send_piece(self, work: _Ahead) -> None:
+        """Send a piece ahead, if all before it were; otherwise it goes with the commit."""
+        episode = work.episode
+        size = sum(values.nbytes + 128 for values in work.piece.values())
+        if episode.ahead != work.number or self._last is not None or size > MOST_PART:
+            return
+        if episode.id < 0:
+            episode.id = int(self._delivery.ids(1)[0])
+        if self._delivery.send_part(episode.id, work.number, work.piece):
+            episode.ahead += 1
+
+    def _store(self, episodes: list[Episode]) -> None:
+        fresh = [episode for episode in episodes if episode.id < 0]
+        for episode, identity in zip(fresh, self._delivery.ids(len(fresh)).tolist(), strict=True):
+            episode.id = identity
+        self._asked = time.monotonic()
+        stored = self._delivery.store_rows(
+            [Rows(each.rows, each.pieces, each.once) for each in episodes],
+            np.array([each.priority for each in episodes], dtype=np.float32),
+            np.array([each.final for each in episodes], dtype=np.int64),
+            np.array([each.id for each in episodes], dtype=np.int64),
+            ahead=episodes[0].ahead if len(episodes) == 1 else 0,
+            failed=self._note,
+        )
+        with self._changed:
+            for episode, index in zip(episodes, stored.tolist(), strict=True):
+                episode.index = index
+                episode.pieces.clear()
+                self._held -= episode.size
+            self._stored += len(episodes)
+            self._last, self._quiet = None, Backoff(_QUIET)
+            self._changed.notify_all()
 
     def _note(self, error: GearError) -> None:
         """Remember why an attempt failed, and log it now and then; raise it if the thread is to end."""
@@ -194,35 +308,3 @@ class Spool:
         if not self._quiet.left:
             _log.warning("%d trajectories wait for %s: %s", self.num_waiting, self.name, error)
             self._quiet = Backoff(_QUIET)
-
-    def _next(self) -> _Request | None:
-        """The oldest committed trajectories, as many as go into a request."""
-        slots = self.table.indices()
-        if not len(slots):
-            return None
-        arrays, schema = self.table.index.arrays, self.table.schema
-        rows = arrays.extent[slots][:, 0] + arrays.extent[slots][:, 2]
-        slots = slots[: self._delivery.counts(rows * schema.step_bytes + schema.trajectory_bytes)]
-        return _Request(slots, self._delivery.ids(len(slots)), int(arrays.sequence[slots[-1]]))
-
-    def idle(self) -> bool:
-        """Wait for work; return False when the thread is to end."""
-        self._work.wait(_IDLE)
-        self._work.clear()
-        return not self._stopped and self._failed is None
-
-
-def _run(reference: weakref.ref[Spool]) -> None:
-    """The thread, which does not keep the spool alive."""
-    while True:
-        spool = reference()
-        if spool is None or not spool.idle():
-            return
-        try:
-            while spool.send():
-                pass
-        except Exception as error:  # an internal error: writers must learn of it
-            spool._failed = GearError(f"{type(error).__name__}: {error}")
-            _log.error("the spool of %s failed: %s", spool.name, error, exc_info=error)
-            return
-        del spool

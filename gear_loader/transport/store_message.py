@@ -11,12 +11,12 @@ import numpy as np
 from gear_loader.storage.schema import Schema
 from gear_loader.transport.channel import Bytes
 from gear_loader.transport.spec import MAX_SPEC_BYTES, read_schema, round_up
-from gear_loader.transport.wire import MAX_TEXT, Fields, Limits, ProtocolError, pack_text
+from gear_loader.transport.wire import MAX_TEXT, Fields, Limits, PartsMissingError, ProtocolError, pack_text
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Store"]
+__all__ = ["Store", "step_places"]
 
-_FINALS, _AGAIN = 1, 2  # flags
+_FINALS, _AGAIN, _PARTS = 1, 2, 4  # flags
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +28,8 @@ class Store:
         lengths: int64 [n], rows of each trajectory. ids: int64 [n], global ids or -1. priorities: float32 [n].
         finals: int64 [n], 1 if the last row is the final step, else 0.
         again: whether the request may have been executed before; then its ids are those of the first time.
+        parts, before: number of PART messages that have brought the first rows of the only trajectory, and of these
+            rows; 0 without any.
     """
 
     table: str
@@ -37,11 +39,13 @@ class Store:
     priorities: Array
     finals: Array
     again: bool = False
+    parts: int = 0
+    before: int = 0
 
     @property
     def columns(self) -> list[tuple[int, int]]:
         """Offset in the bulk part, and bytes, of each column."""
-        places, at, steps = [], 0, int(self.lengths.sum())
+        places, at, steps = [], 0, int(self.lengths.sum()) - self.before
         for name in self.schema:
             size = self.schema.column_bytes(name, steps, len(self.lengths))
             places.append((at, size))
@@ -54,15 +58,21 @@ class Store:
         at, size = self.columns[-1]
         return at + round_up(size)
 
+    @property
+    def _flags(self) -> int:
+        finals = int(self.finals.any()) * _FINALS
+        return finals | self.again * _AGAIN | (_PARTS if self.parts else 0)
+
     def pack(self) -> bytes:
         """Serialize."""
         return b"".join(
             (
-                struct.pack("<II", len(self.lengths), int(self.finals.any()) * _FINALS | self.again * _AGAIN),
+                struct.pack("<II", len(self.lengths), self._flags),
                 self.lengths.astype("<i8").tobytes(),
                 self.ids.astype("<i8").tobytes(),
                 self.priorities.astype("<f4").tobytes(),
                 self.finals.astype("<i8").tobytes() if self.finals.any() else b"",
+                struct.pack("<IQ", self.parts, self.before) if self.parts else b"",
                 pack_text(self.table),
                 json.dumps(self.schema.to_json(), separators=(",", ":")).encode(),
             )
@@ -71,7 +81,7 @@ class Store:
     @classmethod
     def most(cls, limits: Limits) -> int:
         """Largest size of the small part."""
-        return 8 + 28 * limits.rows + 2 + MAX_TEXT + MAX_SPEC_BYTES
+        return 8 + 28 * limits.rows + 12 + 2 + MAX_TEXT + MAX_SPEC_BYTES
 
     @classmethod
     def parse(cls, small: Bytes, bulk: int, limits: Limits) -> Store:
@@ -90,14 +100,23 @@ class Store:
                 f"n of a message STORE is {n:,}; at most {limits.rows:,} trajectories are taken."
             )
         flags = fields.number(4, "flags")
-        if flags > _FINALS | _AGAIN:
-            raise ProtocolError(f"flags of a message STORE is {flags}; expected 0 to {_FINALS | _AGAIN}.")
+        if flags > _FINALS | _AGAIN | _PARTS or (flags & _PARTS and n != 1):
+            raise ProtocolError(
+                f"flags of a message STORE of {n:,} trajectories is {flags}; expected at most "
+                f"{_FINALS | _AGAIN | _PARTS}, and {_PARTS} of one trajectory only."
+            )
         lengths, ids = fields.array(n, "<i8", "lengths"), fields.array(n, "<i8", "ids")
         priorities = fields.array(n, "<f4", "priorities")
         finals = fields.array(n, "<i8", "finals") if flags & _FINALS else np.zeros(n, dtype=np.int64)
-        if n and (lengths.min() < 1 or lengths.max() > bulk):
+        parts, before = (fields.number(4, "parts"), fields.number(8, "rows")) if flags & _PARTS else (0, 0)
+        if bool(parts) != bool(before) or bool(parts) != bool(flags & _PARTS) or before > limits.store_bytes:
             raise ProtocolError(
-                f"lengths of a message STORE has a number outside of 1 to {bulk:,}, the bytes of the bulk part."
+                f"A message STORE has {before:,} rows in {parts:,} parts; expected rows in each part."
+            )
+        if n and (lengths.min() < max(before, 1) or lengths.max() > before + bulk):
+            raise ProtocolError(
+                f"lengths of a message STORE has a number outside of {max(before, 1):,} to {before + bulk:,}, the "
+                "bytes of the bulk part and the rows before it."
             )
         if n and (finals.min() < 0 or (finals >= np.minimum(lengths, 2)).any()):
             raise ProtocolError(
@@ -108,8 +127,15 @@ class Store:
             schema = read_schema(json.loads(str(fields.rest(), "utf-8")))
         except (ValueError, RecursionError):
             raise ProtocolError("schema of a message STORE is not JSON.") from None
-        store = cls(table, schema, lengths, ids, priorities, finals, bool(flags & _AGAIN))
-        needed = float(lengths.sum(dtype=np.float64)) * schema.step_bytes + n * schema.trajectory_bytes
+        store = cls(table, schema, lengths, ids, priorities, finals, bool(flags & _AGAIN), parts, before)
+        if float(before) * schema.step_bytes > limits.store_bytes - bulk:
+            raise ProtocolError(
+                f"The trajectory of a message STORE has {before:,} rows in parts and {bulk:,} bytes; at most "
+                f"{limits.store_bytes:,} bytes are taken."
+            )
+        needed = (
+            float(lengths.sum(dtype=np.float64)) - before
+        ) * schema.step_bytes + n * schema.trajectory_bytes
         # Not in int64, which could overflow.
         if needed > bulk or store.bulk_bytes != bulk:
             raise ProtocolError(
@@ -117,3 +143,39 @@ class Store:
                 f"{needed:,.0f} bytes take."
             )
         return store
+
+    def joined(self, parts: list[tuple[int, Array]], data: Array) -> tuple[Store, Array]:
+        """The request, and its bulk part, as if it had come without PART messages.
+
+        Args:
+            parts: rows and bulk part of each PART message. data: uint8, the bulk part of STORE.
+
+        Raises:
+            PartsMissingError: they are not those that the request names.
+        """
+        places = [step_places(self.schema, rows) for rows, _ in parts]
+        held = len(parts) == self.parts and sum(rows for rows, _ in parts) == self.before
+        if not held or any(len(part) != size for (_, part), (_, size) in zip(parts, places, strict=True)):
+            raise PartsMissingError(
+                f"The server does not have {self.parts:,} parts with {self.before:,} steps of this trajectory. Send it "
+                "as a whole."
+            )
+        whole = dataclasses.replace(self, parts=0, before=0)
+        out = np.zeros(whole.bulk_bytes, dtype=np.uint8)
+        for name, (to, _), (at, size) in zip(self.schema, whole.columns, self.columns, strict=True):
+            for (_, part), (offsets, _) in zip(parts, places, strict=True):
+                begin, count = offsets.get(name, (0, 0))
+                out[to : to + count] = part[begin : begin + count]
+                to += count
+            out[to : to + size] = data[at : at + size]
+        return whole, out
+
+
+def step_places(schema: Schema, rows: int) -> tuple[dict[str, tuple[int, int]], int]:
+    """The bulk part of a PART message: offset and bytes of each column that has steps, and bytes of all."""
+    places, at = {}, 0
+    for name, column in schema.steps.items():
+        size = column.step_bytes * rows
+        places[name] = at, size
+        at += round_up(size)
+    return places, at

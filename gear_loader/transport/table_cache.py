@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gear_loader.errors import RegionError, SchemaError
+from gear_loader.errors import PriorityError, RegionError, SchemaError
 from gear_loader.storage.counters import DIRTY
 from gear_loader.storage.ids import CLIENT_ORIGIN, LARGEST_ORIGIN, check_ids
 from gear_loader.storage.index import Index
@@ -26,6 +26,7 @@ from gear_loader.storage.shared_memory import Key, region_path
 from gear_loader.storage.table import Table
 from gear_loader.transport.store_message import Store
 from gear_loader.transport.stored_once import StoredOnce
+from gear_loader.transport.update_message import Update
 from gear_loader.utils.arrays import Array, narrowed
 
 __all__ = ["AttachedTable", "TableCache"]
@@ -126,6 +127,21 @@ class AttachedTable:
         if not len(ids) or ids[0] < 0 or (ids & LARGEST_ORIGIN != CLIENT_ORIGIN).any():
             return self._store(request, data)
         return self._once.run(ids, lambda: self._store(request, data), again=request.again)
+
+    def revise(self, request: Update) -> int:
+        """Set priorities; returns the number of rows of removed trajectories, which were skipped.
+
+        Raises:
+            As `Table.update_priority`. Nothing was changed. LockTimeoutError: the lock is held.
+        """
+        priorities = request.updates.priorities
+        _, bad = narrowed(priorities)
+        if bad >= 0:
+            raise PriorityError(
+                f"priority[{bad}] is {priorities[bad]}; expected a finite number that is not negative. Nothing was "
+                "changed."
+            )
+        return self._waiting.revise(request.updates, strict=request.strict)
 
     def _store(self, request: Store, data: Array) -> Array:
         priorities = _check_priorities(request.priorities)

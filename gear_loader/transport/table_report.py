@@ -1,16 +1,19 @@
-"""What a server tells clients of a table: schema, longest trajectory, statistics."""
+"""What a server tells clients of a table: schema, longest trajectory, what they may do, statistics."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gear_loader.errors import TransportError
 from gear_loader.storage.rules import OnFull, check_on_full
 from gear_loader.storage.schema import Schema
 from gear_loader.storage.stats import TableStats
-from gear_loader.storage.table import Table
+from gear_loader.transport.access import Allow, check_allow
+
+if TYPE_CHECKING:
+    from gear_loader.storage.table import Table
 
 __all__ = ["TableReport", "table_report"]
 
@@ -21,12 +24,13 @@ class TableReport:
 
     Attributes:
         schema: its columns. longest: steps of the longest trajectory that it holds. on_full: its policy.
-        stats: its statistics.
+        allow: what clients may do, as for `Server`. stats: its statistics.
     """
 
     schema: Schema
     longest: int
     on_full: OnFull
+    allow: Allow
     stats: TableStats
 
     @classmethod
@@ -43,7 +47,7 @@ class TableReport:
                 raise ValueError(f"longest is {longest!r}")
             check_on_full(fields["on_full"])
             schema, stats = Schema.from_json(fields["schema"]), _stats(fields["stats"])
-            return cls(schema, longest, fields["on_full"], stats)
+            return cls(schema, longest, fields["on_full"], check_allow(fields["allow"]), stats)
         except Exception as error:
             raise TransportError(
                 f"A server described a table by {data[:100]!r} ({error}). Run the same version of Gear Loader on all "
@@ -59,7 +63,13 @@ def _stats(fields: Any) -> TableStats:
     return TableStats(**numbers)
 
 
-def table_report(table: Table) -> bytes:
+def table_report(table: Table, allow: Allow) -> bytes:
     """The report of a table, serialized. May wait for the table's lock."""
-    report = {"schema": table.schema.to_json(), "longest": table.longest, "on_full": table.on_full}
-    return json.dumps({**report, "stats": dataclasses.asdict(table.stats())}).encode()
+    report = {
+        "schema": table.schema.to_json(),
+        "longest": table.longest,
+        "on_full": table.on_full,
+        "allow": allow,
+        "stats": dataclasses.asdict(table.stats()),
+    }
+    return json.dumps(report).encode()

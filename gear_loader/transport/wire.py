@@ -27,14 +27,22 @@ separate message of the channel. All integers are little-endian::
     STORE              small: n u32, flags u32, lengths int64 [n], ids int64 [n], priorities float32 [n],
                        finals int64 [n] if bit 0 of the flags is set, table text, schema as JSON; bit 1: the request is
                        sent again, with the ids of the first time, because its answer did not arrive
+                       bit 2: parts u32 and rows u64 before the table; of the only trajectory, PART messages of this
+                       connection have brought the first rows
                        bulk: column after column, each from a multiple of 128 bytes on: the steps of one trajectory
                        after another
     STORED             small: slots int64 [n]
+    PART               small: id i64, number u64, rows u64; the next steps of a trajectory that is stored later; it has
+                       no answer
+                       bulk: as that of STORE, of the columns that have steps
     METADATA           small: name text, table text
     DESCRIBED          bulk: bytes
     ERROR              small: `CODES` u16, text; the connection stays open
     BYE                the requester closes
     BUSY               small: text; the server has no free connection, and closes    server
+    UPDATE             small: n u32, flags u32, slots int64 [n], generations int64 [n] if bit 0 of the flags is set,
+                       priorities float32 [n], table text; bit 1: a row of a removed trajectory is an error
+    UPDATED            small: number u64 of rows of removed trajectories, which were skipped
 
 HELLO, CHALLENGE, PROOF and WELCOME come first, in this order. Then the requester may send any number of requests
 without waiting; answers may arrive in any order. There is no pickle; sizes are checked before memory is allocated.
@@ -65,6 +73,7 @@ __all__ = [
     "Header",
     "Kind",
     "Limits",
+    "PartsMissingError",
     "ProtocolError",
     "VersionError",
     "check",
@@ -78,7 +87,7 @@ __all__ = [
 ]
 
 
-VERSION = 1
+VERSION = 2
 HEADER = 64
 NONCE = 32
 MAX_TEXT = 4096
@@ -91,6 +100,10 @@ assert _LAYOUT.size == HEADER
 
 class ProtocolError(TransportError):
     """The other side sent an invalid or unexpected message. The connection cannot be used any more."""
+
+
+class PartsMissingError(TransportError):
+    """A STORE refers to PART messages that the server does not have; the whole trajectory must be sent."""
 
 
 class VersionError(ProtocolError):
@@ -116,6 +129,9 @@ class Kind(enum.IntEnum):
     ERROR = 14
     BYE = 15
     BUSY = 16
+    UPDATE = 17
+    UPDATED = 18
+    PART = 19
 
 
 _KINDS = {int(kind): kind for kind in Kind}
@@ -134,21 +150,31 @@ class Limits:
         unproven: most connections before authentication; for a further one the oldest is closed.
         handshake: seconds for the handshake.
         patience: seconds for the transfer of one message, in either direction.
+        open_bytes, open_trajectories: most bytes and trajectories of PART messages that a connection has open.
+        open_seconds: seconds after its last part that an open trajectory is forgotten; its client sends it again.
+        all_open_bytes: most bytes of the PART messages that all connections have open.
+        total_bytes: most bytes of the STORE requests of all connections that are being received or stored. Further ones
+            wait for their turn.
     """
 
     rows: int = 1 << 16
     reply_bytes: int = 1 << 28
     store_bytes: int = 1 << 28
     specs: int = 64
-    connections: int = 256
+    connections: int = 4096
     unproven: int = 256
     handshake: float = 5.0
     patience: float = 60.0
+    open_bytes: int = 1 << 26
+    open_trajectories: int = 1 << 12
+    open_seconds: float = 60.0
+    all_open_bytes: int = 1 << 30
+    total_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            seconds = field.name in ("handshake", "patience")
+            seconds = field.name in ("handshake", "open_seconds", "patience")
             if isinstance(value, bool) or not isinstance(value, (int, float) if seconds else int):
                 raise ValueError(f"{field.name} is {value!r}; expected a number.")
             if not 0 < value < (1e9 if seconds else 1 << 40 if "bytes" in field.name else 1 << 24):
@@ -329,6 +355,7 @@ CODES: tuple[type[GearError], ...] = (
     errors.StaleIndexError,
     errors.TableClosedError,
     errors.PriorityError,
+    PartsMissingError,
 )
 """Classes of errors that a server reports, by code. New ones are appended."""
 

@@ -21,8 +21,10 @@ if __name__ == "__main__":
 
 with _watched:
     from gear_loader.transport.channel import Address
+    from gear_loader.transport.part_message import Part
     from gear_loader.transport.spec import WindowSpec
     from gear_loader.transport.store_message import Store
+    from gear_loader.transport.update_message import Update
     from gear_loader.transport.wire import HEADER, Fields, Header, Limits, read_error
 
 LIMITS = Limits(rows=1000, store_bytes=1 << 20)
@@ -46,6 +48,20 @@ def parse_store(data: bytes) -> None:
     store = Store.parse(data[3:], bulk, LIMITS)
     assert sum(size for _, size in store.columns) <= bulk
     assert all(at + size <= bulk for at, size in store.columns)
+
+
+def parse_update(data: bytes) -> None:
+    """An update that is read is written the same."""
+    update = Update.parse(data, LIMITS)
+    again = Update.parse(update.pack(), LIMITS)
+    assert again.updates.slots.tolist() == update.updates.slots.tolist()
+    assert (again.table, again.strict) == (update.table, update.strict)
+
+
+def parse_part(data: bytes) -> None:
+    """A part that is read is written the same."""
+    part = Part.parse(data[3:], int.from_bytes(data[:3], "little"))
+    assert part.pack() == data[3:]
 
 
 def parse_error(data: bytes) -> None:
@@ -76,6 +92,8 @@ TARGETS: tuple[Callable[[bytes], None], ...] = (
     parse_header,
     parse_spec,
     parse_store,
+    parse_update,
+    parse_part,
     parse_error,
     parse_fields,
     parse_address,

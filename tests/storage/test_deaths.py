@@ -21,6 +21,7 @@ from gear_loader.storage.counters import HALF, HEAD, NUM_REMOVED
 from gear_loader.storage.index import Index
 from gear_loader.storage.index_arrays import IndexArrays
 from gear_loader.storage.operations import DONE, FREE, READY, WRITING
+from gear_loader.storage.priority_updates import PriorityUpdates
 
 Act = Callable[[gear.Table, Index], Any]
 
@@ -192,6 +193,13 @@ def _set_priorities(table: gear.Table, index: Index) -> None:
     index.reader.set_priorities(np.array([0, 4, 2, 2, 77]), np.array([-1, 1, -1, 1, -1]), priorities)
 
 
+def _revise(table: gear.Table, index: Index) -> None:
+    slots = np.array([0, 4, 2, 2, 77])
+    priorities = np.array([0.5, 7, 9, 0.25, 1], dtype=np.float32)
+    updates = PriorityUpdates(slots, np.zeros(5, dtype=np.int64), np.array([-1, 1, -1, 1, -1]), priorities)
+    assert index.reader.revise(updates, strict=False) == 1
+
+
 def _priorities(table: gear.Table) -> None:
     allowed = [(4, 0.5), (3,), (2, 9, 0.25), (1,), (5, 7)]
     assert all(table.reader().arrays.priority[slot] in values for slot, values in enumerate(allowed))
@@ -303,6 +311,7 @@ SCENES: dict[str, Scene] = {
     ),
     "expire": Scene(_expire, aged, may_lose=_ALL[:3]),
     "set priorities": Scene(_set_priorities, bounded, check=_priorities),
+    "revise priorities": Scene(_revise, bounded, check=_priorities),
 }
 
 

@@ -9,6 +9,8 @@ import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,9 +28,11 @@ from gear_loader.errors import (
     GearError,
     HandshakeError,
     PeerTimeoutError,
+    PriorityError,
     PrivateTableError,
     RegionError,
     SchemaError,
+    StaleIndexError,
     TableFullError,
     TransportError,
 )
@@ -230,6 +234,61 @@ def test_a_served_table_is_found_by_its_url() -> None:
     assert not server.alive()
 
 
+def test_priorities_of_the_servers_table_are_set() -> None:
+    with named(NUMBERS, max_steps=40, max_trajectories=4) as table, serving(table.name) as server:
+        proxy = Proxy(server.address)
+        table.extend([{"number": torch.tensor([number])} for number in range(4)], priority=1.0)
+        selector = gear.Prioritized(alpha=1.0)
+        data = gear.ReplayDataset(table, batch_size=64, windows=gear.Window(1), selector=selector, prefetch=0)
+        data.sample()
+        with gear.connect(url_of(proxy.address, table), secret=SECRET, timeout=20.0) as remote:
+            assert remote.update_priority([0, 2], torch.tensor([0.0, 3.0])) == 0
+            proxy.swallow.set()
+            assert remote.update_priority(np.array([1, 3]), [0.0, 2.0], generation=[77, 1]) == 1
+            assert set(data.sample()["number"].reshape(-1).tolist()) == {1, 2, 3}
+            for given in (-1.0, float("nan")):
+                with pytest.raises(PriorityError, match=r"priority\[0\]"):
+                    remote.update_priority([0], [given])
+            with pytest.raises(SchemaError, match="stale is"):
+                remote.update_priority([0], [1.0], stale="skip")  # type: ignore[arg-type]
+            with pytest.raises(StaleIndexError, match=r"1 of 2 priorities .* index 9"):
+                remote.update_priority([0, 9], [1.0, 1.0], stale="error")
+        proxy.close()
+        assert table.region.array("priority").tolist() == [0.0, 1.0, 3.0, 2.0]
+
+
+def test_a_client_loads_no_compiler_and_no_kernels() -> None:
+    """A process that only writes: no numba, no Triton, and CUDA is not touched."""
+    program = (
+        "import os, sys\n"
+        "import numpy as np\n"
+        "import gear_loader\n"
+        "with gear_loader.connect(sys.argv[1]) as remote:\n"
+        "    remote.add({'number': np.arange(3)}, priority=2.0)\n"
+        "    remote.update_priority([0], [1.0])\n"
+        "    with remote.writer() as writer:\n"
+        "        writer.append(number=4)\n"
+        "    with remote.writers(2) as vector:\n"
+        "        vector.append(number=np.array([5, 6]))\n"
+        "    remote.flush()\n"
+        "    assert len(remote) == 4\n"
+        "import torch\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "print(*sorted({name.partition('.')[0] for name in sys.modules} & {'llvmlite', 'numba', 'triton'}))\n"
+    )
+    with named(NUMBERS, max_steps=40, max_trajectories=8) as table, serving(str(table.name)) as server:
+        done = subprocess.run(
+            [sys.executable, "-c", program, url_of(server.address, table)],
+            env={**os.environ, "GEAR_LOADER_SECRET": SECRET.decode()},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split() == []
+        assert numbers_in(table) == [0, 4, 5, 6]
+
+
 # ---------------------------------------------------------------- exactly once
 
 
@@ -259,7 +318,7 @@ def storm(table: gear.Table, *, writers: int, episodes: int, kills: int, seed: i
     port = int(address.rpartition(":")[2])
 
     def write(first: int) -> None:
-        with gear.connect(url_of(address, table), secret=SECRET, timeout=60.0) as remote:
+        with gear.connect(url_of(address, table), secret=SECRET, timeout=180.0) as remote:
             writer = remote.writer()
             for number in range(first, first + episodes):
                 for step in range(1 + number % 3):
@@ -362,7 +421,7 @@ def test_writers_go_on_without_the_server_until_the_spool_is_full() -> None:
     with named(NUMBERS, max_steps=20_000, max_trajectories=10_000) as table:
         server = start_server([table.name], secret=SECRET)
         address = server.addresses["socket"]
-        remote = gear.connect(url_of(address, table), secret=SECRET, timeout=1.0, spool_bytes=1)
+        remote = gear.connect(url_of(address, table), secret=SECRET, timeout=1.0, spool_bytes=100 * 768)
         server.stop()
         writer = remote.writer()
 
@@ -370,19 +429,19 @@ def test_writers_go_on_without_the_server_until_the_spool_is_full() -> None:
             writer.append(number=number)
             writer.commit()
 
-        for number in range(4096):
+        for number in range(100):
             write(number)
         with pytest.raises(
-            PeerTimeoutError, match=r"spool is full: 4,096 trajectories wait for table '.*not answered"
+            PeerTimeoutError, match=r"spool is full: 100 trajectories wait for table '.*not answered"
         ):
-            write(4096)
+            write(100)
         with pytest.raises(PeerTimeoutError, match="not stored by table"):
             remote.flush()
         with start_server([table.name], port=int(address.rpartition(":")[2]), secret=SECRET):
             remote.flush(timeout=60)
-            write(4096)
+            write(100)
             remote.close()
-        assert numbers_in(table) == list(range(4097))
+        assert numbers_in(table) == list(range(101))
 
 
 def test_a_refusal_for_good_is_told_at_every_later_call() -> None:

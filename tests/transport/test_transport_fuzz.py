@@ -30,13 +30,17 @@ from transport_common import (
 
 import gear_loader as gear
 from gear_loader.storage.operations import UNSET
+from gear_loader.storage.priority_updates import PriorityUpdates
 from gear_loader.storage.schema import Schema
 from gear_loader.transport import Limits, Peer, WindowSpec
-from gear_loader.transport.store_message import Store
+from gear_loader.transport.part_message import Part
+from gear_loader.transport.store_message import Store, step_places
+from gear_loader.transport.update_message import Update
 from gear_loader.transport.wire import Header, Kind, pack_text
 
 FUZZ = Path(__file__).parents[1] / "fuzz" / "fuzz_wire.py"
-one_input = runpy.run_path(str(FUZZ))["one_input"]
+fuzz = runpy.run_path(str(FUZZ))
+one_input, TARGETS = fuzz["one_input"], fuzz["TARGETS"]
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +76,16 @@ def requests_of(name: str) -> list[bytes]:
     spec = WindowSpec(name, schema, WINDOWS)
     ids, priorities = np.full(2, -1), np.full(2, UNSET, dtype=np.float32)
     store = Store(name, schema, np.array([2, 3]), ids, priorities, np.array([0, 1]))
+    updates = PriorityUpdates(
+        np.array([1, 9]), np.zeros(2, dtype=np.int64), None, np.ones(2, dtype=np.float32)
+    )
     return [
         message(Kind.OPEN, open_message(spec)),
         message(Kind.FETCH, fetch_message([[1, 3, 70], [0, 2, 9], [1, 1, 1]])),
         message(Kind.STORE, store.pack(), bytes(store.bulk_bytes)),
         message(Kind.METADATA, pack_text("a") + pack_text(name)),
+        message(Kind.UPDATE, Update(name, updates, False).pack()),
+        message(Kind.PART, Part(5, 0, 2).pack(), bytes(step_places(schema, 2)[1])),
         message(Kind.BYE),
     ]
 
@@ -89,7 +98,7 @@ def test_parsers(data: st.DataObject, noise: bytes) -> None:
     whole = data.draw(st.sampled_from(requests_of("replay")))[64:]
     at = data.draw(st.integers(0, max(0, len(whole) - 1)))
     piece = data.draw(st.binary(max_size=9))
-    target = bytes([data.draw(st.integers(0, 5))])
+    target = bytes([data.draw(st.integers(0, len(TARGETS) - 1))])
     one_input(target + whole[:at] + piece + whole[at + data.draw(st.integers(0, 9)) :])
 
 

@@ -18,12 +18,13 @@ from gear_loader.errors import HandshakeError, SchemaError, TableFullError, Tran
 from gear_loader.storage.schema import Schema, Window
 from gear_loader.transport import Address, Limits, WindowSpec, carrier
 from gear_loader.transport.channel import family
-from gear_loader.transport.store_message import Store
+from gear_loader.transport.store_message import Store, step_places
 from gear_loader.transport.wire import (
     HEADER,
     Fields,
     Header,
     Kind,
+    PartsMissingError,
     ProtocolError,
     VersionError,
     failure,
@@ -128,10 +129,10 @@ def test_a_header_with_one_wrong_bit_is_refused(noise: bytes, bit: int) -> None:
 
 def test_versions_and_kinds_of_headers() -> None:
     """The first bytes are the same in every version."""
-    assert Header(Kind.HELLO, 0, 1, 2).pack()[:16] == b"GEARWIRE" + bytes([1, 0, 1, 0, 0, 0, 0, 0])
-    with pytest.raises(VersionError, match="version 7; this side speaks version 1"):
+    assert Header(Kind.HELLO, 0, 1, 2).pack()[:16] == b"GEARWIRE" + bytes([2, 0, 1, 0, 0, 0, 0, 0])
+    with pytest.raises(VersionError, match="version 7; this side speaks version 2"):
         Header.parse(memoryview(Header(Kind.HELLO, 0, 1, 2).pack(version=7)))
-    with pytest.raises(ProtocolError, match="kind 99; expected 1 to 16"):
+    with pytest.raises(ProtocolError, match="kind 99; expected 1 to 19"):
         Header.parse(memoryview(Header(99, 0, 0, 0).pack()))  # type: ignore[arg-type]
 
 
@@ -200,11 +201,45 @@ def test_a_store_survives_the_wire() -> None:
         assert getattr(again, name).tolist() == getattr(store, name).tolist()
 
 
+def with_parts(**changes: Any) -> Store:
+    """Nine rows, the first six of which have come in two parts."""
+    one = {"lengths": np.array([9]), "ids": np.array([4]), "finals": np.array([0])}
+    one["priorities"] = np.array([1], dtype=np.float32)
+    return store_of(**{**one, "parts": 2, "before": 6, **changes})
+
+
+def test_a_store_with_parts_survives_the_wire_and_is_joined() -> None:
+    store = with_parts()
+    again = Store.parse(store.pack(), store.bulk_bytes, Limits())
+    assert (again.parts, again.before) == (2, 6)
+    whole = with_parts(parts=0, before=0)
+    data = np.arange(whole.bulk_bytes).astype(np.uint8)
+
+    def rows(begin: int, end: int, places: dict[str, tuple[int, int]], size: int) -> np.ndarray:
+        part = np.zeros(size, dtype=np.uint8)
+        for (name, column), (at, _) in zip(COLUMNS.items(), whole.columns, strict=True):
+            to, count = places[name]
+            part[to : to + count] = data[at + begin * column.step_bytes : at + end * column.step_bytes]
+        return part
+
+    schema = Schema(COLUMNS)
+    parts = [(4, rows(0, 4, *step_places(schema, 4))), (2, rows(4, 6, *step_places(schema, 2)))]
+    rest = rows(6, 9, dict(zip(COLUMNS, store.columns, strict=True)), store.bulk_bytes)
+    made, joined = store.joined(parts, rest)
+    assert made.pack() == whole.pack()
+    for at, size in whole.columns:
+        assert joined[at : at + size].tolist() == data[at : at + size].tolist()
+    for wrong in ([], parts[:1], [parts[0], (3, parts[1][1])], [parts[0], (2, parts[1][1][:-1])]):
+        with pytest.raises(PartsMissingError, match="does not have 2 parts with 6 steps"):
+            store.joined(wrong, rest)
+
+
 LENGTHS = "lengths of a message STORE"
 STORES: list[tuple[bytes, int, str]] = [
     (b"", 0, "n of a message STORE takes 4 bytes"),
     (b"\xff" * 8, 0, "n of a message STORE is 4,294,967,295; at most 65,536"),
-    (b"\x01\x00\x00\x00\x04\x00\x00\x00", 0, "flags of a message STORE is 4; expected 0 to 3"),
+    (b"\x01\x00\x00\x00\x08\x00\x00\x00", 0, "flags of a message STORE of 1 .* is 8; expected at most 7"),
+    (b"\x02\x00\x00\x00\x04\x00\x00\x00", 0, "flags of a message STORE of 2 .* is 4; .* 4 of one trajectory"),
     (b"\x01\x00\x00\x00\x00\x00\x00\x00", 0, "lengths of a message STORE takes 8 bytes"),
     (store_of(lengths=np.array([3, 0])).pack(), 640, LENGTHS),
     (store_of(finals=np.array([0, 1])).pack(), 640, "finals of a message STORE"),
@@ -212,6 +247,11 @@ STORES: list[tuple[bytes, int, str]] = [
     (store_of(lengths=np.array([3, -(2**63)])).pack(), 640, LENGTHS),
     (store_of(lengths=np.array([3, 2**63 - 1])).pack(), 640, LENGTHS),
     (store_of(lengths=np.array([600, 600])).pack(), 640, "which is not what 2 trajectories"),
+    (with_parts(before=10).pack(), 640, f"{LENGTHS} has a number outside of 10 to 650"),
+    (with_parts(lengths=np.array([700])).pack(), 640, f"{LENGTHS} has a number outside of 6 to 646"),
+    (with_parts(before=0).pack(), 640, "0 rows in 2 parts"),
+    (with_parts(before=2**63).pack(), 640, "9,223,372,036,854,775,808 rows in 2 parts"),
+    (with_parts(before=2**27, lengths=np.array([2**27])).pack(), 640, "at most 268,435,456 bytes are taken"),
     (store_of().pack(), 641, "which is not what 2 trajectories"),
     (store_of().pack(), 512, "which is not what 2 trajectories"),
     (store_of(table="x" * 200).pack(), 640, "table of a message STORE has 200 bytes"),

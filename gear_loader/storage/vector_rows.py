@@ -1,0 +1,110 @@
+"""Rows of the environments of a vector environment, checked: what all vector writers share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from gear_loader.errors import SchemaError
+from gear_loader.storage.schema import Column, Schema, as_mapping, settled
+from gear_loader.utils.arrays import Array, address_of, as_array, shown
+from gear_loader.utils.checks import at_least
+
+__all__ = ["VectorRows"]
+
+_BOOL = np.dtype(np.bool_)
+
+
+class VectorRows:
+    """Checks rows, masks and other values of n environments.
+
+    Args:
+        schema: the table's columns. n: number of environments.
+
+    Attributes:
+        num_envs: number of environments.
+        trajectory: values of the columns per trajectory, ``{name: [n, *shape]}``; None at first.
+    """
+
+    def __init__(self, schema: Schema, n: int) -> None:
+        self._whole_schema = schema
+        self.num_envs = count = at_least("n", n)
+        self.trajectory: Mapping[str, Any] | None = None
+        self._what = f"the rows (T = {count}, one for each environment)"
+        once = {
+            name: dataclasses.replace(column, per="step") for name, column in schema.per_trajectory.items()
+        }
+        self._once_schema = Schema(once) if once else None
+        self._no_index = np.full(count, -1, dtype=np.int64)
+
+    def _given(self, rows: Any, columns: dict[str, Any]) -> Any:
+        """One mapping of what was given by position and by keywords."""
+        if rows is None:
+            return columns
+        rows = as_mapping(rows)
+        return {**settled(rows), **columns} if columns and isinstance(rows, Mapping) else rows
+
+    def _check_count(self, length: int) -> None:
+        """Raise SchemaError unless there is a row for each environment."""
+        if length != self.num_envs:
+            raise SchemaError(
+                f"The rows have {length} entries; expected arrays [n, ...] with one row for each of the "
+                f"{self.num_envs} environments. Nothing was appended."
+            )
+
+    def _mask(self, name: str, value: Any) -> Array:
+        """A mask as a contiguous array, bool [n]."""
+        fits = (
+            type(value) is torch.Tensor and value.dtype is torch.bool and value.is_cpu and not value.is_nested
+        )
+        if fits and address_of(value):
+            value = value.numpy()
+        if type(value) is not np.ndarray:
+            try:
+                value = np.asarray(as_array(value, name))
+            except (TypeError, ValueError, RuntimeError):
+                value = np.empty(0, dtype=object)
+        if value.dtype != _BOOL or value.shape != (self.num_envs,):
+            raise SchemaError(
+                f"{name} has dtype {value.dtype} and shape {list(value.shape)}; expected a mask, bool "
+                f"[{self.num_envs}], one value for each environment. Nothing was changed."
+            )
+        return value if value.flags.c_contiguous else np.ascontiguousarray(value)
+
+    def _checked_final(self, final: Any) -> dict[str, Any]:
+        final, finals = as_mapping(final), self._whole_schema.finals
+        wanted: Mapping[str, Column] = {} if finals is None else finals
+        if not isinstance(final, Mapping) or set(final) != set(wanted):
+            given = sorted(map(str, final)) if isinstance(final, Mapping) else type(final).__name__
+            raise SchemaError(
+                f"final has {given}; expected the columns {sorted(wanted)}: all with Column(final=True) and no other."
+            )
+        rows = dict(settled(final))
+        if finals is None:
+            return rows
+        length, _, _ = finals.locate(rows, what=f"final, {self._what}")
+        if length != self.num_envs:
+            raise SchemaError(
+                f"final has {length} rows; expected one for each of {self.num_envs} environments."
+            )
+        return rows
+
+    def _check_trajectory(self) -> None:
+        """Raise SchemaError unless `trajectory` has a row for each environment."""
+        if self._once_schema is None and self.trajectory is None:
+            return
+        wanted = sorted(self._whole_schema.per_trajectory)
+        if self._once_schema is None or not isinstance(self.trajectory, Mapping):
+            raise SchemaError(
+                f"The attribute trajectory is {shown(self.trajectory)}; expected arrays [{self.num_envs}, ...] of the "
+                f"columns with per='trajectory': {wanted}."
+            )
+        length, _, _ = self._once_schema.locate(self.trajectory, what="the attribute trajectory")
+        if length != self.num_envs:
+            raise SchemaError(
+                f"The attribute trajectory has {length} rows; expected one for each of {self.num_envs} environments."
+            )

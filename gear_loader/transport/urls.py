@@ -1,0 +1,42 @@
+"""Addresses of tables on servers: ``gear://<host>:<port>/<table>``."""
+
+from __future__ import annotations
+
+import urllib.parse
+
+from gear_loader.errors import TransportError
+from gear_loader.transport.channel import Address
+
+__all__ = ["split_url", "url_of"]
+
+_SCHEMES = {"gear": "socket", "gear+ucx": "ucx"}
+_URL = "expected gear://<host>:<port>/<table>, such as gear://10.0.0.1:5555/replay"
+
+
+def url_of(address: str, table: str) -> str:
+    """The address of a table on a server with the address `address`, such as ``socket://127.0.0.1:5555``."""
+    parts = urllib.parse.urlsplit(address)
+    scheme = next(scheme for scheme, carrier in _SCHEMES.items() if carrier == parts.scheme)
+    query = f"?{parts.query}" if parts.query else ""
+    return f"{scheme}://{parts.netloc}/{urllib.parse.quote(table, safe='')}{query}"
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """The address of the server, for `Peer`, and the name of the table in ``gear://<host>:<port>/<table>``.
+
+    Raises:
+        TransportError: invalid.
+    """
+    if not isinstance(url, str) or len(url) > 1024:
+        raise TransportError(f"Address {str(url)[:100]!r} was received; {_URL}.")
+    parts = urllib.parse.urlsplit(url)
+    table = urllib.parse.unquote(parts.path.removeprefix("/"))
+    carrier = _SCHEMES.get(parts.scheme)
+    if carrier is None or not table or "/" in table or parts.fragment:
+        raise TransportError(f"Address {url!r} was received; {_URL}.")
+    address = f"{carrier}://{parts.netloc}" + (f"?{parts.query}" if parts.query else "")
+    try:
+        Address.parse(address)
+    except TransportError as error:
+        raise TransportError(f"Address {url!r} was received ({error}); {_URL}.") from None
+    return address, table

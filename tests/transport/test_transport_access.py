@@ -1,0 +1,166 @@
+"""What a server lets its clients do, and how much memory their requests may take together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from table_common import fresh_name
+from transport_common import SECRET, Serving, open_message, serving, wait_until
+
+import gear_loader as gear
+from gear_loader.errors import TransportError
+from gear_loader.storage.operations import UNSET
+from gear_loader.transport import Limits, WindowSpec, start_server
+from gear_loader.transport.access import ByteBudget
+from gear_loader.transport.store_message import Store
+from gear_loader.transport.wire import Header, Kind
+
+COLUMNS = {"number": gear.Column(torch.int64)}
+STEPS = 4096  # 32 KiB
+
+
+def table_of(steps: int = 20 * STEPS) -> gear.Table:
+    return gear.Table.create(COLUMNS, max_steps=steps, max_trajectories=64, name=fresh_name())
+
+
+def url_of(server: Serving, table: gear.Table) -> str:
+    return f"{server.address.replace('socket', 'gear')}/{table.name}"
+
+
+def numbers(count: int) -> dict[str, Any]:
+    return {"number": np.arange(count)}
+
+
+def store_of(table: gear.Table) -> Store:
+    """A trajectory of `STEPS` steps."""
+    one = np.zeros(1, dtype=np.int64)
+    priorities = np.full(1, UNSET, dtype=np.float32)
+    return Store(str(table.name), gear.Schema(COLUMNS), one + STEPS, one - 1, priorities, one)
+
+
+# ---------------------------------------------------------------- what is allowed
+
+
+@pytest.mark.parametrize("allow", ["read", "write"])
+def test_other_requests_are_refused_before_their_parts_are_received(allow: str) -> None:
+    with table_of() as table, serving(str(table.name), allow=allow) as server, server.proven() as raw:
+        if allow == "read":
+            raw.socket.sendall(Header(Kind.STORE, 1, 100, 1 << 28).pack())  # and nothing of its 256 MiB
+        else:
+            raw.socket.sendall(Header(Kind.OPEN, 1, len(open_message_of(table)), 0).pack())
+        assert f"was started with allow='{allow}'" in raw.error()
+        assert "allow='all'" in raw.text()  # and the connection is closed
+        assert len(table) == 0
+        table.unlink()
+
+
+def open_message_of(table: gear.Table) -> bytes:
+    return open_message(WindowSpec(str(table.name), table.schema, {"number": gear.Window(1)}))
+
+
+def test_a_client_that_may_only_read_is_told_so_at_once() -> None:
+    with table_of() as table:
+        table.add(numbers(3))
+        with table.serve(allow="read") as server, gear.connect(server.url, secret=server.secret) as remote:
+            assert len(remote) == 1
+            for call in (
+                lambda: remote.add(numbers(1)),
+                lambda: remote.extend([numbers(1)]),
+                lambda: remote.update_priority([0], [1.0]),
+                remote.writer,
+                lambda: remote.writers(2),
+            ):
+                with pytest.raises(TransportError, match="be read, and not written to"):
+                    call()
+        assert len(table) == 1
+        with pytest.raises(TransportError, match="allow is 'reads'; expected 'all', 'read' or 'write'"):
+            table.serve(allow="reads")  # type: ignore[arg-type]
+        with pytest.raises(TransportError, match="allow is None"):
+            start_server([str(table.name)], secret=SECRET, allow=None)  # type: ignore[arg-type]
+        table.unlink()
+
+
+# ---------------------------------------------------------------- memory
+
+
+def test_a_trajectory_that_is_too_large_for_the_server_is_an_error_at_once() -> None:
+    limits = Limits(store_bytes=1 << 12)
+    with table_of() as table, serving(str(table.name), limits=limits) as server:
+        with gear.connect(url_of(server, table), secret=SECRET, timeout=60.0) as remote:
+            with pytest.raises(TransportError, match="at most 65,536 trajectories and 4,096 bytes"):
+                remote.add(numbers(STEPS))
+            remote.add(numbers(5))
+        assert len(table) == 1
+        table.unlink()
+
+
+def test_requests_wait_for_their_turn_when_their_memory_is_taken() -> None:
+    limits = Limits(total_bytes=2 * STEPS * 8)
+    with table_of() as table, serving(str(table.name), limits=limits) as server:
+        store, budget = store_of(table), server.server.budget
+        small, bulk = store.pack(), bytes(store.bulk_bytes)
+        raws = [server.proven() for _ in range(6)]
+        for raw in raws:
+            raw.socket.sendall(Header(Kind.STORE, 1, len(small), len(bulk)).pack() + small)
+        wait_until(lambda: budget.held == 2 * len(bulk))
+        raws[0].close()  # one that holds its part, perhaps, and one that waits for it
+        raws[5].close()
+        for raw in raws[1:5]:
+            raw.socket.sendall(bulk)
+        for raw in raws[1:5]:
+            assert raw.receive()[0].kind is Kind.STORED
+            raw.close()
+        wait_until(lambda: server.server.num_connections == 0)
+        assert budget.held == 0
+        assert len(table) == 4
+        table.unlink()
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, 60))
+
+
+def test_bytes_are_given_in_order_of_arrival() -> None:
+    async def work() -> None:
+        budget, order = ByteBudget(100), []
+
+        async def take(name: str, count: int) -> None:
+            await budget.take(count)
+            order.append(name)
+
+        await take("first", 60)
+        tasks = [asyncio.ensure_future(take(name, count)) for name, count in (("large", 300), ("small", 30))]
+        await asyncio.sleep(0)
+        assert order == ["first"], "a small one does not overtake one that waits"
+        budget.give(60)
+        await asyncio.sleep(0)
+        assert order == ["first", "large"], "more than the budget, alone"
+        budget.give(300)
+        await asyncio.gather(*tasks)
+        assert (order[-1], budget.held) == ("small", 30)
+
+    run(work())
+
+
+@pytest.mark.parametrize("granted", [False, True])
+def test_a_cancelled_request_holds_nothing(granted: bool) -> None:
+    async def work() -> None:
+        budget = ByteBudget(100)
+        await budget.take(100)
+        first, second = (asyncio.ensure_future(budget.take(100)) for _ in range(2))
+        await asyncio.sleep(0)
+        if granted:
+            budget.give(100)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        if not granted:
+            budget.give(100)
+        await second
+        assert budget.held == 100
+
+    run(work())
