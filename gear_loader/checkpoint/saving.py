@@ -36,13 +36,12 @@ from gear_loader.checkpoint.names import (
     segment_folder,
 )
 from gear_loader.checkpoint.places import column_places
+from gear_loader.checkpoint.rows import TrajectoryRows
 from gear_loader.checkpoint.snapshot import Snapshot, take_snapshot
 from gear_loader.checkpoint.stored import Stored, no_entries
 from gear_loader.errors import CheckpointError
-from gear_loader.native.copying import copy_rows
 from gear_loader.storage.readers import Ticket
 from gear_loader.storage.table import Table
-from gear_loader.utils.arrays import Array
 from gear_loader.utils.notices import notice
 from gear_loader.utils.progress import progress_bar
 
@@ -56,6 +55,9 @@ HOLD_BYTES = 128 << 20
 """Most bytes of the last round, which is written under one ticket."""
 MAX_ROUNDS = 6
 """Most rounds. With writers as fast as the disk the rest never becomes small; then the last round is larger."""
+STAGE_BYTES = 64 << 20
+"""Bytes of the newest trajectories that a save in the background copies to memory at once. Older new ones are copied
+piece by piece, as the disk takes them; they are left out if they have been evicted by then."""
 
 
 def save(table: Table, path: str | os.PathLike[str], *, progress: bool = False) -> None:
@@ -168,10 +170,10 @@ class Save:
             pipeline, segments = self._open(stack, advance)
             for turn in range(MAX_ROUNDS):
                 if self._bytes(unsaved) <= HOLD_BYTES or turn == MAX_ROUNDS - 1:
-                    self._write_segment(segments, pipeline, unsaved, under_ticket=True)
+                    self._write_segment(segments, pipeline, self._rows(unsaved, under_ticket=True))
                     break
                 ticket.end()
-                self._write_segment(segments, pipeline, unsaved, under_ticket=False)
+                self._write_segment(segments, pipeline, self._rows(unsaved, under_ticket=False))
                 ticket = Ticket()
                 snapshot = take_snapshot(self.index, ticket)
                 unsaved = snapshot.take(~self._stored.contains(snapshot))
@@ -184,21 +186,24 @@ class Save:
     def run_behind(self, previous: Manifest | None) -> None:
         """Save the table as it is at one moment, but for trajectories that are evicted before they are copied.
 
-        No ticket is held while the disk is written, so no writer waits for it. The previous checkpoint stays beside the
-        new one.
+        No ticket is held while the disk is written, so no writer waits for it: the newest trajectories are copied to
+        memory first (`STAGE_BYTES`). The previous checkpoint stays beside the new one.
 
         Args:
             previous: manifest of the checkpoint before the previous one, if it is there.
         """
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._swept(previous))
-            snapshot = take_snapshot(self.index)
-            self._stored.keep_most(snapshot, self.schema.step_bytes)
-            unsaved = snapshot.take(~self._stored.contains(snapshot))
+            ticket = Ticket()
+            try:
+                snapshot = take_snapshot(self.index, ticket)
+                self._stored.keep_most(snapshot, self.schema.step_bytes)
+                rows = self._rows(snapshot.take(~self._stored.contains(snapshot)), under_ticket=False)
+                rows.stage(STAGE_BYTES)
+            finally:
+                ticket.end()
             pipeline, segments = self._open(stack, lambda _: None)
-            self._write_segment(segments, pipeline, unsaved, under_ticket=False)
-            # A trajectory that is still there was there whenever a piece of it was copied.
-            self._stored.remove(unsaved.sequences[~unsaved.live(self.index)])
+            self._write_segment(segments, pipeline, rows)
             snapshot = snapshot.take(self._stored.contains(snapshot))
             self._commit(segments, self._finish(snapshot), previous=True)
         sweep(self.directory, self.manifest, self.old)
@@ -227,37 +232,34 @@ class Save:
 
     # ---------------------------------------------------------------- segments
 
-    def _write_segment(
-        self, segments: Directory, pipeline: Pipeline, unsaved: Snapshot, *, under_ticket: bool
-    ) -> None:
-        """Write trajectories as a new segment.
+    def _rows(self, unsaved: Snapshot, *, under_ticket: bool) -> TrajectoryRows:
+        return TrajectoryRows(self.index, self.schema, self._places, unsaved, under_ticket=under_ticket)
+
+    def _write_segment(self, segments: Directory, pipeline: Pipeline, rows: TrajectoryRows) -> None:
+        """Write trajectories as a new segment; the index never refers to those that are lost.
 
         Args:
             segments: directory of the segments.
-            unsaved: the trajectories.
-            under_ticket: whether the caller holds the snapshot's ticket. Otherwise trajectories may be evicted before
-                they are copied; zeros are written in their place, and the index never refers to them.
+            rows: of the trajectories.
         """
+        unsaved = rows.trajectories
         if not len(unsaved.slots):
             return
         number = self._free_number(segments)
         name = f"{number:06d}"
-        ends = np.cumsum(unsaved.rows)
-        first, steps, count = ends - unsaved.rows, int(ends[-1]), len(unsaved.slots)
-        place = np.arange(count)
+        steps, count = int(rows.ends[-1]), len(unsaved.slots)
         segments.mkdir(name + PART)
         files = {}
         with segments.child(name + PART) as folder:
             for key, column in self.schema.items():
                 total = count if column.trajectory else steps
-                begin, end = (place, place + 1) if column.trajectory else (first, ends)
                 files[key] = pipeline.write(
                     folder,
                     column_file(key),
                     npy_header(column.dtype_name, total, column.shape),
                     total,
                     column.step_bytes,
-                    self._filler(key, unsaved, begin, end, under_ticket),
+                    rows.filler(key),
                     chunk_bytes=manifest_module.CHUNK_BYTES,
                 )
             folder.sync()
@@ -273,10 +275,10 @@ class Save:
             age=unsaved.ages,
             ident=unsaved.idents,
             segment=np.full(count, number, dtype=np.int64),
-            first=first,
+            first=rows.first,
             final=unsaved.finals,
-            place=place,
-        )
+            place=np.arange(count),
+        ).take(~rows.lost)
         self._stored.add(Segment(number, steps, files, manifest_module.CHUNK_BYTES, number_of), written)
 
     def _free_number(self, segments: Directory) -> int:
@@ -285,50 +287,6 @@ class Save:
         while segments.has(f"{number:06d}") or segments.has(f"{number:06d}{PART}"):
             number += 1
         return number
-
-    def _filler(
-        self, name: str, unsaved: Snapshot, first: Array, ends: Array, under_ticket: bool
-    ) -> Callable[[Array, int, int], None]:
-        """Return a function that copies rows of the segment out of the blocks of one column.
-
-        Args:
-            first, ends: int64 [n], first row of each trajectory in the column's file, and the row after its last.
-        """
-        reader, column = self.index.reader, self._places[name]
-        arrays, size = reader.arrays, int(column[2])
-
-        def fill(buffer: Array, begin: int, end: int) -> None:
-            low = int(np.searchsorted(ends, begin, side="right"))
-            high = int(np.searchsorted(first, end, side="left"))
-            here = unsaved.take(np.arange(low, high))
-            ticket = Ticket()
-            try:
-                live = np.ones(high - low, dtype=bool)
-                if not under_ticket:
-                    reader.begin_read(ticket)
-                    live = here.live(self.index)
-                    if not live.all():
-                        buffer[:] = 0
-                blocks = np.where(live, arrays.blocks_of(ends[low:high] - first[low:high]), 0)
-                places = np.cumsum(blocks) - blocks
-                moved = np.repeat(arrays.extent[here.slots, 1] - places, blocks)
-                ids = arrays.ids_at(moved + np.arange(len(moved)))
-                copy_rows(
-                    buffer.ctypes.data,
-                    begin * size,
-                    end * size,
-                    first[low:high],
-                    ends[low:high],
-                    np.where(live, places, -1),
-                    ids,
-                    column,
-                    False,
-                )
-                ticket.end()
-            finally:
-                ticket.end()  # idempotent; a signal handler may raise between `begin_read` and the call above
-
-        return fill
 
     # ---------------------------------------------------------------- index and manifest
 

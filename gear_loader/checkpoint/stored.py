@@ -67,10 +67,6 @@ class Stored:
         joined = Entries(*(np.concatenate(pair) for pair in pairs))
         self.entries = joined.take(np.argsort(joined.sequence, kind="stable"))
 
-    def remove(self, sequences: Array) -> None:
-        """Remove trajectories that are not whole on disk."""
-        self.entries = self.entries.take(~np.isin(self.entries.sequence, sequences))
-
     def _live_steps(self, snapshot: Snapshot) -> dict[int, int]:
         """Steps of live trajectories by segment number."""
         places = self.positions(snapshot)
