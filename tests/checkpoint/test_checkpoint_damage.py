@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +22,18 @@ import pytest
 import safetensors.numpy
 import torch
 import xxhash
-from checkpoint_common import contents, everything, files, flip, link, loaded, loaded_numbers, make, segments
+from checkpoint_common import (
+    contents,
+    everything,
+    files,
+    flip,
+    link,
+    loaded,
+    loaded_numbers,
+    make,
+    segments,
+    small_disk,
+)
 from table_common import COLUMNS, fresh_name, rows
 
 import gear_loader as gear
@@ -675,25 +685,17 @@ def test_short_writes_and_file_systems_without_direct_access(
 
 
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "none", str(disk)]
-    if (done := subprocess.run(mount, capture_output=True)).returncode:
-        pytest.skip(f"cannot mount a small file system here: {done.stderr.decode().strip()}")
-    try:
-        with make(max_steps=100_000) as table:
-            for number in range(5):
-                table.add(rows(number, 50))
-            table.save(disk / "ck")
-            table.add(rows(5, 20_000))
-            for _ in range(2):
-                with pytest.raises(CheckpointError, match="No space left on device"):
-                    table.save(disk / "ck")
-                assert loaded_numbers(disk / "ck") == list(range(5))
-                assert segments(disk / "ck") == ["000001"], "nothing of it takes room"
-            table.remove(int(table.indices()[-1]))
-            table.add(rows(6, 50))
-            table.save(disk / "ck")
-            assert loaded_numbers(disk / "ck") == [0, 1, 2, 3, 4, 6]
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+    with small_disk(tmp_path / "disk", 256) as disk, make(max_steps=100_000) as table:
+        for number in range(5):
+            table.add(rows(number, 50))
+        table.save(disk / "ck")
+        table.add(rows(5, 20_000))
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match="No space left on device"):
+                table.save(disk / "ck")
+            assert loaded_numbers(disk / "ck") == list(range(5))
+            assert segments(disk / "ck") == ["000001"], "nothing of it takes room"
+        table.remove(int(table.indices()[-1]))
+        table.add(rows(6, 50))
+        table.save(disk / "ck")
+        assert loaded_numbers(disk / "ck") == [0, 1, 2, 3, 4, 6]

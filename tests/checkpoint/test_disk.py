@@ -18,7 +18,17 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_common import SIZES, contents, everything, files, loaded, loaded_numbers, make, segments
+from checkpoint_common import (
+    SIZES,
+    contents,
+    everything,
+    files,
+    loaded,
+    loaded_numbers,
+    make,
+    segments,
+    small_disk,
+)
 from table_common import COLUMNS, fresh_name, named, numbers_of, rows
 
 import gear_loader as gear
@@ -239,6 +249,21 @@ def test_closing_says_what_is_not_on_disk(tmp_path: Path, full: threading.Event)
     assert loaded_numbers(tmp_path) == [0]
     with gear.Table.recover(tmp_path) as again:
         assert numbers_of(again) == [0]
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    with (
+        small_disk(tmp_path / "small", 400) as small,
+        make(max_steps=100_000, disk=disk(small / "replay", 0.01)) as table,
+    ):
+        table.add(rows(0, 50))
+        table.save(small / "replay")
+        table.add(rows(1, 20_000))
+        table.add(rows(2, 50))
+        wait_for(lambda: "No space left" in str(table.stats()))
+        assert loaded_numbers(small / "replay") == [0]
+        table.remove(table.indices()[1])
+        wait_for(lambda: loaded_numbers(small / "replay") == [0, 2])
 
 
 # Who may write ---------------------------------------------------------------------------------------
