@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from gear_loader.lightning.datamodule import ReplayDataModule
     from gear_loader.lightning.monitor import ReplayMonitor
     from gear_loader.selection.selectors import Fifo, Lifo, LinearSchedule, Prioritized, TopK, Uniform
+    from gear_loader.storage.disk import Disk, DiskStats
     from gear_loader.storage.limiters import MinSize, Queue, RateLimiter, SampleToInsertRatio
     from gear_loader.storage.schema import Column, Schema, Window
     from gear_loader.storage.stats import TableStats
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Batch",
     "Column",
+    "Disk",
+    "DiskStats",
     "Fifo",
     "Lifo",
     "LinearSchedule",
@@ -62,6 +65,8 @@ __version__ = "0.1.0"
 _MODULES = {
     "Batch": "collection.batches",
     "Column": "storage.schema",
+    "Disk": "storage.disk",
+    "DiskStats": "storage.disk",
     "Fifo": "selection.selectors",
     "Lifo": "selection.selectors",
     "LinearSchedule": "selection.selectors",

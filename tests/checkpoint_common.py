@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,19 @@ def flip(path: Path, place: int, bit: int = 0) -> None:
     data = np.fromfile(path, dtype=np.uint8)
     data[place] ^= 1 << bit
     path.write_bytes(data.tobytes())
+
+
+@contextlib.contextmanager
+def small_disk(path: Path, kibibytes: int) -> Iterator[Path]:
+    """A file system that is soon full; skips the test where none can be mounted."""
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={kibibytes}k", "none", str(path)]
+    if (done := subprocess.run(mount, capture_output=True)).returncode:
+        pytest.skip(f"cannot mount a small file system here: {done.stderr.decode().strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
 
 
 @contextlib.contextmanager

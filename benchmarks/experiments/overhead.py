@@ -1,7 +1,8 @@
 """``python -m benchmarks overhead``: what a call costs beside the copy that it makes, on the CPU.
 
 Batches of one step, of which nearly all is overhead; whole trajectories of W1 against `index_select`; adding them one
-by one, stacked, and as a list of dicts. Plain torch or memcpy copies as many bytes in the same turn. With ``--busy N``
+by one, stacked, and as a list of dicts; and with `disk=`, at a steady rate. Plain torch or memcpy copies as many bytes
+in the same turn. With ``--busy N``
 beside N processes that never wait.
 """
 
@@ -12,6 +13,7 @@ import itertools
 import math
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any
@@ -21,7 +23,7 @@ import torch
 import typer
 
 import gear_loader as gear
-from benchmarks.harness import Session, Variant
+from benchmarks.harness import Medians, Session, Variant
 from benchmarks.options import command as as_command
 from benchmarks.options import numbers, option
 from benchmarks.workloads import W1, Data, expect
@@ -29,6 +31,9 @@ from benchmarks.workloads import W1, Data, expect
 BATCHES = (32, 256, 1024)
 QUICK_TRAJECTORIES, EXTENDED = 64, 1000  # of W1; the second: of a call of `extend`
 LIMIT = 15e-6  # seconds that a batch of one, and adding a trajectory, should take at most
+PACE = 2000  # trajectories a second that are added while they are written to a disk: 84 MB/s
+SYNC_SECONDS = 0.1
+WITH_DISK = 0.9  # rate of adding that should be left
 LEAST = {32: 0.9, 256: 1.0, 1024: 1.0}
 """Ratio to `index_select` that W1 should have, by rows of a batch."""
 SELECTORS = {
@@ -65,6 +70,7 @@ def command(
                 if not session.late(f"W1, batch {size}"):
                     _whole(session, data, table, size, {**told, "batch": size})
         _adding(session, data, told)
+        _writing_behind(session, data, told)
 
 
 @contextlib.contextmanager
@@ -198,3 +204,52 @@ def _adding(session: Session, data: Data, told: Mapping[str, Any]) -> None:
         for label, variants in (("adding a trajectory", single), ("adding many", many)):
             if not session.late(label):
                 session.compare("add", label, variants, "memcpy", {**told, "count": every})
+
+
+def _writing_behind(session: Session, data: Data, told: Mapping[str, Any]) -> None:
+    """Adding whole trajectories at a steady rate, with and without a thread that writes them to a disk.
+
+    The seconds are those inside `Table.add` alone.
+    """
+    count = 40 if session.quick else 1000
+    rows = [{name: values[i] for name, values in data.stacked.items()} for i in range(QUICK_TRAJECTORIES)]
+    sizes = {"max_steps": 2 * count * W1.steps, "max_trajectories": 2 * count, "block_steps": W1.steps}
+
+    def variant(name: str, table: gear.Table, **more: Any) -> Variant:
+        extras = Medians()
+
+        def measure() -> float:
+            seconds, due = np.zeros(count), time.perf_counter()
+            for i in range(count):
+                due += 1 / PACE
+                time.sleep(max(0.0, due - time.perf_counter()))
+                started = time.perf_counter()
+                table.add(rows[i % len(rows)])
+                seconds[i] = time.perf_counter() - started
+            disk = table.stats().disk
+            behind = {} if disk is None else {"unwritten seconds": disk.unwritten_seconds}
+            p50, p99 = np.quantile(seconds, (0.5, 0.99))
+            extras.note(**{"p50 seconds": float(p50), "p99 seconds": float(p99), **behind})
+            if disk is not None:
+                table.save(disk.path)  # so that no other turn shares the machine with its thread
+            return float(seconds.sum())
+
+        def check() -> None:
+            expect(table[table.add(rows[-1])], rows[-1])
+
+        return Variant(name, measure, check, W1.row_bytes, count, extras=extras, **more)
+
+    with (
+        tempfile.TemporaryDirectory(prefix="gear-loader-bench-", ignore_cleanup_errors=True) as folder,
+        gear.Table.create(W1.schema, **sizes, on_full="evict_oldest") as plain,
+        gear.Table.create(
+            W1.schema, **sizes, on_full="evict_oldest", disk=gear.Disk(folder, SYNC_SECONDS)
+        ) as behind,
+    ):
+        variants = [
+            variant("ours", plain),
+            variant("ours, disk", behind, targets={"ours": WITH_DISK}),
+        ]
+        label = f"adding {PACE:,} trajectories a second, written to disk"
+        if not session.late(label):
+            session.compare("disk", label, variants, "ours", {**told, "count": count, "sync": SYNC_SECONDS})

@@ -8,25 +8,26 @@
                                    are per trajectory
     segments/<number>/<column>.npy whole trajectories one after another, [steps, *shape] (bfloat16 as uint16); of a
                                    column per trajectory, [trajectories, *shape]
-    .gear-loader.lock              locked by a save while it runs
+    manifest.previous.json         the manifest before it, of tables that are written in the background
+    .gear-loader.lock              locked by a save while it runs, or as long as a table is written in the background
 
 Trajectory i is the rows ``first[i]`` to ``first[i] + length[i] - 1`` of every column in segment ``segment[i]``, and the
 row ``place[i]`` of columns per trajectory.
 
-The manifest has a checksum of each file and of every 4 MiB of it, so that a part can be read and checked
-(`.partial_reads`). Trajectories that share blocks in memory are stored separately, each as a whole.
+The manifest has a checksum of each file and of every 4 MiB of it, so that several threads can read and check parts
+(`.reading`). Trajectories that share blocks in memory are stored separately, each as a whole.
 
 Committed trajectories never change. A save therefore writes a new segment with the trajectories that the directory does
 not have yet, a new index and a new manifest. It writes them under names that no manifest mentions, syncs them, and
 replaces the manifest: this makes the new checkpoint valid. Then it removes the files that the new manifest does not
 name. A save that is killed earlier leaves the previous checkpoint and files that the next save removes.
 
+`.behind` saves a table in the background. There the files of the previous manifest are kept too, and `Table.recover`
+takes that one if a file of the current one is damaged.
+
 `.sharded` describes checkpoints of several tables, one per rank.
 """
 
 from __future__ import annotations
 
-from gear_loader.checkpoint.loading import load
-from gear_loader.checkpoint.saving import save
-
-__all__ = ["load", "save"]
+__all__: list[str] = []

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import stat
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -197,6 +198,24 @@ class Directory:
         """As `rename`, for the step that makes a new checkpoint valid."""
         with named(self.at(new)):
             os.replace(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+
+    def link(self, old: str, new: str) -> None:
+        """Give a file a second name; copy it where the file system has no hard links."""
+        with named(self.at(new)):
+            try:
+                os.link(old, new, src_dir_fd=self.fd, dst_dir_fd=self.fd, follow_symlinks=False)
+                return
+            except OSError as error:
+                if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK):
+                    raise
+            with (
+                self.opened(old) as (fd, _),
+                open(fd, "rb", closefd=False) as file,
+                open(self.create(new), "wb") as copy,
+            ):
+                shutil.copyfileobj(file, copy)
+                copy.flush()
+                os.fsync(copy.fileno())
 
     def remove_file(self, name: str) -> None:
         """Remove an entry if it is a regular file."""

@@ -1,12 +1,11 @@
-"""Pipelined reading and writing of column files, in pieces of 8 MiB: one is transferred while the next is prepared.
+"""Pipelined writing of column files, in pieces of 8 MiB: one is written while the next is prepared.
 
-Each file is read or written once from its beginning to its end, and its checksum is computed in the same pass. Files
-are written with O_DIRECT where the file system supports it, because they would push useful pages out of the page cache.
+Each file is written once from its beginning to its end, and its checksum is computed in the same pass. Files are
+written with O_DIRECT where the file system supports it, because they would push useful pages out of the page cache.
 """
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import contextlib
 import errno
@@ -27,7 +26,6 @@ from gear_loader.utils.arrays import Array
 
 __all__ = [
     "Pipeline",
-    "Rows",
     "check_size",
     "read_piece",
     "read_through",
@@ -41,45 +39,6 @@ BUFFERS = 4
 _SECTOR = 4096
 _LONGEST_HEADER = 1 << 16
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
-
-
-# Copying between blocks and rows ---------------------------------------------------------------------
-
-
-class Rows:
-    """Maps rows of a file, which holds trajectories one after another (gaps allowed), to blocks in memory.
-
-    Args:
-        first: int64 [n], ascending: first row of each trajectory.
-        lengths: int64 [n], steps of each trajectory.
-        block_steps: steps of a block.
-    """
-
-    def __init__(self, first: Array, lengths: Array, block_steps: int) -> None:
-        self.first, self.ends = first, first + lengths
-        self.block_steps = block_steps
-
-    def pieces(self, begin: int, end: int) -> tuple[Array, Array, Array, Array, Array]:
-        """Split the rows `begin` to `end` - 1 into pieces that each lie within one block.
-
-        Returns:
-            Five arrays, int64 [pieces]: position of the trajectory, position of the block in the trajectory, first step
-            inside the block, number of steps, and first row relative to `begin`.
-        """
-        low = int(np.searchsorted(self.ends, begin, side="right"))
-        high = int(np.searchsorted(self.first, end, side="left"))
-        which = np.arange(low, high)
-        start = np.maximum(begin, self.first[which]) - self.first[which]
-        stop = np.minimum(end, self.ends[which]) - self.first[which]
-        block = start // self.block_steps
-        count = (stop - 1) // self.block_steps - block + 1
-        before = np.cumsum(count) - count
-        which, block = np.repeat(which, count), np.repeat(block - before, count) + np.arange(count.sum())
-        start, stop = np.repeat(start, count), np.repeat(stop, count)
-        inside = np.maximum(start - block * self.block_steps, 0)
-        step = block * self.block_steps + inside
-        steps = np.minimum(stop, (block + 1) * self.block_steps) - step
-        return which, block, inside, steps, self.first[which] + step - begin
 
 
 # Files -----------------------------------------------------------------------------------------------
@@ -178,7 +137,7 @@ class _Checksum:
 
 
 class Pipeline:
-    """A ring of buffers and a thread that reads or writes one while the caller works on another.
+    """A ring of buffers and a thread that writes one while the caller fills another.
 
     Args:
         step_bytes: bytes of a step of the largest column.
@@ -187,7 +146,7 @@ class Pipeline:
 
     def __init__(self, step_bytes: int, advance: Callable[[int], None]) -> None:
         self._advance = advance
-        # A piece, preceded by the header or by the step that the previous piece had a part of.
+        # A piece, preceded by the header or by what the previous piece left of a sector.
         self._before = -(-max(step_bytes, _LONGEST_HEADER) // _SECTOR) * _SECTOR
         size = self._before + PIECE_BYTES
         self._memory = [mmap.mmap(-1, size) for _ in range(BUFFERS)]  # whole pages, for O_DIRECT
@@ -255,77 +214,6 @@ class Pipeline:
             )  # the thread uses the descriptor until then
             os.close(fd)
         return FileRecord(len(header) + steps * step_bytes, *checksum.digests())
-
-    def read(
-        self,
-        directory: Directory,
-        name: str,
-        record: FileRecord,
-        header: bytes,
-        step_bytes: int,
-        take: Callable[[Array, int, int], None],
-    ) -> None:
-        """Read a column's file and check its size, header and checksum.
-
-        Args:
-            directory, name: place of the file. record: expected size and checksum.
-            header: expected bytes before the first step. step_bytes: bytes of a step.
-            take: called with an array uint8 ``[(end - begin) * step_bytes]``, `begin` and `end`: steps of the file, not
-                verified yet, because the checksum of the file is known only at its end.
-
-        Raises:
-            CheckpointError: the file is missing, or its size, header or checksum is wrong.
-        """
-        path = directory.at(name)
-        check_size(directory, name, record.bytes)
-        checksum = xxhash.xxh3_128()
-        starts = range(0, record.bytes, PIECE_BYTES)
-        ahead: collections.deque[concurrent.futures.Future[int]] = collections.deque()
-        with read_through(directory, name) as fd:
-
-            def fetch(piece: int) -> None:
-                if piece < len(starts):
-                    count = min(PIECE_BYTES, record.bytes - starts[piece])
-                    view = self._views[piece % BUFFERS][self._before : self._before + count]
-                    ahead.append(self._thread.submit(read_piece, fd, path, view, starts[piece]))
-
-            try:
-                for piece in range(BUFFERS - 1):
-                    fetch(piece)
-                held, done = b"", 0
-                for piece, begin in enumerate(starts):
-                    count = ahead.popleft().result()
-                    fetch(piece + BUFFERS - 1)
-                    turn = piece % BUFFERS
-                    low, high = self._before, self._before + count
-                    checksum.update(self._views[turn][low:high])
-                    if begin == 0:
-                        found = self._views[turn][low : low + len(header)].tobytes()
-                        if found != header:
-                            raise CheckpointError(
-                                f"{path} has the header {found.strip()!r}; expected {header.strip()!r}. {REMEDY}"
-                            )
-                        low += len(header)
-                    self._arrays[turn][low - len(held) : low] = np.frombuffer(held, dtype=np.uint8)
-                    low -= len(held)
-                    steps = (high - low) // step_bytes
-                    if steps:
-                        take(self._arrays[turn][low : low + steps * step_bytes], done, done + steps)
-                    held = self._views[turn][low + steps * step_bytes : high].tobytes()
-                    done += steps
-                    self._advance(steps * step_bytes)
-            except OSError as error:
-                if isinstance(error, CheckpointError):
-                    raise
-                raise CheckpointError(f"{path} cannot be read: {error}. {REMEDY}") from error
-            finally:
-                for future in ahead:
-                    future.cancel()
-                concurrent.futures.wait(ahead)  # the thread uses the descriptor until then
-        if checksum.hexdigest() != record.xxh128:
-            raise CheckpointError(
-                f"{path} is damaged: its checksum is {checksum.hexdigest()}, expected {record.xxh128}. {REMEDY}"
-            )
 
 
 def _wait(work: list[concurrent.futures.Future[None] | None], turn: int) -> None:

@@ -15,6 +15,7 @@ from gear_loader.checkpoint.names import (
     LOCK_NAME,
     MANIFEST_NAME,
     PART,
+    PREVIOUS_NAME,
     SEGMENT_NAME,
     SEGMENTS_NAME,
     index_file,
@@ -23,14 +24,20 @@ from gear_loader.checkpoint.names import (
 from gear_loader.errors import CheckpointError, GearError
 
 __all__ = [
+    "LockedError",
     "check_owned",
     "convert_errors",
     "is_unfinished_save",
+    "keep_previous",
+    "lock",
     "locked",
     "refuse_links",
     "remove_checkpoint",
+    "restore_previous",
     "sweep",
 ]
+
+_MANIFESTS = (MANIFEST_NAME, PREVIOUS_NAME)
 
 
 @contextlib.contextmanager
@@ -54,7 +61,7 @@ def convert_errors(directory: str) -> Iterator[None]:
 
 def is_unfinished_save(name: str) -> bool:
     """Whether an unfinished first save can have left an entry of this name."""
-    known = (LOCK_NAME, SEGMENTS_NAME, MANIFEST_NAME + PART)
+    known = (LOCK_NAME, SEGMENTS_NAME, MANIFEST_NAME + PART, PREVIOUS_NAME + PART)
     return name in known or INDEX_NAME.fullmatch(name.removesuffix(PART)) is not None
 
 
@@ -69,7 +76,7 @@ def refuse_links(directory: Directory) -> None:
     Raises:
         CheckpointError: one is a link; the message names it.
     """
-    directory.refuse_links(lambda name: name == MANIFEST_NAME or is_unfinished_save(name))
+    directory.refuse_links(lambda name: name in _MANIFESTS or is_unfinished_save(name))
     with (
         contextlib.suppress(FileNotFoundError, NotADirectoryError),
         directory.child(SEGMENTS_NAME) as segments,
@@ -101,12 +108,26 @@ def check_owned(directory: Directory, manifest: str, ours: Callable[[str], bool]
         )
 
 
-@contextlib.contextmanager
-def locked(directory: Directory) -> Iterator[None]:
-    """Hold the lock of a checkpoint's directory.
+class LockedError(CheckpointError):
+    """Another save, or another table's background writer, holds the lock of a directory.
+
+    Attributes:
+        holder: what it says of itself; "" of a save.
+    """
+
+    def __init__(self, message: str, holder: str) -> None:
+        super().__init__(message)
+        self.holder = holder
+
+
+def lock(directory: Directory, holder: str = "") -> int:
+    """Lock a checkpoint's directory and return the descriptor whose closing releases it.
+
+    Args:
+        holder: what the errors of others say of this one, if it holds the lock for long.
 
     Raises:
-        CheckpointError: another save holds it.
+        LockedError: another one holds it.
     """
     path = directory.at(LOCK_NAME)
     fd = directory.open_lock(LOCK_NAME)
@@ -114,22 +135,72 @@ def locked(directory: Directory) -> Iterator[None]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise CheckpointError(
-                f"{path} is locked: another save into this directory is going on. Wait for it, or save elsewhere."
-            ) from error
+            other = os.pread(fd, 1000, 0).decode(errors="replace")
+            what = "another save into this directory is going on. Wait for it, or save elsewhere"
+            if other:
+                what = f"{other} is written into this directory. Close that table, or use another directory"
+            raise LockedError(f"{path} is locked: {what}.", other) from error
+        with contextlib.suppress(OSError):  # it is for messages alone, and the disk may be full
+            if holder or os.fstat(fd).st_size:
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, holder.encode(), 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+@contextlib.contextmanager
+def locked(directory: Directory) -> Iterator[None]:
+    """Hold the lock of a checkpoint's directory.
+
+    Raises:
+        CheckpointError: another save, or another table's background writer, holds it.
+    """
+    fd = lock(directory)
+    try:
         yield
     finally:
         os.close(fd)
 
 
-def sweep(directory: Directory, manifest: Manifest | None) -> None:
-    """Remove files of earlier and of unfinished saves. The next save removes files that cannot be removed now."""
-    keep = {f"{segment.number:06d}" for segment in manifest.segments} if manifest else set()
-    index = index_file(manifest.saves) if manifest else ""
+def keep_previous(directory: Directory) -> None:
+    """Keep the manifest, if there is one, as the previous one. The caller syncs the directory."""
+    if not directory.has(MANIFEST_NAME):
+        return
+    with contextlib.suppress(FileNotFoundError):
+        directory.remove_file(PREVIOUS_NAME + PART)
+    directory.link(MANIFEST_NAME, PREVIOUS_NAME + PART)
+    directory.rename(PREVIOUS_NAME + PART, PREVIOUS_NAME)
+    with contextlib.suppress(FileNotFoundError):  # a rename between two links to the same file does nothing
+        directory.remove_file(PREVIOUS_NAME + PART)
+
+
+def restore_previous(directory: Directory) -> None:
+    """Make the previous manifest the current one."""
+    with contextlib.suppress(FileNotFoundError):
+        directory.remove_file(MANIFEST_NAME + PART)
+    directory.link(PREVIOUS_NAME, MANIFEST_NAME + PART)
+    directory.replace(MANIFEST_NAME + PART, MANIFEST_NAME)
+    directory.sync()
+
+
+def sweep(directory: Directory, *manifests: Manifest | None) -> None:
+    """Remove files that no manifest names. The next save removes files that cannot be removed now.
+
+    Args:
+        manifests: the current one; and the one before it, which is removed too if it is not given.
+    """
+    kept = [manifest for manifest in manifests if manifest is not None]
+    keep = {f"{segment.number:06d}" for manifest in kept for segment in manifest.segments}
+    indices = {index_file(manifest.saves) for manifest in kept}
+    unfinished = {MANIFEST_NAME + PART, PREVIOUS_NAME + PART}
+    if len(kept) < 2:
+        unfinished.add(PREVIOUS_NAME)
 
     def old(name: str) -> bool:
         is_index = INDEX_NAME.fullmatch(name.removesuffix(PART)) is not None
-        return name == MANIFEST_NAME + PART or (is_index and name != index)
+        return name in unfinished or (is_index and name not in indices)
 
     directory.remove_files(old)
     with contextlib.suppress(OSError), directory.child(SEGMENTS_NAME) as segments:
@@ -157,5 +228,5 @@ def remove_checkpoint(parent: Directory, name: str) -> None:
             with directory.child(SEGMENTS_NAME) as segments:
                 _remove_segments(segments, ())
             directory.rmdir(SEGMENTS_NAME)
-        directory.remove_files(lambda name: name == MANIFEST_NAME or is_unfinished_save(name))
+        directory.remove_files(lambda name: name in _MANIFESTS or is_unfinished_save(name))
     parent.rmdir(name)

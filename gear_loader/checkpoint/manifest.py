@@ -155,14 +155,14 @@ def open_checkpoint(path: str) -> Directory:
     return open_to_load(path, no_manifest(path))
 
 
-def read_manifest(directory: Directory) -> Manifest:
-    """Read and check `manifest.json`.
+def read_manifest(directory: Directory, name: str = MANIFEST_NAME) -> Manifest:
+    """Read and check `manifest.json`, or the previous one.
 
     Raises:
         CheckpointError: the manifest is missing, damaged or of another version.
     """
     missing = no_manifest(directory.path, several=directory.has(SHARDS_NAME))
-    fields = read_fields(directory, MANIFEST_NAME, FORMAT, VERSION, missing=missing, count=count_column_files)
+    fields = read_fields(directory, name, FORMAT, VERSION, missing=missing, count=count_column_files)
     return _parse(fields)
 
 

@@ -13,6 +13,7 @@ __all__ = [
     "LOCK_NAME",
     "MANIFEST_NAME",
     "PART",
+    "PREVIOUS_NAME",
     "SEGMENTS_NAME",
     "SEGMENT_NAME",
     "SHARDS_NAME",
@@ -24,6 +25,7 @@ __all__ = [
 ]
 
 MANIFEST_NAME = "manifest.json"
+PREVIOUS_NAME = "manifest.previous.json"
 SHARDS_NAME = "shards.json"
 SEGMENTS_NAME = "segments"
 LOCK_NAME = ".gear-loader.lock"

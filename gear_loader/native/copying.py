@@ -57,6 +57,7 @@ __all__ = [
     "append_rows",
     "copy_pieces",
     "copy_row",
+    "copy_rows",
     "finish",
     "gather",
     "gather_batch",
@@ -425,17 +426,47 @@ def append(columns, block_steps, ids, first, addresses, count) -> None:  # type:
 
 
 @compiled
-def copy_pieces(targets, sources, counts, apart, every, size) -> None:  # type: ignore[no-untyped-def]
-    """Copy ``counts[i]`` steps from address ``sources[i]`` to ``targets[i]``, for every i; int64 [n] each.
+def copy_rows(address, low, high, first, ends, places, ids, column, into) -> None:  # type: ignore[no-untyped-def]
+    """Copy bytes of a file that holds trajectories one after another (gaps allowed) to or from their blocks.
 
     Args:
-        apart, every: bytes from step to step at the targets, and at the sources. size: bytes of a step.
+        address: of the buffer that holds bytes `low` to `high` - 1 of the file's rows.
+        first, ends: int64 [n], ascending: first row of each trajectory, and the row after its last.
+        places: int64 [n], where each trajectory's blocks begin in `ids`; -1 for one that is left out.
+        ids: int32, blocks.
+        column: int64 [5]: address of the column's first step, bytes from block to block, bytes of a step, bytes from
+            step to step, steps of a block.
+        into: copy into the blocks; else out of them.
     """
-    for i in range(len(counts)):
-        if apart == size and every == size:
-            _copy(targets[i], sources[i], counts[i] * size)
-        else:
-            _copy_apart(targets[i], apart, sources[i], every, counts[i], size)
+    base, stride, size, every, block_steps = column[0], column[1], column[2], column[3], column[4]
+    i = np.searchsorted(ends, low // size, side="right")
+    while i < len(first) and first[i] * size < high:
+        start, stop = max(low, first[i] * size), min(high, ends[i] * size)
+        while places[i] >= 0 and start < stop:
+            step = start // size - first[i]
+            part = start - (first[i] + step) * size  # bytes of this step that precede `start`
+            block = step // block_steps
+            limit = min(stop, (first[i] + (block + 1) * block_steps) * size)
+            here = base + int64(ids[places[i] + block]) * stride + (step - block * block_steps) * every + part
+            there = address + start - low
+            if every == size:
+                count = limit - start
+            elif part > 0 or limit - start < size:
+                count = min(size - part, limit - start)
+            else:
+                count = (limit - start) // size * size
+                if into:
+                    _copy_apart(here, every, there, size, count // size, size)
+                else:
+                    _copy_apart(there, size, here, every, count // size, size)
+                start += count
+                continue
+            if into:
+                _copy(here, there, count)
+            else:
+                _copy(there, here, count)
+            start += count
+        i += 1
 
 
 # Request to `append_rows`, int64: this head, the columns as for `append` [C, 4], the address of the rows of each column

@@ -18,6 +18,7 @@ from gear_loader.storage.counters import (
     NUM_WRITING,
     SAMPLE_WAIT,
 )
+from gear_loader.storage.disk import DiskStats
 
 if TYPE_CHECKING:
     from gear_loader.storage.index import Index
@@ -47,6 +48,7 @@ class TableStats:
         num_writing: trajectories being written.
         insert_wait, sample_wait: seconds that additions waited for space or the rate limiter, and draws for the rate
             limiter.
+        disk: state of the copy on disk, of the table that this process created with `disk`; else None.
     """
 
     num_trajectories: int
@@ -65,6 +67,7 @@ class TableStats:
     num_writing: int
     insert_wait: float
     sample_wait: float
+    disk: DiskStats | None = None
 
     @property
     def mean_length(self) -> float:
@@ -100,6 +103,7 @@ class TableStats:
                 line("resident", self.resident_bytes, self.overhead),
                 line("fixed rows", self.fixed_row_bytes, self.fixed_row_overhead),
                 line("reserved", self.reserved_bytes, self.reserved_bytes / payload),
+                *([] if self.disk is None else [f"{'disk':<14}{self.disk}"]),
             )
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import os
 import weakref
@@ -14,7 +15,6 @@ import numpy as np
 import torch
 
 from gear_loader.errors import (
-    CheckpointError,
     LockTimeoutError,
     PrivateTableError,
     RegionError,
@@ -24,6 +24,7 @@ from gear_loader.errors import (
 from gear_loader.native import copying
 from gear_loader.storage.block_sizes import notice_waste, resolved_block_steps, resolved_packing
 from gear_loader.storage.counters import NUM_FREE_BLOCKS, NUM_READY, NUM_STEPS, WRITING_STEPS
+from gear_loader.storage.disk import Disk, DiskWriter, checked_path
 from gear_loader.storage.ids import check_ids, check_origin, ids_of, origin_of
 from gear_loader.storage.incoming import (
     Steps,
@@ -95,6 +96,7 @@ class Table:
     ) -> None:
         self._region = region
         self._index: Index | None = Index(region)
+        self._disk: DiskWriter | None = None
         self._index.admission.timeout = timeout
         layout = region.layout
         start = self._index.arrays.counters.ctypes.data - layout.arrays["counters"][0]
@@ -147,6 +149,7 @@ class Table:
         replace: bool = False,
         huge_pages: HugePages = "auto",
         numa: Numa = "auto",
+        disk: Disk | None = None,
     ) -> Table:
         """Create an empty table.
 
@@ -192,12 +195,20 @@ class Table:
                 of the current GPU if CUDA is initialised, else that of all GPUs of the machine if it is the same. None
                 leaves it to the system: the node of the thread that allocates a page, which is this one for a named
                 table. On a machine with one node there is nothing to choose.
+            disk: write the table to a disk in the background, `Disk.sync_seconds` after each commit at most, so that
+                `recover` brings it back after a crash of the machine. A thread of this process does it until `close`
+                or its end, also for what other processes add. Adding never waits for it; what is evicted before it was
+                written is not on disk. While the disk is full or fails, the table goes on, `stats` and the log say what
+                is not written, and it is caught up later. The directory must be empty or new; with `exist_ok` it may
+                be that of the existing table, which one process writes at a time.
 
         Raises:
             SchemaError: invalid sizes, columns or options, a NUMA node that does not exist, or the existing table
                 differs.
             RegionError: the name is taken or invalid, there is not enough memory, ``huge_pages=True`` is not possible,
                 or ``GEAR_LOADER_DIR`` is not a directory in which only this user and root can replace tables.
+            CheckpointError: the directory of `disk` holds a table or other files, is in use, or cannot be written. No
+                table is left.
         """
         schema = Schema(schema)
         packed = resolved_packing(schema, packed)
@@ -241,22 +252,32 @@ class Table:
             packed=packed,
             rules=rules,
         )
-        if exist_ok or replace:
-            if name is None or (exist_ok and replace):
-                raise SchemaError(
-                    f"name is {name!r}, exist_ok {exist_ok} and replace {replace}; expected one of the two, and a "
-                    "name. A private table is always new."
-                )
-            if replace and os.path.lexists(region_path(name)):
+        if (exist_ok or replace) and (name is None or (exist_ok and replace)):
+            raise SchemaError(
+                f"name is {name!r}, exist_ok {exist_ok} and replace {replace}; expected one of the two, and a "
+                "name. A private table is always new."
+            )
+        if disk is not None and not isinstance(disk, Disk):
+            raise SchemaError(f"disk is {disk!r}; expected None or a gear_loader.Disk.")
+
+        def make() -> tuple[Table, bool]:
+            """The table, and whether it is new."""
+            if replace and name is not None and os.path.lexists(region_path(name)):
                 with contextlib.closing(Region.attach(name)) as old:
                     old.unlink()
-        try:
-            region = Region.create(layout, name, huge_pages=huge_pages, node=node)
-            return cls(region, timeout=timeout)
-        except RegionError:
-            if not exist_ok or name is None or not os.path.lexists(region_path(name)):
-                raise
-            return cls._existing(name, layout, timeout)
+            try:
+                region = Region.create(layout, name, huge_pages=huge_pages, node=node)
+                return cls(region, timeout=timeout), True
+            except RegionError:
+                if not exist_ok or name is None or not os.path.lexists(region_path(name)):
+                    raise
+                return cls._existing(name, layout, timeout), False
+
+        if disk is None:
+            return make()[0]
+        table: Table
+        table, table._disk = _checkpoint("behind").create(make, disk, name, exist_ok=exist_ok)
+        return table
 
     @classmethod
     def _existing(cls, name: str, layout: Layout, timeout: float | None) -> Table:
@@ -326,6 +347,9 @@ class Table:
         Writers of a full table wait for the last part of the save, at most 128 MiB unless they are as fast as the
         disk.
 
+        Into the directory of `create(disk=)`, this process writes what is not there yet and waits for the disk; other
+        processes cannot. Other directories do not matter to it.
+
         The columns are ``.npy`` files of whole trajectories one after another, the index is a safetensors file with
         sequence numbers, lengths, priorities, times sampled, ages, ids and places, and ``manifest.json`` holds rules,
         counts, and size and checksum (XXH128) of every file. See `gear_loader.checkpoint`.
@@ -340,7 +364,11 @@ class Table:
                 schema or version; one of its own directories or files is a symbolic link; or another save into it is
                 running. The previous checkpoint is unchanged.
         """
-        importlib.import_module("gear_loader.checkpoint").save(self, _checked_path(path), progress=progress)
+        path = checked_path(path)
+        if self._disk is not None and self._disk.writes_to(path):
+            self._disk.flush()
+            return
+        _checkpoint("saving").save(self, path, progress=progress)
 
     @classmethod
     def load(
@@ -381,9 +409,7 @@ class Table:
                 into the given sizes. The message names the file. No table is left.
             SchemaError, RegionError: as `create`.
         """
-        table: Table = importlib.import_module("gear_loader.checkpoint").load(
-            cls,
-            _checked_path(path),
+        options = _checkpoint("loading").LoadOptions(
             schema=schema,
             name=name,
             max_steps=max_steps,
@@ -394,6 +420,53 @@ class Table:
             on_full=on_full,
             progress=progress,
         )
+        table: Table = _checkpoint("loading").load(cls, checked_path(path), options)
+        return table
+
+    @classmethod
+    def recover(
+        cls,
+        disk: Disk | str | os.PathLike[str],
+        *,
+        schema: Mapping[str, Column] | None = None,
+        name: str | None = None,
+        max_steps: int | None = None,
+        max_trajectories: int | None = None,
+        block_steps: int | Literal["auto"] | None = None,
+        packed: bool | Literal["auto"] = "auto",
+        max_blocks: int | None = None,
+        on_full: OnFull | None = None,
+        progress: bool = False,
+    ) -> Table:
+        """Create a table from what `create(disk=)` has written last, and go on writing into the same directory.
+
+        Everything is as `load` restores it, with priorities and times sampled as of the last write. If a file of the
+        last write is damaged, which a sound disk does not let happen, the write before it is taken, and the log says
+        so.
+
+        Args:
+            disk: the directory, or a `Disk` with it and options; also a directory written by `save`.
+            schema, name, max_steps, max_trajectories, block_steps, packed, max_blocks, on_full, progress: as for
+                `load`.
+
+        Raises:
+            CheckpointError: as `load`; or the directory is in use, holds links, or cannot be written.
+            SchemaError, RegionError: as `create`.
+        """
+        options = _checkpoint("loading").LoadOptions(
+            schema=schema,
+            name=name,
+            max_steps=max_steps,
+            max_trajectories=max_trajectories,
+            block_steps=block_steps,
+            packed=packed,
+            max_blocks=max_blocks,
+            on_full=on_full,
+            progress=progress,
+        )
+        table: Table
+        disk = disk if isinstance(disk, Disk) else Disk(disk)
+        table, table._disk = _checkpoint("recovering").recover(cls, disk, options)
         return table
 
     # ---------------------------------------------------------------- pinning and closing
@@ -425,9 +498,19 @@ class Table:
         return self._region.pin(None if device is None else torch.device(device), wait=wait)
 
     def close(self) -> None:
-        """Detach; idempotent. A private table's memory is freed, a named table stays until `unlink`."""
-        self._index = None
-        self._region.close()
+        """Detach; idempotent. A private table's memory is freed, a named table stays until `unlink`.
+
+        A table with `disk` writes the rest first, and waits for the disk.
+
+        Raises:
+            CheckpointError: the rest could not be written. The table is closed.
+        """
+        try:
+            if self._disk is not None:
+                self._disk.close()
+        finally:
+            self._index = None
+            self._region.close()
 
     def serve(
         self,
@@ -911,6 +994,8 @@ class Table:
         `ReplayDataset` does when an epoch begins.
         """
         stats = stats_of(self.index, self._region.layout)
+        if self._disk is not None:
+            stats = dataclasses.replace(stats, disk=self._disk.stats())
         self.notice_waste(stats)
         return stats
 
@@ -1005,15 +1090,6 @@ def _attach(name: str, on_full: OnFull, timeout: float | None) -> Table:
     return Table.attach(name, on_full=on_full, timeout=timeout)
 
 
-def _checked_path(path: str | os.PathLike[str]) -> str:
-    """Return the path of a checkpoint as a string that the file system can encode."""
-    try:
-        text = os.fspath(path)
-        if isinstance(text, str) and b"\0" not in os.fsencode(text):
-            return text
-    except (TypeError, UnicodeEncodeError):
-        pass
-    raise CheckpointError(
-        f"The path {path!r} was received; expected the path of a directory, a string without NUL that the file "
-        "system can encode."
-    )
+def _checkpoint(module: str) -> Any:
+    """A module of the folder above that saves and loads tables."""
+    return importlib.import_module(f"gear_loader.checkpoint.{module}")

@@ -56,7 +56,8 @@ class TableReport:
 
 
 def _stats(fields: Any) -> TableStats:
-    numbers = {field.name: fields[field.name] for field in dataclasses.fields(TableStats)}
+    names = [field.name for field in dataclasses.fields(TableStats) if field.name != "disk"]
+    numbers = {name: fields[name] for name in names}
     wrong = [name for name, value in numbers.items() if type(value) not in (int, float) or not value >= 0]
     if wrong:
         raise ValueError(f"{wrong[0]} is {numbers[wrong[0]]!r}")
@@ -65,11 +66,12 @@ def _stats(fields: Any) -> TableStats:
 
 def table_report(table: Table, allow: Allow) -> bytes:
     """The report of a table, serialized. May wait for the table's lock."""
+    stats = dataclasses.replace(table.stats(), disk=None)  # of the process that writes it
     report = {
         "schema": table.schema.to_json(),
         "longest": table.longest,
         "on_full": table.on_full,
         "allow": allow,
-        "stats": dataclasses.asdict(table.stats()),
+        "stats": dataclasses.asdict(stats),
     }
     return json.dumps(report).encode()

@@ -43,6 +43,7 @@ RUNS: dict[str, tuple[str, dict[str, set[str]], str]] = {
             "step": {"plain torch", "uniform", "prioritized, steps", "uniform, copy=False"},
             "W1": {"index_select", "ours"},
             "add": {"memcpy", "plain torch", "ours", "ours, arrays", "ours, stacked", "ours, list"},
+            "disk": {"ours", "ours, disk"},
         },
         "at most 15 µs",
     ),

@@ -34,7 +34,7 @@ from table_common import (
 
 import gear_loader as gear
 from gear_loader.checkpoint import files as files_module
-from gear_loader.checkpoint import loading, saving
+from gear_loader.checkpoint import loading, reading, saving, stored
 from gear_loader.errors import CheckpointError, PrivateTableError, RegionError, TableClosedError
 
 MonkeyPatch = pytest.MonkeyPatch
@@ -43,7 +43,8 @@ MonkeyPatch = pytest.MonkeyPatch
 @pytest.fixture
 def small_pieces(monkeypatch: MonkeyPatch) -> None:
     """Files of many pieces, although they are small."""
-    monkeypatch.setattr(files_module, "PIECE_BYTES", 4096)
+    for module in (files_module, reading):
+        monkeypatch.setattr(module, "PIECE_BYTES", 4096)
 
 
 # Round trips -----------------------------------------------------------------------------------------
@@ -224,7 +225,7 @@ def test_there_are_never_many_segments(tmp_path: Path) -> None:
             table.add(rows(number, 10))
             table.save(tmp_path)
             now = set(segments(tmp_path))
-            assert len(now) <= saving.MAX_SEGMENTS
+            assert len(now) <= stored.MAX_SEGMENTS
             written += sum(len(np.load(tmp_path / "segments" / name / "step.npy")) for name in now - known)
             known = now
         assert loaded(tmp_path) == contents(table)

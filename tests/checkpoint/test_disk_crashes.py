@@ -1,0 +1,238 @@
+"""What `Table.recover` finds after crashes: torn files, lost writes, and processes that die at any moment."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import mostly_long
+from checkpoint_common import CALLS, contents, dying, make
+from lost_writes import Tree, write_tree
+from table_common import COLUMNS, Died, fresh_name, number_of, rows
+
+import gear_loader as gear
+from gear_loader.checkpoint import behind
+from gear_loader.errors import CheckpointError
+
+CONTEXT = multiprocessing.get_context("forkserver")
+PATIENCE = 60.0  # seconds for what takes milliseconds
+NEVER = 1e6
+
+
+def recovered(path: Path) -> dict[str, Any] | None:
+    """`contents` of the table that comes back, or None with a CheckpointError; any other error fails."""
+    try:
+        with gear.Table.recover(gear.Disk(path, sync_seconds=NEVER)) as table:
+            return contents(table)
+    except CheckpointError:
+        return None
+
+
+def named_files(path: Path, manifest: str) -> set[str]:
+    """Names of the manifest's files."""
+    fields = json.loads((path / manifest).read_text())
+    found = {manifest, fields["index"]["path"]}
+    for segment in fields["segments"]:
+        found |= {file["path"] for file in segment["files"].values()}
+    return found
+
+
+def _small(number: int, length: int) -> dict[str, np.ndarray]:
+    return {"x": np.full(length, number), "y": np.full((length, 2), number, dtype=np.float32)}
+
+
+@pytest.mark.parametrize("every", mostly_long([1, 211], 211))
+def test_files_that_are_cut_at_any_byte(tmp_path: Path, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the headers of columns, which are mostly blanks, some bytes."""
+    path, copy = tmp_path / "disk", tmp_path / "copy"
+    schema = {"x": gear.Column(torch.int64), "y": gear.Column(torch.float32, (2,))}
+    disk = gear.Disk(path, sync_seconds=NEVER)
+    with gear.Table.create(schema, max_steps=50, max_trajectories=5, block_steps=4, disk=disk) as table:
+        table.extend([_small(0, 3), _small(1, 9)], priority=2.0)
+        table.save(path)
+        before = contents(table)
+        table.add(_small(2, 2), priority=3.0)
+        table.remove(table.indices()[0])
+        table.save(path)
+        after = contents(table)
+        shutil.copytree(path, copy)  # `close` writes once more
+    whole = {str(file.relative_to(copy)): file.read_bytes() for file in copy.rglob("*") if file.is_file()}
+    newest, older = named_files(copy, "manifest.json"), named_files(copy, "manifest.previous.json")
+    assert len(newest - older) >= 4
+    assert recovered(copy) == after
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    found = set()
+    for name, data in whole.items():
+        places = set(range(0, len(data), every)) | ({len(data) - 1} if data else set())
+        if name.endswith(".npy"):
+            places = {size for size in places if size < 2 or size >= 4090} | {100, 2000}
+        for size in places:
+            shutil.rmtree(copy)
+            write_tree(copy, whole)
+            (copy / name).write_bytes(data[:size])
+            expected = after if name not in newest else before if name not in older else None
+            assert recovered(copy) == expected, (name, size)
+            found.add((name in newest, name in older))
+            if every > 1 and expected is not None:
+                assert recovered(copy) == expected, "it has been written on"
+    assert found == {(True, True), (True, False), (False, True), (False, False)}
+
+
+@pytest.mark.parametrize("names", [False, True])
+def test_a_power_cut_loses_what_was_not_synced(tmp_path: Path, names: bool) -> None:
+    """After every call of the system: of all writes, only synced ones; of all names, only synced ones, or every one."""
+    path, turn = tmp_path / "disk", 0
+    path.mkdir()
+    views: list[tuple[int, dict[str, bytes]]] = []
+
+    def note() -> None:
+        view = tree.view(names=names)
+        view.pop(".gear-loader.lock", None)
+        if not views or views[-1] != (finished, view):
+            views.append((finished, view))
+
+    finished, states = -1, []
+    tree = Tree(path, note)
+    with tree.recording():
+        table = make(on_full="evict_oldest", disk=gear.Disk(path, sync_seconds=NEVER))
+        states.append(contents(table))
+        finished = 0
+        for turn in range(1, 5):
+            table.extend([rows(10 * turn + i, 5 + turn) for i in range(3)])
+            table.remove(table.indices()[:2])
+            states.append(contents(table))
+            table.save(path)
+            finished = turn
+        table.close()
+    seen = set()
+    for number, (turn, view) in enumerate(views):
+        copy = tmp_path / str(number)
+        copy.mkdir()
+        write_tree(copy, view)
+        found = recovered(copy)
+        shutil.rmtree(copy)
+        if found is None:
+            assert turn < 0, (number, sorted(view))
+            continue
+        place = states.index(found)
+        assert place in (turn, turn + 1), (number, turn, place)
+        seen.add(place)
+    assert seen == set(range(5))
+
+
+@pytest.mark.parametrize(
+    ("case", "every"), mostly_long([("more", 1), ("more", 5), ("rewritten", 1)], ("more", 5))
+)
+def test_dying_at_every_call_of_the_system(tmp_path: Path, case: str, every: int) -> None:
+    path = tmp_path / "disk"
+    with make(disk=gear.Disk(path, sync_seconds=NEVER)) as table:
+        table.extend([rows(number, 10 + number) for number in range(6)])
+        table.save(path)
+        states = [contents(table)]
+        if case == "rewritten":
+            table.remove(table.indices()[:4])
+        table.add(rows(6, 30))
+        states.append(contents(table))
+        deaths, died, found = 0, True, set()
+        while died:
+            died = False
+            shutil.rmtree(tmp_path / "before", ignore_errors=True)
+            with dying(deaths, CALLS):
+                try:
+                    table.save(path)
+                except Died:
+                    died = True
+            shutil.copytree(path, tmp_path / "before")
+            state = recovered(tmp_path / "before")
+            assert state in states
+            found.add(states.index(state))
+            deaths += every
+            if found == {0, 1} and case == "more":
+                break
+    assert found == {0, 1}
+
+
+def _own(pipe: Connection, path: str, name: str, generation: int) -> None:
+    """Create or recover the table, and tell what is on disk until killed."""
+    disk = gear.Disk(path, sync_seconds=0.01)
+    sizes = {"max_steps": 6000, "max_trajectories": 600, "block_steps": 4}
+    table = (
+        gear.Table.recover(disk, name=name)
+        if disk.exists()
+        else gear.Table.create(COLUMNS, **sizes, name=name, on_full="evict_oldest", disk=disk)
+    )
+    pipe.send(0)
+    while True:
+        assert isinstance(table._disk, behind.WriteBehind)
+        pipe.send(table._disk._following)  # the next sequence number, as of the last complete write
+        time.sleep(0.002)
+
+
+def _add(name: str, generation: int) -> None:
+    generator = random.Random(generation)
+    with gear.Table.attach(name) as table:
+        for number in range(10**6):
+            table.add(rows(number, generator.randint(1, 60)))
+
+
+@pytest.mark.long
+def test_owner_and_writers_are_killed_again_and_again(tmp_path: Path) -> None:
+    """The last complete write is there, or a later one; everything that is there is whole."""
+    generator, written = random.Random(0), 0
+    for generation in range(12):
+        name = fresh_name()
+        pipe, theirs = CONTEXT.Pipe()
+        owner = CONTEXT.Process(target=_own, args=(theirs, str(tmp_path), name, generation), daemon=True)
+        owner.start()
+        theirs.close()
+        assert pipe.poll(PATIENCE)
+        pipe.recv()
+        writers = [
+            CONTEXT.Process(target=_add, args=(name, 2 * generation + i), daemon=True) for i in range(2)
+        ]
+        for writer in writers:
+            writer.start()
+        reported = -1
+        while reported <= written + 20:
+            assert pipe.poll(PATIENCE)
+            reported = pipe.recv()
+        time.sleep(generator.random() * 0.1)
+        for process in (owner, *writers):
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+            process.join(PATIENCE)
+        with contextlib.suppress(EOFError, OSError):
+            while pipe.poll(0):
+                written = max(written, pipe.recv())
+        pipe.close()
+        with gear.Table.attach(name) as left:
+            left.unlink()
+        with gear.Table.recover(tmp_path) as table:
+            table.check_valid()
+            for slot in table.indices():
+                number_of(table[int(slot)])
+            stats = table.stats()
+            assert stats.num_inserted >= written
+            newest = table.region.array("sequence")[table.indices()[-1]]
+            assert newest == stats.num_inserted - 1
+            written = stats.num_inserted
+    assert written > 12 * 20
+
+
+@pytest.fixture(autouse=True)
+def _no_writer_is_left() -> Iterator[None]:
+    yield
+    assert not behind._writers
