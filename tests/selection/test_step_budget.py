@@ -1,0 +1,315 @@
+"""Batches of at most so many steps, against a plain loop over the lengths in the order of the draw."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+import gear_loader as gear
+from gear_loader.errors import SchemaError
+
+SCHEMA = {"token": gear.Column(torch.int32), "number": gear.Column(torch.int64, per="trajectory")}
+ONCE = gear.Uniform(replacement=False)
+WEIGHED = gear.Prioritized(alpha=1.0, normalize="table")
+
+
+def make_table(lengths: Sequence[int], **options: Any) -> gear.Table:
+    """Trajectory number i has lengths[i] steps, and priority i + 1."""
+    sizes = {"max_steps": max(sum(lengths), 64), "max_trajectories": max(len(lengths), 8), "block_steps": 4}
+    table = gear.Table.create(SCHEMA, **{**sizes, **options})
+    for number, length in enumerate(lengths):
+        add(table, number, length)
+    return table
+
+
+def add(table: gear.Table, number: int, length: int) -> int:
+    steps = {"token": torch.arange(length, dtype=torch.int32), "number": torch.tensor(number)}
+    return table.add(steps, priority=number + 1.0)
+
+
+def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
+    given = {
+        "windows": gear.Whole(),
+        "layout": "packed",
+        "device": "cpu",
+        "seed": 5,
+        "selector": ONCE,
+        **options,
+    }
+    return gear.ReplayDataset(table, **given)
+
+
+def numbers(batches: Any, count: int | None = None) -> list[list[int]]:
+    """The trajectories of each batch, whose steps are checked."""
+    found = []
+    for batch in itertools.islice(batches, count):
+        starts = batch["cu_seqlens"].tolist()
+        assert batch["token"].tolist() == [
+            step for a, b in itertools.pairwise(starts) for step in range(b - a)
+        ]
+        found.append(batch["number"].tolist())
+    return found
+
+
+def grouped(order: Sequence[int], lengths: Sequence[int], max_steps: int, lookahead: int) -> list[list[int]]:
+    """The batches of trajectories that are drawn in this order."""
+    batches, waiting = [], list(order)
+    while waiting:
+        batch, passed = [], []
+        for place, number in enumerate(waiting):
+            if sum(lengths[other] for other in batch) == max_steps or len(passed) > lookahead:
+                passed += waiting[place:]
+                break
+            fits = sum(lengths[other] for other in batch) + lengths[number] <= max_steps
+            (batch if fits else passed).append(number)
+        batches.append(batch)
+        waiting = passed
+    return batches
+
+
+def drawn(table: gear.Table, selector: Any, size: int, count: int) -> list[int]:
+    """The trajectories that a selector draws in batches of a size."""
+    data = gear.ReplayDataset(
+        table, windows=gear.Window(1), batch_size=size, device="cpu", seed=5, selector=selector,
+        batches_per_epoch=math.inf, prefetch=0,
+    )  # fmt: skip
+    found: list[int] = []
+    for batch in data:
+        found += batch["number"].tolist()
+        if len(found) >= count:
+            return found[:count]
+    raise AssertionError
+
+
+LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=200)
+
+
+@given(
+    lengths=LENGTHS,
+    more=st.integers(0, 100),
+    lookahead=st.integers(0, 12),
+    selector=st.sampled_from([ONCE, gear.Uniform(), gear.Fifo(False), gear.Lifo(False), WEIGHED]),
+    prefetch=st.integers(0, 3),
+)
+def test_batches_are_those_of_the_plain_loop(
+    lengths: list[int], more: int, lookahead: int, selector: Any, prefetch: int
+) -> None:
+    max_steps = max(lengths) + more
+    with make_table(lengths) as table:
+        data = dataset(
+            table, selector=selector, max_steps=max_steps, lookahead=lookahead, prefetch=prefetch, seed=5
+        )
+        order = drawn(table, selector, 16 if selector is WEIGHED else 64, len(lengths))
+        expected = grouped(order, lengths, max_steps, lookahead)
+        found = numbers(data)
+        assert found == expected
+        assert sorted(itertools.chain(*found)) == sorted(order)  # every one exactly once
+        steps = sum(lengths[number] for number in order)
+        assert data.batch_fill == pytest.approx(steps / len(expected) / max_steps)
+        stats = data.stats()
+        assert (stats["fill"], stats["gone"], stats["skipped"]) == (data.batch_fill, 0, 0)
+
+
+@given(lengths=LENGTHS, lookahead=st.integers(0, 8))
+def test_a_trajectory_waits_for_a_bounded_time(lengths: list[int], lookahead: int) -> None:
+    """Of the rows that a batch passes over, the first is in the next batch."""
+    with make_table(lengths) as table:
+        found = numbers(dataset(table, max_steps=max(lengths), lookahead=lookahead, prefetch=0))
+        order = list(itertools.chain(*grouped(drawn(table, ONCE, 64, len(lengths)), lengths, 10**6, 0)))
+        place = {number: i for i, number in enumerate(order)}
+        left = set(order)
+        for batch in found:
+            assert batch[0] == min(left, key=place.__getitem__)
+            left -= set(batch)
+            first = min((place[number] for number in left), default=0)
+            passed = [n for n in left if place[n] < max(place[m] for m in batch)]
+            assert len(passed) <= lookahead + 1
+            assert first >= 0
+
+
+@pytest.mark.parametrize("selector", [ONCE, gear.Uniform(), WEIGHED], ids=repr)
+@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize("batches", [None, 40])
+def test_it_resumes_after_every_batch(selector: Any, prefetch: int, batches: int | None) -> None:
+    random = np.random.default_rng(1)
+    lengths = random.integers(1, 40, 150).tolist()
+    options = {
+        "selector": selector, "max_steps": 100, "lookahead": 3, "prefetch": prefetch, "batches_per_epoch": batches,
+    }  # fmt: skip
+    with make_table(lengths) as table:
+        data = dataset(table, **options)
+        whole, states = [], [data.state_dict()]
+        for epoch in range(2):
+            for batch in data:
+                whole.append((epoch, *numbers([batch])))
+                if selector is WEIGHED:
+                    data.update_priority(batch, batch["number"] % 7 + 1.0)
+                states.append(data.state_dict())
+        for stop in (0, 1, 7, 20, len(whole) // 2 + 3):
+            again = dataset(table, **options)
+            again.load_state_dict(
+                json.loads(json.dumps(states[stop])) if selector is not WEIGHED else states[stop]
+            )
+            found = []
+            for batch in itertools.islice(again, 12):
+                found += numbers([batch])
+                if selector is WEIGHED:
+                    again.update_priority(batch, batch["number"] % 7 + 1.0)
+            expected = [rows for epoch, rows in whole[stop:] if epoch == whole[min(stop, len(whole) - 1)][0]][
+                :12
+            ]
+            assert found == expected, stop
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("selector", [ONCE, gear.Uniform()], ids=repr)
+def test_workers_deliver_the_same_batches(workers: int, selector: Any) -> None:
+    lengths = np.random.default_rng(2).integers(1, 40, 100).tolist()
+    with make_table(lengths, name=f"budget-{workers}") as table:
+        try:
+            data = dataset(table, selector=selector, max_steps=120, lookahead=2)
+            expected = numbers(data)
+            data.set_epoch(0)
+            assert numbers(DataLoader(data, batch_size=None, num_workers=workers)) == expected
+        finally:
+            table.unlink()
+
+
+def test_ranks_take_turns() -> None:
+    lengths = np.random.default_rng(3).integers(1, 40, 100).tolist()
+    with make_table(lengths) as table:
+        options = {"max_steps": 120, "selector": gear.Uniform()}
+        together = numbers(dataset(table, **options, batches_per_epoch=9))
+        ranks = [
+            numbers(dataset(table, **options, batches_per_epoch=3, rank=rank, world_size=3))
+            for rank in range(3)
+        ]
+        assert [ranks[i % 3][i // 3] for i in range(9)] == together
+        with pytest.raises(SchemaError, match="max_steps was given on 3 ranks; expected batches_per_epoch"):
+            next(iter(dataset(table, **options, rank=0, world_size=3)))
+
+
+def test_log_normal_lengths_fill_nine_tenths() -> None:
+    """Lengths of 100 to 8,000 with a median of 600, in batches of 16,384 steps: 0.9 with a look-ahead, and without."""
+    random = np.random.default_rng(4)
+    lengths = np.clip(random.lognormal(math.log(600), 1.0, 3000), 100, 8000).astype(int).tolist()
+    with make_table(lengths, block_steps=64) as table:
+        fills = {}
+        for lookahead in (0, 16):
+            data = dataset(table, max_steps=16_384, lookahead=lookahead, windows={"token": gear.Whole()})
+            for _ in data:
+                pass
+            fills[lookahead] = data.batch_fill
+        assert fills[16] is not None
+        assert fills[0] is not None
+        assert fills[16] > 0.97
+        assert fills[0] > 0.9
+
+
+def test_a_trajectory_that_is_too_long() -> None:
+    lengths = [5, 9, 30, 4, 12]
+    with make_table(lengths) as table:
+        fifo = {"selector": gear.Fifo(False), "max_steps": 12}
+        data = dataset(table, **fifo)
+        with pytest.raises(
+            SchemaError, match=r"The trajectory of index 2 has 30 steps, more than max_steps=12\."
+        ):
+            list(data)
+        batches = list(dataset(table, **fifo, too_long="truncate", copy=True))
+        assert [batch["number"].tolist() for batch in batches] == [[0], [1], [2], [3], [4]]
+        assert batches[2]["token"].tolist() == list(range(12))
+        data = dataset(table, **fifo, too_long="skip")
+        assert numbers(data) == [[0], [1], [3], [4]]
+        assert data.stats()["skipped"] == 1
+    with make_table([30, 40]) as table:
+        assert numbers(dataset(table, max_steps=12, too_long="skip")) == []
+        data = dataset(table, max_steps=12, too_long="skip", selector=gear.Uniform(), batches_per_epoch=3)
+        with pytest.raises(SchemaError, match="too_long='skip' leaves none"):
+            next(iter(data))
+
+
+def test_rows_that_are_removed_while_they_wait_are_counted() -> None:
+    with make_table([10] * 40) as table:
+        data = dataset(table, max_steps=20, selector=gear.Fifo(False), prefetch=0)
+        iterator = iter(data)
+        assert numbers([next(iterator)]) == [[0, 1]]
+        table.remove(table.indices()[2:5].tolist())
+        for number in (40, 41, 42):  # they take the freed slots
+            add(table, number, 10)
+        rest = numbers(iterator)
+        assert list(itertools.chain(*rest)) == list(range(5, 40))
+        assert data.stats()["gone"] == 3
+
+
+def test_priorities_are_those_of_the_draws() -> None:
+    """Over an epoch a trajectory is delivered in proportion to its priority, however long it is."""
+    lengths = [1, 30, 2, 25, 3, 17]
+    with make_table(lengths) as table:
+        data = dataset(
+            table, selector=WEIGHED, max_steps=31, lookahead=4, batches_per_epoch=4000, windows=gear.Whole(),
+        )  # fmt: skip
+        counts = np.zeros(6)
+        for batch in data:
+            np.add.at(counts, batch["number"].numpy(), 1)
+            weights = 1 / (batch["number"] + 1.0)
+            assert torch.allclose(batch["priority_weight"], weights**0.4, rtol=1e-5)
+        expected = counts.sum() * np.arange(1, 7) / 21
+        assert ((counts - expected) ** 2 / expected).sum() < 30  # 5 degrees of freedom: p < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_steps": 0}, "max_steps is 0; expected an integer of at least 1"),
+        ({"max_steps": 2**31}, "expected less than 2"),
+        ({"batch_size": 3, "max_steps": 5}, "batch_size=3 and max_steps=5 were given; expected one of them"),
+        (
+            {"max_steps": 5, "layout": "padded", "windows": gear.Window(3)},
+            "layout='padded'; expected layout='packed'",
+        ),
+        ({"max_steps": 5, "lookahead": -1}, "lookahead is -1"),
+        ({"max_steps": 5, "too_long": "cut"}, "too_long is 'cut'; expected 'error', 'truncate' or 'skip'"),
+        ({"batch_size": 5, "lookahead": 1}, "lookahead or too_long was given without max_steps"),
+        ({"max_steps": 5, "drop_last": True}, "drop_last was given with max_steps"),
+        ({"max_steps": 5, "selector": gear.TopK()}, "of which every batch has the same trajectories"),
+        ({"max_steps": 5, "selector": gear.Fifo()}, "of which every batch has the same trajectories"),
+        ({"max_steps": 5, "selector": gear.Prioritized()}, "expected Prioritized"),
+    ],
+)
+def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
+    with make_table([3, 4]) as table, pytest.raises(SchemaError, match=message):
+        dataset(table, **options)
+
+
+def test_what_a_dataset_of_steps_cannot_do() -> None:
+    with make_table([3, 4]) as table:
+        data = dataset(table, max_steps=7)
+        with pytest.raises(SchemaError, match=r"sample\(\) was called on a dataset with max_steps"):
+            data.sample()
+        with pytest.raises(TypeError, match="with max_steps it depends on what is drawn"):
+            len(data)
+        assert len(dataset(table, max_steps=7, batches_per_epoch=4)) == 4
+        assert "batches of at most 7 steps on cpu" in repr(data)
+        state = data.state_dict()
+        with pytest.raises(SchemaError, match="The state belongs to a dataset with other options"):
+            dataset(table, max_steps=8).load_state_dict(state)
+        with pytest.raises(SchemaError, match="The state of max_steps is 'x'"):
+            data.load_state_dict({**state, "budget": "x"})
+
+
+def test_a_batch_of_many_draws_takes_one_read_ticket() -> None:
+    """20,000 rows of one step are more draws than there are tickets."""
+    with make_table([1] * 50) as table:
+        data = dataset(table, max_steps=20_000, selector=gear.Uniform(), batches_per_epoch=2, prefetch=0)
+        for batch in data:
+            assert len(batch["index"]) == 20_000
