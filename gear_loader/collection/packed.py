@@ -135,21 +135,21 @@ class PackedBuffers(Buffers):
 
     def rows(self, count: int) -> Batch:
         """The batch of `count` rows that was gathered last; views of the buffers."""
-        batch = Batch()
+        batch, total = Batch(), self.total
         for name in self._collector.windows:
             if name in self.steps_memory:
-                batch[name] = self.steps_memory[name][: self.total]
+                batch[name] = self.steps_memory[name].narrow(0, 0, total)
             else:
-                batch[name] = self.rows_memory[name][:count]
-        batch["cu_seqlens"] = self.starts[: count + 1]
+                batch[name] = self.rows_memory[name].narrow(0, 0, count)
+        batch["cu_seqlens"] = self.starts.narrow(0, 0, count + 1)
         batch["max_seqlen"] = self.longest
-        batch["position"] = self.position[: self.total]
+        batch["position"] = self.position.narrow(0, 0, total)
         for name in ROW_KEYS:
-            batch[name] = self.rows_memory[name][:count]
+            batch[name] = self.rows_memory[name].narrow(0, 0, count)
         if self._collector.weighs:
-            batch["priority_weight"] = self.rows_memory["priority_weight"][:count]
+            batch["priority_weight"] = self.rows_memory["priority_weight"].narrow(0, 0, count)
         if self.info_memory:
-            batch["sample_info"] = {name: part[:count] for name, part in self.info_memory.items()}
+            batch["sample_info"] = {name: part.narrow(0, 0, count) for name, part in self.info_memory.items()}
         return batch
 
 

@@ -90,7 +90,8 @@ def check_windows(windows: Any, columns: Sequence[str] | None) -> None:
         return
     if not isinstance(windows, Mapping):
         raise SchemaError(
-            f"windows is {windows!r}; expected a Window, gear_loader.Whole(), or a mapping of column names to Windows."
+            f"windows is {windows!r}; expected a Window or a mapping of column names to Windows, or in place of a "
+            "Window gear_loader.Whole()."
         )
     if columns is not None and set(columns) != set(windows):
         raise SchemaError(

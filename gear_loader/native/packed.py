@@ -5,7 +5,6 @@ Arguments are raw addresses and arrays that the callers have checked; see `gear_
 
 from __future__ import annotations
 
-import numpy as np
 from numba import int64, njit
 
 from gear_loader.native.compile import compiled
@@ -19,6 +18,9 @@ from gear_loader.native.copying import (
 )
 
 __all__ = [
+    "GONE",
+    "KEPT",
+    "LONG",
     "PACKED_BASE",
     "PACKED_BLOCKS",
     "PACKED_OUT",
@@ -26,9 +28,18 @@ __all__ = [
     "PACKED_STEP_STRIDE",
     "PACKED_STRIDE",
     "PACKED_WIDTH",
+    "QUEUE_ANCHOR",
+    "QUEUE_DRAW",
+    "QUEUE_FIRST",
+    "QUEUE_GENERATION",
+    "QUEUE_ROW",
+    "QUEUE_SLOT",
+    "QUEUE_STEPS",
+    "QUEUE_WIDTH",
     "choose",
     "gather_packed",
     "measure",
+    "screen",
 ]
 
 # One row of the table of columns: int64 [PACKED_WIDTH].
@@ -69,32 +80,78 @@ def measure(slots, anchors, extent, offset, length, spans) -> int:  # type: igno
     return bad
 
 
+# A queue of drawn rows: int64 [QUEUE_WIDTH, n].
+QUEUE_SLOT, QUEUE_ANCHOR, QUEUE_GENERATION = 0, 1, 2
+QUEUE_DRAW, QUEUE_ROW = 3, 4  # number of the row's draw, and the row in it
+QUEUE_FIRST, QUEUE_STEPS = 5, 6  # of `measure`
+QUEUE_WIDTH = 7
+KEPT, GONE, LONG = 0, 1, 2  # results of `screen`
+
+
 @compiled
-def choose(counts, max_steps, lookahead, taken) -> bool:  # type: ignore[no-untyped-def]
+def screen(  # type: ignore[no-untyped-def]
+    queue, begin, states, generations, ready, extent, offset, length, max_steps, truncates, results
+) -> int:
+    """Measure the queued rows from number `begin` on, and find those that cannot be in a batch.
+
+    Args:
+        queue: int64 [QUEUE_WIDTH, n], of which QUEUE_FIRST and QUEUE_STEPS are output.
+        states, generations: of the index, int64 [T]. ready: state of a trajectory that can be read.
+        extent, offset, length: as for `measure`.
+        max_steps: most steps of a row; with `truncates` longer ones have as many.
+        results: int8 [n], output: KEPT; GONE if the trajectory has been removed; LONG if it has too many steps.
+
+    Returns:
+        Number of rows that are not KEPT.
+    """
+    others = 0
+    for i in range(begin, queue.shape[1]):
+        slot, results[i] = queue[QUEUE_SLOT, i], KEPT
+        inside = slot >= 0 and slot < len(extent)
+        if not inside or states[slot] != ready or generations[slot] != queue[QUEUE_GENERATION, i]:
+            results[i] = GONE
+            others += 1
+            continue
+        steps, _, _ = _extent_of(extent, slot)
+        start = queue[QUEUE_ANCHOR, i] + offset
+        low = min(max(start, 0), steps)
+        count = max(min(start + length, steps), low) - low
+        if count > max_steps:
+            if truncates:
+                count = max_steps
+            else:
+                results[i] = LONG
+                others += 1
+        queue[QUEUE_FIRST, i], queue[QUEUE_STEPS, i] = low, count
+    return others
+
+
+@compiled
+def choose(queue, max_steps, lookahead, places):  # type: ignore[no-untyped-def]
     """Choose the rows of a batch: in order, each that still fits, until more than `lookahead` did not.
 
     Args:
-        counts: int64 [n], steps of each row, none above `max_steps`. max_steps: most steps, and rows, of the batch.
+        queue: int64 [QUEUE_WIDTH, n], rows of at most `max_steps` steps.
+        max_steps: most steps, and rows, of the batch.
         lookahead: rows that may be passed over.
-        taken: bool [n], output: whether the row belongs to the batch.
+        places: int64 [n], output: numbers of the chosen rows, then those of the others, both in order.
 
     Returns:
-        Whether a row after these might belong to the batch too.
+        Number of chosen rows, and their steps; whether a row after these might belong to the batch too.
     """
-    room, passed, rows = max_steps, 0, 0
-    taken[:] = False
-    for i in range(len(counts)):
-        if counts[i] <= room:
-            taken[i] = True
-            room -= counts[i]
-            rows += 1
-            if room == 0 or rows == max_steps:
-                return False
-        else:
+    total, room, passed, rows, more = queue.shape[1], max_steps, 0, 0, True
+    for i in range(total):
+        if not more or queue[QUEUE_STEPS, i] > room:
+            places[total - 1 - (i - rows)] = i
             passed += 1
-            if passed > lookahead:
-                return False
-    return True
+            more = more and passed <= lookahead
+        else:
+            places[rows] = i
+            rows += 1
+            room -= queue[QUEUE_STEPS, i]
+            more = room > 0 and rows < max_steps
+    places[rows:] = places[rows:][::-1].copy()
+    return rows, max_steps - room, more
 
 
 @compiled
@@ -103,7 +160,8 @@ def gather_packed(  # type: ignore[no-untyped-def]
 ) -> int:
     """Copy the steps of rows one after another, and the values of their trajectories.
 
-    Block by block, so that the columns of a record are read while it is in the cache.
+    Block by block, so that the columns of a record are read while it is in the cache; columns that lie by themselves as
+    many blocks at once as lie side by side.
 
     Args:
         columns, once: int64 [C, PACKED_WIDTH], columns of steps, and per trajectory.
@@ -116,7 +174,12 @@ def gather_packed(  # type: ignore[no-untyped-def]
     Returns:
         Number of invalid slots and blocks, 0 unless the index is corrupt. Their steps are zeros.
     """
-    bad = 0
+    bad, adjoin = (
+        0,
+        True,
+    )  # whether the last step of a block lies before the first of the next one, in every column
+    for c in range(columns.shape[0]):
+        adjoin = adjoin and columns[c, PACKED_STRIDE] == block_steps * columns[c, PACKED_STEP_BYTES]
     for b in range(len(slots)):
         row = int64(-1) << 40  # no place in `block_ids`
         if slots[b] >= 0 and slots[b] < len(extent):
@@ -124,19 +187,28 @@ def gather_packed(  # type: ignore[no-untyped-def]
         else:
             bad += 1
         low, end, start = spans[0, b], spans[0, b] + spans[1, b], int64(starts[b])
-        for i in range(end - low):
-            position[start + i] = np.int32(low + i)
+        own = position[start : start + end - low]
+        for i in range(len(own)):
+            own[i] = low + i
         step = low
         while step < end:
             block = step // block_steps
             inside = step - block * block_steps
             take = min(block_steps - inside, end - step)
             number = _block(block_ids, row + block)
+            following = number + 1
+            while (
+                adjoin
+                and step + take < end
+                and _block(block_ids, row + block + following - number) == following
+            ):
+                take += min(block_steps, end - step - take)
+                following += 1
             for c in range(columns.shape[0]):
                 step_bytes, every = columns[c, PACKED_STEP_BYTES], columns[c, PACKED_STEP_STRIDE]
                 out = columns[c, PACKED_OUT] + (start + step - low) * step_bytes
                 size = take * step_bytes
-                if number < 0 or number >= columns[c, PACKED_BLOCKS]:
+                if number < 0 or following > columns[c, PACKED_BLOCKS]:
                     _fill(out, 0, size)
                     bad += 1
                     continue

@@ -7,7 +7,21 @@ import dataclasses
 import numpy as np
 
 from gear_loader.errors import SchemaError
-from gear_loader.native.packed import choose, measure
+from gear_loader.native.packed import (
+    GONE,
+    KEPT,
+    LONG,
+    QUEUE_ANCHOR,
+    QUEUE_DRAW,
+    QUEUE_FIRST,
+    QUEUE_GENERATION,
+    QUEUE_ROW,
+    QUEUE_SLOT,
+    QUEUE_STEPS,
+    QUEUE_WIDTH,
+    choose,
+    screen,
+)
 from gear_loader.selection.base import Selection
 from gear_loader.selection.selectors import Draw, Prioritized, Selector
 from gear_loader.selection.step_budget import BudgetCounts, BudgetState, StepBudget
@@ -22,7 +36,7 @@ _DRAWN = 64
 """Rows of one draw: a draw takes about as long for 64 rows as for one."""
 _DRAWN_BY_PRIORITY = 16
 """Rows of one draw by priority: fewer, so that new priorities count soon."""
-_MOST_SKIPPED = 1 << 16
+_MOST_SKIPPED = 1 << 14
 """Rows skipped one after another before an endless epoch is an error."""
 
 
@@ -81,14 +95,12 @@ class BudgetPlanner:
         self._size = self.draw_size(self._selector)
         self._view = selection.look()
         self._state = state = state or BudgetState()
-        self._queue: SelectedRows | None = None
-        self._origins: Array = np.empty(
-            (2, 0), dtype=np.int64
-        )  # number of the draw and row of each queued row
+        self._queue: Array = np.empty((QUEUE_WIDTH, 0), dtype=np.int64)
+        self._more: list[Array | None] | None = None  # weights, counts and numbers of the queued rows
         self._draws: dict[int, tuple[int, int, int, int]] = {}
         self._counts = BudgetCounts()
         self._skipped_together = 0
-        if state.waiting:
+        if state.waiting.shape[1]:
             self._repeat(state)
 
     @staticmethod
@@ -110,60 +122,59 @@ class BudgetPlanner:
         """
         tickets: list[Ticket] = []
         try:
-            taken = self._choose(tickets)
-            if taken is None:
-                return None
-            assert self._queue is not None
-            rows = self._queue.take(taken)
-            self._keep(~taken)
-            self._draws = {number: self._draws[number] for number in np.unique(self._origins[0]).tolist()}
-            self._state = dataclasses.replace(
-                self._state,
-                number=self._state.number + 1,
-                draws=tuple(self._draws.values()),
-                waiting=tuple((number, row) for number, row in self._origins.T.tolist()),
-            )
-            assert rows.spans is not None
-            counts, self._counts = self._counts, BudgetCounts()
-            counts.batches, counts.steps = 1, int(rows.spans[1].sum())
-            return PlannedBatch(rows, self._state, tickets, counts)
+            if self._queue.shape[1]:
+                tickets.append(Ticket())
+                self._reader.begin_read(tickets[0])
+                self._screen(0)
+            while True:
+                places = np.empty(self._queue.shape[1], dtype=np.int64)
+                rows, steps, more = choose(
+                    self._queue, self._budget.max_steps, self._budget.lookahead, places
+                )
+                if not more or not self._draw(tickets):
+                    break
+            if rows:
+                return self._planned(places[:rows], places[rows:], steps, tickets)
+            for ticket in tickets:
+                ticket.end()
+            return None
         except BaseException:
             for ticket in tickets:
                 self._selection.undo(ticket)
             raise
 
-    def _choose(self, tickets: list[Ticket]) -> Array | None:
-        """Mask of the queued rows of the next batch, bool [n], or None at the end; fills the queue as needed."""
-        if self._queue is not None and len(self._queue):
-            tickets.append(Ticket())
-            self._reader.begin_read(tickets[0])
-            self._drop_gone()
-            self._measure()
-        while True:
-            if self._queue is not None and len(self._queue):
-                assert self._queue.spans is not None
-                taken = np.empty(len(self._queue), dtype=bool)
-                budget = self._budget
-                if not choose(self._queue.spans[1], budget.max_steps, budget.lookahead, taken):
-                    return taken
-                if not self._draw(tickets):
-                    return taken
-            elif not self._draw(tickets):
-                return None
+    def _planned(self, chosen: Array, others: Array, steps: int, tickets: list[Ticket]) -> PlannedBatch:
+        """The batch of the chosen rows of the queue, where the others stay."""
+        names, (weights, counted, numbers) = self._queue.take(chosen, 1), self._more_of(chosen)
+        self._keep(others)
+        waiting = self._queue[QUEUE_DRAW : QUEUE_ROW + 1]
+        oldest = int(waiting[0, 0]) if len(others) else self._state.draw
+        self._draws = {number: drawn for number, drawn in self._draws.items() if number >= oldest}
+        state = self._state
+        self._state = BudgetState(
+            state.number + 1, state.draw, state.turn, state.first, tuple(self._draws.values()), waiting
+        )
+        slots, anchors, generations = names[:QUEUE_DRAW]
+        rows = SelectedRows(slots, anchors, generations, weights, counted, numbers, names[QUEUE_FIRST:])
+        counts, self._counts = self._counts, BudgetCounts()
+        counts.batches, counts.steps = 1, steps
+        return PlannedBatch(rows, self._state, tickets, counts)
 
     def _draw(self, tickets: list[Ticket]) -> bool:
         """Queue the rows of one more draw under a new ticket; False at the end of the stream."""
         state, selector = self._state, self._selector
-        items = selector.num_items(self._view)
-        if items == 0:
-            raise self._selection.context.empty()
-        if state.first >= items:
-            if not self._endless:
-                return False
-            self._view = self._selection.look()
+        count = self._size
+        if selector.passes or not self._endless:
             items = selector.num_items(self._view)
-            state = dataclasses.replace(state, turn=state.turn + 1, first=0)
-        count = min(self._size, items - state.first)
+            if items and state.first >= items:
+                if not self._endless:
+                    return False
+                self._view = self._selection.look()
+                items = selector.num_items(self._view)
+                state = dataclasses.replace(state, turn=state.turn + 1, first=0)
+            if items == 0:
+                raise self._selection.context.empty()
+            count = min(count, items - state.first)
         drawn = state.draw, state.turn, state.first, count
         tickets.append(Ticket())
         rows = self._rows(drawn, tickets[-1])
@@ -171,11 +182,10 @@ class BudgetPlanner:
             tickets[-1].end()  # the first one keeps these rows readable too
         self._state = dataclasses.replace(state, draw=state.draw + 1, first=state.first + count)
         self._draws[drawn[0]] = drawn
-        origins = np.stack((np.full(len(rows), drawn[0]), np.arange(len(rows))))
-        before = 0 if self._queue is None else len(self._queue)
-        self._add(rows, origins)
+        before = self._queue.shape[1]
+        self._add(rows, drawn[0], np.arange(len(rows)))
         skipped = self._counts.skipped
-        self._measure(before)
+        self._screen(before)
         self._check_skipped(self._counts.skipped - skipped, len(rows))
         return True
 
@@ -198,58 +208,71 @@ class BudgetPlanner:
             finally:
                 ticket.end()  # again: an exception may arrive anywhere
             self._draws[drawn[0]] = drawn
-        for number, row in state.waiting:
-            if row < len(parts[number]):
-                self._add(
-                    parts[number].take(np.arange(len(parts[number])) == row), np.array([[number], [row]])
-                )
+        for number, row in state.waiting.T.tolist():
+            rows = parts[number]
+            if row < len(rows):
+                self._add(rows.take(np.arange(len(rows)) == row), number, np.array([row]))
 
-    def _add(self, rows: SelectedRows, origins: Array) -> None:
-        rows.spans = np.empty((2, len(rows)), dtype=np.int64)
-        self._queue = rows if self._queue is None else self._queue.joined(rows)
-        self._origins = np.concatenate((self._origins, origins), 1)
-
-    def _keep(self, which: Array) -> None:
-        """Keep these rows of the queue, a mask, bool [n]."""
-        assert self._queue is not None
-        self._queue = self._queue.take(which)
-        self._origins = self._origins[:, which]
-
-    def _drop_gone(self) -> None:
-        """Drop rows whose trajectories have been removed; those that are left are readable under a begun ticket."""
-        assert self._queue is not None
-        state, generation, _ = self._reader.slot_states()
-        slots = self._queue.slots
-        there = (state[slots] == READY) & (generation[slots] == self._queue.generations)
-        if not there.all():
-            self._counts.gone += int((~there).sum())
-            self._keep(there)
-
-    def _measure(self, first: int = 0) -> None:
-        """Find the steps of the queued rows from number `first` on, and apply `too_long`."""
-        assert self._queue is not None
-        queue, budget = self._queue, self._budget
-        assert queue.spans is not None
-        spans = np.empty((2, len(queue) - first), dtype=np.int64)
-        extent = self._reader.index_arrays()[0]
-        bad = measure(queue.slots[first:], queue.anchors[first:], extent, budget.offset, budget.length, spans)
-        self._reader.check_gathered(bad)
-        queue.spans[:, first:] = spans
-        long = queue.spans[1] > budget.max_steps
-        if not long.any():
+    def _add(self, rows: SelectedRows, draw: int, numbers: Array) -> None:
+        """Queue rows of a draw; `numbers`: those of the rows in it."""
+        names = np.empty((QUEUE_WIDTH, len(rows)), dtype=np.int64)
+        names[QUEUE_SLOT], names[QUEUE_ANCHOR] = rows.slots, rows.anchors
+        names[QUEUE_GENERATION], names[QUEUE_DRAW], names[QUEUE_ROW] = rows.generations, draw, numbers
+        self._queue = np.concatenate((self._queue, names), 1) if self._queue.shape[1] else names
+        parts = [rows.weights, rows.counts, rows.numbers]
+        if all(part is None for part in parts):
             return
-        if budget.too_long == "truncate":
-            np.minimum(queue.spans[1], budget.max_steps, out=queue.spans[1])
-        elif budget.too_long == "skip":
-            self._counts.skipped += int(long.sum())
-            self._keep(~long)
-        else:
+        if self._more is None or self._queue.shape[1] == len(rows):
+            self._more = parts
+            return
+        pairs = zip(self._more, parts, strict=True)
+        self._more = [
+            None if one is None or other is None else np.concatenate((one, other), -1) for one, other in pairs
+        ]
+
+    def _more_of(self, places: Array) -> list[Array | None]:
+        """Weights, counts and numbers of queued rows, int64 [n]."""
+        if self._more is None:
+            return [None, None, None]
+        return [None if part is None else part.take(places, -1) for part in self._more]
+
+    def _keep(self, places: Array) -> None:
+        """Keep these rows of the queue, int64 [n]."""
+        if self._more is not None:
+            self._more = self._more_of(places)
+        self._queue = self._queue.take(places, 1)
+
+    def _screen(self, begin: int) -> None:
+        """Measure the queued rows from number `begin` on; drop those removed from the table, and apply `too_long`."""
+        budget, queue = self._budget, self._queue
+        states, generations, _ = self._reader.slot_states()
+        results = np.zeros(queue.shape[1], dtype=np.int8)
+        others = screen(
+            queue,
+            begin,
+            states,
+            generations,
+            READY,
+            self._reader.index_arrays()[0],
+            budget.offset,
+            budget.length,
+            budget.max_steps,
+            budget.too_long == "truncate",
+            results,
+        )
+        if not others:
+            return
+        gone, long = results == GONE, results == LONG
+        if long.any() and budget.too_long == "error":
             worst = int(np.flatnonzero(long)[0])
             raise SchemaError(
-                f"The trajectory of index {queue.slots[worst]} has {queue.spans[1][worst]:,} steps, more than "
-                f"max_steps={budget.max_steps:,}. Use a larger max_steps, too_long='truncate' for its first steps, or "
-                "too_long='skip' to leave such trajectories out."
+                f"The trajectory of index {queue[QUEUE_SLOT, worst]} has {queue[QUEUE_STEPS, worst]:,} steps, more "
+                f"than max_steps={budget.max_steps:,}. Use a larger max_steps, too_long='truncate' for its first "
+                "steps, or too_long='skip' to leave such trajectories out."
             )
+        self._counts.gone += int(gone.sum())
+        self._counts.skipped += int(long.sum())
+        self._keep(np.flatnonzero(results == KEPT))
 
     def _check_skipped(self, skipped: int, drawn: int) -> None:
         """Raise SchemaError if an endless stream has had nothing but trajectories to skip for long."""

@@ -7,10 +7,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import numpy as np
+
 from gear_loader.errors import SchemaError
 from gear_loader.selection.base import Selection
 from gear_loader.selection.prioritized import PrioritizedSelection
 from gear_loader.selection.selectors import Fifo, Prioritized, Selector, TopK
+from gear_loader.utils.arrays import Array
 from gear_loader.utils.checks import at_least
 
 __all__ = [
@@ -71,8 +74,8 @@ class BudgetState:
     Attributes:
         number: batches so far.
         draw, turn, first: number of the next draw; its pass, and its first item there.
-        draws: number, turn, first and count of the draws of which rows are left.
-        waiting: number of the draw and row of each drawn trajectory that no batch has had yet, in order.
+        draws: number, turn, first and count of the draws since the oldest of which rows are left.
+        waiting: int64 [2, n], number of the draw and row of each drawn trajectory that no batch has had yet, in order.
     """
 
     number: int = 0
@@ -80,18 +83,20 @@ class BudgetState:
     turn: int = 0
     first: int = 0
     draws: tuple[tuple[int, int, int, int], ...] = ()
-    waiting: tuple[tuple[int, int], ...] = ()
+    waiting: Array = dataclasses.field(default_factory=lambda: np.empty((2, 0), dtype=np.int64))
 
     @property
     def oldest(self) -> int:
         """Number of the oldest draw that the next batches need."""
-        return min((number for number, *_ in self.draws), default=self.draw)
+        return self.draws[0][0] if self.draws else self.draw
 
     def to_json(self) -> dict[str, Any]:
         """The state as integers and lists of them."""
+        numbers = {name: getattr(self, name) for name in ("number", "draw", "turn", "first")}
         return {
-            name: [list(part) for part in value] if isinstance(value, tuple) else value
-            for name, value in dataclasses.asdict(self).items()
+            **numbers,
+            "draws": [list(drawn) for drawn in self.draws],
+            "waiting": self.waiting.T.tolist(),
         }
 
     @classmethod
@@ -117,7 +122,8 @@ class BudgetState:
             raise SchemaError(
                 f"The state of max_steps is {state!r}; expected that of a state_dict() of a ReplayDataset."
             ) from None
-        return cls(**numbers, draws=draws, waiting=waiting)  # type: ignore[arg-type]
+        places = np.array(waiting, dtype=np.int64).reshape(-1, 2).T
+        return cls(**numbers, draws=draws, waiting=places)  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass
