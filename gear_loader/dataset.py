@@ -442,6 +442,11 @@ class ReplayDataset(IterableDataset[Batch]):
             )
         if max_steps is None:
             return None
+        if self.table.rules.max_times_sampled is not None:
+            raise SchemaError(
+                "max_steps was given with a table that has max_times_sampled, which removes a trajectory when it is "
+                "drawn for the last time, and it may have to wait for its batch. Use batch_size, or a table without."
+            )
         if drop_last:
             raise SchemaError(
                 "drop_last was given with max_steps, whose batches are seldom full; leave it out."

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import gear_loader as gear
-from gear_loader.errors import SchemaError
+from gear_loader.errors import SchemaError, TableEmptyError
 
 SCHEMA = {"token": gear.Column(torch.int32), "number": gear.Column(torch.int64, per="trajectory")}
 ONCE = gear.Uniform(replacement=False)
@@ -251,6 +253,67 @@ def test_rows_that_are_removed_while_they_wait_are_counted() -> None:
         assert data.stats()["gone"] == 3
 
 
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=5, max_size=60),
+    more=st.integers(0, 30),
+    lookahead=st.integers(0, 5),
+    removals=st.lists(st.lists(st.integers(0, 60), max_size=4), max_size=8),
+)
+def test_writers_between_batches(
+    lengths: list[int], more: int, lookahead: int, removals: list[list[int]]
+) -> None:
+    """Other trajectories take the slots of some that wait: those are left out, all others are delivered."""
+    max_steps = max(lengths) + more
+    with make_table(lengths, max_steps=2000, max_trajectories=100) as table:
+        waiting, expected, found, place = list(range(len(lengths))), [], [], dict(enumerate(table.indices()))
+        data = dataset(table, selector=gear.Fifo(False), max_steps=max_steps, lookahead=lookahead, prefetch=0)
+        number, gone, counted, iterator = len(lengths), 0, 0, iter(data)
+        for batch in iterator:
+            counted = gone
+            expected.append(grouped(waiting, lengths, max_steps, lookahead)[0])
+            found += numbers([batch])
+            waiting = [other for other in waiting if other not in expected[-1]]
+            for chosen in removals.pop() if removals else []:
+                if chosen in place:
+                    table.remove([int(place.pop(chosen))])
+                    add(table, number, 1 + number % 7)
+                    number += 1
+                    gone += chosen in waiting
+                    waiting = [other for other in waiting if other != chosen]
+            if not waiting:
+                break
+        rest = numbers(iterator)
+        assert found == expected
+        assert rest == []
+        assert data.stats()["gone"] == counted
+
+
+def test_an_evicting_writer_beside_the_reader() -> None:
+    """Rows are whole trajectories, batches keep their budget, and nothing is delivered twice in a pass."""
+    with make_table([7] * 60, max_steps=60 * 8, on_full="evict_oldest") as table:
+        stop, number = threading.Event(), itertools.count(60)
+
+        def write() -> None:
+            while not stop.is_set():
+                i = next(number)
+                add(table, i, 1 + i % 15)
+                time.sleep(0.0005)  # else its lock is hardly ever free
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            data = dataset(table, max_steps=40, lookahead=3, selector=gear.Fifo(False), batches_per_epoch=400)
+            passed = []
+            for batch in data:
+                assert len(batch["token"]) <= 40
+                passed += numbers([batch])[0]
+            assert len(passed) > 400
+            assert data.stats()["gone"] > 0
+        finally:
+            stop.set()
+            writer.join()
+
+
 def test_priorities_are_those_of_the_draws() -> None:
     """Over an epoch a trajectory is delivered in proportion to its priority, however long it is."""
     lengths = [1, 30, 2, 25, 3, 17]
@@ -313,3 +376,27 @@ def test_a_batch_of_many_draws_takes_one_read_ticket() -> None:
         data = dataset(table, max_steps=20_000, selector=gear.Uniform(), batches_per_epoch=2, prefetch=0)
         for batch in data:
             assert len(batch["index"]) == 20_000
+
+
+def test_tables_that_do_not_fit() -> None:
+    message = "max_steps was given with a table that has max_times_sampled"
+    with make_table([3], max_times_sampled=2) as table, pytest.raises(SchemaError, match=message):
+        dataset(table, max_steps=7)
+    for selector in (ONCE, gear.Uniform(), WEIGHED):
+        for batches in (None, 3):
+            with gear.Table.create(SCHEMA, max_steps=64, max_trajectories=4) as table:
+                data = dataset(table, max_steps=7, selector=selector, batches_per_epoch=batches, prefetch=0)
+                with pytest.raises(TableEmptyError, match="The table is empty"):
+                    next(iter(data))
+
+
+def test_workers_and_a_rate_limiter() -> None:
+    limiter = gear.MinSize(2)
+    with make_table([3, 4, 5], name="budget-limited", rate_limiter=limiter) as table:
+        try:
+            data = dataset(table, max_steps=7, selector=gear.Fifo(False))
+            assert numbers(data) == [[0, 1], [2]]
+            with pytest.raises(SchemaError, match="2 DataLoader workers and a table with a rate limiter"):
+                list(DataLoader(data, batch_size=None, num_workers=2))
+        finally:
+            table.unlink()
