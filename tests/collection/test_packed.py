@@ -212,6 +212,11 @@ def test_a_data_loader_delivers_the_same(workers: int) -> None:
                 check_packed(batch)
                 found.append(snapshot_of(batch))
             same_batches(expected, found)
+            jagged = dataset(table, selector=gear.Uniform(replacement=False), batch_size=5, layout="jagged")
+            loader = DataLoader(jagged, batch_size=None, num_workers=workers)
+            for batch, flat in zip(loader, expected, strict=True):
+                assert torch.equal(batch["wide"].values(), flat["wide"])
+                assert torch.equal(batch["wide"].offsets(), flat["cu_seqlens"])
         finally:
             table.unlink()
 

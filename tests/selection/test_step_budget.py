@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import math
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dataset_common import nothing_left
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
@@ -400,3 +402,21 @@ def test_workers_and_a_rate_limiter() -> None:
                 list(DataLoader(data, batch_size=None, num_workers=2))
         finally:
             table.unlink()
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_an_iteration_that_is_broken_off_leaves_nothing(prefetch: int) -> None:
+    lengths = np.random.default_rng(6).integers(1, 40, 300).tolist()
+    with make_table(lengths) as table:
+        data = dataset(table, max_steps=60, lookahead=2, prefetch=prefetch)
+        for stop in (1, 2, 7):
+            iterator = iter(data)
+            numbers(iterator, stop)
+            del iterator
+            data.settle()
+            gc.collect()
+            nothing_left(table)
+        data = dataset(table, max_steps=20, prefetch=prefetch)
+        with pytest.raises(SchemaError, match="more than max_steps=20"):
+            numbers(data)
+        nothing_left(table)
