@@ -412,7 +412,7 @@ class ReplayDataset(IterableDataset[Batch]):
             options: options of the constructor except `table`; omitted ones have their defaults.
 
         Raises:
-            TypeError: an unknown option, or `batch_size` or `windows` is missing.
+            TypeError: an unknown option, or `windows` is missing.
             SchemaError: a value that is invalid with any table.
         """
         try:
@@ -791,9 +791,12 @@ class ReplayDataset(IterableDataset[Batch]):
         """Gather a planned batch into `buffers`; return its number of rows."""
         try:
             prefetcher.collector.gather(buffers, plan.rows)
-            return len(plan.rows)
-        finally:
             plan.end()
+            return len(plan.rows)
+        except BaseException:
+            for ticket in plan.tickets:
+                self._selected().undo(ticket)
+            raise
 
     def _selected(self) -> Selection:
         """The selection of this process; made if the options have changed.
@@ -1204,6 +1207,7 @@ class ReplayDataset(IterableDataset[Batch]):
 
         With a selector that draws by priority, also ``"priorities"``: CPU tensors of all priorities, their running
         maximum, and the rows of the last batches, because prefetched batches were drawn by older priorities.
+        With max_steps also ``"budget"``: which drawn trajectories no batch has had yet, after each of the last batches.
 
         Prefetched but undelivered batches do not count. In a `DataLoader` worker, as used by torchdata's
         `StatefulDataLoader`, it is the worker's own state. The main process does not know which batches the workers of

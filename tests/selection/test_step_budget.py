@@ -71,11 +71,11 @@ def grouped(order: Sequence[int], lengths: Sequence[int], max_steps: int, lookah
     while waiting:
         batch, passed = [], []
         for place, number in enumerate(waiting):
-            if sum(lengths[other] for other in batch) == max_steps or len(passed) > lookahead:
+            steps = sum(lengths[other] for other in batch)
+            if max_steps in (steps, len(batch)) or len(passed) > lookahead:
                 passed += waiting[place:]
                 break
-            fits = sum(lengths[other] for other in batch) + lengths[number] <= max_steps
-            (batch if fits else passed).append(number)
+            (batch if steps + lengths[number] <= max_steps else passed).append(number)
         batches.append(batch)
         waiting = passed
     return batches
@@ -122,6 +122,36 @@ def test_batches_are_those_of_the_plain_loop(
         assert data.batch_fill == pytest.approx(steps / len(expected) / max_steps)
         stats = data.stats()
         assert (stats["fill"], stats["gone"], stats["skipped"]) == (data.batch_fill, 0, 0)
+
+
+@given(
+    lengths=LENGTHS,
+    selector=st.sampled_from([gear.Uniform(unit="step"), gear.Uniform(False, "step"), gear.Uniform(), ONCE]),
+    window=st.tuples(st.integers(1, 12), st.integers(-12, 6)),
+    lookahead=st.integers(0, 5),
+)
+def test_windows_of_which_only_existing_steps_count(
+    lengths: list[int], selector: Any, window: tuple[int, int], lookahead: int
+) -> None:
+    max_steps, options = window[0] + 5, {"windows": gear.Window(*window), "selector": selector, "prefetch": 0}
+    with make_table(lengths) as table:
+        data = dataset(table, max_steps=max_steps, lookahead=lookahead, **options)
+        count = len(lengths) if selector.unit == "trajectory" else sum(lengths)
+        padded = gear.ReplayDataset(
+            table, batch_size=64, device="cpu", seed=5, batches_per_epoch=-(-count // 64), **options
+        )
+        rows: list[tuple[int, int]] = []
+        sizes: list[int] = []
+        for batch in padded:
+            rows += zip(batch["index"].tolist(), batch["anchor"].tolist(), strict=True)
+            sizes += batch["mask"].sum(1).tolist()
+        expected = grouped(range(count), sizes[:count], max_steps, lookahead)
+        found = []
+        for batch in data:
+            found.append(list(zip(batch["index"].tolist(), batch["anchor"].tolist(), strict=True)))
+            assert batch["cu_seqlens"].diff().tolist() == [sizes[i] for i in expected[len(found) - 1]]
+            assert torch.equal(batch["token"], batch["position"])
+        assert found == [[rows[i] for i in batch] for batch in expected]
 
 
 @given(lengths=LENGTHS, lookahead=st.integers(0, 8))
