@@ -362,6 +362,25 @@ def test_priorities_are_those_of_the_draws() -> None:
         assert ((counts - expected) ** 2 / expected).sum() < 30  # 5 degrees of freedom: p < 2e-5
 
 
+@pytest.mark.parametrize("selector", [WEIGHED, gear.Uniform()], ids=repr)
+def test_what_rows_carry_stays_with_them_while_they_wait(selector: Any) -> None:
+    lengths = np.random.default_rng(7).integers(1, 30, 100).tolist()
+    total, seen = 100 * 101 / 2, np.zeros(100, dtype=int)
+    with make_table(lengths) as table:
+        for batch in dataset(table, selector=selector, max_steps=60, lookahead=5, sample_info=True):
+            info, rows = batch["sample_info"], batch["number"]
+            weighs = selector is WEIGHED
+            likely = (rows + 1) / total if weighs else torch.full((len(rows),), 0.01)
+            assert torch.allclose(info["probability"], likely.float(), rtol=1e-5)
+            assert info["age"].tolist() == (99 - rows).tolist()
+            assert ("priority_weight" in batch) == weighs
+            if weighs:
+                assert torch.allclose(batch["priority_weight"], (rows + 1.0) ** -0.4, rtol=1e-5)
+            np.add.at(seen, rows.numpy(), 1)
+            assert (info["times_sampled"].numpy() >= 1).all()
+        assert seen.sum() == 100
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
