@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from gear_loader import distributed, sources
     from gear_loader.collection.batches import Batch
     from gear_loader.collection.n_step import NStep
+    from gear_loader.collection.windows import Whole
     from gear_loader.dataset import ReplayDataset
     from gear_loader.lightning.datamodule import ReplayDataModule
     from gear_loader.lightning.monitor import ReplayMonitor
@@ -50,6 +51,7 @@ __all__ = [
     "TopK",
     "Uniform",
     "VectorWriter",
+    "Whole",
     "Window",
     "Writer",
     "connect",
@@ -87,6 +89,7 @@ _MODULES = {
     "TopK": "selection.selectors",
     "Uniform": "selection.selectors",
     "VectorWriter": "storage.vector_writer",
+    "Whole": "collection.windows",
     "Window": "storage.schema",
     "Writer": "storage.writer",
     "connect": "transport.remote_table",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import inspect
@@ -20,9 +21,18 @@ from torch.utils.data import IterableDataset, get_worker_info
 from gear_loader.collection.batches import Batch, loader_error, refuse
 from gear_loader.collection.buffer_pools import BufferPools
 from gear_loader.collection.collector import Buffers, Collector
-from gear_loader.collection.output import as_tensordict, check_nesting, check_output
+from gear_loader.collection.output import as_jagged, as_tensordict, check_nesting, check_output
+from gear_loader.collection.packed import PackedCollector
 from gear_loader.collection.prefetch import Prefetcher
-from gear_loader.collection.windows import check_windows, expand, windows_of
+from gear_loader.collection.windows import (
+    Whole,
+    check_layout,
+    check_windows,
+    expand,
+    packed_span,
+    steps_only,
+    windows_of,
+)
 from gear_loader.distributed.collector import ShardCollector
 from gear_loader.distributed.collector_cuda import CudaShardCollector
 from gear_loader.distributed.exchange import SingleProcess
@@ -37,11 +47,13 @@ from gear_loader.distributed.shards import Shards
 from gear_loader.errors import GearError, PrivateTableError, RankError, SchemaError
 from gear_loader.iteration import MAX_WORKERS, Position
 from gear_loader.selection.base import Selection, SelectionContext
+from gear_loader.selection.budget_planner import BudgetPlanner, PlannedBatch
 from gear_loader.selection.complete import CompleteAnchors
 from gear_loader.selection.epochs import notice_short_epoch
 from gear_loader.selection.prioritized import PrioritizedSelection, needs_priorities
 from gear_loader.selection.random import key
 from gear_loader.selection.selectors import SAMPLE_EPOCH, Draw, Selector, Uniform
+from gear_loader.selection.step_budget import BudgetProgress, StepBudget, TooLong, checked_positions
 from gear_loader.storage.priority_updates import is_strict
 from gear_loader.storage.schema import Window, as_mapping
 from gear_loader.storage.table import Table
@@ -53,6 +65,7 @@ __all__ = ["ReplayDataset"]
 _logger = logging.getLogger("gear_loader")
 
 _LOCAL = 0x6C6F6361  # random number stream of the seeds of local draws
+_ALL_DRAWS = 1 << 30  # history of a selection that is told which draws to forget
 
 
 def _check_options(
@@ -60,6 +73,7 @@ def _check_options(
     batch_size: Any,
     windows: Any,
     columns: Any,
+    complete: Any,
     anchor: Any,
     selector: Any,
     seed: Any,
@@ -75,11 +89,17 @@ def _check_options(
     rank: Any,
     world_size: Any,
     output: Any,
+    layout: Any,
+    max_steps: Any,
+    lookahead: Any,
+    too_long: Any,
     **_: Any,
 ) -> None:
     """Raise SchemaError for an option of `ReplayDataset` that is invalid with any table."""
-    at_least("batch_size", batch_size)
+    if max_steps is None:
+        at_least("batch_size", batch_size)
     check_windows(windows, columns)
+    check_layout(layout, windows)
     if anchor not in ("uniform", "first", "last"):
         raise SchemaError(f"anchor is {anchor!r}; expected 'uniform', 'first' or 'last'.")
     if selector is not None and not isinstance(selector, Selector):
@@ -116,6 +136,46 @@ def _check_options(
     if scope not in ("global", "local"):
         raise SchemaError(f"scope is {scope!r}; expected 'global' or 'local'.")
     check_output(output)
+    _check_sizes(batch_size, layout, max_steps, lookahead, too_long, selector)
+    _check_packed(layout, windows, anchor, selector, output, complete)
+
+
+def _check_sizes(
+    batch_size: Any, layout: Any, max_steps: Any, lookahead: Any, too_long: Any, selector: Any
+) -> None:
+    """Check the options of batches that have a number of steps instead of rows."""
+    if max_steps is None:
+        if lookahead != 0 or too_long != "error":
+            raise SchemaError("lookahead or too_long was given without max_steps, to which they belong.")
+        return
+    if batch_size is not None:
+        raise SchemaError(
+            f"batch_size={batch_size!r} and max_steps={max_steps!r} were given; expected one of them."
+        )
+    if layout == "padded":
+        raise SchemaError("max_steps was given with layout='padded'; expected layout='packed' or 'jagged'.")
+    StepBudget.check(max_steps, lookahead, too_long, selector)
+
+
+def _check_packed(layout: Any, windows: Any, anchor: Any, selector: Any, output: Any, complete: Any) -> None:
+    """Check the options that packed batches do not go with."""
+    if layout == "padded":
+        return
+    if output != "dict":
+        raise SchemaError(
+            f"output={output!r} was given with layout={layout!r}; expected 'dict': the columns of a packed batch "
+            "differ in their first dimension."
+        )
+    each = windows.values() if isinstance(windows, Mapping) else [windows]
+    if not any(isinstance(window, Whole) for window in each):
+        return
+    if complete is True:
+        raise SchemaError("complete=True was given with whole trajectories, which always are; leave it out.")
+    if anchor == "last" or (selector is not None and selector.unit == "step"):
+        raise SchemaError(
+            f"anchor={anchor!r} and selector={selector!r} were given with whole trajectories; expected a selector with "
+            "unit='trajectory', and no anchor: theirs is step 0."
+        )
 
 
 class ReplayDataset(IterableDataset[Batch]):
@@ -165,9 +225,9 @@ class ReplayDataset(IterableDataset[Batch]):
     Args:
         table: a `Table`, or `Shards`, the tables of all ranks as one. `DataLoader` workers attach to a table by name,
             so it needs one for them.
-        batch_size: rows of a batch on each rank.
+        batch_size: rows of a batch on each rank; None with `max_steps`.
         windows: one `Window` for all columns, or a mapping of column name to window; columns without a window are not
-            read.
+            read. `Whole` in place of a `Window` with ``layout="packed"`` or ``"jagged"``.
         columns: with one window: the columns to read (all by default).
         complete: draw only anchors at which every window lies wholly inside the trajectory, its final step included. A
             trajectory that has none is never drawn; `stats` counts them.
@@ -202,6 +262,31 @@ class ReplayDataset(IterableDataset[Batch]):
         output: ``"dict"``, or ``"tensordict"`` for batches that are a ``tensordict.TensorDict`` of batch size [B] with
             the same entries; a dot in a name is a level of nesting (``("next", "reward")``). `DataLoader` then needs
             ``collate_fn=dataset.collate``.
+        layout: ``"padded"``: columns of steps are ``[B, L, *shape]``. ``"packed"``: rows lie one after another without
+            padding, see below. ``"jagged"``: so they do, and are shown as `torch.nested` tensors of layout
+            `torch.jagged`, without a copy. The latter two need a `Table` and ``device="cpu"``.
+        max_steps: in place of `batch_size`, most steps of a batch: it has the drawn trajectories in order until one
+            does not fit, which begins the next batch. An epoch delivers every drawn trajectory exactly once, unless it
+            was removed from the table meanwhile: as many as there are items, or with `batches_per_epoch` so many
+            batches. Order and resuming are as with `batch_size`, for any `prefetch` and `num_workers`. `stats` tells
+            how full batches are. Not for `sample`, `TopK`, `drop_last` and selectors of which every batch has the same
+            trajectories.
+        lookahead: with `max_steps`: number of drawn trajectories that do not fit which a batch may pass over to find
+            others that do. The next batch begins with them, so none waits for more than ``lookahead + 1`` batches.
+        too_long: with `max_steps`: what becomes of a drawn trajectory with more steps. ``"error"`` raises an error that
+            names it, ``"truncate"`` delivers its first `max_steps` steps, ``"skip"`` leaves it out and counts it.
+
+    **Packed batches** have no ``mask``, and
+
+    ============== ==================================================================================
+    column         ``[total, *shape]`` in the column's dtype: the steps of row 0, then those of row 1, ...
+    ``cu_seqlens`` int32 ``[B + 1]``: first step of each row, and their total at the end
+    ``max_seqlen`` int: steps of the longest row
+    ``position``   int32 ``[total]``: number of the step in its trajectory
+    ============== ==================================================================================
+
+    beside columns per trajectory, ``index``, ``anchor``, ``generation`` and the others by row. A row has the steps of
+    its window that exist, a final step (`Column.final`) not among them; the windows of all columns are the same.
 
     **Forked children:** an iterator belongs to the process that made it and raises `GearError` in a forked child.
     `sample` and new iterators work there, except over `Shards`, and for priorities that the parent was changing during
@@ -219,8 +304,8 @@ class ReplayDataset(IterableDataset[Batch]):
         self,
         table: Table | Shards,
         *,
-        batch_size: int,
-        windows: Window | Mapping[str, Window],
+        batch_size: int | None = None,
+        windows: Window | Whole | Mapping[str, Any],
         columns: Sequence[str] | None = None,
         complete: bool = False,
         anchor: Literal["uniform", "first", "last"] = "uniform",
@@ -241,6 +326,10 @@ class ReplayDataset(IterableDataset[Batch]):
         rank: int | None = None,
         world_size: int | None = None,
         output: Literal["dict", "tensordict"] = "dict",
+        layout: Literal["padded", "packed", "jagged"] = "padded",
+        max_steps: int | None = None,
+        lookahead: int = 0,
+        too_long: TooLong = "error",
     ) -> None:
         if not isinstance(table, (Table, Shards)):
             remedy = f" Attach to it by its name: gear_loader.Table.attach({table!r})."
@@ -268,11 +357,15 @@ class ReplayDataset(IterableDataset[Batch]):
             rank=rank,
             world_size=world_size,
             output=output,
+            layout=layout,
+            max_steps=max_steps,
+            lookahead=lookahead,
+            too_long=too_long,
         )
         self.shards = table if isinstance(table, Shards) else None
         self.table: Table = table.table if isinstance(table, Shards) else table
         table = self.table
-        self.batch_size = int(batch_size)
+        self.batch_size = 0 if batch_size is None else int(batch_size)
         self.windows = windows_of(table.schema, windows, columns)
         self.output: Literal["dict", "tensordict"] = output
         if output == "tensordict":
@@ -281,19 +374,24 @@ class ReplayDataset(IterableDataset[Batch]):
         if not isinstance(complete, bool):
             raise SchemaError(f"complete is {complete!r}; expected True or False.")
         self.complete = CompleteAnchors.of(table.schema, self.windows) if complete else None
-        self.anchor: Literal["uniform", "first", "last"] = anchor
+        whole = any(isinstance(window, Whole) for window in self.windows.values())
+        self.anchor: Literal["uniform", "first", "last"] = "first" if whole else anchor
         self.seed = int(seed)
         self.device = device_of(device)
         self.prefetch = int(prefetch)
         self.keep = int(keep)
         self.copy = copy
+        self.layout: Literal["padded", "packed", "jagged"] = layout
+        self._budget = self._packing(max_steps, lookahead, too_long, drop_last)
+        self._progress = BudgetProgress(self.keep)
         endless = batches_per_epoch is None or batches_per_epoch == math.inf
         self.batches_per_epoch = batches_per_epoch if endless else int(batches_per_epoch or 0)
         self.drop_last = drop_last
         self.subset = subset
         self.sample_info = sample_info
         self.rate_limited = rate_limited
-        self._check_rate(self.batch_size)
+        self._check_conversions()
+        self._check_rate(self._num_drawn)
         self.programs = None if programs is None else int(programs)
         self.stream_priority = int(stream_priority)
         self._shard = None if rank is None or world_size is None else (rank, world_size)
@@ -315,7 +413,7 @@ class ReplayDataset(IterableDataset[Batch]):
             options: options of the constructor except `table`; omitted ones have their defaults.
 
         Raises:
-            TypeError: an unknown option, or `batch_size` or `windows` is missing.
+            TypeError: an unknown option, or `windows` is missing.
             SchemaError: a value that is invalid with any table.
         """
         try:
@@ -324,6 +422,52 @@ class ReplayDataset(IterableDataset[Batch]):
             raise TypeError(f"Options of {cls.__name__}: {error}.") from None
         given.apply_defaults()
         _check_options(**given.arguments)
+
+    # ---------------------------------------------------------------- packed batches
+
+    def _packing(
+        self, max_steps: int | None, lookahead: int, too_long: TooLong, drop_last: bool
+    ) -> StepBudget | None:
+        """Check what packed batches need; return the options of batches that have a number of steps."""
+        if self.layout == "padded":
+            return None
+        offset, length = packed_span(self.table.schema, self.windows)
+        if self.shards is not None:
+            raise SchemaError(
+                f"layout={self.layout!r} was given with Shards; expected a Table: rows of other ranks are padded."
+            )
+        if self.device.type == "cuda":
+            raise SchemaError(
+                f"layout={self.layout!r} was given with device={str(self.device)!r}; expected device='cpu', which is "
+                "the only one that packs for now. Move the batch by .to(), or have Lightning do so."
+            )
+        if max_steps is None:
+            return None
+        if self.table.rules.max_times_sampled is not None:
+            raise SchemaError(
+                "max_steps was given with a table that has max_times_sampled, which removes a trajectory when it is "
+                "drawn for the last time, and it may have to wait for its batch. Use batch_size, or a table without."
+            )
+        if drop_last:
+            raise SchemaError(
+                "drop_last was given with max_steps, whose batches are seldom full; leave it out."
+            )
+        return StepBudget(int(max_steps), int(lookahead), too_long, offset, length)
+
+    def _check_conversions(self) -> None:
+        """Raise SchemaError if a window is converted on a GPU."""
+        windows = expand(self.table.schema, self.windows)[0].items()
+        converted = [name for name, window in windows if window.dtype is not None or window.scale is not None]
+        if converted and self.device.type == "cuda":
+            raise SchemaError(
+                f"The windows {converted} have dtype or scale, with device={str(self.device)!r}; expected "
+                "device='cpu', which is the only one that converts for now. Leave them out, and convert the batch."
+            )
+
+    @property
+    def _num_drawn(self) -> int:
+        """Rows of a draw."""
+        return self.batch_size if self._budget is None else BudgetPlanner.draw_size(self.selector)
 
     # ---------------------------------------------------------------- shards
 
@@ -367,9 +511,12 @@ class ReplayDataset(IterableDataset[Batch]):
         epoch, before, step = self._position.current
         length = "" if self.batches_per_epoch is None else f" of {self.batches_per_epoch:,}"
         windows = ", ".join(f"{name}: {window!r}" for name, window in self.windows.items())
+        size = f"{self.batch_size:,} rows"
+        if self._budget is not None:
+            size = f"at most {self._budget.max_steps:,} steps"
         return (
             f"<{type(self).__name__} of {source!r}\n"
-            f"  batches of {self.batch_size:,} rows on {self.device}, drawn by {self.selector!r}, seed {self.seed}\n"
+            f"  batches of {size} on {self.device}, drawn by {self.selector!r}, seed {self.seed}\n"
             f"  windows {windows}\n"
             f"  epoch {epoch}, {before + step:,}{length} batches delivered>"
         )
@@ -392,11 +539,17 @@ class ReplayDataset(IterableDataset[Batch]):
         `min_size` trajectories.
 
         Raises:
-            TypeError: the dataset is endless.
+            TypeError: the dataset is endless, or has max_steps without batches_per_epoch: the number then depends on
+                the draws.
             TableEmptyError: there is nothing to draw from.
             RateLimitError: timed out waiting for the rate limiter.
         """
         if self.batches_per_epoch is None:
+            if self._budget is not None:
+                raise TypeError(
+                    "This ReplayDataset has no length: with max_steps it depends on what is drawn. Give "
+                    "batches_per_epoch."
+                )
             self._await_first()
         count = self._epoch_batches(self._selected().last_look(), self._rank()[1])
         if count == math.inf:
@@ -407,7 +560,7 @@ class ReplayDataset(IterableDataset[Batch]):
         """Wait until the rate limiter permits the first batch; later calls return at once."""
         limiter = self.table.rules.rate_limiter
         if self.rate_limited and limiter is not None and len(self.table) < limiter.min_size:
-            self.table.reader().await_samplable(self.batch_size)
+            self.table.reader().await_samplable(self._num_drawn)
 
     def __iter__(self) -> Iterator[Batch]:
         info = get_worker_info()
@@ -431,14 +584,23 @@ class ReplayDataset(IterableDataset[Batch]):
             shared=in_worker,
             **self._buffering(in_worker),
         )
-        draws = self._draws(epoch, before + number + workers * step, workers)
+        first = before + number + workers * step
+        planned: collections.deque[PlannedBatch] = collections.deque()  # not yet delivered
+        draws: Iterator[Any]
+        fill: Callable[[Prefetcher, Buffers, Any], int]
+        if self._budget is None:
+            draws, fill = self._draws(epoch, first, workers), self._fill
+        else:
+            draws, fill = self._plans(self._budget, epoch, first, workers, planned), self._fill_planned
         try:
             try:
-                plain = self.output == "dict"
-                for batch in prefetcher.batches(functools.partial(self._fill, prefetcher), draws):
+                for batch in prefetcher.batches(functools.partial(fill, prefetcher), draws):
                     step += 1
                     position.delivered(epoch, before, step)
-                    yield batch if plain else as_tensordict(batch)
+                    if planned:
+                        done = planned.popleft()
+                        self._progress.delivered(epoch, done.state, done.counts, self._selected())
+                    yield self._shown(batch)
                 if not in_worker:
                     # A worker keeps its end position, so that it ends again if resumed while others have batches left.
                     position.end(epoch)
@@ -453,7 +615,7 @@ class ReplayDataset(IterableDataset[Batch]):
         from, or None for the items present at the draw."""
         rank, world = self._rank()
         if self.rate_limited and self.table.rules.rate_limiter is not None:
-            self.table.reader().await_samplable(self.batch_size)  # the table may be empty until then
+            self.table.reader().await_samplable(self._num_drawn)  # the table may be empty until then
         view = self._selected().look()
         count = self._epoch_batches(view, world)
         if rank == number == 0 and (epoch == 0 or get_worker_info() is None):
@@ -477,6 +639,58 @@ class ReplayDataset(IterableDataset[Batch]):
             number += every
         if self._exchange is not None and self._is_global:
             self._end_together(self._exchange)
+
+    def _plans(
+        self,
+        budget: StepBudget,
+        epoch: int,
+        number: int,
+        every: int,
+        planned: collections.deque[PlannedBatch],
+    ) -> Iterator[PlannedBatch]:
+        """Yield this rank's batches `number`, number + every, ... of an epoch, planned by their steps.
+
+        Batches of others are planned too, because the rows of each depend on those before it.
+        """
+        rank, world = self._rank()
+        self._check_sharing(every, world)
+        if self.rate_limited and self.table.rules.rate_limiter is not None:
+            self.table.reader().await_samplable(self._num_drawn)
+        planner = BudgetPlanner(
+            self._selected(),
+            budget,
+            seed=self._draw_seed(),
+            epoch=epoch,
+            past=self._position.past,
+            endless=self.batches_per_epoch is not None,
+            state=self._progress.start(epoch, number * world + rank),
+        )
+        most = math.inf if self.batches_per_epoch is None else self.batches_per_epoch
+        while number < most:
+            mine = planner.number == number * world + rank
+            plan = planner.next()
+            if plan is None:
+                return
+            try:
+                if mine:
+                    planned.append(plan)
+                    yield plan
+                    number += every
+            finally:
+                plan.end()
+
+    def _check_sharing(self, workers: int, world: int) -> None:
+        """Raise SchemaError if workers or ranks cannot share the batches of one stream of draws."""
+        if workers > 1 and self.rate_limited and self.table.rules.rate_limiter is not None:
+            raise SchemaError(
+                f"max_steps was given with {workers} DataLoader workers and a table with a rate limiter, for which the "
+                "draws of all workers would count. Use num_workers=0, or rate_limited=False."
+            )
+        if world > 1 and (self.batches_per_epoch is None or needs_priorities(self.selector)):
+            raise SchemaError(
+                f"max_steps was given on {world} ranks; expected batches_per_epoch, so that all ranks have as many "
+                "batches, and a selector that does not draw by priority."
+            )
 
     @staticmethod
     def _end_together(exchange: SingleProcess) -> None:
@@ -506,7 +720,13 @@ class ReplayDataset(IterableDataset[Batch]):
 
         Raises:
             TableEmptyError: there is nothing to draw from.
+            SchemaError: the dataset has max_steps.
         """
+        if self._budget is not None:
+            raise SchemaError(
+                "sample() was called on a dataset with max_steps, whose batches continue one another; iterate over "
+                "it, or make another dataset with batch_size."
+            )
         size = self.batch_size if batch_size is None else at_least("batch_size", batch_size)
         self._check_rate(size)
         prefetcher = self._buffers.single(size, self.batch_size, self._collector, **self._buffering(False))
@@ -529,7 +749,8 @@ class ReplayDataset(IterableDataset[Batch]):
         batch = prefetcher.one(functools.partial(self._fill, prefetcher), (draw, view))
         self._position.samples += 1
         self._position.sampled_items += count
-        return batch if self.output == "dict" else as_tensordict(batch)
+        shown: Batch = self._shown(batch)
+        return shown
 
     @staticmethod
     def collate(batch: Any) -> Any:
@@ -541,6 +762,12 @@ class ReplayDataset(IterableDataset[Batch]):
         if limiter is not None and self.rate_limited:
             limiter.check_batch(size)
 
+    def _shown(self, batch: Batch) -> Any:
+        """A batch in the form of `output` and `layout`."""
+        if self.layout == "jagged":
+            return as_jagged(batch, steps_only(self.table.schema, self.windows))
+        return batch if self.output == "dict" else as_tensordict(batch)
+
     # ---------------------------------------------------------------- one batch
 
     def _fill(self, prefetcher: Prefetcher, buffers: Buffers, item: tuple[Draw, Any]) -> int:
@@ -548,7 +775,7 @@ class ReplayDataset(IterableDataset[Batch]):
         draw, frozen = item
         selection = self._selected()
         if frozen is None and buffers.inline is not None and selection.fill(draw, buffers.inline):
-            if buffers.returns:
+            if buffers.computed:
                 buffers.compute(draw.count)
             return draw.count
         ticket = selection.new_ticket()
@@ -559,6 +786,17 @@ class ReplayDataset(IterableDataset[Batch]):
             return len(rows)
         except BaseException:
             prefetcher.abandon(buffers, lambda: selection.undo(ticket), ticket)
+            raise
+
+    def _fill_planned(self, prefetcher: Prefetcher, buffers: Buffers, plan: PlannedBatch) -> int:
+        """Gather a planned batch into `buffers`; return its number of rows."""
+        try:
+            prefetcher.collector.gather(buffers, plan.rows)
+            plan.end()
+            return len(plan.rows)
+        except BaseException:
+            for ticket in plan.tickets:
+                self._selected().undo(ticket)
             raise
 
     def _selected(self) -> Selection:
@@ -587,7 +825,7 @@ class ReplayDataset(IterableDataset[Batch]):
             self._selection = selection_for(
                 SelectionContext(*options),
                 # A state may precede the prefetched batches and one that a trainer fetched ahead.
-                history=self.prefetch + self.keep + 2,
+                history=_ALL_DRAWS if self._budget is not None else self.prefetch + self.keep + 2,
                 device=self.device,
                 windows=expand(self.table.schema, self.windows)[0],
                 shards=self.shards,
@@ -774,12 +1012,28 @@ class ReplayDataset(IterableDataset[Batch]):
 
     # ---------------------------------------------------------------- sizes
 
-    def stats(self) -> dict[str, int]:
+    @property
+    def batch_fill(self) -> float | None:
+        """With max_steps: steps of the batches delivered by this process as a share of max_steps, from 0 to 1.
+
+        None without max_steps, and before the first batch.
+        """
+        done = self._progress.counts
+        return (
+            None
+            if self._budget is None or not done.batches
+            else done.steps / done.batches / self._budget.max_steps
+        )
+
+    def stats(self) -> dict[str, float]:
         """Numbers of what can be drawn now from the tables of this process that the dataset draws from.
 
         Returns:
             ``"trajectories"`` that can be drawn; ``"too_short"``: those of the subset that never are, because they have
             no anchor with complete windows; ``"anchors"``: steps that can be drawn as anchors.
+            With max_steps also, of the batches delivered by this process: ``"fill"``: `batch_fill`,
+            or 0; ``"skipped"``: drawn trajectories left out by ``too_long="skip"``; ``"gone"``: those
+            removed from the table between their draw and their batch.
         """
         context = self._selected().context
         own = self.shards.own.values() if self.shards is not None and self._is_global else ()
@@ -791,11 +1045,16 @@ class ReplayDataset(IterableDataset[Batch]):
                 slots = slots[dataclasses.replace(each, complete=None).chosen(slots)]
             counts.append(each.num_anchors(slots))
         anchors = np.concatenate(counts)
-        return {
+        found: dict[str, float] = {
             "trajectories": int((anchors > 0).sum()),
             "too_short": int((anchors <= 0).sum()),
             "anchors": int(anchors.sum()),
         }
+        if self._budget is not None:
+            done = self._progress.counts
+            found["fill"] = self.batch_fill or 0.0
+            found["skipped"], found["gone"] = done.skipped, done.gone
+        return found
 
     def _pass_batches(self, view: Any) -> int:
         """Batches of one pass over all items, on all ranks together."""
@@ -846,6 +1105,10 @@ class ReplayDataset(IterableDataset[Batch]):
         return {"keep": self.keep, "copy": in_worker or self.copy, "complete": complete}
 
     def _collector(self, size: int) -> Collector:
+        if self.layout != "padded":
+            return PackedCollector(
+                self.table, self.windows, weighs=self.selector.weighs, informs=self.sample_info
+            )
         options: dict[str, Any] = {
             "batch_size": size,
             "device": self.device,
@@ -945,12 +1208,15 @@ class ReplayDataset(IterableDataset[Batch]):
 
         With a selector that draws by priority, also ``"priorities"``: CPU tensors of all priorities, their running
         maximum, and the rows of the last batches, because prefetched batches were drawn by older priorities.
+        With max_steps also ``"budget"``: which drawn trajectories no batch has had yet, after each of the last batches.
 
         Prefetched but undelivered batches do not count. In a `DataLoader` worker, as used by torchdata's
         `StatefulDataLoader`, it is the worker's own state. The main process does not know which batches the workers of
         a plain `DataLoader` have delivered.
         """
         state: dict[str, Any] = {**self._position.state_dict(), "config": self._config()}
+        if self._budget is not None:
+            state["budget"] = self._progress.state_dict()
         if get_worker_info() is None and needs_priorities(self.selector):
             self._buffers.settle()
             priorities = self._by_priority("state_dict").state_dict()
@@ -971,7 +1237,7 @@ class ReplayDataset(IterableDataset[Batch]):
         """
         if not isinstance(state, Mapping) or not isinstance(state.get("config"), Mapping):
             raise SchemaError(f"The state is {state!r}; expected a state_dict() of a ReplayDataset.")
-        values = Position.check_state(state)
+        values, budget = Position.check_state(state), checked_positions(state)
         saved, mine = state["config"], self._config()
         different = {
             key: (saved.get(key), mine.get(key))
@@ -993,6 +1259,7 @@ class ReplayDataset(IterableDataset[Batch]):
                 priorities = own_state(self._exchange, priorities)
             self._by_priority("load_state_dict").load_state_dict(priorities)
         self._position.load_state_dict(values)
+        self._progress.load(budget)
 
     def _config(self) -> dict[str, Any]:
         return {
@@ -1002,6 +1269,7 @@ class ReplayDataset(IterableDataset[Batch]):
             "anchor": self.anchor,
             "drop_last": self.drop_last,
             **({} if self.complete is None else {"complete": True}),
+            **({} if self._budget is None else dataclasses.asdict(self._budget)),
         }
 
 

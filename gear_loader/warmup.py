@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from gear_loader.collection.n_step import NStep
+from gear_loader.collection.windows import Whole
 from gear_loader.dataset import ReplayDataset
 from gear_loader.distributed.shards import Shards
 from gear_loader.native import compile as native
@@ -40,6 +41,7 @@ def warm_up(progress: Callable[[str], None] = lambda _: None) -> dict[str, float
         ("adding and evicting", _adding),
         ("writers", _writing),
         ("drawing", _drawing),
+        ("packed batches", _packing),
         ("drawing by priority", _prioritizing),
         ("several shards", _sharding),
         ("checkpoints", _saving),
@@ -135,6 +137,13 @@ def _drawing() -> None:
     with _table(max_steps=4 * _LARGE, block_steps=64) as table:  # a permutation that is computed item by item
         table.extend([_steps(_LARGE)] * 3)
         _draw(table, Uniform(replacement=False, unit="step"))
+
+
+def _packing() -> None:
+    packed: dict[str, Any] = {"windows": Whole(), "layout": "packed"}
+    with _filled() as table:
+        _draw(table, Uniform(), **packed)
+        next(iter(ReplayDataset(table, max_steps=20, device="cpu", prefetch=0, **packed)))
 
 
 def _prioritizing() -> None:

@@ -28,6 +28,7 @@ def reads() -> None:
     operate = IndexArrays.operate
     IndexArrays.operate = lambda index, **_: operate(index, compiled=False)  # type: ignore[method-assign]
     warmup._drawing()
+    warmup._packing()
     warmup._prioritizing()
     warmup._sharding()
     warmup._saving()

@@ -49,6 +49,8 @@ overlap | cpu, cuda | |
     how much the loader beside it slows down a training step
 transitions | cpu | SB3, TorchRL, cpprb, Tianshou |
     drawing single transitions and appending steps, uniformly and by priority
+packed | cpu | |
+    packed batches of sequences of uneven length, by a budget of tokens
 learn | cpu | SB3 |
     DQN and SAC of Stable-Baselines3, with its replay buffer or ours
 train | cpu, cuda | Reverb, TorchRL |

@@ -76,6 +76,11 @@ def draw_overhead(found: Sequence[Comparison]) -> bytes | None:
     return _panels([c for c in found if c.experiment == "overhead" and c.timed])
 
 
+def draw_packed(found: Sequence[Comparison]) -> bytes | None:
+    """Packed batches, by number of columns."""
+    return _panels([c for c in found if c.experiment == "packed" and c.timed])
+
+
 def draw_memory(found: Sequence[Comparison]) -> bytes | None:
     """Bytes resident for each byte of payload: a panel for each distribution of lengths."""
     return _amounts([c for c in found if c.experiment == "memory"])

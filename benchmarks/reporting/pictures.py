@@ -47,6 +47,10 @@ _PICTURES: dict[
         bars.draw_overhead,
         "What a call costs beside plain torch or a plain copy; whiskers from p10 to p90.",
     ),
+    "packed": (
+        bars.draw_packed,
+        "Packed batches of sequences of uneven length, by the token; whiskers from p10 to p90.",
+    ),
     "select": (
         lines.draw_select,
         "One cycle: draw a batch by priority, then set new priorities. Bands from p10 to p90; hollow marks where draws "

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from gear_loader.collection.batches import Batch
+from gear_loader.collection.conversions import Conversion, converted_dtype
 from gear_loader.collection.n_step import NStep, Returns
 from gear_loader.collection.plans import Output, Plans, Staging, plans_of
 from gear_loader.collection.references import Arena, BatchReferences
-from gear_loader.collection.windows import expand, mask_of, reach_of, source_of, steps_only
+from gear_loader.collection.windows import Whole, expand, mask_of, reach_of, source_of, steps_only
 from gear_loader.kernels.plan import WIDTH, GatherPlan
 from gear_loader.native import copying, threads
 from gear_loader.storage.inline import INLINE_BATCH_BYTES, InlineBatch
@@ -31,8 +32,8 @@ __all__ = [
     "resolve",
 ]
 
-_ROW_KEYS = ("index", "anchor", "generation")
-_COUNTS, _NUMBERS = ("times_sampled", "age"), ("probability", "age_seconds")  # keys of ``sample_info``
+ROW_KEYS = ("index", "anchor", "generation")
+COUNTS, NUMBERS = ("times_sampled", "age"), ("probability", "age_seconds")  # keys of ``sample_info``
 
 
 @dataclasses.dataclass
@@ -76,7 +77,7 @@ class Buffers:
         names: on the CPU, int64 [3, B]: view of index, anchor and generation.
         columns: on the CPU, int64 [C, WIDTH]: view of the plan's table.
         weights: on the CPU, float32 [B]: view of priority_weight if batches carry it.
-        returns: the n-step returns to compute after the gather.
+        computed: n-step returns and converted windows to compute after the gather.
         inline: on the CPU, the same places for a batch that is small enough to be gathered under the lock; else None.
         references: the references to the tensors, since the first `lend`; to be reset to None by whatever makes another
             reference that lasts as long as the buffers.
@@ -90,14 +91,14 @@ class Buffers:
     names: Array = dataclasses.field(default_factory=lambda: np.empty((3, 0), dtype=np.int64))
     columns: Array = dataclasses.field(default_factory=lambda: np.empty((0, WIDTH), dtype=np.int64))
     weights: Array = dataclasses.field(default_factory=lambda: np.empty(0, dtype=np.float32))
-    returns: tuple[Returns, ...] = ()
+    computed: tuple[Returns | Conversion, ...] = ()
     inline: InlineBatch | None = None
     references: BatchReferences | None = None
 
     def compute(self, count: int) -> None:
         """Compute what the first `count` rows have beside gathered windows; see `Returns.compute`."""
-        for returns in self.returns:
-            returns.compute(self.batch["anchor"][:count])
+        for each in self.computed:
+            each.compute(self.batch["anchor"][:count])
 
     @property
     def plan(self) -> GatherPlan:
@@ -144,7 +145,7 @@ class Collector:
     def __init__(
         self,
         table: Table,
-        windows: Mapping[str, Window | NStep],
+        windows: Mapping[str, Window | NStep | Whole],
         *,
         batch_size: int,
         device: torch.device,
@@ -218,7 +219,7 @@ class Collector:
             host, mirror = (packed_views(part, parts) for part in arguments)
             if self.informs:
                 buffers.batch["sample_info"] = _named(mirror[-2], mirror[-1])
-            for i, key in enumerate(_ROW_KEYS):
+            for i, key in enumerate(ROW_KEYS):
                 buffers.batch[key] = mirror[0][i]
             if self.weighs:
                 buffers.batch["priority_weight"] = mirror[2]
@@ -261,10 +262,15 @@ class Collector:
                 owners[keys[name]] = name
         batch = Batch()
         outputs = []
+        conversions: list[Conversion] = []
         for name, window in self.windows.items():
             column = schema[sources[name]]
             out = empty(size, window.length, *column.shape, dtype=column.dtype)
-            batch[name] = out[:, 0] if window.squeeze else out
+            values, dtype = out, converted_dtype(name, window, column)
+            if dtype is not None:
+                values = empty(size, window.length, *column.shape, dtype=dtype)
+                conversions.append(Conversion(out, values, window.scale))
+            batch[name] = values[:, 0] if window.squeeze else values
             mask = masks[keys[name]] if owners.get(keys[name]) == name else None
             flat = out.view(size, window.length, -1).view(torch.uint8)
             outputs.append(Output(sources[name], window, flat, mask))
@@ -284,7 +290,7 @@ class Collector:
         alike = len({(keys[name], self.windows[name].squeeze) for name in shown}) == 1
         batch["mask"] = next(iter(shown.values())) if alike else shown
         names = empty(3, size, dtype=torch.int64)
-        batch.update(zip(_ROW_KEYS, names, strict=True))
+        batch.update(zip(ROW_KEYS, names, strict=True))
         if self.weighs:
             batch["priority_weight"] = empty(size, dtype=torch.float32)
         if self.informs:
@@ -292,7 +298,7 @@ class Collector:
             batch["sample_info"] = _named(counts, empty(2, size, dtype=torch.float32))
         staging: Staging | None = {} if self.zero_copy else None
         plans = plans_of(self.table, outputs, staging)
-        made = Buffers(batch, plans, tuple(outputs), staging, returns=returns)
+        made = Buffers(batch, plans, tuple(outputs), staging, computed=(*returns, *conversions))
         if device.type == "cpu":
             made.names, made.columns = names.numpy(), made.plan.table.numpy()
             if "priority_weight" in batch:
@@ -351,7 +357,7 @@ class Collector:
             buffers.weights[:count] = rows.weights
         if rows.counts is not None and rows.numbers is not None:
             info = buffers.batch["sample_info"]
-            for key, values in zip(_COUNTS + _NUMBERS, (*rows.counts, *rows.numbers), strict=True):
+            for key, values in zip(COUNTS + NUMBERS, (*rows.counts, *rows.numbers), strict=True):
                 info[key].numpy()[:count] = values
         if threads.alone(count, self._row_bytes):
             bad = copying.gather_batch(
@@ -366,7 +372,7 @@ class Collector:
             )
             if bad:
                 self.table.reader().check_gathered(bad)
-            if buffers.returns:
+            if buffers.computed:
                 buffers.compute(count)
             return
         for place, values in zip(buffers.names, (slots, anchors, rows.generations), strict=True):
@@ -484,7 +490,7 @@ def resolve(
 
 def _named(counts: torch.Tensor, numbers: torch.Tensor) -> dict[str, torch.Tensor]:
     """``sample_info`` of counts, int64 [2, B], and numbers, float32 [2, B]."""
-    return {**dict(zip(_COUNTS, counts, strict=True)), **dict(zip(_NUMBERS, numbers, strict=True))}
+    return {**dict(zip(COUNTS, counts, strict=True)), **dict(zip(NUMBERS, numbers, strict=True))}
 
 
 def clone_batch(batch: Batch) -> Batch:

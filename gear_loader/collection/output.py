@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+
+from gear_loader.collection.batches import Batch
 from gear_loader.errors import SchemaError
 from gear_loader.storage.schema import BATCH_KEYS
 
-__all__ = ["as_tensordict", "check_nesting", "check_output"]
+__all__ = ["as_jagged", "as_tensordict", "check_nesting", "check_output"]
 
 
 def check_output(output: Any) -> None:
@@ -58,3 +61,16 @@ def as_tensordict(batch: Mapping[str, Any]) -> Any:
     from tensordict import TensorDict
 
     return TensorDict(_nested(batch), batch_size=[len(batch["index"])])
+
+
+def as_jagged(batch: Batch, names: Iterable[str]) -> Batch:
+    """A packed batch whose columns of steps are `torch.nested` tensors [n, (steps), *shape], without a copy.
+
+    Args:
+        batch: a packed batch. names: its columns of steps.
+    """
+    offsets, longest = batch["cu_seqlens"], batch["max_seqlen"]
+    shown = Batch(batch)
+    for name in (*names, "position"):
+        shown[name] = torch.nested.nested_tensor_from_jagged(batch[name], offsets, max_seqlen=longest)
+    return shown

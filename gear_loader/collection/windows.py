@@ -6,26 +6,72 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+import torch
+
+from gear_loader.collection.conversions import converted_dtype
 from gear_loader.collection.n_step import NStep
 from gear_loader.errors import SchemaError
 from gear_loader.storage.rows import Reach
 from gear_loader.storage.schema import BATCH_KEYS, Schema, Window
 
 __all__ = [
+    "LAYOUTS",
+    "PACKED_KEYS",
+    "Whole",
+    "check_layout",
     "check_windows",
     "expand",
     "in_schema_order",
     "mask_of",
+    "packed_span",
     "reach_of",
     "source_of",
     "steps_only",
     "windows_of",
 ]
 
-_W = TypeVar("_W", bound="Window | NStep")
+_W = TypeVar("_W", bound="Window | NStep | Whole")
+
+LAYOUTS = ("padded", "packed", "jagged")
+"""Choices of a dataset's `layout`."""
+
+PACKED_KEYS = ("cu_seqlens", "max_seqlen", "position")
+"""Keys of packed batches, which no window of one may have as its name."""
 
 _ONCE = Window(1, offset=1 - 2**31, pad="edge", squeeze=True)
 """The window of a column per trajectory: ends before the first step of any trajectory, and so shows its first value."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """All steps of a trajectory, from its first to its last; a value of a dataset's `windows` with ``layout="packed"``
+    or ``"jagged"``.
+
+    A final step (see `Column.final`) is not among them.
+
+    Args:
+        column, dtype, scale: as of a `Window`.
+
+    Raises:
+        SchemaError: invalid options.
+    """
+
+    column: str | None = None
+    dtype: torch.dtype | None = None
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        self.window()
+
+    def __repr__(self) -> str:
+        given = {"column": self.column, "dtype": self.dtype, "scale": self.scale}
+        return (
+            f"Whole({', '.join(f'{name}={value!r}' for name, value in given.items() if value is not None)})"
+        )
+
+    def window(self) -> Window:
+        """The window of the longest trajectory that a table can hold, at anchor 0."""
+        return Window(2**31 - 1, column=self.column, dtype=self.dtype, scale=self.scale)
 
 
 def check_windows(windows: Any, columns: Sequence[str] | None) -> None:
@@ -36,7 +82,7 @@ def check_windows(windows: Any, columns: Sequence[str] | None) -> None:
         )
     if windows == {} or (columns is not None and not len(columns)):
         raise SchemaError("No columns were asked for; expected at least one in windows or columns.")
-    if isinstance(windows, Window):
+    if isinstance(windows, (Window, Whole)):
         if windows.column is not None:
             raise SchemaError(
                 f"windows is {windows!r}; expected a mapping of names to Windows where a Window has column."
@@ -44,17 +90,18 @@ def check_windows(windows: Any, columns: Sequence[str] | None) -> None:
         return
     if not isinstance(windows, Mapping):
         raise SchemaError(
-            f"windows is {windows!r}; expected a Window or a mapping of column names to Windows."
+            f"windows is {windows!r}; expected a Window or a mapping of column names to Windows, or in place of a "
+            "Window gear_loader.Whole()."
         )
     if columns is not None and set(columns) != set(windows):
         raise SchemaError(
             f"columns {list(columns)} and the windows' columns {list(windows)} differ; give one."
         )
     for name, window in windows.items():
-        if window is not None and not isinstance(window, (Window, NStep)):
+        if window is not None and not isinstance(window, (Window, NStep, Whole)):
             raise SchemaError(
-                f"The window of column {name!r} is {window!r}; expected gear_loader.Window or gear_loader.NStep, or "
-                "None for a column per trajectory."
+                f"The window of column {name!r} is {window!r}; expected gear_loader.Window, gear_loader.NStep or "
+                "gear_loader.Whole, or None for a column per trajectory."
             )
         if not isinstance(name, str) or not name or name in BATCH_KEYS:
             raise SchemaError(
@@ -62,8 +109,52 @@ def check_windows(windows: Any, columns: Sequence[str] | None) -> None:
             )
 
 
+def check_layout(layout: Any, windows: Any) -> None:
+    """Raise SchemaError for a layout that is invalid, or that these windows, which are valid, cannot have."""
+    if layout not in LAYOUTS:
+        raise SchemaError(f"layout is {layout!r}; expected {', '.join(map(repr, LAYOUTS))}.")
+    each = windows.values() if isinstance(windows, Mapping) else [windows]
+    if layout == "padded":
+        if any(isinstance(window, Whole) for window in each):
+            raise SchemaError(
+                "Whole trajectories were asked for with layout='padded'; expected layout='packed' or 'jagged'. For "
+                "rows of one length use gear_loader.Window(length), which pads."
+            )
+        return
+    for window in each:
+        padded = isinstance(window, Window) and (window.pad != "keep" or window.squeeze)
+        if isinstance(window, NStep) or padded:
+            raise SchemaError(
+                f"layout={layout!r} was given with {window!r}; expected gear_loader.Whole(), or a gear_loader.Window "
+                "without pad and squeeze: a packed batch has no padding."
+            )
+
+
+def packed_span(schema: Schema, windows: Mapping[str, Window | NStep | Whole]) -> tuple[int, int]:
+    """First step relative to the anchor, and length, of the windows of a packed batch, which are all the same.
+
+    Raises:
+        SchemaError: they differ, or one has the name of a key of packed batches.
+    """
+    taken = sorted(set(windows) & set(PACKED_KEYS))
+    if taken:
+        raise SchemaError(
+            f"A window has the name {taken[0]!r}, which is a key of packed batches. Give it another one: "
+            f"windows={{'other_name': Whole(column={taken[0]!r})}}."
+        )
+    plain = steps_only(schema, expand(schema, windows)[0])
+    spans = {(window.offset, window.length) for window in plain.values()}
+    if len(spans) > 1:
+        raise SchemaError(
+            f"The windows {dict(windows)!r} of a packed batch differ; expected the same for all columns of steps, "
+            "which share cu_seqlens."
+        )
+    (span,) = spans
+    return span
+
+
 def expand(
-    schema: Schema, windows: Mapping[str, Window | NStep]
+    schema: Schema, windows: Mapping[str, Window | NStep | Whole]
 ) -> tuple[dict[str, Window], dict[str, dict[str, str]]]:
     """The windows that are gathered for those of a dataset.
 
@@ -73,8 +164,8 @@ def expand(
     plain: dict[str, Window] = {}
     hidden: dict[str, dict[str, str]] = {}
     for name, window in windows.items():
-        if isinstance(window, Window):
-            plain[name] = window
+        if not isinstance(window, NStep):
+            plain[name] = window.window() if isinstance(window, Whole) else window
             continue
         needed = window.windows(schema)
         hidden[name] = {part: f"{name}:{part}" for part in needed}
@@ -82,7 +173,7 @@ def expand(
     return plain, hidden
 
 
-def source_of(name: str, window: Window | NStep) -> str:
+def source_of(name: str, window: Window | NStep | Whole) -> str:
     """The column that the window of this name reads."""
     return name if window.column is None else window.column
 
@@ -98,10 +189,12 @@ def in_schema_order(schema: Schema, windows: Mapping[str, _W]) -> dict[str, _W]:
     return dict(sorted(windows.items(), key=lambda item: order[source_of(*item)]))
 
 
-def windows_of(schema: Schema, windows: Any, columns: Sequence[str] | None) -> dict[str, Window | NStep]:
+def windows_of(
+    schema: Schema, windows: Any, columns: Sequence[str] | None
+) -> dict[str, Window | NStep | Whole]:
     """Name -> window, in the order of the columns that they read; raises SchemaError if they do not fit the schema."""
     check_windows(windows, columns)
-    if isinstance(windows, Window):
+    if isinstance(windows, (Window, Whole)):
         chosen: dict[str, Any] = dict.fromkeys(list(schema) if columns is None else list(columns), windows)
         chosen.update({name: None for name in chosen if name in schema.per_trajectory})
     else:
@@ -121,8 +214,10 @@ def windows_of(schema: Schema, windows: Any, columns: Sequence[str] | None) -> d
         elif window is None:
             raise SchemaError(
                 f"The window of column {name!r} is None, as for a column per trajectory; this one has steps, so give "
-                "it a gear_loader.Window."
+                "it a gear_loader.Window or gear_loader.Whole."
             )
+    for name, window in expand(schema, chosen)[0].items():
+        converted_dtype(name, window, schema[source_of(name, window)])
     if all(column in schema.per_trajectory for column in sources.values()):
         raise SchemaError(
             f"Only columns per trajectory were asked for: {list(sources.values())}; expected at least one with steps."
@@ -130,14 +225,17 @@ def windows_of(schema: Schema, windows: Any, columns: Sequence[str] | None) -> d
     return in_schema_order(schema, chosen)
 
 
-def _once(name: str, window: Window | None) -> Window:
+def _once(name: str, window: Window | Whole | None) -> Window:
     """The window of a column per trajectory."""
-    if window is not None and (window.length, window.offset) not in ((1, 0), (_ONCE.length, _ONCE.offset)):
+    spans = (1, 0), (_ONCE.length, _ONCE.offset)
+    if isinstance(window, Whole) or (window is not None and (window.length, window.offset) not in spans):
         raise SchemaError(
             f"The window of {name!r} is {window!r}, but its column has one value per trajectory; expected None, or "
             "Window(1, column=...)."
         )
-    return _ONCE if window is None else dataclasses.replace(_ONCE, column=window.column)
+    if window is None:
+        return _ONCE
+    return dataclasses.replace(_ONCE, column=window.column, dtype=window.dtype, scale=window.scale)
 
 
 def steps_only(schema: Schema, windows: Mapping[str, _W]) -> dict[str, _W]:

@@ -15,6 +15,7 @@ from gear_loader.collection.batches import Batch
 from gear_loader.collection.collector import Buffers, Collector, copy_batch
 from gear_loader.collection.n_step import NStep
 from gear_loader.collection.plans import Plans, plans_of
+from gear_loader.collection.windows import Whole
 from gear_loader.distributed.remote import Part, RemoteShard, Staging
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import (
@@ -106,7 +107,7 @@ class ShardCollector(Collector):
     def __init__(
         self,
         shards: Shards,
-        windows: Mapping[str, Window | NStep],
+        windows: Mapping[str, Window | NStep | Whole],
         *,
         batch_size: int,
         device: torch.device,
@@ -134,7 +135,7 @@ class ShardCollector(Collector):
         made.batch["shard"] = torch.empty(
             self.batch_size, dtype=torch.int64, device=device, pin_memory=pinned
         )
-        return ShardBuffers(made.batch, made.plans, made.outputs, made.staging, returns=made.returns)
+        return ShardBuffers(made.batch, made.plans, made.outputs, made.staging, computed=made.computed)
 
     # ---------------------------------------------------------------- collecting
 

@@ -116,7 +116,7 @@ class CudaShardCollector(ShardCollector):
             made.outputs,
             made.staging,
             gpu,
-            returns=made.returns,
+            computed=made.computed,
             host=host,
             mirror=mirror,
         )

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
 from gear_loader.collection.batches import Batch
-from gear_loader.collection.windows import windows_of
+from gear_loader.collection.windows import Whole, windows_of
 from gear_loader.dataset import ReplayDataset
 from gear_loader.distributed.shards import Shards
 from gear_loader.errors import SchemaError, SourceError
@@ -99,7 +99,8 @@ class ReplayDataModule(LightningDataModule):
         val_fraction: share of the trajectories used for validation, a pass over all of their steps in a fixed order;
             over `Shards` all ranks share the pass. 0 disables validation.
         val_batches: most batches of a validation run on each rank, the same ones each time; by default the whole pass.
-        val_batch_size: rows of a batch of validation, test and prediction on each rank; `batch_size` by default.
+        val_batch_size: rows of a batch of validation, test and prediction on each rank; `batch_size` by
+            default. With max_steps it is needed for validation and test; prediction has 1 by default.
         split_seed: seed of the choice of validation trajectories.
         num_workers: workers of the `DataLoader`. 0 is fastest: batches are prefetched in the background anyway.
         load_options: for a path: options of `gear_loader.sources.load`; for a name: options of `Table.attach`.
@@ -128,8 +129,8 @@ class ReplayDataModule(LightningDataModule):
         self,
         table: Table | Shards | str | os.PathLike[str] | Callable[[], Table | Shards],
         *,
-        batch_size: int,
-        windows: Window | Mapping[str, Window],
+        batch_size: int | None = None,
+        windows: Window | Whole | Mapping[str, Any],
         val_fraction: float = 0.1,
         val_batches: int | None = None,
         val_batch_size: int | None = None,
@@ -164,6 +165,11 @@ class ReplayDataModule(LightningDataModule):
         self._val_fraction = val_fraction
         self._val_batches = val_batches
         self._val_batch_size = batch_size if val_batch_size is None else val_batch_size
+        if self._val_batch_size is None and val_fraction and options.get("max_steps") is not None:
+            raise SchemaError(
+                "max_steps was given without val_batch_size; expected val_batch_size, the rows of a batch of "
+                "validation, or val_fraction=0."
+            )
         self._split_seed = int(split_seed)
         self._num_workers = num_workers
         self._load_options = dict(load_options or {})
@@ -190,8 +196,9 @@ class ReplayDataModule(LightningDataModule):
         if isinstance(self._source, Shards):
             self._check_workers()
         limiter = table.rules.rate_limiter
-        if limiter is not None and options.get("rate_limited", True):
-            limiter.check_batch(options["batch_size"])
+        size = options["batch_size"]
+        if limiter is not None and size is not None and options.get("rate_limited", True):
+            limiter.check_batch(size)
 
     # ---------------------------------------------------------------- Lightning's hooks
 
@@ -284,7 +291,7 @@ class ReplayDataModule(LightningDataModule):
             raise _not_set_up("predict_dataloader")
         if self.predict_dataset is None:
             self.predict_dataset = prediction_dataset(
-                self._opened(), self._device_options(), batch_size=self._val_batch_size
+                self._opened(), self._device_options(), batch_size=self._val_batch_size or 1
             )
         return self._loader(self.predict_dataset)
 
@@ -393,6 +400,8 @@ class ReplayDataModule(LightningDataModule):
         options = dict(self._options)
         if options.get("device", "auto") == "auto" and self.trainer is not None:
             options["device"] = self.trainer.strategy.root_device
+        if options.get("layout", "padded") != "padded":
+            options["device"] = "cpu"  # which packs; Lightning moves the batch
         if isinstance(options.get("device"), torch.device) and options["device"].type not in ("cpu", "cuda"):
             options["device"] = "cpu"  # another kind of accelerator: Lightning moves the batch there
         return options
@@ -408,7 +417,7 @@ class ReplayDataModule(LightningDataModule):
         return evaluation_dataset(
             self._opened(),
             self._device_options(),
-            batch_size=self._val_batch_size,
+            batch_size=self._val_batch_size or 1,
             subset=Split(self._val_fraction, seed=self._split_seed, second=True),
             most=most,
         )

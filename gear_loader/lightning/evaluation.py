@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from gear_loader.collection.batches import Batch
+from gear_loader.collection.windows import Whole
 from gear_loader.dataset import ReplayDataset
 from gear_loader.distributed.shards import Shards
 from gear_loader.selection.selectors import Fifo, Selector, Uniform
@@ -41,14 +42,14 @@ def evaluation_dataset(
     subset: Callable[[Array], Array],
     most: int | None,
 ) -> EvaluationDataset:
-    """A pass over all steps of a subset, in a fixed random order.
+    """A pass over all steps of a subset, or with whole trajectories over these, in a fixed random order.
 
     Args:
         source, options: as for `ReplayDataset`; options of the draw are replaced.
         batch_size, subset: of the pass.
         most: see `EvaluationDataset`.
     """
-    selector = Uniform(replacement=False, unit="step")
+    selector = Uniform(replacement=False, unit="trajectory" if _whole(options) else "step")
     return _pass(source, {**options, "subset": subset}, selector, "uniform", batch_size, most)
 
 
@@ -61,7 +62,9 @@ def prediction_dataset(
         source, options, batch_size: as for `evaluation_dataset`.
     """
     anchor, selector = options.get("anchor", "uniform"), options.get("selector")
-    by_step = anchor == "uniform" or (selector is not None and selector.unit == "step")
+    by_step = (anchor == "uniform" and not _whole(options)) or (
+        selector is not None and selector.unit == "step"
+    )
     chosen = Fifo(replacement=False, unit="step" if by_step else "trajectory")
     return _pass(source, options, chosen, anchor, batch_size, None)
 
@@ -76,6 +79,14 @@ def _pass(
 ) -> EvaluationDataset:
     replaced = {"sample_info": False, "rate_limited": False, "scope": "global", "drop_last": False}
     replaced |= {"batches_per_epoch": None, "selector": selector, "anchor": anchor, "batch_size": batch_size}
+    replaced |= {"max_steps": None, "lookahead": 0, "too_long": "error"}
     dataset = EvaluationDataset(source, **{**options, **replaced})
     dataset.most = most
     return dataset
+
+
+def _whole(options: Mapping[str, Any]) -> bool:
+    """Whether the windows are whole trajectories."""
+    windows = options["windows"]
+    each = windows.values() if isinstance(windows, Mapping) else [windows]
+    return any(isinstance(window, Whole) for window in each)

@@ -43,6 +43,7 @@ class ReplayMonitor(Callback):
     ``fill_trajectories``         number of trajectories as a share of `max_trajectories`
     ``fill_steps``                number of steps as a share of `max_steps`
     ``fill_blocks``               share of all blocks in use
+    ``fill_batches``              with max_steps: see `ReplayDataset.batch_fill`
     ``insert_rate``               trajectories added per second
     ``sample_rate``               rows drawn per second
     ``samples_per_insert``        rows drawn per trajectory added; omitted if no trajectory was added
@@ -194,6 +195,8 @@ class ReplayMonitor(Callback):
             "insert_wait": since["insert_wait"] / seconds,
             "sample_wait": since["sample_wait"] / seconds,
         }
+        if dataset.batch_fill is not None:
+            metrics["fill_batches"] = dataset.batch_fill
         if inserted:
             metrics["samples_per_insert"] = sampled / inserted
         metrics.update(self._drawn.read())

@@ -55,7 +55,6 @@ __all__ = [
     "VECTOR_WIDTH",
     "append",
     "append_rows",
-    "copy_pieces",
     "copy_row",
     "copy_rows",
     "finish",

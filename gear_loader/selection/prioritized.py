@@ -592,6 +592,12 @@ class PrioritizedSelection(Selection):
         self._write(joined[joined >= 0], np.concatenate(values)[joined >= 0])
         self._set_counters(maximum, num_stale)
 
+    def forget_before(self, epoch: int, step: int) -> None:
+        """Forget the rows of batches before this one, which no state resumes before."""
+        with self._mutex:
+            while self._history and self._history[0][0] < (epoch, step):
+                self._history.popleft()
+
     def forget_pending(self) -> None:
         """Discard the batches that a loaded state would repeat."""
         self._pending.clear()

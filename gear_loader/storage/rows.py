@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from gear_loader.utils.arrays import Array
@@ -35,6 +36,7 @@ class SelectedRows:
         weights: float32 [n], importance weights; None for batches without them.
         counts: int64 [2, n], times sampled and age; numbers: float32 [2, n], probability and age in seconds; None for
             batches without ``sample_info``.
+        spans: int64 [2, n], first step and number of steps that a packed batch has of each row; None: its whole window.
     """
 
     slots: Array
@@ -43,9 +45,31 @@ class SelectedRows:
     weights: Array | None = None
     counts: Array | None = None
     numbers: Array | None = None
+    spans: Array | None = None
 
     def __len__(self) -> int:
         return len(self.slots)
+
+    def take(self, which: Array) -> SelectedRows:
+        """The rows of a mask, bool [n]; every part is contiguous."""
+        places = np.flatnonzero(which)
+        names = (part.take(places) for part in (self.slots, self.anchors, self.generations))
+        return SelectedRows(*names, *(None if part is None else part.take(places, -1) for part in self._more))
+
+    def joined(self, others: SelectedRows) -> SelectedRows:
+        """These rows, then `others`, which have the same parts."""
+        mine = (self.slots, self.anchors, self.generations)
+        theirs = (others.slots, others.anchors, others.generations)
+        names = (np.concatenate(pair) for pair in zip(mine, theirs, strict=True))
+        more = (
+            None if one is None or other is None else np.concatenate((one, other), -1)
+            for one, other in zip(self._more, others._more, strict=True)
+        )
+        return SelectedRows(*names, *more)
+
+    @property
+    def _more(self) -> tuple[Array | None, ...]:
+        return self.weights, self.counts, self.numbers, self.spans
 
 
 @dataclasses.dataclass(frozen=True)

@@ -146,6 +146,9 @@ class Window:
         column: the column that is read, where the key of the batch has another name. So one column can have several
             windows: ``{"obs": Window(1), "next_obs": Window(1, 1, column="obs")}``.
         squeeze: of a window of one step, leave out the dimension of the steps: ``[B, *shape]``, and a mask ``[B]``.
+        dtype: dtype in the batch, by default the column's: values are converted as by ``Tensor.to``.
+        scale: factor of the values: ``(column * scale).to(dtype)``, as PyTorch computes it: the product of integers is
+            float32. Images: ``Window(1, dtype=torch.bfloat16, scale=1 / 255)``. Both only with ``device="cpu"``.
 
     Example: a trajectory of 3 steps a b c, anchor 0, ``Window(length=4, offset=-1)``, is ``. a b c``; with
     anchor 1 and ``offset=-3`` it is ``. . a b``, which ``pad="tail"`` turns into ``a b . .`` and ``pad="edge"`` into
@@ -153,7 +156,7 @@ class Window:
 
     Raises:
         SchemaError: a length below 1, a length or offset that is not an integer, another pad, or `squeeze` with a
-            length above 1.
+            length above 1; a dtype that columns do not have, or a scale that is no finite number.
     """
 
     length: int
@@ -161,6 +164,8 @@ class Window:
     pad: Literal["keep", "head", "tail", "edge"] = "keep"
     column: str | None = None
     squeeze: bool = False
+    dtype: torch.dtype | None = None
+    scale: float | None = None
 
     def __post_init__(self) -> None:
         for field in ("length", "offset"):
@@ -178,6 +183,12 @@ class Window:
             raise SchemaError(f"Window column is {self.column!r}; expected the name of a column, or None.")
         if self.squeeze and self.length != 1:
             raise SchemaError(f"{self} has squeeze and {self.length} steps; expected length 1.")
+        if self.dtype is not None and self.dtype not in DTYPES.values():
+            raise SchemaError(
+                f"Window dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}, as torch.float32."
+            )
+        if self.scale is not None and not _is_finite(self.scale):
+            raise SchemaError(f"Window scale is {self.scale!r}; expected a finite number, or None.")
 
     @property
     def span(self) -> tuple[int, int, str]:
@@ -186,8 +197,19 @@ class Window:
 
     def __repr__(self) -> str:
         fields = [f"length={self.length}, offset={self.offset}, pad={self.pad!r}"]
-        fields += [f"column={self.column!r}"] if self.column is not None else []
-        return f"Window({', '.join([*fields, 'squeeze=True'] if self.squeeze else fields)})"
+        given = {
+            "column": self.column,
+            "squeeze": self.squeeze or None,
+            "dtype": self.dtype,
+            "scale": self.scale,
+        }
+        fields += [f"{name}={value!r}" for name, value in given.items() if value is not None]
+        return f"Window({', '.join(fields)})"
+
+
+def _is_finite(value: Any) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and math.isfinite(value)
 
 
 class Schema(Mapping[str, Column]):

@@ -92,6 +92,11 @@ RUNS: dict[str, tuple[str, dict[str, set[str]], str]] = {
         {**TRANSITIONS, "append 1": APPENDED, "append 8": APPENDED},
         "left out: SB3",
     ),
+    "packed": (
+        "--threads 1 --columns 1,2",
+        {f"{n} columns": {"plain torch", "plain torch, cat", "pad_sequence", "ours"} for n in (1, 2)},
+        "2 columns, 16,384 tokens",
+    ),
     "train": (
         "--threads 1 --episodes 12",
         {

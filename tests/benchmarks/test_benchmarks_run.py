@@ -28,6 +28,7 @@ NAMES = (
     "memory",
     "overlap",
     "transitions",
+    "packed",
     "learn",
     "train",
 )

@@ -57,7 +57,7 @@ class Model(lightning.LightningModule):
             raise FloatingPointError("in the middle of training")
         self.seen.append(drawn([batch]))
         error = self.layer(batch["observation"])[..., 0] - batch["reward"].float()
-        return (error.square() * batch["mask"]).mean()
+        return (error.square() * batch.get("mask", 1)).mean()
 
     def on_validation_epoch_start(self) -> None:
         self.validated.append([])
@@ -96,6 +96,10 @@ def indices(batches: Any) -> set[int]:
 
 # Stop and resume -------------------------------------------------------------------------------------
 
+PACKED: dict[str, Any] = {
+    "windows": gear.Whole(), "layout": "packed", "batch_size": None, "max_steps": 30, "lookahead": 2,
+    "val_batch_size": 8, "batches_per_epoch": 9,
+}  # fmt: skip
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options of the data module and of the trainer
     "plain": ({}, {}),
     "trajectories once": ({"selector": gear.Uniform(False)}, {}),
@@ -106,6 +110,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # options of the da
     "no validation": ({"val_fraction": 0}, {}),
     "validation within": ({"batches_per_epoch": 6}, {"val_check_interval": 2}),
     "workers": ({"num_workers": 2, "selector": gear.Uniform(False)}, {}),
+    "packed": (PACKED, {}),
+    "packed, workers": ({**PACKED, "num_workers": 2}, {}),
 }
 
 
@@ -123,7 +129,7 @@ def test_resuming_from_the_checkpoint_of_every_step(
     assert len({tuple(rows) for rows in whole.seen}) == len(whole.seen)
     accumulated = settings.get("accumulate_grad_batches", 1)
     steps: Any = range(1, full.global_step)[::every]
-    if case == "workers":  # each resumption starts four processes
+    if case.endswith("workers"):  # each resumption starts four processes
         steps = (1, epoch, epoch + 2) if every == 1 else (epoch + 2,)
     for step in steps:
         resumed = fit(module(table, **options), checkpoint=tmp_path / f"step={step}.ckpt", **settings)

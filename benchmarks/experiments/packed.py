@@ -1,0 +1,213 @@
+"""``python -m benchmarks packed``: batches of 16,384 tokens, of sequences of uneven length, on the CPU.
+
+Lengths are log-normal, 100 to 8,000 with a median of 600. Plain torch, the yardstick, has every column in one tensor,
+sequence after sequence: it draws sequences until the next does not fit, makes one index of all steps, and calls
+`index_select` for each column (`cat`: concatenates slices instead). `pad_sequence` pads the same sequences to the
+longest of the batch. Ours is a dataset with ``max_steps``. Every figure is the time of as many tokens that are no
+padding.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+import gear_loader as gear
+from benchmarks.harness import Incorrect, Session, Variant
+from benchmarks.options import command as as_command
+from benchmarks.options import numbers, option
+
+TOKENS = 16_384
+COLUMNS = (1, 32)
+SEQUENCES, QUICK_SEQUENCES = 4000, 60
+MEDIAN, SIGMA, SHORTEST, LONGEST = 600, 1.0, 100, 8000
+LOOKAHEAD = 16
+SEED = 3
+
+Columns = option(str, f"Columns of int32, of one value a step: {','.join(map(str, COLUMNS))} by default.")
+
+
+@as_command("packed", repeats=(2, 15), pause=0.005)
+def command(session: Session, columns: Columns = None) -> None:
+    """Packed batches of 16,384 tokens from sequences of 100 to 8,000."""
+    counts = numbers(columns, "--columns", 1, 256) or COLUMNS
+    total = QUICK_SEQUENCES if session.quick else SEQUENCES
+    session.configure(columns=counts, sequences=total, tokens=TOKENS, lookahead=LOOKAHEAD, seed=SEED)
+    for count in session.each("packed", counts, lambda count: f"{count} columns"):
+        _measured(session, Sequences(count, total), 3 if session.quick else 20)
+
+
+class Sequences:
+    """Sequences of log-normal lengths, one after another in each column.
+
+    The value of a step tells its column and its place in `flat`.
+    """
+
+    def __init__(self, columns: int, count: int) -> None:
+        random = np.random.default_rng(SEED)
+        lengths = np.clip(random.lognormal(math.log(MEDIAN), SIGMA, count), SHORTEST, LONGEST)
+        self.lengths = lengths.astype(np.int64)
+        self.starts = np.cumsum(self.lengths) - self.lengths
+        self.total = int(self.lengths.sum())
+        place = torch.arange(self.total, dtype=torch.int32)
+        self.flat = {f"column{i}": place + i for i in range(columns)}
+
+    def table(self) -> gear.Table:
+        """A table of them, column by column: packed=False."""
+        schema = dict.fromkeys(self.flat, gear.Column(torch.int32))
+        table = gear.Table.create(
+            schema,
+            max_steps=self.total,
+            max_trajectories=len(self.lengths),
+            block_steps=128,
+            packed=False,
+        )
+        for start, length in zip(self.starts.tolist(), self.lengths.tolist(), strict=True):
+            table.add({name: values[start : start + length] for name, values in self.flat.items()})
+        return table
+
+    def batches(self) -> Iterator[np.ndarray]:
+        """Numbers of random sequences that fit into a batch, again and again."""
+        random = np.random.default_rng(SEED)
+        while True:
+            order = random.permutation(len(self.lengths))
+            while len(order):
+                ends = np.cumsum(self.lengths[order[: TOKENS // SHORTEST]])
+                count = int(np.searchsorted(ends, TOKENS, side="right"))
+                yield order[:count]
+                order = order[count:]
+
+
+def _measured(session: Session, data: Sequences, count: int) -> None:
+    """Compare the ways at one number of columns."""
+    with data.table() as table:
+        options: dict[str, Any] = {
+            "windows": gear.Whole(), "layout": "packed", "max_steps": TOKENS, "device": "cpu", "seed": SEED,
+            "selector": gear.Uniform(replacement=False), "batches_per_epoch": math.inf, "prefetch": 0,
+        }  # fmt: skip
+        kept = gear.ReplayDataset(table, lookahead=LOOKAHEAD, **options)
+        recycled = gear.ReplayDataset(table, lookahead=LOOKAHEAD, copy=False, **options)
+        targets = {"plain torch": 0.9}
+        variants = [
+            _variant("plain torch", _selected(data), data, count),
+            _variant("plain torch, cat", _joined(data), data, count),
+            _variant("pad_sequence", _padded(data), data, count, check=_check_padded),
+            _variant("ours", iter(kept), data, count, targets=targets, fill=lambda: kept.batch_fill),
+            _variant("ours, copy=False", iter(recycled), data, count, fill=lambda: recycled.batch_fill),
+        ]
+        label = f"{len(data.flat)} column{'s' if len(data.flat) > 1 else ''}, {TOKENS:,} tokens"
+        told = {"columns": len(data.flat), "sequences": len(data.lengths), "item": "token"}
+        session.compare(f"{len(data.flat)} columns", label, variants, "plain torch", told, unit="rows")
+
+
+def _variant(
+    name: str,
+    batches: Iterator[Any],
+    data: Sequences,
+    count: int,
+    *,
+    check: Callable[[Any, Sequences], None] | None = None,
+    fill: Callable[[], float | None] | None = None,
+    targets: dict[str, float] | None = None,
+) -> Variant:
+    """A way whose batches are timed by the token."""
+
+    def measure() -> float:
+        tokens, started = 0, time.perf_counter()
+        for batch in itertools.islice(batches, count):
+            tokens += int(batch["cu_seqlens"][-1])
+        return (time.perf_counter() - started) * count * TOKENS / tokens
+
+    def checked() -> None:
+        for batch in itertools.islice(batches, 5):
+            (check or _check_packed)(batch, data)
+
+    extras = (lambda: {"fill": fill() or 0.0}) if fill is not None else None
+    return Variant(name, measure, checked, TOKENS, count, targets=targets or {}, extras=extras)
+
+
+def _cumulative(data: Sequences, chosen: np.ndarray) -> torch.Tensor:
+    starts = np.zeros(len(chosen) + 1, dtype=np.int32)
+    np.cumsum(data.lengths[chosen], out=starts[1:])
+    return torch.from_numpy(starts)
+
+
+def _selected(data: Sequences) -> Iterator[dict[str, Any]]:
+    """Batches by one index of all steps."""
+    out = {name: torch.empty(TOKENS, dtype=torch.int32) for name in data.flat}
+    for chosen in data.batches():
+        lengths, starts = data.lengths[chosen], _cumulative(data, chosen)
+        total = int(starts[-1])
+        position = np.arange(total) - np.repeat(starts[:-1].numpy(), lengths)
+        index = torch.from_numpy(position + np.repeat(data.starts[chosen], lengths))
+        batch: dict[str, Any] = {
+            name: torch.index_select(values, 0, index, out=out[name][:total])
+            for name, values in data.flat.items()
+        }
+        yield {**batch, "cu_seqlens": starts, "position": torch.from_numpy(position.astype(np.int32))}
+
+
+def _joined(data: Sequences) -> Iterator[dict[str, Any]]:
+    """Batches of slices, one after another."""
+    out = {name: torch.empty(TOKENS, dtype=torch.int32) for name in data.flat}
+    for chosen in data.batches():
+        starts = _cumulative(data, chosen)
+        total, lengths = int(starts[-1]), data.lengths[chosen].tolist()
+        slices = [slice(a, a + n) for a, n in zip(data.starts[chosen].tolist(), lengths, strict=True)]
+        batch: dict[str, Any] = {
+            name: torch.cat([values[part] for part in slices], out=out[name][:total])
+            for name, values in data.flat.items()
+        }
+        position = torch.cat([torch.arange(length, dtype=torch.int32) for length in lengths])
+        yield {**batch, "cu_seqlens": starts, "position": position}
+
+
+def _padded(data: Sequences) -> Iterator[dict[str, Any]]:
+    """Batches [rows, longest], padded."""
+    for chosen in data.batches():
+        begins, lengths = data.starts[chosen].tolist(), data.lengths[chosen].tolist()
+        slices = [slice(a, a + n) for a, n in zip(begins, lengths, strict=True)]
+        batch: dict[str, Any] = {
+            name: pad_sequence([values[part] for part in slices], batch_first=True)
+            for name, values in data.flat.items()
+        }
+        yield {**batch, "cu_seqlens": _cumulative(data, chosen)}
+
+
+def _check_packed(batch: Any, data: Sequences) -> None:
+    """Raise Incorrect unless every row is a sequence in every column."""
+    starts = batch["cu_seqlens"].tolist()
+    first = batch["column0"][batch["cu_seqlens"][:-1].long()].numpy()
+    chosen = np.searchsorted(data.starts, first)
+    if starts[-1] > TOKENS or np.diff(starts).tolist() != data.lengths[chosen].tolist():
+        raise Incorrect("rows are not the sequences that they begin with")
+    expected = np.concatenate([np.arange(data.lengths[i]) for i in chosen])
+    if not np.array_equal(batch["position"].numpy(), expected):
+        raise Incorrect("positions do not count the steps of each row")
+    place = torch.from_numpy(expected + np.repeat(data.starts[chosen], data.lengths[chosen]))
+    for name, values in data.flat.items():
+        if not torch.equal(batch[name], values[place]):
+            raise Incorrect(f"{name} does not hold the steps of its sequences")
+
+
+def _check_padded(batch: Any, data: Sequences) -> None:
+    """Raise Incorrect unless every row is a sequence, and zeros after it."""
+    lengths = batch["cu_seqlens"].diff()
+    there = torch.arange(int(lengths.max())) < lengths[:, None]
+    _check_packed(
+        {
+            **{name: batch[name][there] for name in data.flat},
+            "cu_seqlens": batch["cu_seqlens"],
+            "position": torch.cat([torch.arange(length) for length in lengths.tolist()]),
+        },
+        data,
+    )
+    if any((batch[name][~there] != 0).any() for name in data.flat):
+        raise Incorrect("padding is not zero")

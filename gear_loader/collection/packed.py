@@ -1,0 +1,259 @@
+"""Packed batches: the steps of rows of different lengths one after another, without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from gear_loader.collection.batches import Batch
+from gear_loader.collection.collector import COUNTS, NUMBERS, ROW_KEYS, Buffers, Collector
+from gear_loader.collection.conversions import Conversion, converted_dtype
+from gear_loader.collection.n_step import NStep
+from gear_loader.collection.references import BatchReferences
+from gear_loader.collection.windows import Whole, packed_span, source_of, steps_only
+from gear_loader.errors import SchemaError
+from gear_loader.native.copying import STREAM_BATCH_BYTES
+from gear_loader.native.packed import (
+    PACKED_BASE,
+    PACKED_BLOCKS,
+    PACKED_OUT,
+    PACKED_STEP_BYTES,
+    PACKED_STEP_STRIDE,
+    PACKED_STRIDE,
+    PACKED_WIDTH,
+    gather_packed,
+    measure,
+)
+from gear_loader.storage.rows import SelectedRows
+from gear_loader.storage.schema import Column, Window
+from gear_loader.storage.table import Table
+from gear_loader.utils.arrays import Array
+
+__all__ = ["PackedBuffers", "PackedCollector"]
+
+
+class PackedBuffers(Buffers):
+    """The tensors of one packed batch, as large as the largest one that they have held.
+
+    ::
+
+        steps   [capacity, *shape]   row 0 | row 1 ... | row n - 1 | unused
+        starts  cu_seqlens           0     cu[1]   ... cu[n - 1]   cu[n]
+
+    Args:
+        collector: whose batches they hold.
+        shared: allocate the tensors in shared memory, just as large as a batch needs.
+    """
+
+    def __init__(self, collector: PackedCollector, *, shared: bool) -> None:
+        self.batch = Batch()
+        self.gpu, self.inline, self.references = None, None, None
+        self.computed = ()
+        self._collector = collector
+        self._shared = shared
+        self._num_rows = self._num_steps = -1  # capacity
+        self.total, self.longest = 0, 0
+
+    def reserve(self, num_rows: int, num_steps: int) -> None:
+        """Make room for a batch of so many rows and steps; the tensors hold no batch any longer if they grow."""
+        if num_rows > self._num_rows:
+            count = num_rows if self._shared else _grown(num_rows)
+            self._allocate_rows(count)
+            self._num_rows = count
+        if num_steps > self._num_steps:
+            count = num_steps if self._shared else _grown(num_steps)
+            self._allocate_steps(count)
+            self._num_steps = count
+
+    def _empty(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+        return tensor.share_memory_() if self._shared else tensor
+
+    def _allocate_rows(self, count: int) -> None:
+        collector = self._collector
+        self.references = None
+        names = self._empty(3, count, dtype=torch.int64)
+        once, converted, self._row_conversions = self._values(collector.once, count)
+        self.rows_memory = {**dict(zip(ROW_KEYS, names, strict=True)), **once, **converted}
+        if collector.weighs:
+            self.rows_memory["priority_weight"] = self._empty(count, dtype=torch.float32)
+        self.info_memory = {}
+        if collector.informs:
+            counts, numbers = (self._empty(2, count, dtype=kind) for kind in (torch.int64, torch.float32))
+            self.info_memory = dict(zip(COUNTS + NUMBERS, (*counts, *numbers), strict=True))
+        self.starts = self._empty(count + 1, dtype=torch.int32)
+        self.names, self.starts_array = names.numpy(), self.starts.numpy()
+        self.once_columns = collector.table_of(once)
+
+    def _allocate_steps(self, count: int) -> None:
+        collector = self._collector
+        self.references = None
+        steps, converted, self._step_conversions = self._values(collector.steps, count)
+        self.steps_memory = {**steps, **converted}
+        self.position = self._empty(count, dtype=torch.int32)
+        self.position_array = self.position.numpy()
+        self.columns = collector.table_of(steps)
+
+    def _values(
+        self, columns: Mapping[str, tuple[int, ...]], count: int
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[Conversion]]:
+        """Memory of `count` values as they are gathered, and as they are delivered where they are converted."""
+        collector = self._collector
+        gathered, converted, conversions = {}, {}, []
+        for name, shape in columns.items():
+            window, column = collector.windows[name], collector.column_of(name)
+            gathered[name] = self._empty(count, *shape, dtype=column.dtype)
+            dtype = converted_dtype(name, window, column)
+            if dtype is not None:
+                converted[name] = self._empty(count, *shape, dtype=dtype)
+                conversions.append(Conversion(gathered[name], converted[name], window.scale))
+        return gathered, converted, conversions
+
+    def convert(self, num_rows: int, num_steps: int) -> None:
+        """Convert the values of a gathered batch, where windows have another dtype."""
+        for each in self._row_conversions:
+            each.convert(num_rows)
+        for each in self._step_conversions:
+            each.convert(num_steps)
+
+    def lend(self, count: int) -> Batch:
+        """`rows` as new tensors, whose references `references` finds."""
+        if self.references is None:
+            self.references = BatchReferences(
+                {
+                    **self.steps_memory,
+                    **self.rows_memory,
+                    **self.info_memory,
+                    "position": self.position,
+                    "cu_seqlens": self.starts,
+                }
+            )
+        return self.rows(count)
+
+    def rows(self, count: int) -> Batch:
+        """The batch of `count` rows that was gathered last; views of the buffers."""
+        batch, total = Batch(), self.total
+        for name in self._collector.windows:
+            if name in self.steps_memory:
+                batch[name] = self.steps_memory[name].narrow(0, 0, total)
+            else:
+                batch[name] = self.rows_memory[name].narrow(0, 0, count)
+        batch["cu_seqlens"] = self.starts.narrow(0, 0, count + 1)
+        batch["max_seqlen"] = self.longest
+        batch["position"] = self.position.narrow(0, 0, total)
+        for name in ROW_KEYS:
+            batch[name] = self.rows_memory[name].narrow(0, 0, count)
+        if self._collector.weighs:
+            batch["priority_weight"] = self.rows_memory["priority_weight"].narrow(0, 0, count)
+        if self.info_memory:
+            batch["sample_info"] = {name: part.narrow(0, 0, count) for name, part in self.info_memory.items()}
+        return batch
+
+
+class PackedCollector(Collector):
+    """Gathers packed batches of one table, on the CPU.
+
+    Args:
+        table: table to read.
+        windows: name in the batch -> window; those of steps are all the same.
+        weighs, informs: as for `Collector`.
+
+    Attributes:
+        steps, once: name in the batch -> shape of a value, of columns of steps and per trajectory.
+
+    Raises:
+        SchemaError: windows that differ.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        windows: Mapping[str, Window | NStep | Whole],
+        *,
+        weighs: bool = False,
+        informs: bool = False,
+    ) -> None:
+        cpu = torch.device("cpu")
+        super().__init__(table, windows, batch_size=1, device=cpu, weighs=weighs, informs=informs)
+        self._offset, self._length = packed_span(table.schema, windows)
+        self._sources = {name: source_of(name, window) for name, window in self.windows.items()}
+        shapes = {name: self.column_of(name).shape for name in self.windows}
+        self.steps = {name: shapes[name] for name in steps_only(table.schema, self.windows)}
+        self.once = {name: shape for name, shape in shapes.items() if name not in self.steps}
+        self._step_bytes = sum(self.column_of(name).step_bytes for name in self.steps)
+
+    def column_of(self, name: str) -> Column:
+        """The column that a window reads."""
+        return self.table.schema[self._sources[name]]
+
+    def buffers(self, *, shared: bool = False) -> Buffers:
+        """Buffers for one batch, which get their memory at their first gather; see `Collector.buffers`."""
+        return PackedBuffers(self, shared=shared)
+
+    def table_of(self, memory: Mapping[str, torch.Tensor]) -> Array:
+        """Where windows (name -> memory) are copied from and to, int64 [C, PACKED_WIDTH]; see `native.packed`."""
+        region, layout = self.table.region, self.table.region.layout
+        table = np.zeros((len(memory), PACKED_WIDTH), dtype=np.int64)
+        for row, name in zip(table, memory, strict=True):
+            blocks, place = region.blocks(self._sources[name]), layout.columns[self._sources[name]]
+            row[PACKED_BASE] = blocks.ctypes.data + place.inside
+            row[PACKED_STRIDE], row[PACKED_BLOCKS] = blocks.strides[0], len(blocks)
+            row[PACKED_STEP_BYTES], row[PACKED_STEP_STRIDE] = place.step_bytes, place.step_stride
+            row[PACKED_OUT] = memory[name].data_ptr()
+        return table
+
+    def gather(self, buffers: Buffers, rows: Any) -> None:
+        """Fill `buffers` with these rows, which are complete when this returns.
+
+        Args:
+            buffers: buffers of this collector.
+            rows: `SelectedRows`. The caller holds their read ticket.
+
+        Raises:
+            SchemaError: the batch would have 2**31 steps or more.
+        """
+        assert isinstance(buffers, PackedBuffers)
+        assert isinstance(rows, SelectedRows)
+        count, spans, bad = len(rows), rows.spans, 0
+        if spans is None:
+            spans = np.empty((2, count), dtype=np.int64)
+            bad = measure(rows.slots, rows.anchors, self._extent, self._offset, self._length, spans)
+        total = int(spans[1].sum())
+        if total >= 2**31:
+            raise SchemaError(
+                f"A packed batch would have {total:,} steps, more than its cu_seqlens (int32) count; expected less "
+                "than 2**31. Use a smaller batch_size, or max_steps."
+            )
+        buffers.reserve(count, total)
+        buffers.total, buffers.longest = total, int(spans[1].max(initial=0))
+        buffers.starts_array[0] = 0
+        np.cumsum(spans[1], out=buffers.starts_array[1 : count + 1])
+        for place, values in zip(buffers.names, (rows.slots, rows.anchors, rows.generations), strict=True):
+            place[:count] = values
+        if rows.weights is not None:
+            buffers.rows_memory["priority_weight"].numpy()[:count] = rows.weights
+        if rows.counts is not None and rows.numbers is not None:
+            for key, values in zip(COUNTS + NUMBERS, (*rows.counts, *rows.numbers), strict=True):
+                buffers.info_memory[key].numpy()[:count] = values
+        bad += gather_packed(
+            buffers.columns,
+            buffers.once_columns,
+            rows.slots,
+            spans,
+            buffers.starts_array,
+            self._extent,
+            self._block_ids,
+            self._block_steps,
+            buffers.position_array,
+            total * self._step_bytes >= STREAM_BATCH_BYTES,
+        )
+        self.table.reader().check_gathered(bad)
+        buffers.convert(count, total)
+
+
+def _grown(count: int) -> int:
+    """The next power of two, so that memory grows seldom."""
+    return 1 << max(count - 1, 0).bit_length()

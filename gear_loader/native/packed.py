@@ -1,0 +1,242 @@
+"""The compiled loops of packed batches (numba): rows of different lengths, one after another, without padding.
+
+Arguments are raw addresses and arrays that the callers have checked; see `gear_loader.native.copying`.
+"""
+
+from __future__ import annotations
+
+from numba import int64, njit
+
+from gear_loader.native.compile import compiled
+from gear_loader.native.copying import (
+    _copy,
+    _copy_apart,
+    _copy_past_caches,
+    _extent_of,
+    _fill,
+    _order_stores,
+)
+
+__all__ = [
+    "GONE",
+    "KEPT",
+    "LONG",
+    "PACKED_BASE",
+    "PACKED_BLOCKS",
+    "PACKED_OUT",
+    "PACKED_STEP_BYTES",
+    "PACKED_STEP_STRIDE",
+    "PACKED_STRIDE",
+    "PACKED_WIDTH",
+    "QUEUE_ANCHOR",
+    "QUEUE_DRAW",
+    "QUEUE_FIRST",
+    "QUEUE_GENERATION",
+    "QUEUE_ROW",
+    "QUEUE_SLOT",
+    "QUEUE_STEPS",
+    "QUEUE_WIDTH",
+    "choose",
+    "gather_packed",
+    "measure",
+    "screen",
+]
+
+# One row of the table of columns: int64 [PACKED_WIDTH].
+PACKED_BASE = 0  # address of the column
+PACKED_STRIDE = 1  # bytes from block to block
+PACKED_STEP_BYTES = 2  # bytes of a step
+PACKED_STEP_STRIDE = 3  # bytes from step to step in a block
+PACKED_BLOCKS = 4  # blocks of the column: a block id is below it
+PACKED_OUT = 5  # address of the output, [steps, step bytes], or [rows, step bytes] of a column per trajectory
+PACKED_WIDTH = 6
+
+_PAST_CACHES_BYTES = 1024
+"""Smallest piece of a large batch that is written past the caches."""
+
+
+@compiled
+def measure(slots, anchors, extent, offset, length, spans) -> int:  # type: ignore[no-untyped-def]
+    """Find the steps of windows that exist; a final step does not count.
+
+    Args:
+        slots, anchors: int64 [n]. extent: int64 [T, 3].
+        offset, length: first step relative to the anchor, and steps, of a window.
+        spans: int64 [2, n], output: first step and number of steps of each row.
+
+    Returns:
+        Number of invalid slots, 0 unless the index is corrupt. Their rows have no steps.
+    """
+    bad = 0
+    for b in range(len(slots)):
+        steps = int64(0)
+        if slots[b] >= 0 and slots[b] < len(extent):
+            steps, _, _ = _extent_of(extent, slots[b])
+        else:
+            bad += 1
+        low = min(max(anchors[b] + offset, 0), steps)
+        spans[0, b] = low
+        spans[1, b] = max(min(anchors[b] + offset + length, steps), low) - low
+    return bad
+
+
+# A queue of drawn rows: int64 [QUEUE_WIDTH, n].
+QUEUE_SLOT, QUEUE_ANCHOR, QUEUE_GENERATION = 0, 1, 2
+QUEUE_DRAW, QUEUE_ROW = 3, 4  # number of the row's draw, and the row in it
+QUEUE_FIRST, QUEUE_STEPS = 5, 6  # of `measure`
+QUEUE_WIDTH = 7
+KEPT, GONE, LONG = 0, 1, 2  # results of `screen`
+
+
+@compiled
+def screen(  # type: ignore[no-untyped-def]
+    queue, begin, states, generations, ready, extent, offset, length, max_steps, truncates, results
+) -> int:
+    """Measure the queued rows from number `begin` on, and find those that cannot be in a batch.
+
+    Args:
+        queue: int64 [QUEUE_WIDTH, n], of which QUEUE_FIRST and QUEUE_STEPS are output.
+        states, generations: of the index, int64 [T]. ready: state of a trajectory that can be read.
+        extent, offset, length: as for `measure`.
+        max_steps: most steps of a row; with `truncates` longer ones have as many.
+        results: int8 [n], output: KEPT; GONE if the trajectory has been removed; LONG if it has too many steps.
+
+    Returns:
+        Number of rows that are not KEPT.
+    """
+    others = 0
+    for i in range(begin, queue.shape[1]):
+        slot, results[i] = queue[QUEUE_SLOT, i], KEPT
+        inside = slot >= 0 and slot < len(extent)
+        if not inside or states[slot] != ready or generations[slot] != queue[QUEUE_GENERATION, i]:
+            results[i] = GONE
+            others += 1
+            continue
+        steps, _, _ = _extent_of(extent, slot)
+        start = queue[QUEUE_ANCHOR, i] + offset
+        low = min(max(start, 0), steps)
+        count = max(min(start + length, steps), low) - low
+        if count > max_steps:
+            if truncates:
+                count = max_steps
+            else:
+                results[i] = LONG
+                others += 1
+        queue[QUEUE_FIRST, i], queue[QUEUE_STEPS, i] = low, count
+    return others
+
+
+@compiled
+def choose(queue, max_steps, lookahead, places):  # type: ignore[no-untyped-def]
+    """Choose the rows of a batch: in order, each that still fits, until more than `lookahead` did not.
+
+    Args:
+        queue: int64 [QUEUE_WIDTH, n], rows of at most `max_steps` steps.
+        max_steps: most steps, and rows, of the batch.
+        lookahead: rows that may be passed over.
+        places: int64 [n], output: numbers of the chosen rows, then those of the others, both in order.
+
+    Returns:
+        Number of chosen rows, and their steps; whether a row after these might belong to the batch too.
+    """
+    total, room, passed, rows, more = queue.shape[1], max_steps, 0, 0, True
+    for i in range(total):
+        if not more or queue[QUEUE_STEPS, i] > room:
+            places[total - 1 - (i - rows)] = i
+            passed += 1
+            more = more and passed <= lookahead
+        else:
+            places[rows] = i
+            rows += 1
+            room -= queue[QUEUE_STEPS, i]
+            more = room > 0 and rows < max_steps
+    places[rows:] = places[rows:][::-1].copy()
+    return rows, max_steps - room, more
+
+
+@compiled
+def gather_packed(  # type: ignore[no-untyped-def]
+    columns, once, slots, spans, starts, extent, block_ids, block_steps, position, streams
+) -> int:
+    """Copy the steps of rows one after another, and the values of their trajectories.
+
+    Block by block, so that the columns of a record are read while it is in the cache; columns that lie by themselves as
+    many blocks at once as lie side by side.
+
+    Args:
+        columns, once: int64 [C, PACKED_WIDTH], columns of steps, and per trajectory.
+        slots: int64 [n]. spans: int64 [2, n], of `measure`.
+        starts: int32 [at least n], place of each row's first step in the outputs.
+        extent: int64 [T, 3]. block_ids: int32 [H]. block_steps: steps of a block.
+        position: int32 [steps], output: the step's number in its trajectory.
+        streams: whether to write past the caches.
+
+    Returns:
+        Number of invalid slots and blocks, 0 unless the index is corrupt. Their steps are zeros.
+    """
+    bad, adjoin = (
+        0,
+        True,
+    )  # whether the last step of a block lies before the first of the next one, in every column
+    for c in range(columns.shape[0]):
+        adjoin = adjoin and columns[c, PACKED_STRIDE] == block_steps * columns[c, PACKED_STEP_BYTES]
+    for b in range(len(slots)):
+        row = int64(-1) << 40  # no place in `block_ids`
+        if slots[b] >= 0 and slots[b] < len(extent):
+            _, row, _ = _extent_of(extent, slots[b])
+        else:
+            bad += 1
+        low, end, start = spans[0, b], spans[0, b] + spans[1, b], int64(starts[b])
+        own = position[start : start + end - low]
+        for i in range(len(own)):
+            own[i] = low + i
+        step = low
+        while step < end:
+            block = step // block_steps
+            inside = step - block * block_steps
+            take = min(block_steps - inside, end - step)
+            number = _block(block_ids, row + block)
+            following = number + 1
+            while (
+                adjoin
+                and step + take < end
+                and _block(block_ids, row + block + following - number) == following
+            ):
+                take += min(block_steps, end - step - take)
+                following += 1
+            for c in range(columns.shape[0]):
+                step_bytes, every = columns[c, PACKED_STEP_BYTES], columns[c, PACKED_STEP_STRIDE]
+                out = columns[c, PACKED_OUT] + (start + step - low) * step_bytes
+                size = take * step_bytes
+                if number < 0 or following > columns[c, PACKED_BLOCKS]:
+                    _fill(out, 0, size)
+                    bad += 1
+                    continue
+                source = columns[c, PACKED_BASE] + number * columns[c, PACKED_STRIDE] + inside * every
+                if every != step_bytes:
+                    _copy_apart(out, step_bytes, source, every, take, step_bytes)
+                elif streams and size >= _PAST_CACHES_BYTES:
+                    _copy_past_caches(out, source, size)
+                else:
+                    _copy(out, source, size)
+            step += take
+        number = _block(block_ids, row)
+        for c in range(once.shape[0]):
+            out = once[c, PACKED_OUT] + b * once[c, PACKED_STEP_BYTES]
+            if number < 0 or number >= once[c, PACKED_BLOCKS]:
+                _fill(out, 0, once[c, PACKED_STEP_BYTES])
+                bad += 1
+            else:
+                source = once[c, PACKED_BASE] + number * once[c, PACKED_STRIDE]
+                _copy(out, source, once[c, PACKED_STEP_BYTES])
+    if streams:
+        _order_stores()
+    return bad
+
+
+@njit(inline="always")
+def _block(block_ids, place):  # type: ignore[no-untyped-def]
+    """The block id at a place of the block tables; -1 if there is no such place."""
+    if place < 0 or place >= len(block_ids):
+        return int64(-1)
+    return int64(block_ids[place])

@@ -1,0 +1,284 @@
+"""Plans batches of at most so many steps: trajectories in the order in which they are drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from gear_loader.errors import SchemaError
+from gear_loader.native.packed import (
+    GONE,
+    KEPT,
+    LONG,
+    QUEUE_ANCHOR,
+    QUEUE_DRAW,
+    QUEUE_FIRST,
+    QUEUE_GENERATION,
+    QUEUE_ROW,
+    QUEUE_SLOT,
+    QUEUE_STEPS,
+    QUEUE_WIDTH,
+    choose,
+    screen,
+)
+from gear_loader.selection.base import Selection
+from gear_loader.selection.selectors import Draw, Prioritized, Selector
+from gear_loader.selection.step_budget import BudgetCounts, BudgetState, StepBudget
+from gear_loader.storage.operations import READY
+from gear_loader.storage.readers import Ticket
+from gear_loader.storage.rows import SelectedRows
+from gear_loader.utils.arrays import Array
+
+__all__ = ["BudgetPlanner", "PlannedBatch"]
+
+_DRAWN = 64
+"""Rows of one draw: a draw takes about as long for 64 rows as for one."""
+_DRAWN_BY_PRIORITY = 16
+"""Rows of one draw by priority: fewer, so that new priorities count soon."""
+_MOST_SKIPPED = 1 << 14
+"""Rows skipped one after another before an endless epoch is an error."""
+
+
+@dataclasses.dataclass
+class PlannedBatch:
+    """The rows of a batch, readable until `end`.
+
+    Attributes:
+        rows: with their spans. state: position after the batch. tickets: read tickets.
+        counts: of this batch, and of rows left out since the one before.
+    """
+
+    rows: SelectedRows
+    state: BudgetState
+    tickets: list[Ticket]
+    counts: BudgetCounts
+
+    def end(self) -> None:
+        """Release the read tickets; idempotent."""
+        for ticket in self.tickets:
+            ticket.end()
+
+
+class BudgetPlanner:
+    """Plans one batch after another from a stream of draws.
+
+    Drawn rows wait in a queue. A batch takes from it in order: the first row, then each that fits, until more than
+    `lookahead` rows did not fit; the next batch begins with the first of those. So every row is in exactly one batch,
+    at most ``lookahead + 1`` batches after the first that had no room for it. Only rows whose trajectory is removed
+    while they wait are left out.
+
+    Args:
+        selection: draws the rows.
+        budget: the options.
+        seed, epoch: of the draws.
+        past: batches of earlier epochs, for schedules.
+        endless: whether the stream goes on after as many rows as there are items at its start.
+        state: position to go on from; the draws of waiting rows are repeated.
+    """
+
+    def __init__(
+        self,
+        selection: Selection,
+        budget: StepBudget,
+        *,
+        seed: int,
+        epoch: int,
+        past: int,
+        endless: bool,
+        state: BudgetState | None = None,
+    ) -> None:
+        self._selection, self._budget = selection, budget
+        self._selector = selection.context.selector
+        self._reader = selection.context.table.reader()
+        self._seed, self._epoch, self._past, self._endless = seed, epoch, past, endless
+        self._size = self.draw_size(self._selector)
+        self._view = selection.look()
+        self._state = state = state or BudgetState()
+        self._queue: Array = np.empty((QUEUE_WIDTH, 0), dtype=np.int64)
+        self._more: list[Array | None] | None = None  # weights, counts and numbers of the queued rows
+        self._draws: dict[int, tuple[int, int, int, int]] = {}
+        self._counts = BudgetCounts()
+        self._skipped_together = 0
+        if state.waiting.shape[1]:
+            self._repeat(state)
+
+    @staticmethod
+    def draw_size(selector: Selector) -> int:
+        """Rows of one draw."""
+        return _DRAWN_BY_PRIORITY if isinstance(selector, Prioritized) else _DRAWN
+
+    @property
+    def number(self) -> int:
+        """Number of the next batch."""
+        return self._state.number
+
+    def next(self) -> PlannedBatch | None:
+        """The next batch, which the caller ends; None at the end of the stream.
+
+        Raises:
+            SchemaError: a trajectory is longer than the budget, and `too_long` is ``"error"``.
+            TableEmptyError: there is nothing to draw from.
+        """
+        tickets: list[Ticket] = []
+        try:
+            if self._queue.shape[1]:
+                tickets.append(Ticket())
+                self._reader.begin_read(tickets[0])
+                self._screen(0)
+            while True:
+                places = np.empty(self._queue.shape[1], dtype=np.int64)
+                rows, steps, more = choose(
+                    self._queue, self._budget.max_steps, self._budget.lookahead, places
+                )
+                if not more or not self._draw(tickets):
+                    break
+            if rows:
+                return self._planned(places[:rows], places[rows:], steps, tickets)
+            for ticket in tickets:
+                ticket.end()
+            return None
+        except BaseException:
+            for ticket in tickets:
+                self._selection.undo(ticket)
+            raise
+
+    def _planned(self, chosen: Array, others: Array, steps: int, tickets: list[Ticket]) -> PlannedBatch:
+        """The batch of the chosen rows of the queue, where the others stay."""
+        names, (weights, counted, numbers) = self._queue.take(chosen, 1), self._more_of(chosen)
+        self._keep(others)
+        waiting = self._queue[QUEUE_DRAW : QUEUE_ROW + 1]
+        oldest = int(waiting[0, 0]) if len(others) else self._state.draw
+        self._draws = {number: drawn for number, drawn in self._draws.items() if number >= oldest}
+        state = self._state
+        self._state = BudgetState(
+            state.number + 1, state.draw, state.turn, state.first, tuple(self._draws.values()), waiting
+        )
+        slots, anchors, generations = names[:QUEUE_DRAW]
+        rows = SelectedRows(slots, anchors, generations, weights, counted, numbers, names[QUEUE_FIRST:])
+        counts, self._counts = self._counts, BudgetCounts()
+        counts.batches, counts.steps = 1, steps
+        return PlannedBatch(rows, self._state, tickets, counts)
+
+    def _draw(self, tickets: list[Ticket]) -> bool:
+        """Queue the rows of one more draw under a new ticket; False at the end of the stream."""
+        state, selector = self._state, self._selector
+        count = self._size
+        if selector.passes or not self._endless:
+            items = selector.num_items(self._view)
+            if items and state.first >= items:
+                if not self._endless:
+                    return False
+                self._view = self._selection.look()
+                items = selector.num_items(self._view)
+                state = dataclasses.replace(state, turn=state.turn + 1, first=0)
+            if items == 0:
+                raise self._selection.context.empty()
+            count = min(count, items - state.first)
+        drawn = state.draw, state.turn, state.first, count
+        tickets.append(Ticket())
+        rows = self._rows(drawn, tickets[-1])
+        if len(tickets) > 1:
+            tickets[-1].end()  # the first one keeps these rows readable too
+        self._state = dataclasses.replace(state, draw=state.draw + 1, first=state.first + count)
+        self._draws[drawn[0]] = drawn
+        before = self._queue.shape[1]
+        self._add(rows, drawn[0], np.arange(len(rows)))
+        skipped = self._counts.skipped
+        self._screen(before)
+        self._check_skipped(self._counts.skipped - skipped, len(rows))
+        return True
+
+    def _rows(self, drawn: tuple[int, int, int, int], ticket: Ticket) -> SelectedRows:
+        number, turn, first, count = drawn
+        past = self._past + self._state.number
+        draw = Draw(self._seed, self._epoch, number, first, count, turn, past)
+        rows = self._selection.draw(draw, ticket, self._view if self._selector.passes else None)
+        assert isinstance(rows, SelectedRows)
+        return rows
+
+    def _repeat(self, state: BudgetState) -> None:
+        """Queue the waiting rows of a state."""
+        parts: dict[int, SelectedRows] = {}
+        for drawn in state.draws:
+            ticket = Ticket()
+            try:
+                parts[drawn[0]] = self._rows(drawn, ticket)
+                ticket.end()
+            finally:
+                ticket.end()  # again: an exception may arrive anywhere
+            self._draws[drawn[0]] = drawn
+        for number, row in state.waiting.T.tolist():
+            rows = parts[number]
+            if row < len(rows):
+                self._add(rows.take(np.arange(len(rows)) == row), number, np.array([row]))
+
+    def _add(self, rows: SelectedRows, draw: int, numbers: Array) -> None:
+        """Queue rows of a draw; `numbers`: those of the rows in it."""
+        names = np.empty((QUEUE_WIDTH, len(rows)), dtype=np.int64)
+        names[QUEUE_SLOT], names[QUEUE_ANCHOR] = rows.slots, rows.anchors
+        names[QUEUE_GENERATION], names[QUEUE_DRAW], names[QUEUE_ROW] = rows.generations, draw, numbers
+        self._queue = np.concatenate((self._queue, names), 1) if self._queue.shape[1] else names
+        parts = [rows.weights, rows.counts, rows.numbers]
+        if all(part is None for part in parts):
+            return
+        if self._more is None or self._queue.shape[1] == len(rows):
+            self._more = parts
+            return
+        pairs = zip(self._more, parts, strict=True)
+        self._more = [
+            None if one is None or other is None else np.concatenate((one, other), -1) for one, other in pairs
+        ]
+
+    def _more_of(self, places: Array) -> list[Array | None]:
+        """Weights, counts and numbers of queued rows, int64 [n]."""
+        if self._more is None:
+            return [None, None, None]
+        return [None if part is None else part.take(places, -1) for part in self._more]
+
+    def _keep(self, places: Array) -> None:
+        """Keep these rows of the queue, int64 [n]."""
+        if self._more is not None:
+            self._more = self._more_of(places)
+        self._queue = self._queue.take(places, 1)
+
+    def _screen(self, begin: int) -> None:
+        """Measure the queued rows from number `begin` on; drop those removed from the table, and apply `too_long`."""
+        budget, queue = self._budget, self._queue
+        states, generations, _ = self._reader.slot_states()
+        results = np.zeros(queue.shape[1], dtype=np.int8)
+        others = screen(
+            queue,
+            begin,
+            states,
+            generations,
+            READY,
+            self._reader.index_arrays()[0],
+            budget.offset,
+            budget.length,
+            budget.max_steps,
+            budget.too_long == "truncate",
+            results,
+        )
+        if not others:
+            return
+        gone, long = results == GONE, results == LONG
+        if long.any() and budget.too_long == "error":
+            worst = int(np.flatnonzero(long)[0])
+            raise SchemaError(
+                f"The trajectory of index {queue[QUEUE_SLOT, worst]} has {queue[QUEUE_STEPS, worst]:,} steps, more "
+                f"than max_steps={budget.max_steps:,}. Use a larger max_steps, too_long='truncate' for its first "
+                "steps, or too_long='skip' to leave such trajectories out."
+            )
+        self._counts.gone += int(gone.sum())
+        self._counts.skipped += int(long.sum())
+        self._keep(np.flatnonzero(results == KEPT))
+
+    def _check_skipped(self, skipped: int, drawn: int) -> None:
+        """Raise SchemaError if an endless stream has had nothing but trajectories to skip for long."""
+        self._skipped_together = self._skipped_together + skipped if skipped == drawn else 0
+        if self._endless and self._skipped_together >= _MOST_SKIPPED:
+            raise SchemaError(
+                f"The last {self._skipped_together:,} drawn trajectories have more than max_steps="
+                f"{self._budget.max_steps:,} steps each, so too_long='skip' leaves none; use a larger max_steps."
+            )

@@ -1,0 +1,195 @@
+"""Batches of at most so many steps, made of trajectories in the order in which they are drawn."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from gear_loader.errors import SchemaError
+from gear_loader.selection.base import Selection
+from gear_loader.selection.prioritized import PrioritizedSelection
+from gear_loader.selection.selectors import Fifo, Prioritized, Selector, TopK
+from gear_loader.utils.arrays import Array
+from gear_loader.utils.checks import at_least
+
+__all__ = [
+    "BudgetCounts",
+    "BudgetProgress",
+    "BudgetState",
+    "StepBudget",
+    "TooLong",
+    "checked_positions",
+]
+
+TooLong = Literal["error", "truncate", "skip"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepBudget:
+    """The options of batches that have a number of steps instead of a number of rows.
+
+    Attributes:
+        max_steps: most steps of a batch.
+        lookahead: drawn trajectories that a batch may pass over to find one that fits; later batches begin with them.
+        too_long: what becomes of a trajectory longer than a batch.
+        offset, length: of the windows; see `measure`.
+    """
+
+    max_steps: int
+    lookahead: int
+    too_long: TooLong
+    offset: int
+    length: int
+
+    @staticmethod
+    def check(max_steps: Any, lookahead: Any, too_long: Any, selector: Selector | None) -> None:
+        """Raise SchemaError for invalid options, or a selector whose draws do not go on from batch to batch."""
+        if at_least("max_steps", max_steps) >= 2**31:
+            raise SchemaError(f"max_steps is {max_steps:,}; expected less than 2**31.")
+        at_least("lookahead", lookahead, least=0)
+        if too_long not in ("error", "truncate", "skip"):
+            raise SchemaError(f"too_long is {too_long!r}; expected 'error', 'truncate' or 'skip'.")
+        if selector is None:
+            return
+        if isinstance(selector, TopK) or (isinstance(selector, Fifo) and selector.replacement):
+            raise SchemaError(
+                f"max_steps was given with {selector!r}, of which every batch has the same trajectories; expected "
+                "Uniform, Prioritized, or Fifo or Lifo with replacement=False."
+            )
+        if isinstance(selector, Prioritized) and not (selector.replacement and selector.normalize == "table"):
+            raise SchemaError(
+                f"max_steps was given with {selector!r}; expected Prioritized(replacement=True, normalize='table'): a "
+                "batch is made of several draws, so neither distinct rows nor the largest weight are known at one."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class BudgetState:
+    """Position in the stream of drawn trajectories after a batch.
+
+    Attributes:
+        number: batches so far.
+        draw, turn, first: number of the next draw; its pass, and its first item there.
+        draws: number, turn, first and count of the draws since the oldest of which rows are left.
+        waiting: int64 [2, n], number of the draw and row of each drawn trajectory that no batch has had yet, in order.
+    """
+
+    number: int = 0
+    draw: int = 0
+    turn: int = 0
+    first: int = 0
+    draws: tuple[tuple[int, int, int, int], ...] = ()
+    waiting: Array = dataclasses.field(default_factory=lambda: np.empty((2, 0), dtype=np.int64))
+
+    @property
+    def oldest(self) -> int:
+        """Number of the oldest draw that the next batches need."""
+        return self.draws[0][0] if self.draws else self.draw
+
+    def to_json(self) -> dict[str, Any]:
+        """The state as integers and lists of them."""
+        numbers = {name: getattr(self, name) for name in ("number", "draw", "turn", "first")}
+        return {
+            **numbers,
+            "draws": [list(drawn) for drawn in self.draws],
+            "waiting": self.waiting.T.tolist(),
+        }
+
+    @classmethod
+    def from_json(cls, state: Any) -> BudgetState:
+        """The state that `to_json` returned.
+
+        Raises:
+            SchemaError: it is invalid.
+        """
+        try:
+            if set(state) != {field.name for field in dataclasses.fields(cls)}:
+                raise ValueError
+            numbers = {name: state[name] for name in ("number", "draw", "turn", "first")}
+            draws = tuple(tuple(map(int, part)) for part in state["draws"])
+            waiting = tuple(tuple(map(int, part)) for part in state["waiting"])
+            known = {part[0] for part in draws}
+            fits = all(type(value) is int and value >= 0 for value in numbers.values())
+            fits &= all(len(part) == 4 and min(part) >= 0 for part in draws)
+            fits &= all(len(part) == 2 and part[0] in known and part[1] >= 0 for part in waiting)
+            if not fits:
+                raise ValueError
+        except (TypeError, ValueError, KeyError):
+            raise SchemaError(
+                f"The state of max_steps is {state!r}; expected that of a state_dict() of a ReplayDataset."
+            ) from None
+        places = np.array(waiting, dtype=np.int64).reshape(-1, 2).T
+        return cls(**numbers, draws=draws, waiting=places)  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass
+class BudgetCounts:
+    """What became of the drawn trajectories; see `ReplayDataset.stats`."""
+
+    batches: int = 0
+    steps: int = 0
+    skipped: int = 0
+    gone: int = 0
+
+
+class BudgetProgress:
+    """The position of a dataset's batches of so many steps, and what became of the trajectories.
+
+    Args:
+        keep: batches that a consumer may have fetched ahead of the state that it saves.
+
+    Attributes:
+        counts: of the delivered batches.
+    """
+
+    def __init__(self, keep: int) -> None:
+        self.counts = BudgetCounts()
+        # Epoch, and position after each of its last delivered batches: a trainer may go back by some.
+        self._recent: collections.deque[tuple[int, BudgetState]] = collections.deque(maxlen=keep + 2)
+
+    def start(self, epoch: int, number: int) -> BudgetState | None:
+        """The latest position to plan batch `number` of an epoch from, or None for the epoch's start."""
+        known = [state for other, state in self._recent if other == epoch and state.number <= number]
+        return max(known, key=lambda state: state.number, default=None)
+
+    def delivered(self, epoch: int, state: BudgetState, counts: BudgetCounts, selection: Selection) -> None:
+        """Record a delivered batch; `selection` forgets draws that no state goes back to."""
+        self._recent.append((epoch, state))
+        mine = self.counts
+        mine.batches, mine.steps = mine.batches + counts.batches, mine.steps + counts.steps
+        mine.skipped, mine.gone = mine.skipped + counts.skipped, mine.gone + counts.gone
+        if isinstance(selection, PrioritizedSelection) and len(self._recent) == self._recent.maxlen:
+            selection.forget_before(self._recent[0][0], self._recent[0][1].oldest)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """The last positions, JSON-serialisable."""
+        return [{"epoch": epoch, "state": state.to_json()} for epoch, state in self._recent]
+
+    def load(self, positions: list[tuple[int, BudgetState]]) -> None:
+        """Go on from the positions of `checked_positions`."""
+        self._recent.clear()
+        self._recent.extend(positions)
+
+
+def checked_positions(state: Mapping[str, Any]) -> list[tuple[int, BudgetState]]:
+    """The positions under the key ``"budget"`` of a dataset's state; none if it has no such key.
+
+    Raises:
+        SchemaError: they are invalid.
+    """
+    found = state.get("budget", [])
+    if not isinstance(found, (list, tuple)) or not all(
+        isinstance(part, Mapping) and set(part) == {"epoch", "state"} for part in found
+    ):
+        raise SchemaError(f"The state of max_steps is {found!r}; expected that of a state_dict().")
+    return [
+        (
+            at_least("epoch of the state's budget", part["epoch"], least=0),
+            BudgetState.from_json(part["state"]),
+        )
+        for part in found
+    ]

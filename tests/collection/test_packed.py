@@ -1,0 +1,333 @@
+"""Packed batches: rows of different lengths one after another, against the trajectories that were stored."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dataset_common import nothing_left, same_batches, snapshot
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+import gear_loader as gear
+from gear_loader.errors import CorruptTableError, SchemaError
+
+SCHEMA = {
+    "token": gear.Column(torch.int32),
+    "hidden": gear.Column(torch.bfloat16, (3,)),
+    "wide": gear.Column(torch.float64, (20,)),
+    "prompt": gear.Column(torch.int64, (2,), per="trajectory"),
+    "flag": gear.Column(torch.bool),
+}
+LENGTHS = (5, 1, 12, 8, 3, 20, 2, 7, 9, 4, 16, 6)
+KEYS = ("cu_seqlens", "max_seqlen", "position", "index", "anchor", "generation")
+
+
+def episode(number: int, length: int) -> dict[str, torch.Tensor]:
+    """Trajectory `number`: its values tell number and step."""
+    steps = torch.arange(length)
+    return {
+        "token": (number * 1000 + steps).int(),
+        "hidden": torch.stack([steps % 128, torch.full_like(steps, number % 128), -steps % 64], 1).bfloat16(),
+        "wide": (number * 1000.0 + steps).double()[:, None] + torch.arange(20) / 64,
+        "prompt": torch.tensor([number, length]),
+        "flag": (steps + number) % 3 == 0,
+    }
+
+
+def make_table(lengths: Any = LENGTHS, **options: Any) -> gear.Table:
+    """A table in which trajectory number i, of lengths[i] steps, has sequence number i."""
+    lengths = list(lengths)
+    sizes = {"max_steps": max(sum(lengths), 64), "max_trajectories": max(len(lengths), 8), "block_steps": 4}
+    table = gear.Table.create(SCHEMA, **{**sizes, **options})
+    for number, length in enumerate(lengths):
+        table.add(episode(number, length))
+    return table
+
+
+@pytest.fixture
+def table() -> Iterator[gear.Table]:
+    with make_table() as table:
+        yield table
+        nothing_left(table)
+
+
+def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
+    given = {"batch_size": 4, "windows": gear.Whole(), "layout": "packed", "device": "cpu", "seed": 3}
+    return gear.ReplayDataset(table, **{**given, **options})
+
+
+def check_packed(batch: Mapping[str, Any], offset: int | None = None, length: int = 0) -> list[int]:
+    """Every row is a whole trajectory of `episode`, or its window; return the numbers of the trajectories."""
+    starts, rows = batch["cu_seqlens"].tolist(), len(batch["index"])
+    assert batch["cu_seqlens"].dtype == batch["position"].dtype == torch.int32
+    assert len(starts) == rows + 1
+    assert starts[0] == 0
+    assert batch["max_seqlen"] == max(np.diff(starts))
+    numbers = []
+    for b in range(rows):
+        number, steps = batch["prompt"][b].tolist()
+        low, high = 0, steps
+        if offset is not None:
+            low = max(int(batch["anchor"][b]) + offset, 0)
+            high = max(min(int(batch["anchor"][b]) + offset + length, steps), low)
+        part, expected = slice(starts[b], starts[b + 1]), episode(number, steps)
+        assert starts[b + 1] - starts[b] == high - low
+        assert batch["position"][part].tolist() == list(range(low, high))
+        for name in ("token", "hidden", "wide", "flag"):
+            assert batch[name].dtype == SCHEMA[name].dtype
+            assert torch.equal(batch[name][part], expected[name][low:high]), (name, number)
+        numbers.append(number)
+    for name in ("token", "hidden", "wide", "flag", "position"):
+        assert len(batch[name]) == starts[-1]
+    return numbers
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    "selector",
+    [
+        gear.Uniform(),
+        gear.Uniform(replacement=False),
+        gear.Fifo(replacement=False),
+        gear.Lifo(),
+        gear.Prioritized(),
+        gear.TopK(),
+    ],
+    ids=repr,
+)
+def test_whole_trajectories(packed: bool, selector: Any) -> None:
+    with make_table(packed=packed) as table:
+        data = dataset(table, selector=selector, sample_info=True)
+        padded = gear.ReplayDataset(
+            table,
+            batch_size=4,
+            windows=gear.Window(20),
+            anchor="first",
+            device="cpu",
+            seed=3,
+            selector=selector,
+        )
+        for batch, other in itertools.islice(zip(data, padded, strict=True), 3):
+            check_packed(batch)
+            assert set(batch) - {"priority_weight"} == {*SCHEMA, *KEYS, "sample_info"}
+            assert batch["index"].tolist() == other["index"].tolist()
+            assert batch["token"].tolist() == other["token"][other["mask"]].tolist()
+            if selector.weighs:
+                assert batch["priority_weight"].tolist() == other["priority_weight"].tolist()
+            assert batch["sample_info"]["times_sampled"].shape == batch["index"].shape
+        check_packed(data.sample(7))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    block_steps=st.integers(1, 9),
+    packed=st.booleans(),
+    anchor=st.sampled_from(["uniform", "first", "last"]),
+    window=st.none() | st.tuples(st.integers(1, 50), st.integers(-45, 45)),
+    batch_size=st.integers(1, 20),
+)
+def test_any_lengths_blocks_and_windows(
+    lengths: list[int], block_steps: int, packed: bool, anchor: Any, window: Any, batch_size: int
+) -> None:
+    whole = window is None
+    windows = {
+        name: (gear.Whole() if whole else gear.Window(*window))
+        for name in ("flag", "hidden", "token", "wide")
+    }
+    with make_table(lengths, block_steps=block_steps, packed=packed) as table:
+        data = dataset(
+            table,
+            windows={"prompt": None, **windows},
+            anchor="first" if whole else anchor,
+            batch_size=batch_size,
+            prefetch=0,
+        )
+        for batch in itertools.islice(data, 2):
+            numbers = check_packed(batch, *(() if whole else (window[1], window[0])))
+            assert len(numbers) == min(batch_size, len(batch["index"]))
+
+
+def test_a_full_table_evicts_beside_the_reader() -> None:
+    """Every row is one trajectory as it was added, though a thread replaces all of them again and again."""
+    with make_table([9] * 8, max_steps=80, on_full="evict_oldest") as table:
+        stop = threading.Event()
+
+        def write() -> None:
+            number = 8
+            while not stop.is_set():
+                table.add(episode(number, 1 + number * 7 % 20))
+                number += 1
+                time.sleep(0.0005)  # else its lock is hardly ever free
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            seen = {n for batch in dataset(table, batches_per_epoch=300) for n in check_packed(batch)}
+        finally:
+            stop.set()
+            writer.join()
+        assert len(seen) > 8
+
+
+def test_a_batch_that_is_kept_stays_as_it_is(table: gear.Table) -> None:
+    kept, as_delivered = [], []
+    for batch in itertools.islice(dataset(table, batches_per_epoch=20), 12):
+        if len(kept) < 3:
+            kept.append(batch)
+            as_delivered.append(snapshot_of(batch))
+    for batch, expected in zip(kept, as_delivered, strict=True):
+        assert snapshot_of(batch).keys() == expected.keys()
+        same_batches([snapshot_of(batch)], [expected])
+
+
+def snapshot_of(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the tensors of a batch."""
+    return snapshot({key: value for key, value in batch.items() if key != "max_seqlen"})
+
+
+def test_memory_is_reused(table: gear.Table) -> None:
+    data = dataset(table, batches_per_epoch=40, prefetch=1)
+    places = [batch["token"].data_ptr() for batch in data]
+    assert len(set(places[10:])) <= 5
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_loader_delivers_the_same(workers: int) -> None:
+    with make_table(name=f"packed-{workers}") as table:
+        try:
+            data = dataset(table, selector=gear.Uniform(replacement=False), batch_size=5)
+            expected = [snapshot_of(batch) for batch in data]
+            data.set_epoch(0)
+            loader = DataLoader(data, batch_size=None, num_workers=workers)
+            found = []
+            for batch in loader:
+                check_packed(batch)
+                found.append(snapshot_of(batch))
+            same_batches(expected, found)
+            jagged = dataset(table, selector=gear.Uniform(replacement=False), batch_size=5, layout="jagged")
+            loader = DataLoader(jagged, batch_size=None, num_workers=workers)
+            for batch, flat in zip(loader, expected, strict=True):
+                assert torch.equal(batch["wide"].values(), flat["wide"])
+                assert torch.equal(batch["wide"].offsets(), flat["cu_seqlens"])
+        finally:
+            table.unlink()
+
+
+@pytest.mark.parametrize("stop", [0, 1, 3])
+def test_it_resumes_where_it_was(table: gear.Table, stop: int) -> None:
+    data = dataset(table, batches_per_epoch=6)
+    iterator = iter(data)
+    for _ in range(stop):
+        next(iterator)
+    state = data.state_dict()
+    expected = [snapshot_of(batch) for batch in iterator]
+    again = dataset(table, batches_per_epoch=6)
+    again.load_state_dict(state)
+    same_batches(expected, [snapshot_of(batch) for batch in again])
+
+
+def test_jagged_batches_are_views_of_the_same_memory(table: gear.Table) -> None:
+    options = {"selector": gear.Uniform(replacement=False), "batch_size": 5}
+    flat = copies_of(dataset(table, **options))
+    for batch, expected in zip(dataset(table, layout="jagged", **options), flat, strict=True):
+        starts = batch["cu_seqlens"].tolist()
+        for name in ("token", "hidden", "wide", "flag", "position"):
+            assert batch[name].layout == torch.jagged
+            assert torch.equal(batch[name].values(), expected[name])
+            parts = batch[name].unbind()
+            assert [len(part) for part in parts] == np.diff(starts).tolist()
+        assert batch["token"].unbind()[0].data_ptr() == batch["token"].values().data_ptr()
+        assert torch.equal(batch["prompt"], expected["prompt"])
+        doubled = batch["hidden"] * 2 + batch["hidden"]
+        assert torch.equal(doubled.values(), expected["hidden"] * 2 + expected["hidden"])
+
+
+def copies_of(data: gear.ReplayDataset) -> list[dict[str, Any]]:
+    return [snapshot_of(batch) for batch in data]
+
+
+def test_a_growing_trajectory_is_read_up_to_one_step(table: gear.Table) -> None:
+    schema = {"token": gear.Column(torch.int32)}
+    with gear.Table.create(schema, max_steps=4000, max_trajectories=8, block_steps=4) as growing:
+        stop = threading.Event()
+
+        def write() -> None:
+            with growing.writer(commit_every_step=True) as writer:
+                for step in range(3000):
+                    if stop.is_set():
+                        return
+                    writer.append(token=torch.tensor(step, dtype=torch.int32))
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            data = dataset(growing, batch_size=3) if wait_for(growing) else None
+            assert data is not None
+            for batch in itertools.islice(data, 100):
+                assert batch["token"].tolist() == batch["position"].tolist()
+        finally:
+            stop.set()
+            writer.join()
+
+
+def wait_for(table: gear.Table) -> bool:
+    for _ in range(10_000):
+        if len(table):
+            return True
+        threading.Event().wait(0.001)
+    return False
+
+
+def test_a_corrupt_block_is_an_error(table: gear.Table) -> None:
+    data = dataset(table, prefetch=0)
+    table.region.array("block_ids")[:] = 1 << 20
+    with pytest.raises(CorruptTableError, match="windows of a batch have slots or blocks that do not exist"):
+        next(iter(data))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layout": "flat"}, "layout is 'flat'; expected 'padded', 'packed', 'jagged'"),
+        ({"layout": "padded"}, r"Whole trajectories were asked for with layout='padded'"),
+        ({"windows": gear.Window(3, pad="edge")}, r"layout='packed' was given with Window\(length=3"),
+        ({"windows": {"token": gear.Whole(), "wide": gear.Window(3)}}, "of a packed batch differ"),
+        ({"windows": {"position": gear.Whole(column="token")}}, "name 'position', which is a key of packed"),
+        ({"windows": {"prompt": gear.Whole(), "token": gear.Whole()}}, "has one value per trajectory"),
+        ({"anchor": "last"}, "anchor='last' and selector=None were given with whole trajectories"),
+        ({"selector": gear.Uniform(unit="step")}, "were given with whole trajectories"),
+        ({"complete": True}, "complete=True was given with whole trajectories"),
+        ({"output": "tensordict"}, "output='tensordict' was given with layout='packed'"),
+        ({"batch_size": None}, "batch_size is None; expected an integer"),
+    ],
+)
+def test_options_that_do_not_fit(table: gear.Table, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(SchemaError, match=message):
+        gear.ReplayDataset(
+            table,
+            **{"batch_size": 4, "windows": gear.Whole(), "layout": "packed", "device": "cpu", **options},
+        )
+
+
+def test_where_nothing_packs_yet(table: gear.Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (
+        gear.distributed.Shards([table]) as shards,
+        pytest.raises(SchemaError, match="was given with Shards"),
+    ):
+        dataset(shards)  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(
+        SchemaError, match="layout='packed' was given with device='cuda:0'; expected device='cpu'"
+    ):
+        dataset(table, device="cuda:0")
+    windows = {"token": gear.Window(1, dtype=torch.int64)}
+    with pytest.raises(SchemaError, match=r"\['token'\] have dtype or scale, with device='cuda:0'"):
+        gear.ReplayDataset(table, batch_size=1, windows=windows, device="cuda:0")

@@ -1,0 +1,471 @@
+"""Batches of at most so many steps, against a plain loop over the lengths in the order of the draw."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import math
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from dataset_common import nothing_left
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+import gear_loader as gear
+from gear_loader.errors import SchemaError, TableEmptyError
+
+SCHEMA = {"token": gear.Column(torch.int32), "number": gear.Column(torch.int64, per="trajectory")}
+ONCE = gear.Uniform(replacement=False)
+WEIGHED = gear.Prioritized(alpha=1.0, normalize="table")
+
+
+def make_table(lengths: Sequence[int], **options: Any) -> gear.Table:
+    """Trajectory number i has lengths[i] steps, and priority i + 1."""
+    sizes = {"max_steps": max(sum(lengths), 64), "max_trajectories": max(len(lengths), 8), "block_steps": 4}
+    table = gear.Table.create(SCHEMA, **{**sizes, **options})
+    for number, length in enumerate(lengths):
+        add(table, number, length)
+    return table
+
+
+def add(table: gear.Table, number: int, length: int) -> int:
+    steps = {"token": torch.arange(length, dtype=torch.int32), "number": torch.tensor(number)}
+    return table.add(steps, priority=number + 1.0)
+
+
+def dataset(table: gear.Table, **options: Any) -> gear.ReplayDataset:
+    given = {
+        "windows": gear.Whole(),
+        "layout": "packed",
+        "device": "cpu",
+        "seed": 5,
+        "selector": ONCE,
+        **options,
+    }
+    return gear.ReplayDataset(table, **given)
+
+
+def numbers(batches: Any, count: int | None = None) -> list[list[int]]:
+    """The trajectories of each batch, whose steps are checked."""
+    found = []
+    for batch in itertools.islice(batches, count):
+        starts = batch["cu_seqlens"].tolist()
+        assert batch["token"].tolist() == [
+            step for a, b in itertools.pairwise(starts) for step in range(b - a)
+        ]
+        found.append(batch["number"].tolist())
+    return found
+
+
+def grouped(order: Sequence[int], lengths: Sequence[int], max_steps: int, lookahead: int) -> list[list[int]]:
+    """The batches of trajectories that are drawn in this order."""
+    batches, waiting = [], list(order)
+    while waiting:
+        batch, passed = [], []
+        for place, number in enumerate(waiting):
+            steps = sum(lengths[other] for other in batch)
+            if max_steps in (steps, len(batch)) or len(passed) > lookahead:
+                passed += waiting[place:]
+                break
+            (batch if steps + lengths[number] <= max_steps else passed).append(number)
+        batches.append(batch)
+        waiting = passed
+    return batches
+
+
+def drawn(table: gear.Table, selector: Any, size: int, count: int) -> list[int]:
+    """The trajectories that a selector draws in batches of a size."""
+    data = gear.ReplayDataset(
+        table, windows=gear.Window(1), batch_size=size, device="cpu", seed=5, selector=selector,
+        batches_per_epoch=math.inf, prefetch=0,
+    )  # fmt: skip
+    found: list[int] = []
+    for batch in data:
+        found += batch["number"].tolist()
+        if len(found) >= count:
+            return found[:count]
+    raise AssertionError
+
+
+LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=200)
+
+
+@given(
+    lengths=LENGTHS,
+    more=st.integers(0, 100),
+    lookahead=st.integers(0, 12),
+    selector=st.sampled_from([ONCE, gear.Uniform(), gear.Fifo(False), gear.Lifo(False), WEIGHED]),
+    prefetch=st.integers(0, 3),
+)
+def test_batches_are_those_of_the_plain_loop(
+    lengths: list[int], more: int, lookahead: int, selector: Any, prefetch: int
+) -> None:
+    max_steps = max(lengths) + more
+    with make_table(lengths) as table:
+        data = dataset(
+            table, selector=selector, max_steps=max_steps, lookahead=lookahead, prefetch=prefetch, seed=5
+        )
+        order = drawn(table, selector, 16 if selector is WEIGHED else 64, len(lengths))
+        expected = grouped(order, lengths, max_steps, lookahead)
+        found = numbers(data)
+        assert found == expected
+        assert sorted(itertools.chain(*found)) == sorted(order)  # every one exactly once
+        steps = sum(lengths[number] for number in order)
+        assert data.batch_fill == pytest.approx(steps / len(expected) / max_steps)
+        stats = data.stats()
+        assert (stats["fill"], stats["gone"], stats["skipped"]) == (data.batch_fill, 0, 0)
+
+
+@given(
+    lengths=LENGTHS,
+    selector=st.sampled_from([gear.Uniform(unit="step"), gear.Uniform(False, "step"), gear.Uniform(), ONCE]),
+    window=st.tuples(st.integers(1, 12), st.integers(-12, 6)),
+    lookahead=st.integers(0, 5),
+)
+def test_windows_of_which_only_existing_steps_count(
+    lengths: list[int], selector: Any, window: tuple[int, int], lookahead: int
+) -> None:
+    max_steps, options = window[0] + 5, {"windows": gear.Window(*window), "selector": selector, "prefetch": 0}
+    with make_table(lengths) as table:
+        data = dataset(table, max_steps=max_steps, lookahead=lookahead, **options)
+        count = len(lengths) if selector.unit == "trajectory" else sum(lengths)
+        padded = gear.ReplayDataset(
+            table, batch_size=64, device="cpu", seed=5, batches_per_epoch=-(-count // 64), **options
+        )
+        rows: list[tuple[int, int]] = []
+        sizes: list[int] = []
+        for batch in padded:
+            rows += zip(batch["index"].tolist(), batch["anchor"].tolist(), strict=True)
+            sizes += batch["mask"].sum(1).tolist()
+        expected = grouped(range(count), sizes[:count], max_steps, lookahead)
+        found = []
+        for batch in data:
+            found.append(list(zip(batch["index"].tolist(), batch["anchor"].tolist(), strict=True)))
+            assert batch["cu_seqlens"].diff().tolist() == [sizes[i] for i in expected[len(found) - 1]]
+            assert torch.equal(batch["token"], batch["position"])
+        assert found == [[rows[i] for i in batch] for batch in expected]
+
+
+@given(lengths=LENGTHS, lookahead=st.integers(0, 8))
+def test_a_trajectory_waits_for_a_bounded_time(lengths: list[int], lookahead: int) -> None:
+    """Of the rows that a batch passes over, the first is in the next batch."""
+    with make_table(lengths) as table:
+        found = numbers(dataset(table, max_steps=max(lengths), lookahead=lookahead, prefetch=0))
+        order = list(itertools.chain(*grouped(drawn(table, ONCE, 64, len(lengths)), lengths, 10**6, 0)))
+        place = {number: i for i, number in enumerate(order)}
+        left = set(order)
+        for batch in found:
+            assert batch[0] == min(left, key=place.__getitem__)
+            left -= set(batch)
+            first = min((place[number] for number in left), default=0)
+            passed = [n for n in left if place[n] < max(place[m] for m in batch)]
+            assert len(passed) <= lookahead + 1
+            assert first >= 0
+
+
+@pytest.mark.parametrize("selector", [ONCE, gear.Uniform(), WEIGHED], ids=repr)
+@pytest.mark.parametrize("prefetch", [0, 3])
+@pytest.mark.parametrize("batches", [None, 40])
+def test_it_resumes_after_every_batch(selector: Any, prefetch: int, batches: int | None) -> None:
+    random = np.random.default_rng(1)
+    lengths = random.integers(1, 40, 150).tolist()
+    options = {
+        "selector": selector, "max_steps": 100, "lookahead": 3, "prefetch": prefetch, "batches_per_epoch": batches,
+    }  # fmt: skip
+    with make_table(lengths) as table:
+        data = dataset(table, **options)
+        whole, states = [], [data.state_dict()]
+        for epoch in range(2):
+            for batch in data:
+                whole.append((epoch, *numbers([batch])))
+                if selector is WEIGHED:
+                    data.update_priority(batch, batch["number"] % 7 + 1.0)
+                states.append(data.state_dict())
+        for stop in (0, 1, 7, 20, len(whole) // 2 + 3):
+            again = dataset(table, **options)
+            again.load_state_dict(
+                json.loads(json.dumps(states[stop])) if selector is not WEIGHED else states[stop]
+            )
+            found = []
+            for batch in itertools.islice(again, 12):
+                found += numbers([batch])
+                if selector is WEIGHED:
+                    again.update_priority(batch, batch["number"] % 7 + 1.0)
+            expected = [rows for epoch, rows in whole[stop:] if epoch == whole[min(stop, len(whole) - 1)][0]][
+                :12
+            ]
+            assert found == expected, stop
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("selector", [ONCE, gear.Uniform()], ids=repr)
+def test_workers_deliver_the_same_batches(workers: int, selector: Any) -> None:
+    lengths = np.random.default_rng(2).integers(1, 40, 100).tolist()
+    with make_table(lengths, name=f"budget-{workers}") as table:
+        try:
+            data = dataset(table, selector=selector, max_steps=120, lookahead=2)
+            expected = numbers(data)
+            data.set_epoch(0)
+            assert numbers(DataLoader(data, batch_size=None, num_workers=workers)) == expected
+        finally:
+            table.unlink()
+
+
+def test_ranks_take_turns() -> None:
+    lengths = np.random.default_rng(3).integers(1, 40, 100).tolist()
+    with make_table(lengths) as table:
+        options = {"max_steps": 120, "selector": gear.Uniform()}
+        together = numbers(dataset(table, **options, batches_per_epoch=9))
+        ranks = [
+            numbers(dataset(table, **options, batches_per_epoch=3, rank=rank, world_size=3))
+            for rank in range(3)
+        ]
+        assert [ranks[i % 3][i // 3] for i in range(9)] == together
+        with pytest.raises(SchemaError, match="max_steps was given on 3 ranks; expected batches_per_epoch"):
+            next(iter(dataset(table, **options, rank=0, world_size=3)))
+
+
+def test_log_normal_lengths_fill_nine_tenths() -> None:
+    """Lengths of 100 to 8,000 with a median of 600, in batches of 16,384 steps: 0.9 with a look-ahead, and without."""
+    random = np.random.default_rng(4)
+    lengths = np.clip(random.lognormal(math.log(600), 1.0, 3000), 100, 8000).astype(int).tolist()
+    with make_table(lengths, block_steps=64) as table:
+        fills = {}
+        for lookahead in (0, 16):
+            data = dataset(table, max_steps=16_384, lookahead=lookahead, windows={"token": gear.Whole()})
+            for _ in data:
+                pass
+            fills[lookahead] = data.batch_fill
+        assert fills[16] is not None
+        assert fills[0] is not None
+        assert fills[16] > 0.97
+        assert fills[0] > 0.9
+
+
+def test_a_trajectory_that_is_too_long() -> None:
+    lengths = [5, 9, 30, 4, 12]
+    with make_table(lengths) as table:
+        fifo = {"selector": gear.Fifo(False), "max_steps": 12}
+        data = dataset(table, **fifo)
+        with pytest.raises(
+            SchemaError, match=r"The trajectory of index 2 has 30 steps, more than max_steps=12\."
+        ):
+            list(data)
+        batches = list(dataset(table, **fifo, too_long="truncate", copy=True))
+        assert [batch["number"].tolist() for batch in batches] == [[0], [1], [2], [3], [4]]
+        assert batches[2]["token"].tolist() == list(range(12))
+        data = dataset(table, **fifo, too_long="skip")
+        assert numbers(data) == [[0], [1], [3], [4]]
+        assert data.stats()["skipped"] == 1
+    with make_table([30, 40]) as table:
+        assert numbers(dataset(table, max_steps=12, too_long="skip")) == []
+        data = dataset(table, max_steps=12, too_long="skip", selector=gear.Uniform(), batches_per_epoch=3)
+        with pytest.raises(SchemaError, match="too_long='skip' leaves none"):
+            next(iter(data))
+
+
+def test_rows_that_are_removed_while_they_wait_are_counted() -> None:
+    with make_table([10] * 40) as table:
+        data = dataset(table, max_steps=20, selector=gear.Fifo(False), prefetch=0)
+        iterator = iter(data)
+        assert numbers([next(iterator)]) == [[0, 1]]
+        table.remove(table.indices()[2:5].tolist())
+        for number in (40, 41, 42):  # they take the freed slots
+            add(table, number, 10)
+        rest = numbers(iterator)
+        assert list(itertools.chain(*rest)) == list(range(5, 40))
+        assert data.stats()["gone"] == 3
+
+
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=5, max_size=60),
+    more=st.integers(0, 30),
+    lookahead=st.integers(0, 5),
+    removals=st.lists(st.lists(st.integers(0, 60), max_size=4), max_size=8),
+)
+def test_writers_between_batches(
+    lengths: list[int], more: int, lookahead: int, removals: list[list[int]]
+) -> None:
+    """Other trajectories take the slots of some that wait: those are left out, all others are delivered."""
+    max_steps = max(lengths) + more
+    with make_table(lengths, max_steps=2000, max_trajectories=100) as table:
+        waiting, expected, found, place = list(range(len(lengths))), [], [], dict(enumerate(table.indices()))
+        data = dataset(table, selector=gear.Fifo(False), max_steps=max_steps, lookahead=lookahead, prefetch=0)
+        number, gone, counted, iterator = len(lengths), 0, 0, iter(data)
+        for batch in iterator:
+            counted = gone
+            expected.append(grouped(waiting, lengths, max_steps, lookahead)[0])
+            found += numbers([batch])
+            waiting = [other for other in waiting if other not in expected[-1]]
+            for chosen in removals.pop() if removals else []:
+                if chosen in place:
+                    table.remove([int(place.pop(chosen))])
+                    add(table, number, 1 + number % 7)
+                    number += 1
+                    gone += chosen in waiting
+                    waiting = [other for other in waiting if other != chosen]
+            if not waiting:
+                break
+        rest = numbers(iterator)
+        assert found == expected
+        assert rest == []
+        assert data.stats()["gone"] == counted
+
+
+def test_an_evicting_writer_beside_the_reader() -> None:
+    """Rows are whole trajectories, batches keep their budget, and nothing is delivered twice in a pass."""
+    with make_table([7] * 60, max_steps=60 * 8, on_full="evict_oldest") as table:
+        stop, number = threading.Event(), itertools.count(60)
+
+        def write() -> None:
+            while not stop.is_set():
+                i = next(number)
+                add(table, i, 1 + i % 15)
+                time.sleep(0.0005)  # else its lock is hardly ever free
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            data = dataset(table, max_steps=40, lookahead=3, selector=gear.Fifo(False), batches_per_epoch=400)
+            passed = []
+            for batch in data:
+                assert len(batch["token"]) <= 40
+                passed += numbers([batch])[0]
+            assert len(passed) > 400
+            assert data.stats()["gone"] > 0
+        finally:
+            stop.set()
+            writer.join()
+
+
+def test_priorities_are_those_of_the_draws() -> None:
+    """Over an epoch a trajectory is delivered in proportion to its priority, however long it is."""
+    lengths = [1, 30, 2, 25, 3, 17]
+    with make_table(lengths) as table:
+        data = dataset(
+            table, selector=WEIGHED, max_steps=31, lookahead=4, batches_per_epoch=4000, windows=gear.Whole(),
+        )  # fmt: skip
+        counts = np.zeros(6)
+        for batch in data:
+            np.add.at(counts, batch["number"].numpy(), 1)
+            weights = 1 / (batch["number"] + 1.0)
+            assert torch.allclose(batch["priority_weight"], weights**0.4, rtol=1e-5)
+        expected = counts.sum() * np.arange(1, 7) / 21
+        assert ((counts - expected) ** 2 / expected).sum() < 30  # 5 degrees of freedom: p < 2e-5
+
+
+@pytest.mark.parametrize("selector", [WEIGHED, gear.Uniform()], ids=repr)
+def test_what_rows_carry_stays_with_them_while_they_wait(selector: Any) -> None:
+    lengths = np.random.default_rng(7).integers(1, 30, 100).tolist()
+    total, seen = 100 * 101 / 2, np.zeros(100, dtype=int)
+    with make_table(lengths) as table:
+        for batch in dataset(table, selector=selector, max_steps=60, lookahead=5, sample_info=True):
+            info, rows = batch["sample_info"], batch["number"]
+            weighs = selector is WEIGHED
+            likely = (rows + 1) / total if weighs else torch.full((len(rows),), 0.01)
+            assert torch.allclose(info["probability"], likely.float(), rtol=1e-5)
+            assert info["age"].tolist() == (99 - rows).tolist()
+            assert ("priority_weight" in batch) == weighs
+            if weighs:
+                assert torch.allclose(batch["priority_weight"], (rows + 1.0) ** -0.4, rtol=1e-5)
+            np.add.at(seen, rows.numpy(), 1)
+            assert (info["times_sampled"].numpy() >= 1).all()
+        assert seen.sum() == 100
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_steps": 0}, "max_steps is 0; expected an integer of at least 1"),
+        ({"max_steps": 2**31}, "expected less than 2"),
+        ({"batch_size": 3, "max_steps": 5}, "batch_size=3 and max_steps=5 were given; expected one of them"),
+        (
+            {"max_steps": 5, "layout": "padded", "windows": gear.Window(3)},
+            "layout='padded'; expected layout='packed'",
+        ),
+        ({"max_steps": 5, "lookahead": -1}, "lookahead is -1"),
+        ({"max_steps": 5, "too_long": "cut"}, "too_long is 'cut'; expected 'error', 'truncate' or 'skip'"),
+        ({"batch_size": 5, "lookahead": 1}, "lookahead or too_long was given without max_steps"),
+        ({"max_steps": 5, "drop_last": True}, "drop_last was given with max_steps"),
+        ({"max_steps": 5, "selector": gear.TopK()}, "of which every batch has the same trajectories"),
+        ({"max_steps": 5, "selector": gear.Fifo()}, "of which every batch has the same trajectories"),
+        ({"max_steps": 5, "selector": gear.Prioritized()}, "expected Prioritized"),
+    ],
+)
+def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
+    with make_table([3, 4]) as table, pytest.raises(SchemaError, match=message):
+        dataset(table, **options)
+
+
+def test_what_a_dataset_of_steps_cannot_do() -> None:
+    with make_table([3, 4]) as table:
+        data = dataset(table, max_steps=7)
+        with pytest.raises(SchemaError, match=r"sample\(\) was called on a dataset with max_steps"):
+            data.sample()
+        with pytest.raises(TypeError, match="with max_steps it depends on what is drawn"):
+            len(data)
+        assert len(dataset(table, max_steps=7, batches_per_epoch=4)) == 4
+        assert "batches of at most 7 steps on cpu" in repr(data)
+        state = data.state_dict()
+        with pytest.raises(SchemaError, match="The state belongs to a dataset with other options"):
+            dataset(table, max_steps=8).load_state_dict(state)
+        with pytest.raises(SchemaError, match="The state of max_steps is 'x'"):
+            data.load_state_dict({**state, "budget": "x"})
+
+
+def test_a_batch_of_many_draws_takes_one_read_ticket() -> None:
+    """20,000 rows of one step are more draws than there are tickets."""
+    with make_table([1] * 50) as table:
+        data = dataset(table, max_steps=20_000, selector=gear.Uniform(), batches_per_epoch=2, prefetch=0)
+        for batch in data:
+            assert len(batch["index"]) == 20_000
+
+
+def test_tables_that_do_not_fit() -> None:
+    message = "max_steps was given with a table that has max_times_sampled"
+    with make_table([3], max_times_sampled=2) as table, pytest.raises(SchemaError, match=message):
+        dataset(table, max_steps=7)
+    for selector in (ONCE, gear.Uniform(), WEIGHED):
+        for batches in (None, 3):
+            with gear.Table.create(SCHEMA, max_steps=64, max_trajectories=4) as table:
+                data = dataset(table, max_steps=7, selector=selector, batches_per_epoch=batches, prefetch=0)
+                with pytest.raises(TableEmptyError, match="The table is empty"):
+                    next(iter(data))
+
+
+def test_workers_and_a_rate_limiter() -> None:
+    limiter = gear.MinSize(2)
+    with make_table([3, 4, 5], name="budget-limited", rate_limiter=limiter) as table:
+        try:
+            data = dataset(table, max_steps=7, selector=gear.Fifo(False))
+            assert numbers(data) == [[0, 1], [2]]
+            with pytest.raises(SchemaError, match="2 DataLoader workers and a table with a rate limiter"):
+                list(DataLoader(data, batch_size=None, num_workers=2))
+        finally:
+            table.unlink()
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_an_iteration_that_is_broken_off_leaves_nothing(prefetch: int) -> None:
+    lengths = np.random.default_rng(6).integers(1, 40, 300).tolist()
+    with make_table(lengths) as table:
+        data = dataset(table, max_steps=60, lookahead=2, prefetch=prefetch)
+        for stop in (1, 2, 7):
+            iterator = iter(data)
+            numbers(iterator, stop)
+            del iterator
+            data.settle()
+            gc.collect()
+            nothing_left(table)
+        data = dataset(table, max_steps=20, prefetch=prefetch)
+        with pytest.raises(SchemaError, match="more than max_steps=20"):
+            numbers(data)
+        nothing_left(table)
