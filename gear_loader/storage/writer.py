@@ -383,14 +383,14 @@ class Writer:
         if needed > self._chunk or bool(self._open) != bool(self._held):
             return -1
         if not self._open:
-            _pack_room(row, 0, -1, 0, needed, self._chunk, 0, place, 0, 0)
+            _pack_room(row.data, 0, -1, 0, needed, self._chunk, 0, place, 0, 0)
             claim = Claim(1)
             claim.slots = row[:1]  # a view: the operation writes into it
             self._thread = threading.get_ident()
             self._open.append(claim)
             return -(-max(needed, size) // size)
         run = data_address(self._run)
-        _pack_room(row, 0, self._slot, self._held, needed, self._chunk, run, place, 0, 0)
+        _pack_room(row.data, 0, self._slot, self._held, needed, self._chunk, run, place, 0, 0)
         most = max(needed, min(2 * self._held, self._chunk))
         self._held = 0
         return -(-most // size) - len(self._ids)
