@@ -1,6 +1,6 @@
 """Writing a table in the background: a thread brings a checkpoint up to date whenever the table has changed.
 
-Nothing in the table knows of it. The thread looks at the counters of the index, so it sees the commits of all
+Nothing in the index knows of it. The thread looks at the counters of the index, so it sees the commits of all
 processes, and it holds no ticket while it waits for the disk, so no writer waits for it (`Save.run_behind`). The
 previous manifest and its files stay beside the current ones, for a disk that loses what it has reported as written.
 
