@@ -1,6 +1,6 @@
 """Writing a table in the background: a thread brings a checkpoint up to date whenever the table has changed.
 
-Nothing in the table knows of it. The thread looks at the counters of the index, so it sees the commits of all
+Nothing in the index knows of it. The thread looks at the counters of the index, so it sees the commits of all
 processes, and it holds no ticket while it waits for the disk, so no writer waits for it (`Save.run_behind`). The
 previous manifest and its files stay beside the current ones, for a disk that loses what it has reported as written.
 
@@ -10,7 +10,6 @@ The directory is locked as long as the table is open, and a forked child does no
 from __future__ import annotations
 
 import concurrent.futures.thread  # noqa: F401  its hook at the end of the interpreter must run after `_close_all`
-import contextlib
 import logging
 import os
 import threading
@@ -20,20 +19,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from gear_loader.checkpoint.directory import Directory
-from gear_loader.checkpoint.housekeeping import (
-    LockedError,
-    check_owned,
-    convert_errors,
-    is_unfinished_save,
-    refuse_links,
-    sweep,
-)
-from gear_loader.checkpoint.housekeeping import lock as lock_directory
+from gear_loader.checkpoint.disk_place import Place, holder_of, occupied, open_new
+from gear_loader.checkpoint.housekeeping import LockedError, convert_errors
 from gear_loader.checkpoint.identity import identity
-from gear_loader.checkpoint.index import Entries
-from gear_loader.checkpoint.manifest import Manifest, no_manifest, open_checkpoint, read_manifest
-from gear_loader.checkpoint.names import MANIFEST_NAME, PREVIOUS_NAME, SHARDS_NAME
 from gear_loader.checkpoint.saving import Save
 from gear_loader.errors import CheckpointError, TableClosedError
 from gear_loader.storage.counters import VERSION
@@ -42,97 +30,11 @@ from gear_loader.storage.operations import READY
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
 
-__all__ = ["Place", "WriteBehind", "create", "open_place", "previous_of", "start"]
+__all__ = ["WriteBehind", "create", "start"]
 
 _LONGEST_PAUSE = 10.0
 """Most seconds between two attempts after an error, unless `sync_seconds` is longer."""
 _logger = logging.getLogger("gear_loader")
-
-
-class Place:
-    """A locked directory that one table is written into.
-
-    Attributes:
-        disk: the user's options. directory: the open directory.
-        manifest, previous: of the checkpoints that it holds; None where there is none, or none that can be read.
-        entries: trajectories of `manifest`, if they are known.
-        is_uncertain: whether another manifest may be in place, because an error came while it was put there.
-    """
-
-    def __init__(self, disk: Disk, directory: Directory, lock: int) -> None:
-        self.disk, self.directory = disk, directory
-        self.manifest: Manifest | None = None
-        self.previous: Manifest | None = None
-        self.entries: Entries | None = None
-        self.is_uncertain = False
-        self._lock = lock
-
-    def look(self) -> None:
-        """Read the manifests, and remove files that they do not name.
-
-        Raises:
-            CheckpointError: the current one is damaged.
-        """
-        directory = self.directory
-        self.entries = None
-        self.manifest = read_manifest(directory) if directory.has(MANIFEST_NAME) else None
-        self.previous = previous_of(directory)
-        directory.sync()  # its writer may have died before this; it must be durable before older files are removed
-        sweep(directory, self.manifest, self.previous)
-        self.is_uncertain = False
-
-    def is_at(self, path: str) -> bool:
-        """Whether this is the directory at a path."""
-        with contextlib.suppress(OSError):
-            info, here = os.stat(path), os.fstat(self.directory.fd)
-            return (info.st_dev, info.st_ino) == (here.st_dev, here.st_ino)
-        return False
-
-    def close(self) -> None:
-        """Release the lock; idempotent."""
-        if self._lock >= 0:
-            os.close(self._lock)
-            os.close(self.directory.fd)
-            self._lock = -1
-
-
-def previous_of(directory: Directory) -> Manifest | None:
-    """The manifest of the checkpoint before the current one, or None if there is none that can be read."""
-    with contextlib.suppress(CheckpointError):
-        if directory.has(PREVIOUS_NAME):
-            return read_manifest(directory, PREVIOUS_NAME)
-    return None
-
-
-def open_place(disk: Disk, name: str | None, *, recover: bool = False) -> Place:
-    """Lock the directory of a table.
-
-    Args:
-        name: of the table, for errors of others.
-        recover: whether a table is to be brought back from it; else it is created if it does not exist.
-
-    Raises:
-        CheckpointError: it holds other files, cannot be written, or is in use (`LockedError`).
-    """
-    path = os.fspath(disk.path)
-    holder = _holder(name)
-    with convert_errors(path):
-        directory = open_checkpoint(path) if recover else Directory.make(path)
-        try:
-            if not recover:
-                check_owned(directory, MANIFEST_NAME, is_unfinished_save, what="checkpoint")
-            elif not (directory.has(MANIFEST_NAME) or directory.has(PREVIOUS_NAME)):
-                raise CheckpointError(no_manifest(path, several=directory.has(SHARDS_NAME)))
-            refuse_links(directory)
-            return Place(disk, directory, lock_directory(directory, f"{holder} of process {os.getpid()}"))
-        except BaseException:
-            os.close(directory.fd)
-            raise
-
-
-def _holder(name: str | None) -> str:
-    """What a lock says of the table that holds it, without the process."""
-    return "a private table" if name is None else f"the table {name!r}"
 
 
 def create(
@@ -154,9 +56,9 @@ def create(
     place: Place | None = None
     busy: LockedError | None = None
     try:
-        place = _open_new(disk, name, exist_ok=exist_ok)
+        place = open_new(disk, name, exist_ok=exist_ok)
     except LockedError as error:
-        if not exist_ok or not error.holder.startswith(f"{_holder(name)} of process "):
+        if not exist_ok or not error.holder.startswith(f"{holder_of(name)} of process "):
             raise
         busy = error
     table, new = None, False
@@ -177,34 +79,6 @@ def create(
         raise
 
 
-def _open_new(disk: Disk, name: str | None, *, exist_ok: bool) -> Place:
-    """Lock the directory of a table that is to be created, or with `exist_ok` may exist.
-
-    Raises:
-        CheckpointError: as `open_place`; or it holds a checkpoint, unless `exist_ok` allows that it is of this table.
-    """
-    place = open_place(disk, name)
-    try:
-        with convert_errors(place.directory.path):
-            place.look()
-        if place.manifest is not None and not exist_ok:
-            raise _occupied(place)
-        return place
-    except BaseException:
-        place.close()
-        raise
-
-
-def _occupied(place: Place) -> CheckpointError:
-    count = 0 if place.manifest is None else place.manifest.num_trajectories
-    path = place.directory.path
-    return CheckpointError(
-        f"{path} holds a table of {count:,} trajectories; expected an empty directory or a new one. "
-        f"Table.recover({path!r}) brings that table back and goes on writing there; to begin anew, remove the "
-        "directory or choose another. Nothing was changed."
-    )
-
-
 def start(table: Table, place: Place) -> WriteBehind:
     """Write a table into a directory now and, in the background, whenever it has changed.
 
@@ -214,7 +88,7 @@ def start(table: Table, place: Place) -> WriteBehind:
     name, parent = identity(table, table.index)
     manifest = place.manifest
     if manifest is not None and manifest.table != name and manifest.save != parent:
-        raise _occupied(place)
+        raise occupied(place)
     writer = WriteBehind(table, place)
     try:
         if manifest is None:

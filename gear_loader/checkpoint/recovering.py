@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from gear_loader.checkpoint.behind import Place, open_place, previous_of, start
+from gear_loader.checkpoint.behind import start
+from gear_loader.checkpoint.disk_place import Place, open_place, previous_of
 from gear_loader.checkpoint.housekeeping import convert_errors, restore_previous
 from gear_loader.checkpoint.loading import LoadOptions, UnfitError, load_version
 from gear_loader.checkpoint.manifest import read_manifest

@@ -1,0 +1,137 @@
+"""The directory of a table that is written in the background: its lock, and the manifests that it holds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from gear_loader.checkpoint.directory import Directory
+from gear_loader.checkpoint.housekeeping import (
+    check_owned,
+    convert_errors,
+    is_unfinished_save,
+    lock,
+    refuse_links,
+    sweep,
+)
+from gear_loader.checkpoint.index import Entries
+from gear_loader.checkpoint.manifest import Manifest, no_manifest, open_checkpoint, read_manifest
+from gear_loader.checkpoint.names import MANIFEST_NAME, PREVIOUS_NAME, SHARDS_NAME
+from gear_loader.errors import CheckpointError
+from gear_loader.storage.disk import Disk
+
+__all__ = ["Place", "holder_of", "occupied", "open_new", "open_place", "previous_of"]
+
+
+class Place:
+    """A locked directory that one table is written into.
+
+    Attributes:
+        disk: the user's options. directory: the open directory.
+        manifest, previous: of the checkpoints that it holds; None where there is none, or none that can be read.
+        entries: trajectories of `manifest`, if they are known.
+        is_uncertain: whether another manifest may be in place, because an error came while it was put there.
+    """
+
+    def __init__(self, disk: Disk, directory: Directory, lock: int) -> None:
+        self.disk, self.directory = disk, directory
+        self.manifest: Manifest | None = None
+        self.previous: Manifest | None = None
+        self.entries: Entries | None = None
+        self.is_uncertain = False
+        self._lock = lock
+
+    def look(self) -> None:
+        """Read the manifests, and remove files that they do not name.
+
+        Raises:
+            CheckpointError: the current one is damaged.
+        """
+        directory = self.directory
+        self.entries = None
+        self.manifest = read_manifest(directory) if directory.has(MANIFEST_NAME) else None
+        self.previous = previous_of(directory)
+        directory.sync()  # its writer may have died before this; it must be durable before older files are removed
+        sweep(directory, self.manifest, self.previous)
+        self.is_uncertain = False
+
+    def is_at(self, path: str) -> bool:
+        """Whether this is the directory at a path."""
+        with contextlib.suppress(OSError):
+            info, here = os.stat(path), os.fstat(self.directory.fd)
+            return (info.st_dev, info.st_ino) == (here.st_dev, here.st_ino)
+        return False
+
+    def close(self) -> None:
+        """Release the lock; idempotent."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            os.close(self.directory.fd)
+            self._lock = -1
+
+
+def previous_of(directory: Directory) -> Manifest | None:
+    """The manifest of the checkpoint before the current one, or None if there is none that can be read."""
+    with contextlib.suppress(CheckpointError):
+        if directory.has(PREVIOUS_NAME):
+            return read_manifest(directory, PREVIOUS_NAME)
+    return None
+
+
+def open_place(disk: Disk, name: str | None, *, recover: bool = False) -> Place:
+    """Lock the directory of a table.
+
+    Args:
+        name: of the table, for errors of others.
+        recover: whether a table is to be brought back from it; else it is created if it does not exist.
+
+    Raises:
+        CheckpointError: it holds other files, cannot be written, or is in use (`LockedError`).
+    """
+    path = os.fspath(disk.path)
+    holder = holder_of(name)
+    with convert_errors(path):
+        directory = open_checkpoint(path) if recover else Directory.make(path)
+        try:
+            if not recover:
+                check_owned(directory, MANIFEST_NAME, is_unfinished_save, what="checkpoint")
+            elif not (directory.has(MANIFEST_NAME) or directory.has(PREVIOUS_NAME)):
+                raise CheckpointError(no_manifest(path, several=directory.has(SHARDS_NAME)))
+            refuse_links(directory)
+            return Place(disk, directory, lock(directory, f"{holder} of process {os.getpid()}"))
+        except BaseException:
+            os.close(directory.fd)
+            raise
+
+
+def holder_of(name: str | None) -> str:
+    """What a lock says of the table that holds it, without the process."""
+    return "a private table" if name is None else f"the table {name!r}"
+
+
+def open_new(disk: Disk, name: str | None, *, exist_ok: bool) -> Place:
+    """Lock the directory of a table that is to be created, or with `exist_ok` may exist.
+
+    Raises:
+        CheckpointError: as `open_place`; or it holds a checkpoint, unless `exist_ok` allows that it is of this table.
+    """
+    place = open_place(disk, name)
+    try:
+        with convert_errors(place.directory.path):
+            place.look()
+        if place.manifest is not None and not exist_ok:
+            raise occupied(place)
+        return place
+    except BaseException:
+        place.close()
+        raise
+
+
+def occupied(place: Place) -> CheckpointError:
+    count = 0 if place.manifest is None else place.manifest.num_trajectories
+    path = place.directory.path
+    return CheckpointError(
+        f"{path} holds a table of {count:,} trajectories; expected an empty directory or a new one. "
+        f"Table.recover({path!r}) brings that table back and goes on writing there; to begin anew, remove the "
+        "directory or choose another. Nothing was changed."
+    )
