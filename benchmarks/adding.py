@@ -129,10 +129,9 @@ class TableCache(Undo):
 class Crew:
     """Processes of one kind, started when they are needed and kept for everything that follows."""
 
-    def __init__(self, name: str, folder: Path | None = None) -> None:
-        self._make = functools.partial(
-            start, folder, "online", _OWN.get(name) or library_of("online", name), name
-        )
+    def __init__(self, name: str, folder: Path | None = None, *, library: str | None = None) -> None:
+        library = library or _OWN.get(name) or library_of("online", name)
+        self._make = functools.partial(start, folder, "online", library, name)
         self._processes: list[PeerProcess] = []
 
     def start(self, count: int = 1) -> Sequence[PeerProcess]:
@@ -165,7 +164,8 @@ class Group:
     """Writers that add at the same time, each in its process.
 
     table: where to, if they are this project's; others make their own store. target: the table that yardsticks copy
-    into. fill: make the store full first.
+    into. fill: make the store full first. address: where the store is; by default the name of the table. answers: of
+    the writers, to the last measurement.
     """
 
     def __init__(
@@ -178,11 +178,14 @@ class Group:
         table: gear.Table | None = None,
         target: gear.Table | None = None,
         fill: bool = True,
+        address: Any = None,
     ) -> None:
         self._crew, self._spec, self._mode, self._table = crew, spec, mode, table
         self._processes = crew.start(writers)
         place = table if table is not None else target
-        address: Any = None if place is None else place.name
+        if address is None and place is not None:
+            address = place.name
+        self.answers: list[dict[str, Any]] = []
         for number, process in enumerate(self._processes):
             arguments = {"spec": spec, "mode": mode, "number": number, "of": writers, "address": address}
             address = process.ask("build", **arguments)["address"]
@@ -204,7 +207,7 @@ class Group:
         """Seconds that an item takes, of those that all of them add in so many seconds."""
         before = self._inserted()
         self.start(seconds)
-        answers = receive_all(self._processes)
+        answers = self.answers = receive_all(self._processes)
         items = sum(answer["items"] for answer in answers)
         if self._table is not None:
             expected = items // (1 if item_of(self._mode) == "trajectory" else self._spec["steps"])

@@ -41,6 +41,8 @@ select | cpu, cuda | TorchRL, cpprb, Tianshou |
     drawing by priority and setting priorities, against the number of items
 online | cpu | Reverb, TorchRL, cpprb |
     adding by 1 to 8 processes, and reading meanwhile
+remote-write | cpu | Reverb |
+    adding to a table of another process over loopback, against a bare socket
 checkpoint | cpu | Reverb, TorchRL, cpprb |
     saving and loading a table, against writing and reading as many bytes
 memory | cpu | Reverb, TorchRL, cpprb |

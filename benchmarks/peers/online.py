@@ -13,13 +13,16 @@ from benchmarks.peers import source
 from benchmarks.peers.source import Source, Steps
 
 MODES = ("whole", "batches", "steps", "chunks 10", "chunks 50")
-"""Whole trajectories one by one, or in batches; single steps, or so many at a time, made a trajectory when complete."""
+"""Whole trajectories one by one, or in batches; single steps, or so many at a time, made a trajectory when complete.
+
+Besides, "commits": whole trajectories one by one, each of which is waited for.
+"""
 _MOST_WRITERS = 64
 
 
 def item_of(mode: str) -> str:
     """What a mode's rate counts."""
-    return "trajectory" if mode in ("whole", "batches") else "step"
+    return "trajectory" if mode in ("whole", "batches", "commits") else "step"
 
 
 def pieces(mode: str, steps: int) -> list[slice]:
@@ -44,6 +47,7 @@ class Subject(source.Subject):
 
     modes: tuple[str, ...] = MODES  # what it can do
     several = False  # whether more processes may write
+    waits = False  # whether it can do "commits" too
     open: Callable[[], None]
     work: Callable[[], int]
     check: Callable[[], None]
@@ -155,12 +159,18 @@ class Worker(source.Worker):
         try:
             time.sleep(max(0.0, begin - time.monotonic()))
             start = now = time.monotonic()
-            items = 0
+            items, times = 0, [now]
             while now - start < seconds:
                 items += subject.work()
                 now = time.monotonic()
+                if subject.mode == "commits":
+                    times.append(now)
             subject.finish()
-            return {"items": items, "seconds": time.monotonic() - start}
+            answer = {"items": items, "seconds": time.monotonic() - start}
+            if len(times) > 1:
+                p50, p99 = np.quantile(np.diff(times), (0.5, 0.99)).tolist()
+                answer.update(commit_p50=p50, commit_p99=p99)
+            return answer
         finally:
             gc.enable()
 

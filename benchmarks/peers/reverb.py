@@ -270,7 +270,7 @@ class Writer(online.Subject):
     """
 
     modes = ("whole", "steps")
-    several = True
+    several = waits = True
     signed = True
     in_flight = 64
 
@@ -280,8 +280,9 @@ class Writer(online.Subject):
             self._server = server_of(self.room, self.source.shapes(self.steps) if self.signed else None)
             self.address = self._server.port
         self._client = client_of(self.address)
-        self._length = 1 if self.mode == "whole" else self.steps
-        self._items = [[one] for one in self.each] if self.mode == "whole" else self.rows()
+        self._whole = self.mode in ("whole", "commits")
+        self._length = 1 if self._whole else self.steps
+        self._items = [[one] for one in self.each] if self._whole else self.rows()
         self._make_writer()
 
     def _make_writer(self) -> None:
@@ -295,9 +296,9 @@ class Writer(online.Subject):
         return self._length
 
     def _create(self, writer: Any) -> None:
-        history, last = writer.history, -1 if self.mode == "whole" else slice(-self._length, None)
+        history, last = writer.history, -1 if self._whole else slice(-self._length, None)
         writer.create_item("replay", 1.0, {name: history[name][last] for name in history})
-        writer.flush(block_until_num_items=self.in_flight // self._length)
+        writer.flush(block_until_num_items=0 if self.mode == "commits" else self.in_flight // self._length)
 
     def finish(self) -> None:
         self._writer.flush()
@@ -325,6 +326,7 @@ class Writer(online.Subject):
 class OlderWriter(Writer):
     """The same with Reverb's older `Writer`, which knows no columns and is faster."""
 
+    waits = False
     signed = False
 
     def _make_writer(self) -> None:

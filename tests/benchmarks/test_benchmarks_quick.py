@@ -64,6 +64,11 @@ RUNS: dict[str, tuple[str, dict[str, set[str]], str]] = {
         },
         "at most 25 µs",
     ),
+    "remote-write": (
+        "--seconds 0.02 --trajectories 512 --writers 2 --peers PEERS",
+        {key: {"carrier", "ours"} for key in ("whole", "batches", "steps", "commits")},
+        "left out: Reverb: ",
+    ),
     "checkpoint": (
         "--threads 1 --trajectories 100 --peers PEERS --folder HERE",
         {

@@ -24,6 +24,7 @@ NAMES = (
     "overhead",
     "select",
     "online",
+    "remote-write",
     "checkpoint",
     "memory",
     "overlap",
