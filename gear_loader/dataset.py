@@ -21,18 +21,17 @@ from torch.utils.data import IterableDataset, get_worker_info
 from gear_loader.collection.batches import Batch, loader_error, refuse
 from gear_loader.collection.buffer_pools import BufferPools
 from gear_loader.collection.collector import Buffers, Collector
-from gear_loader.collection.output import as_jagged, as_tensordict, check_nesting, check_output
+from gear_loader.collection.output import as_jagged, as_tensordict, check_nesting
 from gear_loader.collection.packed import PackedCollector
 from gear_loader.collection.prefetch import Prefetcher
 from gear_loader.collection.windows import (
     Whole,
-    check_layout,
-    check_windows,
     expand,
     packed_span,
     steps_only,
     windows_of,
 )
+from gear_loader.dataset_options import check_options
 from gear_loader.distributed.collector import ShardCollector
 from gear_loader.distributed.collector_cuda import CudaShardCollector
 from gear_loader.distributed.exchange import SingleProcess
@@ -58,7 +57,7 @@ from gear_loader.storage.priority_updates import is_strict
 from gear_loader.storage.schema import Window, as_mapping
 from gear_loader.storage.table import Table
 from gear_loader.utils.arrays import Array
-from gear_loader.utils.checks import at_least, check_device, device_of, integer
+from gear_loader.utils.checks import at_least, device_of
 
 __all__ = ["ReplayDataset"]
 
@@ -66,116 +65,6 @@ _logger = logging.getLogger("gear_loader")
 
 _LOCAL = 0x6C6F6361  # random number stream of the seeds of local draws
 _ALL_DRAWS = 1 << 30  # history of a selection that is told which draws to forget
-
-
-def _check_options(
-    *,
-    batch_size: Any,
-    windows: Any,
-    columns: Any,
-    complete: Any,
-    anchor: Any,
-    selector: Any,
-    seed: Any,
-    device: Any,
-    prefetch: Any,
-    copy: Any,
-    keep: Any,
-    batches_per_epoch: Any,
-    subset: Any,
-    programs: Any,
-    stream_priority: Any,
-    scope: Any,
-    rank: Any,
-    world_size: Any,
-    output: Any,
-    layout: Any,
-    max_steps: Any,
-    lookahead: Any,
-    too_long: Any,
-    **_: Any,
-) -> None:
-    """Raise SchemaError for an option of `ReplayDataset` that is invalid with any table."""
-    if max_steps is None:
-        at_least("batch_size", batch_size)
-    check_windows(windows, columns)
-    check_layout(layout, windows)
-    if anchor not in ("uniform", "first", "last"):
-        raise SchemaError(f"anchor is {anchor!r}; expected 'uniform', 'first' or 'last'.")
-    if selector is not None and not isinstance(selector, Selector):
-        raise SchemaError(
-            f"selector is {selector!r}; expected an object such as gear_loader.Uniform() or gear_loader.Prioritized()."
-        )
-    if selector is not None and selector.unit == "step" and anchor != "uniform":
-        raise SchemaError(
-            f"anchor={anchor!r} goes with a selector of trajectories; {selector!r} chooses the steps itself."
-        )
-    integer("seed", seed)
-    check_device(device)
-    at_least("prefetch", prefetch, least=0)
-    if copy is not None and not isinstance(copy, bool):
-        raise SchemaError(
-            f"copy is {copy!r}; expected None (memory is reused when nothing refers to the batch any longer), True "
-            "(new memory for each batch) or False (memory is reused whatever refers to it)."
-        )
-    at_least("keep", keep)
-    if batches_per_epoch is not None and batches_per_epoch != math.inf:
-        at_least("batches_per_epoch", batches_per_epoch, otherwise=" or math.inf")
-    if subset is not None and not callable(subset):
-        raise SchemaError(f"subset is {subset!r}; expected a function of the sequence numbers (int64 [n]).")
-    if programs is not None:
-        at_least("programs", programs)
-    if integer("stream_priority", stream_priority) > 0:
-        raise SchemaError(
-            f"stream_priority is {stream_priority}; expected 0, or a negative number to go first."
-        )
-    if (rank is None) != (world_size is None) or (rank is not None and not 0 <= rank < (world_size or 0)):
-        raise SchemaError(
-            f"rank {rank} of world_size {world_size}; expected both, with 0 <= rank < world_size."
-        )
-    if scope not in ("global", "local"):
-        raise SchemaError(f"scope is {scope!r}; expected 'global' or 'local'.")
-    check_output(output)
-    _check_sizes(batch_size, layout, max_steps, lookahead, too_long, selector)
-    _check_packed(layout, windows, anchor, selector, output, complete)
-
-
-def _check_sizes(
-    batch_size: Any, layout: Any, max_steps: Any, lookahead: Any, too_long: Any, selector: Any
-) -> None:
-    """Check the options of batches that have a number of steps instead of rows."""
-    if max_steps is None:
-        if lookahead != 0 or too_long != "error":
-            raise SchemaError("lookahead or too_long was given without max_steps, to which they belong.")
-        return
-    if batch_size is not None:
-        raise SchemaError(
-            f"batch_size={batch_size!r} and max_steps={max_steps!r} were given; expected one of them."
-        )
-    if layout == "padded":
-        raise SchemaError("max_steps was given with layout='padded'; expected layout='packed' or 'jagged'.")
-    StepBudget.check(max_steps, lookahead, too_long, selector)
-
-
-def _check_packed(layout: Any, windows: Any, anchor: Any, selector: Any, output: Any, complete: Any) -> None:
-    """Check the options that packed batches do not go with."""
-    if layout == "padded":
-        return
-    if output != "dict":
-        raise SchemaError(
-            f"output={output!r} was given with layout={layout!r}; expected 'dict': the columns of a packed batch "
-            "differ in their first dimension."
-        )
-    each = windows.values() if isinstance(windows, Mapping) else [windows]
-    if not any(isinstance(window, Whole) for window in each):
-        return
-    if complete is True:
-        raise SchemaError("complete=True was given with whole trajectories, which always are; leave it out.")
-    if anchor == "last" or (selector is not None and selector.unit == "step"):
-        raise SchemaError(
-            f"anchor={anchor!r} and selector={selector!r} were given with whole trajectories; expected a selector with "
-            "unit='trajectory', and no anchor: theirs is step 0."
-        )
 
 
 class ReplayDataset(IterableDataset[Batch]):
@@ -421,7 +310,7 @@ class ReplayDataset(IterableDataset[Batch]):
         except TypeError as error:
             raise TypeError(f"Options of {cls.__name__}: {error}.") from None
         given.apply_defaults()
-        _check_options(**given.arguments)
+        check_options(**given.arguments)
 
     # ---------------------------------------------------------------- packed batches
 
