@@ -137,6 +137,8 @@ def every_experiment(made: Made) -> list[dict[str, Any]]:
     )
     tokens = {"plain torch": 4e8, "ours": 5e8, "pad_sequence": 1e8}
     put("packed", "1 columns", "1 column", tokens, "plain torch", {"columns": 1, "item": "token"}, "rows")
+    remote = {"carrier": 3e4, "ours": 1e4, "Reverb": 4e3}
+    put("remote-write", "whole", "whole, 1 writer", remote, "carrier", {"writers": 1}, "rows")
     drawing = {"plain torch": 4000.0, "ours": 3000.0, "SB3": 900.0}
     put("transitions", "uniform", "uniform: sample", drawing, "plain torch", {"batch": 256}, "rows")
     for name, seconds in {"ours": 30.0, "SB3": 31.0}.items():

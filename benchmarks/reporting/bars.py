@@ -81,6 +81,11 @@ def draw_packed(found: Sequence[Comparison]) -> bytes | None:
     return _panels([c for c in found if c.experiment == "packed" and c.timed])
 
 
+def draw_remote_write(found: Sequence[Comparison]) -> bytes | None:
+    """Adding to a table of another process, by number of writers."""
+    return _panels([c for c in found if c.experiment == "remote-write" and c.timed])
+
+
 def draw_memory(found: Sequence[Comparison]) -> bytes | None:
     """Bytes resident for each byte of payload: a panel for each distribution of lengths."""
     return _amounts([c for c in found if c.experiment == "memory"])

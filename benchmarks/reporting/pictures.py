@@ -60,6 +60,10 @@ _PICTURES: dict[
         plot_online.draw,
         "Adding, setting priorities, and reading meanwhile; bands and whiskers from p10 to p90.",
     ),
+    "remote-write": (
+        bars.draw_remote_write,
+        "Adding to a table of another process over loopback; whiskers from p10 to p90.",
+    ),
     "checkpoint": (
         bars.draw_checkpoint,
         "Saving and loading; whiskers from p10 to p90; the dashed line is a plain write or read of as many bytes.",

@@ -1108,9 +1108,11 @@ def _add_steps(p, slot, generation, more, final, evict, run, columns, addresses)
         return UNREADY
     answer = lengthen(v, slot, generation, more, final, evict, run)
     if answer == DONE:
-        ids = v.block_ids[v.extent[slot, 1] :]
+        ids, length = v.block_ids[v.extent[slot, 1] :], v.extent[slot, 0]
+        for place in range(length // v.block_steps, (length + more + final - 1) // v.block_steps + 1):
+            require(ids[place] >= 0 and ids[place] < v.num_blocks)
         # Its machine code is linked into the cached code of this file: a change of it needs a change here.
-        append_steps(columns, v.block_steps, ids, v.extent[slot, 0], addresses, more + final)
+        append_steps(columns, v.block_steps, ids, length, addresses, more + final)
         publish_steps(v, slot, more, final)
     return answer
 

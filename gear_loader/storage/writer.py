@@ -601,9 +601,10 @@ def reserve_together(writers: Sequence[Writer], count: int) -> bool:
     Returns:
         Whether all have got it; the others have to call `reserve`.
     """
-    table, writers = writers[0]._table, [writer for writer in writers if not writer.has_room(count)]
-    if not writers or not table.index.changes_rows:
+    writers = [writer for writer in writers if not writer.has_room(count)]
+    if not writers or not writers[0]._index.changes_rows:
         return not writers
+    table, index = writers[0]._table, writers[0]._index
     rows = np.empty((len(writers), ROOM_WIDTH), dtype=np.int64)
     asked = place = 0
     for writer in writers:
@@ -614,7 +615,7 @@ def reserve_together(writers: Sequence[Writer], count: int) -> bool:
     if not asked:
         return False
     ids = np.empty(place, dtype=np.int32)
-    done = table.index.reserve_rows(rows[:asked], ids, evict=table.policy[0])
+    done = index.reserve_rows(rows[:asked], ids, evict=table.policy[0])
     for writer, row in zip(writers[:done], rows, strict=False):
         writer.take_room(row, ids)
     return done == len(writers)

@@ -182,6 +182,16 @@ def test_a_gather_of_wrong_blocks_fills_with_zeros_and_says_how_many() -> None:
     assert out.tolist() == [[1] * 6, [0] * 6, [0] * 6, [0] * 6]
 
 
+@pytest.mark.parametrize("value", [10**6, -1])
+def test_no_step_is_added_to_a_wrong_block(value: int) -> None:
+    with gear.Table.create(COLUMNS, **SIZES) as table:
+        writer = table.writer(commit_every_step=True)
+        writer.append(rows(0, 3))
+        table.region.array("block_ids")[:] = value
+        with pytest.raises(CorruptTableError):
+            writer.append(rows(0, 3))
+
+
 def test_operations_refuse_alike_compiled_or_not() -> None:
     for compiled in (True, False):
         with gear.Table.create(COLUMNS, **SIZES, on_full="evict_oldest") as table:
