@@ -118,7 +118,7 @@ class _ThreadPool:
 
 
 @functools.cache
-def _crew(pid: int, members: int) -> _ThreadPool:
+def _pool(pid: int, members: int) -> _ThreadPool:
     return _ThreadPool(members)
 
 
@@ -151,7 +151,7 @@ def gather(
     threads = min(torch.get_num_threads(), MAX_THREADS)
     chunks = min(count, count * row_bytes // _CHUNK_BYTES, 16 * threads)
     if threads > 1 and chunks > 1 and count * row_bytes > _ALONE_BYTES:
-        pool = _crew(os.getpid(), threads - 1)
+        pool = _pool(os.getpid(), threads - 1)
         bad = pool.gather(chunks, columns, slots, anchors, extent, ids, block_steps, rows)
         if bad is not None:
             return bad

@@ -16,8 +16,7 @@ from table_common import forked, forks
 
 from gear_loader import Column, Table, Window
 from gear_loader.collection.collector import Batch, Buffers, Collector
-from gear_loader.native import copying
-from gear_loader.native import threads as crew
+from gear_loader.native import copying, threads
 from gear_loader.storage.rows import SelectedRows
 from gear_loader.storage.schema import DTYPES
 
@@ -103,11 +102,11 @@ def collect(gatherer: Collector, rows: tuple[Array, Array, Array], buffers: Buff
 @pytest.fixture
 def three_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Three threads, which also share batches that one would usually gather alone."""
-    threads = torch.get_num_threads()
-    monkeypatch.setattr(crew, "_ALONE_BYTES", 1 << 19)
+    before = torch.get_num_threads()
+    monkeypatch.setattr(threads, "_ALONE_BYTES", 1 << 19)
     torch.set_num_threads(3)
     yield
-    torch.set_num_threads(threads)
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
@@ -191,15 +190,15 @@ class Rows:
 @pytest.mark.usefixtures("three_threads")
 def test_a_larger_batch_right_after_a_smaller_one() -> None:
     # The threads are still looking for work of the first batch while the second is being prepared. Straight to the
-    # crew, and a look at the last byte of each row alone: what came late would have arrived in the meantime.
+    # threads, and a look at the last byte of each row alone: what came late would have arrived in the meantime.
     rows = Rows(1 << 13, 64, 9)
     columns = rows.buffers.plan.table.numpy()
     index = (*rows.table.reader().index_arrays(), 64, rows.collector._row_bytes)
     ends, expected = rows.view[:, -1], np.arange(9, dtype=np.uint8)
     for number in range(200):
         ends[:] = 255
-        crew.gather(columns, rows.slots[:2], rows.zeros[:2], *index)
-        crew.gather(columns, rows.slots, rows.zeros, *index)
+        threads.gather(columns, rows.slots[:2], rows.zeros[:2], *index)
+        threads.gather(columns, rows.slots, rows.zeros, *index)
         assert (ends == expected).all(), f"batch {number} was not finished"
 
 
@@ -207,7 +206,7 @@ def test_a_job_that_has_not_been_posted_is_not_begun(monkeypatch: pytest.MonkeyP
     # What a member would do that looks for work just then, between the writing of a job and its posting.
     rows = Rows(1 << 10, 8, 9)
     columns, (extent, ids) = rows.buffers.plan.table.numpy(), rows.table.reader().index_arrays()
-    alone = crew._ThreadPool(0)
+    alone = threads._ThreadPool(0)
     post, seen = copying.post, []
 
     def posted(base: int, members: int, chunks: int) -> int:
@@ -241,22 +240,22 @@ def test_several_threads_collect_at_once() -> None:
             failures.append(f"thread {me}: {error!r}")
             raise
 
-    threads = [threading.Thread(target=work, args=(me,)) for me in range(3)]
-    for thread in threads:
+    started = [threading.Thread(target=work, args=(me,)) for me in range(3)]
+    for thread in started:
         thread.start()
-    for thread in threads:
+    for thread in started:
         thread.join(120)
     assert not failures
-    assert not any(thread.is_alive() for thread in threads)
+    assert not any(thread.is_alive() for thread in started)
 
 
 @pytest.mark.usefixtures("three_threads")
 def test_an_interrupted_gather_is_finished_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    # An exception while the crew is woken (Ctrl-C, say) comes out only when every chunk is finished, and the next
+    # An exception while the threads is woken (Ctrl-C, say) comes out only when every chunk is finished, and the next
     # batch is not affected by it.
     rows = Rows(1 << 12, 64, 8)
     rows.gather(0, 8)
-    members = crew._crew(os.getpid(), 2)
+    members = threads._pool(os.getpid(), 2)
     deadline = time.monotonic() + 60
     while (members._mailbox[copying.STATE : copying.STATE + 2] != copying.ASLEEP).any():
         assert time.monotonic() < deadline
@@ -285,7 +284,7 @@ def test_an_interrupted_gather_is_finished_first(monkeypatch: pytest.MonkeyPatch
 
 @forks
 @pytest.mark.usefixtures("three_threads")
-def test_a_forked_process_has_a_crew_of_its_own() -> None:
+def test_a_forked_process_has_a_pool_of_its_own() -> None:
     rows = Rows(1 << 12, 64, 8)
 
     def work() -> None:
