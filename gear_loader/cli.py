@@ -222,6 +222,45 @@ def _user(uid: int) -> str:
         return str(uid)
 
 
+# ---------------------------------------------------------------- top
+
+
+@app.command("top")
+def show_live(
+    tables: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[TABLE]...",
+            help="Names as `gear-loader ls` shows them, or addresses gear://HOST:PORT/TABLE of servers; by default all "
+            "tables of this machine.",
+        ),
+    ] = None,
+    interval: Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between displays.")] = 1.0,
+    count: Annotated[int | None, typer.Option(min=1, help="End after so many displays.")] = None,
+    secret_file: Annotated[
+        str | None, typer.Option(help="The servers' secret; by default that of GEAR_LOADER_SECRET.")
+    ] = None,
+) -> None:
+    """Watch tables: how full they are, what is added, drawn and evicted, who waits. Ctrl-C ends it.
+
+    WAITING is how many writers and how many readers wait at the same time, on average. Tables of this machine are read
+    without their lock, and without attaching to them.
+    """
+    from gear_loader.errors import GearError
+    from gear_loader.top import Source, sources, watch
+
+    try:
+        fixed = sources(tables, _path, secret_file=secret_file) if tables else None
+    except GearError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+
+    def look() -> dict[str, Source]:
+        return sources(_region_names(), _path, secret_file=None) if fixed is None else fixed
+
+    watch(look, interval=interval, count=count)
+
+
 # ---------------------------------------------------------------- rm
 
 

@@ -33,7 +33,7 @@ FLOORS: tuple[frozenset[str], ...] = (
     frozenset({"transport"}),
     frozenset({"dataset_options", "distributed", "doctor"}),
     frozenset({"dataset"}),
-    frozenset({"integrations", "lightning", "warmup"}),
+    frozenset({"integrations", "lightning", "top", "warmup"}),
     frozenset({FRONT_DOOR, "cli"}),
     frozenset({"__main__"}),
 )
@@ -50,6 +50,7 @@ IN_ONE_ROOM: dict[str, frozenset[str]] = {
     "native": frozenset({"llvmlite"}),
     "sources": frozenset({"gymnasium", "h5py", "minari"}),
     "storage": frozenset({"llvmlite"}),
+    "top": frozenset({"rich"}),
     "transport": frozenset({"nixl", "ucp", "ucxx"}),
     "utils": frozenset({"rich"}),
 }

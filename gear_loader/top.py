@@ -1,0 +1,197 @@
+"""`gear-loader top`: what goes into tables and out of them, again and again, in a terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import struct
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table as Grid
+from rich.text import Text
+
+from gear_loader.errors import GearError
+from gear_loader.storage import counters as at
+from gear_loader.storage import shared_memory
+from gear_loader.storage.layout import HEADER_LIMIT, Layout
+from gear_loader.transport.remote_table import RemoteTable, connect
+
+__all__ = ["Reading", "read_file", "sources", "watch"]
+
+Source = Callable[[], "Reading"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """The counters of a table at one time.
+
+    Attributes:
+        time: seconds, of `time.monotonic`. trajectories, steps: live ones.
+        most_steps: steps that the table may hold; None if unknown.
+        inserted, sampled, removed: trajectories added, rows drawn, and trajectories evicted or expired, so far.
+        writing: trajectories being written.
+        insert_wait, sample_wait: seconds that writers and readers of all processes have waited so far.
+    """
+
+    time: float
+    trajectories: int
+    steps: int
+    most_steps: int | None
+    inserted: int
+    sampled: int
+    removed: int
+    writing: int
+    insert_wait: float
+    sample_wait: float
+
+
+def read_file(path: str) -> Reading:
+    """The counters of a table in shared memory, without attaching to it and without its lock.
+
+    Raises:
+        RegionError: the file is no table. OSError: it cannot be read.
+    """
+    with shared_memory.opened(path) as file:
+        layout = Layout.read(os.pread(file.fd, HEADER_LIMIT, 0), file.info.st_size, "It")
+        offset, dtype, (count,) = layout.arrays["counters"]
+        values = struct.unpack(f"={count}q", os.pread(file.fd, count * dtype.itemsize, offset))
+    return Reading(
+        time.monotonic(),
+        values[at.NUM_READY],
+        values[at.NUM_STEPS],
+        layout.max_steps,
+        values[at.NEXT_SEQUENCE] - values[at.FIRST_SEQUENCE],
+        values[at.NUM_SAMPLED],
+        values[at.NUM_EVICTED] + values[at.NUM_EXPIRED],
+        values[at.NUM_WRITING],
+        values[at.INSERT_WAIT] / 1e9,
+        values[at.SAMPLE_WAIT] / 1e9,
+    )
+
+
+def _read_remote(table: RemoteTable) -> Reading:
+    found = table.stats()
+    return Reading(
+        time.monotonic(),
+        found.num_trajectories,
+        found.num_steps,
+        None,
+        found.num_inserted,
+        found.num_sampled,
+        found.num_evicted + found.num_expired,
+        found.num_writing,
+        found.insert_wait,
+        found.sample_wait,
+    )
+
+
+def sources(
+    names: Iterable[str], path_of: Callable[[str], str], *, secret_file: str | None
+) -> dict[str, Source]:
+    """What reads each table: a file of shared memory by its name, or a server's table by its address.
+
+    Raises:
+        GearError: a server cannot be reached, or refuses.
+    """
+    found: dict[str, Source] = {}
+    for name in names:
+        if "://" in name:
+            table = connect(name, secret_file=secret_file, timeout=10.0)
+            found[name] = functools.partial(_read_remote, table)
+        else:
+            found[name] = functools.partial(read_file, path_of(name))
+    return found
+
+
+def watch(look: Callable[[], dict[str, Source]], *, interval: float, count: int | None) -> None:
+    """Show the tables until interrupted, or `count` times.
+
+    In a terminal each display replaces the one before; in a file or a pipe they follow each other. Rates are since the
+    display before, so the first one has none.
+
+    Args:
+        look: what reads each table; called for every display, so that tables may come and go.
+        interval: seconds between displays.
+    """
+    console = Console()
+    displays = _displays(look, interval, count)
+    try:
+        if not console.is_terminal:
+            console = Console(width=160)
+            for display in displays:
+                console.print(display)
+            return
+        with Live(console=console, auto_refresh=False, transient=False) as live:
+            for display in displays:
+                live.update(display, refresh=True)
+    except KeyboardInterrupt:
+        return
+
+
+def _displays(look: Callable[[], dict[str, Source]], interval: float, count: int | None) -> Iterator[Grid]:
+    before: dict[str, Reading] = {}
+    number = 0
+    while True:
+        now: dict[str, Reading] = {}
+        problems: dict[str, str] = {}
+        for name, read in look().items():
+            try:
+                now[name] = read()
+            except FileNotFoundError:
+                problems[name] = "it is not there"
+            except (GearError, OSError) as error:
+                problems[name] = " ".join(str(error).split())
+        yield _grid(now, before, problems)
+        number += 1
+        if number == count:
+            return
+        before = now
+        time.sleep(interval)
+
+
+def _grid(now: dict[str, Reading], before: dict[str, Reading], problems: dict[str, str]) -> Grid:
+    """One display: a line for each table, of 80 columns with short names."""
+    grid = Grid(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
+    grid.add_column("TABLE", overflow="ellipsis", no_wrap=True, max_width=24)
+    titles = ("TRAJECT.", "STEPS", "FULL", "ADDED/s", "DRAWN/s", "GONE/s", "WRITING", "WAITING")
+    for title in titles:
+        grid.add_column(title, justify="right", no_wrap=True)
+    for name, reading in now.items():
+        grid.add_row(Text(_printable(name)), *map(Text, _cells(reading, before.get(name))))
+    for name, problem in problems.items():
+        grid.add_row(Text(_printable(name)), Text(_printable(problem)[:40], style="yellow"))
+    if not now and not problems:
+        grid.add_row(Text("no tables"))
+    return grid
+
+
+def _cells(now: Reading, before: Reading | None) -> tuple[str, ...]:
+    full = "?" if now.most_steps is None else f"{now.steps / now.most_steps:.0%}"
+    counts = (_short(now.trajectories), _short(now.steps), full)
+    if before is None or now.inserted < before.inserted or now.time <= before.time:
+        return (*counts, "-", "-", "-", str(now.writing), "-")
+    seconds = now.time - before.time
+
+    def rate(attribute: str) -> float:
+        return (getattr(now, attribute) - getattr(before, attribute)) / seconds  # type: ignore[no-any-return]
+
+    rates = (_short(rate(name)) for name in ("inserted", "sampled", "removed"))
+    # Seconds waited a second: how many wait at the same time, on average.
+    waiting = f"{rate('insert_wait'):.1f}+{rate('sample_wait'):.1f}"
+    return (*counts, *rates, str(now.writing), waiting)
+
+
+def _short(value: float) -> str:
+    """A number in at most six characters: 999, 12.3k, 4.56M."""
+    for power, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= power * 0.99995:
+            return f"{value / power:.3g}{unit}"
+    return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)
