@@ -188,8 +188,9 @@ def connect(
         A `Table` on the actor's node, else a `RemoteTable`.
 
     Raises:
-        TransportError: an invalid address, or Ray is not initialised here. PeerTimeoutError: there is no such actor, or
-        it does not answer. GearError: the actor failed.
+        TransportError: an invalid address, or Ray is not initialised here.
+        PeerTimeoutError: there is no such actor, or it does not answer.
+        GearError: the actor failed.
     """
     name, namespace = _split(url)
     timeout = check_seconds("timeout", timeout)

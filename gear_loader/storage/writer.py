@@ -327,7 +327,7 @@ class Writer(StepAppender):
         return self._steps + count <= self._held
 
     def ask_for_room(self, count: int, row: Array, place: int) -> int:
-        """Ask for room for `count` more steps in a row of `operations.reserve_rows`.
+        """Ask for room for `count` more steps in a row of ``operations.reserve_rows``.
 
         Until `take_room`, what the writer holds is unknown, and `reserve` reads it from the index.
 
@@ -354,7 +354,7 @@ class Writer(StepAppender):
         return -(-most // size) - len(self._ids)
 
     def take_room(self, row: Array, ids: Array) -> None:
-        """Take the room that `operations.reserve_rows` has given."""
+        """Take the room that ``operations.reserve_rows`` has given."""
         claim, place, held = self._open[-1], int(row[ROOM_PLACE]), int(row[ROOM_HELD])
         if claim.generations is None:
             claim.generations = row[ROOM_GENERATION : ROOM_GENERATION + 1]

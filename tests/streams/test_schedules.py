@@ -63,6 +63,7 @@ def test_batches_are_those_of_the_cpu_in_any_order_of_work(part: int) -> None:
     check_all(range(FIRST + 8 * part, FIRST + 8 * part + 8))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(8))
 def test_batches_are_those_of_the_cpu_in_thousands_of_schedules(part: int) -> None:
@@ -83,6 +84,7 @@ def test_batches_over_shards_in_any_order_of_work() -> None:
     check_shards(range(FIRST, FIRST + 12))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(4))
 def test_batches_over_shards_in_thousands_of_schedules(part: int) -> None:
