@@ -13,7 +13,6 @@ import os
 import pwd
 import shlex
 import stat
-import struct
 import time
 from typing import Annotated, Any
 
@@ -21,7 +20,7 @@ import typer
 
 from gear_loader.errors import RegionError
 from gear_loader.storage import shared_memory
-from gear_loader.utils.formatting import size
+from gear_loader.utils.formatting import printable, size
 
 __all__ = ["app"]
 
@@ -128,14 +127,9 @@ def _entry(name: str, info: os.stat_result, pids: list[int]) -> _Entry:
 def _describe(entry: _Entry, file: shared_memory.OpenFile) -> None:
     # Imported here because they load torch. A table is called damaged exactly if it cannot be attached.
     from gear_loader.storage.counters import NUM_READY, NUM_STEPS
-    from gear_loader.storage.layout import HEADER_LIMIT, Layout
+    from gear_loader.storage.layout import read_counters
 
-    layout = Layout.read(os.pread(file.fd, HEADER_LIMIT, 0), file.info.st_size, "It")
-    offset, dtype, (count,) = layout.arrays["counters"]
-    data = os.pread(file.fd, count * dtype.itemsize, offset)
-    if len(data) < count * dtype.itemsize:
-        raise RegionError("It was truncated while it was read.")
-    counters = struct.unpack(f"={count}q", data)
+    layout, counters = read_counters(file.fd, file.info.st_size)
     entry.trajectories, entry.steps = counters[NUM_READY], counters[NUM_STEPS]
     entry.max_trajectories, entry.max_steps = layout.max_trajectories, layout.max_steps
     entry.columns = {
@@ -164,14 +158,14 @@ def _print(entries: list[_Entry]) -> None:
             entry.owner,
             _state(entry),
         )
-        table.add_row(*(Text(_printable(cell)) for cell in cells))
+        table.add_row(*(Text(printable(cell)) for cell in cells))
     console = Console()
     if not console.is_terminal:
         console = Console(width=10_000)  # one line for each table in a file or a pipe
     console.print(table)
     for entry in entries:
         if entry.problem is not None:
-            problem = _printable(entry.problem, _MOST_OF_A_PROBLEM)
+            problem = printable(entry.problem, _MOST_OF_A_PROBLEM)
             console.print(Text(f"{_shown(entry.name)}: {problem}"), soft_wrap=True)
 
 
@@ -186,7 +180,7 @@ def _columns(columns: dict[str, dict[str, Any]] | None, most: int = 4) -> str:
     if columns is None:
         return "?"
     shown = [
-        f"{_printable(name, _MOST_OF_A_NAME)} {column['dtype']}{column['shape'] or ''}"
+        f"{printable(name, _MOST_OF_A_NAME)} {column['dtype']}{column['shape'] or ''}"
         for name, column in list(columns.items())[:most]
     ]
     more = [f"and {len(columns) - most} more"] if len(columns) > most else []
@@ -325,15 +319,6 @@ def _region_names() -> list[str]:
 
 def _path(name: str) -> str:
     return os.path.join(shared_memory.DIRECTORY, shared_memory.PREFIX + name)
-
-
-def _printable(text: str, most: int | None = None) -> str:
-    """Text from a file made safe for a terminal: escaped, and cut after `most` characters."""
-    if most is not None and len(text) > most:
-        text = f"{text[:most]}..."
-    return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text
-    )
 
 
 def _shown(name: str) -> str:

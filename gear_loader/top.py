@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
-import struct
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table as Grid
 from rich.text import Text
@@ -17,8 +15,9 @@ from rich.text import Text
 from gear_loader.errors import GearError
 from gear_loader.storage import counters as at
 from gear_loader.storage import shared_memory
-from gear_loader.storage.layout import HEADER_LIMIT, Layout
+from gear_loader.storage.layout import read_counters
 from gear_loader.transport.remote_table import RemoteTable, connect
+from gear_loader.utils.formatting import printable
 
 __all__ = ["Reading", "read_file", "sources", "watch"]
 
@@ -56,9 +55,7 @@ def read_file(path: str) -> Reading:
         RegionError: the file is no table. OSError: it cannot be read.
     """
     with shared_memory.opened(path) as file:
-        layout = Layout.read(os.pread(file.fd, HEADER_LIMIT, 0), file.info.st_size, "It")
-        offset, dtype, (count,) = layout.arrays["counters"]
-        values = struct.unpack(f"={count}q", os.pread(file.fd, count * dtype.itemsize, offset))
+        layout, values = read_counters(file.fd, file.info.st_size)
     return Reading(
         time.monotonic(),
         values[at.NUM_READY],
@@ -132,7 +129,7 @@ def watch(look: Callable[[], dict[str, Source]], *, interval: float, count: int 
         return
 
 
-def _displays(look: Callable[[], dict[str, Source]], interval: float, count: int | None) -> Iterator[Grid]:
+def _displays(look: Callable[[], dict[str, Source]], interval: float, count: int | None) -> Iterator[Group]:
     before: dict[str, Reading] = {}
     number = 0
     while True:
@@ -145,7 +142,7 @@ def _displays(look: Callable[[], dict[str, Source]], interval: float, count: int
                 problems[name] = "it is not there"
             except (GearError, OSError) as error:
                 problems[name] = " ".join(str(error).split())
-        yield _grid(now, before, problems)
+        yield _display(now, before, problems)
         number += 1
         if number == count:
             return
@@ -153,20 +150,19 @@ def _displays(look: Callable[[], dict[str, Source]], interval: float, count: int
         time.sleep(interval)
 
 
-def _grid(now: dict[str, Reading], before: dict[str, Reading], problems: dict[str, str]) -> Grid:
-    """One display: a line for each table, of 80 columns with short names."""
-    grid = Grid(box=None, pad_edge=False, header_style="bold", padding=(0, 1))
-    grid.add_column("TABLE", overflow="ellipsis", no_wrap=True, max_width=24)
+def _display(now: dict[str, Reading], before: dict[str, Reading], problems: dict[str, str]) -> Group:
+    """A line for each table, of which a narrow terminal folds the name, and one for each problem."""
+    grid = Grid(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    grid.add_column("TABLE", overflow="fold", min_width=8)
     titles = ("TRAJECT.", "STEPS", "FULL", "ADDED/s", "DRAWN/s", "GONE/s", "WRITING", "WAITING")
     for title in titles:
         grid.add_column(title, justify="right", no_wrap=True)
     for name, reading in now.items():
-        grid.add_row(Text(_printable(name)), *map(Text, _cells(reading, before.get(name))))
-    for name, problem in problems.items():
-        grid.add_row(Text(_printable(name)), Text(_printable(problem)[:40], style="yellow"))
+        grid.add_row(Text(printable(name)), *map(Text, _cells(reading, before.get(name))))
     if not now and not problems:
         grid.add_row(Text("no tables"))
-    return grid
+    lines = (f"{printable(name)}: {printable(problem, 500)}" for name, problem in problems.items())
+    return Group(grid, *(Text(line, style="yellow") for line in lines))
 
 
 def _cells(now: Reading, before: Reading | None) -> tuple[str, ...]:
@@ -191,7 +187,3 @@ def _short(value: float) -> str:
         if value >= power * 0.99995:
             return f"{value / power:.3g}{unit}"
     return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.1f}"
-
-
-def _printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)

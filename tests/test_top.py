@@ -12,7 +12,7 @@ import sys
 import termios
 
 import pytest
-from table_common import named, rows
+from table_common import fresh_name, named, rows
 from typer.testing import CliRunner
 
 import gear_loader as gear
@@ -75,7 +75,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_terminal_of_80_columns() -> None:
-    with named(**SIZES) as table:
+    with named(**SIZES) as table, named(**SIZES, name=f"{fresh_name()}-{'long' * 15}"):
         table.add(rows(0, 25))
         ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))

@@ -51,6 +51,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import mmap
+import os
 import reprlib
 import struct
 import zlib
@@ -73,6 +74,7 @@ __all__ = [
     "ColumnLayout",
     "Layout",
     "Record",
+    "read_counters",
     "round_up",
 ]
 
@@ -338,3 +340,20 @@ class Layout:
             raise SchemaError(f"rules are {reprlib.repr(fields['rules'])}; expected a mapping")
         schema, rules = Schema.from_json(fields["schema"]), Rules.from_json(fields["rules"])
         return cls(schema, rules=rules, packed=fields["packed"], **{key: fields[key] for key in sizes})
+
+
+def read_counters(fd: int, size: int) -> tuple[Layout, tuple[int, ...]]:
+    """The layout and the counters of a table's file, without attaching to it and without its lock.
+
+    Args:
+        fd: the open file. size: its bytes.
+
+    Raises:
+        RegionError: the file is no table that can be attached, or became shorter meanwhile. OSError: it cannot be read.
+    """
+    layout = Layout.read(os.pread(fd, HEADER_LIMIT, 0), size, "It")
+    offset, dtype, (count,) = layout.arrays["counters"]
+    data = os.pread(fd, count * dtype.itemsize, offset)
+    if len(data) < count * dtype.itemsize:
+        raise RegionError("It was truncated while it was read.")
+    return layout, struct.unpack(f"={count}q", data)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["described", "size"]
+__all__ = ["described", "printable", "size"]
 
 
 def size(count: int) -> str:
@@ -25,3 +25,12 @@ def described(value: Any) -> str:
         return type(value).__name__
     device = str(getattr(value, "device", "cpu"))
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}{'' if device == 'cpu' else f' on {device}'}"
+
+
+def printable(text: str, most: int | None = None) -> str:
+    """Text from a file made safe for a terminal: escaped, and cut after `most` characters."""
+    if most is not None and len(text) > most:
+        text = f"{text[:most]}..."
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text
+    )
